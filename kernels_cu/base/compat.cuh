@@ -1,0 +1,27 @@
+// Types and constants that every kernel shares; no headers, so that NVRTC starts at once.
+#pragma once
+
+using int64_t = long long;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr int WARP_SIZE = 32;
+constexpr int ELEMENT_BYTES = 2;  // float16 and bfloat16 travel as 16 bits; cfg::BF16 says which
+
+// A packed (tokens, heads, dim) tensor: element (t, h, d) lies at data[t * token_stride + h *
+// head_stride + d].
+struct Tensor {
+  uint16_t* data;
+  int64_t token_stride;  // elements; 64 bits, since token * stride may pass 2^31
+  int64_t head_stride;
+
+  __device__ __forceinline__ uint16_t* at(int64_t token, int head) const {
+    return data + token * token_stride + head * head_stride;
+  }
+};
+
+__device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -1,0 +1,101 @@
+// Online softmax on the accumulators of mma.m16n8: a row lies in four lanes, two columns each per
+// accumulator.
+#pragma once
+#include "base/ptx.cuh"
+
+// A new maximum rescales O only when it has grown by more than this many powers of two: P stays
+// below 2^8, which float16 holds, and the last division is exact about it. Most tiles then leave O
+// alone.
+constexpr float RESCALE_LOG2 = 8.0f;
+
+template <int MT>
+struct OnlineSoftmax {
+  float row_max[MT][2];  // the maximum that P is taken against, in units of S
+  float row_sum[MT][2];  // this lane's share; summed over the four lanes at the end
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+      row_max[i][0] = row_max[i][1] = -INF;
+      row_sum[i][0] = row_sum[i][1] = 0.0f;
+    }
+  }
+
+  // The maximum over S as well; O and the sums are rescaled where it moved. scale_log2 =
+  // softmax_scale * log2(e).
+  template <int NT, int NT_O>
+  __device__ __forceinline__ void update_max(const float (&rS)[MT][NT][4], float (&rO)[MT][NT_O][4],
+                                             float scale_log2) {
+    float block_max[MT][2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float peak[2] = {rS[i][0][half * 2], rS[i][0][half * 2 + 1]};
+#pragma unroll
+        for (int j = 1; j < NT; ++j) {
+          peak[0] = fmaxf(peak[0], rS[i][j][half * 2]);
+          peak[1] = fmaxf(peak[1], rS[i][j][half * 2 + 1]);
+        }
+        float m = fmaxf(peak[0], peak[1]);
+        m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
+        block_max[i][half] = m;
+        grown |= m * scale_log2 > row_max[i][half] * scale_log2 + RESCALE_LOG2;
+      }
+    }
+    if (__any_sync(0xffffffff, grown)) rescale(block_max, rO, scale_log2);
+  }
+
+  // S -> P = exp2(S scale_log2 - maximum) in place, summed up
+  template <int NT>
+  __device__ __forceinline__ void exponentiate(float (&rS)[MT][NT][4], float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // a row without any key so far keeps -inf; 0 in its place makes every P exp2(-inf) = 0
+        const float offset = row_max[i][half] == -INF ? 0.0f : row_max[i][half] * scale_log2;
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& s = rS[i][j][half * 2 + e];
+            s = ex2_approx(s * scale_log2 - offset);
+            sum[e] += s;
+          }
+        }
+        row_sum[i][half] += sum[0] + sum[1];
+      }
+    }
+  }
+
+  template <int NT_O>
+  __device__ __forceinline__ void rescale(const float (&block_max)[MT][2], float (&rO)[MT][NT_O][4],
+                                          float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float m = fmaxf(row_max[i][half], block_max[i][half]);
+        const float factor = m == -INF ? 1.0f : ex2_approx((row_max[i][half] - m) * scale_log2);
+        row_max[i][half] = m;
+        row_sum[i][half] *= factor;
+#pragma unroll
+        for (int j = 0; j < NT_O; ++j) {
+          rO[i][j][half * 2] *= factor;
+          rO[i][j][half * 2 + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  // the whole row's sum, in every lane of the row
+  __device__ __forceinline__ float total(int i, int half) const {
+    float sum = row_sum[i][half];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    return sum + __shfl_xor_sync(0xffffffff, sum, 2);
+  }
+};

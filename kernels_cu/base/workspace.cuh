@@ -1,0 +1,44 @@
+// Float32 sums that many CTAs add into, kept in the order of the accumulators so that atomic adds
+// are wide and coalesced.
+//
+//   [head][unit][column / 8][lane][4]: a unit is 16 rows of one sequence; each 16 x 8 square is one
+//   mma accumulator. Sequence b begins at unit start / 16 + b: consecutive sequences never share a
+//   unit, since floor((c + n) / 16) - floor(c / 16) + 1 >= ceil(n / 16). Size:
+//   ops/backward_postprocess.py.
+#pragma once
+#include "base/ptx.cuh"
+
+constexpr int UNIT = 16;
+
+template <int COLS>
+struct Workspace {
+  float* data;  // this head's first unit of this sequence
+
+  __device__ __forceinline__ Workspace(float* base, int head, int total, int batch, int start,
+                                       int batch_index) {
+    const int64_t units = total / UNIT + batch;
+    data = base + (head * units + start / UNIT + batch_index) * (UNIT * COLS);
+  }
+  // the square of rows 16 * row16 .. and columns 8 * col8 .. ; this lane's four floats
+  __device__ __forceinline__ void add(int row16, int col8, const float (&x)[4]) const {
+    float* square = data + (row16 * (COLS / 8) + col8) * (UNIT * 8);
+    const int lane = threadIdx.x % WARP_SIZE;
+#if __CUDA_ARCH__ >= 900
+    red_add_v4(square + lane * 4, x);
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) red_add(square + e * WARP_SIZE + lane, x[e]);
+#endif
+  }
+  __device__ __forceinline__ void read(int row16, int col8, float (&x)[4]) const {
+    const float* square = data + (row16 * (COLS / 8) + col8) * (UNIT * 8);
+    const int lane = threadIdx.x % WARP_SIZE;
+#if __CUDA_ARCH__ >= 900
+    const float4 four = reinterpret_cast<const float4*>(square)[lane];
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = square[e * WARP_SIZE + lane];
+#endif
+  }
+};

@@ -1,0 +1,1 @@
+"""The command ``rawattn-check``: is what rawattn, or somebody else's attention, computes right?"""

@@ -1,0 +1,231 @@
+"""The standard cases: shapes, masks and dtypes that attention of packed sequences must get right.
+
+Each case carries its own traps: a sequence of NaN stands between healthy ones, NaN rows follow the
+last sequence, and strided cases have NaN in the gaps. Arrays are NumPy; ``Tensors.on`` moves them.
+Longer than other modules by the list of cases at its end.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from rawattn.check.transfer import Array, to_framework
+from rawattn.reference.dense import allowed
+
+HALF = ("float16", "bfloat16")
+DTYPES = (*HALF, "float32", "float64")
+NEIGHBOUR = 5  # tokens of the NaN sequence in the middle of a case
+PAST_END = 3  # NaN rows after cu_seqlens[-1]
+HEAD_DIMS = (32, 40, 64, 72, 96, 128, 136, 192, 256)
+HEAD_DIMS_APART = ((64, 32), (40, 72), (192, 128), (32, 256))
+FEW_HEAD_DIMS = (32, 40, 72, 136, 256)  # these and one apart will do where 16 is the plain one
+
+
+Lengths = tuple[int, ...]
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One packed attention problem.
+
+    ``lengths_*`` are tokens per sequence, ``poisoned`` the indices of the sequences whose every
+    number is NaN; ``past_*`` counts rows that belong to no sequence.
+    """
+
+    name: str
+    lengths_q: Lengths
+    lengths_k: Lengths
+    dtype: str = "float16"
+    num_heads_kv: int = 2
+    group: int = 1
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    dlse: bool = True
+    poisoned: tuple[int, ...] = ()
+    past_q: int = PAST_END
+    past_k: int = PAST_END
+    strided: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}"
+
+    @property
+    def num_heads_q(self) -> int:
+        return self.num_heads_kv * self.group
+
+    @property
+    def mask_window(self) -> tuple[int, int]:
+        """The window with ``causal`` folded in: causal is a right side of 0."""
+        return (self.window[0], 0) if self.causal else self.window
+
+    @property
+    def terms(self) -> int:
+        """The longest sum behind an element of a result: keys, head_dim or queries of a group."""
+        longest_q, longest_k = max(self.lengths_q, default=0), max(self.lengths_k, default=0)
+        return max(longest_k, longest_q * self.group, self.head_dim, self.head_dim_v)
+
+    def sequence_of(self, side: str) -> npt.NDArray[np.int64]:
+        """For every row of side "q" or "k" the index of its sequence, -1 past the last one."""
+        lengths, past = {
+            "q": (self.lengths_q, self.past_q),
+            "k": (self.lengths_k, self.past_k),
+        }[side]
+        return np.concatenate(
+            [np.repeat(np.arange(len(lengths)), lengths), np.full(past, -1, dtype=np.int64)]
+        ).astype(np.int64)
+
+    def healthy(self, side: str) -> npt.NDArray[np.bool_]:
+        """Rows whose result is defined: all but those of the poisoned sequences."""
+        return ~np.isin(self.sequence_of(side), self.poisoned)
+
+    def unseen(self, side: str) -> npt.NDArray[np.bool_]:
+        """Rows that must come out exactly 0: past the end, or without an allowed partner."""
+        rows = [np.zeros(0, dtype=bool)]
+        for seqlen_q, seqlen_k in zip(self.lengths_q, self.lengths_k, strict=True):
+            mask = allowed(seqlen_q, seqlen_k, self.mask_window)
+            rows.append(~mask.any(axis=1 if side == "q" else 0))
+        past = self.past_q if side == "q" else self.past_k
+        return np.concatenate([*rows, np.ones(past, dtype=bool)])
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The inputs of one case: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv,
+    head_dim or head_dim_v), dout like out, dlse (num_heads_q, total_q) or None, int32 offsets.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+    cu_seqlens_q: Array
+    cu_seqlens_k: Array
+
+    def on(self, framework: str) -> "Tensors":
+        """The same tensors as "numpy", "cupy" or "torch" arrays, with the same strides."""
+        return Tensors(*(to_framework(getattr(self, f.name), framework) for f in fields(self)))
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The NumPy dtype called ``name``, including "bfloat16"."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def make(case: Case, seed: int = 0) -> Tensors:
+    """Unit-size random inputs of ``case``, the same on every machine for the same ``seed``.
+
+    They are read-only: a function that writes to its inputs is caught in the act.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])
+    bad = {side: _bad_rows(case, side) for side in "qk"}
+
+    def draw(side: str, heads: int, width: int) -> Array:
+        rows = len(bad[side])
+        # Strided: one head and eight columns more than the case uses, all NaN.
+        full = np.full((rows, heads + case.strided, width + 8 * case.strided), np.nan)
+        full[:, :heads, :width] = rng.standard_normal((rows, heads, width))
+        full[bad[side]] = np.nan
+        full = full.astype(dtype_of(case.dtype))
+        full.flags.writeable = False
+        return full[:, :heads, :width] if case.strided else full
+
+    q = draw("q", case.num_heads_q, case.head_dim)
+    k = draw("k", case.num_heads_kv, case.head_dim)
+    v = draw("k", case.num_heads_kv, case.head_dim_v)
+    dout = draw("q", case.num_heads_q, case.head_dim_v)
+    dlse = rng.standard_normal((case.num_heads_q, len(bad["q"]))).astype(lse_dtype(case.dtype))
+    dlse[:, bad["q"]] = np.nan
+    dlse.flags.writeable = False
+    offsets = (
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        for lengths in (case.lengths_q, case.lengths_k)
+    )
+    return Tensors(q, k, v, dout, dlse if case.dlse else None, *offsets)
+
+
+def lse_dtype(dtype: str) -> np.dtype[Any]:
+    """The dtype of lse and delta for inputs of ``dtype``."""
+    return np.dtype("float64" if dtype == "float64" else "float32")
+
+
+def standard(size: str) -> tuple[Case, ...]:
+    """The standard cases, "small" (for a simulator or a slow function) or "large" (for a GPU).
+
+    Small ones take the dtypes in turn; large ones come in float16 and in bfloat16, and those that
+    the SIMT kernels see in float32 and float64 too.
+    """
+    if size == "small":
+        plain = Case("", (), (), num_heads_kv=1, head_dim=16, head_dim_v=16)
+        few = (FEW_HEAD_DIMS, HEAD_DIMS_APART[1:3])
+        features = _features(plain, *few, block=16, long=45, many=6)
+        return tuple(replace(c, dtype=DTYPES[i % len(DTYPES)]) for i, c in enumerate(features))
+    plain = Case("", (), ())
+    wide = ("edges", "edges-causal", "unequal-causal", "window", "dim-40", "dim-136", "dim-256")
+    return tuple(
+        replace(case, dtype=dtype)
+        for case in _features(plain, HEAD_DIMS, HEAD_DIMS_APART, block=128, long=1100, many=60)
+        for dtype in DTYPES
+        if dtype in HALF or case.name in wide
+    )
+
+
+def _features(
+    plain: Case, dims: Lengths, dims_apart: Pairs, *, block: int, long: int, many: int
+) -> Iterator[Case]:
+    """``plain`` changed in one feature after the other, lengths around a tile of ``block`` rows."""
+
+    def case(name: str, lengths_q: Lengths, lengths_k: Lengths = (), **changes: Any) -> Case:
+        """With a NaN sequence put into the middle; ``lengths_k`` is by default ``lengths_q``."""
+        lengths_k = lengths_k or lengths_q
+        at = len(lengths_q) // 2
+        with_q, with_k = ((*n[:at], NEIGHBOUR, *n[at:]) for n in (lengths_q, lengths_k))
+        changes |= {"name": name, "lengths_q": with_q, "lengths_k": with_k, "poisoned": (at,)}
+        return replace(plain, **changes)
+
+    edges = (0, 1, block - 1, block, block + 1, 0)
+    short = (block + 1, 7)
+    yield case("edges", edges)
+    yield case("edges-causal", edges, causal=True)
+    yield case("long", (long, 3), causal=True)
+    yield case("group3", short[:1], causal=True, group=3)
+    yield case("group8", (long // 5,), causal=True, group=8, num_heads_kv=1)
+    yield case("two-kv-heads", (long // 5,), group=2, num_heads_kv=2)
+    yield case("unequal", (3, block + 1, 0, 9, block), (block + 2, 5, 4, 0, block - 1), group=2)
+    yield case("unequal-causal", (3, block + 5, 2, 9), (block + 2, 5, 0, 9), causal=True)
+    yield case("decode", (1, 1, 1), (block + 1, 2 * block, 3), causal=True, group=3)
+    yield case("window", (block + 9, 4, block - 1), window=(6, 3))
+    yield case("window-causal", (2 * block + 1, 9), window=(block, -1), causal=True)
+    yield case("window-left-open", (block + 9, 6), (block, 11), window=(-1, 2))
+    yield case("window-right-open", (block + 9, 6), (block, 11), window=(3, -1))
+    yield case("window-narrow", (block + 3, 5), window=(0, 1))
+    yield case("all-dead", short, (0, 0), past_k=4)
+    yield case("dead-but-few", short, (4, 3), causal=True)
+    yield case("scale", short, softmax_scale=0.5, causal=True)
+    yield case("no-dlse", short, dlse=False)
+    yield case("no-rows-past-the-end", short, past_q=0, past_k=0)
+    yield case("strided", short, strided=True, causal=True, group=2)
+    yield case("strided-dim-40", short, strided=True, head_dim=40, head_dim_v=24)
+    rng = np.random.default_rng(0)
+    lengths = tuple(int(n) for n in rng.integers(0, block // 2, many))
+    yield case("many", lengths, causal=True)
+    for d in dims:
+        yield case(f"dim-{d}", short, causal=True, head_dim=d, head_dim_v=d)
+    for d, dv in dims_apart:
+        yield case(f"dim-{d}-{dv}", short, causal=True, head_dim=d, head_dim_v=dv)
+    yield replace(plain, name="no-keys", lengths_q=(4, 2), lengths_k=(0, 0), past_k=0)
+    yield replace(plain, name="no-sequences")
+    yield replace(plain, name="no-tokens", lengths_q=(0,), lengths_k=(0,), past_q=0, past_k=0)
+
+
+def _bad_rows(case: Case, side: str) -> npt.NDArray[np.bool_]:
+    return ~case.healthy(side) | (case.sequence_of(side) < 0)

@@ -1,0 +1,194 @@
+"""The table of kernel variants, and the choice of a row for a problem. Standard library only.
+
+A row's UPPER-case twins (block_m -> BLOCK_M) become ``namespace cfg`` in front of the CUDA source.
+Rows of a stem are tried in order; the first that serves the head_dim and fits the device wins.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rawattn.problem import Problem
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+_KIB = 1024
+# shared memory that one CTA may have (CUDA C++ programming guide, table of compute capabilities)
+_SMEM_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Variant:
+    """One row: a kernel and its compile-time choices. Rows are compared by identity.
+
+    ``head_dim``: the widest tile the row serves. ``min_smem_kib``: GPUs whose CTAs may have less
+    shared memory do not use the row. ``warps_*``: how many warps lie along the rows of a product
+    (S: queries, kv: keys, dq: queries); the rest lie along its columns. ``pieces``: a product is
+    made in so many parts, to save registers. ``unroll_k``: steps of a product the compiler may
+    look ahead.
+    Fields that a kernel does not use stay at their default.
+    """
+
+    name: str
+    stem: str
+    why: str
+    family: str = "sm80"
+    head_dim: int = 256
+    min_smem_kib: int = 0
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 1
+    min_ctas: int = 1
+    q_in_registers: bool = False
+    pieces: int = 1
+    unroll_k: int = 4
+    warps_m_s: int = 0
+    warps_n_kv: int = 0
+    warps_m_dq: int = 0
+
+
+_STEMS = ("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess")
+_BIG = 163  # KiB of shared memory: 8.0, 8.7, 9.0, 10.0, 10.3; the other GPUs from 8.6 on have 99
+
+
+def _row(stem: str, tile: tuple[int, int, int], why: str, fields: dict[str, Any]) -> Variant:
+    head_dim, m, n = tile
+    name = f"{stem}_sm80_d{head_dim}_{m}x{n}"
+    return Variant(name, stem, why, head_dim=head_dim, block_m=m, block_n=n, **fields)
+
+
+def _forward(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
+    return _row("forward", (head_dim, m, n), why, {"min_ctas": 2} | fields)
+
+
+def _backward_kv(
+    head_dim: int, m: int, n: int, why: str, *, s: int, kv: int, dq: int, **fields: Any
+) -> Variant:
+    warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
+    return _row("backward_kv", (head_dim, m, n), why, warps | fields)
+
+
+def _backward_q(head_dim: int, m: int, n: int, why: str, *, kv: int, **fields: Any) -> Variant:
+    return _row("backward_q", (head_dim, m, n), why, {"warps_n_kv": kv} | fields)
+
+
+_WIDEST = "the widest key tile that fits: least dQ traffic"
+
+# fmt: off
+TABLE: tuple[Variant, ...] = (
+    _forward(32, 128, 64, "bound by exp2; Q in registers", q_in_registers=True),
+    _forward(64, 128, 64, "32 rows a warp halve the reads of K and V", q_in_registers=True, min_smem_kib=_BIG),
+    _forward(64, 64, 64, "99 KiB: smaller warps, more of them", q_in_registers=True),
+    _forward(96, 128, 64, "as head_dim 128, without a spill on any arch"),
+    _forward(128, 128, 64, "two CTAs of 255 registers hide each other's softmax", min_smem_kib=_BIG),
+    _forward(128, 64, 64, "99 KiB: two CTAs still fit"),
+    _forward(192, 128, 64, "O takes 96 registers at 16 rows a warp", num_warps=8, min_ctas=1),
+    _forward(256, 64, 64, "O takes 128 registers; 96 KiB fit every GPU", min_ctas=1),
+    Variant("backward_preprocess_sm80", "backward_preprocess", "bound by memory: 16 bytes a lane", num_warps=8),
+    _backward_kv(32, 64, 128, "two CTAs an SM", num_warps=4, s=2, kv=4, dq=2, num_stages=2, pieces=2),
+    _backward_kv(64, 64, 128, "two CTAs an SM; pieces keep S and dP small", num_warps=4, s=2, kv=4, dq=2, num_stages=2, pieces=4),
+    _backward_kv(96, 64, 128, _WIDEST, num_warps=8, s=2, kv=4, dq=4, num_stages=2, unroll_k=2),
+    _backward_kv(96, 64, 64, "99 KiB", num_warps=8, s=4, kv=4, dq=4),
+    _backward_kv(128, 64, 128, _WIDEST, num_warps=8, s=2, kv=4, dq=2, num_stages=2),
+    _backward_kv(128, 64, 64, "99 KiB", num_warps=8, s=4, kv=4, dq=4),
+    _backward_kv(192, 64, 64, "dK and dV take 96 registers", num_warps=8, s=4, kv=2, dq=2),
+    _backward_kv(192, 32, 32, "99 KiB", num_warps=4, s=2, kv=2, dq=2),
+    _backward_kv(256, 64, 64, "dK and dV take 128 registers", num_warps=8, s=4, kv=2, dq=2, unroll_k=2),
+    _backward_kv(256, 32, 32, "99 KiB", num_warps=4, s=2, kv=2, dq=2, unroll_k=2),
+    _backward_q(32, 128, 64, "16 rows a warp, K and V prefetched", num_warps=8, kv=4, num_stages=2),
+    _backward_q(64, 128, 64, "16 rows a warp, K and V prefetched", num_warps=8, kv=4, num_stages=2),
+    _backward_q(96, 64, 64, "16 rows a warp", num_warps=4, kv=4),
+    _backward_q(128, 64, 64, "16 rows a warp, two CTAs an SM", num_warps=4, kv=2),
+    _backward_q(192, 64, 32, "dQ takes 96 registers", num_warps=4, kv=2),
+    _backward_q(256, 64, 32, "dQ takes 128 registers", num_warps=4, kv=2, pieces=2),
+    _backward_q(256, 32, 32, "99 KiB", num_warps=2, kv=2, pieces=2),
+    Variant("backward_postprocess_sm80", "backward_postprocess", "bound by memory: one unit of 16 rows a warp"),
+    *(Variant(f"{stem}_numba", stem, "any dtype, any GPU, and the simulator", "numba") for stem in _STEMS),
+)
+# fmt: on
+
+
+def tile_width(head_dim: int) -> int:
+    """The native head_dim whose tile holds ``head_dim``; the rest is filled with zeros on chip."""
+    return next(width for width in HEAD_DIMS if width >= head_dim)
+
+
+def smem_bytes(variant: Variant, head_dim: int, head_dim_v: int, atomic: bool) -> int:
+    """Dynamic shared memory of a row for tiles of these widths; CUDA checks it by static_assert."""
+    m, n, stages = variant.block_m, variant.block_n, variant.num_stages
+    d, dv = head_dim, head_dim_v
+    elements = {
+        "forward": m * max(d, dv) + stages * n * (d + dv),
+        "backward_kv": (n + stages * m) * (d + dv) + 2 * m * n + stages * 4 * m,
+        "backward_q": (m + stages * n) * (d + dv) + (2 * m * n if atomic else 0),
+        "backward_postprocess": m * d,
+        "backward_preprocess": 0,
+    }
+    return 2 * elements[variant.stem]
+
+
+def smem_limit(arch: int) -> int:
+    """Bytes of shared memory that one CTA may have on an arch; the least where it is unknown."""
+    return _SMEM_LIMITS.get(arch, 99) * _KIB
+
+
+def serves(row: Variant, arch: int) -> bool:
+    """Whether a row of the CUDA families is meant for GPUs of an arch, at its own head_dim."""
+    return arch >= 80 and _fits(row, row.head_dim, row.head_dim, arch)
+
+
+def _fits(row: Variant, d: int, dv: int, arch: int) -> bool:
+    need = max(smem_bytes(row, d, dv, atomic=True), row.min_smem_kib * _KIB)
+    return need <= smem_limit(arch)
+
+
+def select(stem: str, problem: Problem, *, backend: str | None = None) -> Variant:
+    """The row that computes ``problem`` with kernel ``stem``.
+
+    ``backend`` "cuda" or "numba" forces a family; None takes CUDA where a row serves the dtype and
+    arch. RAWATTN_VARIANT, read when a combination is first met, names rows to prefer. Raises
+    ValueError when no row of a forced family serves.
+    """
+    return _select(stem, problem.dtype, problem.head_dim, problem.head_dim_v, problem.arch, backend)
+
+
+@lru_cache(maxsize=4096)
+def _select(
+    stem: str, dtype: str, head_dim: int, head_dim_v: int, arch: int, backend: str | None
+) -> Variant:
+    d, dv = tile_width(head_dim), tile_width(head_dim_v)
+    raw = dtype in ("float16", "bfloat16") and arch >= 80
+    if backend == "cuda" and not raw:
+        raise ValueError(
+            f"backend='cuda' computes float16 and bfloat16 on GPUs from compute capability 8.0; "
+            f"given {dtype} on {arch / 10:.1f}. Use backend=None or backend='numba'."
+        )
+    families = (
+        ("sm80",)
+        if backend == "cuda"
+        else ("numba",)
+        if backend == "numba" or not raw
+        else ("sm80", "numba")
+    )
+    able = [
+        row
+        for row in TABLE
+        if row.stem == stem
+        and row.family in families
+        and (row.family == "numba" or (_width_fits(row, max(d, dv)) and _fits(row, d, dv, arch)))
+    ]
+    preferred = os.environ.get("RAWATTN_VARIANT", "").split(",")
+    return next((row for row in able if row.name in preferred), able[0])
+
+
+def _width_fits(row: Variant, width: int) -> bool:
+    return row.stem in ("backward_preprocess", "backward_postprocess") or row.head_dim == width
+
+
+def method_of(problem: Problem, method: str | None, deterministic: bool) -> str:
+    """How the backward accumulates: the caller's choice, else the fastest that is allowed."""
+    if deterministic:
+        return "two_pass"
+    return method or "atomic_dq"

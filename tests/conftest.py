@@ -1,0 +1,46 @@
+"""For every test: markers, Numba's simulator where there is no GPU, a cache of its own."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+MARKERS = {
+    "gpu": "needs a CUDA device",
+    "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
+    "slow": "takes more than a few seconds; leave out with -m 'not slow'",
+}
+
+
+def device_arch() -> int:
+    """Compute capability of device 0 as a number (90 for 9.0), 0 without a usable GPU."""
+    try:
+        from cupy.cuda import Device, is_available
+    except ImportError:
+        return 0
+    return int(Device(0).compute_capability) if is_available() else 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    if device_arch() == 0:
+        # Numba reads this once, when it is imported: so before any test module is.
+        os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+    if "RAWATTN_CACHE_DIR" not in os.environ:
+        # The workers of a parallel run inherit the folder of the process that starts them.
+        folder = tempfile.mkdtemp(prefix="rawattn-tests-")
+        os.environ["RAWATTN_CACHE_DIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    arch = device_arch()
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    not_sm90 = pytest.mark.skip(reason=f"compute capability 9.0 needed, this is {arch}")
+    for item in items:
+        if arch == 0 and (item.get_closest_marker("gpu") or item.get_closest_marker("sm90")):
+            item.add_marker(no_gpu)
+        elif arch != 90 and item.get_closest_marker("sm90"):
+            item.add_marker(not_sm90)

@@ -1,0 +1,456 @@
+"""A GPU made of host memory: arrays of every library, streams, devices, and kernels by pointer.
+
+The classes carry the module names by which rawattn tells libraries apart. Memory is NumPy's, fresh
+memory is poisoned, and the stand-ins of the kernels read and write through ``View.ptr`` and strides
+alone, as the real ones do: a wrong pointer, stride, dtype, order or stream shows in the numbers.
+"""
+
+import ctypes
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rawattn import api, arrays, checks
+from rawattn.reference import dense
+
+DTYPES = {name: arrays.numpy_dtype(name) for name in (*checks.DTYPES, "int32", "int64")}
+STREAMS = {"cupy": 11, "torch": 22, "numba": 33}  # the current stream of each library
+
+
+def poison(values: np.ndarray) -> np.ndarray:
+    values.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every floating dtype
+    return values
+
+
+def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array over raw memory; strides in bytes."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
+    buffer = (ctypes.c_char * span).from_address(address)
+    return np.ndarray(shape, dtype, buffer, 0, strides)
+
+
+def aligned(values: Any, dtype: Any = None) -> np.ndarray:
+    """A copy whose memory begins where a GPU's allocator would begin."""
+    values = np.asarray(values, dtype)
+    raw = np.zeros(values.nbytes + 256, np.uint8)
+    start = -raw.ctypes.data % 256
+    copy = raw[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+# ---- CuPy -------------------------------------------------------------------------------------
+
+
+class ndarray(np.ndarray):
+    """cupy.ndarray: NumPy's, with a pointer and a device."""
+
+    on_device = 0
+
+    def __new__(cls, shape: Any, dtype: Any, pointer: Any = None, strides: Any = None) -> "ndarray":
+        if pointer is None:
+            fresh = poison(aligned(np.zeros(shape, dtype))).view(cls)
+            fresh.on_device = GPU.current
+            return fresh
+        array = at(pointer.memory.ptr, shape, strides, dtype).view(cls)
+        array.on_device, array.keeps = pointer.memory.device, pointer.memory.owner
+        return array
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.on_device = getattr(parent, "on_device", 0)
+
+    @property
+    def data(self) -> Any:
+        return types.SimpleNamespace(ptr=self.ctypes.data, device_id=self.on_device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self.ctypes.data, False)}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, self.on_device)
+
+
+ndarray.__module__ = "cupy"
+
+
+class Stream:
+    """cupy.cuda.Stream of a foreign handle: remembers the order of what happens."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    @classmethod
+    def from_external(cls, handle: Any) -> "Stream":
+        version, ptr = handle.__cuda_stream__()
+        assert version == 0
+        return cls(ptr)
+
+    def wait_event(self, event: Any) -> None:
+        GPU.log.append(("wait", self.ptr, event.recorded))
+
+    def __enter__(self) -> "Stream":
+        GPU.entered.append(self.ptr)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        GPU.entered.pop()
+
+
+class Event:
+    def __init__(self, disable_timing: bool = False) -> None:
+        assert disable_timing
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = stream.ptr
+
+
+class Device:
+    def __init__(self, device: int) -> None:
+        self.id = device
+        self.compute_capability = GPU.compute_capability
+
+    def __enter__(self) -> None:
+        self.previous, GPU.current = GPU.current, self.id
+
+    def __exit__(self, *_: Any) -> None:
+        GPU.current = self.previous
+
+
+class Machine:
+    """Which device is current, which streams CuPy is on, and what has happened."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.compute_capability = "90"
+        self.entered: list[int] = []
+        self.log: list[Any] = []
+        self.devices: dict[int, int] = {}  # of a pointer, where it is not 0
+
+
+GPU = Machine()
+
+
+def unowned_memory(ptr: int, size: int, owner: Any, device: int) -> Any:
+    assert size >= 0
+    return types.SimpleNamespace(ptr=ptr, owner=owner, device=device)
+
+
+def set_device(device: int) -> None:
+    GPU.log.append(("device", device))
+    GPU.current = device
+
+
+CUPY = types.SimpleNamespace(
+    ndarray=ndarray,
+    from_dlpack=lambda array: cupy_array(array.values, array.device),
+    cuda=types.SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        Device=Device,
+        MemoryPointer=lambda memory, offset: types.SimpleNamespace(memory=memory),
+        UnownedMemory=unowned_memory,
+        get_current_stream=lambda device: types.SimpleNamespace(ptr=STREAMS["cupy"]),
+        runtime=types.SimpleNamespace(
+            getDevice=lambda: GPU.current,
+            setDevice=set_device,
+            pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=GPU.devices.get(ptr, 0)),
+        ),
+    ),
+)
+
+
+def cupy_array(values: np.ndarray, device: int = 0) -> ndarray:
+    array = values.view(ndarray)
+    array.on_device = device
+    return array
+
+
+# ---- torch ------------------------------------------------------------------------------------
+
+
+class Dtype:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+TORCH = types.SimpleNamespace(
+    **{name: Dtype(name) for name in DTYPES},
+    contiguous_format="contiguous",
+    _C=types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: STREAMS["torch"]),
+)
+
+
+class Tensor:
+    """torch.Tensor on a CUDA device."""
+
+    is_cuda, is_cpu, is_meta = True, False, False
+
+    def __init__(self, values: np.ndarray, device: int = 0, negated: bool = False) -> None:
+        self.values, self.device_index, self.negated = values, device, negated
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Dtype:
+        return getattr(TORCH, self.values.dtype.name)
+
+    def is_neg(self) -> bool:
+        return self.negated
+
+    def data_ptr(self) -> int:
+        return self.values.ctypes.data
+
+    def numel(self) -> int:
+        return self.values.size
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.values.itemsize for s in self.values.strides)
+
+    def get_device(self) -> int:
+        return self.device_index
+
+    def detach(self) -> "Tensor":
+        return self
+
+    def new_empty(self, shape: tuple[int, ...], dtype: Dtype) -> "Tensor":
+        fresh = poison(aligned(np.zeros(shape, DTYPES[dtype.name])))
+        return Tensor(fresh, self.device_index)
+
+    def clone(self, memory_format: str) -> "Tensor":
+        assert memory_format == "contiguous"
+        return Tensor(aligned(self.values), self.device_index)
+
+    def int(self) -> "Tensor":
+        return Tensor(self.values.astype(np.int32, order="K"), self.device_index)
+
+    def contiguous(self) -> "Tensor":
+        return Tensor(np.ascontiguousarray(self.values), self.device_index)
+
+    def fill_(self, value: float) -> None:
+        self.values.fill(value)
+
+    def copy_(self, other: "Tensor") -> None:
+        self.values[...] = other.values
+
+
+Tensor.__module__ = "torch"
+
+
+# ---- Numba, JAX, and libraries that nobody knows -----------------------------------------------
+
+
+class DeviceNDArrayBase:
+    """Numba's device array, with the interface alone."""
+
+    def __init__(self, values: np.ndarray, device: int = 0, stream: int = STREAMS["numba"]) -> None:
+        self.values, self.stream = values, stream
+        self.extra: dict[str, Any] = {}
+        GPU.devices[values.ctypes.data] = device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.values.shape,
+            "strides": None if self.values.flags.c_contiguous else self.values.strides,
+            "data": (self.values.ctypes.data, False),
+            "typestr": self.values.dtype.str,
+            "stream": self.stream or None,
+            "version": 3,
+        } | self.extra
+
+
+DeviceNDArrayBase.__module__ = "numba.cuda.cudadrv.devicearray"
+
+
+class Context:
+    """Numba's own idea of the current device, which does not follow that of the driver."""
+
+    current = 0
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        Context.current = self.device
+
+    def __exit__(self, *_: Any) -> None:
+        Context.current = 0
+
+
+def device_array(shape: tuple[int, ...], dtype: Any, stream: int) -> DeviceNDArrayBase:
+    assert Context.current == GPU.current, "allocated on another device"
+    return DeviceNDArrayBase(poison(aligned(np.zeros(shape, dtype))), Context.current, stream)
+
+
+NUMBA = types.SimpleNamespace(
+    cuda=types.SimpleNamespace(gpus=[Context(0), Context(1)], device_array=device_array)
+)
+
+
+class ArrayImpl:
+    """A JAX array on a CUDA device."""
+
+    def __init__(self, values: np.ndarray, device: int = 0) -> None:
+        self.values, self.device = values, device
+
+    def devices(self) -> set[Any]:
+        class Gpu:
+            platform = "gpu"
+
+        return {Gpu()}
+
+
+ArrayImpl.__module__ = "jaxlib._jax"
+JAX_DLPACK = types.SimpleNamespace(
+    from_dlpack=lambda array: ArrayImpl(np.asarray(array), array.data.device_id)
+)
+
+
+class OverDlpack:
+    """An array of a library that nobody knows, with DLPack."""
+
+    def __init__(self, values: np.ndarray, device: int = 0, kind: int = 2) -> None:
+        self.values, self.device, self.kind = values, device, kind
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.values.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.kind, self.device)
+
+
+class OverInterface:
+    """An array of a library that nobody knows, with __cuda_array_interface__ alone."""
+
+    def __init__(self, values: np.ndarray, device: int = 0) -> None:
+        self.values, self.extra = values, {"stream": 44}
+        GPU.devices[values.ctypes.data] = device
+
+    __cuda_array_interface__ = DeviceNDArrayBase.__cuda_array_interface__
+    stream = 44
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "cupy": cupy_array,
+    "torch": Tensor,
+    "numba": DeviceNDArrayBase,
+    "jax": ArrayImpl,
+    "dlpack": OverDlpack,
+    "interface": OverInterface,
+}
+RESULTS = MAKERS | {"dlpack": ndarray, "interface": ndarray, "cupy": ndarray}  # kind of the result
+
+
+def values_of(array: Any) -> np.ndarray:
+    """What a fake array holds."""
+    return np.asarray(getattr(array, "values", array))
+
+
+# ---- kernels ----------------------------------------------------------------------------------
+
+
+def memory(view: arrays.View) -> np.ndarray:
+    """What a kernel sees of a view."""
+    dtype = DTYPES[view.dtype]
+    return at(view.ptr, view.shape, tuple(s * dtype.itemsize for s in view.strides), dtype)
+
+
+class Kernels:
+    """Stand-ins of ops/*.launch. They keep row and stream, and the Problem, of every launch."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, int]] = []
+        self.problems: list[Any] = []
+
+    def _note(self, variant: Any, problem: Any, views: Any, stream: int) -> Any:
+        assert GPU.current == max(problem.device, 0), "launched with another device current"
+        for view in filter(None, views):
+            assert view.device == problem.device
+            if len(view.shape) == 3:
+                assert arrays.is_aligned(view), view
+            else:
+                assert arrays.is_dense(view), view
+            assert view.dtype != "int64"
+        self.launched.append((variant.name, stream))
+        self.problems.append(problem)
+        return [None if view is None else memory(view) for view in views]
+
+    @staticmethod
+    def _mask(problem: Any) -> dict[str, Any]:
+        window = (problem.window_left, problem.window_right)
+        return {"window": window, "softmax_scale": problem.softmax_scale}
+
+    def forward(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        *inputs, out, lse = self._note(variant, problem, views, stream)
+        out[...], lse[...] = dense.forward(*inputs, **self._mask(problem))
+
+    def backward_preprocess(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        out, dout, dlse, delta, dq_accum = self._note(variant, problem, views, stream)
+        delta[...] = (out.astype(float) * dout.astype(float)).sum(-1).T
+        delta -= 0 if dlse is None else dlse
+        if dq_accum is not None:
+            dq_accum[...] = 0
+
+    def _gradients(self, problem: Any, terms: Any) -> Any:
+        q, k, v, dout, lse, delta, offsets_q, offsets_k = terms
+        # with an out of zeros, D is -dlse: that makes it the delta that was handed over
+        out = np.zeros(dout.shape)
+        return dense.backward(
+            dout, q, k, v, out, lse, offsets_q, offsets_k, dlse=-delta, **self._mask(problem)
+        )
+
+    def backward_kv(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        *terms, dq_accum, dk, dv = self._note(variant, problem, views, stream)
+        dq, dk[...], dv[...] = self._gradients(problem, terms)
+        if dq_accum is not None:
+            dq_accum[: dq.size] += dq.ravel() / problem.softmax_scale
+
+    def backward_q(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        *terms, dq, dk_accum, dv_accum = self._note(variant, problem, views, stream)
+        dq[...], dk, dv = self._gradients(problem, terms)
+        if dk_accum is not None:
+            dk_accum[: dk.size] += dk.ravel() / problem.softmax_scale
+            dv_accum[: dv.size] += dv.ravel()
+
+    def backward_postprocess(
+        self, variant: Any, problem: Any, *views: Any, scale: float, stream: int
+    ) -> None:
+        accum, _offsets, grad = self._note(variant, problem, views, stream)
+        grad[...] = accum[: grad.size].reshape(grad.shape) * scale
+
+
+def install(monkeypatch: Any) -> Kernels:
+    """Put the fakes in the place of the libraries and the kernels, for one test."""
+    vars(GPU).update(vars(Machine()))
+    for cached in (arrays._cupy, arrays._torch_dtype, arrays._torch_name, arrays.arch_of):
+        cached.cache_clear()
+    api._pose.cache_clear()
+    api._pose_preprocess.cache_clear()
+    monkeypatch.setattr(arrays, "_cupy", lambda: CUPY)
+    monkeypatch.setattr(arrays, "_torch", lambda: TORCH)
+    monkeypatch.setattr(dense, "namespace", lambda array: np)
+    monkeypatch.setitem(arrays.sys.modules, "numba", NUMBA)
+    monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
+    kernels = Kernels()
+    for module in (api.forward_op, api.preprocess_op, api.kv_op, api.q_op, api.postprocess_op):
+        stem = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "launch", getattr(kernels, stem))
+    return kernels
+
+
+def remove() -> None:
+    """Forget what was cached of the fakes."""
+    for cached in (arrays._torch_dtype, arrays._torch_name, arrays.arch_of):
+        cached.cache_clear()
+    api._pose.cache_clear()
+    api._pose_preprocess.cache_clear()

@@ -1,0 +1,323 @@
+"""rawattn-check: right functions leave with 0, wrong ones with 1, and the report says where."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from rawattn import api, env, jit
+from rawattn.check import cli, compiled, machine, run
+from rawattn.check.cases import standard
+from rawattn.variants import METHODS, TABLE
+
+RIGHT = """
+import numpy as np
+from rawattn.reference import dense
+
+def mask(causal, window):
+    return (window[0], 0) if causal else window
+
+def attend(q, k, v, cu_seqlens, *, cu_seqlens_k=None, causal=False, window=(-1, -1),
+           softmax_scale=None, return_lse=False, out=None):
+    result, lse = dense.forward(q, k, v, cu_seqlens, cu_seqlens_k,
+                                window=mask(causal, window), softmax_scale=softmax_scale)
+    out[...] = result
+    lse = lse.astype(np.float64 if q.dtype == np.float64 else np.float32)
+    return (out, lse) if return_lse else out
+
+def attend_backward(dout, q, k, v, out, lse, cu_seqlens, *, cu_seqlens_k=None, causal=False,
+                    window=(-1, -1), softmax_scale=None, dlse=None):
+    grads = dense.backward(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dlse=dlse,
+                           window=mask(causal, window), softmax_scale=softmax_scale)
+    return tuple(g.astype(q.dtype) for g in grads)
+"""
+# name: (text of RIGHT, what stands there in its place, tensors that must fail)
+FAULTS = {
+    "scaled": ("out[...] = result", "out[...] = 1.05 * result", "out"),
+    "zeroed": ("out[...] = result", "out[...] = 0", "out"),
+    "nan": ("out[...] = result", "out[...] = result; out[0] = np.nan", "out"),
+    "heads swapped": ("out[...] = result", "out[...] = result[:, ::-1]", "out"),
+    "transposed": ("out[...] = result", "out = result.swapaxes(0, 1).astype(q.dtype)", "out"),
+    "writes to its input": ("out[...] = result", "q[...] = 0", "-"),
+    "not written": ("out[...] = result", "out[:-4] = result[:-4]", "out"),
+    "float64 result": ("out[...] = result", "out = result", "out"),
+    "base of the logarithm": ("lse = lse.", "lse = (lse / np.log(2)).", "lse"),
+    "scale forgotten": ("softmax_scale)\n    out", "1.0)\n    out", "out lse"),
+    "top-left causal": ("return (window[0], 0) if", "return (window[0], 1) if", "out lse dq dk dv"),
+    "leaks to the neighbour": (
+        "    result, lse = dense",
+        "    cu_seqlens, cu_seqlens_k = (np.array([0, len(x)]) for x in (q, k))\n"
+        "    result, lse = dense",
+        "out lse",
+    ),
+    "dlse forgotten": ("dlse=dlse", "dlse=None", "dq dk"),
+    "gradients zero": ("g.astype(q.dtype) for", "0 * g.astype(q.dtype) for", "dq dk dv"),
+    "dk and dq in turn": (
+        "return tuple(g",
+        "grads = grads[1::-1] + grads[2:]\n    return tuple(g",
+        "dq dk",
+    ),
+}
+
+
+@pytest.fixture
+def check() -> Callable[..., Result]:
+    """Calls rawattn-check with these arguments."""
+    return lambda *arguments: CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def candidate(tmp_path: Path) -> Callable[..., str]:
+    """Writes the right functions, with a text changed, to a file; gives FILE.py:NAME."""
+
+    def write(old: str = "", new: str = "", file: str = "mine.py") -> str:
+        assert old in RIGHT
+        (tmp_path / file).write_text(RIGHT.replace(old, new, 1) if old else RIGHT)
+        return f"{tmp_path / file}:attend"
+
+    return write
+
+
+def failed(file: Path) -> set[str]:
+    rows = json.loads(file.read_text())["rows"]
+    return {row["tensor"] for row in rows if row["verdict"] == "FAIL"}
+
+
+def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) -> None:
+    file = tmp_path / "found.json"
+    result = check("diff", "--candidate", candidate(), "--framework", "numpy", "--json", file)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert found["ok"] and found["versions"]["numpy"] == np.__version__
+    assert {row["case"] for row in found["rows"]} == {str(case) for case in standard("small")}
+    assert {row["tensor"] for row in found["rows"]} == {"out", "lse", "dq", "dk", "dv"}
+    for heading in ("case", "backend", "tensor", "error", "allowed", "verdict"):
+        assert heading in result.output
+    assert "all zero by definition" in result.output, "zeros that are due are said to be so"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_diff_catches(fault: str, check, candidate, tmp_path) -> None:
+    old, new, tensors = FAULTS[fault]
+    file = tmp_path / "found.json"
+    place = candidate(old, new)
+    result = check("diff", "--candidate", place, "--framework", "numpy", "--quick", "--json", file)
+    assert result.exit_code == 1, result.output
+    assert failed(file) == set(tensors.split()), "these tensors and no other"
+    assert "FAIL" in result.output and not json.loads(file.read_text())["ok"]
+
+
+def test_diff_shows_sequence_and_head(check, candidate) -> None:
+    case = next(case for case in standard("small") if case.name == "unequal")
+    assert case.lengths_q[:2] == (3, 17)
+    place = candidate("out[...] = result", "out[...] = result; out[3:20, 1] *= 1.5")
+    result = check("diff", "--candidate", place, "--framework", "numpy", "--filter", str(case))
+    assert result.exit_code == 1 and "error of out by sequence and head" in result.output
+    assert re.search(r"^FAIL worst at \(\d+, 1, \d+\)", result.output, re.MULTILINE)
+    assert "(sequence 1, head 1)" in " ".join(result.output.split())
+
+
+def test_diff_says_what_a_function_raises(check, candidate) -> None:
+    place = candidate("out[...] = result", "raise ArithmeticError('too hard')")
+    result = check("diff", "--candidate", place, "--framework", "numpy", "--quick")
+    assert result.exit_code == 1 and "ArithmeticError: too hard" in result.output
+
+
+def test_diff_skips_cases_that_need_a_missing_parameter(check, candidate) -> None:
+    plain = (
+        "def plain(q, k, v, cu_seqlens, out):\n"
+        "    return attend(q, k, v, cu_seqlens, cu_seqlens_k=cu_seqlens, out=out)\n\n"
+        "def attend_backward"
+    )
+    file = candidate("def attend_backward", plain).rpartition(":")[0]
+    arguments = ("diff", "--candidate", f"{file}:plain", "--framework", "numpy", "--filter")
+    some, none = check(*arguments, "edges"), check(*arguments, "edges-causal")
+    assert some.exit_code == 0 and "skipped no parameter causal" in some.output
+    assert none.exit_code == 1, "nothing was judged"
+
+
+def test_diff_against_another_function(check, candidate) -> None:
+    right, wrong = candidate(), candidate("out[...] = result", "out[...] = 2 * result", "other.py")
+    arguments = ("diff", "--framework", "numpy", "--quick", "--candidate")
+    assert check(*arguments, right, "--against", right).exit_code == 0
+    result = check(*arguments, right, "--against", wrong)
+    assert result.exit_code == 1 and "FAIL" in result.output
+    assert check(*arguments, wrong, "--against", wrong).exit_code == 0, "equal to each other"
+
+
+def test_diff_against_torch(check, candidate) -> None:
+    pytest.importorskip("torch")
+    arguments = ("diff", "--framework", "numpy", "--against", "torch", "--candidate")
+    result = check(*arguments, candidate())
+    assert result.exit_code == 0, result.output
+    assert check(*arguments, candidate("causal else", "causal and 0 else")).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("no_colon.py", "FILE.py:NAME"),
+        ("missing.py:attend", "no such file"),
+        ("{file}:other", "no function 'other'"),
+        ("{broken}:attend", "SyntaxError"),
+    ],
+)
+def test_diff_refuses_places(place: str, message: str, check, candidate) -> None:
+    files = {"file": candidate(), "broken": candidate("def mask(", "def mask((", "broken.py")}
+    files = {name: file.rpartition(":")[0] for name, file in files.items()}
+    result = check("diff", "--candidate", place.format(**files))
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_a_filter_that_matches_nothing_is_an_error(check, candidate) -> None:
+    for arguments in (("run",), (), ("compile",), ("diff", "--candidate", candidate())):
+        result = check(*arguments, "--filter", "no such thing")
+        assert result.exit_code == 2 and "no such thing" in result.output
+
+
+def test_options_before_a_subcommand_are_an_error(check) -> None:
+    result = check("--quick", "variants")
+    assert result.exit_code == 2 and "behind its name" in result.output
+
+
+def test_run_judges_and_writes_json(check, tmp_path) -> None:
+    """One case with the kernels that are here, in processes as the whole run has them."""
+    file = tmp_path / "found.json"
+    result = check("run", "--filter", "window-narrow", "--json", file)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert {"out", "lse", "delta", "dq", "dk", "dv"} == {row["tensor"] for row in rows}
+    assert all(row["verdict"] == "pass" and row["error"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("broken", ["forward", "backward_preprocess", "backward"])
+def test_a_wrong_kernel_fails(broken: str, monkeypatch) -> None:
+    right = getattr(api, broken)
+
+    def wrong(*args, **kwargs):
+        results = right(*args, **kwargs)
+        for array in results if isinstance(results, tuple) else (results,):
+            array *= array.dtype.type(1.1)
+        return results
+
+    case = next(case for case in standard("small") if case.name == "scale")
+    rows = run.judge_case(case, "reference", METHODS[:1])
+    assert len(rows) == 6 and all(row.verdict.ok for row in rows), rows
+    monkeypatch.setattr(api, broken, wrong)
+    bad = {
+        row.tensor for row in run.judge_case(case, "reference", METHODS[:1]) if not row.verdict.ok
+    }
+    expected = {"forward": {"out", "lse"}, "backward_preprocess": {"delta"}}
+    assert bad == expected.get(broken, {"dq", "dk", "dv"})
+
+
+def test_jobs_visit_every_method_and_backend() -> None:
+    with_gpu, without = run.jobs(gpu=True), run.jobs(gpu=False)
+    assert {backend for _, backend, _ in with_gpu} == {"cuda", "numba"}
+    assert all(set(methods) == set(METHODS) for _, _, methods in with_gpu)
+    assert {backend for _, backend, _ in without} == {"numba"}
+    assert {method for _, _, methods in without for method in methods} == set(METHODS)
+
+
+def test_compile_reports_a_row(check, tmp_path) -> None:
+    pytest.importorskip("cuda.core")
+    file = tmp_path / "found.json"
+    result = check("compile", "--arch", "sm_80", "--filter", "backward_preprocess", "--json", file)
+    assert result.exit_code == 0, result.output
+    for built in json.loads(file.read_text())["compile"]:
+        assert built["ok"] and built["arch"] == "sm_80" and built["registers"] > 0
+        assert built["seconds"] > 0 and built["row"] in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "lenient", "strict", "words"),
+    [
+        ({}, True, True, ""),
+        ({"spill_bytes": 8}, True, False, "8 bytes spilled"),
+        ({"warnings": ("ptxas info: (C7510) wgmma serialized",)}, True, False, "C7510"),
+        ({"error": "NVRTC refused"}, False, False, "NVRTC refused"),
+    ],
+)
+def test_compile_condemns(
+    changes: dict, lenient: bool, strict: bool, words: str, monkeypatch, capsys
+) -> None:
+    clean = {"registers": 99, "spill_bytes": 0, "smem_bytes": 0, "seconds": 0.1, "warnings": ()}
+
+    def compile_build(build, arch):
+        if "error" in changes:
+            raise RuntimeError(changes["error"])
+        return SimpleNamespace(**(clean | changes))
+
+    monkeypatch.setattr(jit, "compile_build", compile_build)
+    build = compiled.standard_builds(every=False)[0]
+    for is_strict, good in ((False, lenient), (True, strict)):
+        built = compiled.compile_row(build, "sm_90a", strict=is_strict)
+        assert built.ok is good and built.row == build.variant.name
+        with pytest.raises(SystemExit) as leaving:
+            cli.finish([], [built], 0.0, None)
+        assert leaving.value.code == (0 if good else 1)
+        assert words in capsys.readouterr().out
+
+
+def test_standard_builds_cover_the_table() -> None:
+    cuda = {row.name for row in TABLE if row.family != "numba"}
+    for every in (False, True):
+        assert {b.variant.name for b in compiled.standard_builds(every=every)} == cuda
+
+
+def test_warm_fills_the_cache(check, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("cuda.core")
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
+    builds = list(compiled.library_builds("sm_90"))
+    stems = {build.variant.stem for build in builds}
+    assert stems == {row.stem for row in TABLE}
+    assert {build.dtype for build in builds} == {"float16", "bfloat16"}
+    build = next(build for build in builds if build.variant.stem == "backward_preprocess")
+    assert compiled.warm_build(build, "sm_90") == ""
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == 1
+    assert check("warm", "--arch", "ninety").exit_code == 2
+
+    def refuse(build, arch):
+        raise RuntimeError("NVRTC refused")
+
+    monkeypatch.setattr(jit, "cached_build", refuse)
+    assert compiled.warm_build(build, "sm_90") == "NVRTC refused"
+
+
+def test_variants_shows_every_row_and_its_reason(check) -> None:
+    result = check("variants")
+    text = re.sub(r"\s", "", result.output)
+    assert result.exit_code == 0
+    for row in TABLE:
+        assert row.name.split("_numba")[0][:12] in text
+
+
+def test_env_shows_every_variable(check, monkeypatch) -> None:
+    monkeypatch.setenv(env.LOG.name, "please")
+    result = check("env")
+    assert result.exit_code == 0 and "'please'" in result.output
+    for variable in env.VARIABLES:
+        assert variable.name in result.output
+    assert "numpy" in result.output and "driver" in result.output
+
+
+def test_help_names_every_subcommand(check) -> None:
+    result = check("--help")
+    for name in ("run", "compile", "variants", "env", "warm", "diff"):
+        assert re.search(rf"^  {name} ", result.output, re.MULTILINE)
+
+
+def test_simulator_is_asked_for_before_numba_is_imported(monkeypatch) -> None:
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
+    monkeypatch.setattr(machine, "gpu_name", lambda: "")
+    machine.use_simulator()
+    assert os.environ.pop("NUMBA_ENABLE_CUDASIM") == "1"
+    monkeypatch.setattr(machine, "gpu_name", lambda: "a GPU")
+    machine.use_simulator()
+    assert "NUMBA_ENABLE_CUDASIM" not in os.environ

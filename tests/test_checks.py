@@ -1,0 +1,209 @@
+"""rawattn.checks: every rule has its text, and every text says what, given, allowed and remedy."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import checks
+
+
+def refusal(rule: Callable[..., Any], *given: Any, kind: type, text: str) -> Any:
+    words = re.sub(r"\W+", "_", text)[:40]
+    return pytest.param(rule, given, kind, text, id=f"{rule.__name__}-{words}")
+
+
+def value(rule: Callable[..., Any], *given: Any, text: str) -> Any:
+    return refusal(rule, *given, kind=ValueError, text=text)
+
+
+def kind(rule: Callable[..., Any], *given: Any, text: str) -> Any:
+    return refusal(rule, *given, kind=TypeError, text=text)
+
+
+REFUSALS = [
+    # arrays
+    kind(
+        checks.unknown_array, "q", list, text="q is a list, which is no array: expected one of CuPy"
+    ),
+    kind(checks.unknown_array, "q", Fraction, text="q is a fractions.Fraction, which is no array"),
+    kind(checks.no_memory, "q", "torch FakeTensor", text="q is a torch FakeTensor, which has no m"),
+    kind(checks.unsupported_device, "k", "mps", text="k is on device mps: expected host memory or"),
+    kind(checks.masked, "v", text="v has an element mask, .*: expected plain data"),
+    kind(checks.lazily_negated, "q", text=r"q is a lazily negated torch.*pass q\.resolve_neg\(\)"),
+    value(checks.uneven_strides, "q", (33, 2), 2, text=r"q has strides of \(33, 2\) bytes.* 2; "),
+    refusal(
+        checks.no_cupy,
+        kind=RuntimeError,
+        text="CuPy cannot be imported: .*; install rawattn.*cuda13",
+    ),
+    kind(checks.same_framework, "k", "NumPy", "CuPy", text="k is a NumPy array beside a CuPy arr"),
+    kind(checks.same_framework, "k", "torch CPU", "torch CUDA", text="k to torch CUDA$"),
+    kind(
+        checks.same_framework,
+        "cu_seqlens",
+        "NumPy",
+        "torch CUDA",
+        text="convert cu_seqlens to torch CUDA, once per batch: the kernels read it on the device",
+    ),
+    kind(checks.same_framework, "cu_seqlens", "NumPy", "JAX CPU", text="cu_seqlens to JAX CPU$"),
+    kind(checks.same_framework, "cu_seqlens", "torch CPU", "NumPy", text="cu_seqlens to NumPy$"),
+    value(checks.same_device, "k", 1, 0, text="k is on CUDA device 1 .* move k to device 0"),
+    kind(
+        checks.dtype, "q", "int8", text="q has dtype int8: expected float16, bfloat16, float32 or"
+    ),
+    kind(checks.dtype, "q", ">f2", text="q has dtype >f2: .*big-endian: convert it to native"),
+    kind(checks.dtype, "q", "void16", text=r"dtype void16: .*bfloat16.*DLPack.*cupy\.from_dlpack"),
+    kind(checks.same_dtype, "k", "float32", "float16", text="k has dtype float32: expected float1"),
+    value(checks.rank, "q", (4, 8), text=r"q has shape \(4, 8\): expected 3 dim.*num_heads_q, hea"),
+    value(checks.rank, "k", (1, 4, 2, 8), text="expected 3 dimensions.*join its first two axes"),
+    value(checks.shape, "lse", (8, 2), (2, 8), text=r"lse has shape \(8, 2\): expected \(2, 8\)"),
+    value(checks.tokens, "q", 2**31, text="q has 2147483648 tokens: expected at most 2147483647"),
+    # heads
+    value(checks.keys_and_values, (5, 2, 8), (6, 2, 16), text=r"v .*expected \(5, 2, 16\)"),
+    value(checks.keys_and_values, (5, 2, 8), (5, 1, 8), text=r"v has shape .*expected \(5, 2, 8\)"),
+    value(
+        checks.head_dim, "q", 12, text="q has head size 12: .*zeros to 16, that of k too, .*scale"
+    ),
+    value(checks.head_dim, "v", 12, text="v has head size 12: .*pad the last axis of v .* to 16$"),
+    value(checks.head_dim, "q", 264, text="q has head size 264: .*8 to 256; split the heads$"),
+    value(checks.head_dim, "q", 0, text="q has head size 0: expected a multiple of 8 from 8"),
+    value(checks.same_head_dim, 64, 32, text="k has head_dim 32 beside q of head_dim 64"),
+    value(checks.heads, 4, 3, text="q has 4 heads and k has 3: expected .*divisible"),
+    value(checks.heads, 2, 4, text="q has 2 heads and k has 4"),
+    value(checks.heads, 0, 1, text="q has 0 heads .*at least one"),
+    value(checks.heads, 1, 0, text="k has 0: .*at least one"),
+    # cu_seqlens
+    value(checks.cu_seqlens, "cu_seqlens", (2, 3), "int32", text=r"shape \(2, 3\): .*\(batch \+ 1"),
+    value(
+        checks.cu_seqlens, "cu_seqlens", (0,), "int32", text=r"shape \(0,\): .*empty batch is \[0"
+    ),
+    kind(checks.cu_seqlens, "cu_seqlens_k", (3,), "float32", text="cu_seqlens_k has dtype float32"),
+    kind(checks.cu_seqlens, "cu_seqlens", (3,), "uint32", text="dtype uint32: expected int32, or"),
+    value(checks.same_batch, 3, 4, text="cu_seqlens_k has 4 offsets beside 3 of cu_seqlens"),
+    value(checks.shared_cu_seqlens, 3, 4, text="k has 4 tokens beside 3 of q, .*pass cu_seqlens_k"),
+    value(checks.offsets, "cu_seqlens", [1, 4], 4, text="cu_seqlens starts at 1: expected 0"),
+    value(checks.offsets, "cu_seqlens", [0, 4, 3], 4, text="falls from 4 to 3 at index 2"),
+    value(checks.offsets, "cu_seqlens_k", [0, 5], 4, text="cu_seqlens_k ends at 5: .*at most 4"),
+    # outputs
+    value(checks.writable, "dq", False, text="dq is read-only .*pass dq=None"),
+    value(checks.distinct_elements, "out", (4, 2, 8), (8, 0, 1), text=r"out has strides \(8, 0, 1"),
+    # options
+    kind(checks.window, 5, False, text="window is 5: expected two integers"),
+    kind(checks.window, (1, 2, 3), False, text=r"window is \(1, 2, 3\): expected two integers"),
+    kind(checks.window, (1.0, 2), False, text=r"window is \(1\.0, 2\): expected two integers"),
+    kind(checks.window, None, False, text="window is None: .*for no window"),
+    value(checks.window, (-2, 0), False, text=r"window is \(-2, 0\): .*-1 \(open\) or more"),
+    value(checks.window, (4, -2), True, text=r"window is \(4, -2\): .*causal=True"),
+    value(checks.softmax_scale, math.inf, text="softmax_scale is inf: expected a finite number"),
+    value(checks.softmax_scale, math.nan, text="softmax_scale is nan: expected a finite number"),
+    kind(checks.softmax_scale, "1", text="softmax_scale is a str: expected a number or None"),
+    kind(checks.softmax_scale, np.ones(()), text="softmax_scale is a numpy.ndarray: .*read back"),
+    value(checks.backend, "cudnn", 0, text="backend is 'cudnn': expected cuda, numba or reference"),
+    value(checks.backend, "cuda", -1, text="backend is 'cuda' beside arrays in host memory"),
+    refusal(checks.numba_device, False, kind=RuntimeError, text="NUMBA_ENABLE_CUDASIM=1 before"),
+    value(
+        checks.method, "split", False, text="method is 'split': expected atomic_dq, atomic_dkv or"
+    ),
+    value(checks.method, "atomic_dq", True, text="'atomic_dq' with deterministic=True: .*two_pass"),
+    value(checks.method, "atomic_dkv", True, text="'atomic_dkv' with deterministic=True"),
+]
+
+
+@pytest.mark.parametrize(("rule", "given", "error", "text"), REFUSALS)
+def test_refusal(
+    rule: Callable[..., Any], given: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text) as caught:
+        rule(*given)
+    message = str(caught.value)
+    assert "expected" in message, "what is allowed"
+    assert "; " in message, "the remedy"
+    assert not message.endswith("."), "one sentence, as Python's own"
+
+
+def test_every_rule_is_tested() -> None:
+    rules = {
+        name
+        for name, function in vars(checks).items()
+        if inspect.isfunction(function) and not name.startswith("_") and name != "index"
+    }
+    assert rules == {parameter.values[0].__name__ for parameter in REFUSALS}
+
+
+@pytest.mark.parametrize(
+    ("rule", "given"),
+    [
+        (checks.same_framework, ("k", "CuPy", "CuPy")),
+        (checks.same_device, ("k", 1, 1)),
+        (checks.same_dtype, ("k", "float16", "float16")),
+        (checks.rank, ("q", (0, 1, 8))),
+        (checks.shape, ("lse", (2, 8), (2, 8))),
+        (checks.tokens, ("q", 2**31 - 1)),
+        (checks.keys_and_values, ((5, 2, 8), (5, 2, 16))),
+        (checks.same_head_dim, (64, 64)),
+        (checks.heads, (8, 8)),
+        (checks.heads, (9, 3)),
+        (checks.heads, (8, 1)),
+        (checks.cu_seqlens, ("cu_seqlens", (1,), "int32")),
+        (checks.cu_seqlens, ("cu_seqlens", (9,), "int64")),
+        (checks.same_batch, (3, 3)),
+        (checks.shared_cu_seqlens, (3, 3)),
+        (checks.offsets, ("cu_seqlens", [0], 0)),
+        (checks.offsets, ("cu_seqlens", [0, 0, 3, 3, 4], 9)),
+        (checks.writable, ("out", True)),
+        (checks.distinct_elements, ("out", (1, 2, 8), (0, 8, 1))),
+        (checks.distinct_elements, ("out", (0, 2, 8), (0, 0, 0))),
+        (checks.backend, (None, -1)),
+        (checks.backend, ("reference", 0)),
+        (checks.backend, ("numba", -1)),
+        (checks.backend, ("cuda", 0)),
+        (checks.numba_device, (True,)),
+        (checks.method, (None, True)),
+        (checks.method, ("two_pass", True)),
+        (checks.method, ("atomic_dkv", False)),
+    ],
+)
+def test_allowed(rule: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    assert rule(*given) is None
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_head_dims(head_dim: int) -> None:
+    checks.head_dim("q", head_dim)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_dtypes(dtype: str) -> None:
+    checks.dtype("q", dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "causal", "expected"),
+    [
+        ((-1, -1), False, (-1, -1)),
+        ((-1, -1), True, (-1, 0)),
+        ((4, 5), False, (4, 5)),
+        ((4, 5), True, (4, 0)),  # causal caps the right side
+        ((0, 0), True, (0, 0)),
+        ([3, 2], False, (3, 2)),
+        ((np.int64(3), np.int32(2)), False, (3, 2)),
+    ],
+)
+def test_window(given: Any, causal: bool, expected: tuple[int, int]) -> None:
+    window = checks.window(given, causal)
+    assert window == expected
+    assert all(type(side) is int for side in window)
+
+
+def test_softmax_scale() -> None:
+    assert checks.softmax_scale(None) is None
+    for given in (0.125, np.float32(0.125), Fraction(1, 8)):
+        scale = checks.softmax_scale(given)
+        assert scale == 0.125 and type(scale) is float
+    assert checks.softmax_scale(0) == 0.0

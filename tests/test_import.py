@@ -1,0 +1,202 @@
+"""What importing rawattn costs, and which module may import which."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rawattn
+
+PACKAGE = Path(rawattn.__file__).parent
+KERNELS = PACKAGE.parent / "kernels_cu"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TWINS = sorted((PACKAGE / "ops").glob("*_numba.py"))
+HEAVY = ("torch", "numba", "cupy", "jax", "cuda")
+
+# Which layers a layer may import besides itself; the leaves, and the rest of the package, none.
+ARROWS = {
+    "problem": set(),
+    "checks": set(),
+    "env": set(),
+    "reference": set(),
+    "variants": {"problem"},
+    "arrays": {"checks"},
+    "jit": {"env", "problem", "variants"},
+    "ops": {"arrays", "jit", "problem", "variants"},
+    "api": {"arrays", "checks", "ops", "problem", "reference", "variants"},
+    "torch": {"api", "torch_compat"},
+    "torch_compat": {"torch"},
+    "__init__": {"api"},
+}
+
+
+def in_python(code: str) -> str:
+    """What code prints in a fresh interpreter beside this package."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def layer(path: Path) -> str:
+    """The part of the package that a file belongs to: a module's stem or a subpackage's name."""
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Modules that a file imports, and whether its import runs them (not inside a function)."""
+    tree = ast.parse(path.read_text())
+    at_once = {id(node) for statement in tree.body for node in walk_outside_functions(statement)}
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            whole = module.split(".")[0] == "rawattn"  # from rawattn import api: the module api
+            names = [f"{module}.{alias.name}" if whole else module for alias in node.names]
+        else:
+            continue
+        yield from ((name, id(node) in at_once) for name in names)
+
+
+def walk_outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from walk_outside_functions(child)
+
+
+def spelled(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+# ---- the cost ---------------------------------------------------------------------------------
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded = in_python("import sys, rawattn; print(*sys.modules)").split()
+    assert "rawattn.api" in loaded
+    assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
+
+
+def test_import_takes_less_than_300_ms() -> None:
+    # The processor's time, so that other work on the machine does not count.
+    code = "import time; t = time.process_time(); import rawattn; print(time.process_time() - t)"
+    assert min(float(in_python(code)) for _ in range(5)) < 0.3
+
+
+def test_host_arrays_load_nothing_heavy() -> None:
+    code = (
+        "import sys, numpy as np, rawattn\n"
+        "q = np.ones((5, 2, 8), np.float32)\n"
+        "out, lse = rawattn.forward(q, q, q, np.array([0, 2, 5]), return_lse=True)\n"
+        "rawattn.backward(q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
+        "print(*sys.modules)"
+    )
+    loaded = in_python(code).split()
+    assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
+
+
+def test_public_names() -> None:
+    assert sorted(rawattn.__all__) == rawattn.__all__
+    for name in rawattn.__all__:
+        assert getattr(rawattn, name).__module__ == "rawattn.api"
+    assert (PACKAGE / "py.typed").exists()
+
+
+# ---- the arrows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", MODULES, ids=spelled)
+def test_arrows(path: Path) -> None:
+    allowed = ARROWS.get(layer(path))
+    if allowed is None:  # check stands on top, and may import everything but torch.py
+        assert layer(path) == "check", "a new part of the package: give it its arrows"
+        allowed = {*ARROWS} - {"torch", "torch_compat"}
+    used = {name.split(".")[1] for name, _ in imports(path) if name.startswith("rawattn.")}
+    assert used <= allowed | {layer(path)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=spelled)
+def test_heavy_libraries_stay_in_their_modules(path: Path) -> None:
+    twin, adapter = path.name.endswith("_numba.py"), layer(path) in ("torch", "torch_compat")
+    for name, at_once in imports(path):
+        root = name.partition(".")[0]
+        if root == "numba":
+            assert twin, "numba is imported by the twins alone"
+        elif root == "torch":
+            assert adapter, "torch is imported by rawattn.torch alone"
+        elif root in HEAVY:
+            assert not at_once, f"{name} is imported where a function needs it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=spelled)
+def test_twins_are_imported_where_they_are_launched(path: Path) -> None:
+    for name, at_once in imports(path):
+        if name.endswith("_numba") and not path.name.endswith("_numba.py"):
+            assert not at_once, f"{name} loads numba"
+
+
+def test_cuda_arrows() -> None:
+    include = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+    for path in [*KERNELS.rglob("*.cuh"), *KERNELS.rglob("*.cu")]:
+        for name in include.findall(path.read_text()):
+            assert not name.endswith(".cu"), f"{path.name} includes {name}"
+            if path.parent.name == "base":
+                assert not name.startswith("sm"), f"base/{path.name} includes {name}"
+        if path.name != "ptx.cuh":
+            assert not re.search(r"\basm\b", path.read_text()), f"asm in {path.name}"
+
+
+# ---- the twins --------------------------------------------------------------------------------
+
+
+def fields_of_args(path: Path) -> list[str]:
+    """Names of the fields of ``struct Args`` of a CUDA source, in order.
+
+    A (pointer, token stride, head stride) triple counts as the one array that it stands for.
+    """
+    source = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    body = re.search(r"struct\s+Args\s*\{(.*?)\n\};", source, re.DOTALL)
+    assert body, f"{path} has no struct Args"
+    names = []
+    for declaration in body[1].split(";"):
+        for declarator in declaration.split(","):
+            name = re.search(r"(\w+)\s*(?:\[[^]]*\])?\s*(?:=.*|\{.*)?$", declarator.strip())
+            if name:
+                names.append(name[1])
+    return [name for name in names if not name.endswith(("_token_stride", "_head_stride"))]
+
+
+def parameters_of_twin(path: Path) -> list[str]:
+    """Names of the parameters of the function ``kernel``, wherever in the module it stands."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    [kernel] = [function for function in functions if function.name == "kernel"]
+    return [argument.arg for argument in kernel.args.args]
+
+
+@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem != "common_numba"], ids=spelled)
+def test_twin_has_the_parameters_of_its_cuda_kernel(twin: Path) -> None:
+    source = KERNELS / "sm80" / f"{twin.stem.removesuffix('_numba')}.cu"
+    if not source.exists():
+        pytest.skip(f"{source.name} does not exist yet")
+    assert parameters_of_twin(twin) == fields_of_args(source)
+
+
+@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem != "common_numba"], ids=spelled)
+def test_twin_is_launched_like_its_cuda_kernel(twin: Path) -> None:
+    pytest.importorskip("numba.cuda")
+    stem = twin.stem.removesuffix("_numba")
+    ours = importlib.import_module(f"rawattn.ops.{stem}").launch
+    theirs = importlib.import_module(f"rawattn.ops.{twin.stem}").launch
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)

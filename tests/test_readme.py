@@ -1,0 +1,78 @@
+"""The README says what is so: its example runs, its commands are CI's, what it names exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TOP = {"rawattn", "kernels_cu", "tests", "tools", ".ci"}
+
+
+def named_paths() -> list[str]:
+    """Files and folders of this repository that the README's prose and code name."""
+    words = re.findall(r"[\w./-]+", README)
+    paths = [word.rstrip(".") for word in words if word.split("/")[0] in TOP and "/" in word]
+    return sorted(set(paths))
+
+
+def test_the_example_runs_without_a_gpu() -> None:
+    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert example
+    check = "\nassert out.shape == q.shape and lse.shape == (4, 7) and dk.dtype == k.dtype"
+    code = example[1] + check
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_torch_example_runs() -> None:
+    torch = pytest.importorskip("torch")
+    example = re.search(r"```python\n(from rawattn\.torch.*?)```", README, re.DOTALL)
+    assert example
+    q, k, v = (torch.randn(7, 2, 32, requires_grad=True) for _ in range(3))
+    names = {"q": q, "k": k, "v": v, "cu_seqlens": torch.tensor([0, 3, 7], dtype=torch.int32)}
+    exec(example[1], names)
+    assert names["out"].shape == q.shape and names["out"].requires_grad
+
+
+def test_the_two_commands_are_those_of_ci() -> None:
+    commands = re.findall(r"^    (pip install .*)$", README, re.MULTILINE)
+    assert commands == [
+        'pip install -e ".[cuda13]" && rawattn-check',
+        'pip install -e ".[cuda13,test]" && pytest',
+    ]
+    steps = re.findall(r"^step '(.*)'$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert set(commands) <= set(steps)
+
+
+def test_every_variable_is_documented() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "rawattn").rglob("*.py"))
+    used = set(re.findall(r"RAWATTN_[A-Z_]+[A-Z]", sources))
+    assert used and set(re.findall(r"RAWATTN_[A-Z_]+[A-Z]", README)) == used
+
+
+def test_the_search_for_paths_finds_some() -> None:
+    assert {"kernels_cu/sm80/forward.cu", "rawattn/variants.py", ".ci/run"} <= set(named_paths())
+
+
+@pytest.mark.parametrize("path", named_paths())
+def test_what_it_names_exists(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_every_table_has_its_place() -> None:
+    from cases import SUITES
+    from tables import splice
+
+    for name in (*SUITES, "summary", "host", "first_call"):
+        assert f"bench:{name} -->\nthe body" in splice(README, name, "the body")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the scripts are bash")
+@pytest.mark.parametrize("script", [".ci/run", "tools/lint.sh"])
+def test_scripts_may_be_run_and_parse(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)

@@ -1,0 +1,231 @@
+"""The tolerance rule: it passes honest rounding, and every kind of wrong array is caught."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawattn.check.cases import DTYPES, Case, dtype_of, standard
+from rawattn.check.diff import allowance, breakdown, judge
+from rawattn.check.expected import Expected, expect
+from rawattn.reference import dense
+
+TENSORS = ("out", "lse", "delta", "dq", "dk", "dv")
+CASE = Case(
+    "tolerance", (17, 5, 9), (17, 5, 9), num_heads_kv=2, group=3, causal=True, poisoned=(1,)
+)
+
+
+def arrays(dtype: str, shape: tuple[int, ...] = (40, 3, 64)) -> tuple[np.ndarray, np.ndarray]:
+    """A float64 reference and an honest result of ``dtype``."""
+    reference = np.random.default_rng(1).standard_normal(shape)
+    return reference, reference.astype(dtype_of(dtype))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    return expect(CASE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_honest_rounding_passes(dtype: str) -> None:
+    reference, rounded = arrays(dtype)
+    verdict = judge(rounded, reference, rounded.astype(np.float64))
+    assert verdict.ok and verdict.verdict == "pass" and verdict.error <= verdict.allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda a: a * a.dtype.type(1.03125), id="scaled"),
+        pytest.param(np.zeros_like, id="zeroed"),
+        pytest.param(lambda a: -a, id="negated"),
+        pytest.param(lambda a: np.full_like(a, np.nan), id="nan"),
+        pytest.param(lambda a: np.where(np.arange(64) == 5, np.nan, a).astype(a.dtype), id="1 nan"),
+        pytest.param(lambda a: np.where(a > 2, np.inf, a).astype(a.dtype), id="overflow"),
+        pytest.param(lambda a: a[:, ::-1], id="heads swapped"),
+        pytest.param(lambda a: np.roll(a, 1, axis=0), id="tokens shifted"),
+        pytest.param(lambda a: a.reshape(40, 64, 3).swapaxes(1, 2), id="transposed"),
+        pytest.param(lambda a: a.swapaxes(0, 1), id="axes swapped"),
+        pytest.param(lambda a: a[:-1], id="a row too few"),
+    ],
+)
+def test_wrong_arrays_fail(dtype: str, spoil) -> None:
+    reference, rounded = arrays(dtype)
+    verdict = judge(spoil(rounded), reference, rounded.astype(np.float64), terms=64)
+    assert verdict.verdict == "FAIL" and verdict.note and not verdict.ok
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64, np.bool_, object])
+def test_other_dtypes_fail(dtype: type) -> None:
+    reference, rounded = arrays("float32")
+    verdict = judge(np.ones(reference.shape, dtype), reference, rounded)
+    assert verdict.verdict == "FAIL" and "floating" in verdict.note
+
+
+def test_one_wrong_element_is_found_and_named() -> None:
+    reference, rounded = arrays("bfloat16")
+    rounded[7, 2, 11] += 1
+    verdict = judge(rounded, reference, arrays("bfloat16")[1])
+    assert verdict.verdict == "FAIL" and "(7, 2, 11)" in verdict.note
+
+
+def test_less_precision_than_claimed_fails() -> None:
+    """A float32 result computed by tensor cores in 10-bit mantissas, a float64 one in float32."""
+    reference, rounded = arrays("float32")
+    coarse = rounded.astype(np.float16).astype(np.float32)
+    assert judge(coarse, reference, rounded, terms=1000).verdict == "FAIL"
+    assert judge(rounded.astype(np.float64), reference, reference, terms=1000).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_serial_sums_pass_by_the_drift(dtype: str) -> None:
+    """A kernel adds one by one, the dense reference in blocks: both honest, one less exact."""
+    terms = np.random.default_rng(2).standard_normal((4096, 50))
+    reference = terms.astype(np.longdouble).sum(axis=0).astype(np.float64)
+    serial = np.cumsum(terms.astype(dtype), axis=0, dtype=dtype)[-1]
+    verdict = judge(serial, reference, reference, terms=4096)
+    assert verdict.ok and verdict.error > 0
+
+
+def test_allowance_is_the_stated_formula() -> None:
+    reference, rounded = arrays("float16")
+    same = rounded.astype(np.float64)
+    shift = np.float16(0.3)
+    atol = 2 * np.abs((rounded + shift - shift).astype(np.float64) - same).max()
+    drift = np.finfo(np.float32).eps * math.sqrt(100) * np.abs(reference).max()
+    by_hand = 2 * np.abs(same - reference).max() + atol + drift
+    assert allowance(reference, same, np.dtype(np.float16), 100) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_zero_is_vacuous(dtype: str) -> None:
+    zero = np.zeros((4, 2, 8))
+    verdict = judge(zero.astype(dtype_of(dtype)), zero, zero)
+    assert verdict.verdict == "vacuous" and not verdict.ok
+
+
+def test_reference_below_the_allowance_is_vacuous() -> None:
+    """Zeros would pass: then nothing is shown by passing."""
+    reference = np.full((4, 2, 8), 1e-5)
+    verdict = judge(reference.astype(ml_dtypes.bfloat16), reference, reference)
+    assert verdict.verdict == "vacuous"
+
+
+def test_zero_by_definition_is_said_to_be_so() -> None:
+    zero, mask = np.zeros((4, 2, 8)), np.ones((4, 1, 1), bool)
+    verdict = judge(zero.astype(np.float16), zero, zero, zeros=mask)
+    assert verdict.ok and verdict.note == "all zero by definition"
+    wrong = zero.astype(np.float16)
+    wrong[2, 1, 3] = 6e-8
+    assert judge(wrong, zero, zero, zeros=mask).verdict == "FAIL"
+    assert (
+        judge(np.zeros((0, 2, 8), np.float16), zero[:0], zero[:0], zeros=mask[:0]).note == "empty"
+    )
+
+
+def test_dead_rows_must_be_exactly_zero() -> None:
+    reference, rounded = arrays("float16")
+    reference[3], rounded[3] = 0, 0
+    dead = (np.arange(40) == 3)[:, None, None]
+    assert judge(rounded, reference, rounded, zeros=dead).ok
+    rounded[3, 1, 2] = 1e-6  # far below the allowance
+    verdict = judge(rounded, reference, arrays("float16")[1] * ~dead, zeros=dead)
+    assert verdict.verdict == "FAIL" and "(3, 1, 2)" in verdict.note
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1e30])
+def test_minus_inf_of_dead_rows_must_stand_in_place(value: float) -> None:
+    reference = np.random.default_rng(1).standard_normal((2, 9))
+    reference[:, 4] = -np.inf
+    lse = reference.astype(np.float32)
+    assert judge(lse, reference, lse).ok
+    lse[1, 4] = value
+    assert judge(lse, reference, reference).verdict == "FAIL"
+
+
+def test_against_compares_two_candidates() -> None:
+    reference, rounded = arrays("float16")
+    other = (rounded * np.float16(1.25)).astype(np.float64)
+    assert judge(rounded, reference, rounded, against=rounded).ok
+    assert judge(other.astype(np.float16), reference, rounded, against=other).ok
+    assert judge(rounded, reference, rounded, against=other).verdict == "FAIL"
+
+
+def test_breakdown_points_at_sequence_and_head() -> None:
+    reference, rounded = arrays("float32")
+    sequences = np.repeat([0, 1, 3, -1], 10)
+    rounded[25, 1, 0] += 0.5
+    rounded[5, 2, 0] = np.nan
+    first, second, *rest = breakdown(rounded, reference, sequences)
+    assert (first.sequence, first.head, first.error) == (0, 2, math.inf)
+    assert (second.sequence, second.head) == (3, 1) and second.error == pytest.approx(0.5)
+    assert len(rest) == 4 * 3 - 2 and all(share.error < 1e-6 for share in rest)
+    by_row = breakdown(rounded[:, :, 0].T, reference[:, :, 0].T, sequences, token_axis=1)
+    assert (by_row[1].sequence, by_row[1].head) == (3, 1)
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_targets_accept_the_dense_result(expected: Expected, tensor: str) -> None:
+    target = expected.targets[tensor]
+    verdict = target.judge(target.same_dtype.astype(target.dtype))
+    assert verdict.ok and verdict.error > 0, verdict
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_targets_catch_every_fault(expected: Expected, tensor: str) -> None:
+    target = expected.targets[tensor]
+    right = target.same_dtype.astype(target.dtype)
+    for wrong in (
+        right * target.dtype.type(1.0625),
+        np.zeros_like(right),
+        np.full_like(right, np.nan),
+    ):
+        assert target.judge(wrong).verdict == "FAIL"
+    assert target.judge(right.astype(np.float64)).note.startswith("dtype")
+    assert target.judge(right[:-1]).note.startswith("shape")
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_poisoned_sequences_are_free_and_other_rows_are_not(
+    expected: Expected, tensor: str
+) -> None:
+    target = expected.targets[tensor]
+    right = target.same_dtype.astype(target.dtype)
+    rows = np.moveaxis(right, target.token_axis, 0)  # a view: tokens first
+    rows[np.isin(target.sequence_of, target.undefined)] = np.nan
+    assert target.judge(right).ok
+    rows[-4] = np.nan  # a token of the last healthy sequence
+    verdict, worst = target.judge(right), target.shares(right)[0]
+    assert verdict.verdict == "FAIL" and worst.sequence == 2 and worst.error == math.inf
+
+
+@pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
+def test_rows_past_the_end_must_be_zero(expected: Expected, tensor: str) -> None:
+    target = expected.targets[tensor]
+    right = target.same_dtype.astype(target.dtype)
+    right[-1, 0, 0] = 1e-7
+    assert target.judge(right).verdict == "FAIL"
+    right[-1, 0, 0] = np.nan  # what a preallocated result holds that nobody wrote to
+    assert target.judge(right).verdict == "FAIL"
+    assert target.shares(right)[0].sequence == -1
+
+
+def test_reading_a_neighbour_is_caught() -> None:
+    """Attention that takes the pack for one sequence: wrong even where no neighbour is NaN."""
+    case = Case("leak", (9, 12), (9, 12), dtype="float32", past_q=0, past_k=0)
+    expected = expect(case)
+    t = expected.tensors
+    whole = np.array([0, 21])
+    out, lse = dense.forward(t.q, t.k, t.v, whole, whole)
+    assert expected.targets["out"].judge(out.astype(np.float32)).verdict == "FAIL"
+    assert expected.targets["lse"].judge(lse.astype(np.float32)).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("case", standard("small"), ids=str)
+def test_no_standard_case_is_vacuous_or_beyond_a_dense_implementation(case: Case) -> None:
+    for tensor, target in expect(case).targets.items():
+        verdict = target.judge(target.same_dtype.astype(target.dtype))
+        assert verdict.ok, (tensor, verdict)

@@ -1,0 +1,239 @@
+"""The tools as far as they go without a GPU: cases, tables, records, logs read right."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cases
+import dump_sass
+import record
+import sanitize
+import tables
+from rawattn.problem import Problem
+from rawattn.variants import TABLE, select
+
+ROOT = Path(__file__).parents[1]
+
+
+def row(case: str, direction: str, ours_ms: float, **peers: float) -> dict[str, Any]:
+    return {
+        "suite": tables.CASES[case].suite,
+        "case": case,
+        "direction": direction,
+        "kernels": "sm80",
+        "ours_ms": ours_ms,
+        "ours_tflops": 1.0,
+        "peers": peers,
+    }
+
+
+RESULT = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "versions": {"torch": "2.13.0"},
+    "bench": [
+        row("d64_s512_f", "forward", 1.0, sdpa_flash=2.0, fa4=0.5),
+        row("d64_s512_f", "backward", 2.0, sdpa_flash=2.0),
+        row("d256_s512_f", "forward", 1.0, sdpa_flash=8.0),
+    ],
+    "host": {"rawattn.forward, CuPy": 12.34},
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A small tree of sources, and a record of them in ``records``."""
+    for name in ("rawattn/api.py", "kernels_cu/sm80/forward.cu", "rawattn/notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "records").mkdir()
+    text = json.dumps({"sources": record.sources_hash(tmp_path)})
+    (tmp_path / "records" / "h200.json").write_text(text)
+    return tmp_path
+
+
+def test_suites_hold_the_tokens_they_name() -> None:
+    suites = {name: suite() for name, suite in cases.SUITES.items()}
+    assert {name: len(suite) for name, suite in suites.items()} == {
+        "paper": 24,
+        "varlen": 12,
+        "seed": 5,
+    }
+    assert {case.total for case in suites["paper"]} == {16384}
+    assert {case.total for case in suites["varlen"]} == {32768}
+    assert len(tables.CASES) == 41, "two cases share a name"
+
+
+@pytest.mark.parametrize(("causal", "pairs"), [(False, 9 + 1), (True, 6 + 1)])
+def test_flop_counts_the_allowed_pairs(causal: bool, pairs: int) -> None:
+    case = cases.BenchCase("seed", "tiny", (3, 1), 4, 2, 8, causal)
+    assert case.flop("forward") == 4 * 4 * 8 * pairs
+    assert case.flop("backward") == 2.5 * case.flop("forward")
+
+
+def test_ratios_are_of_the_fastest_peer() -> None:
+    forward, backward, _ = RESULT["bench"]
+    assert tables.ratio(forward, ["sdpa_flash"]) == 2.0
+    assert tables.ratio(forward) == 0.5
+    assert tables.ratio(backward, ["torch_varlen"]) is None
+    assert tables.geometric_mean([2.0, None, 8.0]) == pytest.approx(4.0)
+    assert tables.geometric_mean([None]) is None
+
+
+def test_tables_put_forward_and_backward_in_a_cell() -> None:
+    header, first, second = tables.case_grid(RESULT["bench"], ["sdpa_flash"])
+    flop = tables.CASES["d64_s512_f"].flop("forward")
+    assert header[:4] == ["case", "ours", "sdpa_flash", "fa4"]
+    assert first[1] == f"{flop / 1e9:.0f} / {2.5 * flop / 2e9:.0f}"
+    assert first[-2:] == ["2.00 / 1.00", "0.50 / 1.00"]
+    assert second[3] == "" and second[-1] == "8.00 / -"
+
+
+def test_the_summary_leaves_head_dim_256_out_of_the_last_line() -> None:
+    lines = tables.summary_grid(RESULT["bench"], ["sdpa_flash"])[1:]
+    assert lines == [
+        ["paper", f"{math.sqrt(16):.2f} / 1.00", f"{math.sqrt(4):.2f} / 1.00"],
+        ["all with head_dim <= 128", "2.00 / 1.00", "0.50 / 1.00"],
+    ]
+
+
+def test_markdown_goes_between_its_markers_alone() -> None:
+    text = "a\n<!-- bench:host -->\nold\n<!-- /bench:host -->\nb\n"
+    body = tables.markdown_tables(RESULT, ["sdpa_flash"])["host"]
+    spliced = tables.splice(text, "host", body)
+    assert spliced.startswith("a\n<!-- bench:host -->\nNVIDIA H200, driver 580.1, torch 2.13.0.")
+    assert "| rawattn.forward, CuPy | 12.3 |" in spliced and spliced.endswith("-->\nb\n")
+    assert "old" not in spliced
+    with pytest.raises(ValueError, match="no place for the table 'paper'"):
+        tables.splice(text, "paper", body)
+
+
+def test_bench_shows_a_record(tmp_path: Path) -> None:
+    source = tmp_path / "record.json"
+    source.write_text(json.dumps(RESULT))
+    command = [sys.executable, ROOT / "tools/bench.py", "--from", source]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    assert "d64_s512_f" in shown and "2.00 / 1.00" in shown
+
+
+def test_rows_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = tables.plot(RESULT["bench"], tmp_path)
+    assert [path.name for path in paths] == ["paper_d64.png", "paper_d256.png"]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+@pytest.mark.parametrize("change", ["rawattn/api.py", "kernels_cu/sm80/forward.cu", "rawattn/b.py"])
+def test_a_record_is_stale_once_a_source_changes(sources: Path, change: str) -> None:
+    assert record.check(sources / "records", sources) == 0
+    (sources / change).write_text("changed")
+    assert record.check(sources / "records", sources) == 1
+
+
+def test_a_record_outlives_what_is_no_source_and_is_missed(sources: Path) -> None:
+    (sources / "rawattn" / "notes.txt").write_text("changed")
+    assert record.check(sources / "records", sources) == 0
+    (sources / "records" / "h200.json").unlink()
+    assert record.check(sources / "records", sources) == 1
+
+
+def test_renaming_a_source_changes_the_hash(sources: Path) -> None:
+    before = record.sources_hash(sources)
+    (sources / "rawattn/api.py").rename(sources / "rawattn/apis.py")
+    assert record.sources_hash(sources) != before
+
+
+def test_check_needs_nothing_but_python() -> None:
+    command = [sys.executable, "-S", "-I", str(ROOT / "tools/record.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode in (0, 1) and not run.stderr
+    assert "h200.json" in run.stdout or "no GPU record" in run.stdout
+
+
+def test_parts_merge_while_the_sources_are_the_same() -> None:
+    old = {"sources": "a", "tests": {"passed": 1}, "bench": RESULT["bench"]}
+    faster = row("d64_s512_f", "forward", 0.5)
+    merged = record.merge(old, {"sources": "a", "sanitizer": {}, "bench": [faster]})
+    assert merged["tests"] == {"passed": 1} and merged["sanitizer"] == {}
+    assert merged["bench"] == [faster, *RESULT["bench"][1:]]
+    fresh = {"sources": "b", "tests": {"passed": 2}}
+    assert record.merge(old, fresh) == fresh and record.merge(None, fresh) == fresh
+
+
+def test_records_are_named_after_the_gpu() -> None:
+    assert record.record_path("NVIDIA H200").name == "h200.json"
+    assert record.record_path("NVIDIA GeForce RTX 4090").name == "geforce-rtx-4090.json"
+
+
+def test_junit_counts_errors_as_failures(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    junit.write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
+    )
+    assert record.count_tests(junit) == {"passed": 3, "failed": 3, "skipped": 3}
+
+
+@pytest.mark.parametrize(
+    ("log", "errors"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 1 error\n", 1),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", 3),
+        ("Segmentation fault\n", None),
+    ],
+)
+def test_the_sanitizers_summary_is_read(log: str, errors: int | None) -> None:
+    assert sanitize.errors_in(log) == errors
+
+
+def fake_sanitizer(folder: Path, body: str) -> None:
+    path = folder / "compute-sanitizer"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the stand-in is a shell script")
+@pytest.mark.parametrize(
+    ("body", "errors"),
+    [
+        ("echo 'ERROR SUMMARY: 0 errors'", 0),
+        ("echo 'ERROR SUMMARY: 7 errors'; exit 1", 7),
+        ("echo 'ERROR SUMMARY: 0 errors'; exit 3", None),
+        ("exit 0", None),
+    ],
+)
+def test_a_tool_that_ends_badly_is_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, errors: int | None
+) -> None:
+    fake_sanitizer(tmp_path, body)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sanitize.run_tool("memcheck", 60)["errors"] == errors
+
+
+def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = set()
+    for visit in sanitize.visits():
+        monkeypatch.setenv("RAWATTN_VARIANT", visit.row)
+        d = visit.head_dim
+        problem = Problem(visit.dtype, 4, 204, 209, 2, 1, d, d, -1, -1, d**-0.5, 90, 0)
+        for stem in {row.stem for row in TABLE}:
+            visited.add(select(stem, problem, backend=visit.backend).name)
+    assert visited == {row.name for row in TABLE}
+
+
+def test_opcodes_are_counted_without_modifiers_and_predicates() -> None:
+    sass = """
+        /*0090*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;   /* 0x000fe200 */
+        /*00a0*/              @!P0 LDSM.16.M88.4 R4, [R2] ;
+        /*00b0*/             @!UP1 HMMA.16816.F32 R4, R8, R12, R4 ;
+        .L_x_1:
+    """
+    assert dump_sass.histogram(sass) == {"HMMA": 2, "LDSM": 1}

@@ -1,0 +1,88 @@
+"""The machine code of a row of the variants table, and how often each instruction stands in it.
+
+    python tools/dump_sass.py forward_sm80_d128_128x64_s1 --arch sm_90 --out sass
+
+Needs no GPU, only cuobjdump or nvdisasm on PATH (both are in NVIDIA's toolkit).
+"""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rawattn import jit
+from rawattn.variants import TABLE
+
+# What an attention kernel is read for: products, copies, atomics, exponentials, spills.
+NOTABLE = {
+    "HMMA": "tensor core product",
+    "HGMMA": "tensor core product of a warpgroup",
+    "LDSM": "ldmatrix",
+    "LDGSTS": "cp.async",
+    "UTMALDG": "TMA load",
+    "LDS": "shared load",
+    "STS": "shared store",
+    "LDG": "global load",
+    "STG": "global store",
+    "RED": "atomic add without result",
+    "REDG": "atomic add without result",
+    "ATOMG": "atomic add with result",
+    "MUFU": "exponential, logarithm, reciprocal",
+    "SHFL": "shuffle",
+    "BAR": "barrier of the CTA",
+    "LDL": "spill load",
+    "STL": "spill store",
+}
+_INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE
+)
+
+
+def histogram(sass: str) -> Counter[str]:
+    """How often each opcode stands in a disassembly, modifiers left out."""
+    return Counter(_INSTRUCTION.findall(sass))
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin; RuntimeError when no disassembler is on PATH."""
+    for tool, options in (("cuobjdump", ["-sass"]), ("nvdisasm", [])):
+        if path := shutil.which(tool):
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(cubin)
+                file.flush()
+                command = [path, *options, file.name]
+                return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    raise RuntimeError("no disassembler: put cuobjdump or nvdisasm of NVIDIA's toolkit on PATH")
+
+
+@click.command()
+@click.argument("row", type=click.Choice([r.name for r in TABLE if r.family != "numba"]))
+@click.option("--arch", default="sm_90", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="folder that gets the disassembly")
+def main(row: str, arch: str, out: Path | None) -> None:
+    """The instructions of ROW, as compiled for --arch, counted by opcode."""
+    console = Console()
+    for number, build in enumerate(b for b in jit.all_builds(TABLE) if b.variant.name == row):
+        sass = disassemble(jit.compile_build(build, arch).cubin)
+        counts = histogram(sass)
+        title = f"{row} {arch} {build.dtype}, {sum(counts.values())} instructions"
+        table = Table("opcode", "count", "what", title=title)
+        for opcode, count in counts.most_common():
+            if opcode in NOTABLE:
+                table.add_row(opcode, str(count), NOTABLE[opcode])
+        console.print(table)
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+            file = out / f"{row}_{arch}_{number}.sass"
+            file.write_text(sass)
+            console.print(str(file))
+
+
+if __name__ == "__main__":
+    main()
