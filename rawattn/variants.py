@@ -148,15 +148,23 @@ def select(stem: str, problem: Problem, *, backend: str | None = None) -> Varian
     """The row that computes ``problem`` with kernel ``stem``.
 
     ``backend`` "cuda" or "numba" forces a family; None takes CUDA where a row serves the dtype and
-    arch. RAWATTN_VARIANT, read when a combination is first met, names rows to prefer. Raises
-    ValueError when no row of a forced family serves.
+    arch. RAWATTN_VARIANT names rows to prefer. Raises ValueError when no row of a forced family
+    serves.
     """
-    return _select(stem, problem.dtype, problem.head_dim, problem.head_dim_v, problem.arch, backend)
+    preferred = os.environ.get("RAWATTN_VARIANT", "")
+    widths = problem.head_dim, problem.head_dim_v
+    return _select(stem, problem.dtype, *widths, problem.arch, backend, preferred)
 
 
 @lru_cache(maxsize=4096)
 def _select(
-    stem: str, dtype: str, head_dim: int, head_dim_v: int, arch: int, backend: str | None
+    stem: str,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    arch: int,
+    backend: str | None,
+    preferred: str,
 ) -> Variant:
     d, dv = tile_width(head_dim), tile_width(head_dim_v)
     raw = dtype in ("float16", "bfloat16") and arch >= 80
@@ -165,22 +173,11 @@ def _select(
             f"backend='cuda' computes float16 and bfloat16 on GPUs from compute capability 8.0; "
             f"given {dtype} on {arch / 10:.1f}. Use backend=None or backend='numba'."
         )
-    families = (
-        ("sm80",)
-        if backend == "cuda"
-        else ("numba",)
-        if backend == "numba" or not raw
-        else ("sm80", "numba")
-    )
-    able = [
-        row
-        for row in TABLE
-        if row.stem == stem
-        and row.family in families
-        and (row.family == "numba" or (_width_fits(row, max(d, dv)) and _fits(row, d, dv, arch)))
-    ]
-    preferred = os.environ.get("RAWATTN_VARIANT", "").split(",")
-    return next((row for row in able if row.name in preferred), able[0])
+    twins = [row for row in TABLE if row.stem == stem and row.family == "numba"]
+    kernels = [row for row in TABLE if row.stem == stem and row not in twins]
+    able = [row for row in kernels if _width_fits(row, max(d, dv)) and _fits(row, d, dv, arch)]
+    able = able + twins if raw and backend != "numba" else twins
+    return next((row for row in able if row.name in preferred.split(",")), able[0])
 
 
 def _width_fits(row: Variant, width: int) -> bool:

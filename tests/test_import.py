@@ -17,6 +17,7 @@ PACKAGE = Path(rawattn.__file__).parent
 KERNELS = PACKAGE.parent / "kernels_cu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TWINS = sorted((PACKAGE / "ops").glob("*_numba.py"))
+SHARED = {"common_numba", "simulator_numba"}  # what the twins share
 HEAVY = ("torch", "numba", "cupy", "jax", "cuda")
 
 # Which layers a layer may import besides itself; the leaves, and the rest of the package, none.
@@ -185,7 +186,7 @@ def parameters_of_twin(path: Path) -> list[str]:
     return [argument.arg for argument in kernel.args.args]
 
 
-@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem != "common_numba"], ids=spelled)
+@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem not in SHARED], ids=spelled)
 def test_twin_has_the_parameters_of_its_cuda_kernel(twin: Path) -> None:
     source = KERNELS / "sm80" / f"{twin.stem.removesuffix('_numba')}.cu"
     if not source.exists():
@@ -193,7 +194,7 @@ def test_twin_has_the_parameters_of_its_cuda_kernel(twin: Path) -> None:
     assert parameters_of_twin(twin) == fields_of_args(source)
 
 
-@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem != "common_numba"], ids=spelled)
+@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem not in SHARED], ids=spelled)
 def test_twin_is_launched_like_its_cuda_kernel(twin: Path) -> None:
     pytest.importorskip("numba.cuda")
     stem = twin.stem.removesuffix("_numba")

@@ -11,10 +11,8 @@ and the mask, the backward's scores, the launch.
 
 import functools
 import math
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba.cuda
@@ -27,6 +25,11 @@ from rawattn.problem import Problem
 cuda: Any = numba.cuda  # the simulator puts itself in the place of globals of this very name
 SIMULATED: bool = vars(numba.config)["ENABLE_CUDASIM"]
 Array = Any  # inside a kernel: a device array, a shared array or a local one
+
+if SIMULATED:
+    from rawattn.ops import simulator_numba
+
+    simulator_numba.take_turns()
 
 LANES = 8  # threads that share a row of a tile; every head_dim is a multiple of it
 SHARED_BYTES = 48 * 1024  # what any GPU grants a CTA without being asked
@@ -297,8 +300,7 @@ def run(
         warnings.filterwarnings("ignore", message=".*Grid size .* under-utilization")
         if problem.device < 0:
             copies = [cuda.to_device(np.ascontiguousarray(_host_bits(view))) for view in arrays]
-            with _quick_thread_switches():
-                kernel[grid, threads](*copies, *numbers)
+            kernel[grid, threads](*copies, *numbers)
             for view, copy in zip(arrays, copies, strict=True):
                 if any(view is w for w in written):
                     _host_bits(view)[...] = copy.copy_to_host()
@@ -306,21 +308,6 @@ def run(
         with cuda.gpus[problem.device]:
             exported = [cuda.as_cuda_array(_Exported(view)) for view in arrays]
             kernel[grid, threads, cuda.external_stream(stream)](*exported, *numbers)
-
-
-@contextmanager
-def _quick_thread_switches() -> Iterator[None]:
-    """In the simulator Python threads stand for those of the GPU: let them hand over more often.
-
-    Between two syncs a thread has a fraction of Python's usual turn of 5 ms to do, and the
-    simulator's polling loop takes its whole turn whenever it can: this halves the time of a launch.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4 if SIMULATED else before)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _host_bits(view: View) -> npt.NDArray[Any]:

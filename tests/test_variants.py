@@ -1,0 +1,231 @@
+"""The table of kernel variants: every CUDA row compiles cleanly, every problem finds a row."""
+
+import ast
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from rawattn import jit, variants
+from rawattn.problem import Problem
+from rawattn.variants import TABLE, Variant, select, serves, smem_bytes, smem_limit, tile_width
+
+STEMS = ("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess")
+CUDA_ROWS = [row for row in TABLE if row.family != "numba"]
+OTHER_ARCHS = [arch for arch in jit.ARCHS if arch != "sm_90"]
+# KiB of shared memory of an SM, of which one CTA may have all but one; 99 where it is unknown
+LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 99, 120: 99, 121: 99}
+HEAD_DIMS = range(8, 257, 8)
+
+
+def problem(
+    dtype: str = "bfloat16", head_dim: int = 128, head_dim_v: int = 128, arch: int = 90
+) -> Problem:
+    return Problem(dtype, 2, 64, 64, 4, 2, head_dim, head_dim_v, -1, 0, 0.125, arch, 0)
+
+
+@pytest.fixture(autouse=True)
+def no_preference(monkeypatch: pytest.MonkeyPatch):
+    """RAWATTN_VARIANT is unset, and choices made under another value are forgotten."""
+    monkeypatch.delenv("RAWATTN_VARIANT", raising=False)
+    variants._select.cache_clear()
+    yield
+    variants._select.cache_clear()
+
+
+# --- every row compiles ------------------------------------------------------------------------
+
+
+def faults_of(name: str, arch: str, which: int) -> list[str]:
+    """What is wrong with one specialisation of a row on an arch; runs in a worker process."""
+    row = next(row for row in TABLE if row.name == name)
+    build = jit.builds(row)[which]
+    try:
+        compiled = jit.compile_build(build, arch)
+    except RuntimeError as error:
+        return [f"{name} {arch}: {error}"]
+    if not serves(row, int(arch.removeprefix("sm_"))):
+        return []
+    found = list(compiled.warnings)
+    if compiled.spill_bytes:
+        found.append(f"spills {compiled.spill_bytes} bytes")
+    if " 0 bytes stack frame" not in compiled.log:
+        found.append("keeps an array in local memory")
+    if compiled.smem_bytes > LIMITS[int(arch.removeprefix("sm_"))] * 1024:
+        found.append(f"takes {compiled.smem_bytes} bytes of shared memory")
+    return [f"{name} {arch} {build}: {fault}" for fault in found]
+
+
+def faults(cases: list[tuple[str, str, int]]) -> list[str]:
+    """The faults of (row, arch, specialisation) triples, compiled by two processes."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        found = pool.map(faults_of, *zip(*cases, strict=True), chunksize=4)
+        return [fault for of_one in found for fault in of_one]
+
+
+def cases(arch: str) -> list[tuple[str, str, int]]:
+    return [(row.name, arch, which) for row in CUDA_ROWS for which in range(len(jit.builds(row)))]
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    pytest.importorskip("cuda.core")
+
+
+def test_every_row_compiles_cleanly_on_sm_90(nvrtc: None) -> None:
+    assert faults(cases("sm_90")) == []
+
+
+def test_every_row_compiles_cleanly_on_one_other_arch(nvrtc: None) -> None:
+    """Archs and specialisations take turns along the table; the slow test has them all."""
+    turns = [
+        (row.name, OTHER_ARCHS[i % len(OTHER_ARCHS)], i % len(jit.builds(row)))
+        for i, row in enumerate(CUDA_ROWS)
+    ]
+    assert faults(turns) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", OTHER_ARCHS)
+def test_every_row_compiles_cleanly(arch: str, nvrtc: None) -> None:
+    assert faults(cases(arch)) == []
+
+
+def test_the_archs_that_are_compiled() -> None:
+    assert set(jit.ARCHS) == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
+
+
+# --- the rows ----------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_fit_a_list() -> None:
+    names = [row.name for row in TABLE]
+    assert len(set(names)) == len(names)
+    assert all(name.isidentifier() for name in names)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_row_says_what_it_is_and_why(row: Variant) -> None:
+    assert row.why.strip()
+    assert row.stem in STEMS and row.name.startswith(row.stem)
+    assert row.family in ("sm80", "numba") and row.family in row.name
+    assert row.head_dim in variants.HEAD_DIMS
+
+
+@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
+def test_row_fits_a_gpu_and_its_ctas_fit_together(row: Variant) -> None:
+    archs = [arch for arch in LIMITS if serves(row, arch)]
+    assert archs, "no GPU can hold the row"
+    kib = 1024
+    for arch in archs:
+        need = smem_bytes(row, row.head_dim, row.head_dim, atomic=False)
+        assert need <= smem_limit(arch)
+        # an SM has one KiB more than one CTA may have, and each CTA takes one KiB of its own
+        assert row.min_ctas * (need + kib) <= smem_limit(arch) + kib
+
+
+@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
+def test_row_is_of_use_somewhere(row: Variant) -> None:
+    """Each row is the first choice of some head_dim on some GPU: no row is shadowed by another."""
+    d = row.head_dim
+    assert any(select(row.stem, problem("float16", d, d, arch)) is row for arch in LIMITS)
+
+
+def test_limits_of_shared_memory() -> None:
+    assert {arch: smem_limit(arch) for arch in LIMITS} == {a: k * 1024 for a, k in LIMITS.items()}
+    assert smem_limit(999) == 99 * 1024
+
+
+def test_no_cuda_row_serves_a_gpu_before_8_0() -> None:
+    assert not any(serves(row, 75) for row in CUDA_ROWS)
+
+
+# --- the choice --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 110, 120, 121])
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_half_precision_problem_has_a_cuda_row_that_fits(stem: str, arch: int) -> None:
+    for d in HEAD_DIMS:
+        for dv in HEAD_DIMS:
+            row = select(stem, problem("bfloat16" if (d + dv) % 16 else "float16", d, dv, arch))
+            assert row.stem == stem and row.family == "sm80", (d, dv)
+            assert row.head_dim >= max(d, dv), (d, dv, row.name)
+            need = smem_bytes(row, tile_width(d), tile_width(dv), atomic=True)
+            assert need <= LIMITS[arch] * 1024, (d, dv, row.name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", [0, 70, 75, 80, 90])
+@pytest.mark.parametrize("stem", STEMS)
+def test_numba_has_what_the_cuda_rows_have_not(stem: str, arch: int, dtype: str) -> None:
+    raw = arch >= 80 and dtype in ("float16", "bfloat16")
+    for d, dv in ((8, 8), (64, 128), (256, 8), (256, 256)):
+        row = select(stem, problem(dtype, d, dv, arch))
+        assert (row.stem, row.family) == (stem, "sm80" if raw else "numba")
+        assert select(stem, problem(dtype, d, dv, arch), backend="numba").family == "numba"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_forced_cuda_is_cuda_or_a_clear_refusal(stem: str) -> None:
+    assert select(stem, problem(), backend="cuda") is select(stem, problem())
+    for dtype, arch, given in (
+        ("float32", 90, "float32 on 9.0"),
+        ("float16", 75, "float16 on 7.5"),
+    ):
+        with pytest.raises(ValueError, match=rf"8\.0.*given {given}.*backend='numba'"):
+            select(stem, problem(dtype, arch=arch), backend="cuda")
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, preferred: str, *args, **kwargs) -> str:
+    monkeypatch.setenv("RAWATTN_VARIANT", preferred)
+    variants._select.cache_clear()
+    return select(*args, **kwargs).name
+
+
+def test_preferred_row_is_taken_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = "forward_sm80_d128_128x64", "forward_sm80_d128_64x64"
+    assert select("forward", problem()).name == wide
+    assert choose(monkeypatch, narrow, "forward", problem()) == narrow
+    both = f"backward_kv_sm80_d128_64x64,{narrow}"
+    assert choose(monkeypatch, both, "forward", problem()) == narrow
+    assert choose(monkeypatch, both, "backward_kv", problem()) == "backward_kv_sm80_d128_64x64"
+    assert choose(monkeypatch, "forward_numba", "forward", problem()) == "forward_numba"
+
+
+def test_preferred_row_is_ignored_where_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = "forward_sm80_d128_128x64", "forward_sm80_d128_64x64"
+    small_gpu, head_dim_64 = problem(arch=86), problem(head_dim=64, head_dim_v=64)
+    assert choose(monkeypatch, wide, "forward", small_gpu) == narrow
+    assert choose(monkeypatch, narrow, "forward", head_dim_64) == "forward_sm80_d64_128x64"
+    assert choose(monkeypatch, narrow, "forward", problem("float32")) == "forward_numba"
+    assert choose(monkeypatch, narrow, "forward", problem(), backend="numba") == "forward_numba"
+    assert choose(monkeypatch, "forward_numba", "forward", problem(), backend="cuda") == wide
+    assert choose(monkeypatch, "no_such_row", "forward", problem()) == wide
+
+
+def test_tile_width_is_the_least_that_holds() -> None:
+    for d in range(1, 257):
+        width = tile_width(d)
+        assert width in variants.HEAD_DIMS and width >= d
+        assert not any(d <= other < width for other in variants.HEAD_DIMS)
+
+
+def test_method_is_the_callers_unless_determinism_is_asked_for() -> None:
+    assert variants.METHODS == ("atomic_dq", "atomic_dkv", "two_pass")
+    assert variants.method_of(problem(), None, False) in variants.METHODS
+    for method in variants.METHODS:
+        assert variants.method_of(problem(), method, False) == method
+    assert variants.method_of(problem(), None, True) == "two_pass"
+    assert variants.method_of(problem(), "two_pass", True) == "two_pass"
+
+
+def test_the_table_is_leaf_code() -> None:
+    for module in (variants, sys.modules["rawattn.problem"]):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in sys.stdlib_module_names or name == "rawattn.problem"
