@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from rawattn import env
 from rawattn.problem import Problem
-from rawattn.variants import Variant, smem_bytes, tile_width
+from rawattn.variants import Variant, smem_bytes, tile_widths
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -42,8 +42,8 @@ class Build:
     @property
     def smem(self) -> int:
         """Dynamic shared memory in bytes."""
-        d, dv = tile_width(self.head_dim), tile_width(self.head_dim_v)
-        return smem_bytes(self.variant, d, dv, self.atomic)
+        widths = tile_widths(self.head_dim, self.head_dim_v)
+        return smem_bytes(self.variant, *widths, self.atomic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,12 @@ def prelude(build: Build) -> str:
     row = {
         field.name.upper(): getattr(build.variant, field.name)
         for field in fields(Variant)
-        if field.name not in ("name", "stem", "why", "family", "head_dim")
+        if field.name not in ("name", "stem", "why", "family", "head_dim", "min_smem_kib")
     }
+    width, width_v = tile_widths(build.head_dim, build.head_dim_v)
     constants: dict[str, int | bool] = row | {
-        "HEAD_DIM": tile_width(build.head_dim),
-        "HEAD_DIM_V": tile_width(build.head_dim_v),
+        "HEAD_DIM": width,
+        "HEAD_DIM_V": width_v,
         "WIDTH": build.head_dim,
         "WIDTH_V": build.head_dim_v,
         "BF16": build.dtype == "bfloat16",
@@ -140,7 +141,7 @@ def compile_build(build: Build, arch: str) -> Compiled:
             f"{error}\n{log.getvalue()}\nsource: {dump}"
         ) from error
     seconds = time.perf_counter() - began
-    text = log.getvalue()
+    text = log.getvalue().rstrip("\0")
     if "Used " not in text:
         raise RuntimeError(
             f"NVRTC gave no resource report for row {variant.name} on {arch}; spills would go "
@@ -254,9 +255,13 @@ def _read(file: Path) -> bytes | None:
 def _write(file: Path, payload: bytes) -> None:
     """Whole or not at all: written beside and renamed, so that processes may race."""
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".writing-")
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(hashlib.sha256(payload).digest() + payload)
-    os.replace(temporary, file)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(hashlib.sha256(payload).digest() + payload)
+        os.replace(temporary, file)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 # --- kernels on a device ---------------------------------------------------------------------
@@ -322,18 +327,21 @@ def _stream(handle: int) -> Any:
 
 
 def kernel(
-    variant: Variant, problem: Problem, *, atomic: bool = False, dim: int | None = None
+    variant: Variant,
+    problem: Problem,
+    *,
+    atomic: bool = False,
+    head_dims: tuple[int, int] | None = None,
 ) -> Kernel:
     """The loaded kernel of a row for a problem, compiled at its first use.
 
-    The device must be current. ``dim`` stands in for head_dim where a kernel handles one
-    tensor only.
+    The device must be current. ``head_dims`` stand in for the problem's (head_dim, head_dim_v)
+    where a kernel handles one tensor, which may be V's.
     """
     return _kernel(
         variant,
         problem.dtype,
-        dim or problem.head_dim,
-        problem.head_dim_v,
+        *(head_dims or (problem.head_dim, problem.head_dim_v)),
         problem.window_left >= 0,
         problem.window_right >= 0,
         atomic,

@@ -83,8 +83,24 @@ def varlen_attn(
     left, right = window
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = (causal, left, right, softmax_scale, deterministic, backend)
-    out, lse = varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    unseen = not torch.compiler.is_compiling() and _unseen((q, k, v))
+    compute = _compute_forward if unseen else varlen_forward
+    out, lse = compute(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     return (out, lse) if return_lse else out
+
+
+def _unseen(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether nobody would see the operator: no gradient, mode, transform, tangent or subclass.
+
+    Then the call goes straight to the kernel, which halves its time on the host.
+    """
+    return (
+        not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and all(type(t) is Tensor for t in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 def _compute_forward(

@@ -115,6 +115,16 @@ def tile_width(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if width >= head_dim)
 
 
+def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tiles' widths for Q and K, and for V and O.
+
+    Beside 128 or more both are multiples of 64: such rows cut a product into up to four columns.
+    """
+    d, dv = tile_width(head_dim), tile_width(head_dim_v)
+    step = 64 if max(d, dv) >= 128 else 32
+    return -(-d // step) * step, -(-dv // step) * step
+
+
 def smem_bytes(variant: Variant, head_dim: int, head_dim_v: int, atomic: bool) -> int:
     """Dynamic shared memory of a row for tiles of these widths; CUDA checks it by static_assert."""
     m, n, stages = variant.block_m, variant.block_n, variant.num_stages
@@ -166,18 +176,26 @@ def _select(
     backend: str | None,
     preferred: str,
 ) -> Variant:
-    d, dv = tile_width(head_dim), tile_width(head_dim_v)
+    d, dv = tile_widths(head_dim, head_dim_v)
     raw = dtype in ("float16", "bfloat16") and arch >= 80
     if backend == "cuda" and not raw:
         raise ValueError(
             f"backend='cuda' computes float16 and bfloat16 on GPUs from compute capability 8.0; "
             f"given {dtype} on {arch / 10:.1f}. Use backend=None or backend='numba'."
         )
-    twins = [row for row in TABLE if row.stem == stem and row.family == "numba"]
-    kernels = [row for row in TABLE if row.stem == stem and row not in twins]
-    able = [row for row in kernels if _width_fits(row, max(d, dv)) and _fits(row, d, dv, arch)]
-    able = able + twins if raw and backend != "numba" else twins
-    return next((row for row in able if row.name in preferred.split(",")), able[0])
+    rows = [row for row in TABLE if row.stem == stem]
+    twins = [row for row in rows if row.family == "numba"] if backend != "cuda" else []
+    kernels = [row for row in rows if row.family != "numba" and _width_fits(row, max(d, dv))]
+    able = [row for row in kernels if _fits(row, d, dv, arch)] if raw and backend != "numba" else []
+    able += twins
+    if not able:
+        raise ValueError(
+            f"no CUDA row of {stem} fits head_dim {head_dim} and head_dim_v {head_dim_v} into the "
+            f"{smem_limit(arch) // _KIB} KiB of shared memory of compute capability "
+            f"{arch / 10:.1f}. Use backend=None or backend='numba'."
+        )
+    names = [name.strip() for name in preferred.split(",")]
+    return next((row for row in able if row.name in names), able[0])
 
 
 def _width_fits(row: Variant, width: int) -> bool:

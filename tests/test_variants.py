@@ -27,12 +27,8 @@ def problem(
 
 
 @pytest.fixture(autouse=True)
-def no_preference(monkeypatch: pytest.MonkeyPatch):
-    """RAWATTN_VARIANT is unset, and choices made under another value are forgotten."""
+def no_preference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAWATTN_VARIANT", raising=False)
-    variants._select.cache_clear()
-    yield
-    variants._select.cache_clear()
 
 
 # --- every row compiles ------------------------------------------------------------------------
@@ -181,7 +177,6 @@ def test_forced_cuda_is_cuda_or_a_clear_refusal(stem: str) -> None:
 
 def choose(monkeypatch: pytest.MonkeyPatch, preferred: str, *args, **kwargs) -> str:
     monkeypatch.setenv("RAWATTN_VARIANT", preferred)
-    variants._select.cache_clear()
     return select(*args, **kwargs).name
 
 
@@ -202,8 +197,26 @@ def test_preferred_row_is_ignored_where_it_cannot_serve(monkeypatch: pytest.Monk
     assert choose(monkeypatch, narrow, "forward", head_dim_64) == "forward_sm80_d64_128x64"
     assert choose(monkeypatch, narrow, "forward", problem("float32")) == "forward_numba"
     assert choose(monkeypatch, narrow, "forward", problem(), backend="numba") == "forward_numba"
-    assert choose(monkeypatch, "forward_numba", "forward", problem(), backend="cuda") == wide
     assert choose(monkeypatch, "no_such_row", "forward", problem()) == wide
+
+
+def test_preference_does_not_leave_a_forced_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stem in STEMS:
+        twin, kernel = f"{stem}_numba", select(stem, problem()).name
+        assert choose(monkeypatch, twin, stem, problem(), backend="cuda") == kernel
+        assert choose(monkeypatch, kernel, stem, problem(), backend="numba") == twin
+        monkeypatch.delenv("RAWATTN_VARIANT")
+
+
+def test_forced_cuda_without_a_row_that_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "_fits", lambda *row: False)
+    variants._select.cache_clear()
+    try:
+        assert select("forward", problem()).family == "numba"
+        with pytest.raises(ValueError):
+            select("forward", problem(), backend="cuda")
+    finally:
+        variants._select.cache_clear()
 
 
 def test_tile_width_is_the_least_that_holds() -> None:

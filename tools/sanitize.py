@@ -150,15 +150,18 @@ def sanitize(tools: tuple[str, ...] = TOOLS, timeout: float = 500.0) -> dict[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("tools", nargs="*", choices=(*TOOLS, []), metavar="TOOL", default=TOOLS)
+    parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds for one tool")
     parser.add_argument("--visit", action="store_true", help="only run the problems, in here")
     options = parser.parse_args()
+    unknown = set(options.tools) - set(TOOLS)
+    if unknown:
+        parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
     if options.visit:
         visit_all()
         return 0
-    results = sanitize(tuple(options.tools), options.timeout)
+    results = sanitize(tuple(options.tools) or TOOLS, options.timeout)
     for tool, result in results.items():
         print(f"{tool:10} errors: {result['errors']}")
         print(result.get("log", ""), end="")

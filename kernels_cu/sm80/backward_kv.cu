@@ -43,8 +43,7 @@ struct SmemPlan {
   static constexpr int STATISTICS = DS + TileP::BYTES;  // [stage][L, D][BLOCK_M]
   static constexpr int BYTES = STATISTICS + NUM_STAGES * 2 * BLOCK_M * sizeof(float);
 };
-static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES,
-              "SMEM_BYTES of ops/backward_kv.py and SmemPlan differ");
+static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and SmemPlan differ");
 
 struct Args {
   Tensor q;                 // (total_q, num_heads_q, head_dim)

@@ -12,7 +12,7 @@ constexpr int NUM_THREADS = cfg::NUM_WARPS * WARP_SIZE;
 static_assert(cfg::BLOCK_M == cfg::NUM_WARPS * UNIT,
               "cfg::BLOCK_M: one unit for each of NUM_WARPS");
 using TileX = Tile<cfg::BLOCK_M, cfg::HEAD_DIM>;
-static_assert(TileX::BYTES == cfg::SMEM_BYTES, "SMEM_BYTES of ops/backward_postprocess.py differs");
+static_assert(TileX::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and TileX differ");
 
 struct Args {
   float* accum;           // [head][unit][column / 8][lane][4], see base/workspace.cuh

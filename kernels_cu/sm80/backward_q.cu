@@ -43,8 +43,7 @@ struct SmemPlan {
   static constexpr int DS = P + (cfg::ATOMIC ? TileP::BYTES : 0);
   static constexpr int BYTES = DS + (cfg::ATOMIC ? TileP::BYTES : 0);
 };
-static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES,
-              "SMEM_BYTES of ops/backward_q.py and SmemPlan differ");
+static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and SmemPlan differ");
 
 struct Args {
   Tensor q;                 // (total_q, num_heads_q, head_dim)

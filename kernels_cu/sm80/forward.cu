@@ -35,8 +35,7 @@ struct SmemPlan {
   static constexpr int V = K + NUM_STAGES * TileK::BYTES;
   static constexpr int BYTES = V + NUM_STAGES * TileV::BYTES;
 };
-static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES,
-              "SMEM_BYTES of ops/forward.py and SmemPlan differ");
+static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and SmemPlan differ");
 
 struct Args {
   Tensor q;                 // (total_q, num_heads_q, head_dim)

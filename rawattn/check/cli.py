@@ -29,6 +29,7 @@ from rawattn.check.run import Row, evaluate, jobs, judge_case
 from rawattn.check.transfer import FRAMEWORKS
 from rawattn.check.workers import work
 from rawattn.jit import ARCHS
+from rawattn.variants import serves
 
 QUICK_CASES = ("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40")
 QUICK_ARCHS = ("sm_80", "sm_90")
@@ -104,7 +105,11 @@ def compile_command(archs: tuple[str, ...], json_file: Path | None, text: str) -
     if not builds:
         raise click.UsageError(f"no row has {text!r} in its name")
     archs = archs or ARCHS
-    calls = [partial(compile_row, b, arch, strict=True) for b in builds for arch in archs]
+    calls = [
+        partial(compile_row, b, arch, strict=serves(b.variant, int(re.sub(r"\D", "", arch))))
+        for b in builds
+        for arch in archs
+    ]
     finish([], work(calls, "compiling"), began, json_file)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rawattn import jit
 from rawattn.problem import Problem
-from rawattn.variants import Variant, tile_width
+from rawattn.variants import Variant, tile_widths
 
 if TYPE_CHECKING:
     from rawattn.arrays import View
@@ -21,7 +21,8 @@ def accum_shape(variant: Variant, problem: Problem, rows: str) -> tuple[int]:
     dim = problem.head_dim_v if rows == "dv" else problem.head_dim
     if variant.family == "numba":
         return (heads * total * dim,)
-    return (heads * (total // UNIT + problem.batch) * UNIT * tile_width(dim),)
+    widths = tile_widths(problem.head_dim, problem.head_dim_v)
+    return (heads * (total // UNIT + problem.batch) * UNIT * widths[rows == "dv"],)
 
 
 def launch(
@@ -54,5 +55,7 @@ def launch(
         scale,
     )
     tiles = total_rows // variant.block_m + problem.batch + 1
-    kernel = jit.kernel(variant, problem, dim=dim)
+    of_v = dim != problem.head_dim
+    head_dims = (problem.head_dim, problem.head_dim_v)
+    kernel = jit.kernel(variant, problem, head_dims=head_dims[::-1] if of_v else head_dims)
     kernel.launch((tiles, num_heads, 1), arguments, stream)
