@@ -1,7 +1,8 @@
 """Row of the table -> prelude + source -> cubin -> kernel on a device, with a cache on disk.
 
 The cubin is compiled by NVRTC through cuda-core, which needs no GPU and no toolkit, and
-loaded by CuPy.
+loaded by CuPy. Longer than a module should be, because what a build is made of, what its cache
+entry is keyed by and what is loaded must agree, and stand together.
 """
 
 import hashlib
