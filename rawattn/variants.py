@@ -131,7 +131,7 @@ def smem_bytes(variant: Variant, head_dim: int, head_dim_v: int, atomic: bool) -
     m, n, stages = variant.block_m, variant.block_n, variant.num_stages
     d, dv = head_dim, head_dim_v
     elements = {
-        "forward": m * max(d, dv) + n * (d + dv),
+        "forward": m * max(d, dv) + stages * n * (d + dv),
         "backward_kv": (n + stages * m) * (d + dv) + 2 * m * n + stages * 4 * m,
         "backward_q": (m + stages * n) * (d + dv) + (2 * m * n if atomic else 0),
         "backward_postprocess": m * d,

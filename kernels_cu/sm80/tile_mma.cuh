@@ -1,11 +1,11 @@
 // Products of a warp by mma.m16n8k16: accumulators [MT][NT][4], operands from swizzled shared
-// memory or registers. Accumulator element [i][j][2 * half + e] of a lane:
-//   row 16 i + 8 half + lane / 4,  column 8 j + 2 (lane % 4) + e
-//
-// The loops along k are unrolled by cfg::UNROLL_K steps: further ahead the compiler would load
-// operands into registers that the accumulators need, and spill.
+// memory or registers. Accumulator element [i][j][2 * half + e] of a lane: row 16 i + 8 half + lane
+// / 4, column 8 j + 2 (lane % 4) + e.
 #pragma once
 #include "base/layout.cuh"
+
+// The loops along k are unrolled by cfg::UNROLL_K steps: further ahead the compiler would load
+// operands into registers that the accumulators need, and spill.
 
 template <int MT, int NT>
 __device__ __forceinline__ void clear(float (&c)[MT][NT][4]) {
