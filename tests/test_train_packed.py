@@ -143,7 +143,7 @@ def test_perturbation_is_of_the_size_of_one_rounding():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    # 100 steps and one pair of torch runs are too small a sample: the noise of that pair scatters by
-    # more than the verdict allows (seen once in six); three pairs over 300 steps do not
+    # 100 steps and one pair of torch runs are too small a sample: the noise of that pair scatters
+    # by more than the verdict allows (seen once in six); three pairs over 300 steps do not
     result = CliRunner().invoke(tp.main, ["--device", "cuda", "--runs", "3"])
     assert result.exit_code == 0, result.output
