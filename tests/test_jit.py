@@ -1,4 +1,7 @@
-"""From a row of the table to a cubin: prelude, cache key, cache on disk, what a refusal says."""
+"""From a row of the table to a cubin: prelude, cache key, cache on disk, what a refusal says.
+
+Long, since each of these has its ways to go wrong, and all of them start from the same build.
+"""
 
 import os
 import re
