@@ -29,6 +29,18 @@ LAYOUTS = {
     "dq": "(total_q, num_heads_q, head_dim), like q",
     "dk": "(total_k, num_heads_kv, head_dim), like k",
     "dv": "(total_k, num_heads_kv, head_dim_v), like v",
+    "ddq": "(total_q, num_heads_q, head_dim), like q",
+    "ddk": "(total_k, num_heads_kv, head_dim), like k",
+    "ddv": "(total_k, num_heads_kv, head_dim_v), like v",
+    "ddout": "(total_q, num_heads_q, head_dim_v), like out",
+    "ddlse": "(num_heads_q, total_q), like lse",
+    "gq": "(total_q, num_heads_q, head_dim), like q",
+    "gk": "(total_k, num_heads_kv, head_dim), like k",
+    "gv": "(total_k, num_heads_kv, head_dim_v), like v",
+    "tq": "(total_q, num_heads_q, head_dim), like q",
+    "tk": "(total_k, num_heads_kv, head_dim), like k",
+    "tv": "(total_k, num_heads_kv, head_dim_v), like v",
+    "tout": "(total_q, num_heads_q, head_dim_v), like out",
 }
 
 

@@ -25,7 +25,10 @@ from rawattn.variants import Variant, smem_bytes, tile_widths
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-_ACCUMULATING = ("backward_kv", "backward_q")  # stems with an atomic form
+_ACCUMULATING = ("backward_kv", "backward_q", "double_backward_kv")  # stems with an atomic form
+_DIRECTED = ("jvp", "double_backward_out", "double_backward_kv", "double_backward_q")
+Direction = tuple[bool, bool, bool]  # which parts of (tq, tk, tv), or (ddq, ddk, ddv), are there
+NO_DIRECTION = (False, False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Build:
     has_left: bool
     has_right: bool
     atomic: bool
+    direction: Direction = NO_DIRECTION
 
     @property
     def smem(self) -> int:
@@ -64,10 +68,13 @@ def builds(variant: Variant) -> list[Build]:
     """The specialisations that are compiled to check a CUDA row: masks, dtypes, atomic or not."""
     d = variant.head_dim
     atomic = variant.stem in _ACCUMULATING
+    whole, queries = NO_DIRECTION, NO_DIRECTION
+    if variant.stem in _DIRECTED:
+        whole, queries = (True, True, True), (True, False, False)
     return [
-        Build(variant, "bfloat16", d, d, False, True, atomic),
-        Build(variant, "bfloat16", d, d, False, False, atomic),
-        Build(variant, "float16", d, d, True, True, False),
+        Build(variant, "bfloat16", d, d, False, True, atomic, whole),
+        Build(variant, "bfloat16", d, d, False, False, atomic, queries),
+        Build(variant, "float16", d, d, True, True, False, whole),
     ]
 
 
@@ -96,6 +103,9 @@ def prelude(build: Build) -> str:
         "HAS_LEFT": build.has_left,
         "HAS_RIGHT": build.has_right,
         "ATOMIC": build.atomic,
+        "HAS_TQ": build.direction[0],
+        "HAS_TK": build.direction[1],
+        "HAS_TV": build.direction[2],
         "SMEM_BYTES": build.smem,
     }
     lines = [
@@ -333,6 +343,7 @@ def kernel(
     *,
     atomic: bool = False,
     head_dims: tuple[int, int] | None = None,
+    direction: Direction = NO_DIRECTION,
 ) -> Kernel:
     """The loaded kernel of a row for a problem, compiled at its first use.
 
@@ -346,6 +357,7 @@ def kernel(
         problem.window_left >= 0,
         problem.window_right >= 0,
         atomic,
+        direction,
         problem.arch,
         problem.device,
     )
@@ -360,8 +372,9 @@ def _kernel(
     has_left: bool,
     has_right: bool,
     atomic: bool,
+    direction: Direction,
     arch: int,
     device: int,
 ) -> Kernel:
-    build = Build(variant, dtype, head_dim, head_dim_v, has_left, has_right, atomic)
+    build = Build(variant, dtype, head_dim, head_dim_v, has_left, has_right, atomic, direction)
     return Kernel(build, f"sm_{arch}")

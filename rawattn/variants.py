@@ -26,7 +26,9 @@ class Variant:
     shared memory do not use the row. ``warps_*``: how many warps lie along the rows of a product
     (S: queries, kv: keys, dq: queries); the rest lie along its columns. ``pieces``: a product is
     made in so many parts, to save registers. ``unroll_k``: steps of a product the compiler may
-    look ahead.
+    look ahead. ``max_ctas``: the row is for small problems, whose grid has no more CTAs, and for
+    callers that do not need the same row for every batch (``select(by_size=True)``); and for GPUs
+    on which no wider row fits.
     Fields that a kernel does not use stay at their default.
     """
 
@@ -47,9 +49,14 @@ class Variant:
     warps_m_s: int = 0
     warps_n_kv: int = 0
     warps_m_dq: int = 0
+    max_ctas: int = 0
 
 
-_STEMS = ("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess")
+_STEMS = (
+    *("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess"),
+    *("jvp", "double_backward_out", "double_backward_kv", "double_backward_q"),
+)
+_SMS = 132  # multiprocessors of an H100 or H200: a grid with fewer CTAs leaves some idle
 _BIG = 163  # KiB of shared memory: 8.0, 8.7, 9.0, 10.0, 10.3; the other GPUs from 8.6 on have 99
 
 
@@ -74,7 +81,28 @@ def _backward_q(head_dim: int, m: int, n: int, why: str, *, kv: int, **fields: A
     return _row("backward_q", (head_dim, m, n), why, {"warps_n_kv": kv} | fields)
 
 
+def _jvp(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
+    return _row("jvp", (head_dim, m, n), why, {"min_ctas": 2} | fields)
+
+
+def _double_out(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
+    return _row("double_backward_out", (head_dim, m, n), why, {"min_ctas": 2} | fields)
+
+
+def _double_kv(
+    head_dim: int, m: int, n: int, why: str, *, s: int, kv: int, dq: int, **fields: Any
+) -> Variant:
+    warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
+    return _row("double_backward_kv", (head_dim, m, n), why, warps | fields)
+
+
+def _double_q(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
+    return _row("double_backward_q", (head_dim, m, n), why, fields)
+
+
 _WIDEST = "the widest key tile that fits: least dQ traffic"
+
+_HOPPER = 227  # KiB: two CTAs of such a row fit 9.0, 10.0 and 10.3 alone
 
 # fmt: off
 TABLE: tuple[Variant, ...] = (
@@ -106,6 +134,46 @@ TABLE: tuple[Variant, ...] = (
     _backward_q(256, 64, 32, "dQ takes 128 registers", num_warps=4, kv=2, pieces=2),
     _backward_q(256, 32, 32, "99 KiB", num_warps=2, kv=2, pieces=2),
     Variant("backward_postprocess_sm80", "backward_postprocess", "bound by memory: one unit of 16 rows a warp"),
+    _jvp(32, 64, 64, "three CTAs an SM", min_ctas=3),
+    _jvp(64, 64, 128, "few CTAs: wide key tiles meet at fewer barriers", unroll_k=1, max_ctas=2 * _SMS),
+    _jvp(64, 64, 64, "O and tO take 64 registers; Q and tQ in registers", q_in_registers=True),
+    _jvp(96, 64, 64, "O and tO take 96 registers at 16 rows a warp"),
+    _jvp(128, 64, 64, "O and tO take 128 registers at 16 rows a warp", unroll_k=2, min_smem_kib=_HOPPER),
+    _jvp(128, 64, 32, "163 KiB: two CTAs still fit"),
+    _jvp(192, 64, 48, "columns of O and tO in two CTAs: they would take 192 registers", pieces=2, unroll_k=2, min_smem_kib=_BIG),
+    _jvp(192, 64, 32, "99 KiB", min_ctas=1, pieces=2),
+    _jvp(256, 64, 32, "columns of O and tO in two CTAs: they would take 256 registers", min_ctas=1, pieces=2, min_smem_kib=_BIG),
+    _jvp(256, 32, 32, "99 KiB", num_warps=2, min_ctas=1, pieces=2),
+    _double_out(32, 128, 64, "32 rows a warp"),
+    _double_out(64, 64, 128, "few CTAs: more of them, wide key tiles", unroll_k=2, max_ctas=2 * _SMS),
+    _double_out(64, 128, 64, "32 rows a warp halve the reads of keys and values"),
+    _double_out(96, 128, 32, "32 rows a warp"),
+    _double_out(128, 64, 64, "ddO takes 64 registers at 16 rows a warp", min_smem_kib=_HOPPER),
+    _double_out(128, 64, 32, "163 KiB: two CTAs still fit"),
+    _double_out(192, 64, 64, "ddO takes 96 registers", min_ctas=1, min_smem_kib=_BIG),
+    _double_out(192, 64, 32, "99 KiB", min_ctas=1),
+    _double_out(256, 64, 48, "ddO takes 128 registers", min_ctas=1, unroll_k=2),
+    _double_out(256, 32, 32, "99 KiB", num_warps=2, min_ctas=1),
+    _double_kv(32, 64, 128, "two CTAs an SM", s=2, kv=4, dq=2, min_ctas=2, pieces=2),
+    _double_kv(64, 64, 64, "two CTAs an SM", s=2, kv=2, dq=2, min_ctas=2),
+    _double_kv(96, 64, 64, "two CTAs an SM", s=2, kv=2, dq=2, min_ctas=2, pieces=2, unroll_k=2, min_smem_kib=_HOPPER),
+    _double_kv(96, 32, 64, "163 KiB: two CTAs still fit", s=2, kv=2, dq=2, min_ctas=2, pieces=2),
+    _double_kv(128, 64, 32, "99 KiB; few CTAs: as many as there can be", s=4, kv=2, dq=2, max_ctas=_SMS),
+    _double_kv(128, 64, 64, "163 KiB; few CTAs", num_warps=8, s=4, kv=2, dq=2, max_ctas=2 * _SMS, min_smem_kib=_BIG),
+    _double_kv(128, 64, 128, _WIDEST, num_warps=8, s=4, kv=4, dq=2, pieces=2, unroll_k=2),
+    _double_kv(192, 64, 64, "gK and gV take 96 registers", num_warps=8, s=4, kv=2, dq=2),
+    _double_kv(192, 32, 32, "163 KiB and 99 KiB", s=2, kv=2, dq=2),
+    _double_kv(256, 32, 64, "gK and gV take 128 registers", num_warps=8, s=2, kv=2, dq=2),
+    _double_kv(256, 32, 32, "163 KiB; 99 KiB hold no row", s=2, kv=2, dq=2),
+    _double_q(32, 64, 64, "16 rows a warp"),
+    _double_q(64, 128, 32, "32 rows a warp", min_ctas=2),
+    _double_q(96, 64, 64, "16 rows a warp", min_ctas=2, unroll_k=2),
+    _double_q(128, 64, 48, "16 rows a warp", min_ctas=2, unroll_k=2, min_smem_kib=_HOPPER),
+    _double_q(128, 64, 32, "163 KiB: two CTAs still fit", min_ctas=2),
+    _double_q(192, 64, 48, "gQ takes 96 registers", unroll_k=2),
+    _double_q(192, 64, 16, "99 KiB"),
+    _double_q(256, 64, 32, "gQ takes 128 registers", unroll_k=2, min_smem_kib=_HOPPER),
+    _double_q(256, 32, 16, "163 KiB and 99 KiB", num_warps=2),
     *(Variant(f"{stem}_numba", stem, "any dtype, any GPU, and the simulator", "numba") for stem in _STEMS),
 )
 # fmt: on
@@ -130,12 +198,17 @@ def smem_bytes(variant: Variant, head_dim: int, head_dim_v: int, atomic: bool) -
     """Dynamic shared memory of a row for tiles of these widths; CUDA checks it by static_assert."""
     m, n, stages = variant.block_m, variant.block_n, variant.num_stages
     d, dv = head_dim, head_dim_v
+    piece = dv // variant.pieces
     elements = {
-        "forward": m * max(d, dv) + stages * n * (d + dv),
+        "forward": m * max(d, dv) + n * (d + dv),
         "backward_kv": (n + stages * m) * (d + dv) + 2 * m * n + stages * 4 * m,
         "backward_q": (m + stages * n) * (d + dv) + (2 * m * n if atomic else 0),
         "backward_postprocess": m * d,
         "backward_preprocess": 0,
+        "jvp": 2 * m * max(d, piece) + 2 * n * (d + piece),
+        "double_backward_out": max(2 * m * d, m * dv) + 2 * n * (d + dv),
+        "double_backward_kv": (2 * n + m) * (d + dv) + m * d + 3 * m * n + 8 * m,
+        "double_backward_q": (m + 2 * n) * (d + dv) + m * d,
     }
     return 2 * elements[variant.stem]
 
@@ -155,16 +228,21 @@ def _fits(row: Variant, d: int, dv: int, arch: int) -> bool:
     return need <= smem_limit(arch)
 
 
-def select(stem: str, problem: Problem, *, backend: str | None = None) -> Variant:
+def select(
+    stem: str, problem: Problem, *, backend: str | None = None, by_size: bool = False
+) -> Variant:
     """The row that computes ``problem`` with kernel ``stem``.
 
     ``backend`` "cuda" or "numba" forces a family; None takes CUDA where a row serves the dtype and
-    arch. RAWATTN_VARIANT names rows to prefer. Raises ValueError when no row of a forced family
-    serves.
+    arch. ``by_size`` allows rows for small problems: without it a sequence is computed by the same
+    row, and to the same bits, alone and in a batch. RAWATTN_VARIANT names rows to prefer. Raises
+    ValueError when no row of a forced family serves.
     """
     preferred = os.environ.get("RAWATTN_VARIANT", "")
     widths = problem.head_dim, problem.head_dim_v
-    return _select(stem, problem.dtype, *widths, problem.arch, backend, preferred)
+    queries, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
+    size = (queries, keys) if by_size else None
+    return _select(stem, problem.dtype, *widths, problem.arch, backend, preferred, size)
 
 
 @lru_cache(maxsize=4096)
@@ -176,6 +254,7 @@ def _select(
     arch: int,
     backend: str | None,
     preferred: str,
+    size: tuple[int, int] | None,
 ) -> Variant:
     d, dv = tile_widths(head_dim, head_dim_v)
     raw = dtype in ("float16", "bfloat16") and arch >= 80
@@ -196,7 +275,20 @@ def _select(
             f"{arch / 10:.1f}. Use backend=None or backend='numba'."
         )
     names = [name.strip() for name in preferred.split(",")]
-    return next((row for row in able if row.name in names), able[0])
+    asked = [row for row in able if row.name in names]
+    suited = [row for row in able if not row.max_ctas or _is_small(row, size)]
+    widest = [row for row in reversed(able) if row.max_ctas]  # before a twin, if nothing else fits
+    raw_suited = [row for row in suited if row.family != "numba"]
+    return (asked + raw_suited + widest + suited)[0]
+
+
+def _is_small(row: Variant, size: tuple[int, int] | None) -> bool:
+    """Whether the grid for (queries, keys) of all heads is one that the row is meant for."""
+    if size is None:
+        return False
+    keys_outer = row.stem.endswith("_kv")
+    ctas = size[1] // row.block_n if keys_outer else size[0] // row.block_m
+    return ctas <= row.max_ctas
 
 
 def _width_fits(row: Variant, width: int) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import api, arrays, checks
-from rawattn.reference import dense
+from rawattn import api, api_second, arrays, call, checks
+from rawattn.reference import dense, second
 
 DTYPES = {name: arrays.numpy_dtype(name) for name in (*checks.DTYPES, "int32", "int64")}
 STREAMS = {"cupy": 11, "torch": 22, "numba": 33}  # the current stream of each library
@@ -365,12 +365,32 @@ def memory(view: arrays.View) -> np.ndarray:
     return at(view.ptr, view.shape, tuple(s * dtype.itemsize for s in view.strides), dtype)
 
 
+def scores(problem: Any, terms: Any, lse: np.ndarray) -> Any:
+    """Where every sequence and head lies in q, in k and in lse, and its P and E."""
+    q, k, _v, of_q, of_k, _of_v, offsets_q, offsets_k = terms
+    window, s = (problem.window_left, problem.window_right), problem.softmax_scale
+    for rows, keys in dense.sequences(offsets_q, offsets_k):
+        seen = dense.allowed(rows.stop - rows.start, keys.stop - keys.start, window)
+        for head in range(q.shape[1]):
+            at_q, at_k = (rows, head), (keys, head // problem.group)
+            level = np.where(lse[head, rows] == -np.inf, np.inf, lse[head, rows])[:, None]
+            P = np.exp(np.where(seen, s * product(q[at_q], k[at_k].T), -np.inf) - level)
+            E = 0.0 if of_q is None else s * product(of_q[at_q], k[at_k].T)
+            E = E + (0.0 if of_k is None else s * product(q[at_q], of_k[at_k].T))
+            yield at_q, at_k, (head, rows), P, E
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(float) @ b.astype(float)
+
+
 class Kernels:
-    """Stand-ins of ops/*.launch. They keep row and stream, and the Problem, of every launch."""
+    """Stand-ins of ops/*.launch. They keep the row, stream, Problem and views of every launch."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, int]] = []
         self.problems: list[Any] = []
+        self.views: list[tuple[Any, ...]] = []
 
     def _note(self, variant: Any, problem: Any, views: Any, stream: int) -> Any:
         assert GPU.current == max(problem.device, 0), "launched with another device current"
@@ -383,6 +403,7 @@ class Kernels:
             assert view.dtype != "int64"
         self.launched.append((variant.name, stream))
         self.problems.append(problem)
+        self.views.append(views)
         return [None if view is None else memory(view) for view in views]
 
     @staticmethod
@@ -428,21 +449,83 @@ class Kernels:
         accum, _offsets, grad = self._note(variant, problem, views, stream)
         grad[...] = accum[: grad.size].reshape(grad.shape) * scale
 
+    def jvp(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        *terms, out, tout, lse, tlse, offsets_q, offsets_k = self._note(
+            variant, problem, views, stream
+        )
+        terms += [offsets_q, offsets_k]
+        exact = dense.forward(*terms[:3], offsets_q, offsets_k, **self._mask(problem))
+        out[...], lse[...] = exact
+        tout[...], tlse[...] = self._tangents(problem, terms, *exact)
+
+    def _tangents(self, problem: Any, terms: Any, out: np.ndarray, lse: np.ndarray) -> Any:
+        v, of_v = terms[2], terms[5]
+        tout, tlse = np.zeros(out.shape), np.zeros(lse.shape)
+        for at_q, at_k, at_lse, P, E in scores(problem, terms, lse):
+            tlse[at_lse] = (P * E).sum(-1)
+            tout[at_q] = product(P * E, v[at_k]) - tlse[at_lse][:, None] * out[at_q].astype(float)
+            tout[at_q] += 0.0 if of_v is None else product(P, of_v[at_k])
+        return tout, tlse
+
+    def double_backward_out(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        given = self._note(variant, problem, views, stream)
+        out, dout, lse, dlse, ddout, ddlse, delta, ddelta, *offsets = given[6:]
+        tout, tlse = self._tangents(problem, [*given[:6], *offsets], out, lse)
+        ddout[...], ddlse[...] = tout, tlse
+        dead = np.where(lse == -np.inf, np.nan, 0)  # nobody may read them there
+        delta[...] = (out.astype(float) * dout.astype(float)).sum(-1).T + dead
+        delta -= 0 if dlse is None else dlse
+        ddelta[...] = (tout * dout.astype(float)).sum(-1).T + dead
+
+    def _second(self, problem: Any, terms: Any, sums: Any) -> Any:
+        """gq / softmax_scale, gk and gv, with the rows' sums as they were handed over."""
+        q, k, v, of_q, of_k, of_v, *_ = terms
+        dout, lse, delta, ddlse, ddelta = sums
+        gq, gk, gv = (np.zeros(x.shape) for x in (q, k, v))
+        for at_q, at_k, at_lse, P, E in scores(problem, terms, lse):
+            alive = P > 0
+            Z = np.where(alive, product(dout[at_q], v[at_k].T) - delta[at_lse][:, None], 0)
+            T = 0.0 if of_v is None else product(dout[at_q], of_v[at_k].T)
+            T = np.where(alive, T - ddelta[at_lse][:, None], 0)
+            tP, dS = P * (E - ddlse[at_lse][:, None]), P * Z
+            tdS = tP * Z + P * T
+            gv[at_k] += product(tP.T, dout[at_q])
+            gk[at_k] += problem.softmax_scale * product(tdS.T, q[at_q])
+            gk[at_k] += 0.0 if of_q is None else problem.softmax_scale * product(dS.T, of_q[at_q])
+            gq[at_q] = product(tdS, k[at_k]) + (0.0 if of_k is None else product(dS, of_k[at_k]))
+        return gq, gk, gv
+
+    def double_backward_kv(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        given = self._note(variant, problem, views, stream)
+        gq_accum, gk, gv, *offsets = given[11:]
+        gq, gk[...], gv[...] = self._second(problem, [*given[:6], *offsets], given[6:11])
+        if gq_accum is not None:
+            gq_accum[: gq.size] += gq.ravel()
+
+    def double_backward_q(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
+        given = self._note(variant, problem, views, stream)
+        target, *offsets = given[11:]
+        gq, _, _ = self._second(problem, [*given[:6], *offsets], given[6:11])
+        target[...] = gq * problem.softmax_scale
+
 
 def install(monkeypatch: Any) -> Kernels:
     """Put the fakes in the place of the libraries and the kernels, for one test."""
     vars(GPU).update(vars(Machine()))
     for cached in (arrays._cupy, arrays._torch_dtype, arrays._torch_name, arrays.arch_of):
         cached.cache_clear()
-    api._pose.cache_clear()
+    call.pose.cache_clear()
     api._pose_preprocess.cache_clear()
     monkeypatch.setattr(arrays, "_cupy", lambda: CUPY)
     monkeypatch.setattr(arrays, "_torch", lambda: TORCH)
-    monkeypatch.setattr(dense, "namespace", lambda array: np)
+    for module in (dense, second):
+        monkeypatch.setattr(module, "namespace", lambda array: np)
     monkeypatch.setitem(arrays.sys.modules, "numba", NUMBA)
     monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
     kernels = Kernels()
-    for module in (api.forward_op, api.preprocess_op, api.kv_op, api.q_op, api.postprocess_op):
+    ops = (api.forward_op, api.preprocess_op, api.kv_op, api.q_op, api.postprocess_op)
+    ops += (api_second.jvp_op, api_second.out_op, api_second.kv_op, api_second.q_op)
+    for module in ops:
         stem = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "launch", getattr(kernels, stem))
     return kernels
@@ -452,5 +535,5 @@ def remove() -> None:
     """Forget what was cached of the fakes."""
     for cached in (arrays._torch_dtype, arrays._torch_name, arrays.arch_of):
         cached.cache_clear()
-    api._pose.cache_clear()
+    call.pose.cache_clear()
     api._pose_preprocess.cache_clear()

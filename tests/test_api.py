@@ -12,76 +12,20 @@ from typing import Any
 import fake_gpu
 import numpy as np
 import pytest
-from fake_gpu import DTYPES, GPU, MAKERS, RESULTS, STREAMS, values_of
+from api_case import KINDS, KINDS_AND_DTYPES, TOLERANCE, Case, host, host_values, on, spread
+from fake_gpu import GPU, MAKERS, RESULTS, STREAMS, values_of
 
 import rawattn
-from rawattn import api, arrays, checks
+from rawattn import api, arrays, call, checks
 from rawattn.reference import dense
 
-KINDS = tuple(MAKERS)
 METHODS = checks.METHODS
-TOLERANCE = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-12}
-LENGTHS = ([3, 0, 4, 1], [2, 3, 5, 0])  # the last query sequence has no keys
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.Kernels]:
     yield fake_gpu.install(monkeypatch)
     fake_gpu.remove()
-
-
-class Case:
-    """Host arrays of a call, and what the reference makes of them."""
-
-    def __init__(
-        self,
-        dtype: str = "float32",
-        surplus: int = 2,
-        heads: tuple[int, int] = (4, 2),
-        **mask: Any,
-    ) -> None:
-        rng = np.random.default_rng(0)
-        self.dtype, self.mask = dtype, {"window": (2, 0), "softmax_scale": 0.3} | mask
-        self.cu_q, self.cu_k = (np.cumsum([0, *n]).astype(np.int32) for n in LENGTHS)
-        total_q, total_k = self.cu_q[-1] + surplus, self.cu_k[-1] + surplus
-        shapes = {
-            "q": (total_q, heads[0], 16),
-            "k": (total_k, heads[1], 16),
-            "v": (total_k, heads[1], 8),
-            "dout": (total_q, heads[0], 8),
-            "dlse": (heads[0], total_q),
-        }
-        statistic = "float64" if dtype == "float64" else "float32"
-        for name, shape in shapes.items():
-            kind = DTYPES[statistic if name == "dlse" else dtype]
-            setattr(self, name, fake_gpu.aligned(rng.standard_normal(shape), kind))
-        exact, exact_lse = dense.forward(self.q, self.k, self.v, self.cu_q, self.cu_k, **self.mask)
-        self.exact = exact, exact_lse
-        self.out = fake_gpu.aligned(exact, DTYPES[dtype])
-        self.lse = fake_gpu.aligned(exact_lse, statistic)
-        self.statistic = statistic
-
-    def gradients(self, *, dlse: bool = True) -> Any:
-        return dense.backward(
-            *(self.dout, self.q, self.k, self.v, self.out, self.lse, self.cu_q, self.cu_k),
-            dlse=self.dlse if dlse else None,
-            **self.mask,
-        )
-
-    def close(self, given: Any, expected: Any, dtype: str | None = None) -> None:
-        dtype = dtype or self.dtype
-        given = values_of(given)
-        assert given.dtype == DTYPES[dtype]
-        tolerance = TOLERANCE[self.dtype]
-        np.testing.assert_allclose(
-            given.astype(float), expected, rtol=tolerance, atol=tolerance, equal_nan=False
-        )
-
-
-def on(kind: str, case: Case, device: int = 0) -> dict[str, Any]:
-    """The arrays of a case as fakes of a library."""
-    names = ("q", "k", "v", "dout", "dlse", "out", "lse", "cu_q", "cu_k")
-    return {name: MAKERS[kind](getattr(case, name), device) for name in names}
 
 
 def forward(arrays_: dict[str, Any], case: Case, **options: Any) -> Any:
@@ -95,13 +39,6 @@ def backward(arrays_: dict[str, Any], case: Case, **options: Any) -> Any:
     options = {"dlse": a["dlse"], **case.mask, **options}
     names = ("dout", "q", "k", "v", "out", "lse", "cu_q")
     return api.backward(*(a[name] for name in names), cu_seqlens_k=a["cu_k"], **options)
-
-
-def dtypes_of(kind: str) -> list[str]:
-    return [d for d in TOLERANCE if d != "bfloat16" or kind not in ("numba", "interface")]
-
-
-KINDS_AND_DTYPES = [(kind, dtype) for kind in KINDS for dtype in dtypes_of(kind)]
 
 
 # ---- the CUDA path ----------------------------------------------------------------------------
@@ -152,6 +89,20 @@ def test_passes_of_a_method(gpu: fake_gpu.Kernels, method: str, backend: str | N
     assert [row[: len(name)] for row, name in zip(given, expected, strict=True)] == expected
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_one_family_for_all_passes(
+    gpu: fake_gpu.Kernels, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    stem = "backward_q" if method == "atomic_dkv" else "backward_kv"
+    monkeypatch.setenv("RAWATTN_VARIANT", f"{stem}_numba")
+    case = Case("float16")
+    for grad, expected in zip(
+        backward(on("cupy", case), case, method=method), case.gradients(), strict=True
+    ):
+        case.close(grad, expected)
+    assert all("numba" in row for row, _ in gpu.launched)
+
+
 def test_deterministic_means_two_passes(gpu: fake_gpu.Kernels) -> None:
     case = Case("float16")
     backward(on("cupy", case), case, deterministic=True)
@@ -197,23 +148,6 @@ def test_reference_on_a_device(gpu: fake_gpu.Kernels, kind: str) -> None:
 
 
 # ---- layouts ----------------------------------------------------------------------------------
-
-
-def spread(values: np.ndarray, how: str) -> np.ndarray:
-    """The same values in memory that kernels can or cannot read as it is."""
-    shape = values.shape
-    if how == "strided":  # a slice of a wider array, aligned
-        wide = fake_gpu.aligned(np.zeros((shape[0] * 2, shape[1] + 1, shape[2])), values.dtype)
-        view = wide[::2, 1:]
-    elif how == "odd":  # rows whose distance is no multiple of 16 bytes
-        view = fake_gpu.aligned(np.zeros((*shape[:2], shape[2] + 1)), values.dtype)[..., 1:]
-    elif how == "last":  # last stride 2
-        view = fake_gpu.aligned(np.zeros((*shape[:2], shape[2] * 2)), values.dtype)[..., ::2]
-    else:  # heads outside
-        view = fake_gpu.aligned(np.zeros((shape[1], shape[0], shape[2])), values.dtype)
-        view = view.transpose(1, 0, 2)
-    view[...] = values
-    return view
 
 
 @pytest.mark.parametrize("how", ["strided", "odd", "last", "heads"])
@@ -383,14 +317,14 @@ def test_every_input_is_waited_for(gpu: fake_gpu.Kernels) -> None:
     for stream, array in enumerate(a.values(), start=100):
         array.stream = stream
     streams = {name: array.stream for name, array in a.items()}
-    for call, names in [
+    for run, names in [
         (lambda: forward(a, case), "q k v cu_q cu_k"),
         (lambda: backward(a, case), "q k v cu_q cu_k dout out lse dlse"),
         (lambda: api.backward_preprocess(a["out"], a["dout"], dlse=a["dlse"]), "out dout dlse"),
     ]:
         GPU.log.clear()
         gpu.launched.clear()
-        call()
+        run()
         first, *others = names.split()
         assert {used for _, used in gpu.launched} == {streams[first]}
         waits = [("wait", streams[first], streams[name]) for name in others]
@@ -422,21 +356,6 @@ def test_the_arch_of_the_device_decides(gpu: fake_gpu.Kernels) -> None:
 
 
 # ---- NumPy and torch in host memory ------------------------------------------------------------
-
-
-def host(kind: str, case: Case) -> dict[str, Any]:
-    names = ("q", "k", "v", "dout", "dlse", "out", "lse", "cu_q", "cu_k")
-    given = {name: getattr(case, name) for name in names}
-    if kind == "torch":
-        pytest.importorskip("torch")
-        return {
-            name: arrays.TORCH_HOST.finish(arrays.NUMPY.view(x, name)) for name, x in given.items()
-        }
-    return given
-
-
-def host_values(array: Any) -> np.ndarray:
-    return arrays.framework_of(array, "").view(array, "").owner
 
 
 @pytest.mark.parametrize("preallocated", [False, True])
@@ -561,7 +480,7 @@ def test_numba_on_host_arrays(kind: str, dtype: str, method: str) -> None:
 def test_numba_without_gpu_and_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "0")
     monkeypatch.setattr(arrays, "has_cuda_device", lambda: False)
-    api._pose.cache_clear()
+    call.pose.cache_clear()
     case = Case()
     with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"):
         forward(host("numpy", case), case, backend="numba")

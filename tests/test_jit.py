@@ -114,8 +114,11 @@ def test_builds_cover_masks_dtypes_and_the_atomic_form() -> None:
             (False, False),
             (True, True),
         }
-        accumulates = row.stem in ("backward_kv", "backward_q")
+        accumulates = row.stem in ("backward_kv", "backward_q", "double_backward_kv")
         assert {build.atomic for build in made} == ({True, False} if accumulates else {False})
+        directed = row.stem == "jvp" or row.stem.startswith("double_backward")
+        directions = {(True, True, True), (True, False, False)} if directed else {(False,) * 3}
+        assert {build.direction for build in made} == directions
 
 
 # --- the key -----------------------------------------------------------------------------------
@@ -128,6 +131,7 @@ BUILD_CHANGES = {
     "has_left": True,
     "has_right": False,
     "atomic": True,
+    "direction": (True, False, True),
 }
 
 
@@ -365,7 +369,9 @@ def test_the_source_of_a_compile_error_goes_to_the_dump_folder(
     [
         ("forward_sm80_d64_128x64", {"block_m": 16}, "cfg::BLOCK_M"),
         ("forward_sm80_d64_128x64", {"block_n": 40}, "cfg::BLOCK_N"),
-        ("forward_sm80_d64_128x64", {"num_stages": 3}, "cfg::NUM_STAGES"),
+        ("jvp_sm80_d64_64x64", {"block_n": 40}, "cfg::BLOCK_N"),
+        ("double_backward_out_sm80_d64_128x64", {"block_m": 16}, "cfg::BLOCK_M"),
+        ("double_backward_kv_sm80_d64_64x64", {"warps_n_kv": 3}, "WARPS_N_KV"),
         ("backward_q_sm80_d96_64x64", {"block_m": 16}, "cfg::BLOCK_M"),
         ("backward_kv_sm80_d64_64x128", {"warps_m_s": 3}, "cfg::WARPS_M_S"),
         ("backward_preprocess_sm80", {"block_m": 8}, "cfg::BLOCK_M"),
@@ -375,7 +381,8 @@ def test_the_source_of_a_compile_error_goes_to_the_dump_folder(
 def test_an_illegal_row_is_refused_by_the_name_of_its_field(
     name: str, change: dict[str, int], field: str, nvrtc: None
 ) -> None:
-    build = Build(replace(ROWS[name], **change), "float16", 64, 64, False, False, False)
+    given = Build(ROWS[name], "float16", 64, 64, False, False, False, (True, True, True))
+    build = replace(given, variant=replace(ROWS[name], **change))
     with pytest.raises(RuntimeError, match=f'static assertion failed with "[^"]*{field}'):
         jit.compile_build(build, "sm_90")
 

@@ -338,7 +338,7 @@ def test_tiles_fit_into_static_shared_memory(dtype):
                 (head_dim, max(head_dim, head_dim_v)),
                 (head_dim, head_dim, head_dim_v, head_dim_v),
             ):
-                block = block_rows(dtype, sum(widths))
+                block = block_rows(dtype, *widths)
                 numbers = sum(block * (width + 1) for width in widths)
                 numbers += 2 * block * (block + 1) + 2 * block
                 assert numbers * itemsize <= 48 * 1024

@@ -12,7 +12,10 @@ from rawattn import jit, variants
 from rawattn.problem import Problem
 from rawattn.variants import TABLE, Variant, select, serves, smem_bytes, smem_limit, tile_width
 
-STEMS = ("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess")
+STEMS = (
+    *("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess"),
+    *("jvp", "double_backward_out", "double_backward_kv", "double_backward_q"),
+)
 CUDA_ROWS = [row for row in TABLE if row.family != "numba"]
 OTHER_ARCHS = [arch for arch in jit.ARCHS if arch != "sm_90"]
 # KiB of shared memory of an SM, of which one CTA may have all but one; 99 where it is unknown
@@ -21,9 +24,15 @@ HEAD_DIMS = range(8, 257, 8)
 
 
 def problem(
-    dtype: str = "bfloat16", head_dim: int = 128, head_dim_v: int = 128, arch: int = 90
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int = 128,
+    arch: int = 90,
+    tiles: int = 1,
 ) -> Problem:
-    return Problem(dtype, 2, 64, 64, 4, 2, head_dim, head_dim_v, -1, 0, 0.125, arch, 0)
+    """``tiles``: 64 queries and 64 keys each, over all heads."""
+    tokens, dims = 64 * tiles, (head_dim, head_dim_v)
+    return Problem(dtype, 2, tokens, tokens, 1, 1, *dims, -1, 0, 0.125, arch, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -118,15 +127,28 @@ def test_row_fits_a_gpu_and_its_ctas_fit_together(row: Variant) -> None:
     for arch in archs:
         need = smem_bytes(row, row.head_dim, row.head_dim, atomic=False)
         assert need <= smem_limit(arch)
-        # an SM has one KiB more than one CTA may have, and each CTA takes one KiB of its own
-        assert row.min_ctas * (need + kib) <= smem_limit(arch) + kib
+    # an SM has one KiB more than one CTA may have, and each CTA takes one KiB of its own
+    assert any(row.min_ctas * (need + kib) <= smem_limit(arch) + kib for arch in archs)
 
 
 @pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
 def test_row_is_of_use_somewhere(row: Variant) -> None:
-    """Each row is the first choice of some head_dim on some GPU: no row is shadowed by another."""
+    """Each row is the first choice of some problem on some GPU: no row is shadowed by another."""
+    d, small = row.head_dim, bool(row.max_ctas)
+    posed = [problem("float16", d, d, arch, row.max_ctas // 2) for arch in LIMITS]
+    assert any(select(row.stem, p, by_size=small) is row for p in posed)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in CUDA_ROWS if row.max_ctas], ids=lambda row: row.name
+)
+def test_row_for_small_problems_is_chosen_by_size_alone(row: Variant) -> None:
     d = row.head_dim
-    assert any(select(row.stem, problem("float16", d, d, arch)) is row for arch in LIMITS)
+    tiles = row.max_ctas // 2  # a CTA has 32 to 64 rows
+    small, large = (problem("float16", d, d, 90, n) for n in (tiles, 100 * tiles))
+    assert select(row.stem, small, by_size=True) is row
+    assert not select(row.stem, large, by_size=True).max_ctas
+    assert not select(row.stem, small).max_ctas
 
 
 def test_limits_of_shared_memory() -> None:
@@ -147,7 +169,10 @@ def test_every_half_precision_problem_has_a_cuda_row_that_fits(stem: str, arch: 
     for d in HEAD_DIMS:
         for dv in HEAD_DIMS:
             row = select(stem, problem("bfloat16" if (d + dv) % 16 else "float16", d, dv, arch))
-            assert row.stem == stem and row.family == "sm80", (d, dv)
+            assert row.stem == stem
+            if row.family == "numba":  # seven tiles of up to 256 columns do not fit 99 KiB
+                assert stem == "double_backward_kv" and max(d, dv) > 192 and LIMITS[arch] == 99
+                continue
             assert row.head_dim >= max(d, dv), (d, dv, row.name)
             need = smem_bytes(row, tile_width(d), tile_width(dv), atomic=True)
             assert need <= LIMITS[arch] * 1024, (d, dv, row.name)

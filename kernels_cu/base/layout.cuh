@@ -90,18 +90,19 @@ using OperandB = SquareReader<TileT, false, false, SPAN>;  // B = X^T, stored X[
 template <class TileT, int SPAN = TileT::COLS>
 using OperandBT = SquareReader<TileT, true, true, SPAN>;  // B = X, stored X[k][n]
 
-// Rows of a packed tensor into a tile: row r of the tile is token first + r, rows at or past
-// `valid_rows` and columns at or past WIDTH are filled with zeros (so that nothing of a neighbour,
-// NaN included, gets in). Panel by panel: a thread keeps its chunk and swizzle, so that its
-// addresses differ by constants.
+// Rows of a packed tensor into a tile: row r of the tile is token first + r, from column `first_col`
+// on; rows at or past `valid_rows` and columns at or past WIDTH are filled with zeros (so that
+// nothing of a neighbour, NaN included, gets in). Panel by panel: a thread keeps its chunk and
+// swizzle, so that its addresses differ by constants.
 template <class TileT, int WIDTH, int NUM_THREADS>
 __device__ __forceinline__ void load_tile_async(uint32_t tile_address, const uint16_t* gX,
-                                                int64_t token_stride, int valid_rows) {
+                                                int64_t token_stride, int valid_rows,
+                                                int first_col = 0) {
   constexpr int PER_PANEL = TileT::PANEL / 8;
   constexpr int STEP = NUM_THREADS / PER_PANEL;  // rows at once
   static_assert(STEP % 8 == 0, "cfg::NUM_WARPS: the swizzle repeats after 8 rows");
   const int row = threadIdx.x / PER_PANEL, chunk = threadIdx.x % PER_PANEL;
-  const uint16_t* src = gX + row * token_stride + chunk * 8;
+  const uint16_t* src = gX + row * token_stride + first_col + chunk * 8;
   const uint32_t dst = tile_address + TileT::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < ceil_div(TileT::ROWS, STEP); ++i) {
@@ -109,8 +110,8 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile_address, const uin
 #pragma unroll
     for (int panel = 0; panel < TileT::COLS / TileT::PANEL; ++panel) {
       if (TileT::ROWS % STEP == 0 || row + i * STEP < TileT::ROWS) {
-        const bool valid =
-            valid_row && (WIDTH == TileT::COLS || panel * TileT::PANEL + chunk * 8 < WIDTH);
+        const bool valid = valid_row && (WIDTH % TileT::COLS == 0 ||
+                                         first_col + panel * TileT::PANEL + chunk * 8 < WIDTH);
         cp_async(dst + panel * TileT::PANEL_BYTES + i * STEP * TileT::ROW_BYTES,
                  src + panel * TileT::PANEL, valid);
       }

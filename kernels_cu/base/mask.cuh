@@ -1,6 +1,6 @@
-// Which keys a query may see: j allowed for i  <=>  i + shift - left <= j <= i + shift + right,
-// shift = seqlen_k - seqlen_q. cfg::HAS_LEFT and cfg::HAS_RIGHT say which bounds exist (causal:
-// right 0).
+// Which keys a query may see, with shift = seqlen_k - seqlen_q:
+//   j allowed for i  <=>  i + shift - left <= j <= i + shift + right
+// cfg::HAS_LEFT and cfg::HAS_RIGHT say which bounds exist (causal: right 0).
 #pragma once
 #include "base/compat.cuh"
 

@@ -8,6 +8,12 @@
 // alone.
 constexpr float RESCALE_LOG2 = 8.0f;
 
+// The sum over a row's four lanes, in each of them
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
 template <int MT>
 struct OnlineSoftmax {
   float row_max[MT][2];  // the maximum that P is taken against, in units of S
@@ -21,11 +27,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // The maximum over S as well; O and the sums are rescaled where it moved. scale_log2 =
-  // softmax_scale * log2(e).
-  template <int NT, int NT_O>
-  __device__ __forceinline__ void update_max(const float (&rS)[MT][NT][4], float (&rO)[MT][NT_O][4],
-                                             float scale_log2) {
+  // The maximum over S as well. Where it moved, the sum is rescaled and scale_rows(i, half, factor)
+  // has to rescale whatever else was weighed by P. scale_log2 = softmax_scale * log2(e).
+  template <int NT, class ScaleRows>
+  __device__ __forceinline__ void update_max(const float (&rS)[MT][NT][4], float scale_log2,
+                                             ScaleRows&& scale_rows,
+                                             float rescale_log2 = RESCALE_LOG2) {
     float block_max[MT][2];
     bool grown = false;
 #pragma unroll
@@ -42,10 +49,10 @@ struct OnlineSoftmax {
         m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
         m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
         block_max[i][half] = m;
-        grown |= m * scale_log2 > row_max[i][half] * scale_log2 + RESCALE_LOG2;
+        grown |= m * scale_log2 > row_max[i][half] * scale_log2 + rescale_log2;
       }
     }
-    if (__any_sync(0xffffffff, grown)) rescale(block_max, rO, scale_log2);
+    if (__any_sync(0xffffffff, grown)) rescale(block_max, scale_log2, scale_rows);
   }
 
   // S -> P = exp2(S scale_log2 - maximum) in place, summed up
@@ -72,9 +79,9 @@ struct OnlineSoftmax {
     }
   }
 
-  template <int NT_O>
-  __device__ __forceinline__ void rescale(const float (&block_max)[MT][2], float (&rO)[MT][NT_O][4],
-                                          float scale_log2) {
+  template <class ScaleRows>
+  __device__ __forceinline__ void rescale(const float (&block_max)[MT][2], float scale_log2,
+                                          ScaleRows&& scale_rows) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
@@ -83,19 +90,13 @@ struct OnlineSoftmax {
         const float factor = m == -INF ? 1.0f : ex2_approx((row_max[i][half] - m) * scale_log2);
         row_max[i][half] = m;
         row_sum[i][half] *= factor;
-#pragma unroll
-        for (int j = 0; j < NT_O; ++j) {
-          rO[i][j][half * 2] *= factor;
-          rO[i][j][half * 2 + 1] *= factor;
-        }
+        scale_rows(i, half, factor);
       }
     }
   }
 
   // the whole row's sum, in every lane of the row
   __device__ __forceinline__ float total(int i, int half) const {
-    float sum = row_sum[i][half];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    return sum + __shfl_xor_sync(0xffffffff, sum, 2);
+    return sum_of_row(row_sum[i][half]);
   }
 };

@@ -1,10 +1,11 @@
 // Float32 sums that many CTAs add into, kept in the order of the accumulators so that atomic adds
 // are wide and coalesced.
 //
-//   [head][unit][column / 8][lane][4]: a unit is 16 rows of one sequence; each 16 x 8 square is one
-//   mma accumulator. Sequence b begins at unit start / 16 + b: consecutive sequences never share a
-//   unit, since floor((c + n) / 16) - floor(c / 16) + 1 >= ceil(n / 16). Size:
-//   ops/backward_postprocess.py.
+//   [head][unit][column / 8][lane][4]
+//
+// A unit is 16 rows of one sequence; each 16 x 8 square is one mma accumulator. Sequence b begins
+// at unit start / 16 + b: consecutive sequences never share a unit, since
+// floor((c + n) / 16) - floor(c / 16) + 1 >= ceil(n / 16). Size: ops/backward_postprocess.py.
 #pragma once
 #include "base/ptx.cuh"
 

@@ -1,19 +1,15 @@
-// backward_kv: dK = softmax_scale dS^T Q and dV = P^T dO in registers; dQ += dS K by float32 atomic
-// adds (cfg::ATOMIC).
+// backward_kv: dK = softmax_scale dS^T Q and dV = P^T dO in registers;
+//              dQ += dS K by float32 atomic adds (cfg::ATOMIC).
 //
-//               BLOCK_N keys                   A CTA owns BLOCK_N keys of one kv head and walks
-//               over the queries of
-//             +--------------+                 every head of the group, so dK and dV are summed
-//             without atomics.
-//    BLOCK_M  |  S, dP -> P, |  x K -> dQ      Warps: S and dP as WARPS_M_S x .., dK and dV as
-//    WARPS_N_KV x .., queries  |    dS        |                 dQ as WARPS_M_DQ x ..; P and dS
-//    pass through shared memory, 16 bits each.
-//             +--------------+                 Grid: (tiles of keys, upper bound; kv heads).
-//               ^T x dO, Q -> dV, dK
+//              BLOCK_N keys             A CTA owns BLOCK_N keys of one kv head and walks over the
+//            +-------------+            queries of every head of the group: dK and dV are summed
+//   BLOCK_M  | S, dP -> P, |  x K -> dQ without atomics. Warps lie as WARPS_M_S x .. over S and dP,
+//   queries  |      dS     |            WARPS_N_KV x .. over dK and dV, WARPS_M_DQ x .. over dQ;
+//            +-------------+            P and dS pass through shared memory, 16 bits each.
+//             ^T x dO, Q -> dV, dK      Grid: (tiles of keys, upper bound; kv heads).
 //
-// Without cfg::ATOMIC this is the first half of the deterministic backward (the second:
-// backward_q). Twin: rawattn/ops/backward_kv_numba.py. Source: FlashAttention-2, arXiv 2307.08691,
-// algorithm 2.
+// Without cfg::ATOMIC this is the first half of the deterministic backward; the second is backward_q.
+// Twin: rawattn/ops/backward_kv_numba.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"
 #include "sm80/gradient.cuh"

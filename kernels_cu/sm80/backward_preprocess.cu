@@ -1,9 +1,10 @@
 // backward_preprocess: D_i = dO_i . O_i - dL_i, and zeros to the workspace that dQ is added into.
 //
-//   A warp owns one row of one head: lanes read 16 bytes of O and dO each and sum up.
-//   Grid: (rows / WARPS, query heads); the workspace is zeroed by all CTAs in stride.
-// Twin: rawattn/ops/backward_preprocess_numba.py. Source: FlashAttention-2, arXiv 2307.08691,
-// algorithm 2, line 4.
+//   LANES lanes own one row of one head: each reads 16 bytes of O and dO at a time and sums up.
+//   Grid: (rows / BLOCK_M; query heads); all CTAs together zero the workspace.
+//
+// Twin: rawattn/ops/backward_preprocess_numba.py.
+// Source: FlashAttention-2, arXiv 2307.08691, algorithm 2, line 4.
 #include "base/ptx.cuh"
 
 constexpr int NUM_THREADS = cfg::NUM_WARPS * WARP_SIZE;

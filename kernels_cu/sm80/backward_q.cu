@@ -1,19 +1,16 @@
-// backward_q: dQ = softmax_scale dS K in registers; dK += dS^T Q and dV += P^T dO by float32 atomic
-// adds (cfg::ATOMIC).
+// backward_q: dQ = softmax_scale dS K in registers;
+//             dK += dS^T Q and dV += P^T dO by float32 atomic adds (cfg::ATOMIC).
 //
-//               BLOCK_N keys                   A CTA owns BLOCK_M queries of one head and walks
-//               over their keys; its
-//             +--------------+                 warps own whole rows, so dS feeds dQ straight from
-//             registers.
-//    BLOCK_M  |  S, dP -> P, |  x K -> dQ      With cfg::ATOMIC, P and dS also pass through shared
-//    memory (16 bits) queries  |    dS        |                 and the warps cut dK and dV of the
-//    tile as WARPS_N_KV x ..
-//             +--------------+                 Grid: (tiles of queries, upper bound; query heads).
-//               ^T x Q, dO -> dK, dV
+//              BLOCK_N keys             A CTA owns BLOCK_M queries of one head and walks over their
+//            +-------------+            keys. Its warps own whole rows: dS feeds dQ straight from
+//   BLOCK_M  | S, dP -> P, |  x K -> dQ registers. With cfg::ATOMIC, P and dS also pass shared
+//   queries  |      dS     |            memory, 16 bits each, and the warps lie as WARPS_N_KV x ..
+//            +-------------+            over dK and dV of the tile.
+//             ^T x Q, dO -> dK, dV      Grid: (tiles of queries, upper bound; query heads).
 //
-// Without cfg::ATOMIC this is the second half of the deterministic backward (the first:
-// backward_kv). Twin: rawattn/ops/backward_q_numba.py. Source: FlashAttention, arXiv 2205.14135,
-// algorithm 4, loops exchanged.
+// Without cfg::ATOMIC this is the second half of the deterministic backward; the first is backward_kv.
+// Twin: rawattn/ops/backward_q_numba.py.
+// Source: FlashAttention, arXiv 2205.14135, algorithm 4, loops exchanged.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"
 #include "sm80/gradient.cuh"

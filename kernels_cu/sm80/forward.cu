@@ -1,28 +1,23 @@
 // forward: O = softmax(softmax_scale Q K^T) V and L = logsumexp, packed sequences, mma.sync.
 //
-//              BLOCK_N keys                     A CTA owns BLOCK_M queries of one head; its warps
-//              own whole rows
-//            +-----------+                      (BLOCK_M / NUM_WARPS each), so softmax needs no
-//            other warp.
-//   BLOCK_M  |  S -> P   |  x V  ->  O          Key tiles run from the last to the first: the
-//   masked ones come first. queries  +-----------+                      Grid: (tiles of queries,
-//   upper bound; query heads).
+//              BLOCK_N keys            A CTA owns BLOCK_M queries of one head. Its warps own whole
+//            +-----------+             rows, BLOCK_M / NUM_WARPS each: softmax needs no other warp.
+//   BLOCK_M  |  S -> P   |  x V -> O   Key tiles run from the last to the first: the masked ones
+//   queries  +-----------+             come first. Grid: (tiles of queries; query heads).
 //
-// K and V arrive by cp.async. NUM_STAGES 1: V loads behind S = Q K^T and the next K behind the
-// softmax; NUM_STAGES 2: the next K and V load behind the whole tile, one sync instead of two.
+// K and V arrive by cp.async: V loads behind S = Q K^T, the next K behind softmax and P V.
 // Twin: rawattn/ops/forward_numba.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
 #include "base/mask.cuh"
 #include "base/softmax.cuh"
 #include "base/varlen.cuh"
 #include "sm80/tile_mma.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::NUM_STAGES, cfg::NUM_WARPS;
+using cfg::BLOCK_M, cfg::BLOCK_N, cfg::NUM_WARPS;
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int WARP_M = BLOCK_M / NUM_WARPS;  // query rows of a warp
 constexpr int MT = WARP_M / 16;              // its m16 tiles
 static_assert(WARP_M % 16 == 0 && MT > 0, "cfg::BLOCK_M: 16 rows or more for each of NUM_WARPS");
 static_assert(BLOCK_N % 16 == 0, "cfg::BLOCK_N divides by 16");
-static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "cfg::NUM_STAGES is 1 or 2");
 
 using TileQ = Tile<BLOCK_M, cfg::HEAD_DIM>;
 using TileK = Tile<BLOCK_N, cfg::HEAD_DIM>;
@@ -32,8 +27,8 @@ using TileO = Tile<BLOCK_M, cfg::HEAD_DIM_V>;
 struct SmemPlan {
   static constexpr int Q = 0;  // O overlaps Q at the end: a warp reads and writes its own rows only
   static constexpr int K = TileQ::BYTES > TileO::BYTES ? TileQ::BYTES : TileO::BYTES;
-  static constexpr int V = K + NUM_STAGES * TileK::BYTES;
-  static constexpr int BYTES = V + NUM_STAGES * TileV::BYTES;
+  static constexpr int V = K + TileK::BYTES;
+  static constexpr int BYTES = V + TileV::BYTES;
 };
 static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and SmemPlan differ");
 
@@ -137,52 +132,43 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
 
   const uint32_t sQ = smem_address(smem), sK = sQ + SmemPlan::K, sV = sQ + SmemPlan::V;
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
-  const auto load_k = [&](int n, int stage) {
-    load_tile_async<TileK, cfg::WIDTH, NUM_THREADS>(sK + stage * TileK::BYTES,
+  const auto load_k = [&](int n) {
+    load_tile_async<TileK, cfg::WIDTH, NUM_THREADS>(sK,
                                                     args.k.at(keys.start + n * BLOCK_N, kv_head),
                                                     args.k.token_stride, keys.length - n * BLOCK_N);
+    cp_async_commit();
   };
-  const auto load_v = [&](int n, int stage) {
+  const auto load_v = [&](int n) {
     load_tile_async<TileV, cfg::WIDTH_V, NUM_THREADS>(
-        sV + stage * TileV::BYTES, args.v.at(keys.start + n * BLOCK_N, kv_head),
-        args.v.token_stride, keys.length - n * BLOCK_N);
+        sV, args.v.at(keys.start + n * BLOCK_N, kv_head), args.v.token_stride,
+        keys.length - n * BLOCK_N);
+    cp_async_commit();
   };
   load_tile_async<TileQ, cfg::WIDTH, NUM_THREADS>(sQ, args.q.at(first_row, head),
                                                   args.q.token_stride, valid_rows);
-  load_k(n_end - 1, 0);
-  if constexpr (NUM_STAGES == 2) load_v(n_end - 1, 0);
-  cp_async_commit();
+  load_k(n_end - 1);
 
   Scores scores(sQ, warp_row);
   OnlineSoftmax<MT> softmax;
   const float scale_log2 = args.softmax_scale * LOG2E;
   float rO[MT][cfg::HEAD_DIM_V / 8][4], rS[MT][BLOCK_N / 8][4];
   clear(rO);
-  int stage = 0;
   for (int n = n_end - 1; n >= n_begin; --n) {
     cp_async_wait<0>();
-    __syncthreads();  // K (and V) of this tile are here; every warp has left what loads next
-    if constexpr (NUM_STAGES == 2) {
-      if (n > n_begin) load_k(n - 1, stage ^ 1), load_v(n - 1, stage ^ 1);
-    } else {
-      load_v(n, 0);
-    }
-    cp_async_commit();
+    __syncthreads();  // K of this tile is here; every warp has left V
+    load_v(n);
     if (n == n_end - 1) scores.hold();
-    scores.multiply(rS, sK + stage * TileK::BYTES);
-    if constexpr (NUM_STAGES == 1) {
-      cp_async_wait<0>();
-      __syncthreads();  // V is here; every warp has left K
-      if (n > n_begin) load_k(n - 1, 0);
-      cp_async_commit();
-    }
+    scores.multiply(rS, sK);
+    cp_async_wait<0>();
+    __syncthreads();  // V is here; every warp has left K
+    if (n > n_begin) load_k(n - 1);
     if (mask.cuts(row0, BLOCK_M, n * BLOCK_N, BLOCK_N)) {
       apply_mask(rS, mask, row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
     }
-    softmax.update_max(rS, rO, scale_log2);
+    softmax.update_max(rS, scale_log2,
+                       [&](int i, int half, float factor) { scale_row(rO, i, half, factor); });
     softmax.exponentiate(rS, scale_log2);
-    multiply_py(rO, rS, OperandBT<TileV>(sV + stage * TileV::BYTES));
-    if constexpr (NUM_STAGES == 2) stage ^= 1;
+    multiply_py(rO, rS, OperandBT<TileV>(sV));
   }
   epilogue(args, head, first_row, valid_rows, warp_row, softmax, rO, smem);
 }

@@ -1,11 +1,11 @@
 // Products of a warp by mma.m16n8k16: accumulators [MT][NT][4], operands from swizzled shared
-// memory or registers. Accumulator element [i][j][2 * half + e] of a lane: row 16 i + 8 half + lane
-// / 4, column 8 j + 2 (lane % 4) + e.
-#pragma once
-#include "base/layout.cuh"
-
+// memory or registers. Accumulator element [i][j][2 * half + e] of a lane:
+//   row 16 i + 8 half + lane / 4,  column 8 j + 2 (lane % 4) + e
+//
 // The loops along k are unrolled by cfg::UNROLL_K steps: further ahead the compiler would load
 // operands into registers that the accumulators need, and spill.
+#pragma once
+#include "base/layout.cuh"
 
 template <int MT, int NT>
 __device__ __forceinline__ void clear(float (&c)[MT][NT][4]) {
@@ -16,6 +16,16 @@ __device__ __forceinline__ void clear(float (&c)[MT][NT][4]) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) c[i][j][e] = 0.0f;
     }
+  }
+}
+
+// A row of accumulators times `factor`
+template <int MT, int NT>
+__device__ __forceinline__ void scale_row(float (&c)[MT][NT][4], int i, int half, float factor) {
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    c[i][j][half * 2] *= factor;
+    c[i][j][half * 2 + 1] *= factor;
   }
 }
 
@@ -71,6 +81,19 @@ __device__ __forceinline__ void multiply_xty(float (&c)[MT][NT][4], const X& x, 
   }
 }
 
+// Columns 16 k .. + 15 of accumulators as an operand A
+template <int MT, int NT>
+__device__ __forceinline__ void to_operand(uint32_t (&a)[MT][4], const float (&p)[MT][NT][4],
+                                           int k) {
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+    a[i][0] = cvt_rn_x2(p[i][2 * k][0], p[i][2 * k][1]);
+    a[i][1] = cvt_rn_x2(p[i][2 * k][2], p[i][2 * k][3]);
+    a[i][2] = cvt_rn_x2(p[i][2 * k + 1][0], p[i][2 * k + 1][1]);
+    a[i][3] = cvt_rn_x2(p[i][2 * k + 1][2], p[i][2 * k + 1][3]);
+  }
+}
+
 // c += P Y: P in registers as the accumulators of an earlier product (its columns are k), Y[k][n]
 template <int MT, int NT_P, int NT, class Y>
 __device__ __forceinline__ void multiply_py(float (&c)[MT][NT][4], const float (&p)[MT][NT_P][4],
@@ -78,13 +101,7 @@ __device__ __forceinline__ void multiply_py(float (&c)[MT][NT][4], const float (
 #pragma unroll
   for (int k = 0; k < NT_P / 2; ++k) {
     uint32_t a[MT][4];
-#pragma unroll
-    for (int i = 0; i < MT; ++i) {
-      a[i][0] = cvt_rn_x2(p[i][2 * k][0], p[i][2 * k][1]);
-      a[i][1] = cvt_rn_x2(p[i][2 * k][2], p[i][2 * k][3]);
-      a[i][2] = cvt_rn_x2(p[i][2 * k + 1][0], p[i][2 * k + 1][1]);
-      a[i][3] = cvt_rn_x2(p[i][2 * k + 1][2], p[i][2 * k + 1][3]);
-    }
+    to_operand(a, p, k);
     multiply_step(c, a, [&](uint32_t (&b)[4], int j) { y.load(b, k, j); });
   }
 }
@@ -111,19 +128,20 @@ __device__ __forceinline__ void store_tile(char* tile, const float (&c)[MT][NT][
   }
 }
 
-// Rows [first, first + ROWS) of a tile to a packed tensor, 16 bytes a lane; rows at or past
-// `valid_rows` and columns at or past WIDTH stay unwritten.
+// Rows [first, first + ROWS) of a tile to a packed tensor, from its column `first_col` on, 16 bytes a
+// lane; rows at or past `valid_rows` and columns at or past WIDTH stay unwritten.
 template <class TileT, int WIDTH, int NUM_THREADS, int ROWS>
 __device__ __forceinline__ void write_rows(uint16_t* gX, int64_t token_stride, const char* tile,
-                                           int first, int valid_rows, int thread) {
+                                           int first, int valid_rows, int thread,
+                                           int first_col = 0) {
   constexpr int TOTAL = ROWS * TileT::CHUNKS;
 #pragma unroll
   for (int i = 0; i < ceil_div(TOTAL, NUM_THREADS); ++i) {
     const int index = i * NUM_THREADS + thread;
     const int row = first + index / TileT::CHUNKS, chunk = index % TileT::CHUNKS;
     if ((TOTAL % NUM_THREADS == 0 || index < TOTAL) && row < valid_rows &&
-        (WIDTH == TileT::COLS || chunk * 8 < WIDTH)) {
-      *reinterpret_cast<uint4*>(gX + row * token_stride + chunk * 8) =
+        (WIDTH % TileT::COLS == 0 || first_col + chunk * 8 < WIDTH)) {
+      *reinterpret_cast<uint4*>(gX + row * token_stride + first_col + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile + TileT::offset(row, chunk));
     }
   }

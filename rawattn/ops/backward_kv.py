@@ -1,16 +1,16 @@
 """Launch of kernels_cu/sm80/backward_kv.cu, or of its Numba twin."""
 
-import struct
 from typing import TYPE_CHECKING
 
 from rawattn import jit
+from rawattn.ops.arguments import layout, pointer, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
 
 if TYPE_CHECKING:
     from rawattn.arrays import View
 
-_ARGS = struct.Struct("@" + 4 * "Pqq" + 3 * "P" + 2 * "Pqq" + 2 * "P" + 7 * "i" + "f0q")
+_ARGS = layout("TTTTPPPTTPP")  # struct Args
 
 
 def launch(
@@ -52,31 +52,18 @@ def launch(
         )
         return
     arguments = _ARGS.pack(
-        q.ptr,
-        *q.strides[:2],
-        k.ptr,
-        *k.strides[:2],
-        v.ptr,
-        *v.strides[:2],
-        dout.ptr,
-        *dout.strides[:2],
+        *tensor(q),
+        *tensor(k),
+        *tensor(v),
+        *tensor(dout),
         lse.ptr,
         delta.ptr,
-        dq_accum.ptr if dq_accum else 0,
-        dk.ptr,
-        *dk.strides[:2],
-        dv.ptr,
-        *dv.strides[:2],
+        pointer(dq_accum),
+        *tensor(dk),
+        *tensor(dv),
         cu_seqlens_q.ptr,
         cu_seqlens_k.ptr,
-        problem.batch,
-        problem.total_q,
-        problem.total_k,
-        problem.num_heads_q,
-        problem.num_heads_kv,
-        problem.window_left,
-        problem.window_right,
-        problem.softmax_scale,
+        *sizes(problem),
     )
     tiles = problem.total_k // variant.block_n + problem.batch + 1
     kernel = jit.kernel(variant, problem, atomic=dq_accum is not None)

@@ -1,16 +1,16 @@
 """Launch of kernels_cu/sm80/backward_q.cu, or of its Numba twin."""
 
-import struct
 from typing import TYPE_CHECKING
 
 from rawattn import jit
+from rawattn.ops.arguments import layout, pointer, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
 
 if TYPE_CHECKING:
     from rawattn.arrays import View
 
-_ARGS = struct.Struct("@" + 4 * "Pqq" + 2 * "P" + "Pqq" + 4 * "P" + 7 * "i" + "f0q")
+_ARGS = layout("TTTTPPTPPPP")  # struct Args
 
 
 def launch(
@@ -52,30 +52,18 @@ def launch(
         )
         return
     arguments = _ARGS.pack(
-        q.ptr,
-        *q.strides[:2],
-        k.ptr,
-        *k.strides[:2],
-        v.ptr,
-        *v.strides[:2],
-        dout.ptr,
-        *dout.strides[:2],
+        *tensor(q),
+        *tensor(k),
+        *tensor(v),
+        *tensor(dout),
         lse.ptr,
         delta.ptr,
-        dq.ptr,
-        *dq.strides[:2],
-        dk_accum.ptr if dk_accum else 0,
-        dv_accum.ptr if dv_accum else 0,
+        *tensor(dq),
+        pointer(dk_accum),
+        pointer(dv_accum),
         cu_seqlens_q.ptr,
         cu_seqlens_k.ptr,
-        problem.batch,
-        problem.total_q,
-        problem.total_k,
-        problem.num_heads_q,
-        problem.num_heads_kv,
-        problem.window_left,
-        problem.window_right,
-        problem.softmax_scale,
+        *sizes(problem),
     )
     tiles = problem.total_q // variant.block_m + problem.batch + 1
     kernel = jit.kernel(variant, problem, atomic=dk_accum is not None)

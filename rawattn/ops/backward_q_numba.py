@@ -75,7 +75,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
     HEAD_DIM, HEAD_DIM_V = head_dim, head_dim_v
-    BLOCK = block_rows(dtype, 2 * HEAD_DIM + 2 * HEAD_DIM_V)
+    BLOCK = block_rows(dtype, HEAD_DIM, HEAD_DIM, HEAD_DIM_V, HEAD_DIM_V)
     # one more column than there are numbers: rows then start in different banks of shared memory
     QK_TILE, V_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, HEAD_DIM_V + 1), (BLOCK, BLOCK + 1)
     QK_SHARE = HEAD_DIM // LANES

@@ -94,17 +94,19 @@ def encoder(dtype: str) -> Callable[..., Any]:
 # ---- tiles ------------------------------------------------------------------------------------
 
 
-def block_rows(dtype: str, columns: int) -> int:
-    """BLOCK: the most rows, of 16, 8 and 4, whose tiles fit into static shared memory.
+def block_rows(dtype: str, *widths: int, squares: int = 2, numbers: int = 2) -> int:
+    """BLOCK: the most rows, of 16, 8, 4 and 2, whose tiles fit into static shared memory.
 
-    ``columns`` is the width of all tiles that have a head dimension. Beside them a CTA keeps two
-    square tiles and at most two numbers a row; every row of a tile is padded by one element.
+    ``widths`` are those of the tiles that have a head dimension, 0 where a kernel does without one.
+    Beside them a CTA keeps ``squares`` square tiles and ``numbers`` numbers a row; every row of a
+    tile is padded by one element.
     """
     itemsize = np.dtype(accumulator(dtype)).itemsize
-    for block in (16, 8):
-        if block * (columns + 4 + 2 * (block + 1) + 2) * itemsize <= SHARED_BYTES:
+    columns = sum(widths) + len(widths) + numbers
+    for block in (16, 8, 4):
+        if block * (columns + squares * (block + 1)) * itemsize <= SHARED_BYTES:
             return block
-    return 4
+    return 2
 
 
 @functools.cache

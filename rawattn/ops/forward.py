@@ -1,16 +1,16 @@
 """Launch of kernels_cu/sm80/forward.cu, or of its Numba twin."""
 
-import struct
 from typing import TYPE_CHECKING
 
 from rawattn import jit
+from rawattn.ops.arguments import layout, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
 
 if TYPE_CHECKING:
     from rawattn.arrays import View
 
-_ARGS = struct.Struct("@" + 4 * "Pqq" + 3 * "P" + 7 * "i" + "f0q")  # struct Args
+_ARGS = layout("TTTTPPP")  # struct Args
 
 
 def launch(
@@ -35,25 +35,14 @@ def launch(
         )
         return
     arguments = _ARGS.pack(
-        q.ptr,
-        *q.strides[:2],
-        k.ptr,
-        *k.strides[:2],
-        v.ptr,
-        *v.strides[:2],
-        out.ptr,
-        *out.strides[:2],
+        *tensor(q),
+        *tensor(k),
+        *tensor(v),
+        *tensor(out),
         lse.ptr,
         cu_seqlens_q.ptr,
         cu_seqlens_k.ptr,
-        problem.batch,
-        problem.total_q,
-        problem.total_k,
-        problem.num_heads_q,
-        problem.num_heads_kv,
-        problem.window_left,
-        problem.window_right,
-        problem.softmax_scale,
+        *sizes(problem),
     )
     tiles = problem.total_q // variant.block_m + problem.batch + 1
     jit.kernel(variant, problem).launch((tiles, problem.num_heads_q, 1), arguments, stream)

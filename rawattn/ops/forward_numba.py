@@ -66,7 +66,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
     HEAD_DIM, HEAD_DIM_V, COLUMNS = head_dim, head_dim_v, max(head_dim, head_dim_v)
-    BLOCK = block_rows(dtype, HEAD_DIM + COLUMNS)
+    BLOCK = block_rows(dtype, HEAD_DIM, COLUMNS)
     # one more column than there are numbers: rows then start in different banks of shared memory
     QK_TILE, KV_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, COLUMNS + 1), (BLOCK, BLOCK + 1)
     V_SHARE = HEAD_DIM_V // LANES

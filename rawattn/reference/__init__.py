@@ -1,4 +1,7 @@
-"""The mathematics of packed attention on NumPy or CuPy arrays: ``dense`` whole, ``online`` tiled.
+"""The mathematics of packed attention on NumPy or CuPy arrays.
 
-Everything else in rawattn is judged by these two modules; they import nothing else of it.
+``dense`` is attention and its gradient with all scores in memory, ``second`` the derivatives beyond
+that, ``online`` attention and its tangent by tiles.
+
+Everything else in rawattn is judged by these modules; they import nothing else of it.
 """

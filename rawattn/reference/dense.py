@@ -63,8 +63,8 @@ def forward(
     Returns out (total_q, num_heads_q, head_dim_v) and lse (num_heads_q, total_q), both float64.
     A query without an allowed key, or in no sequence, has out 0 and lse -inf.
     """
-    xp, group, s = namespace(q), q.shape[1] // k.shape[1], _scale(q, softmax_scale)
-    load, r = _arithmetic(xp, rounding)
+    xp, group, s = namespace(q), q.shape[1] // k.shape[1], scale_of(q, softmax_scale)
+    load, r = arithmetic(xp, rounding)
     out = xp.zeros((*q.shape[:2], v.shape[2]), dtype=xp.float64)
     lse = xp.full((q.shape[1], q.shape[0]), -xp.inf, dtype=xp.float64)
     for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
@@ -74,8 +74,8 @@ def forward(
             Q = load(q[rows, heads]).swapaxes(0, 1)
             K, V = load(k[keys, head_kv]), load(v[keys, head_kv])
             S = xp.where(mask, r(s * r(Q @ K.T)), -xp.inf)
-            L = _logsumexp(xp, S)
-            P = r(xp.exp(S - _dead_to_inf(xp, L)[..., None]))
+            L = logsumexp(xp, S)
+            P = r(xp.exp(S - dead_to_inf(xp, L)[..., None]))
             out[rows, heads] = r(P @ V).swapaxes(0, 1)
             lse[heads, rows] = L
     return out, lse
@@ -102,8 +102,8 @@ def backward(
     cotangents; ``out`` and ``lse`` are used as passed, so they may belong to a larger attention of
     which these keys are one part. The other arguments are those of ``forward``.
     """
-    xp, group, s = namespace(q), q.shape[1] // k.shape[1], _scale(q, softmax_scale)
-    load, r = _arithmetic(xp, rounding)
+    xp, group, s = namespace(q), q.shape[1] // k.shape[1], scale_of(q, softmax_scale)
+    load, r = arithmetic(xp, rounding)
     dq, dk, dv = (xp.zeros(a.shape, dtype=xp.float64) for a in (q, k, v))
     for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
         mask = allowed(rows.stop - rows.start, keys.stop - keys.start, window, xp)
@@ -113,7 +113,7 @@ def backward(
             K, V, L = load(k[keys, head_kv]), load(v[keys, head_kv]), load(lse[heads, rows])
             dL = 0.0 if dlse is None else load(dlse[heads, rows])
             S = xp.where(mask, r(s * r(Q @ K.T)), -xp.inf)
-            P = r(xp.exp(S - _dead_to_inf(xp, L)[..., None]))
+            P = r(xp.exp(S - dead_to_inf(xp, L)[..., None]))
             D = (dO * load(out[rows, heads]).swapaxes(0, 1)).sum(axis=-1) - dL
             dP = r(dO @ V.T)
             dS = r(P * (dP - D[..., None]))
@@ -124,11 +124,12 @@ def backward(
     return dq, dk, dv
 
 
-def _scale(q: Array, softmax_scale: float | None) -> float:
+def scale_of(q: Array, softmax_scale: float | None) -> float:
+    """The factor of the scores: ``softmax_scale``, or head_dim ** -0.5."""
     return float(q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
-def _arithmetic(
+def arithmetic(
     xp: ModuleType, rounding: Any
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """How an input enters the arithmetic, and what happens to the result of every operation."""
@@ -137,7 +138,7 @@ def _arithmetic(
     return lambda a: a.astype(xp.float32), lambda a: a.astype(rounding).astype(xp.float32)
 
 
-def _logsumexp(xp: ModuleType, S: Array) -> Array:
+def logsumexp(xp: ModuleType, S: Array) -> Array:
     """Log of the summed exponentials of each row; -inf, without a warning, for a row of -inf."""
     row_max = S.max(axis=-1)
     dead = row_max == -xp.inf
@@ -146,6 +147,6 @@ def _logsumexp(xp: ModuleType, S: Array) -> Array:
     return xp.where(dead, -xp.inf, xp.log(xp.where(dead, 1.0, row_sum)) + row_max)
 
 
-def _dead_to_inf(xp: ModuleType, L: Array) -> Array:
+def dead_to_inf(xp: ModuleType, L: Array) -> Array:
     """L with +inf for -inf, so that exp(S - L) is 0 in a row without keys, where S is -inf too."""
     return xp.where(L == -xp.inf, xp.inf, L)
