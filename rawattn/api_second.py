@@ -268,7 +268,7 @@ def _launch_double_backward(
 
     The first pass goes along the queries and leaves the rows' sums D and W to the second, which
     goes along the keys. gq is gathered by atomic adds in a float32 workspace from the caller's
-    allocator, which a last pass scales; or, deterministically, by a pass along the queries.
+    allocator, which the first pass zeroes and a last one scales; or, deterministically, by a pass along the queries.
     """
     like = inputs[0]
     ddout, ddlse, gq, gk, gv = results
@@ -291,10 +291,9 @@ def _launch_double_backward(
     if not deterministic:
         shape = postprocess_op.accum_shape(last, problem, "dq")
         gq_accum = framework.empty(shape, lse.dtype, like)
-        framework.fill(gq_accum, 0.0, stream)
     sums = (ddout, ddlse, delta, ddelta)
     inner = (q, k, v, *parts, out, dout, lse, dlse)
-    out_op.launch(of_rows, problem, *inner, *sums, *offsets, stream=stream)
+    out_op.launch(of_rows, problem, *inner, *sums, gq_accum, *offsets, stream=stream)
     common = (problem, q, k, v, *parts, dout, lse, delta, ddlse, ddelta)
     kv_op.launch(of_keys, *common, gq_accum, gk, gv, *offsets, stream=stream)
     if gq_accum is None:

@@ -24,6 +24,10 @@ from rawattn.problem import Problem
 from rawattn.variants import Variant, smem_bytes, tile_widths
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+_OF_THE_CHOICE = (  # fields that say when a row is chosen; the kernel does not see them
+    *("name", "stem", "why", "family", "head_dim"),
+    *("min_smem_kib", "max_arch", "max_ctas"),
+)
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _ACCUMULATING = ("backward_kv", "backward_q", "double_backward_kv")  # stems with an atomic form
 _DIRECTED = ("jvp", "double_backward_out", "double_backward_kv", "double_backward_q")
@@ -91,7 +95,7 @@ def prelude(build: Build) -> str:
     row = {
         field.name.upper(): getattr(build.variant, field.name)
         for field in fields(Variant)
-        if field.name not in ("name", "stem", "why", "family", "head_dim", "min_smem_kib")
+        if field.name not in _OF_THE_CHOICE
     }
     width, width_v = tile_widths(build.head_dim, build.head_dim_v)
     constants: dict[str, int | bool] = row | {

@@ -28,7 +28,8 @@ class Variant:
     made in so many parts, to save registers. ``unroll_k``: steps of a product the compiler may
     look ahead. ``max_ctas``: the row is for small problems, whose grid has no more CTAs, and for
     callers that do not need the same row for every batch (``select(by_size=True)``); and for GPUs
-    on which no wider row fits.
+    on which no wider row fits. ``max_arch``: newer GPUs do not use the row: compiled for them it
+    spills.
     Fields that a kernel does not use stay at their default.
     """
 
@@ -38,6 +39,7 @@ class Variant:
     family: str = "sm80"
     head_dim: int = 256
     min_smem_kib: int = 0
+    max_arch: int = 999
     block_m: int = 64
     block_n: int = 64
     num_warps: int = 4
@@ -135,30 +137,32 @@ TABLE: tuple[Variant, ...] = (
     _backward_q(256, 32, 32, "99 KiB", num_warps=2, kv=2, pieces=2),
     Variant("backward_postprocess_sm80", "backward_postprocess", "bound by memory: one unit of 16 rows a warp"),
     _jvp(32, 64, 64, "three CTAs an SM", min_ctas=3),
-    _jvp(64, 64, 128, "few CTAs: wide key tiles meet at fewer barriers", unroll_k=1, max_ctas=2 * _SMS),
+    _jvp(64, 64, 128, "few CTAs: wide key tiles meet at fewer barriers", unroll_k=1, max_ctas=2 * _SMS, max_arch=90),
     _jvp(64, 64, 64, "O and tO take 64 registers; Q and tQ in registers", q_in_registers=True),
-    _jvp(96, 64, 64, "O and tO take 96 registers at 16 rows a warp"),
-    _jvp(128, 64, 64, "O and tO take 128 registers at 16 rows a warp", unroll_k=2, min_smem_kib=_HOPPER),
-    _jvp(128, 64, 32, "163 KiB: two CTAs still fit"),
+    _jvp(96, 64, 64, "O and tO take 96 registers at 16 rows a warp", max_arch=90),
+    _jvp(96, 64, 32, "after 9.0"),
+    _jvp(128, 64, 64, "O and tO take 128 registers at 16 rows a warp", unroll_k=2, min_smem_kib=_HOPPER, max_arch=90),
+    _jvp(128, 64, 32, "163 KiB: two CTAs still fit; after 9.0"),
     _jvp(192, 64, 48, "columns of O and tO in two CTAs: they would take 192 registers", pieces=2, unroll_k=2, min_smem_kib=_BIG),
     _jvp(192, 64, 32, "99 KiB", min_ctas=1, pieces=2),
     _jvp(256, 64, 32, "columns of O and tO in two CTAs: they would take 256 registers", min_ctas=1, pieces=2, min_smem_kib=_BIG),
     _jvp(256, 32, 32, "99 KiB", num_warps=2, min_ctas=1, pieces=2),
-    _double_out(32, 128, 64, "32 rows a warp"),
-    _double_out(64, 64, 128, "few CTAs: more of them, wide key tiles", unroll_k=2, max_ctas=2 * _SMS),
-    _double_out(64, 128, 64, "32 rows a warp halve the reads of keys and values"),
-    _double_out(96, 128, 32, "32 rows a warp"),
-    _double_out(128, 64, 64, "ddO takes 64 registers at 16 rows a warp", min_smem_kib=_HOPPER),
+    _double_out(32, 64, 64, "three CTAs an SM", min_ctas=3),
+    _double_out(64, 64, 96, "few CTAs: more of them, wide key tiles; after 9.0", max_ctas=2 * _SMS),
+    _double_out(64, 128, 64, "32 rows a warp halve the reads of keys and values", max_arch=90),
+    _double_out(96, 128, 32, "32 rows a warp", unroll_k=2),
+    _double_out(128, 64, 64, "ddO takes 64 registers at 16 rows a warp", unroll_k=8, min_smem_kib=_HOPPER),
     _double_out(128, 64, 32, "163 KiB: two CTAs still fit"),
     _double_out(192, 64, 64, "ddO takes 96 registers", min_ctas=1, min_smem_kib=_BIG),
     _double_out(192, 64, 32, "99 KiB", min_ctas=1),
-    _double_out(256, 64, 48, "ddO takes 128 registers", min_ctas=1, unroll_k=2),
-    _double_out(256, 32, 32, "99 KiB", num_warps=2, min_ctas=1),
-    _double_kv(32, 64, 128, "two CTAs an SM", s=2, kv=4, dq=2, min_ctas=2, pieces=2),
+    _double_out(256, 64, 48, "ddO takes 128 registers", min_ctas=1, unroll_k=2, max_arch=90),
+    _double_out(256, 32, 32, "99 KiB; after 9.0", num_warps=2, min_ctas=1),
+    _double_kv(32, 64, 128, "two CTAs an SM", s=2, kv=4, dq=2, min_ctas=2, pieces=2, max_arch=90),
+    _double_kv(32, 64, 64, "after 9.0", s=2, kv=2, dq=2, min_ctas=2),
     _double_kv(64, 64, 64, "two CTAs an SM", s=2, kv=2, dq=2, min_ctas=2),
     _double_kv(96, 64, 64, "two CTAs an SM", s=2, kv=2, dq=2, min_ctas=2, pieces=2, unroll_k=2, min_smem_kib=_HOPPER),
     _double_kv(96, 32, 64, "163 KiB: two CTAs still fit", s=2, kv=2, dq=2, min_ctas=2, pieces=2),
-    _double_kv(128, 64, 32, "99 KiB; few CTAs: as many as there can be", s=4, kv=2, dq=2, max_ctas=_SMS),
+    _double_kv(128, 64, 32, "99 KiB; few CTAs: as many as there can be", num_warps=8, s=4, kv=2, dq=2, unroll_k=8, max_ctas=_SMS),
     _double_kv(128, 64, 64, "163 KiB; few CTAs", num_warps=8, s=4, kv=2, dq=2, max_ctas=2 * _SMS, min_smem_kib=_BIG),
     _double_kv(128, 64, 128, _WIDEST, num_warps=8, s=4, kv=4, dq=2, pieces=2, unroll_k=2),
     _double_kv(192, 64, 64, "gK and gV take 96 registers", num_warps=8, s=4, kv=2, dq=2),
@@ -166,14 +170,15 @@ TABLE: tuple[Variant, ...] = (
     _double_kv(256, 32, 64, "gK and gV take 128 registers", num_warps=8, s=2, kv=2, dq=2),
     _double_kv(256, 32, 32, "163 KiB; 99 KiB hold no row", s=2, kv=2, dq=2),
     _double_q(32, 64, 64, "16 rows a warp"),
-    _double_q(64, 128, 32, "32 rows a warp", min_ctas=2),
+    _double_q(64, 128, 32, "32 rows a warp", min_ctas=2, max_arch=90),
+    _double_q(64, 64, 64, "after 9.0", min_ctas=2),
     _double_q(96, 64, 64, "16 rows a warp", min_ctas=2, unroll_k=2),
     _double_q(128, 64, 48, "16 rows a warp", min_ctas=2, unroll_k=2, min_smem_kib=_HOPPER),
     _double_q(128, 64, 32, "163 KiB: two CTAs still fit", min_ctas=2),
     _double_q(192, 64, 48, "gQ takes 96 registers", unroll_k=2),
     _double_q(192, 64, 16, "99 KiB"),
-    _double_q(256, 64, 32, "gQ takes 128 registers", unroll_k=2, min_smem_kib=_HOPPER),
-    _double_q(256, 32, 16, "163 KiB and 99 KiB", num_warps=2),
+    _double_q(256, 64, 32, "gQ takes 128 registers", unroll_k=2, min_smem_kib=_HOPPER, max_arch=90),
+    _double_q(256, 32, 16, "163 KiB and 99 KiB; after 9.0", num_warps=2),
     *(Variant(f"{stem}_numba", stem, "any dtype, any GPU, and the simulator", "numba") for stem in _STEMS),
 )
 # fmt: on
@@ -225,7 +230,7 @@ def serves(row: Variant, arch: int) -> bool:
 
 def _fits(row: Variant, d: int, dv: int, arch: int) -> bool:
     need = max(smem_bytes(row, d, dv, atomic=True), row.min_smem_kib * _KIB)
-    return need <= smem_limit(arch)
+    return need <= smem_limit(arch) and arch <= row.max_arch
 
 
 def select(

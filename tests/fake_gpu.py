@@ -469,7 +469,9 @@ class Kernels:
 
     def double_backward_out(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
         given = self._note(variant, problem, views, stream)
-        out, dout, lse, dlse, ddout, ddlse, delta, ddelta, *offsets = given[6:]
+        out, dout, lse, dlse, ddout, ddlse, delta, ddelta, gq_accum, *offsets = given[6:]
+        if gq_accum is not None:
+            gq_accum[...] = 0
         tout, tlse = self._tangents(problem, [*given[:6], *offsets], out, lse)
         ddout[...], ddlse[...] = tout, tlse
         dead = np.where(lse == -np.inf, np.nan, 0)  # nobody may read them there

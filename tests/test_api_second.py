@@ -243,7 +243,7 @@ def test_workspaces(gpu: fake_gpu.Kernels, dtype: str) -> None:
     double_backward(on("torch", case), case)
     (first, keys, last), problem = gpu.views, gpu.problems[0]
     [name] = [row for row, _ in gpu.launched if "postprocess" in row]
-    *_, delta, ddelta, cu_q, cu_k = first
+    *_, delta, ddelta, zeroed, cu_q, cu_k = first
     accum, offsets, gq = last
     assert offsets == cu_q != cu_k and gq.shape == case.q.shape
     assert accum.shape == accum_shape(ROWS[name], problem, "dq")
@@ -253,14 +253,14 @@ def test_workspaces(gpu: fake_gpu.Kernels, dtype: str) -> None:
         assert view.shape == case.lse.shape
     _q, _k, _v, _ddq, _ddk, _ddv, _dout, _lse, *sums, gq_accum, _gk, _gv, _, _ = keys
     assert sums == [delta, first[11], ddelta], "delta, ddlse, ddelta"
-    assert gq_accum == accum
+    assert gq_accum == zeroed == accum
     assert len({view.ptr for view in (delta, ddelta, accum, first[11])}) == 4
 
 
 def test_no_atomics_where_determinism_is_asked_for(gpu: fake_gpu.Kernels) -> None:
     case = Second("float16")
     double_backward(on("cupy", case), case, deterministic=True)
-    assert gpu.views[1][11] is None, "gq_accum"
+    assert gpu.views[0][14] is gpu.views[1][11] is None, "gq_accum"
     assert gpu.views[2][:11] == gpu.views[1][:11], "both halves read the same"
 
 

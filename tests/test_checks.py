@@ -63,6 +63,8 @@ REFUSALS = [
     value(checks.rank, "q", (4, 8), text=r"q has shape \(4, 8\): expected 3 dim.*num_heads_q, hea"),
     value(checks.rank, "k", (1, 4, 2, 8), text="expected 3 dimensions.*join its first two axes"),
     value(checks.shape, "lse", (8, 2), (2, 8), text=r"lse has shape \(8, 2\): expected \(2, 8\)"),
+    value(checks.shape, "ddq", (5, 2, 16), (5, 4, 16), text=r"ddq .*head_dim\), like q; check"),
+    value(checks.shape, "tv", (5, 1, 8), (5, 2, 8), text=r"tv has .*head_dim_v\), like v; check"),
     value(checks.tokens, "q", 2**31, text="q has 2147483648 tokens: expected at most 2147483647"),
     # heads
     value(checks.keys_and_values, (5, 2, 8), (6, 2, 16), text=r"v .*expected \(5, 2, 16\)"),

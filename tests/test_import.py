@@ -17,8 +17,9 @@ PACKAGE = Path(rawattn.__file__).parent
 KERNELS = PACKAGE.parent / "kernels_cu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TWINS = sorted((PACKAGE / "ops").glob("*_numba.py"))
-SHARED = {"common_numba", "simulator_numba"}  # what the twins share
+SHARED = {"common_numba", "second_numba", "simulator_numba"}  # what the twins share
 HEAVY = ("torch", "numba", "cupy", "jax", "cuda")
+ADAPTER = {"torch", "torch_autograd", "torch_compat", "torch_ops"}  # what may import torch
 
 # Which layers a layer may import besides itself; the leaves, and the rest of the package, none.
 ARROWS = {
@@ -30,10 +31,14 @@ ARROWS = {
     "arrays": {"checks"},
     "jit": {"env", "problem", "variants"},
     "ops": {"arrays", "jit", "problem", "variants"},
-    "api": {"arrays", "checks", "ops", "problem", "reference", "variants"},
-    "torch": {"api", "torch_compat"},
+    "call": {"arrays", "checks", "problem"},
+    "api": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
+    "api_second": {"arrays", "call", "ops", "problem", "reference", "variants"},
+    "torch": {"torch_autograd", "torch_compat", "torch_ops"},
+    "torch_autograd": {"torch_ops"},
     "torch_compat": {"torch"},
-    "__init__": {"api"},
+    "torch_ops": {"api", "api_second"},
+    "__init__": {"api", "api_second"},
 }
 
 
@@ -85,7 +90,7 @@ def spelled(path: Path) -> str:
 
 def test_import_loads_nothing_heavy() -> None:
     loaded = in_python("import sys, rawattn; print(*sys.modules)").split()
-    assert "rawattn.api" in loaded
+    assert {"rawattn.api", "rawattn.api_second"} <= {*loaded}
     assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
 
 
@@ -101,6 +106,8 @@ def test_host_arrays_load_nothing_heavy() -> None:
         "q = np.ones((5, 2, 8), np.float32)\n"
         "out, lse = rawattn.forward(q, q, q, np.array([0, 2, 5]), return_lse=True)\n"
         "rawattn.backward(q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
+        "rawattn.jvp(q, q, q, q, q, q, np.array([0, 2, 5]))\n"
+        "rawattn.double_backward(q, q, q, q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
         "print(*sys.modules)"
     )
     loaded = in_python(code).split()
@@ -110,7 +117,7 @@ def test_host_arrays_load_nothing_heavy() -> None:
 def test_public_names() -> None:
     assert sorted(rawattn.__all__) == rawattn.__all__
     for name in rawattn.__all__:
-        assert getattr(rawattn, name).__module__ == "rawattn.api"
+        assert getattr(rawattn, name).__module__ in ("rawattn.api", "rawattn.api_second")
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -120,22 +127,22 @@ def test_public_names() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=spelled)
 def test_arrows(path: Path) -> None:
     allowed = ARROWS.get(layer(path))
-    if allowed is None:  # check stands on top, and may import everything but torch.py
+    if allowed is None:  # check stands on top, and may import everything but the torch adapter
         assert layer(path) == "check", "a new part of the package: give it its arrows"
-        allowed = {*ARROWS} - {"torch", "torch_compat"}
+        allowed = {*ARROWS} - ADAPTER
     used = {name.split(".")[1] for name, _ in imports(path) if name.startswith("rawattn.")}
     assert used <= allowed | {layer(path)}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=spelled)
 def test_heavy_libraries_stay_in_their_modules(path: Path) -> None:
-    twin, adapter = path.name.endswith("_numba.py"), layer(path) in ("torch", "torch_compat")
+    twin, adapter = path.name.endswith("_numba.py"), layer(path) in ADAPTER
     for name, at_once in imports(path):
         root = name.partition(".")[0]
         if root == "numba":
             assert twin, "numba is imported by the twins alone"
         elif root == "torch":
-            assert adapter, "torch is imported by rawattn.torch alone"
+            assert adapter, "torch is imported by rawattn.torch and its parts alone"
         elif root in HEAVY:
             assert not at_once, f"{name} is imported where a function needs it"
 

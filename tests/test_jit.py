@@ -24,7 +24,8 @@ from rawattn.variants import TABLE, Variant, smem_bytes
 ROWS = {row.name: row for row in TABLE}
 SMALL = Build(ROWS["backward_preprocess_sm80"], "bfloat16", 64, 64, False, False, False)
 FORWARD = Build(ROWS["forward_sm80_d64_128x64"], "bfloat16", 64, 64, False, True, False)
-HOST_ONLY = ("name", "why", "stem", "family", "head_dim", "min_smem_kib")  # no kernel sees them
+# no kernel sees these
+HOST_ONLY = ("name", "why", "stem", "family", "head_dim", "min_smem_kib", "max_arch", "max_ctas")
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of POSIX")
 
 

@@ -129,6 +129,7 @@ def test_double_backward_out(name, with_dlse, memory):
     a = SecondArrays(name, memory, with_dlse)
     ddout = a.poison(a.out.shape, a.dtype)
     ddlse, delta, ddelta = (a.poison(a.lse.shape, a.real) for _ in range(3))
+    accum = a.poison((a.q.size,), a.real) if with_dlse else None
     double_backward_out_numba.launch(
         None,
         a.problem,
@@ -139,9 +140,12 @@ def test_double_backward_out(name, with_dlse, memory):
         ddlse,
         delta,
         ddelta,
+        accum,
         *a.sequences(),
         stream=a.stream,
     )
+    if accum is not None:
+        assert not a.fetch(accum).any()
     a.compare(a.fetch(ddout), a.expected_ddout, a.cu_q)
     a.compare(a.fetch(ddlse).T, a.ddlse.T, a.cu_q)
     a.compare(a.fetch(delta).T, np.where(a.dead, 0, a.delta).T, a.cu_q)
@@ -196,8 +200,11 @@ def test_what_a_cta_allocates_fits_into_static_shared_memory(stem, dtype, given,
     monkeypatch.setattr(shared, "array", array)
     for head_dims in [*((d, d) for d in range(8, 257, 8)), (8, 256), (192, 128), (72, 8)]:
         kernel, block = twin.compiled(dtype, *head_dims, *(letter in given for letter in "qkv"))
-        nothing = [np.zeros(1, np.int32)] * (len(inspect.signature(kernel.fn).parameters) - 8)
+        numbers = {"num_heads_q": 1, "num_heads_kv": 1, "window_left": -1, "window_right": -1}
+        numbers |= {"batch": 0, "total_q": 0, "total_k": 0, "softmax_scale": 1.0}
+        numbers |= {"gq_accum_size": 0}
+        names = inspect.signature(kernel.fn).parameters
         sizes.clear()
-        kernel[(1, 1), 1](*nothing, 0, 0, 0, 1, 1, -1, -1, 1.0)
+        kernel[(1, 1), 1](*(numbers.get(name, np.zeros(1, np.int32)) for name in names))
         assert 8 * block < sum(sizes.values()) <= 48 * 1024
         assert block == 16 or dtype == "float64" or max(head_dims) > 64

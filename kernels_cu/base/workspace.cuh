@@ -11,6 +11,16 @@
 
 constexpr int UNIT = 16;
 
+// Zeros to a whole workspace, a multiple of 4 floats, by all CTAs of a grid (x, y) together.
+template <int NUM_THREADS>
+__device__ __forceinline__ void zero_workspace(float* data, int64_t size) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * gridDim.y * NUM_THREADS;
+  const int64_t cta = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+  for (int64_t i = cta * NUM_THREADS + threadIdx.x; i < size / 4; i += threads) {
+    reinterpret_cast<float4*>(data)[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+}
+
 template <int COLS>
 struct Workspace {
   float* data;  // this head's first unit of this sequence

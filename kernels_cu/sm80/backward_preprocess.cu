@@ -5,7 +5,7 @@
 //
 // Twin: rawattn/ops/backward_preprocess_numba.py.
 // Source: FlashAttention-2, arXiv 2307.08691, algorithm 2, line 4.
-#include "base/ptx.cuh"
+#include "base/workspace.cuh"
 
 constexpr int NUM_THREADS = cfg::NUM_WARPS * WARP_SIZE;
 constexpr int ROWS = cfg::BLOCK_M;                                   // rows of a CTA
@@ -36,15 +36,6 @@ __device__ __forceinline__ float dot_chunk(uint4 a, uint4 b) {
   return sum;
 }
 
-__device__ __forceinline__ void zero_workspace(const Args& args) {
-  const int64_t vectors = args.dq_accum_size / 4;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * gridDim.y * NUM_THREADS;
-  const int64_t cta = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-  for (int64_t i = cta * NUM_THREADS + threadIdx.x; i < vectors; i += threads) {
-    reinterpret_cast<float4*>(args.dq_accum)[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     backward_preprocess(const __grid_constant__ Args args) {
   const int head = blockIdx.y, lane = threadIdx.x % LANES;
@@ -70,5 +61,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
       args.delta[index] = sum - (args.dlse ? args.dlse[index] : 0.0f);
     }
   }
-  if (args.dq_accum) zero_workspace(args);
+  if (args.dq_accum) zero_workspace<NUM_THREADS>(args.dq_accum, args.dq_accum_size);
 }

@@ -1,6 +1,7 @@
 // double_backward_out: ddO = (P o E) V + P ddV - e o O and e = ddL = rowsum(P o E), with
 //                      E = softmax_scale (ddQ K^T + Q ddK^T): the gradients of dO and dL;
-//                      for the second pass D = dO.O - dL and its tangent W = dO.ddO.
+//                      for the second pass D = dO.O - dL and its tangent W = dO.ddO, and zeros to
+//                      the workspace that gQ is added into.
 //
 //              BLOCK_N keys               A CTA owns BLOCK_M queries of one head. Its warps own
 //            +-------------+              whole rows, BLOCK_M / NUM_WARPS each; P comes from S and
@@ -13,6 +14,7 @@
 // backward, arXiv 2307.08691, algorithm 2; rawattn/reference has the equations.
 #include "base/softmax.cuh"
 #include "base/varlen.cuh"
+#include "base/workspace.cuh"
 #include "sm80/tangent.cuh"
 
 using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_WARPS;
@@ -53,6 +55,7 @@ struct Args {
   float* ddlse;             // (num_heads_q, total_q)
   float* delta;             // (num_heads_q, total_q)
   float* ddelta;            // (num_heads_q, total_q)
+  float* gq_accum;          // (gq_accum_size,), zeroed here, or null
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
   int batch;
@@ -63,6 +66,7 @@ struct Args {
   int window_left;
   int window_right;
   float softmax_scale;
+  int64_t gq_accum_size;
 };
 
 __device__ __forceinline__ void write_dead_rows(const Args& args, int head, int row, int rows) {
@@ -149,6 +153,7 @@ __device__ __forceinline__ void epilogue(const Args& args, int head, int first_r
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     double_backward_out(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char smem[];
+  if (args.gq_accum) zero_workspace<NUM_THREADS>(args.gq_accum, args.gq_accum_size);
   const TileOfSequence tile =
       find_tile(args.cu_seqlens_q, args.batch, args.total_q, BLOCK_M, blockIdx.x);
   const int head = blockIdx.y, kv_head = head / (args.num_heads_q / args.num_heads_kv);

@@ -1,7 +1,6 @@
 """The bytes of a kernel's ``struct Args``: how arrays and a problem's numbers enter it."""
 
 import struct
-from functools import cache
 from typing import TYPE_CHECKING
 
 from rawattn.problem import Problem
@@ -12,13 +11,12 @@ if TYPE_CHECKING:
 _SIZES = "7if0q"  # batch .. window_right, softmax_scale; padded as C++ pads a struct
 
 
-@cache
-def layout(fields: str) -> struct.Struct:
+def layout(fields: str, behind: str = "") -> struct.Struct:
     """The layout of a ``struct Args``: a "T" for each Tensor and a "P" for each pointer in it.
 
-    The sizes that ``pack`` adds come last.
+    Then come ``sizes``, and what stands ``behind`` them, in the letters of ``struct``.
     """
-    return struct.Struct("@" + fields.replace("T", "Pqq") + _SIZES)
+    return struct.Struct("@" + fields.replace("T", "Pqq") + _SIZES + behind)
 
 
 def tensor(view: "View | None") -> tuple[int, int, int]:

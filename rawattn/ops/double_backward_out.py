@@ -10,7 +10,7 @@ from rawattn.variants import Variant
 if TYPE_CHECKING:
     from rawattn.arrays import View
 
-_ARGS = layout("TTTTTTTTPPTPPPPP")  # struct Args
+_ARGS = layout("TTTTTTTTPPTPPPPPP", "q")  # struct Args
 
 
 def launch(
@@ -30,12 +30,13 @@ def launch(
     ddlse: "View",
     delta: "View",
     ddelta: "View",
+    gq_accum: "View | None",
     cu_seqlens_q: "View",
     cu_seqlens_k: "View",
     *,
     stream: int,
 ) -> None:
-    """ddout and ddlse; delta and ddelta, which the kernels for gq, gk and gv read."""
+    """ddout and ddlse; delta, ddelta and zeros in gq_accum for the kernels of gq, gk and gv."""
     if variant.family == "numba":
         from rawattn.ops import double_backward_out_numba
 
@@ -56,6 +57,7 @@ def launch(
             ddlse,
             delta,
             ddelta,
+            gq_accum,
             cu_seqlens_q,
             cu_seqlens_k,
             stream=stream,
@@ -76,9 +78,11 @@ def launch(
         ddlse.ptr,
         delta.ptr,
         ddelta.ptr,
+        pointer(gq_accum),
         cu_seqlens_q.ptr,
         cu_seqlens_k.ptr,
         *sizes(problem),
+        gq_accum.shape[0] if gq_accum else 0,
     )
     direction = (ddq is not None, ddk is not None, ddv is not None)
     tiles = problem.total_q // variant.block_m + problem.batch + 1

@@ -54,16 +54,17 @@ def launch(
     ddlse: View,
     delta: View,
     ddelta: View,
+    gq_accum: View | None,
     cu_seqlens_q: View,
     cu_seqlens_k: View,
     *,
     stream: int,
 ) -> None:
-    """Queue the kernel that fills ``ddout``, ``ddlse``, ``delta`` and ``ddelta``.
+    """Queue the kernel that fills ``ddout``, ``ddlse``, ``delta`` and ``ddelta``; zeroes ``gq_accum``.
 
-    The last three are of ``lse``'s shape, (num_heads_q, total_q).
+    ``ddlse``, ``delta`` and ``ddelta`` are of ``lse``'s shape, (num_heads_q, total_q).
     """
-    p, dlse = problem, dlse or absent(problem, ndim=2)
+    p, dlse, gq_accum = problem, dlse or absent(problem, ndim=2), gq_accum or absent(problem)
     cotangents, given = direction(p, ddq, ddk, ddv)
     kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *given)
     run(
@@ -73,13 +74,13 @@ def launch(
         p,
         (
             *(q, k, v, *cotangents, out, dout, lse, dlse),
-            *(ddout, ddlse, delta, ddelta, cu_seqlens_q, cu_seqlens_k),
+            *(ddout, ddlse, delta, ddelta, gq_accum, cu_seqlens_q, cu_seqlens_k),
         ),
         (
             *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
+            *(p.window_left, p.window_right, p.softmax_scale, gq_accum.shape[0]),
         ),
-        written=(ddout, ddlse, delta, ddelta),
+        written=(ddout, ddlse, delta, ddelta, gq_accum),
         stream=stream,
     )
 
@@ -119,6 +120,7 @@ def compiled(
         ddlse: Array,
         delta: Array,
         ddelta: Array,
+        gq_accum: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
         batch: int,
@@ -129,6 +131,7 @@ def compiled(
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        gq_accum_size: int,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sKV = cuda.shared.array(KV_TILE, real)
@@ -143,6 +146,10 @@ def compiled(
         row, lane = thread // LANES, thread % LANES
         head = cuda.blockIdx.y
         head_kv = head // (num_heads_q // num_heads_kv)
+        cta = cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x
+        step = cuda.gridDim.x * cuda.gridDim.y * cuda.blockDim.x
+        for e in range(cta * cuda.blockDim.x + thread, gq_accum_size, step):
+            gq_accum[e] = real(0)
         b, start_q, seqlen_q, m_start = find_tile(
             cu_seqlens_q, batch, total_q, cuda.blockIdx.x, BLOCK
         )
