@@ -268,7 +268,8 @@ def _launch_double_backward(
 
     The first pass goes along the queries and leaves the rows' sums D and W to the second, which
     goes along the keys. gq is gathered by atomic adds in a float32 workspace from the caller's
-    allocator, which the first pass zeroes and a last one scales; or, deterministically, by a pass along the queries.
+    allocator, which the first pass zeroes and a last one scales; or, deterministically, by a pass
+    along the queries.
     """
     like = inputs[0]
     ddout, ddlse, gq, gk, gv = results

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import product
 
 import numpy as np
 import pytest
 
 from rawattn.check.cases import DTYPES, HALF, Case, dtype_of, make, standard
 from rawattn.check.expected import expect
+from rawattn.check.second import expect_second
 from rawattn.check.transfer import to_framework, to_numpy
 
 SIZES = ("small", "large")
@@ -31,6 +33,7 @@ def test_every_feature_is_there(size: str) -> None:
     sides = {(case.window[0] >= 0, case.window[1] >= 0) for case in cases}
     assert sides == {(True, True), (True, False), (False, True), (False, False)}
     assert any(case.strided for case in cases) and any(case.softmax_scale for case in cases)
+    assert {case.direction for case in cases} == set(product((True, False), repeat=3))
     assert any(not case.lengths_q for case in cases)
     assert any(sum(case.lengths_k) + case.past_k == 0 for case in cases)
 
@@ -47,7 +50,12 @@ def test_names_are_unique_and_large_cases_come_in_both_half_precisions(size: str
 @pytest.mark.parametrize("case", standard("small"), ids=str)
 def test_poison_stands_where_it_should(case: Case) -> None:
     t = make(case)
-    for side, arrays in (("q", (t.q, t.dout)), ("k", (t.k, t.v))):
+    assert tuple(part is not None for part in t.direction) == case.direction
+    assert t.direction == (t.tq, t.tk, t.tv)
+    for origin, part in zip((t.q, t.k, t.v), t.direction, strict=True):
+        assert part is None or (part.shape == origin.shape and part.strides == origin.strides)
+    for side, given in (("q", (t.q, t.dout, t.tq)), ("k", (t.k, t.v, t.tk, t.tv))):
+        arrays = [array for array in given if array is not None]
         bad = ~case.healthy(side) | (case.sequence_of(side) < 0)
         for array in arrays:
             assert np.isnan(array[bad].astype(np.float64)).all()
@@ -63,7 +71,7 @@ def test_poison_stands_where_it_should(case: Case) -> None:
 def test_strided_cases_have_gaps_full_of_nan() -> None:
     case = next(c for c in standard("small") if c.strided and c.dtype == "float16")
     t = make(case)
-    for array in (t.q, t.k, t.v, t.dout):
+    for array in (t.q, t.k, t.v, t.dout, *t.direction):
         assert not array.flags.c_contiguous and array.strides[2] == array.itemsize
         assert all(stride % 16 == 0 for stride in array.strides[:2])
         assert np.isnan(array.base[:, array.shape[1] :]).all()
@@ -110,6 +118,14 @@ def test_expected_gives_the_backward_nothing_of_other_rows() -> None:
     assert not np.isnan(expected.lse[:, ~bad]).any()
     for target in expected.targets.values():
         assert not np.isnan(target.reference).any()
+    second = expect_second(case)
+    assert second.out is expected.out and second.lse is expected.lse
+    for target in second.targets.values():
+        assert not np.isnan(target.reference).any()
+    for part, side in zip(second.symmetry.direction, "qkk", strict=True):
+        bad = ~case.healthy(side) | (case.sequence_of(side) < 0)
+        assert np.isnan(part[bad].astype(np.float64)).all()
+        assert np.isfinite(part[~bad].astype(np.float64)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,7 +147,7 @@ def test_importable_without_gpu_libraries() -> None:
     code = (
         "import sys\n"
         "for name in ('cupy', 'torch', 'numba'): sys.modules[name] = None\n"
-        "from rawattn.check import cases, diff, expected\n"
-        "expected.expect(cases.standard('small')[0])\n"
+        "from rawattn.check import cases, diff, second\n"
+        "second.expect_second(cases.standard('small')[0])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,9 +1,14 @@
-"""rawattn-check: right functions leave with 0, wrong ones with 1, and the report says where."""
+"""rawattn-check: right functions leave with 0, wrong ones with 1, and the report says where.
+
+Long by the list of faults that must be found.
+"""
 
 import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +16,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from rawattn import api, env, jit
+from rawattn import api, api_second, env, jit
 from rawattn.check import cli, compiled, machine, run
-from rawattn.check.cases import standard
-from rawattn.variants import METHODS, TABLE
+from rawattn.check.cases import DTYPES, standard
+from rawattn.variants import TABLE, serves
 
 RIGHT = """
 import numpy as np
-from rawattn.reference import dense
+from rawattn.reference import dense, second
 
 def mask(causal, window):
     return (window[0], 0) if causal else window
@@ -36,7 +41,25 @@ def attend_backward(dout, q, k, v, out, lse, cu_seqlens, *, cu_seqlens_k=None, c
     grads = dense.backward(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dlse=dlse,
                            window=mask(causal, window), softmax_scale=softmax_scale)
     return tuple(g.astype(q.dtype) for g in grads)
+
+def attend_double_backward(ddq, ddk, ddv, dout, q, k, v, out, lse, cu_seqlens, *,
+                           cu_seqlens_k=None, causal=False, window=(-1, -1), softmax_scale=None,
+                           dlse=None, ddlse=None):
+    ddo, ddl, *grads = second.double_backward(
+        ddq, ddk, ddv, dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dlse=dlse,
+        window=mask(causal, window), softmax_scale=softmax_scale)
+    ddlse[...] = ddl
+    return ddo.astype(q.dtype), ddlse, *(g.astype(q.dtype) for g in grads)
+
+def attend_jvp(q, k, v, tq, tk, tv, cu_seqlens, *, cu_seqlens_k=None, causal=False,
+               window=(-1, -1), softmax_scale=None, tout=None):
+    out, tan, *rows = second.jvp(q, k, v, tq, tk, tv, cu_seqlens, cu_seqlens_k,
+                                 window=mask(causal, window), softmax_scale=softmax_scale)
+    tout[...] = tan
+    return (out.astype(q.dtype), tout,
+            *(x.astype(np.float64 if q.dtype == np.float64 else np.float32) for x in rows))
 """
+BEYOND = "ddout ddlse gq gk gv jvp-out tout jvp-lse tlse"
 # name: (text of RIGHT, what stands there in its place, tensors that must fail)
 FAULTS = {
     "scaled": ("out[...] = result", "out[...] = 1.05 * result", "out"),
@@ -49,7 +72,11 @@ FAULTS = {
     "float64 result": ("out[...] = result", "out = result", "out"),
     "base of the logarithm": ("lse = lse.", "lse = (lse / np.log(2)).", "lse"),
     "scale forgotten": ("softmax_scale)\n    out", "1.0)\n    out", "out lse"),
-    "top-left causal": ("return (window[0], 0) if", "return (window[0], 1) if", "out lse dq dk dv"),
+    "top-left causal": (
+        "return (window[0], 0) if",
+        "return (window[0], 1) if",
+        f"out lse dq dk dv {BEYOND}",
+    ),
     "leaks to the neighbour": (
         "    result, lse = dense",
         "    cu_seqlens, cu_seqlens_k = (np.array([0, len(x)]) for x in (q, k))\n"
@@ -63,7 +90,38 @@ FAULTS = {
         "grads = grads[1::-1] + grads[2:]\n    return tuple(g",
         "dq dk",
     ),
+    "gq, gk and gv zero": (
+        "(g.astype(q.dtype) for g in grads)\n\ndef attend_jvp",
+        "(0 * g.astype(q.dtype) for g in grads)\n\ndef attend_jvp",
+        "gq gk gv",
+    ),
+    "gk a bit large": ("    ddlse[...]", "    grads[1] *= 1.3\n    ddlse[...]", "gk symmetry"),
+    "ddlse not written": ("    ddlse[...] = ddl", "    pass", "ddlse"),
+    "ddlse of the other sign": ("ddlse[...] = ddl", "ddlse[...] = -ddl", "ddlse"),
+    "out as ddout": ("return ddo.astype", "return out.astype", "ddout"),
+    "ddv forgotten": (
+        "    ddq, ddk, ddv, dout",
+        "    ddq, ddk, None, dout",
+        "ddout gq gk symmetry",
+    ),
+    "dlse forgotten at second order": ("dlse=dlse,\n        w", "dlse=None,\n        w", "gq gk"),
+    "tk forgotten": ("second.jvp(q, k, v, tq, tk", "second.jvp(q, k, v, tq, None", "tout tlse"),
+    "None is not zero": (
+        "    out, tan",
+        "    tk = k if tk is None else tk\n    out, tan",
+        "tout tlse",
+    ),
+    "out and tout in turn": (
+        "return (out.astype(q.dtype), tout",
+        "return (tout, out.astype(q.dtype)",
+        "jvp-out tout",
+    ),
 }
+
+
+def names(tensors: str) -> set[str]:
+    """Tensors by their names, where jvp-out stands for "jvp out"."""
+    return {name.replace("jvp-", "jvp ") for name in tensors.split()}
 
 
 @pytest.fixture
@@ -96,7 +154,8 @@ def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) 
     found = json.loads(file.read_text())
     assert found["ok"] and found["versions"]["numpy"] == np.__version__
     assert {row["case"] for row in found["rows"]} == {str(case) for case in standard("small")}
-    assert {row["tensor"] for row in found["rows"]} == {"out", "lse", "dq", "dk", "dv"}
+    tensors = names(f"out lse dq dk dv {BEYOND} symmetry")
+    assert {row["tensor"] for row in found["rows"]} == tensors
     for heading in ("case", "backend", "tensor", "error", "allowed", "verdict"):
         assert heading in result.output
     assert "all zero by definition" in result.output, "zeros that are due are said to be so"
@@ -109,7 +168,7 @@ def test_diff_catches(fault: str, check, candidate, tmp_path) -> None:
     place = candidate(old, new)
     result = check("diff", "--candidate", place, "--framework", "numpy", "--quick", "--json", file)
     assert result.exit_code == 1, result.output
-    assert failed(file) == set(tensors.split()), "these tensors and no other"
+    assert failed(file) == names(tensors), "these tensors and no other"
     assert "FAIL" in result.output and not json.loads(file.read_text())["ok"]
 
 
@@ -142,6 +201,13 @@ def test_diff_skips_cases_that_need_a_missing_parameter(check, candidate) -> Non
     assert none.exit_code == 1, "nothing was judged"
 
 
+def test_diff_leaves_dlse_out_where_double_backward_cannot_take_it(check, candidate) -> None:
+    place = candidate("dlse=None, ddlse=None):", "ddlse=None):\n    dlse = None")
+    arguments = ("--framework", "numpy", "--quick")
+    result = check("diff", "--candidate", f"{place}_double_backward", *arguments)
+    assert result.exit_code == 0, result.output
+
+
 def test_diff_against_another_function(check, candidate) -> None:
     right, wrong = candidate(), candidate("out[...] = result", "out[...] = 2 * result", "other.py")
     arguments = ("diff", "--framework", "numpy", "--quick", "--candidate")
@@ -149,14 +215,41 @@ def test_diff_against_another_function(check, candidate) -> None:
     result = check(*arguments, right, "--against", wrong)
     assert result.exit_code == 1 and "FAIL" in result.output
     assert check(*arguments, wrong, "--against", wrong).exit_code == 0, "equal to each other"
+    alone = f"{right}_backward"
+    assert check(*arguments, alone, "--against", right).exit_code == 0, "on what both give"
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the wrong function
 def test_diff_against_torch(check, candidate) -> None:
     pytest.importorskip("torch")
     arguments = ("diff", "--framework", "numpy", "--against", "torch", "--candidate")
     result = check(*arguments, candidate())
     assert result.exit_code == 0, result.output
     assert check(*arguments, candidate("causal else", "causal and 0 else")).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("attend_jvp", "jvp-out jvp-lse tout tlse"),
+        ("attend_double_backward", "ddout ddlse gq gk gv symmetry"),
+        ("attend_backward", "dq dk dv"),
+        ("jvp", "jvp-out jvp-lse tout tlse"),
+        ("double_backward", "ddout ddlse gq gk gv symmetry"),
+        ("none", f"dq dk dv {BEYOND} symmetry"),
+    ],
+)
+def test_diff_judges_what_there_is(name: str, tensors: str, check, candidate, tmp_path) -> None:
+    place = Path(candidate().rpartition(":")[0])
+    text = place.read_text().replace(f"def attend_{name}(", f"def {name}(")
+    if name == "none":  # no function of the very name, but three that begin with it
+        text = text.replace("attend_", "none_")
+    place.write_text(text)
+    file = tmp_path / "found.json"
+    arguments = ("--framework", "numpy", "--quick", "--json", file)
+    result = check("diff", "--candidate", f"{place}:{name}", *arguments)
+    assert result.exit_code == 0, result.output
+    assert {row["tensor"] for row in json.loads(file.read_text())["rows"]} == names(tensors)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +285,24 @@ def test_run_judges_and_writes_json(check, tmp_path) -> None:
     result = check("run", "--filter", "window-narrow", "--json", file)
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())["rows"]
-    assert {"out", "lse", "delta", "dq", "dk", "dv"} == {row["tensor"] for row in rows}
+    tensors = {row["tensor"] for row in rows}
+    assert tensors == names("out lse delta dq dk dv jvp-out jvp-lse tout tlse")
     assert all(row["verdict"] == "pass" and row["error"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("broken", ["forward", "backward_preprocess", "backward"])
-def test_a_wrong_kernel_fails(broken: str, monkeypatch) -> None:
-    right = getattr(api, broken)
+@pytest.mark.parametrize(
+    ("broken", "tensors"),
+    [
+        ("forward", "out lse"),
+        ("backward_preprocess", "delta"),
+        ("backward", "dq dk dv"),
+        ("jvp", "jvp-out jvp-lse tout tlse"),
+        ("double_backward", "ddout ddlse gq gk gv"),
+    ],
+)
+def test_a_wrong_kernel_fails(broken: str, tensors: str, monkeypatch) -> None:
+    module = api if hasattr(api, broken) else api_second
+    right = getattr(module, broken)
 
     def wrong(*args, **kwargs):
         results = right(*args, **kwargs)
@@ -207,22 +311,47 @@ def test_a_wrong_kernel_fails(broken: str, monkeypatch) -> None:
         return results
 
     case = next(case for case in standard("small") if case.name == "scale")
-    rows = run.judge_case(case, "reference", METHODS[:1])
-    assert len(rows) == 6 and all(row.verdict.ok for row in rows), rows
-    monkeypatch.setattr(api, broken, wrong)
-    bad = {
-        row.tensor for row in run.judge_case(case, "reference", METHODS[:1]) if not row.verdict.ok
-    }
-    expected = {"forward": {"out", "lse"}, "backward_preprocess": {"delta"}}
-    assert bad == expected.get(broken, {"dq", "dk", "dv"})
+    steps = ("atomic_dq", "jvp", "second/atomic")
+    rows = run.judge_case(case, "reference", steps)
+    assert len(rows) == 16 and all(row.verdict.ok for row in rows), rows
+    monkeypatch.setattr(module, broken, wrong)
+    bad = {row.tensor for row in run.judge_case(case, "reference", steps) if not row.verdict.ok}
+    assert bad == names(tensors)
+
+
+@pytest.mark.parametrize("step", ["second/atomic", "second/two_pass"])
+def test_the_two_ways_of_double_backward_are_asked_for(step: str, monkeypatch) -> None:
+    asked, right = set(), api_second.double_backward
+
+    def double_backward(*args, **kwargs):
+        asked.add(kwargs["deterministic"])
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(api_second, "double_backward", double_backward)
+    monkeypatch.setattr(run, "gpu_name", lambda: "")
+    case = next(case for case in standard("small") if case.name == "scale")
+    rows = run.judge_case(case, "reference", (step,))
+    assert asked == {step == "second/two_pass"}
+    assert ("symmetry" in {row.tensor for row in rows}) == (step == "second/atomic")
 
 
 def test_jobs_visit_every_method_and_backend() -> None:
-    with_gpu, without = run.jobs(gpu=True), run.jobs(gpu=False)
+    with_gpu, without = run.jobs(90), run.jobs(0)
     assert {backend for _, backend, _ in with_gpu} == {"cuda", "numba"}
-    assert all(set(methods) == set(METHODS) for _, _, methods in with_gpu)
+    assert all(set(steps) == set(run.STEPS) for _, _, steps in with_gpu)
     assert {backend for _, backend, _ in without} == {"numba"}
-    assert {method for _, _, methods in without for method in methods} == set(METHODS)
+    visited = {(case.dtype, step) for case, _, steps in without for step in steps}
+    assert visited == set(product(DTYPES, run.STEPS))
+
+
+def test_jobs_leave_out_what_a_gpu_has_no_rows_for() -> None:
+    lacking = {
+        (max(case.head_dim, case.head_dim_v), step)
+        for case, backend, steps in run.jobs(89)
+        for step in set(run.STEPS) - set(steps)
+    }
+    assert lacking == {(256, "second/atomic"), (256, "second/two_pass")}
+    assert {backend for _, backend, _ in run.jobs(75)} == {"numba"}
 
 
 def test_compile_reports_a_row(check, tmp_path) -> None:
@@ -269,6 +398,40 @@ def test_standard_builds_cover_the_table() -> None:
     cuda = {row.name for row in TABLE if row.family != "numba"}
     for every in (False, True):
         assert {b.variant.name for b in compiled.standard_builds(every=every)} == cuda
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_sample_builds_cover_the_table_and_the_architectures(each: int) -> None:
+    sample = compiled.sample_builds(each)
+    assert len(sample) == len(set(sample)) <= each * len(compiled.standard_builds(every=False))
+    assert {b.variant.name for b, _ in sample} == {r.name for r in TABLE if r.family != "numba"}
+    assert all(serves(build.variant, compiled.arch_number(arch)) for build, arch in sample)
+    for stem in ("forward", "backward_kv", "jvp", "double_backward_out", "double_backward_kv"):
+        assert {arch for build, arch in sample if build.variant.stem == stem} == set(jit.ARCHS)
+
+
+def test_forms_tell_specialisations_apart() -> None:
+    builds = compiled.standard_builds(every=True)
+    assert len({(b.variant.name, compiled.describe(b)) for b in builds}) == len(builds)
+    row = next(row for row in TABLE if row.stem == "double_backward_kv")
+    build = jit.Build(row, "bfloat16", 64, 64, False, True, True, (True, False, True))
+    assert compiled.describe(build) == "bf16 ra qv"
+    assert compiled.describe(replace(build, direction=jit.NO_DIRECTION)) == "bf16 ra"
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_library_builds_are_what_calls_ask_for(arch: str) -> None:
+    builds = list(compiled.library_builds(arch))
+    assert len(builds) == len(set(builds))
+    assert all(serves(build.variant, compiled.arch_number(arch)) for build in builds)
+    second = {b for b in builds if b.variant.stem in compiled.SECOND_STEMS}
+    assert {b.direction for b in second} == {(True, True, True)}
+    assert {b.direction for b in set(builds) - second} == {jit.NO_DIRECTION}
+    wide = {b.variant.stem for b in second if b.head_dim == 256}
+    assert ("double_backward_kv" in wide) == (arch == "sm_90"), "99 KiB hold no row"
+    assert {b.atomic for b in second if b.variant.stem == "double_backward_kv"} == {True, False}
+    small = {b.variant.name for b in builds if b.variant.max_ctas}
+    assert arch == "sm_89" or small, "rows for small problems too"
 
 
 def test_warm_fills_the_cache(check, tmp_path, monkeypatch) -> None:

@@ -5,7 +5,6 @@ results go to. Expected values come from the dense reference in float64, on the 
 no library of CUDA. Long by its lists of cases.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -15,25 +14,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import device_arch
+from gpu_arrays import Far, bits, moved
+from gpu_problems import ARCH, chosen, judge, mask_of, poisoned, sized, warm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rawattn import api, jit, variants
-from rawattn.check.cases import HALF, NEIGHBOUR, Case, Tensors, dtype_of
-from rawattn.check.compiled import METHOD_STEPS, warm_build
+from rawattn.check.cases import HALF, Case, Tensors, dtype_of
+from rawattn.check.compiled import METHOD_STEPS
 from rawattn.check.expected import Expected, expect
-from rawattn.check.transfer import to_framework, to_numpy
-from rawattn.check.workers import work
+from rawattn.check.transfer import to_numpy
 from rawattn.jit import Build
-from rawattn.problem import Problem
 from rawattn.variants import METHODS, Variant
 
 cupy = pytest.importorskip("cupy")
 
 pytestmark = pytest.mark.gpu
 
-ARCH = device_arch() or 90  # without a GPU the cases of 9.0 are collected, and skipped
 STEPS = ("forward", *METHODS)
 STEPS_OF = {
     "forward": ("forward",),
@@ -57,22 +54,6 @@ OTHER_DIMS = ((40, 40), (72, 72), (136, 136), (200, 200), (128, 64), (192, 128),
 
 
 # ---- cases ------------------------------------------------------------------------------------
-
-
-def poisoned(
-    name: str, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...] | None = None, **changes: Any
-) -> Case:
-    """A case with a NaN sequence in its middle."""
-    at = len(lengths_q) // 2
-    with_q, with_k = (
-        (*n[:at], NEIGHBOUR, *n[at:])
-        for n in (lengths_q, lengths_q if lengths_k is None else lengths_k)
-    )
-    return Case(name, with_q, with_k, poisoned=(at,), **changes)
-
-
-def sized(d: int, dv: int | None = None) -> dict[str, int]:
-    return {"head_dim": d, "head_dim_v": d if dv is None else dv}
 
 
 def lengths_for(d: int, unequal: bool) -> tuple[tuple[int, ...], ...]:
@@ -123,13 +104,6 @@ def cases() -> Iterator[Case]:
         yield plain("many", many, causal=True)
 
 
-def chosen(stem: str, case: Case) -> Variant:
-    """The row that the kernel ``stem`` of a case runs on."""
-    heads, dims = (case.num_heads_q, case.num_heads_kv), (case.head_dim, case.head_dim_v)
-    problem = Problem(case.dtype, 1, 1, 1, *heads, *dims, *case.mask_window, 1.0, ARCH, 0)
-    return variants.select(stem, problem, backend="cuda")
-
-
 def forced() -> Iterator[tuple[Variant, Case, str]]:
     """Rows that this arch can run, and would not run by itself."""
     for row in variants.TABLE:
@@ -174,15 +148,12 @@ def builds(case: Case, step: str, row: Variant | None = None) -> Iterator[Build]
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
     """Fill the cache of cubins from several processes, where many tests are selected."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # that many processes compile anyway
-    wanted: dict[Build, None] = {}
+    wanted: list[Build] = []
     for item in request.session.items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path == request.path and {"case", "step"} <= given.keys():
-            wanted |= dict.fromkeys(builds(given["case"], given["step"], given.get("row")))
-    if len(wanted) > 16:
-        work([partial(warm_build, build, f"sm_{ARCH}") for build in wanted], "compiling")
+            wanted += builds(given["case"], given["step"], given.get("row"))
+    warm(wanted)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -211,20 +182,11 @@ def prepared(case: Case) -> tuple[Expected, Tensors]:
     return expected, expected.tensors.on("cupy")
 
 
-def moved(array: Any) -> Any:
-    return to_framework(array, "cupy")
-
-
 def poison(expected: Expected, *names: str) -> dict[str, Any]:
     """Arrays full of NaN for the results."""
     shapes = {name: expected.targets[name].reference.shape for name in names}
     dtype = dtype_of(expected.case.dtype)
     return {name: moved(np.full(shape, np.nan, dtype=dtype)) for name, shape in shapes.items()}
-
-
-def mask_of(case: Case, t: Tensors) -> dict[str, Any]:
-    options = {"causal": case.causal, "window": case.window, "softmax_scale": case.softmax_scale}
-    return options | {"cu_seqlens_k": t.cu_seqlens_k}
 
 
 def run_step(expected: Expected, t: Tensors, step: str, **options: Any) -> dict[str, Any]:
@@ -240,21 +202,6 @@ def run_step(expected: Expected, t: Tensors, step: str, **options: Any) -> dict[
     grads = api.backward(*inputs, dlse=t.dlse, method=step, **targets, **options)
     assert all(a is b for a, b in zip(grads, targets.values(), strict=True))
     return targets
-
-
-def judge(expected: Expected, results: dict[str, Any]) -> None:
-    """Fail with the verdicts on every tensor, and where the error sits."""
-    wrong = []
-    for name, array in results.items():
-        target, found = expected.targets[name], to_numpy(array)
-        verdict = target.judge(found)
-        if not verdict.ok:
-            wrong.append(f"{name}: {verdict}, {target.shares(found)[:3]}")
-    assert not wrong, "\n".join(wrong)
-
-
-def bits(array: Any) -> bytes:
-    return to_numpy(array).tobytes()
 
 
 def test_there_are_many_cases() -> None:
@@ -356,39 +303,17 @@ def test_offsets_of_more_than_32_bits(axis: str, step: str) -> None:
     """Three tokens or three heads, 2**30 elements from each other, in one buffer."""
     case = Case("far", (3,), (3,), num_heads_kv=3, causal=True, past_q=0, past_k=0)
     expected, near = prepared(case)
-    far, slot = 2**30, 4096  # elements; every array has a slot of its own between the far strides
-    assert 2 * far >= 2**31
-    size = 2 * (2 * far + 8 * slot)
-    if cupy.cuda.runtime.memGetInfo()[0] < size + 2**30:
-        pytest.skip(f"{size / 2**30:.0f} GiB of free GPU memory needed")
-    memory = cupy.cuda.Memory(size)  # not from the pool, so that it goes back at once
-    strides = {"token": (2 * far, 2 * 64, 2), "head": (2 * 64, 2 * far, 2)}[axis]
-
-    def place(index: int) -> Any:
-        pointer = cupy.cuda.MemoryPointer(memory, 2 * slot * index)
-        return cupy.ndarray((3, 3, 64), np.float16, pointer, strides)
-
-    def put(index: int, values: Any) -> Any:
-        array = place(index)
-        for t, h in product(range(3), repeat=2):
-            array[t, h].set(np.ascontiguousarray(values[t, h]))
-        return array
-
-    def get(array: Any) -> Any:
-        return np.stack([np.stack([array[t, h].get() for h in range(3)]) for t in range(3)])
-
-    host = expected.tensors
-    q, k, v = put(0, host.q), put(1, host.k), put(2, host.v)
-    nan = np.full((3, 3, 64), np.nan, dtype=np.float16)
+    host, far = expected.tensors, Far(axis, slots=8)
+    q, k, v = far.put(host.q), far.put(host.k), far.put(host.v)
     if step == "forward":
-        out = api.forward(q, k, v, near.cu_seqlens_q, causal=True, out=put(3, nan))
-        judge(expected, {"out": get(out)})
+        out = api.forward(q, k, v, near.cu_seqlens_q, causal=True, out=far.nan())
+        judge(expected, {"out": far.get(out)})
         return
-    dout, out = put(3, host.dout), put(4, expected.out)
-    targets = {name: put(5 + i, nan) for i, name in enumerate(("dq", "dk", "dv"))}
+    dout, out = far.put(host.dout), far.put(expected.out)
+    targets = {name: far.nan() for name in ("dq", "dk", "dv")}
     passed = (dout, q, k, v, out, moved(expected.lse), near.cu_seqlens_q)
     api.backward(*passed, causal=True, dlse=near.dlse, method=step, **targets)
-    judge(expected, {name: get(array) for name, array in targets.items()})
+    judge(expected, {name: far.get(array) for name, array in targets.items()})
 
 
 def laid_out(array: Any, offset: int, pad: int, heads_first: bool) -> Any:

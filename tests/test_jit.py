@@ -371,7 +371,7 @@ def test_the_source_of_a_compile_error_goes_to_the_dump_folder(
         ("forward_sm80_d64_128x64", {"block_m": 16}, "cfg::BLOCK_M"),
         ("forward_sm80_d64_128x64", {"block_n": 40}, "cfg::BLOCK_N"),
         ("jvp_sm80_d64_64x64", {"block_n": 40}, "cfg::BLOCK_N"),
-        ("double_backward_out_sm80_d64_128x64", {"block_m": 16}, "cfg::BLOCK_M"),
+        ("double_backward_out_sm80_d64_128x48", {"block_m": 16}, "cfg::BLOCK_M"),
         ("double_backward_kv_sm80_d64_64x64", {"warps_n_kv": 3}, "WARPS_N_KV"),
         ("backward_q_sm80_d96_64x64", {"block_m": 16}, "cfg::BLOCK_M"),
         ("backward_kv_sm80_d64_64x128", {"warps_m_s": 3}, "cfg::WARPS_M_S"),

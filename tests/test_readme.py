@@ -5,8 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+import rawattn
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -36,6 +40,20 @@ def test_the_torch_example_runs() -> None:
     names = {"q": q, "k": k, "v": v, "cu_seqlens": torch.tensor([0, 3, 7], dtype=torch.int32)}
     exec(example[1], names)
     assert names["out"].shape == q.shape and names["out"].requires_grad
+
+
+def test_the_example_of_second_order_runs() -> None:
+    example = re.search(r"```python\n(out, tout.*?)```", README, re.DOTALL)
+    assert example
+    rng = np.random.default_rng(0)
+    names = ("q", "k", "v", "tq", "tk", "tv", "ddq", "ddk", "ddv", "dout")
+    given: dict[str, Any] = {name: rng.standard_normal((7, 4, 16)) for name in names}
+    given |= {"rawattn": rawattn, "cu_seqlens": np.array([0, 3, 7], np.int32)}
+    given["out"], given["lse"] = rawattn.forward(
+        given["q"], given["k"], given["v"], given["cu_seqlens"], return_lse=True
+    )
+    exec(example[1], given)
+    assert given["gq"].shape == given["tout"].shape and np.abs(given["gq"]).max() > 0
 
 
 def test_the_two_commands_are_those_of_ci() -> None:

@@ -1,17 +1,26 @@
-"""The tolerance rule: it passes honest rounding, and every kind of wrong array is caught."""
+"""The tolerance rule: it passes honest rounding, and every kind of wrong array is caught.
+
+Long by its second part: the same of every tensor of a case, and of the symmetry of second
+derivatives.
+"""
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from rawattn.check.cases import DTYPES, Case, dtype_of, standard
-from rawattn.check.diff import allowance, breakdown, judge
+from rawattn.check.diff import agree, allowance, breakdown, judge
 from rawattn.check.expected import Expected, expect
-from rawattn.reference import dense
+from rawattn.check.second import HESSIAN, expect_second, inner
+from rawattn.reference import dense, second
 
-TENSORS = ("out", "lse", "delta", "dq", "dk", "dv")
+TENSORS = (
+    *("out", "lse", "delta", "dq", "dk", "dv"),
+    *("tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"),
+)
 CASE = Case(
     "tolerance", (17, 5, 9), (17, 5, 9), num_heads_kv=2, group=3, causal=True, poisoned=(1,)
 )
@@ -25,7 +34,7 @@ def arrays(dtype: str, shape: tuple[int, ...] = (40, 3, 64)) -> tuple[np.ndarray
 
 @pytest.fixture(scope="module")
 def expected() -> Expected:
-    return expect(CASE)
+    return expect_second(CASE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,6 +183,14 @@ def test_targets_accept_the_dense_result(expected: Expected, tensor: str) -> Non
     assert verdict.ok and verdict.error > 0, verdict
 
 
+@pytest.mark.parametrize("tensor", ["lse", "delta", "tlse", "ddlse"])
+def test_sums_of_rows_are_exact_to_float32(expected: Expected, tensor: str) -> None:
+    target = expected.targets[tensor]
+    finite = target.reference[np.isfinite(target.reference)]
+    assert CASE.dtype == "float16" and target.dtype == np.float32
+    assert target.allowance() < 1e-5 * np.abs(finite).max()
+
+
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_targets_catch_every_fault(expected: Expected, tensor: str) -> None:
     target = expected.targets[tensor]
@@ -202,15 +219,101 @@ def test_poisoned_sequences_are_free_and_other_rows_are_not(
     assert verdict.verdict == "FAIL" and worst.sequence == 2 and worst.error == math.inf
 
 
-@pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize("tensor", [name for name in TENSORS if name not in ("lse", "delta")])
 def test_rows_past_the_end_must_be_zero(expected: Expected, tensor: str) -> None:
     target = expected.targets[tensor]
     right = target.same_dtype.astype(target.dtype)
-    right[-1, 0, 0] = 1e-7
+    last = np.moveaxis(right, target.token_axis, 0)[-1]  # a view
+    last[...] = 1e-7
     assert target.judge(right).verdict == "FAIL"
-    right[-1, 0, 0] = np.nan  # what a preallocated result holds that nobody wrote to
+    last[...] = np.nan  # what a preallocated result holds that nobody wrote to
     assert target.judge(right).verdict == "FAIL"
     assert target.shares(right)[0].sequence == -1
+
+
+@pytest.mark.parametrize(
+    ("direction", "zeros"),
+    [
+        ((True, False, False), set()),
+        ((False, True, False), set()),
+        ((False, False, True), {"tlse", "ddlse", "gv"}),
+        ((False, False, False), {"tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"}),
+    ],
+    ids=str,
+)
+def test_what_a_direction_leaves_out_is_zero_by_definition(
+    direction: tuple[bool, bool, bool], zeros: set[str]
+) -> None:
+    targets = expect_second(replace(CASE, direction=direction)).targets
+    verdicts = {
+        name: target.judge(target.same_dtype.astype(target.dtype))
+        for name, target in targets.items()
+    }
+    assert all(verdict.ok for verdict in verdicts.values())
+    assert {n for n, verdict in verdicts.items() if "by definition" in verdict.note} == zeros
+
+
+# ---- the symmetry of second derivatives -------------------------------------------------------
+
+
+def hessian(expected: Expected, spoil: dict[str, float] | None = None) -> np.ndarray:
+    """<u, H w> and <w, H u> by the float64 reference; ``spoil`` has factors of results."""
+    t, symmetry = expected.tensors, expected.symmetry
+    inputs = [np.nan_to_num(a.astype(np.float64)) for a in (t.dout, t.q, t.k, t.v)]
+    passed = [expected.targets[name].reference for name in ("out", "lse")]
+    ways = []
+    for one, other in ((symmetry.direction, t.direction), (t.direction, symmetry.direction)):
+        other = [None if x is None else np.nan_to_num(x.astype(np.float64)) for x in other]
+        _, _, *grads = second.double_backward(
+            *other,
+            *inputs,
+            *passed,
+            *(t.cu_seqlens_q, t.cu_seqlens_k),
+            dlse=np.nan_to_num(t.dlse),
+            window=expected.case.mask_window,
+        )
+        grads = [(spoil or {}).get(n, 1.0) * g for n, g in zip(HESSIAN, grads, strict=True)]
+        ways.append(inner(one, grads))
+    return np.array(ways)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", [(True, True, True), (True, False, False)], ids=str)
+def test_symmetry_holds_and_means_something(dtype: str, direction: tuple[bool, bool, bool]) -> None:
+    expected = expect_second(replace(CASE, dtype=dtype, direction=direction))
+    products = hessian(expected)
+    verdict = expected.symmetry.judge(products)
+    assert verdict.ok and verdict.allowed < 0.1 * abs(products[0])
+    assert expected.symmetry.judge(np.zeros(2)).verdict == "vacuous"
+    assert expected.symmetry.judge(products * [1, 1.2]).verdict == "FAIL"
+    assert expected.symmetry.judge(products * [1, np.nan]).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("wrong", HESSIAN)
+def test_symmetry_catches_a_wrong_factor(expected: Expected, wrong: str) -> None:
+    verdict = expected.symmetry.judge(hessian(expected, {wrong: 1.25}))
+    assert verdict.verdict == "FAIL" and "the other" in verdict.note
+
+
+def test_symmetry_of_zeros_is_said_to_be_so() -> None:
+    symmetry = expect_second(replace(CASE, direction=(False, False, False))).symmetry
+    assert symmetry.judge(np.zeros(2)).note == "all zero by definition"
+    assert symmetry.judge(np.array([0.0, 1e-30])).verdict == "FAIL"
+
+
+def test_agree_is_vacuous_where_zeros_would_agree() -> None:
+    assert agree(3.0, 3.1, 0.2).ok
+    assert agree(3.0, 3.3, 0.2).verdict == "FAIL"
+    assert agree(0.1, 0.1, 0.2).verdict == "vacuous"
+    assert agree(0.0, 0.0, 0.0, zero=True).ok
+    assert agree(math.nan, math.nan, 0.2, zero=True).verdict == "FAIL"
+
+
+def test_inner_products_skip_poisoned_rows_and_nothing_else() -> None:
+    part = np.array([1.0, np.nan, 2.0], ml_dtypes.bfloat16)
+    assert inner((part, None, None), (np.array([3.0, np.nan, 4.0]), None, None)) == 11
+    assert math.isnan(inner((part, None, None), (np.array([3.0, 5.0, np.nan]), None, None)))
+    assert math.isnan(inner((part, None, None), (np.array([3.0, 5.0]), None, None)))
 
 
 def test_reading_a_neighbour_is_caught() -> None:
@@ -226,6 +329,10 @@ def test_reading_a_neighbour_is_caught() -> None:
 
 @pytest.mark.parametrize("case", standard("small"), ids=str)
 def test_no_standard_case_is_vacuous_or_beyond_a_dense_implementation(case: Case) -> None:
-    for tensor, target in expect(case).targets.items():
+    expected = expect_second(case)
+    for tensor, target in expected.targets.items():
         verdict = target.judge(target.same_dtype.astype(target.dtype))
         assert verdict.ok, (tensor, verdict)
+    grads = [expected.targets[name].reference for name in HESSIAN]
+    product = inner(expected.symmetry.direction, grads)
+    assert expected.symmetry.judge(np.array([product, product])).ok

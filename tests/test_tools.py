@@ -12,6 +12,7 @@ import pytest
 
 import cases
 import dump_sass
+import plots
 import record
 import sanitize
 import tables
@@ -65,10 +66,19 @@ def test_suites_hold_the_tokens_they_name() -> None:
         "paper": 24,
         "varlen": 12,
         "seed": 5,
+        "second": 10,
+        "second_length": 7,
     }
     assert {case.total for case in suites["paper"]} == {16384}
     assert {case.total for case in suites["varlen"]} == {32768}
-    assert len(tables.CASES) == 41, "two cases share a name"
+    assert len(tables.CASES) == 58, "two cases share a name"
+
+
+def test_the_second_suite_has_the_rows_of_both_directions() -> None:
+    rows = [direction for case in cases.second() for direction in case.directions]
+    assert {direction: rows.count(direction) for direction in rows} == {"second": 8, "jvp": 5}
+    lengths = [case.lengths for case in cases.second_length()]
+    assert lengths[0] == (1024,) and lengths[-1] == (65536,)
 
 
 @pytest.mark.parametrize(("causal", "pairs"), [(False, 9 + 1), (True, 6 + 1)])
@@ -76,6 +86,8 @@ def test_flop_counts_the_allowed_pairs(causal: bool, pairs: int) -> None:
     case = cases.BenchCase("seed", "tiny", (3, 1), 4, 2, 8, causal)
     assert case.flop("forward") == 4 * 4 * 8 * pairs
     assert case.flop("backward") == 2.5 * case.flop("forward")
+    assert case.flop("second") == 7.5 * case.flop("forward")
+    assert case.flop("jvp") == 3 * case.flop("forward")
 
 
 def test_ratios_are_of_the_fastest_peer() -> None:
@@ -104,6 +116,44 @@ def test_the_summary_leaves_head_dim_256_out_of_the_last_line() -> None:
     ]
 
 
+SECOND = {
+    **RESULT,
+    "bench": [
+        row("b1_h1_t8192_d64_f", "second", 0.5, torch_math=2.0)
+        | {"ours_gib": 0.0123, "peers_gib": {"torch_math": 1.8}},
+        row("b1_h1_t8192_d64_f", "jvp", 0.1, torch_math=3.0, jvp_flash_attention=0.4)
+        | {"ours_gib": 0.01, "peers_gib": {"torch_math": 0.5, "jvp_flash_attention": 0.01}},
+        row("b1_h1_t8192_d64_c", "second", 0.4, torch_math=2.0)
+        | {"ours_gib": 0.0123, "peers_gib": {"torch_math": 1.9}},
+        row("t16384", "second", 40.0, torch_math=177.0)
+        | {"ours_gib": 1.2, "peers_gib": {"torch_math": 97.4}},
+        row("t65536", "second", 640.0)
+        | {"ours_gib": 4.8, "peers_gib": {}, "errors": {"torch_math": "OutOfMemoryError: 64 GiB"}},
+    ],
+}
+
+
+def test_second_order_has_a_line_for_each_direction() -> None:
+    grids = tables.grids(SECOND, ["sdpa_flash"])
+    assert list(grids) == ["second", "second_length", "host"]
+    header, *lines = grids["second"]
+    assert header[2:6] == ["ours ms", "ours TFLOP/s", "torch_math ms", "jvp_flash_attention ms"]
+    assert header[6:] == ["ours to best", "ours GiB", "torch_math GiB", "jvp_flash_attention GiB"]
+    assert [line[1] for line in lines] == ["second", "second", "jvp"]
+    assert lines[0][2:] == ["0.500", "1", "2.00", "", "4.00", "0.0123", "1.80", ""]
+    assert lines[2][4:7] == ["3.00", "0.400", "4.00"]
+    assert grids["second_length"][2][2:] == ["640", "1", "out of memory", "", "4.80", ""]
+    assert "t65536 second torch_math" not in tables.markdown_tables(SECOND, [])["second_length"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.01234, "0.0123"), (1.236, "1.24"), (97.4, "97.4"), (1640, "1640")],
+)
+def test_three_digits_without_an_exponent(value: float, text: str) -> None:
+    assert tables.three_digits(value) == text
+
+
 def test_markdown_goes_between_its_markers_alone() -> None:
     text = "a\n<!-- bench:host -->\nold\n<!-- /bench:host -->\nb\n"
     body = tables.markdown_tables(RESULT, ["sdpa_flash"])["host"]
@@ -126,8 +176,9 @@ def test_bench_shows_a_record(tmp_path: Path) -> None:
 
 def test_rows_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = tables.plot(RESULT["bench"], tmp_path)
-    assert [path.name for path in paths] == ["paper_d64.png", "paper_d256.png"]
+    paths = plots.plot(RESULT["bench"] + SECOND["bench"], tmp_path)
+    names = ["paper_d64.png", "paper_d256.png", "second_length.png"]
+    assert [path.name for path in paths] == names
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 

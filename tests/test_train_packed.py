@@ -9,7 +9,11 @@ torch = pytest.importorskip("torch")
 
 from click.testing import CliRunner  # noqa: E402
 
+import curves  # noqa: E402
+import models  # noqa: E402
+import packing  # noqa: E402
 import train_packed as tp  # noqa: E402
+import training  # noqa: E402
 from rawattn.torch import varlen_attn  # noqa: E402
 
 STEPS = 12
@@ -25,11 +29,11 @@ def one_thread():
 
 
 def first_packs(seed, count=5, tokens=3000, longest=1000):
-    return list(itertools.islice(tp.packs(seed, tokens, longest, "cpu"), count))
+    return list(itertools.islice(packing.texts(seed, tokens, longest, "cpu"), count))
 
 
 def test_packs_are_real_documents_side_by_side():
-    text = b"".join(itertools.islice(tp.documents(0, 1000), 50))
+    text = b"".join(itertools.islice(packing.documents(0, 1000), 50))
     at = 0
     for pack in first_packs(0):
         lengths = torch.tensor(pack.lengths)
@@ -38,7 +42,7 @@ def test_packs_are_real_documents_side_by_side():
         assert torch.equal(pack.cu_seqlens.diff(), lengths.to(torch.int32))
         assert bytes(pack.targets.tolist()) == text[at : at + 3000]
         starts = torch.isin(torch.arange(3000), pack.cu_seqlens)
-        assert torch.equal(pack.inputs == tp.START, starts)
+        assert torch.equal(pack.inputs == packing.START, starts)
         assert torch.equal(pack.positions == 0, starts)
         assert torch.equal(pack.inputs[~starts], pack.targets[:-1][~starts[1:]])
         at += 3000
@@ -60,7 +64,7 @@ def test_rawattn_follows_torch(tmp_path):
     assert result.exit_code == 0, result.output
     assert "pass" in result.output and "rawattn minus" in result.output
     data = json.loads(record.read_text())
-    assert [c["name"] for c in data["curves"]] == ["rawattn", "torch 1", "torch perturbed"]
+    assert [c["name"] for c in data["curves"]] == ["rawattn", "torch 1", "perturbed 1"]
     assert all(len(c["losses"]) == STEPS for c in data["curves"])
     verdict = data["verdict"]
     assert 0 < verdict["deviation"] <= verdict["allowed"] < 1e-5 and verdict["passed"]
@@ -101,15 +105,15 @@ def test_one_attention_alone(options):
 
 
 def curve(*losses):
-    return tp.Curve("", list(losses), 1.0)
+    return curves.Curve("", list(losses), 1.0)
 
 
 def test_verdict():
     theirs = [curve(5, 4, 3), curve(5, 4, 3.3)]
-    assert tp.judge(curve(5, 4, 3.4), theirs)["passed"]
-    assert not tp.judge(curve(5, 4, 4.0), theirs)["passed"]
-    assert not tp.judge(curve(5, 5, 5), [])["passed"]
-    assert not tp.judge(curve(5, 4, float("nan")), theirs)["passed"]
+    assert curves.judge(curve(5, 4, 3.4), theirs)["passed"]
+    assert not curves.judge(curve(5, 4, 4.0), theirs)["passed"]
+    assert not curves.judge(curve(5, 5, 5), [])["passed"]
+    assert not curves.judge(curve(5, 4, float("nan")), theirs)["passed"]
 
 
 @pytest.mark.parametrize("old", [True, False])
@@ -123,16 +127,16 @@ def test_both_spellings_of_torch_s_packed_attention(old, monkeypatch):
         return (max_q, window_size == (-1, 0))
 
     monkeypatch.setattr(varlen, "varlen_attn", old_varlen_attn if old else new_varlen_attn)
-    attend = tp.torch_attention("cuda", torch.bfloat16)
+    attend = models.torch_attention("cuda", torch.bfloat16)
     (pack,) = first_packs(0, count=1)
     assert attend(None, None, None, pack) == (max(pack.lengths), True)
 
 
 def test_perturbation_is_of_the_size_of_one_rounding():
     torch.manual_seed(0)
-    model = tp.Transformer(tp.SIZES["cpu"])
+    model = models.LanguageModel(tp.SIZES["cpu"])
     before = [p.detach().clone() for p in model.parameters()]
-    tp.perturb(model, torch.bfloat16, 1)
+    training.perturb(model, torch.bfloat16, 1)
     changes = [
         ((p - b).abs() <= b.abs() * 2**-8 * 1.01).all() and (p != b).any()
         for p, b in zip(model.parameters(), before, strict=True)

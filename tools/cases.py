@@ -1,4 +1,4 @@
-"""The benchmark's cases: three suites of packed self-attention, and the work each takes."""
+"""The benchmark's cases: suites of packed self-attention, and the work each direction takes."""
 
 from dataclasses import dataclass
 
@@ -50,12 +50,18 @@ SKEWED = (24576, *(64,) * 128)
 # Eight sequences of unequal, short length.
 EIGHT = (1856, 704, 1280, 1664, 320, 1344, 960, 832)
 
-BACKWARD_WORK = 2.5  # five matrix products where the forward has two
+# Matrix products of each direction in units of the forward's two: 5, 15 and 6.
+WORK = {"forward": 1.0, "backward": 2.5, "second": 7.5, "jvp": 3.0}
+FIRST_ORDER = ("forward", "backward")
+SECOND_ORDER = ("second", "jvp")
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One problem: ``lengths`` tokens per sequence; ``dtype`` as torch spells it."""
+    """One problem: ``lengths`` tokens per sequence; ``dtype`` as torch spells it.
+
+    ``directions``: what its suite measures of it, of the names in WORK.
+    """
 
     suite: str
     name: str
@@ -65,6 +71,7 @@ class BenchCase:
     head_dim: int
     causal: bool
     dtype: str = "bfloat16"
+    directions: tuple[str, ...] = FIRST_ORDER
 
     @property
     def total(self) -> int:
@@ -79,8 +86,7 @@ class BenchCase:
     def flop(self, direction: str) -> float:
         """Operations of the matrix products over the allowed pairs."""
         pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
-        forward = 4.0 * self.num_heads_q * self.head_dim * pairs
-        return forward * BACKWARD_WORK if direction == "backward" else forward
+        return WORK[direction] * 4.0 * self.num_heads_q * self.head_dim * pairs
 
 
 def paper() -> list[BenchCase]:
@@ -137,4 +143,46 @@ def seed() -> list[BenchCase]:
     return [*eight, two]
 
 
-SUITES = {"paper": paper, "varlen": varlen, "seed": seed}
+def second() -> list[BenchCase]:
+    """Second backward and forward mode, from tiny to what N x N matrices just fit a card for."""
+    return [
+        BenchCase(
+            suite="second",
+            name=f"b{batch}_h{heads}_t{seqlen}_d{head_dim}_{'c' if causal else 'f'}",
+            lengths=(seqlen,) * batch,
+            num_heads_q=heads,
+            num_heads_kv=heads,
+            head_dim=head_dim,
+            causal=causal,
+            directions=directions,
+        )
+        for directions, batch, heads, seqlen, head_dim, causal in (
+            (("second",), 2, 2, 128, 64, False),
+            (("second",), 1, 4, 512, 128, False),
+            (("second",), 1, 4, 1024, 128, False),
+            (SECOND_ORDER, 1, 1, 8192, 64, False),
+            (("second",), 1, 1, 8192, 64, True),
+            (SECOND_ORDER, 4, 16, 2048, 64, True),
+            (SECOND_ORDER, 2, 16, 4096, 128, True),
+            (("jvp",), 1, 16, 8192, 128, True),
+            (("jvp",), 1, 16, 8192, 128, False),
+            (("second",), 1, 16, 16384, 128, True),
+        )
+    ]
+
+
+def second_length() -> list[BenchCase]:
+    """The second backward of one causal sequence, ever longer."""
+    return [
+        BenchCase("second_length", f"t{n}", (n,), 16, 16, 128, True, directions=("second",))
+        for n in (1024 << doubled for doubled in range(7))
+    ]
+
+
+SUITES = {
+    "paper": paper,
+    "varlen": varlen,
+    "seed": seed,
+    "second": second,
+    "second_length": second_length,
+}

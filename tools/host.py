@@ -31,7 +31,8 @@ def host_times() -> dict[str, float]:
     import torch
 
     import rawattn
-    from contenders import make, torch_varlen_call
+    from contenders import make
+    from peers import torch_varlen_call
     from rawattn.torch import varlen_attn
 
     case = BenchCase("host", "host", (128,) * 4, 2, 2, 64, causal=True)

@@ -108,10 +108,10 @@ def run_sanitizer() -> dict[str, int | None]:
 
 def run_bench(suites: list[str], budget: float) -> Record:
     """The suites beside the peers that are importable, each backward method, and host times."""
-    from bench import measure
     from cases import SUITES
     from host import first_call_times, host_times
     from rawattn.variants import METHODS
+    from timing import measure
 
     cases = [case for name in suites for case in SUITES[name]()]
     rows = measure(cases, methods=METHODS, budget=budget)
@@ -152,7 +152,8 @@ def main() -> int:
     parser.add_argument("--sanitizer", action="store_true")
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--workers", type=int, default=4, help="processes that run the tests")
-    parser.add_argument("--suite", nargs="+", default=["paper", "varlen", "seed"])
+    suites = ["paper", "varlen", "seed", "second", "second_length"]
+    parser.add_argument("--suite", nargs="+", default=suites)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of the benchmark")
     options = parser.parse_args()
     if options.check:

@@ -1,18 +1,17 @@
-"""Benchmark rows as tables (terminal, markdown) and plots."""
+"""Benchmark rows as tables, for the terminal and in markdown."""
 
 import math
 import re
 from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from cases import SUITES, BenchCase
+from cases import FIRST_ORDER, SUITES, WORK, BenchCase
 
 Row = dict[str, Any]
 Grid = list[list[str]]  # the header, then the lines
 CASES: dict[str, BenchCase] = {case.name: case for suite in SUITES.values() for case in suite()}
-DIRECTIONS = ("forward", "backward")
+SECOND_SUITES = ("second", "second_length")
 
 
 def ratio(row: Row, peers: Iterable[str] | None = None) -> float | None:
@@ -40,10 +39,10 @@ def case_grid(rows: list[Row], against: list[str]) -> Grid:
     grid = [header]
     for case, group in groupby(rows, key=lambda row: row["case"]):
         by_direction = {row["direction"]: row for row in group}
-        both = [by_direction.get(direction) for direction in DIRECTIONS]
+        both = [by_direction.get(direction) for direction in FIRST_ORDER]
 
         def rates(name: str, both: list[Row | None] = both, case: str = case) -> str:
-            return _pair((_rate(CASES[case], row, name) for row in both), 0)
+            return _pair((tflops(CASES[case], row, name) for row in both), 0)
 
         grid.append(
             [
@@ -56,20 +55,56 @@ def case_grid(rows: list[Row], against: list[str]) -> Grid:
     return grid
 
 
-def _rate(case: BenchCase, row: Row | None, name: str) -> float | None:
+def tflops(case: BenchCase, row: Row | None, name: str) -> float | None:
+    """The rate of one contender in a row, None where it was not measured."""
     if row is None:
         return None
     times = {"ours": row["ours_ms"], **row["peers"], **row.get("methods", {})}
     return case.flop(row["direction"]) / times[name] * 1e-9 if name in times else None
 
 
+def line_grid(rows: list[Row]) -> Grid:
+    """One line a case and direction: milliseconds, TFLOP/s of ours, the ratio, memory."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    header = ["case", "direction", "ours ms", "ours TFLOP/s", *(f"{name} ms" for name in names)]
+    grid = [[*header, "ours to best", "ours GiB", *(f"{name} GiB" for name in names)]]
+    for row in sorted(rows, key=lambda row: list(WORK).index(row["direction"])):
+        memory = row["peers_gib"]
+        grid.append(
+            [
+                row["case"],
+                row["direction"],
+                three_digits(row["ours_ms"]),
+                f"{row['ours_tflops']:.0f}",
+                *(_peer_ms(row, name) for name in names),
+                _pair([ratio(row)], 2),
+                three_digits(row["ours_gib"]),
+                *(three_digits(memory[n]) if n in memory else "" for n in names),
+            ]
+        )
+    return grid
+
+
+def three_digits(value: float) -> str:
+    """0.0123, 1.23, 123, 1234: three significant digits, never an exponent."""
+    places = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(0, places)}f}"
+
+
+def _peer_ms(row: Row, name: str) -> str:
+    if name in row["peers"]:
+        return three_digits(row["peers"][name])
+    return "out of memory" if "OutOfMemory" in row.get("errors", {}).get(name, "") else ""
+
+
 def summary_grid(rows: list[Row], against: list[str]) -> Grid:
     """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128."""
+    rows = [row for row in rows if row["suite"] not in SECOND_SUITES]
     groups = {suite: [row for row in rows if row["suite"] == suite] for suite in SUITES}
     groups["all with head_dim <= 128"] = [r for r in rows if CASES[r["case"]].head_dim <= 128]
     grid = [["cases", f"ours to {' or '.join(against)}", "ours to best"]]
     for name, members in groups.items():
-        by_direction = [[r for r in members if r["direction"] == d] for d in DIRECTIONS]
+        by_direction = [[r for r in members if r["direction"] == d] for d in FIRST_ORDER]
         if members:
             grid.append(
                 [
@@ -89,8 +124,9 @@ def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
     tables = {}
     for suite in SUITES:
         if members := [row for row in rows if row["suite"] == suite]:
-            tables[suite] = case_grid(members, against)
-    if rows:
+            second = suite in SECOND_SUITES
+            tables[suite] = line_grid(members) if second else case_grid(members, against)
+    if {row["suite"] for row in rows} - {*SECOND_SUITES}:
         tables["summary"] = summary_grid(rows, against)
     for name, unit, digits in (("host", "us per call", 1), ("first_call", "seconds", 2)):
         if times := result.get(name):
@@ -118,7 +154,7 @@ def print_tables(result: dict[str, Any], against: list[str]) -> None:
             table.add_row(*line)
         console.print(table)
     failures = {
-        f"{row['case']} {peer}: {error}"
+        f"{row['case']} {row['direction']} {peer}: {error}"
         for row in result.get("bench", [])
         for peer, error in row.get("errors", {}).items()
     }
@@ -143,76 +179,3 @@ def splice(text: str, name: str, body: str) -> str:
     if not pattern.search(text):
         raise ValueError(f"no place for the table {name!r}: expected {start} ... {end}")
     return pattern.sub(lambda _: f"{start}\n{body}\n{end}", text, count=1)
-
-
-def plot(rows: list[Row], folder: Path) -> list[Path]:
-    """Suite paper over sequence length, one file per head_dim; the other suites as bars."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for head_dim in sorted({CASES[r["case"]].head_dim for r in rows if r["suite"] == "paper"}):
-        members = [
-            r for r in rows if r["suite"] == "paper" and CASES[r["case"]].head_dim == head_dim
-        ]
-        paths.append(
-            _plot_lines(members, f"head_dim {head_dim}", folder / f"paper_d{head_dim}.png")
-        )
-    for suite in ("varlen", "seed"):
-        if members := [r for r in rows if r["suite"] == suite]:
-            paths.append(_plot_bars(members, suite, folder / f"{suite}.png"))
-    return paths
-
-
-def _names(rows: list[Row]) -> list[str]:
-    return ["ours", *dict.fromkeys(name for row in rows for name in row["peers"])]
-
-
-def _plot_lines(rows: list[Row], title: str, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True)
-    for line, direction in zip(axes, DIRECTIONS, strict=True):
-        for axis, causal in zip(line, (False, True), strict=True):
-            members = [
-                (CASES[r["case"]], r)
-                for r in rows
-                if r["direction"] == direction and CASES[r["case"]].causal == causal
-            ]
-            for name in _names([row for _, row in members]):
-                points = [
-                    (case.lengths[0], rate)
-                    for case, row in members
-                    if (rate := _rate(case, row, name)) is not None
-                ]
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-            axis.set(title=f"{direction}, {'causal' if causal else 'full'}", xscale="log")
-            axis.set(xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
-            if members:
-                axis.legend()
-    return _save(figure, title, path)
-
-
-def _plot_bars(rows: list[Row], title: str, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 1, figsize=(12, 9))
-    for axis, direction in zip(axes, DIRECTIONS, strict=True):
-        members = [row for row in rows if row["direction"] == direction]
-        names = _names(members)
-        for offset, name in enumerate(names):
-            rates = [_rate(CASES[row["case"]], row, name) or 0.0 for row in members]
-            places = [i + offset / (len(names) + 1) for i in range(len(members))]
-            axis.bar(places, rates, width=1 / (len(names) + 1), label=name)
-        axis.set_xticks(range(len(members)), [row["case"] for row in members], rotation=30)
-        axis.set(title=direction, ylabel="TFLOP/s")
-        axis.legend()
-    return _save(figure, title, path)
-
-
-def _save(figure: Any, title: str, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path

@@ -71,9 +71,11 @@ struct SquareReader {
                  row + (ROWS_FIRST ? lane() & 15 : (lane() & 7) + ((lane() >> 4) << 3)),
                  col / 8 + (ROWS_FIRST ? lane() >> 4 : (lane() >> 3) & 1)) {}
 
-  // rows 16 * row16 .. + 15, columns 16 * col16 .. + 15
-  __device__ __forceinline__ void load(uint32_t (&r)[4], int row16, int col16) const {
-    const uint32_t address = lane_row.at(row16 * 16, col16 * 2);
+  // rows 16 * row16 .. + 15, columns 16 * col16 .. + 15; of a tile of the same shape that lies
+  // `behind` bytes further on, by the same address and an immediate offset
+  __device__ __forceinline__ void load(uint32_t (&r)[4], int row16, int col16,
+                                       int behind = 0) const {
+    const uint32_t address = lane_row.at(row16 * 16, col16 * 2) + behind;
     if constexpr (TRANS) {
       ldmatrix_x4_trans(r, address);
     } else {
@@ -90,10 +92,10 @@ using OperandB = SquareReader<TileT, false, false, SPAN>;  // B = X^T, stored X[
 template <class TileT, int SPAN = TileT::COLS>
 using OperandBT = SquareReader<TileT, true, true, SPAN>;  // B = X, stored X[k][n]
 
-// Rows of a packed tensor into a tile: row r of the tile is token first + r, from column `first_col`
-// on; rows at or past `valid_rows` and columns at or past WIDTH are filled with zeros (so that
-// nothing of a neighbour, NaN included, gets in). Panel by panel: a thread keeps its chunk and
-// swizzle, so that its addresses differ by constants.
+// Rows of a packed tensor into a tile: row r of the tile is token first + r, from `first_col` on;
+// rows at or past `valid_rows` and columns at or past WIDTH are filled with zeros (so that nothing
+// of a neighbour, NaN included, gets in). Panel by panel: a thread keeps its chunk and swizzle, so
+// that its addresses differ by constants.
 template <class TileT, int WIDTH, int NUM_THREADS>
 __device__ __forceinline__ void load_tile_async(uint32_t tile_address, const uint16_t* gX,
                                                 int64_t token_stride, int valid_rows,

@@ -8,7 +8,7 @@
 //            +-------------+            P and dS pass through shared memory, 16 bits each.
 //             ^T x dO, Q -> dV, dK      Grid: (tiles of keys, upper bound; kv heads).
 //
-// Without cfg::ATOMIC this is the first half of the deterministic backward; the second is backward_q.
+// Without cfg::ATOMIC this is the first half of the deterministic backward, before backward_q.
 // Twin: rawattn/ops/backward_kv_numba.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"

@@ -8,7 +8,7 @@
 //            +-------------+            over dK and dV of the tile.
 //             ^T x Q, dO -> dK, dV      Grid: (tiles of queries, upper bound; query heads).
 //
-// Without cfg::ATOMIC this is the second half of the deterministic backward; the first is backward_kv.
+// Without cfg::ATOMIC this is the second half of the deterministic backward, after backward_kv.
 // Twin: rawattn/ops/backward_q_numba.py.
 // Source: FlashAttention, arXiv 2205.14135, algorithm 4, loops exchanged.
 #include "base/varlen.cuh"

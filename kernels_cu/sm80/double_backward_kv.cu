@@ -75,8 +75,8 @@ struct Args {
   float softmax_scale;
 };
 
-// Q, ddQ, dO and the row terms of tile m of a head's queries. Rows past the sequence's end are zeros
-// in all of them: P is 1 there and adds nothing.
+// Q, ddQ, dO and the row terms of tile m of a head's queries. Rows past the sequence's end are
+// zeros in all of them: P is 1 there and adds nothing.
 __device__ __forceinline__ void load_queries(const Args& args, char* smem, Sequence queries,
                                              int head, int m) {
   const int row0 = m * BLOCK_M, valid_rows = queries.length - row0;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void make_tiles(char* smem, const Mask& mask, const C
                                            int col0, float softmax_scale) {
   const int lane = threadIdx.x % WARP_SIZE;
   const uint32_t s0 = smem_address(smem);
-  const OperandA<TileQ> q(s0 + SmemPlan::Q, cut.row), ddq(s0 + SmemPlan::DDQ, cut.row);
+  const OperandA<TileQ> q(s0 + SmemPlan::Q, cut.row);
   const OperandA<TileO> dout(s0 + SmemPlan::DO, cut.row);
   const float* lse =
       reinterpret_cast<const float*>(smem + SmemPlan::STATISTICS) + cut.row + lane / 4;
@@ -117,15 +117,15 @@ __device__ __forceinline__ void make_tiles(char* smem, const Mask& mask, const C
   for (int piece = 0; piece < BLOCK_N; piece += BLOCK_N / cfg::PIECES) {
     const int col = piece + cut.col;
     float rP[CutS::MT][CutS::NT][4], rE[CutS::MT][CutS::NT][4];
-    multiply_scores<HEAD_DIM>(rP, rE, q, ddq, OperandB<TileK>(s0 + SmemPlan::K, col),
-                              OperandB<TileK>(s0 + SmemPlan::DDK, col));
+    multiply_scores<HEAD_DIM, SmemPlan::DDQ - SmemPlan::Q, SmemPlan::DDK - SmemPlan::K>(
+        rP, rE, q, OperandB<TileK>(s0 + SmemPlan::K, col));
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, mask, row0 + cut.row + lane / 4, col0 + col + lane % 4 * 2);
     }
     scores_to_p(rP, load_lse_log2<CutS::MT>(lse, 0, BLOCK_M), softmax_scale * LOG2E);
     float rdP[CutS::MT][CutS::NT][4], rX[CutS::MT][CutS::NT][4];
-    multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(s0 + SmemPlan::V, col),
-                                   OperandB<TileV>(s0 + SmemPlan::DDV, col));
+    multiply_gradients<HEAD_DIM_V, SmemPlan::DDV - SmemPlan::V>(
+        rdP, rX, dout, OperandB<TileV>(s0 + SmemPlan::V, col));
     // L is read again rather than kept: registers are what this loop is short of
     const auto lse_log2 = load_lse_log2<CutS::MT>(lse, 0, BLOCK_M);
     const RowTerms<CutS::MT> terms{load_delta<CutS::MT>(lse + BLOCK_M, 0, lse_log2),

@@ -77,23 +77,24 @@ __device__ __forceinline__ void write_dead_rows(const Args& args, int head, int 
   }
 }
 
-// ddO (P o E) V + P ddV
+// ddO += (P o E) V + P ddV; rounded += rowsum(P o E) as rounded for the product
 template <int NT, int NT_V>
 __device__ __forceinline__ void add_products(float (&rddO)[MT][NT_V][4],
                                              const float (&rP)[MT][NT][4],
                                              const float (&rPE)[MT][NT][4],
-                                             const OperandBT<TileV>& v,
-                                             const OperandBT<TileV>& ddv) {
+                                             const OperandBT<TileV>& v, float (&rounded)[MT][4]) {
 #pragma unroll
   for (int k = 0; k < NT / 2; ++k) {
     uint32_t p[MT][4], pe[MT][4];
     if constexpr (HAS_E) {
       to_operand(pe, rPE, k);
+      add_row_sums(rounded, pe);
       multiply_step(rddO, pe, [&](uint32_t (&b)[4], int j) { v.load(b, k, j); });
     }
     if constexpr (cfg::HAS_TV) {
       to_operand(p, rP, k);
-      multiply_step(rddO, p, [&](uint32_t (&b)[4], int j) { ddv.load(b, k, j); });
+      multiply_step(rddO, p,
+                    [&](uint32_t (&b)[4], int j) { v.load(b, k, j, SmemPlan::DDV - SmemPlan::V); });
     }
   }
 }
@@ -111,6 +112,7 @@ struct Pair {
 __device__ __forceinline__ void epilogue(const Args& args, int head, int first_row, int valid_rows,
                                          int warp_row, const PerRow<MT>& lse_log2,
                                          const float (&tangent)[MT][2],
+                                         const float (&rounded)[MT][4],
                                          float (&rddO)[MT][HEAD_DIM_V / 8][4], char* smem) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
@@ -119,7 +121,7 @@ __device__ __forceinline__ void epilogue(const Args& args, int head, int first_r
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       const bool alive = lse_log2.value[i][half] != INF;
-      const float e = sum_of_row(tangent[i][half]);
+      const float ddlse = sum_of_row(tangent[i][half]), e = rounded[i][half * 2];
       const uint16_t* gO = args.out.at(first_row + row, head) + lane % 4 * 2;
       const uint16_t* gdO = args.dout.at(first_row + row, head) + lane % 4 * 2;
       float delta = 0.0f, ddelta = 0.0f;
@@ -137,7 +139,7 @@ __device__ __forceinline__ void epilogue(const Args& args, int head, int first_r
       delta = sum_of_row(delta), ddelta = sum_of_row(ddelta);
       if (lane % 4 == 0 && row < valid_rows) {
         const int64_t index = static_cast<int64_t>(head) * args.total_q + first_row + row;
-        args.ddlse[index] = e;
+        args.ddlse[index] = ddlse;
         args.delta[index] = alive && args.dlse ? delta - args.dlse[index] : delta;
         args.ddelta[index] = ddelta;
       }
@@ -208,17 +210,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
       load_lse_log2<MT>(args.lse + static_cast<int64_t>(head) * args.total_q + first_row,
                         warp_row + lane / 4, valid_rows);
 
-  const OperandA<TileQ> q(s0 + SmemPlan::Q, warp_row), ddq(s0 + SmemPlan::DDQ, warp_row);
-  const OperandB<TileK> k(s0 + SmemPlan::K), ddk(s0 + SmemPlan::DDK);
-  const OperandBT<TileV> v(s0 + SmemPlan::V), ddv(s0 + SmemPlan::DDV);
+  const OperandA<TileQ> q(s0 + SmemPlan::Q, warp_row);
+  const OperandB<TileK> k(s0 + SmemPlan::K);
+  const OperandBT<TileV> v(s0 + SmemPlan::V);
   float rddO[MT][HEAD_DIM_V / 8][4], rP[MT][BLOCK_N / 8][4], rE[MT][BLOCK_N / 8][4];
-  float tangent[MT][2] = {};
+  float tangent[MT][2] = {}, rounded[MT][4] = {};
   clear(rddO);
   for (int n = n_end - 1; n >= n_begin; --n) {
     cp_async_wait<0>();
     __syncthreads();  // K and ddK of this tile are here; every warp has left V and ddV
     load_values(n);
-    multiply_scores<HEAD_DIM>(rP, rE, q, ddq, k, ddk);
+    multiply_scores<HEAD_DIM, SmemPlan::DDQ - SmemPlan::Q, SmemPlan::DDK - SmemPlan::K>(rP, rE, q,
+                                                                                        k);
     cp_async_wait<0>();
     __syncthreads();  // V and ddV are here; every warp has left K and ddK
     if (n > n_begin) load_keys(n - 1);
@@ -227,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     }
     scores_to_p(rP, lse_log2, args.softmax_scale * LOG2E);
     if constexpr (HAS_E) weigh_tangents(rE, rP, args.softmax_scale, tangent);
-    add_products(rddO, rP, rE, v, ddv);
+    add_products(rddO, rP, rE, v, rounded);
   }
-  epilogue(args, head, first_row, valid_rows, warp_row, lse_log2, tangent, rddO, smem);
+  epilogue(args, head, first_row, valid_rows, warp_row, lse_log2, tangent, rounded, rddO, smem);
 }

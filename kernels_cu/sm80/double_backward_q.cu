@@ -8,8 +8,8 @@
 //   queries  | -> dS, tdS  |    -> gQ   Grid: (tiles of queries, upper bound; query heads).
 //            +-------------+
 //
-// Twin: rawattn/ops/double_backward_q_numba.py. Source: the derivative of FlashAttention's backward,
-// arXiv 2205.14135, algorithm 4, loops exchanged; rawattn/reference has the equations.
+// Twin: rawattn/ops/double_backward_q_numba.py. Source: the derivative of FlashAttention's
+// backward, arXiv 2205.14135, algorithm 4, loops exchanged; rawattn/reference has the equations.
 #include "base/varlen.cuh"
 #include "sm80/tangent.cuh"
 
@@ -130,10 +130,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
                            load_delta<MT>(args.ddlse + statistics, stat_row, lse_log2),
                            load_delta<MT>(args.ddelta + statistics, stat_row, lse_log2)};
 
-  const OperandA<TileQ> q(s0 + SmemPlan::Q, warp_row), ddq(s0 + SmemPlan::DDQ, warp_row);
+  const OperandA<TileQ> q(s0 + SmemPlan::Q, warp_row);
   const OperandA<TileO> dout(s0 + SmemPlan::DO, warp_row);
-  const OperandB<TileK> k(s0 + SmemPlan::K), ddk(s0 + SmemPlan::DDK);
-  const OperandB<TileV> v(s0 + SmemPlan::V), ddv(s0 + SmemPlan::DDV);
+  const OperandB<TileK> k(s0 + SmemPlan::K);
+  const OperandB<TileV> v(s0 + SmemPlan::V);
   float rgQ[MT][HEAD_DIM / 8][4];
   clear(rgQ);
   for (int n = n_end - 1; n >= n_begin; --n) {
@@ -142,8 +142,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     __syncthreads();  // K, ddK, V and ddV are here
     float rP[MT][BLOCK_N / 8][4], rE[MT][BLOCK_N / 8][4];
     float rdS[MT][BLOCK_N / 8][4], rtdS[MT][BLOCK_N / 8][4];
-    multiply_scores<HEAD_DIM>(rP, rE, q, ddq, k, ddk);
-    multiply_gradients<HEAD_DIM_V>(rdS, rtdS, dout, v, ddv);
+    multiply_scores<HEAD_DIM, SmemPlan::DDQ - SmemPlan::Q, SmemPlan::DDK - SmemPlan::K>(rP, rE, q,
+                                                                                        k);
+    multiply_gradients<HEAD_DIM_V, SmemPlan::DDV - SmemPlan::V>(rdS, rtdS, dout, v);
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, mask, row0 + warp_row + lane / 4, col0 + lane % 4 * 2);
     }

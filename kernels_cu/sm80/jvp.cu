@@ -80,53 +80,31 @@ struct Sums {
   float rO[MT][COLS_V / 8][4];   // sum P V
   float rTO[MT][COLS_V / 8][4];  // sum (P o E) V + P tV
   float tangent[MT][2];          // sum P o E, this lane's share
+  float rounded[MT][4];          // sum P o E as rounded for the product with V
 
   __device__ __forceinline__ void scale(int i, int half, float factor) {
     scale_row(rO, i, half, factor);
     scale_row(rTO, i, half, factor);
     tangent[i][half] *= factor;
+    rounded[i][half * 2] *= factor, rounded[i][half * 2 + 1] *= factor;
   }
 
-  // V and tV: operands [k][n]
   __device__ __forceinline__ void add_products(const float (&rP)[MT][BLOCK_N / 8][4],
                                                const float (&rPE)[MT][BLOCK_N / 8][4],
-                                               const OperandBT<TileV>& values,
-                                               const OperandBT<TileV>& tangents) {
+                                               const OperandBT<TileV>& v) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k) {
       uint32_t p[MT][4], pe[MT][4];
       to_operand(p, rP, k);
-      if constexpr (HAS_E) to_operand(pe, rPE, k);
-      multiply_step_pair<HAS_E>(rO, rTO, p, pe,
-                                [&](uint32_t (&b)[4], int j) { values.load(b, k, j); });
+      if constexpr (HAS_E) {
+        to_operand(pe, rPE, k);
+        add_row_sums(rounded, pe);
+      }
+      multiply_step_pair<HAS_E>(rO, rTO, p, pe, [&](uint32_t (&b)[4], int j) { v.load(b, k, j); });
       if constexpr (cfg::HAS_TV) {
-        multiply_step(rTO, p, [&](uint32_t (&b)[4], int j) { tangents.load(b, k, j); });
+        multiply_step(
+            rTO, p, [&](uint32_t (&b)[4], int j) { v.load(b, k, j, SmemPlan::TV - SmemPlan::V); });
       }
-    }
-  }
-};
-
-// Q or tQ as operand A: held in registers (cfg::Q_IN_REGISTERS) or read at every use
-struct Rows {
-  OperandA<TileQ> tile;
-  uint32_t held[cfg::Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][MT][4];
-
-  __device__ __forceinline__ Rows(uint32_t sX, int row) : tile(sX, row) {}
-  __device__ __forceinline__ void hold() {
-    if constexpr (cfg::Q_IN_REGISTERS) {
-#pragma unroll
-      for (int k = 0; k < HEAD_DIM / 16; ++k) {
-#pragma unroll
-        for (int i = 0; i < MT; ++i) tile.load(held[k][i], i, k);
-      }
-    }
-  }
-  __device__ __forceinline__ void load(uint32_t (&a)[4], int i, int k) const {
-    if constexpr (cfg::Q_IN_REGISTERS) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) a[r] = held[k][i][r];
-    } else {
-      tile.load(a, i, k);
     }
   }
 };
@@ -141,7 +119,7 @@ __device__ __forceinline__ void epilogue(const Args& args, int head, int first_r
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.total(i, half), inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-      const float e = sum_of_row(sums.tangent[i][half]) * inverse;
+      const float e = sums.rounded[i][half * 2] * inverse;
 #pragma unroll
       for (int j = 0; j < COLS_V / 8; ++j) {
 #pragma unroll
@@ -150,12 +128,13 @@ __device__ __forceinline__ void epilogue(const Args& args, int head, int first_r
           sums.rTO[i][j][c] = sums.rTO[i][j][c] * inverse - e * sums.rO[i][j][c];
         }
       }
+      const float tangent = sum_of_row(sums.tangent[i][half]) * inverse;
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && blockIdx.z == 0 && row < valid_rows) {
         const int64_t index = static_cast<int64_t>(head) * args.total_q + first_row + row;
         const float natural = softmax.row_max[i][half] * args.softmax_scale + lg2_approx(sum) * LN2;
         args.lse[index] = sum > 0.0f ? natural : -INF;
-        args.tlse[index] = e;
+        args.tlse[index] = tangent;
       }
     }
   }
@@ -226,9 +205,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   if constexpr (cfg::HAS_TQ) load_q(SmemPlan::TQ, args.tq);
   load_keys(n_end - 1);
 
-  Rows q(s0 + SmemPlan::Q, warp_row), tq(s0 + SmemPlan::TQ, warp_row);
-  const OperandB<TileK> k(s0 + SmemPlan::K), tk(s0 + SmemPlan::TK);
-  const OperandBT<TileV> v(s0 + SmemPlan::V), tv(s0 + SmemPlan::TV);
+  const OperandA<TileQ> q(s0 + SmemPlan::Q, warp_row);
+  const OperandB<TileK> k(s0 + SmemPlan::K);
+  const OperandBT<TileV> v(s0 + SmemPlan::V);
   OnlineSoftmax<MT> softmax;
   Sums sums{};
   const float scale_log2 = args.softmax_scale * LOG2E;
@@ -239,11 +218,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_wait<0>();
     __syncthreads();  // K and tK of this tile are here; every warp has left V and tV
     load_values(n);
-    if (n == n_end - 1) {
-      q.hold();
-      if constexpr (cfg::HAS_TQ) tq.hold();
-    }
-    multiply_scores<HEAD_DIM>(rS, rE, q, tq, k, tk);
+    multiply_scores<HEAD_DIM, SmemPlan::TQ - SmemPlan::Q, SmemPlan::TK - SmemPlan::K>(rS, rE, q, k);
     cp_async_wait<0>();
     __syncthreads();  // V and tV are here; every warp has left K and tK
     if (n > n_begin) load_keys(n - 1);
@@ -254,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
         rS, scale_log2, [&](int i, int half, float factor) { sums.scale(i, half, factor); }, SLACK);
     softmax.exponentiate(rS, scale_log2);
     if constexpr (HAS_E) weigh_tangents(rE, rS, args.softmax_scale, sums.tangent);
-    sums.add_products(rS, rE, v, tv);
+    sums.add_products(rS, rE, v);
   }
   epilogue(args, head, first_row, valid_rows, warp_row, softmax, sums, smem);
 }

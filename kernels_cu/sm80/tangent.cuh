@@ -31,10 +31,11 @@ __device__ __forceinline__ void multiply_step_pair(float (&c)[MT][NT][4], float 
   }
 }
 
-// S and E of a warp's rows; every operand is read once. q, tq: X[m][k]; k, tk: Y[n][k], K columns.
-template <int K, int MT, int NT, class X, class Y>
+// S and E of a warp's rows; every operand is read once. q: X[m][k]; k: Y[n][k], K columns; tq and tk
+// lie TQ_BEHIND and TK_BEHIND bytes behind them.
+template <int K, int TQ_BEHIND, int TK_BEHIND, int MT, int NT, class X, class Y>
 __device__ __forceinline__ void multiply_scores(float (&rS)[MT][NT][4], float (&rE)[MT][NT][4],
-                                                const X& q, const X& tq, const Y& k, const Y& tk) {
+                                                const X& q, const Y& k) {
   clear(rS);
   clear(rE);
 #pragma unroll cfg::UNROLL_K
@@ -43,20 +44,21 @@ __device__ __forceinline__ void multiply_scores(float (&rS)[MT][NT][4], float (&
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
       q.load(a[i], i, step);
-      if constexpr (cfg::HAS_TQ) tq.load(ta[i], i, step);
+      if constexpr (cfg::HAS_TQ) q.load(ta[i], i, step, TQ_BEHIND);
     }
     multiply_step_pair<cfg::HAS_TQ>(rS, rE, a, ta,
                                     [&](uint32_t (&b)[4], int j) { k.load(b, j, step); });
     if constexpr (cfg::HAS_TK) {
-      multiply_step(rE, a, [&](uint32_t (&b)[4], int j) { tk.load(b, j, step); });
+      multiply_step(rE, a, [&](uint32_t (&b)[4], int j) { k.load(b, j, step, TK_BEHIND); });
     }
   }
 }
 
-// dP = dO V^T where there is an E for it to meet, and X = dO tV^T: what dS and its tangent need.
-template <int K, int MT, int NT, class X, class Y>
+// dP = dO V^T where there is an E for it to meet, and X = dO tV^T: what dS and its tangent need. tv
+// lies TV_BEHIND bytes behind v.
+template <int K, int TV_BEHIND, int MT, int NT, class X, class Y>
 __device__ __forceinline__ void multiply_gradients(float (&rdP)[MT][NT][4], float (&rX)[MT][NT][4],
-                                                   const X& dout, const Y& v, const Y& tv) {
+                                                   const X& dout, const Y& v) {
   clear(rdP);
   clear(rX);
 #pragma unroll cfg::UNROLL_K
@@ -68,7 +70,7 @@ __device__ __forceinline__ void multiply_gradients(float (&rdP)[MT][NT][4], floa
       multiply_step(rdP, a, [&](uint32_t (&b)[4], int j) { v.load(b, j, step); });
     }
     if constexpr (cfg::HAS_TV) {
-      multiply_step(rX, a, [&](uint32_t (&b)[4], int j) { tv.load(b, j, step); });
+      multiply_step(rX, a, [&](uint32_t (&b)[4], int j) { v.load(b, j, step, TV_BEHIND); });
     }
   }
 }
@@ -90,13 +92,24 @@ __device__ __forceinline__ void weigh_tangents(float (&rE)[MT][NT][4], const flo
   }
 }
 
+// Row sums of P o E as the products with V see it, rounded to 16 bits: they take e O away from
+// (P o E) V without leaving e's share of the roundings behind. By a product with ones, whose columns
+// are all the sum.
+template <int MT>
+__device__ __forceinline__ void add_row_sums(float (&sums)[MT][4], const uint32_t (&a)[MT][4]) {
+  constexpr uint32_t ONES = cfg::BF16 ? 0x3f803f80 : 0x3c003c00;
+#pragma unroll
+  for (int i = 0; i < MT; ++i) mma_m16n8k16(sums[i], a[i], ONES, ONES);
+}
+
 // What the second pass knows of a row beside L: D = dO.O - dL, e = ddL and W = dO.ddO.
 template <int MT>
 struct RowTerms {
   PerRow<MT> delta, ddlse, ddelta;
 };
 
-// E -> tP = P (E - e) with the scale inside, dP -> dS = P (dP - D), X -> tdS = tP (dP - D) + P (X - W)
+// E -> tP = P (E - e), E times the scale;  dP -> dS = P (dP - D);
+// X -> tdS = tP (dP - D) + P (X - W)
 template <int MT, int NT>
 __device__ __forceinline__ void tangents_of_p_and_ds(
     float (&rE)[MT][NT][4], float (&rdP)[MT][NT][4], float (&rX)[MT][NT][4],

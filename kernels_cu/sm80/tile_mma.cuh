@@ -128,8 +128,8 @@ __device__ __forceinline__ void store_tile(char* tile, const float (&c)[MT][NT][
   }
 }
 
-// Rows [first, first + ROWS) of a tile to a packed tensor, from its column `first_col` on, 16 bytes a
-// lane; rows at or past `valid_rows` and columns at or past WIDTH stay unwritten.
+// Rows [first, first + ROWS) of a tile to a packed tensor, from its column `first_col` on, 16 bytes
+// a lane; rows at or past `valid_rows` and columns at or past WIDTH stay unwritten.
 template <class TileT, int WIDTH, int NUM_THREADS, int ROWS>
 __device__ __forceinline__ void write_rows(uint16_t* gX, int64_t token_stride, const char* tile,
                                            int first, int valid_rows, int thread,

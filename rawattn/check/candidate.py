@@ -12,7 +12,12 @@ import numpy as np
 
 from rawattn.check.cases import Case
 from rawattn.check.expected import Expected
+from rawattn.check.second import SECOND, inner
 from rawattn.check.transfer import Array, to_framework, to_numpy
+
+GRADIENTS = ("dq", "dk", "dv")
+Inputs = tuple[Array | None, ...]
+Names = tuple[str, ...]
 
 
 class Unsupported(Exception):
@@ -24,6 +29,7 @@ class Candidate:
     """Functions with the signatures of rawattn's, on arrays of ``framework``.
 
     They are called with those of rawattn's keywords that they name (all of them for ``**kwargs``).
+    ``symmetry``: call ``double_backward`` once more, in a second direction.
     """
 
     name: str
@@ -31,16 +37,29 @@ class Candidate:
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
     preprocess: Callable[..., Any] | None = None
+    double_backward: Callable[..., Any] | None = None
+    jvp: Callable[..., Any] | None = None
+    symmetry: bool = True
+
+    @property
+    def second(self) -> bool:
+        """Whether there is a function that goes beyond first derivatives."""
+        return self.double_backward is not None or self.jvp is not None
 
     def fit(self, case: Case) -> Case:
         """``case``, without a cotangent of lse where a backward pass cannot take one."""
-        takes_dlse = self.backward is None or "dlse" in _accepted(self.backward, {"dlse": None})
+        takes_dlse = all(
+            function is None or "dlse" in _accepted(function, {"dlse": None})
+            for function in (self.backward, self.double_backward)
+        )
         return case if takes_dlse else replace(case, dlse=False)
 
     def run(self, expected: Expected) -> dict[str, np.ndarray[Any, Any]]:
-        """What the functions give: "out", "lse" (if returned), "delta", "dq", "dk", "dv".
+        """What the functions give: "out", "lse" (if returned), "delta", "dq", "dk", "dv"; those of
+        ``jvp`` and ``double_backward`` by the names of ``expect_second``, and the two numbers of
+        "symmetry".
 
-        The backward pass gets the reference's out and lse. Where functions take preallocated
+        The backward passes get the reference's out and lse. Where functions take preallocated
         results, those are full of NaN before the call. Raises Unsupported, and what they raise.
         """
         case, move = expected.case, partial(to_framework, framework=self.framework)
@@ -49,30 +68,42 @@ class Candidate:
         mask: dict[str, Any] = {"softmax_scale": case.softmax_scale}
         mask |= {"causal": case.causal, "window": case.window, "cu_seqlens_k": t.cu_seqlens_k}
 
-        def poison(*names: str) -> dict[str, Array]:
-            targets = [(name, expected.targets[name]) for name in names]
-            return {n: move(np.full(t.reference.shape, np.nan, dtype=t.dtype)) for n, t in targets}
+        def call(
+            function: Callable[..., Any], inputs: Inputs, poisoned: Names, **options: Any
+        ) -> Any:
+            _require(function, case)
+            for name in poisoned:
+                target = expected.targets[name]
+                options[name] = move(np.full(target.reference.shape, np.nan, dtype=target.dtype))
+            return function(*inputs, t.cu_seqlens_q, **_accepted(function, mask | options))
 
         if self.forward is not None:
-            _require(self.forward, case)
-            options = mask | poison("out") | {"return_lse": True}
-            options = _accepted(self.forward, options)
-            given = self.forward(t.q, t.k, t.v, t.cu_seqlens_q, **options)
+            given = call(self.forward, (t.q, t.k, t.v), ("out",), return_lse=True)
             given = given if isinstance(given, tuple | list) else (given,)
             results |= dict(zip(("out", "lse"), given, strict=False))
         if self.preprocess is not None:
             results["delta"] = self.preprocess(move(expected.out), t.dout, dlse=t.dlse)
+        passed = (t.dout, t.q, t.k, t.v, move(expected.out), move(expected.lse))
         if self.backward is not None:
-            _require(self.backward, case)
-            options = _accepted(self.backward, mask | poison("dq", "dk", "dv") | {"dlse": t.dlse})
-            inputs = (t.dout, t.q, t.k, t.v, move(expected.out), move(expected.lse))
-            given = self.backward(*inputs, t.cu_seqlens_q, **options)
-            results |= dict(zip(("dq", "dk", "dv"), given, strict=True))
+            given = call(self.backward, passed, GRADIENTS, dlse=t.dlse)
+            results |= dict(zip(GRADIENTS, given, strict=True))
+        if self.jvp is not None:
+            given = call(self.jvp, (t.q, t.k, t.v, *t.direction), ("out", "tout"))
+            results |= dict(zip(("jvp out", "tout", "jvp lse", "tlse"), given, strict=True))
+        if self.double_backward is not None:
+            second = partial(call, self.double_backward, poisoned=SECOND, dlse=t.dlse)
+            given = second((*t.direction, *passed))
+            results |= dict(zip(SECOND, given, strict=True))
+            if self.symmetry and expected.symmetry is not None:
+                u, w = expected.symmetry.direction, expected.tensors.direction
+                across = second((*map(move, u), *passed))
+                results["symmetry"] = np.array([inner(u, given[2:]), inner(w, across[2:])])
         return {name: to_numpy(array) for name, array in results.items()}
 
 
 def load(place: str, framework: str) -> Candidate:
-    """The candidate at ``FILE.py:NAME``, with ``NAME_backward`` of the same file if it is there.
+    """The candidate at ``FILE.py:NAME``: what the file has of NAME, NAME_backward,
+    NAME_double_backward and NAME_jvp. A NAME that ends in such a word is that function alone.
 
     ValueError where the text has another form or the file is missing, broken or lacks the name.
     """
@@ -89,10 +120,14 @@ def load(place: str, framework: str) -> Candidate:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
-    forward = getattr(module, name, None)
-    if not callable(forward):
+    kinds = ("double_backward", "backward", "jvp")
+    kind = next((k for k in kinds if name == k or name.endswith(f"_{k}")), "forward")
+    names = {kind: name} | ({k: f"{name}_{k}" for k in kinds} if kind == "forward" else {})
+    found = {k: getattr(module, n, None) for k, n in names.items()}
+    functions: dict[str, Any] = {k: function for k, function in found.items() if callable(function)}
+    if not functions:
         raise ValueError(f"{file} has no function {name!r}")
-    return Candidate(name, framework, forward, getattr(module, f"{name}_backward", None))
+    return Candidate(name, framework, **functions)
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ FEW_HEAD_DIMS = (32, 40, 72, 136, 256)  # these and one apart will do where 16 i
 
 Lengths = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
+Direction = tuple[Array | None, Array | None, Array | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Case:
     """One packed attention problem.
 
     ``lengths_*`` are tokens per sequence, ``poisoned`` the indices of the sequences whose every
-    number is NaN; ``past_*`` counts rows that belong to no sequence.
+    number is NaN; ``past_*`` counts rows that belong to no sequence. ``direction`` says which of
+    tq, tk and tv there are.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Case:
     past_q: int = PAST_END
     past_k: int = PAST_END
     strided: bool = False
+    direction: tuple[bool, bool, bool] = (True, True, True)
 
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}"
@@ -100,7 +103,8 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """The inputs of one case: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv,
-    head_dim or head_dim_v), dout like out, dlse (num_heads_q, total_q) or None, int32 offsets.
+    head_dim or head_dim_v), dout like out, dlse (num_heads_q, total_q) or None, int32 offsets; a
+    direction tq, tk, tv like q, k, v or None (``double_backward`` calls it ddq, ddk, ddv).
     """
 
     q: Array
@@ -110,6 +114,13 @@ class Tensors:
     dlse: Array | None
     cu_seqlens_q: Array
     cu_seqlens_k: Array
+    tq: Array | None
+    tk: Array | None
+    tv: Array | None
+
+    @property
+    def direction(self) -> Direction:
+        return self.tq, self.tk, self.tv
 
     def on(self, framework: str) -> "Tensors":
         """The same tensors as "numpy", "cupy" or "torch" arrays, with the same strides."""
@@ -146,11 +157,17 @@ def make(case: Case, seed: int = 0) -> Tensors:
     dlse = rng.standard_normal((case.num_heads_q, len(bad["q"]))).astype(lse_dtype(case.dtype))
     dlse[:, bad["q"]] = np.nan
     dlse.flags.writeable = False
+    tangents = (
+        draw("q", case.num_heads_q, case.head_dim),
+        draw("k", case.num_heads_kv, case.head_dim),
+        draw("k", case.num_heads_kv, case.head_dim_v),
+    )
+    direction = (t if there else None for t, there in zip(tangents, case.direction, strict=True))
     offsets = (
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         for lengths in (case.lengths_q, case.lengths_k)
     )
-    return Tensors(q, k, v, dout, dlse if case.dlse else None, *offsets)
+    return Tensors(q, k, v, dout, dlse if case.dlse else None, *offsets, *direction)
 
 
 def lse_dtype(dtype: str) -> np.dtype[Any]:
@@ -194,15 +211,19 @@ def _features(
 
     edges = (0, 1, block - 1, block, block + 1, 0)
     short = (block + 1, 7)
+    only_tq, only_tk, only_tv = (True, False, False), (False, True, False), (False, False, True)
+    no_tq, no_tk, no_tv = (False, True, True), (True, False, True), (True, True, False)
     yield case("edges", edges)
     yield case("edges-causal", edges, causal=True)
     yield case("long", (long, 3), causal=True)
     yield case("group3", short[:1], causal=True, group=3)
     yield case("group8", (long // 5,), causal=True, group=8, num_heads_kv=1)
-    yield case("two-kv-heads", (long // 5,), group=2, num_heads_kv=2)
-    yield case("unequal", (3, block + 1, 0, 9, block), (block + 2, 5, 4, 0, block - 1), group=2)
+    yield case("two-kv-heads", (long // 5,), group=2, num_heads_kv=2, direction=no_tv)
+    unequal = (3, block + 1, 0, 9, block), (block + 2, 5, 4, 0, block - 1)
+    yield case("unequal", *unequal, group=2, direction=no_tk)
     yield case("unequal-causal", (3, block + 5, 2, 9), (block + 2, 5, 0, 9), causal=True)
-    yield case("decode", (1, 1, 1), (block + 1, 2 * block, 3), causal=True, group=3)
+    decode = (1, 1, 1), (block + 1, 2 * block, 3)
+    yield case("decode", *decode, causal=True, group=3, direction=no_tq)
     yield case("window", (block + 9, 4, block - 1), window=(6, 3))
     yield case("window-causal", (2 * block + 1, 9), window=(block, -1), causal=True)
     yield case("window-left-open", (block + 9, 6), (block, 11), window=(-1, 2))
@@ -210,9 +231,9 @@ def _features(
     yield case("window-narrow", (block + 3, 5), window=(0, 1))
     yield case("all-dead", short, (0, 0), past_k=4)
     yield case("dead-but-few", short, (4, 3), causal=True)
-    yield case("scale", short, softmax_scale=0.5, causal=True)
-    yield case("no-dlse", short, dlse=False)
-    yield case("no-rows-past-the-end", short, past_q=0, past_k=0)
+    yield case("scale", short, softmax_scale=0.5, causal=True, direction=only_tq)
+    yield case("no-dlse", short, dlse=False, direction=only_tk)
+    yield case("no-rows-past-the-end", short, past_q=0, past_k=0, direction=only_tv)
     yield case("strided", short, strided=True, causal=True, group=2)
     yield case("strided-dim-40", short, strided=True, head_dim=40, head_dim_v=24)
     rng = np.random.default_rng(0)
@@ -222,6 +243,7 @@ def _features(
         yield case(f"dim-{d}", short, causal=True, head_dim=d, head_dim_v=d)
     for d, dv in dims_apart:
         yield case(f"dim-{d}-{dv}", short, causal=True, head_dim=d, head_dim_v=dv)
+    yield case("no-direction", short[:1], direction=(False, False, False))
     yield replace(plain, name="no-keys", lengths_q=(4, 2), lengths_k=(0, 0), past_k=0)
     yield replace(plain, name="no-sequences")
     yield replace(plain, name="no-tokens", lengths_q=(0,), lengths_k=(0,), past_q=0, past_k=0)

@@ -22,7 +22,15 @@ from rawattn import env
 from rawattn.check import report
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import standard
-from rawattn.check.compiled import Built, compile_row, library_builds, standard_builds, warm_build
+from rawattn.check.compiled import (
+    Built,
+    arch_number,
+    compile_row,
+    library_builds,
+    sample_builds,
+    standard_builds,
+    warm_build,
+)
 from rawattn.check.machine import default_framework, gpu_arch, gpu_name, use_simulator, versions
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import Row, evaluate, jobs, judge_case
@@ -32,7 +40,7 @@ from rawattn.jit import ARCHS
 from rawattn.variants import serves
 
 QUICK_CASES = ("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40")
-QUICK_ARCHS = ("sm_80", "sm_90")
+ARCHS_EACH = 2  # architectures a row is compiled for in a run without a GPU
 
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write all of it."
@@ -40,7 +48,7 @@ json_option = click.option(
 filter_option = click.option(
     "--filter", "text", default="", help="only cases and rows whose name contains this."
 )
-quick_option = click.option("--quick", is_flag=True, help="a few cases, two architectures.")
+quick_option = click.option("--quick", is_flag=True, help="a few cases, each row compiled once.")
 arch_option = click.option(
     "--arch", "archs", multiple=True, help="such as sm_90a; may be repeated."
 )
@@ -67,22 +75,22 @@ def run(json_file: Path | None, text: str, quick: bool) -> None:
     """Compare what is here with the float64 reference.
 
     With a GPU: the CUDA and the Numba kernels. Without: the Numba kernels in Numba's simulator, and
-    the compilation of every CUDA row of the table for every architecture (a spill is shown, and is
-    for `rawattn-check compile` to condemn).
+    the compilation of every CUDA row of the table, the architectures taking turns (all of them for
+    every row, and the verdict on spills, are for `rawattn-check compile`).
     """
-    began, gpu = time.perf_counter(), bool(gpu_name())
+    began, arch = time.perf_counter(), gpu_arch() if gpu_name() else 0
     use_simulator()
     cases = [
         (case, backend, methods)
-        for case, backend, methods in jobs(gpu)
+        for case, backend, methods in jobs(arch)
         if text in f"{case} {backend}" and (not quick or case.name in QUICK_CASES)
     ]
-    builds = [] if gpu else [b for b in standard_builds(every=False) if text in b.variant.name]
-    archs = QUICK_ARCHS if quick else ARCHS
+    sample = [] if arch else sample_builds(1 if quick else ARCHS_EACH)
+    builds = [(build, name) for build, name in sample if text in build.variant.name]
     if not cases and not builds:
         raise click.UsageError(f"no case and no row has {text!r} in its name")
     calls: list[partial[Any]] = [partial(judge_case, *job) for job in cases]
-    calls += [partial(compile_row, build, arch) for build in builds for arch in archs]
+    calls += [partial(compile_row, build, name) for build, name in builds]
     results = work(calls, "judging")
     rows = [row for found in results[: len(cases)] for row in found]
     place = gpu_name() or "no GPU: the simulator"
@@ -106,7 +114,7 @@ def compile_command(archs: tuple[str, ...], json_file: Path | None, text: str) -
         raise click.UsageError(f"no row has {text!r} in its name")
     archs = archs or ARCHS
     calls = [
-        partial(compile_row, b, arch, strict=serves(b.variant, int(re.sub(r"\D", "", arch))))
+        partial(compile_row, b, arch, strict=serves(b.variant, arch_number(arch)))
         for b in builds
         for arch in archs
     ]
@@ -146,7 +154,8 @@ def env_command() -> None:
 def warm(archs: tuple[str, ...], text: str) -> None:
     """Fill the cache with the kernels of native head_dims, for this GPU or the given arch.
 
-    Both dtypes, causal and unmasked, the default backward pass and the deterministic one.
+    Both dtypes, causal and unmasked, the default backward pass and the deterministic one; `jvp` and
+    `double_backward` in a direction of three parts.
     """
     if not archs and not gpu_name():
         raise click.UsageError("there is no GPU here: say --arch sm_90 or another")
@@ -197,9 +206,10 @@ def diff_command(
 ) -> None:
     """Judge somebody's attention function on the standard cases.
 
-    NAME has the signature of rawattn.forward, NAME_backward (if the file has it) that of
-    rawattn.backward; both are called with the keywords that they name. Small cases on a CPU, large
-    ones on a GPU. Errors are shown by tensor, sequence and head.
+    NAME has the signature of rawattn.forward; NAME_backward, NAME_double_backward and NAME_jvp (as
+    far as the file has them) have those of rawattn's functions. A NAME that ends in one of these
+    words is judged alone. Each is called with the keywords that it names. Small cases on a CPU,
+    large ones on a GPU. Errors are shown by tensor, sequence and head.
     """
     began = time.perf_counter()
     use_simulator()

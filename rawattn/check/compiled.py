@@ -1,22 +1,35 @@
 """Rows of the variants table as cubins: which to build for a check or the cache, how they fare."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from rawattn import jit
 from rawattn.check.cases import HALF
 from rawattn.jit import Build
 from rawattn.problem import Problem
-from rawattn.variants import HEAD_DIMS, TABLE, method_of, select
+from rawattn.variants import HEAD_DIMS, TABLE, method_of, select, serves
 
-# the kernels of a call, and whether they add atomically; those of each method of backward
+# kernels, and whether they add atomically: of each call, of each method of backward, and of each
+# step beyond first derivatives, which takes a direction
 SHARED_STEPS = (("forward", False), ("backward_preprocess", False), ("backward_postprocess", False))
 METHOD_STEPS = {
     "atomic_dq": (("backward_kv", True),),
     "atomic_dkv": (("backward_q", True),),
     "two_pass": (("backward_kv", False), ("backward_q", False)),
 }
+SECOND_STEPS = {
+    "jvp": (("jvp", False),),
+    "second/atomic": (("double_backward_out", False), ("double_backward_kv", True)),
+    "second/two_pass": (
+        *(("double_backward_out", False), ("double_backward_kv", False)),
+        ("double_backward_q", False),
+    ),
+}
+SECOND_STEMS = tuple(dict.fromkeys(stem for steps in SECOND_STEPS.values() for stem, _ in steps))
+WHOLE = (True, True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +64,44 @@ def standard_builds(*, every: bool) -> list[Build]:
     return [build for form in forms for build in (form if every else form[:1])]
 
 
+def sample_builds(archs_each: int) -> list[tuple[Build, str]]:
+    """The first form of each CUDA row, for that many of the architectures that the row is meant
+    for: those that its kernel, and then the whole table, has met least."""
+    met: Counter[tuple[str, str]] = Counter()
+    sample = []
+    for build in standard_builds(every=False):
+        row = build.variant
+        meant = [arch for arch in jit.ARCHS if serves(row, arch_number(arch))]
+        times = {arch: (met[row.stem, arch], met["", arch]) for arch in meant}
+        for arch in sorted(meant, key=times.__getitem__)[:archs_each]:
+            met.update([(row.stem, arch), ("", arch)])
+            sample.append((build, arch))
+    return sample
+
+
 def library_builds(arch: str) -> Iterator[Build]:
-    """What calls on ``arch`` need: native head_dims, causal or not, default and two_pass."""
-    number = int(re.sub(r"\D", "", arch))
-    for head_dim in HEAD_DIMS:
-        for dtype in HALF:
-            for right in (-1, 0):
-                sizes = (1, 1, 1, 1, 1, head_dim, head_dim)
-                problem = Problem(dtype, *sizes, -1, right, 1.0, number, 0)
-                default = METHOD_STEPS[method_of(problem, None, False)]
-                for stem, atomic in (*SHARED_STEPS, *default, *METHOD_STEPS["two_pass"]):
-                    row = select(stem, problem, backend="cuda")
-                    yield Build(row, dtype, head_dim, head_dim, False, right == 0, atomic)
+    """What calls on ``arch`` need: native head_dims, causal or not, default and two_pass.
+
+    Beyond first derivatives: a direction of three parts, large problems and small ones.
+    """
+    second = dict.fromkeys(kernel for steps in SECOND_STEPS.values() for kernel in steps)
+    for head_dim, dtype, right in product(HEAD_DIMS, HALF, (-1, 0)):
+        sizes = (1, 1, 1, 1, 1, head_dim, head_dim)
+        problem = Problem(dtype, *sizes, -1, right, 1.0, arch_number(arch), 0)
+        fixed = (dtype, head_dim, head_dim, False, right == 0)
+        default = METHOD_STEPS[method_of(problem, None, False)]
+        for stem, atomic in (*SHARED_STEPS, *default, *METHOD_STEPS["two_pass"]):
+            yield Build(select(stem, problem, backend="cuda"), *fixed, atomic)
+        for stem, atomic in second:
+            rows = dict.fromkeys(select(stem, problem, by_size=small) for small in (False, True))
+            for row in rows:
+                if row.family != "numba":  # the widest tiles do not fit every GPU
+                    yield Build(row, *fixed, atomic, WHOLE)
+
+
+def arch_number(arch: str) -> int:
+    """90 for "sm_90" and for "sm_90a"."""
+    return int(re.sub(r"\D", "", arch))
 
 
 def warm_build(build: Build, arch: str) -> str:
@@ -93,7 +132,9 @@ def compile_row(build: Build, arch: str, *, strict: bool = False) -> Built:
 
 
 def describe(build: Build) -> str:
-    """What a build fixes beside its row: "bf16 ra" is masked on the right and atomic."""
+    """What a build fixes beside its row: "bf16 ra qv" is masked on the right, atomic, and for a
+    direction (tq, None, tv)."""
     dtype = {"float16": "f16", "bfloat16": "bf16"}[build.dtype]
     flags = "l" * build.has_left + "r" * build.has_right + "a" * build.atomic
-    return f"{dtype} {flags}".rstrip()
+    parts = "".join(part for part, there in zip("qkv", build.direction, strict=True) if there)
+    return " ".join(filter(None, (dtype, flags, parts)))

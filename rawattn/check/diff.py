@@ -106,6 +106,21 @@ def judge(
     return Verdict(error, allowed, "pass")
 
 
+def agree(first: float, second: float, allowed: float, *, zero: bool = False) -> Verdict:
+    """Compare two numbers that must be the same; ``zero``: both are 0 by definition.
+
+    Vacuous like ``judge``: where two zeros would have passed that need not be any.
+    """
+    error = abs(first - second)
+    if not error <= allowed:
+        return Verdict(error, allowed, "FAIL", f"{first:.6g} one way, {second:.6g} the other")
+    if zero and not first and not second:
+        return Verdict(error, allowed, "pass", "all zero by definition")
+    if abs(first) <= allowed:
+        return Verdict(error, allowed, "vacuous", "zeros would pass")
+    return Verdict(error, allowed, "pass")
+
+
 def allowance(reference: Float64, same: Float64, dtype: np.dtype[Any], terms: int) -> float:
     """The largest error that a result of ``dtype`` may have; 0 where no element is finite."""
     finite = np.isfinite(reference)

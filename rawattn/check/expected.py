@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rawattn.check.cases import Case, Tensors, dtype_of, lse_dtype, make
-from rawattn.check.diff import Share, Verdict, breakdown, judge
+from rawattn.check.cases import Case, Direction, Tensors, dtype_of, lse_dtype, make
+from rawattn.check.diff import Share, Verdict, agree, allowance, breakdown, judge
 from rawattn.check.transfer import Array
 from rawattn.reference import dense
 
@@ -39,19 +39,24 @@ class Target:
             return Verdict(np.inf, 0.0, "FAIL", f"dtype {candidate.dtype}, expected {self.dtype}")
         if candidate.shape != self.reference.shape:
             return judge(candidate, self.reference, self.same_dtype)
-        counted = ~np.isin(self.sequence_of, self.undefined)
-
-        def pick(array: Array) -> Array:
-            return np.compress(counted, array, axis=self.token_axis)
-
         return judge(
-            pick(candidate),
-            pick(self.reference),
-            pick(self.same_dtype),
+            self._counted(candidate),
+            self._counted(self.reference),
+            self._counted(self.same_dtype),
             terms=self.terms,
-            zeros=None if self.zeros is None else self.zeros[counted],
-            against=None if against is None else pick(against),
+            zeros=None if self.zeros is None else self._counted(self.zeros),
+            against=None if against is None else self._counted(against),
         )
+
+    def allowance(self) -> float:
+        """The largest error that an element may have."""
+        exact, same = self._counted(self.reference), self._counted(self.same_dtype)
+        return allowance(exact, same, self.dtype, self.terms)
+
+    def _counted(self, array: Array) -> Array:
+        """Those tokens of ``array`` that are defined."""
+        counted = ~np.isin(self.sequence_of, self.undefined)
+        return np.compress(counted, array, axis=self.token_axis)
 
     def shares(self, candidate: Array, against: Array | None = None) -> list[Share]:
         """The errors of ``candidate`` by sequence and head; none if its shape is another."""
@@ -60,6 +65,22 @@ class Target:
             return []
         shares = breakdown(candidate, wanted, self.sequence_of, token_axis=self.token_axis)
         return [share for share in shares if share.sequence not in self.undefined]
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetry:
+    """That second derivatives H are symmetric: <u, H w> = <w, H u>, where w is a case's direction
+    and u this one. The two may be ``allowed`` apart; both are 0 by definition where ``zero``.
+    """
+
+    direction: Direction
+    allowed: float
+    zero: bool
+
+    def judge(self, products: Array) -> Verdict:
+        """The verdict on the two inner products."""
+        first, second = map(float, products)
+        return agree(first, second, self.allowed, zero=self.zero)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +93,7 @@ class Expected:
     out: Array
     lse: Array
     targets: dict[str, Target]
+    symmetry: Symmetry | None = None
 
 
 @lru_cache(maxsize=2)
@@ -79,38 +101,29 @@ def expect(case: Case, seed: int = 0) -> Expected:
     """Compute the targets of "out", "lse", "delta", "dq", "dk" and "dv" for ``case``."""
     tensors = make(case, seed)
     # The poison is taken out here: the reference shall not depend on its own isolation.
-    q, k, v, dout = (_clean(a) for a in (tensors.q, tensors.k, tensors.v, tensors.dout))
-    dlse = None if tensors.dlse is None else _clean(tensors.dlse)
+    q, k, v, dout = (clean(a) for a in (tensors.q, tensors.k, tensors.v, tensors.dout))
+    dlse = None if tensors.dlse is None else clean(tensors.dlse)
     offsets = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     mask: dict[str, Any] = {"window": case.mask_window, "softmax_scale": case.softmax_scale}
     dtype, wide = dtype_of(case.dtype), lse_dtype(case.dtype)
 
     exact_out, exact_lse = dense.forward(q, k, v, *offsets, **mask)
-    same_out, _ = dense.forward(q, k, v, *offsets, rounding=_rounding(dtype), **mask)
-    _, same_lse = dense.forward(q, k, v, *offsets, rounding=_rounding(wide), **mask)
+    same_out, _ = dense.forward(q, k, v, *offsets, rounding=coarse(dtype), **mask)
+    _, same_lse = dense.forward(q, k, v, *offsets, rounding=coarse(wide), **mask)
     out, lse = exact_out.astype(dtype), exact_lse.astype(wide)
     backward: dict[str, Any] = {"dlse": dlse, **mask}
     exact = dense.backward(dout, q, k, v, exact_out, exact_lse, *offsets, **backward)
-    backward["rounding"] = _rounding(dtype)
+    backward["rounding"] = coarse(dtype)
     same = dense.backward(dout, q, k, v, out, lse, *offsets, **backward)
-    exact_delta, same_delta = (_delta(t, out, dout, dlse) for t in (np.float64, _rounding(wide)))
-
-    def target(side: str, exact: Float64, same: Float64) -> Target:
-        sequences, zeros = case.sequence_of(side), case.unseen(side)[:, None, None]
-        same = _as_precise_as(dtype, exact, same)
-        return Target(exact, same, dtype, sequences, case.poisoned, zeros, 0, case.terms)
-
-    def row_target(exact: Float64, same: Float64, undefined: tuple[int, ...]) -> Target:
-        same = _as_precise_as(wide, exact, same)
-        return Target(exact, same, wide, case.sequence_of("q"), undefined, None, 1, case.terms)
+    exact_delta, same_delta = (_delta(t, out, dout, dlse) for t in (np.float64, coarse(wide)))
 
     targets = {
-        "out": target("q", exact_out, same_out),
-        "lse": row_target(exact_lse, same_lse, case.poisoned),
-        "delta": row_target(exact_delta, same_delta, (*case.poisoned, -1)),
-        "dq": target("q", exact[0], same[0]),
-        "dk": target("k", exact[1], same[1]),
-        "dv": target("k", exact[2], same[2]),
+        "out": target(case, "q", exact_out, same_out),
+        "lse": row_target(case, exact_lse, same_lse, case.poisoned),
+        "delta": row_target(case, exact_delta, same_delta, (*case.poisoned, -1)),
+        "dq": target(case, "q", exact[0], same[0]),
+        "dk": target(case, "k", exact[1], same[1]),
+        "dv": target(case, "k", exact[2], same[2]),
     }
     outside = np.isin(case.sequence_of("q"), (*case.poisoned, -1))
     out[outside] = np.nan
@@ -119,11 +132,32 @@ def expect(case: Case, seed: int = 0) -> Expected:
     return Expected(case, tensors, out, lse, targets)
 
 
-def _clean(array: Array) -> Float64:
+def target(case: Case, side: str, exact: Float64, same: Float64, zero: bool = False) -> Target:
+    """The target of a result with the rows of ``side`` "q" or "k"; ``zero``: all of it must be."""
+    dtype, zeros = dtype_of(case.dtype), case.unseen(side)[:, None, None] | zero
+    same = _as_precise_as(dtype, exact, same)
+    return Target(exact, same, dtype, case.sequence_of(side), case.poisoned, zeros, 0, case.terms)
+
+
+def row_target(
+    case: Case,
+    exact: Float64,
+    same: Float64,
+    undefined: tuple[int, ...],
+    zeros: npt.NDArray[np.bool_] | None = None,
+) -> Target:
+    """The target of a number for each row and head, like lse."""
+    dtype = lse_dtype(case.dtype)
+    same = _as_precise_as(dtype, exact, same)
+    return Target(exact, same, dtype, case.sequence_of("q"), undefined, zeros, 1, case.terms)
+
+
+def clean(array: Array) -> Float64:
+    """``array`` in float64, with 0 for NaN."""
     return np.asarray(np.nan_to_num(array.astype(np.float64)))
 
 
-def _rounding(dtype: np.dtype[Any]) -> Any:
+def coarse(dtype: np.dtype[Any]) -> Any:
     """The precision whose errors show those of ``dtype``: its own, but float32 for float64."""
     return np.dtype(np.float32) if dtype == np.float64 else dtype
 

@@ -1,6 +1,7 @@
 """What rawattn-check shows: rich tables for people, plain dictionaries for ``--json``."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -76,14 +77,15 @@ def share_grids(rows: Iterable[Row]) -> list[Group]:
 
 def compile_table(built: Sequence[Built]) -> Table:
     """One line for a row and form, over all architectures; what is wrong on which is a fault."""
-    archs = len({b.arch for b in built})
+    archs = sorted({b.arch for b in built}, key=lambda arch: (len(arch), arch))
+    each = max(Counter((b.row, b.form) for b in built).values())
     table = _table(
-        f"rows compiled for {archs} architecture{'s' if archs > 1 else ''} "
-        "(form: dtype; l, r masked left, right; a atomic)"
+        f"rows compiled for {f'{each} of ' if each < len(archs) else ''}{', '.join(archs)} "
+        "(form: dtype; l, r masked left, right; a atomic; q, k, v: a direction's parts)"
     )
     table.add_column("row", no_wrap=True)
     table.add_column("form", overflow="fold")
-    for column in ("KiB", "regs", "spills", "seconds"):
+    for column in ("KiB", "regs", "spills", "s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for (row, form), group in groupby(built, key=lambda b: (b.row, b.form)):

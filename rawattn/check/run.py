@@ -8,12 +8,16 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import HALF, Case, standard
+from rawattn.check.compiled import SECOND_STEPS
 from rawattn.check.diff import Share, Verdict
 from rawattn.check.expected import Expected, expect
 from rawattn.check.machine import gpu_name
-from rawattn.variants import METHODS
+from rawattn.check.second import expect_second
+from rawattn.problem import Problem
+from rawattn.variants import METHODS, select
 
-Job = tuple[Case, str, tuple[str, ...]]  # case, backend, methods of backward
+STEPS = (*METHODS, *SECOND_STEPS)  # methods of backward; "jvp", two ways of double_backward
+Job = tuple[Case, str, tuple[str, ...]]  # case, backend, steps beside the forward
 Results = dict[str, np.ndarray[Any, Any]]
 
 
@@ -35,7 +39,8 @@ def evaluate(candidate: Candidate, case: Case, against: Candidate | None = None)
     parameter for gives one "skipped" row, an exception one "FAIL" row; nothing is raised.
     """
     case = candidate.fit(case if against is None else against.fit(case))
-    expected = expect(case)
+    second = candidate.second or (against is not None and against.second)
+    expected = expect_second(case) if second else expect(case)
     try:
         found = candidate.run(expected)
         other = None if against is None else against.run(expected)
@@ -56,45 +61,66 @@ def _judged(name: str, expected: Expected, found: Results, other: Results | None
         verdict = target.judge(found[tensor], rival)
         shares = tuple(target.shares(found[tensor], rival))
         rows.append(Row(str(expected.case), name, tensor, verdict, shares))
+    if expected.symmetry is not None and "symmetry" in found:
+        verdict = expected.symmetry.judge(found["symmetry"])
+        rows.append(Row(str(expected.case), name, "symmetry", verdict))
     return rows
 
 
-def own(backend: str, methods: tuple[str, ...]) -> list[Candidate]:
-    """rawattn itself with ``backend``: forward and preprocess, then ``methods`` of backward."""
-    from rawattn import api
+def own(backend: str, steps: tuple[str, ...]) -> list[Candidate]:
+    """rawattn itself with ``backend``: forward and preprocess, then ``steps``.
 
-    framework = "cupy" if gpu_name() else "numpy"
+    In the simulator the symmetry of one way of ``double_backward`` must do.
+    """
+    from rawattn import api, api_second
+
+    gpu = bool(gpu_name())
+    make = partial(Candidate, framework="cupy" if gpu else "numpy")
     forward = partial(api.forward, backend=backend)
     preprocess = partial(api.backward_preprocess, backend=backend)
-    return [
-        Candidate(backend, framework, forward, preprocess=preprocess),
-        *(
-            Candidate(
-                f"{backend}/{method}",
-                framework,
-                backward=partial(api.backward, backend=backend, method=method),
-            )
-            for method in methods
-        ),
-    ]
+    candidates = [make(backend, forward=forward, preprocess=preprocess)]
+    for step in steps:
+        name = f"{backend}/{step}"
+        if step == "jvp":
+            candidates.append(make(name, jvp=partial(api_second.jvp, backend=backend)))
+        elif step in SECOND_STEPS:
+            second = partial(api_second.double_backward, backend=backend)
+            second = partial(second, deterministic=step == "second/two_pass")
+            symmetry = gpu or step == "second/atomic"
+            candidates.append(make(name, double_backward=second, symmetry=symmetry))
+        else:
+            backward = partial(api.backward, backend=backend, method=step)
+            candidates.append(make(name, backward=backward))
+    return candidates
 
 
-def jobs(gpu: bool) -> list[Job]:
-    """The standard cases with the backend and the methods of backward that are judged on each.
+def jobs(arch: int) -> list[Job]:
+    """The standard cases with the backend and the steps that are judged on each.
 
-    With a GPU the CUDA kernels get the large 16-bit cases, the Numba twins the other large ones and
-    the small ones. Without one the twins get the small ones, in the simulator, which is so slow
-    that the cases take the methods in turn.
+    On a GPU of an ``arch`` the CUDA kernels get the large 16-bit cases, the Numba twins the other
+    large ones and the small ones. Without one (0) the twins get the small ones, in the simulator,
+    which is so slow that the cases take the methods of backward in turn, and the steps beyond it.
     """
     small = list(enumerate(standard("small")))
-    if not gpu:
-        return [(case, "numba", (METHODS[index % len(METHODS)],)) for index, case in small]
+    if not arch:
+        beyond = ("second/atomic", "jvp", "second/two_pass")  # the cheapest for the dearest cases
+        return [(case, "numba", (METHODS[i % 3], beyond[i % 3])) for i, case in small]
+    raw = [case for case in standard("large") if case.dtype in HALF and arch >= 80]
     return [
-        *((c, "cuda" if c.dtype in HALF else "numba", METHODS) for c in standard("large")),
-        *((case, "numba", METHODS) for _, case in small),
+        *((case, "cuda", tuple(s for s in STEPS if _has_rows(case, s, arch))) for case in raw),
+        *((case, "numba", STEPS) for case in standard("large") if case not in raw),
+        *((case, "numba", STEPS) for _, case in small),
     ]
 
 
-def judge_case(case: Case, backend: str, methods: tuple[str, ...]) -> list[Row]:
-    """All rows of ``case`` with rawattn's own ``backend`` and ``methods`` of backward."""
-    return [row for candidate in own(backend, methods) for row in evaluate(candidate, case)]
+def _has_rows(case: Case, step: str, arch: int) -> bool:
+    """Whether the table has CUDA rows for ``step``: the widest tiles do not fit every GPU."""
+    sizes = (case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v)
+    problem = Problem(case.dtype, 1, 1, 1, *sizes, *case.mask_window, 1.0, arch, 0)
+    stems = [stem for stem, _ in SECOND_STEPS.get(step, ())]
+    return all(select(stem, problem).family != "numba" for stem in stems)
+
+
+def judge_case(case: Case, backend: str, steps: tuple[str, ...]) -> list[Row]:
+    """All rows of ``case`` with rawattn's own ``backend`` and ``steps``."""
+    return [row for candidate in own(backend, steps) for row in evaluate(candidate, case)]

@@ -60,7 +60,7 @@ def launch(
     *,
     stream: int,
 ) -> None:
-    """Queue the kernel that fills ``ddout``, ``ddlse``, ``delta`` and ``ddelta``; zeroes ``gq_accum``.
+    """Queue the kernel that fills ``ddout``, ``ddlse``, ``delta``, ``ddelta``, zeroes ``gq_accum``.
 
     ``ddlse``, ``delta`` and ``ddelta`` are of ``lse``'s shape, (num_heads_q, total_q).
     """
