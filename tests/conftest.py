@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if device_arch() == 0:
         # Numba reads this once, when it is imported: so before any test module is.
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+    # JAX would take most of the GPU's memory, and the workers of a parallel run share one GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "RAWATTN_CACHE_DIR" not in os.environ:
         # The workers of a parallel run inherit the folder of the process that starts them.
         folder = tempfile.mkdtemp(prefix="rawattn-tests-")

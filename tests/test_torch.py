@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -11,62 +10,38 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.autograd import forward_ad  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch_problems import (  # noqa: E402
+    LENGTHS,
+    MASKS,
+    WIDTHS,
+    allowed,
+    count_calls,
+    finite,
+    offsets,
+    one_thread,  # noqa: F401
+    tensors,
+)
 
-import rawattn.torch as rt  # noqa: E402
+from rawattn import torch_ops  # noqa: E402
 from rawattn.torch import varlen_attn  # noqa: E402
 
-LENGTHS = ((3, 0, 4, 1), (5, 2, 3, 0))  # unequal, a sequence without keys, one without queries
-WIDTHS = {"heads": 4, "heads_kv": 2, "dim": 8, "dim_v": 16}
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These tensors are tiny: more threads only wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def offsets(lengths: tuple[int, ...]) -> Any:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def tensors(
-    lengths_q=LENGTHS[0], lengths_k=None, dtype=torch.float64, grad=True, spare=1, **widths
-):
-    """q, k, v with ``spare`` rows past the last sequence, and the two offsets."""
-    w = {**WIDTHS, **widths}
-    lengths_k = lengths_q if lengths_k is None else lengths_k
-    generator = torch.Generator().manual_seed(7)
-    rows_q, rows_k = sum(lengths_q) + spare, sum(lengths_k) + spare
-    shapes = (
-        (rows_q, w["heads"], w["dim"]),
-        (rows_k, w["heads_kv"], w["dim"]),
-        (rows_k, w["heads_kv"], w["dim_v"]),
-    )
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    qkv = [draw(shape).to(dtype).requires_grad_(grad) for shape in shapes]
-    return *qkv, offsets(lengths_q), offsets(lengths_k)
+@pytest.fixture
+def calls(monkeypatch):
+    return count_calls(monkeypatch)
 
 
 def by_sdpa(q, k, v, cu_q, cu_k, *, causal=False, window=(-1, -1), softmax_scale=None):
     """The same attention by torch's own, sequence by sequence with a dense mask."""
-    left, right = window[0], 0 if causal else window[1]
     parts = []
     for b in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        (sq, sk) = q[rows].shape[0], k[keys].shape[0]
-        distance = torch.arange(sk) - (torch.arange(sq)[:, None] + sk - sq)
-        mask = torch.ones(sq, sk, dtype=torch.bool)
-        mask &= (distance >= -left) if left >= 0 else mask
-        mask &= (distance <= right) if right >= 0 else mask
+        mask = allowed(q[rows].shape[0], k[keys].shape[0], causal=causal, window=window)
         part = F.scaled_dot_product_attention(
             *(x.transpose(0, 1) for x in (q[rows], k[keys], v[keys])),
             attn_mask=mask,
@@ -77,18 +52,6 @@ def by_sdpa(q, k, v, cu_q, cu_k, *, causal=False, window=(-1, -1), softmax_scale
         parts.append(torch.where(alive, part, 0).transpose(0, 1))
     parts.append(q.new_zeros(q.shape[0] - int(cu_q[-1]), q.shape[1], v.shape[2]))
     return torch.cat(parts)
-
-
-def finite(lse):
-    return torch.where(torch.isfinite(lse), lse, 0)
-
-
-MASKS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (1, 2), "softmax_scale": 0.3},
-    "causal_window": {"causal": True, "window": (2, -1)},
-}
 
 
 @pytest.mark.parametrize("lengths_k", [LENGTHS[0], LENGTHS[1]], ids=["self", "cross"])
@@ -150,7 +113,7 @@ def test_opcheck_of_the_forward(option, grad):
     q, k, v, cu_q, cu_k = tensors(lengths_k=LENGTHS[1], grad=grad)
     causal, window = option.get("causal", False), option.get("window", (-1, -1))
     args = (q, k, v, cu_q, cu_k, causal, *window, None, option.get("deterministic", False), None)
-    results = torch.library.opcheck(rt.varlen_forward, args)
+    results = torch.library.opcheck(torch_ops.varlen_forward, args)
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
 
@@ -158,10 +121,10 @@ def test_opcheck_of_the_forward(option, grad):
 def test_opcheck_of_the_backward(with_dlse):
     q, k, v, cu_q, _ = tensors(grad=False)
     options = (True, -1, -1, 0.25, False, "reference")
-    out, lse = rt.varlen_forward(q, k, v, cu_q, None, *options)
+    out, lse = torch_ops.varlen_forward(q, k, v, cu_q, None, *options)
     dlse = torch.randn_like(lse) if with_dlse else None
     args = (torch.randn_like(out), dlse, q, k, v, out, lse, cu_q, None, *options)
-    results = torch.library.opcheck(rt.varlen_backward, args)
+    results = torch.library.opcheck(torch_ops.varlen_backward, args)
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
 
@@ -301,20 +264,6 @@ def test_fake_tensors_trace_what_real_ones_do():
 # ---- checkpointing, autocast, determinism ----
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """How often, and with which keywords, the adapter has called rawattn.forward and backward."""
-    seen: dict[str, list[dict[str, Any]]] = {"forward": [], "backward": []}
-
-    def counted(name, function, *args, **keywords):
-        seen[name].append(keywords)
-        return function(*args, **keywords)
-
-    for name in seen:
-        monkeypatch.setattr(rt.api, name, partial(counted, name, getattr(rt.api, name)))
-    return seen
-
-
 def save_attention(context, op, *args, **keywords):
     saved = op in (torch.ops.rawattn.varlen_forward.default,)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -363,7 +312,7 @@ def test_options_reach_both_directions(calls):
     *qkv, cu_q, cu_k = tensors()
     options = {"causal": True, "window": (5, 0), "softmax_scale": 0.5, "backend": "reference"}
     varlen_attn(*qkv, cu_q, cu_k, deterministic=True, **options).sum().backward()
-    (forward,), (backward,) = calls["forward"], calls["backward"]
+    ((_, forward),), ((_, backward),) = calls["forward"], calls["backward"]
     assert options.items() <= forward.items() and options.items() <= backward.items()
     assert backward["deterministic"] is True and backward["dlse"] is None
 
@@ -376,158 +325,19 @@ def test_deterministic_follows_torch(calls, wanted):
         varlen_attn(*qkv, cu_q, cu_k).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert calls["backward"][0]["deterministic"] is wanted
+    assert calls["backward"][0][1]["deterministic"] is wanted
 
 
-# ---- what does not exist yet is refused, never zero ----
-
-Q, K, V, CU, _ = tensors(grad=False)
-
-
-def attend(q=Q, k=K, v=V):
-    return varlen_attn(q, k, v, CU, causal=True)
-
-
-def loss(q=Q, k=K, v=V):
-    return attend(q, k, v).square().sum()
-
-
-def dual_input(which):
-    with forward_ad.dual_level():
-        qkv = [Q, K, V]
-        qkv[which] = forward_ad.make_dual(qkv[which], torch.ones_like(qkv[which]))
-        attend(*qkv)
-
-
-def dual_under_no_grad():
-    with torch.no_grad():
-        dual_input(0)
-
-
-def dual_cotangent():
-    q = Q.clone().requires_grad_()
-    with forward_ad.dual_level():
-        out = attend(q)
-        ones = torch.ones_like(out)
-        torch.autograd.grad(out, q, forward_ad.make_dual(ones, ones))
-
-
-def second(of):
-    q = Q.clone().requires_grad_()
-    w = torch.ones((), dtype=Q.dtype, requires_grad=True)
-    (grad,) = torch.autograd.grad(w * loss(q), q, create_graph=True)
-    torch.autograd.grad(grad.square().sum(), q if of == "q" else w)
-
-
-FORWARD_MODE = {
-    "jvp": lambda: torch.func.jvp(attend, (Q, K, V), (Q, K, V)),
-    "jvp_in_v": lambda: torch.func.jvp(lambda v: attend(v=v), (V,), (V,)),
-    "jvp_of_operator": lambda: torch.func.jvp(
-        lambda q: rt.varlen_forward(q, K, V, CU, None, True, -1, -1, None, False, None), (Q,), (Q,)
-    ),
-    "jacfwd": lambda: torch.func.jacfwd(attend)(Q),
-    "linearize": lambda: torch.func.linearize(attend, Q),
-    "dual_q": lambda: dual_input(0),
-    "dual_k": lambda: dual_input(1),
-    "dual_v": lambda: dual_input(2),
-    "dual_under_no_grad": dual_under_no_grad,
-    "dual_cotangent": dual_cotangent,
-}
-TORCH_FUNC = {
-    "grad": lambda: torch.func.grad(loss)(Q),
-    "vjp": lambda: torch.func.vjp(attend, Q),
-    "jacrev": lambda: torch.func.jacrev(attend)(Q),
-    "hessian": lambda: torch.func.hessian(loss)(Q),
-    "grad_of_grad": lambda: torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(Q),
-    "jvp_of_grad": lambda: torch.func.jvp(torch.func.grad(loss), (Q,), (Q,)),
-}
-VMAP = {
-    "vmap": lambda: torch.func.vmap(attend)(Q.expand(2, *Q.shape)),
-    "vmap_in_k": lambda: torch.func.vmap(lambda k: attend(k=k))(K.expand(2, *K.shape)),
-    "grad_of_vmap": lambda: torch.func.grad(lambda q: torch.func.vmap(attend)(q).sum())(
-        Q.expand(2, *Q.shape)
-    ),
-}
-SECOND = {
-    "through_q": lambda: second("q"),
-    "through_the_cotangent": lambda: second("w"),
-    "hvp": lambda: torch.autograd.functional.hvp(loss, Q, Q),
-    "jvp_by_two_backwards": lambda: torch.autograd.functional.jvp(attend, Q, Q),
-    "gradgradcheck": lambda: torch.autograd.gradgradcheck(loss, Q.clone().requires_grad_()),
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "attempt"),
-    [
-        pytest.param(text, attempt, id=f"{kind}-{name}")
-        for kind, text, attempts in (
-            ("forward_mode", "forward mode .* does not exist yet", FORWARD_MODE),
-            ("torch_func", "(torch.func|forward mode).* not exist yet", TORCH_FUNC),
-            ("vmap", "vmap does not exist yet", VMAP),
-            ("second", "the second derivative .* does not exist yet", SECOND),
-        )
-        for name, attempt in attempts.items()
-    ],
-)
-def test_is_refused(text, attempt):
-    with pytest.raises(RuntimeError, match=f"rawattn: {text}"):
-        attempt()
-
-
-def test_create_graph_itself_is_allowed():
-    q = Q.clone().requires_grad_()
-    (plain,) = torch.autograd.grad(loss(q), q)
-    (grad,) = torch.autograd.grad(loss(q), q, create_graph=True)
-    assert torch.equal(plain, grad)
+# ---- cotangents ----
 
 
 def test_batched_cotangents_are_right():
-    q = Q.clone().requires_grad_()
-    douts = torch.randn(2, *attend().shape, dtype=Q.dtype)
-    (batched,) = torch.autograd.grad(attend(q), q, douts, is_grads_batched=True)
+    q, k, v, cu_q, _ = tensors()
+    out = varlen_attn(q, k, v, cu_q, causal=True)
+    douts = torch.randn(2, *out.shape, dtype=out.dtype)
+    (batched,) = torch.autograd.grad(out, q, douts, is_grads_batched=True, retain_graph=True)
     for dq, dout in zip(batched, douts, strict=True):
-        torch.testing.assert_close(dq, *torch.autograd.grad(attend(q), q, dout))
-
-
-def second_of_compiled(backend):
-    q = Q.clone().requires_grad_()
-    compiled = torch.compile(loss, backend=backend)
-    (grad,) = torch.autograd.grad(compiled(q), q, create_graph=True)
-    grad.square().sum().backward()
-
-
-COMPILED = {
-    "jvp_inside": ("forward mode", lambda q: torch.func.jvp(attend, (q,), (q,))),
-    "vmap_inside": (
-        "vmap does not exist",
-        lambda q: torch.func.vmap(attend)(q.expand(2, *q.shape)),
-    ),
-    "grad_inside": ("torch.func", lambda q: torch.func.grad(loss)(q)),
-}
-
-
-@pytest.mark.parametrize(("text", "function"), COMPILED.values(), ids=COMPILED)
-def test_is_refused_inside_compiled_code(text, function):
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match=f"rawattn: {text}"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(Q)
-
-
-@pytest.mark.parametrize(
-    ("backend", "text"), [("eager", "rawattn: the second"), ("aot_eager", "double backward")]
-)
-def test_second_derivative_of_compiled_code_is_refused(backend, text):
-    """With aot_autograd between, torch itself refuses."""
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match=text):
-        second_of_compiled(backend)
-
-
-def test_jvp_of_compiled_code_is_refused():
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(torch.compile(attend, backend="aot_eager"), (Q,), (Q,))
+        torch.testing.assert_close(dq, *torch.autograd.grad(out, q, dout, retain_graph=True))
 
 
 # ---- on a GPU ----
@@ -574,12 +384,12 @@ def test_cuda_agrees_with_the_cpu(mask, dtype, compiled):
 def test_cuda_opcheck(dtype):
     (q, k, v, cu_q, cu_k), _ = cuda_tensors(dtype)
     options = (True, -1, -1, None, True, None)
-    results = torch.library.opcheck(rt.varlen_forward, (q, k, v, cu_q, cu_k, *options))
+    results = torch.library.opcheck(torch_ops.varlen_forward, (q, k, v, cu_q, cu_k, *options))
     assert set(results.values()) == {"SUCCESS"}
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = rt.varlen_forward(q, k, v, cu_q, cu_k, *options)
+    out, lse = torch_ops.varlen_forward(q, k, v, cu_q, cu_k, *options)
     args = (torch.randn_like(out), finite(lse), q, k, v, out, lse, cu_q, cu_k, *options)
-    assert set(torch.library.opcheck(rt.varlen_backward, args).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(torch_ops.varlen_backward, args).values()) == {"SUCCESS"}
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rawattn import torch_ops  # noqa: E402
+from rawattn.torch import varlen_attn  # noqa: E402
 
 LENGTHS = ((3, 0, 4, 1), (5, 2, 3, 0))  # unequal, a sequence without keys, one without queries
 WIDTHS = {"heads": 4, "heads_kv": 2, "dim": 8, "dim_v": 16}
@@ -102,3 +103,58 @@ def dense_attention(q, k, v, lengths_q, lengths_k, *, softmax_scale=None, **mask
 
 def finite(lse):
     return torch.where(torch.isfinite(lse), lse, 0)
+
+
+class Problem:
+    """q, k and v, a direction for each, weights of a loss, and the attention by both."""
+
+    def __init__(self, mask="causal", lengths_k=LENGTHS[1], lengths_q=LENGTHS[0], **widths):
+        options = MASKS[mask]
+        *self.qkv, cu_q, cu_k = tensors(lengths_q, lengths_k, grad=False, **widths)
+        *self.direction, _, _ = tensors(lengths_q, lengths_k, grad=False, seed=8, **widths)
+        self.ours = partial(attention, cu_q=cu_q, cu_k=cu_k, **options)
+        self.dense = partial(dense_attention, lengths_q=lengths_q, lengths_k=lengths_k, **options)
+        rows, heads, _ = self.qkv[0].shape
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        self.dout, self.dlse = draw(rows, heads, self.qkv[2].shape[2]), draw(heads, rows)
+
+    def loss_of(self, attend):
+        """A loss of out and lse whose own second derivative is not zero."""
+
+        def loss(*qkv):
+            out, lse = attend(*qkv)
+            return (out * self.dout).sin().sum() + (finite(lse) * self.dlse).sin().sum()
+
+        return loss
+
+    def hvp_of(self, attend):
+        """The product of the Hessian of that loss with the direction, by two backwards."""
+        inputs = leaves(self.qkv)
+        grads = torch.autograd.grad(self.loss_of(attend)(*inputs), inputs, create_graph=True)
+        return torch.autograd.grad(inner(grads, self.direction), inputs)
+
+    def both(self, function):
+        return function(self.ours), function(self.dense)
+
+
+def attention(q, k, v, cu_q, cu_k, **options):
+    return varlen_attn(q, k, v, cu_q, cu_k, return_lse=True, **options)
+
+
+def leaves(values):
+    return [x.detach().clone().requires_grad_() for x in values]
+
+
+def inner(a, b):
+    return sum((x * y).sum() for x, y in zip(a, b, strict=True))
+
+
+def agree(got, want, **tolerance):
+    """Nested tuples of tensors agree, and are not trivially zero."""
+    if isinstance(want, torch.Tensor):
+        assert not want.requires_grad or got.requires_grad
+        assert bool(want[want.isfinite()].any())
+        torch.testing.assert_close(got, want, **tolerance)
+        return
+    for one, other in zip(got, want, strict=True):
+        agree(one, other, **tolerance)

@@ -90,7 +90,7 @@ def run_tests(workers: int) -> dict[str, int]:
         with tempfile.TemporaryDirectory() as folder:
             junit = Path(folder) / "junit.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}"]
-            subprocess.run([*command, "-n", str(processes), "--dist", "loadfile"], cwd=ROOT)
+            subprocess.run([*command, "-n", str(processes), "--dist", "load"], cwd=ROOT)
             for outcome, number in count_tests(junit).items():
                 counts[outcome] += number
     return counts
