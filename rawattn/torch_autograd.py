@@ -53,6 +53,8 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)  # torch runs nodes that nothing reaches too
         *inputs, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
         dq, dk, dv = varlen_backward(
             _or_zero(dout, out), dlse, *inputs, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options
@@ -79,6 +81,8 @@ class _AttentionBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *direction: Tensor | None) -> Gradients:
+        if all(part is None for part in direction):
+            return (None,) * len(ctx.needs_input_grad)
         given = ctx.saved_tensors
         ddout, ddlse, gq, gk, gv = varlen_double_backward(*direction, *given, *ctx.options)
         ddlse = None if given[1] is None else ddlse

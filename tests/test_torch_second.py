@@ -79,6 +79,7 @@ def test_only_the_directions_that_there_are_are_passed(calls, given):
         torch.testing.assert_close(got, want)
     ((arguments, _),) = calls["double_backward"]
     assert [x is not None for x in arguments[:3]] == list(given)
+    assert len(calls["backward"]) == 1, "the first one: nothing flows back into out and lse"
 
 
 NEEDED = [needed for needed in product([True, False], repeat=5) if any(needed[:3])]
