@@ -209,6 +209,13 @@ def test_is_refused(text, attempt):
         attempt()
 
 
+def chain(error):
+    """The error and those behind it: handling ours, the compiler at times makes one of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def dual_level_inside(q):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(loss(forward_ad.make_dual(q, q.cos()))).tangent
@@ -227,5 +234,6 @@ def dual_level_inside(q):
 )
 @ANY_BACKEND
 def test_is_refused_inside_compiled_code(compiled, text, function, fullgraph):
-    with pytest.raises(RuntimeError, match=f"rawattn: {text}"):
+    with pytest.raises(RuntimeError) as refusal:
         compiled(function, fullgraph=fullgraph)(Q)
+    assert any(f"rawattn: {text}" in str(error) for error in chain(refusal.value))
