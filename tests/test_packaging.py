@@ -77,7 +77,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the unpacked sdist, as an installer would: so it also proves the sdist whole."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from 3.11.4 on
+        archive.extractall(folder, **safe)
     (unpacked,) = folder.iterdir()
     return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
 

@@ -43,7 +43,7 @@ def test_the_torch_example_runs() -> None:
 
 
 def test_the_example_of_second_order_runs() -> None:
-    example = re.search(r"```python\n(out, tout.*?)```", README, re.DOTALL)
+    example = re.search(r"```python\n(# out and its tangent.*?)```", README, re.DOTALL)
     assert example
     rng = np.random.default_rng(0)
     names = ("q", "k", "v", "tq", "tk", "tv", "ddq", "ddk", "ddv", "dout")
