@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu_arrays import Far, bits, moved
+from gpu_drawn import draw_case, lay_out
 from gpu_problems import ARCH, chosen, judge, mask_of, poisoned, sized, warm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -316,60 +317,12 @@ def test_offsets_of_more_than_32_bits(axis: str, step: str) -> None:
     judge(expected, {name: far.get(array) for name, array in targets.items()})
 
 
-def laid_out(array: Any, offset: int, pad: int, heads_first: bool) -> Any:
-    """A copy of a (tokens, heads, width) array within a buffer of NaN, with other strides."""
-    order = (1, 0, 2) if heads_first else (0, 1, 2)
-    outer, inner, width = (array.shape[axis] for axis in order)
-    row = inner * width + pad
-    flat = moved(np.full(offset + outer * row, np.nan, dtype=array.dtype))
-    rows = flat[offset:].reshape(outer, row)[:, : inner * width]
-    view = rows.reshape(outer, inner, width).transpose(order)
-    assert view.base is not None or not array.size
-    view[...] = moved(array)
-    return view
-
-
-def packed(host: Tensors) -> tuple[Any, Any, Any]:
-    """q, k and v as views of one (tokens, all heads, head_dim) array."""
-    joined = moved(np.concatenate([host.q, host.k, host.v], axis=1))
-    a, b = host.q.shape[1], host.q.shape[1] + host.k.shape[1]
-    return joined[:, :a], joined[:, a:b], joined[:, b:]
-
-
-seqlens = st.lists(st.integers(0, 150), min_size=1, max_size=6)
-sides = st.integers(-1, 40)
-layouts = st.tuples(st.sampled_from((0, 3, 8, 24)), st.sampled_from((0, 5, 8, 40)), st.booleans())
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_lengths_strides_heads_and_masks(data: st.DataObject) -> None:
-    lengths_q = tuple(data.draw(seqlens, "lengths of q"))
-    qkv = data.draw(st.booleans(), "views of one array")
-    same = qkv or data.draw(st.booleans(), "equal lengths")
-    exactly = st.lists(st.integers(0, 150), min_size=len(lengths_q), max_size=len(lengths_q))
-    past = data.draw(st.integers(0, 9), "rows past the end")
-    case = Case(
-        "any",
-        lengths_q,
-        lengths_q if same else tuple(data.draw(exactly, "lengths of k")),
-        dtype=data.draw(st.sampled_from(HALF), "dtype"),
-        num_heads_kv=data.draw(st.integers(1, 3), "num_heads_kv"),
-        group=data.draw(st.integers(1, 4), "group"),
-        causal=data.draw(st.booleans(), "causal"),
-        window=data.draw(st.tuples(sides, sides), "window"),
-        poisoned=data.draw(st.sampled_from(((), (len(lengths_q) // 2,))), "poisoned"),
-        past_q=past,
-        past_k=past if qkv else data.draw(st.integers(0, 9), "past the end of k"),
-    )
+    case, qkv = draw_case(data)
     expected = expect(case)
-    host, t = expected.tensors, expected.tensors.on("cupy")
-    if qkv:
-        q, k, v = packed(host)
-    else:
-        q, k, v = (laid_out(a, *data.draw(layouts)) for a in (host.q, host.k, host.v))
-    dout = laid_out(host.dout, *data.draw(layouts))
-    t = replace(t, q=q, k=k, v=v, dout=dout)
+    t = lay_out(data, expected.tensors, ("dout",), qkv)
     for step in ("forward", data.draw(st.sampled_from(METHODS), "method")):
         results = {name: to_numpy(a) for name, a in run_step(expected, t, step).items()}
         for name, array in results.items():
