@@ -1,11 +1,12 @@
 """The arrays of a call for the tests of the public functions, on every library, in any layout."""
 
+from collections.abc import Callable
 from typing import Any
 
 import fake_gpu
 import numpy as np
 import pytest
-from fake_gpu import DTYPES, MAKERS, values_of
+from fake_gpu import DTYPES, GPU, MAKERS, values_of
 
 from rawattn import arrays
 from rawattn.reference import dense
@@ -109,3 +110,19 @@ def dtypes_of(kind: str) -> list[str]:
 
 
 KINDS_AND_DTYPES = [(kind, dtype) for kind in KINDS for dtype in dtypes_of(kind)]
+
+
+def check_waits(
+    gpu: fake_gpu.Kernels, a: dict[str, Any], run: Callable[[], Any], names: str
+) -> None:
+    """With every array on a stream of its own, ``run`` works on the first one's, after the rest."""
+    streams = {name: stream for stream, name in enumerate(a, start=100)}
+    for name, array in a.items():
+        array.stream = streams[name]
+    GPU.log.clear()
+    gpu.launched.clear()
+    run()
+    first, *others = names.split()
+    assert {used for _, used in gpu.launched} == {streams[first]}
+    waits = [("wait", streams[first], streams[name]) for name in others]
+    assert sorted(GPU.log) == sorted(waits)

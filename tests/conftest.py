@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +21,16 @@ def device_arch() -> int:
     except ImportError:
         return 0
     return int(Device(0).compute_capability) if is_available() else 0
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For torch on small tensors: more threads only wait for each other on a busy machine."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_configure(config: pytest.Config) -> None:

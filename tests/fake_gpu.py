@@ -3,6 +3,7 @@
 The classes carry the module names by which rawattn tells libraries apart. Memory is NumPy's, fresh
 memory is poisoned, and the stand-ins of the kernels read and write through ``View.ptr`` and strides
 alone, as the real ones do: a wrong pointer, stride, dtype, order or stream shows in the numbers.
+Long, since libraries, memory and kernels are one machine, whose parts mean nothing alone.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """rawattn.api on every kind of array: numbers, kinds, dtypes, streams, devices, refusals.
 
 The CUDA path runs on the fakes of ``fake_gpu``, whose kernels are the reference by raw pointer:
-what is tested here is all that happens around the kernels.
+what is tested here is all that happens around the kernels. Long by the kinds of array and refusals.
 """
 
 import inspect
@@ -12,7 +12,17 @@ from typing import Any
 import fake_gpu
 import numpy as np
 import pytest
-from api_case import KINDS, KINDS_AND_DTYPES, TOLERANCE, Case, host, host_values, on, spread
+from api_case import (
+    KINDS,
+    KINDS_AND_DTYPES,
+    TOLERANCE,
+    Case,
+    check_waits,
+    host,
+    host_values,
+    on,
+    spread,
+)
 from fake_gpu import GPU, MAKERS, RESULTS, STREAMS, values_of
 
 import rawattn
@@ -314,21 +324,12 @@ def test_the_device_is_left_after_an_error(
 def test_every_input_is_waited_for(gpu: fake_gpu.Kernels) -> None:
     case = Case()
     a = on("numba", case)
-    for stream, array in enumerate(a.values(), start=100):
-        array.stream = stream
-    streams = {name: array.stream for name, array in a.items()}
     for run, names in [
         (lambda: forward(a, case), "q k v cu_q cu_k"),
         (lambda: backward(a, case), "q k v cu_q cu_k dout out lse dlse"),
         (lambda: api.backward_preprocess(a["out"], a["dout"], dlse=a["dlse"]), "out dout dlse"),
     ]:
-        GPU.log.clear()
-        gpu.launched.clear()
-        run()
-        first, *others = names.split()
-        assert {used for _, used in gpu.launched} == {streams[first]}
-        waits = [("wait", streams[first], streams[name]) for name in others]
-        assert sorted(GPU.log) == sorted(waits)
+        check_waits(gpu, a, run, names)
 
 
 def test_without_validation_nothing_is_read_back(

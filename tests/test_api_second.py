@@ -2,18 +2,30 @@
 
 As in ``test_api.py`` the CUDA path runs on the fakes of ``fake_gpu``; its second derivatives are
 formulas of their own, by what the passes hand to each other, and are held against the reference.
+Long by the kinds of array and refusals, times two functions.
 """
 
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import fake_gpu
 import numpy as np
 import pytest
-from api_case import KINDS, KINDS_AND_DTYPES, TOLERANCE, Case, host, host_values, on, spread
+from api_case import (
+    KINDS,
+    KINDS_AND_DTYPES,
+    TOLERANCE,
+    Case,
+    check_waits,
+    host,
+    host_values,
+    on,
+    spread,
+)
 from fake_gpu import DTYPES, GPU, MAKERS, RESULTS, STREAMS, values_of
 
 import rawattn
@@ -525,20 +537,11 @@ def test_the_device_is_left_after_an_error(
 def test_every_input_is_waited_for(gpu: fake_gpu.Kernels) -> None:
     case = Second()
     a = on("numba", case)
-    for stream, array in enumerate(a.values(), start=100):
-        array.stream = stream
-    streams = {name: array.stream for name, array in a.items()}
     for run, names in [
         (jvp, "q k v cu_q cu_k tq tk tv"),
         (double_backward, "q k v cu_q cu_k tq tk tv dout out lse dlse"),
     ]:
-        GPU.log.clear()
-        gpu.launched.clear()
-        run(a, case)
-        first, *others = names.split()
-        assert {used for _, used in gpu.launched} == {streams[first]}
-        waits = [("wait", streams[first], streams[name]) for name in others]
-        assert sorted(GPU.log) == sorted(waits)
+        check_waits(gpu, a, partial(run, a, case), names)
 
 
 def test_without_validation_nothing_is_read_back(

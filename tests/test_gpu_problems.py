@@ -16,20 +16,13 @@ from gpu_problems import (
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHUNKS = [
     Chunk("float64", (8, 16), tuple((mask, WHOLE) for mask in MASKS), seed=300, size=6),
     Chunk("float64", (16, 8), tuple(("window", part) for part in PARTIAL), seed=301, size=6),
     Chunk("bfloat16", (24, 24), tuple((mask, WHOLE) for mask in MASKS), seed=302, size=2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These tensors are small: more threads only wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=str)

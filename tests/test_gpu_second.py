@@ -2,7 +2,7 @@
 
 The truth is torch's autograd of dense attention in float64, the error allowed that of the same in
 the kernels' dtype. The cases carry NaN in a sequence between others, in the rows past the last one
-and in the arrays that the results go to.
+and in the arrays that the results go to. Long by the ways to be right: numbers, symmetry, bits.
 """
 
 from collections.abc import Iterator

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from click.testing import CliRunner  # noqa: E402
 
+import contest  # noqa: E402
 import gradient_penalty  # noqa: E402
 import hvp  # noqa: E402
 import meanflow  # noqa: E402
@@ -20,14 +21,13 @@ TOOLS = [gradient_penalty, meanflow, hvp]
 TINY = {"layers": 1, "heads": 2, "head_dim": 16, "tokens": 64, "longest": 32, "steps": 3}
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Tiny sizes, and one thread: more would only wait for each other."""
-    threads = torch.get_num_threads()
+def tiny(monkeypatch):
     for tool in TOOLS:
         monkeypatch.setitem(tool.SIZES, "cpu", replace(tool.SIZES["cpu"], **TINY))
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(tool, *options):
@@ -90,7 +90,7 @@ def silent_zero(q, k, v, pack, causal=True):
 
 @pytest.mark.parametrize("tool", [gradient_penalty, meanflow], ids=lambda tool: tool.__name__)
 def test_training_finds_a_silent_zero(tool, monkeypatch):
-    monkeypatch.setattr(tool, "attend_rawattn", silent_zero)
+    monkeypatch.setattr(contest, "attend_rawattn", silent_zero)
     result = run(tool)
     assert result.exit_code == 1 and "FAIL" in result.output, result.output
 

@@ -1,4 +1,7 @@
-"""rawattn.torch on the CPU: values, gradients, and every torch subsystem that calls operators."""
+"""rawattn.torch on the CPU: values, gradients, and every torch subsystem that calls operators.
+
+Long by the number of those subsystems.
+"""
 
 from functools import partial
 from itertools import product
@@ -23,12 +26,13 @@ from torch_problems import (  # noqa: E402
     count_calls,
     finite,
     offsets,
-    one_thread,  # noqa: F401
     tensors,
 )
 
 from rawattn import torch_ops  # noqa: E402
 from rawattn.torch import varlen_attn  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

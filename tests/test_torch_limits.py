@@ -13,10 +13,11 @@ from torch_problems import (  # noqa: E402
     agree,
     inner,
     leaves,
-    one_thread,  # noqa: F401
 )
 
 from rawattn import torch_ops  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = (True, -1, -1, 0.25, True, "reference")
 

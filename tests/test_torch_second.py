@@ -1,6 +1,7 @@
 """rawattn.torch on the CPU: second derivatives, forward mode, and their mixtures.
 
-The truth is torch's own differentiation of dense attention in float64.
+The truth is torch's own differentiation of dense attention in float64. Long, since torch has many
+ways to a second derivative, and each could lose a part of it silently.
 """
 
 from functools import partial
@@ -22,10 +23,11 @@ from torch_problems import (  # noqa: E402
     finite,
     inner,
     leaves,
-    one_thread,  # noqa: F401
 )
 
 from rawattn import torch_ops  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SUBSETS = [part for part in product([True, False], repeat=3) if any(part)]
 ONE_OR_THREE = [part for part in product([True, False], repeat=6) if sum(part) in (1, 3)]

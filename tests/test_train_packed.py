@@ -16,16 +16,9 @@ import train_packed as tp  # noqa: E402
 import training  # noqa: E402
 from rawattn.torch import varlen_attn  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These tensors are tiny: more threads only wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def first_packs(seed, count=5, tokens=3000, longest=1000):

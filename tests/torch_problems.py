@@ -20,15 +20,6 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These tensors are tiny: more threads only wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def count_calls(monkeypatch):
     """The calls of rawattn's own functions by the adapter: name to arguments and keywords."""
     seen: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}

@@ -5,14 +5,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from curves import FACTOR, Curve, distance, judge, show
-from models import Attention
+from models import Attention, attend_math, attend_rawattn
 from training import Autocast, Recipe, Setting, bar, settle, train
 
 
@@ -79,6 +81,15 @@ def compare(
         }
         record.write_text(json.dumps(result, indent=1) + "\n")
     return bool(verdict["passed"])
+
+
+def compare_with_math(recipe: Recipe, **chosen: Any) -> bool:
+    """``compare`` with dense mathematics, which alone of torch's has the recipe's derivatives.
+
+    No mask. Its runs are bitwise the same, so perturbed ones show the noise; gradients count too.
+    """
+    ours, theirs = (partial(attend, causal=False) for attend in (attend_rawattn, attend_math))
+    return compare(recipe, ours, lambda _: theirs, perturbed=2, gradients=True, **chosen)
 
 
 def judge_gradients(

@@ -19,9 +19,11 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
+from rawattn.check.compiled import SECOND_STEPS
+from rawattn.variants import METHODS, TABLE
+
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
-SECOND = ("jvp", "second/atomic", "second/two_pass")  # double_backward; the latter deterministic
+SECOND = tuple(SECOND_STEPS)  # the jvp, double_backward, and that deterministic
 # which steps run the kernel of a stem; forward and the rest run in every visit
 STEPS_OF = {
     **{"forward": (), "backward_preprocess": METHODS[2:], "backward_postprocess": METHODS[:1]},
@@ -66,8 +68,6 @@ class Visit:
 
 def visits() -> list[Visit]:
     """Every head_dim and dtype with two of the masks, the rows that those leave out, the twins."""
-    from rawattn.variants import TABLE
-
     rows = [row for row in TABLE if row.family != "numba"]
     # The problems are small, and the rows for such must not take the place of the usual ones.
     first = {(row.stem, row.head_dim): row for row in reversed(rows) if not row.max_ctas}
