@@ -31,3 +31,55 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads_q // self.num_heads_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What block-sparse attention adds to a Problem: which blocks of keys each query may see.
+
+    An item is a query token with one of ``num_heads_sel`` selection heads, which are num_heads_kv
+    or num_heads_q. It names ``num_selected`` blocks of ``block_size`` keys, and with ``own`` sees
+    the causal part of its own block too: lists of an item are ``width`` long. The lists of the
+    queries of a key block are cut into chunks of ``chunk`` query tokens.
+    """
+
+    num_heads_sel: int
+    num_selected: int
+    width: int
+    block_size: int
+    own: bool
+    chunk: int
+
+    def group(self, problem: Problem) -> int:
+        """Query heads that share one selection."""
+        return problem.num_heads_q // self.num_heads_sel
+
+    def ratio(self, problem: Problem) -> int:
+        """Selection heads that share one key/value head."""
+        return self.num_heads_sel // problem.num_heads_kv
+
+    def key_units(self, problem: Problem) -> int:
+        """Upper bound of the key blocks of all sequences; block n of sequence b that starts at key
+        start is unit start // block_size + b + n."""
+        return problem.total_k // self.block_size + problem.batch
+
+    def num_chunks(self, problem: Problem) -> int:
+        """Chunks that the query tokens are cut into, sequences regardless."""
+        return max(1, -(-problem.total_q // self.chunk))
+
+
+_L2_SHARE = 16 << 20  # bytes of a chunk's dQ sums: with its Q and dO they stay in a 50 MB L2
+_MOST_CHUNKS = 64  # keeps the lists' offsets linear in the tokens
+_MOST_ITEMS = 1 << 16  # of a chunk, for one kv head: what block_order sorts at once
+
+
+def default_chunk(total_q: int, group: int, ratio: int, head_dim: int) -> int:
+    """Query tokens of a chunk: their gradients stay in the L2 cache while key blocks add to them.
+
+    ``group`` query heads read one kv head, ``ratio`` selections belong to it. A power of two.
+    """
+    wanted = max(_L2_SHARE // (4 * group * head_dim), -(-total_q // _MOST_CHUNKS), 256)
+    chunk = 1 << (wanted - 1).bit_length()
+    while chunk * ratio > _MOST_ITEMS:
+        chunk //= 2
+    return chunk
