@@ -29,6 +29,7 @@ from rawattn import checks
 Array = Any  # an array of any library
 Shape = tuple[int, ...]
 
+LARGEST = 2**31 - 1  # of int32
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # What the kernels need of pointers and row strides, in bytes: the CUDA ones load 16 at a time.
 ALIGNMENT = {"float16": 16, "bfloat16": 16, "float32": 4, "float64": 8}
@@ -59,8 +60,9 @@ class Framework:
 
     ``view`` takes a caller's array and its name. ``stream`` tells where the work on some inputs has
     to go, and puts it behind whatever else they wait for. ``empty`` allocates beside a View, from
-    the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` and ``copy`` (destination,
-    source) queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
+    the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` (modulo 2**32), ``clipped``
+    (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (destination, source)
+    queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
     kind of array.
     """
 
@@ -70,6 +72,7 @@ class Framework:
     fill: Callable[[View, float, int], None]
     contiguous: Callable[[View, int], View]
     as_int32: Callable[[View, int], View]
+    clipped: Callable[[View, int], View]
     copy: Callable[[View, View, int], None]
     stream: Callable[..., int]
     writable: Callable[[View], bool]
@@ -84,9 +87,13 @@ class Framework:
         return view if is_dense(view) else self.contiguous(view, stream)
 
     def offsets(self, view: View, stream: int) -> View:
-        """cu_seqlens as kernels read it: dense int32."""
-        ready = view.dtype == "int32" and view.strides[0] == 1
+        """cu_seqlens, and whatever counts, as kernels read it: dense int32."""
+        ready = view.dtype == "int32" and is_dense(view)
         return view if ready else self.as_int32(view, stream)
+
+    def indices(self, view: View, stream: int) -> View:
+        """Indices, of which those of no int32 are as good as -1 or 2**31 - 1: dense int32."""
+        return self.clipped(view, stream) if view.dtype == "int64" else self.offsets(view, stream)
 
 
 def framework_of(array: Array, name: str) -> Framework:
@@ -95,6 +102,13 @@ def framework_of(array: Array, name: str) -> Framework:
     if choose is None:
         choose = _CHOOSERS[type(array)] = _chooser(type(array))
     return choose(array, name)
+
+
+def of_results(framework: Framework) -> Framework:
+    """The framework of what ``finish`` gives: for foreign arrays, CuPy or NumPy."""
+    if framework is FOREIGN:
+        return CUPY
+    return NUMPY if framework is FOREIGN_HOST else framework
 
 
 def is_aligned(view: View) -> bool:
@@ -220,6 +234,10 @@ def _numpy_view(array: Array, name: str) -> View:
     return View(array.__array_interface__["data"][0], array.shape, strides, dtype, -1, array)
 
 
+def _clip(array: Array) -> Array:
+    return array.clip(-1, LARGEST).astype(np.int32, order="C")
+
+
 def _assign(destination: View, source: View, stream: int) -> None:
     destination.owner[...] = source.owner
 
@@ -231,6 +249,7 @@ NUMPY = Framework(
     fill=lambda view, value, stream: view.owner.fill(value),
     contiguous=lambda view, stream: _numpy_view(view.owner.copy(order="C"), ""),
     as_int32=lambda view, stream: _numpy_view(view.owner.astype(np.int32, order="C"), ""),
+    clipped=lambda view, stream: _numpy_view(_clip(view.owner), ""),
     copy=_assign,
     stream=lambda *inputs: 0,
     writable=lambda view: bool(view.owner.flags.writeable),
@@ -274,6 +293,7 @@ CUPY = Framework(
     fill=lambda view, value, stream: view.owner.fill(value),
     contiguous=lambda view, stream: _cupy_view(view.owner.copy(order="C"), ""),
     as_int32=lambda view, stream: _cupy_view(view.owner.astype(np.int32, order="C"), ""),
+    clipped=lambda view, stream: _cupy_view(_clip(view.owner), ""),
     copy=_assign,
     stream=_cupy_current,
     writable=lambda view: True,
@@ -339,6 +359,7 @@ TORCH = Framework(
     fill=_torch_fill,
     contiguous=_torch_contiguous,
     as_int32=lambda view, stream: _torch_view(view.owner.int().contiguous(), ""),
+    clipped=lambda view, stream: _torch_view(view.owner.clamp(-1, LARGEST).int().contiguous(), ""),
     copy=_torch_copy,
     stream=_torch_current,
     writable=lambda view: True,
@@ -453,6 +474,11 @@ def _neutral_as_int32(view: View, stream: int) -> View:
         return _cupy_view(neutral(view).astype(np.int32, order="C"), "")
 
 
+def _neutral_clipped(view: View, stream: int) -> View:
+    with _cupy_stream(stream):
+        return _cupy_view(_clip(neutral(view)), "")
+
+
 def _neutral_copy(destination: View, source: View, stream: int) -> None:
     with _cupy_stream(stream):
         neutral(destination)[...] = neutral(source)
@@ -484,6 +510,7 @@ NUMBA = Framework(
     fill=_neutral_fill,
     contiguous=_neutral_contiguous,
     as_int32=_neutral_as_int32,
+    clipped=_neutral_clipped,
     copy=_neutral_copy,
     stream=_numba_bound,
     writable=_interface_writable,
@@ -512,6 +539,7 @@ FOREIGN = replace(
     fill=_neutral_fill,
     contiguous=_neutral_contiguous,
     as_int32=_neutral_as_int32,
+    clipped=_neutral_clipped,
     copy=_neutral_copy,
     writable=_interface_writable,
 )

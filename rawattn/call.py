@@ -11,7 +11,7 @@ from typing import Any
 
 from rawattn import arrays, checks
 from rawattn.arrays import Array, Framework, Shape, View, framework_of
-from rawattn.problem import Problem
+from rawattn.problem import Problem, Selection, default_chunk
 
 Window = tuple[int, int]
 Inputs = tuple[View, View, View, View, View]  # q, k, v, cu_seqlens_q, cu_seqlens_k
@@ -36,11 +36,11 @@ def problem_of(
     framework = framework_of(q, "q")
     gq = framework.view(q, "q")
     device = gq.device
-    gk = _view(framework, k, "k", device)
-    gv = _view(framework, v, "v", device)
-    offsets_q = offsets_k = _view(framework, cu_seqlens, "cu_seqlens", device)
+    gk = view_beside(framework, k, "k", device)
+    gv = view_beside(framework, v, "v", device)
+    offsets_q = offsets_k = view_beside(framework, cu_seqlens, "cu_seqlens", device)
     if cu_seqlens_k is not None:
-        offsets_k = _view(framework, cu_seqlens_k, "cu_seqlens_k", device)
+        offsets_k = view_beside(framework, cu_seqlens_k, "cu_seqlens_k", device)
     problem = pose(
         gq.shape, gk.shape, gv.shape, offsets_q.shape, offsets_k.shape,
         gq.dtype, gk.dtype, gv.dtype, offsets_q.dtype, offsets_k.dtype, cu_seqlens_k is None,
@@ -113,6 +113,33 @@ def pose(
     )
 
 
+@lru_cache(maxsize=1024)
+def pose_selection(
+    problem: Problem,
+    name: str,
+    shape: Shape,
+    dtype: str,
+    block_counts: Shape | None,
+    dtype_counts: str,
+    block_size: int,
+    own: bool,
+) -> Selection:
+    """Check block_indices or a block_mask against a Problem, and put them into a Selection."""
+    checks.block_axes(name, shape)
+    checks.block_dtype(name, dtype)
+    total_q, num_heads_sel, num_selected = shape
+    checks.selection_tokens(name, total_q, problem.total_q)
+    checks.selection_heads(num_heads_sel, problem.num_heads_q, problem.num_heads_kv)
+    if block_counts is not None:
+        checks.shape("block_counts", block_counts, shape[:2])
+        checks.block_dtype("block_counts", dtype_counts)
+    width = num_selected + own
+    checks.entries(num_heads_sel, total_q, width)
+    ratio = num_heads_sel // problem.num_heads_kv
+    chunk = default_chunk(max(total_q, 1), problem.group, ratio, problem.head_dim)
+    return Selection(num_heads_sel, num_selected, width, block_size, own, chunk)
+
+
 def check_backend(backend: str | None, device: int) -> None:
     """A backend that exists and can work here."""
     checks.backend(backend, device)
@@ -121,7 +148,7 @@ def check_backend(backend: str | None, device: int) -> None:
         checks.numba_device(simulated or arrays.has_cuda_device())
 
 
-def _view(framework: Framework, array: Array, name: str, device: int) -> View:
+def view_beside(framework: Framework, array: Array, name: str, device: int) -> View:
     """View of an array that has to be of the framework, and on the device, of the first one."""
     given = framework_of(array, name)
     if given is not framework:
@@ -136,7 +163,7 @@ def view_like(
     framework: Framework, array: Array, name: str, shape: Shape, dtype: str, like: View
 ) -> View:
     """View of an array whose shape and dtype follow from the others."""
-    view = _view(framework, array, name, like.device)
+    view = view_beside(framework, array, name, like.device)
     checks.shape(name, view.shape, shape)
     checks.same_dtype(name, view.dtype, dtype)
     return view
@@ -182,9 +209,10 @@ def store(values: tuple[Array, ...], views: tuple[View, ...]) -> None:
 # ---- the kernels ------------------------------------------------------------------------------
 
 
-def is_empty(problem: Problem) -> bool:
+def is_empty(problem: Problem, selection: Selection | None = None) -> bool:
     """No token can see another: the results are known, and a grid would be of size zero."""
-    return not (problem.batch and problem.total_q and problem.total_k)
+    nothing = selection is not None and not selection.width
+    return nothing or not (problem.batch and problem.total_q and problem.total_k)
 
 
 def ready(framework: Framework, inputs: Inputs, stream: int) -> Inputs:

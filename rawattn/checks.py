@@ -15,8 +15,10 @@ Shape = tuple[int, ...]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 BACKENDS = ("cuda", "numba", "reference")
 METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
+BLOCK_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**31 - 1
+MAX_ENTRIES = 2**31 - 1
 LAYOUTS = {
     "q": "(total_q, num_heads_q, head_dim)",
     "k": "(total_k, num_heads_kv, head_dim)",
@@ -41,6 +43,20 @@ LAYOUTS = {
     "tk": "(total_k, num_heads_kv, head_dim), like k",
     "tv": "(total_k, num_heads_kv, head_dim_v), like v",
     "tout": "(total_q, num_heads_q, head_dim_v), like out",
+    "block_indices": "(total_q, num_heads_kv or num_heads_q, num_selected)",
+    "block_mask": "(total_q, num_heads_kv or num_heads_q, num_blocks)",
+    "block_counts": "(total_q, num_heads_sel), the first two axes of block_indices",
+    "block_scale": "(total_q, num_heads_sel, num_selected), like block_indices",
+    "ddblock_scale": "(total_q, num_heads_sel, num_selected), like block_scale",
+    "tblock_scale": "(total_q, num_heads_sel, num_selected), like block_scale",
+    "blocks": "(num_heads_sel, total_q, width) of the block table",
+    "slots": "(num_heads_sel, total_q, width) of the block table",
+    "counts": "(num_heads_sel, total_q) of the block table",
+    "starts": "(num_chunks, num_heads_kv, key_units) of the block table",
+    "lengths": "(num_chunks, num_heads_kv, key_units) of the block table",
+    "queries": "(num_heads_sel * total_q * width,) of the block table",
+    "query_slots": "(num_heads_sel * total_q * width,) of the block table",
+    "work": "(segments, 4) of the block table",
 }
 
 
@@ -273,6 +289,165 @@ def offsets(name: str, content: list[int], total: int) -> None:
         )
 
 
+# ---- blocks of keys ---------------------------------------------------------------------------
+
+
+def block_axes(name: str, shape: Shape) -> None:
+    """block_indices and block_mask have three axes."""
+    if len(shape) != 3:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}: expected 3 dimensions, {LAYOUTS[name]}; reshape it, "
+            "with all tokens of the batch along the first axis"
+        )
+
+
+def block_dtype(name: str, given: str) -> None:
+    """Block indices and counts are int32, or int64 which is converted on the device; masks bool."""
+    if name == "block_mask":
+        if given != "bool":
+            raise TypeError(
+                f"block_mask has dtype {given}: expected bool, whether a query sees a block; "
+                "compare it, as in block_mask != 0, or pass block_indices"
+            )
+    elif given not in ("int32", "int64"):
+        raise TypeError(
+            f"{name} has dtype {given}: expected int32, or int64 at the price of a conversion; "
+            f"convert {name} to int32"
+        )
+
+
+def selection_tokens(name: str, given: int, total_q: int) -> None:
+    """A selection for every query token."""
+    if given != total_q:
+        raise ValueError(
+            f"{name} has {given} tokens beside {total_q} of the queries: expected as many; check "
+            "that they belong together"
+        )
+
+
+def selection_heads(given: int, num_heads_q: int, num_heads_kv: int) -> None:
+    """Each key/value head has a selection, or each query head."""
+    if given not in (num_heads_kv, num_heads_q):
+        raise ValueError(
+            f"the selection has {given} heads: expected {num_heads_kv} (num_heads_kv) or "
+            f"{num_heads_q} (num_heads_q); repeat it along the query heads that share it"
+        )
+
+
+def block_size(given: Any) -> int:
+    """Keys of a block."""
+    size = _integer("block_size", given, "keys of a block")
+    if size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size is {size}: expected 16, 32, 64 or 128; split larger blocks into several "
+            "of 128, each with an index of its own"
+        )
+    return size
+
+
+def entries(num_heads_sel: int, total_q: int, width: int) -> None:
+    """The table counts its entries in 32 bits."""
+    total = num_heads_sel * total_q * width
+    if total > MAX_ENTRIES:
+        raise ValueError(
+            f"{total_q} queries with {num_heads_sel} selections of up to {width} blocks are "
+            f"{total} entries of a block table: expected at most {MAX_ENTRIES}; split the batch, "
+            "or select fewer and larger blocks"
+        )
+
+
+def beside_block_scale(name: str, given: bool, scaled: bool) -> None:
+    """A direction of block_scale asks for block_scale."""
+    if given and not scaled:
+        raise ValueError(
+            f"{name} is given without block_scale: expected both or block_scale alone; pass "
+            "block_scale, of ones if need be"
+        )
+
+
+def same_as_table(name: str, given: Any, of_table: Any) -> None:
+    """A call and the block table that it gets say the same."""
+    if given != of_table:
+        raise ValueError(
+            f"{name} is {given} beside a block table of {name} {of_table}: expected the same; "
+            f"pass {name}={of_table}, or build another table"
+        )
+
+
+def counted_by_table(given: bool) -> None:
+    """block_counts is in the table already."""
+    if given:
+        raise ValueError(
+            "block_counts is given beside a block table: expected None, since the table has "
+            "counted; pass block_counts to block_table"
+        )
+
+
+def table_lists(available: bool) -> None:
+    """Gradients go from key blocks to queries, which the table has to list."""
+    if not available:
+        raise ValueError(
+            "the block table has no lists of queries, which gradients need: expected one that was "
+            "built with lists=True; build it so, or pass block_indices"
+        )
+
+
+def one_selection(indices: bool, mask: bool, sliding: bool) -> None:
+    """block_table has one source."""
+    if indices + mask + sliding != 1:
+        given = [
+            name
+            for name, there in (
+                ("block_indices", indices),
+                ("block_mask", mask),
+                ("sliding_blocks", sliding),
+            )
+            if there
+        ]
+        raise ValueError(
+            f"block_table is given {' and '.join(given) or 'no selection'}: expected one of "
+            "block_indices, block_mask and sliding_blocks; pass None for the others"
+        )
+
+
+def pattern(sliding_blocks: Any, global_blocks: Any) -> tuple[int, int]:
+    """Blocks of a pattern: the nearest ones, one at least, and the first ones."""
+    near = _integer("sliding_blocks", sliding_blocks, "blocks from the query's own one back")
+    first = _integer("global_blocks", global_blocks, "blocks from the sequence's start on")
+    if near < 1 or first < 0:
+        raise ValueError(
+            f"sliding_blocks is {near} and global_blocks {first}: expected 1 or more, and 0 or "
+            "more; pass sliding_blocks=1 for the own block alone"
+        )
+    return near, first
+
+
+def only_beside(name: str, given: bool, source: str, there: bool) -> None:
+    """An option of block_table that belongs to one source."""
+    if given and not there:
+        raise ValueError(
+            f"{name} is given without {source}: expected it beside {source} alone; leave it out"
+        )
+
+
+def size_needed(name: str, given: Any, why: str) -> int:
+    """A size that no array of the call tells."""
+    if given is None:
+        raise ValueError(f"{name} is None {why}: expected a number; pass {name}")
+    return _integer(name, given, "a size")
+
+
+def sliding_window(given: Any, block_size: int, causal: bool) -> tuple[int, int]:
+    """The window of return_sliding: None for block_size - 1 back, one integer for (left, 0)."""
+    if given is None:
+        return block_size - 1, 0
+    try:
+        given = index(given), 0
+    except TypeError:
+        pass
+    return window(given, causal)
+
+
 # ---- outputs ----------------------------------------------------------------------------------
 
 
@@ -362,6 +537,15 @@ def method(given: str | None, deterministic: bool) -> None:
             f"method is {given!r} with deterministic=True: expected 'two_pass', since atomics add "
             "in any order; pass method=None or deterministic=False"
         )
+
+
+def _integer(name: str, given: Any, what: str) -> int:
+    try:
+        return index(given)
+    except TypeError:
+        raise TypeError(
+            f"{name} is {given!r}: expected an integer, {what}; pass a Python int"
+        ) from None
 
 
 def _spell(kind: type) -> str:

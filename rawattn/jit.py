@@ -20,8 +20,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rawattn import env
-from rawattn.problem import Problem
-from rawattn.variants import Variant, smem_bytes, tile_widths
+from rawattn.problem import Problem, Selection
+from rawattn.variants import (
+    LIST_STEMS,
+    NO_BLOCKS,
+    RING_STEMS,
+    SPARSE_STEMS,
+    Blocks,
+    Variant,
+    block_keys,
+    largest_block,
+    ring_stages,
+    smem_bytes,
+    tile_widths,
+)
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _OF_THE_CHOICE = (  # fields that say when a row is chosen; the kernel does not see them
@@ -29,15 +41,25 @@ _OF_THE_CHOICE = (  # fields that say when a row is chosen; the kernel does not 
     *("min_smem_kib", "max_arch", "max_ctas"),
 )
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-_ACCUMULATING = ("backward_kv", "backward_q", "double_backward_kv")  # stems with an atomic form
-_DIRECTED = ("jvp", "double_backward_out", "double_backward_kv", "double_backward_q")
+_ACCUMULATING = (  # stems with an atomic form
+    *("backward_kv", "backward_q", "double_backward_kv", "sparse_backward_kv"),
+)
+_DIRECTED = (
+    *("jvp", "double_backward_out", "double_backward_kv", "double_backward_q"),
+    *("sparse_double_backward_out", "sparse_double_backward_kv", "sparse_double_backward_q"),
+)
+_OF_LISTS = ("bfloat16", 32, 32, False, False, False)  # one build of LIST_STEMS serves all problems
 Direction = tuple[bool, bool, bool]  # which parts of (tq, tk, tv), or (ddq, ddk, ddv), are there
 NO_DIRECTION = (False, False, False)
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A row specialised to what is fixed at compile time."""
+    """A row specialised to what is fixed at compile time.
+
+    Of a sparse row, ``blocks`` are (query heads that share a selection, keys of a block), and
+    ``scaled`` says that blocks have factors.
+    """
 
     variant: Variant
     dtype: str
@@ -47,12 +69,14 @@ class Build:
     has_right: bool
     atomic: bool
     direction: Direction = NO_DIRECTION
+    blocks: Blocks = NO_BLOCKS
+    scaled: bool = False
 
     @property
     def smem(self) -> int:
         """Dynamic shared memory in bytes."""
         widths = tile_widths(self.head_dim, self.head_dim_v)
-        return smem_bytes(self.variant, *widths, self.atomic)
+        return smem_bytes(self.variant, *widths, self.atomic, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,15 @@ def builds(variant: Variant) -> list[Build]:
     whole, queries = NO_DIRECTION, NO_DIRECTION
     if variant.stem in _DIRECTED:
         whole, queries = (True, True, True), (True, False, False)
+    if variant.stem in LIST_STEMS:
+        return [Build(variant, *_OF_LISTS)]
+    if variant.stem in SPARSE_STEMS:
+        largest = largest_block(variant)
+        return [
+            Build(variant, "bfloat16", d, d, False, True, atomic, whole, (16, 64)),
+            Build(variant, "bfloat16", d, d, False, True, atomic, queries, (4, 16)),
+            Build(variant, "float16", d, d, False, False, False, whole, (1, largest), True),
+        ]
     return [
         Build(variant, "bfloat16", d, d, False, True, atomic, whole),
         Build(variant, "bfloat16", d, d, False, False, atomic, queries),
@@ -110,8 +143,19 @@ def prelude(build: Build) -> str:
         "HAS_TQ": build.direction[0],
         "HAS_TK": build.direction[1],
         "HAS_TV": build.direction[2],
+        "HAS_SCALE": build.scaled,
         "SMEM_BYTES": build.smem,
     }
+    if build.variant.stem in SPARSE_STEMS:
+        constants |= {
+            "GROUP": build.blocks[0],
+            "BLOCK_SIZE": build.blocks[1],
+            "BLOCK_N": block_keys(build.variant, build.blocks[1]),
+        }
+    if build.scaled:  # factors take registers that a CTA less leaves
+        constants["MIN_CTAS"] = max(1, build.variant.min_ctas - 1)
+    if build.variant.stem in RING_STEMS:
+        constants["NUM_STAGES"] = ring_stages(build.variant, width, width_v, build.blocks)
     lines = [
         f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {str(value).lower()};"
         for name, value in constants.items()
@@ -348,12 +392,18 @@ def kernel(
     atomic: bool = False,
     head_dims: tuple[int, int] | None = None,
     direction: Direction = NO_DIRECTION,
+    selection: Selection | None = None,
+    scaled: bool = False,
 ) -> Kernel:
     """The loaded kernel of a row for a problem, compiled at its first use.
 
     The device must be current. ``head_dims`` stand in for the problem's (head_dim, head_dim_v)
-    where a kernel handles one tensor, which may be V's.
+    where a kernel handles one tensor, which may be V's. ``selection`` and ``scaled`` (are there
+    factors of blocks) are for sparse rows.
     """
+    if variant.stem in LIST_STEMS:
+        of_lists = (*_OF_LISTS, NO_DIRECTION, NO_BLOCKS, False)
+        return _kernel(variant, *of_lists, problem.arch, problem.device)
     return _kernel(
         variant,
         problem.dtype,
@@ -362,6 +412,8 @@ def kernel(
         problem.window_right >= 0,
         atomic,
         direction,
+        (selection.group(problem), selection.block_size) if selection else NO_BLOCKS,
+        scaled,
         problem.arch,
         problem.device,
     )
@@ -377,8 +429,11 @@ def _kernel(
     has_right: bool,
     atomic: bool,
     direction: Direction,
+    blocks: Blocks,
+    scaled: bool,
     arch: int,
     device: int,
 ) -> Kernel:
-    build = Build(variant, dtype, head_dim, head_dim_v, has_left, has_right, atomic, direction)
+    widths, mask = (head_dim, head_dim_v), (has_left, has_right)
+    build = Build(variant, dtype, *widths, *mask, atomic, direction, blocks, scaled)
     return Kernel(build, f"sm_{arch}")

@@ -63,14 +63,34 @@ class Selection:
         start is unit start // block_size + b + n."""
         return problem.total_k // self.block_size + problem.batch
 
+    def segment(self, problem: Problem) -> int:
+        """Items of a segment of work: 4096 rows, beside which adding up dK and dV is little."""
+        return max(1, _SEGMENT_ROWS // self.group(problem))
+
+    def segments(self, problem: Problem) -> int:
+        """Upper bound of the segments of all lists."""
+        items = self.num_heads_sel * problem.total_q * self.width
+        return self.lists(problem) + items // self.segment(problem)
+
+    def is_cut(self, problem: Problem) -> bool:
+        """Whether lists are worked at by segments: several chunks, or lists of many segments."""
+        items = problem.total_q * self.ratio(problem)
+        return self.num_chunks(problem) > 1 or items > _FEW_SEGMENTS * self.segment(problem)
+
+    def lists(self, problem: Problem) -> int:
+        """Lists of the queries of a chunk that see a block of keys."""
+        return self.num_chunks(problem) * problem.num_heads_kv * self.key_units(problem)
+
     def num_chunks(self, problem: Problem) -> int:
         """Chunks that the query tokens are cut into, sequences regardless."""
         return max(1, -(-problem.total_q // self.chunk))
 
 
+_SEGMENT_ROWS = 4096
+_FEW_SEGMENTS = 4  # of a list, that one CTA goes through without keeping the others waiting
 _L2_SHARE = 16 << 20  # bytes of a chunk's dQ sums: with its Q and dO they stay in a 50 MB L2
 _MOST_CHUNKS = 64  # keeps the lists' offsets linear in the tokens
-_MOST_ITEMS = 1 << 16  # of a chunk, for one kv head: what block_order sorts at once
+_MOST_ITEMS = 1 << 14  # of a chunk, for one kv head: what block_order sorts at once
 
 
 def default_chunk(total_q: int, group: int, ratio: int, head_dim: int) -> int:

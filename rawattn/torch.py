@@ -10,6 +10,10 @@ selective activation checkpointing:
 
 ``varlen_attn_compat`` has the signature of ``torch.nn.attention.varlen.varlen_attn``.
 
+``sparse_attn`` is attention to selected blocks of keys (``torch_sparse``), ``native_sparse_attend``
+and ``parallel_nsa`` other libraries' signatures of it (``torch_sparse_compat``), and
+``NativeSparseAttention`` a layer that learns what to select (``torch_nsa``).
+
 The operators have autograd kernels of their own (``torch_autograd``). These cost a third of the
 host time of generated ones, which besides drop the tangents of forward mode, so that a derivative
 would silently be zero, and know nothing of torch.func.
@@ -17,15 +21,33 @@ would silently be zero, and know nothing of torch.func.
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from rawattn import torch_autograd
 from rawattn.torch_compat import AuxRequest, varlen_attn_compat
-from rawattn.torch_ops import compute_forward, varlen_forward
+from rawattn.torch_nsa import NativeSparseAttention
+from rawattn.torch_ops import (
+    VARLEN,
+    cast_by_autocast,
+    compute_forward,
+    is_unseen,
+    varlen_forward,
+)
+from rawattn.torch_sparse import sparse_attn
+from rawattn.torch_sparse_compat import native_sparse_attend, parallel_nsa
+from rawattn.torch_sparse_ops import SPARSE
 
-__all__ = ["AuxRequest", "varlen_attn", "varlen_attn_compat"]
+__all__ = [
+    "AuxRequest",
+    "NativeSparseAttention",
+    "native_sparse_attend",
+    "parallel_nsa",
+    "sparse_attn",
+    "varlen_attn",
+    "varlen_attn_compat",
+]
 
-torch_autograd.register()
+torch_autograd.register(VARLEN)
+torch_autograd.register(SPARSE)
 
 
 def varlen_attn(
@@ -71,28 +93,10 @@ def varlen_attn(
     vmap, thus torch.func's jacrev, jacfwd and hessian (``jacrev(..., chunk_size=1)`` and
     torch.autograd.functional.hessian do without it).
     """
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = cast_by_autocast(q, k, v)
     left, right = window
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = (causal, left, right, softmax_scale, deterministic, backend)
-    unseen = not torch.compiler.is_compiling() and _unseen((q, k, v))
-    compute = compute_forward if unseen else varlen_forward
+    compute = compute_forward if is_unseen((q, k, v)) else varlen_forward
     out, lse = compute(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     return (out, lse) if return_lse else out
-
-
-def _unseen(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether nobody would see the operator: no gradient, mode, transform, tangent or subclass.
-
-    Then the call goes straight to the kernel, which halves its time on the host.
-    """
-    return (
-        not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        and all(type(t) is Tensor for t in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )

@@ -9,10 +9,14 @@ They are defined through ``torch.library.Library``; ``torch_autograd`` says how 
 them. The backward operators take out and lse as functions of q, k and v: those of varlen_forward.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rawattn import api, api_second
 
@@ -25,19 +29,78 @@ OPTIONS = (
     "bool deterministic, str? backend"
 )
 LIBRARY: Any = torch.library.Library("rawattn", "DEF")  # type: ignore[no-untyped-call]
-for _schema in (
-    f"varlen_forward({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)",
-    f"varlen_backward({GIVEN}, {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    f"varlen_double_backward({DIRECTION.format('dd')}, {GIVEN}, {OPTIONS}) -> "
-    "(Tensor ddout, Tensor ddlse, Tensor gq, Tensor gk, Tensor gv)",
-    f"varlen_jvp({INPUTS}, {DIRECTION.format('t')}, {OPTIONS}) -> "
-    "(Tensor out, Tensor tout, Tensor lse, Tensor tlse)",
-):
-    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-varlen_forward: Any = torch.ops.rawattn.varlen_forward.default
-varlen_backward: Any = torch.ops.rawattn.varlen_backward.default
-varlen_double_backward: Any = torch.ops.rawattn.varlen_double_backward.default
-varlen_jvp: Any = torch.ops.rawattn.varlen_jvp.default
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """The four operators of one attention function, and the order of their arguments.
+
+        forward             inputs, given, options
+        backward            dout, dlse, inputs, out, lse, given, options
+        double_backward     directions, dout, dlse, inputs, out, lse, given, options
+        jvp                 inputs, tangents, given, options
+
+    ``inputs`` are the ``num_inputs`` tensors that the attention is differentiated in; each has a
+    direction or tangent, and a gradient in the results. ``given`` are ``num_given`` other tensors.
+    """
+
+    function: str  # its name in messages
+    forward: Any
+    backward: Any
+    double_backward: Any
+    jvp: Any
+    num_inputs: int
+    num_given: int
+
+
+def define(
+    function: str, schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """A new operator, part of ``function``."""
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    op: Any = getattr(torch.ops.rawattn, name).default
+    LIBRARY.impl(op.name(), compute, "CPU")
+    LIBRARY.impl(op.name(), compute, "CUDA")
+    torch.library.register_fake(op.name(), fake, lib=LIBRARY)
+    torch.library.register_vmap(op.name(), partial(_refuse_vmap, function), lib=LIBRARY)
+    return op
+
+
+def _refuse_vmap(function: str, *_: Any) -> None:
+    raise RuntimeError(
+        f"rawattn: vmap does not exist for {function}; pack the batch into one call, with "
+        "cu_seqlens; instead of torch.func's jacrev, jacfwd and hessian, which are made of vmap, "
+        "take torch.func.jacrev(..., chunk_size=1) or torch.autograd.functional.hessian"
+    )
+
+
+# ---- before the call --------------------------------------------------------------------------
+
+
+def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype of autocast where it is on; float64 is left alone."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def is_unseen(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether nobody would see the operator: no gradient, mode, transform, tangent or subclass.
+
+    Then a call may go straight to the kernel, which halves its time on the host.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and all(type(t) is Tensor for t in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 # ---- what they compute ------------------------------------------------------------------------
@@ -192,22 +255,34 @@ def _fake_jvp(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return out, tout, lse, tlse
 
 
-def _refuse_vmap(*_: Any) -> None:
-    raise RuntimeError(
-        "rawattn: vmap does not exist for varlen_attn; pack the batch into one call, with "
-        "cu_seqlens; instead of torch.func's jacrev, jacfwd and hessian, which are made of vmap, "
-        "take torch.func.jacrev(..., chunk_size=1) or torch.autograd.functional.hessian"
-    )
+# ---- the operators ----------------------------------------------------------------------------
 
-
-for _op, _compute, _fake in (
-    (varlen_forward, compute_forward, _fake_forward),
-    (varlen_backward, _compute_backward, _fake_backward),
-    (varlen_double_backward, _compute_double_backward, _fake_double_backward),
-    (varlen_jvp, _compute_jvp, _fake_jvp),
-):
-    _name = _op.name()
-    LIBRARY.impl(_name, _compute, "CPU")
-    LIBRARY.impl(_name, _compute, "CUDA")
-    torch.library.register_fake(_name, _fake, lib=LIBRARY)
-    torch.library.register_vmap(_name, _refuse_vmap, lib=LIBRARY)
+varlen_forward = define(
+    "varlen_attn",
+    f"varlen_forward({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)",
+    compute_forward,
+    _fake_forward,
+)
+varlen_backward = define(
+    "varlen_attn",
+    f"varlen_backward({GIVEN}, {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _compute_backward,
+    _fake_backward,
+)
+varlen_double_backward = define(
+    "varlen_attn",
+    f"varlen_double_backward({DIRECTION.format('dd')}, {GIVEN}, {OPTIONS}) -> "
+    "(Tensor ddout, Tensor ddlse, Tensor gq, Tensor gk, Tensor gv)",
+    _compute_double_backward,
+    _fake_double_backward,
+)
+varlen_jvp = define(
+    "varlen_attn",
+    f"varlen_jvp({INPUTS}, {DIRECTION.format('t')}, {OPTIONS}) -> "
+    "(Tensor out, Tensor tout, Tensor lse, Tensor tlse)",
+    _compute_jvp,
+    _fake_jvp,
+)
+VARLEN = Operators(
+    "varlen_attn", varlen_forward, varlen_backward, varlen_double_backward, varlen_jvp, 3, 2
+)

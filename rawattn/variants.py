@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rawattn.problem import Problem
+from rawattn.problem import Problem, Selection
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 _KIB = 1024
@@ -58,8 +58,25 @@ _STEMS = (
     *("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess"),
     *("jvp", "double_backward_out", "double_backward_kv", "double_backward_q"),
 )
+LIST_STEMS = ("block_lists", "block_offsets", "block_queries", "block_order")
+SPARSE_STEMS = (
+    *LIST_STEMS,
+    *("sparse_forward", "sparse_backward_kv", "sparse_backward_q", "sparse_postprocess"),
+    *("sparse_double_backward_out", "sparse_double_backward_kv", "sparse_double_backward_q"),
+)
+_ANY_WIDTH = (  # stems whose one row serves every head_dim
+    *("backward_preprocess", "backward_postprocess", "sparse_postprocess"),
+    *LIST_STEMS,
+)
+RING_STEMS = (  # a producer warp fills a ring of stages, as many as fit
+    *("sparse_forward", "sparse_backward_q"),
+    *("sparse_double_backward_out", "sparse_double_backward_q"),
+)
 _SMS = 132  # multiprocessors of an H100 or H200: a grid with fewer CTAs leaves some idle
 _BIG = 163  # KiB of shared memory: 8.0, 8.7, 9.0, 10.0, 10.3; the other GPUs from 8.6 on have 99
+
+
+NO_BLOCKS = (0, 0)  # of dense attention
 
 
 def _row(stem: str, tile: tuple[int, int, int], why: str, fields: dict[str, Any]) -> Variant:
@@ -96,6 +113,19 @@ def _double_kv(
 ) -> Variant:
     warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
     return _row("double_backward_kv", (head_dim, m, n), why, warps | fields)
+
+
+def _sparse(stem: str, head_dim: int, m: int, why: str, **fields: Any) -> Variant:
+    budget = fields.get("min_smem_kib", 99)
+    name = f"sparse_{stem}_sm80_d{head_dim}_{m}_{budget}"
+    return Variant(name, f"sparse_{stem}", why, head_dim=head_dim, block_m=m, **fields)
+
+
+def _sparse_kv(
+    stem: str, head_dim: int, m: int, why: str, *, s: int, kv: int, dq: int, **fields: Any
+) -> Variant:
+    warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
+    return _sparse(stem, head_dim, m, why, **(warps | fields))
 
 
 def _double_q(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
@@ -180,7 +210,64 @@ TABLE: tuple[Variant, ...] = (
     _double_q(192, 64, 16, "99 KiB"),
     _double_q(256, 64, 32, "gQ takes 128 registers", unroll_k=2, min_smem_kib=_HOPPER, max_arch=90),
     _double_q(256, 32, 16, "163 KiB and 99 KiB; after 9.0", num_warps=2),
-    *(Variant(f"{stem}_numba", stem, "any dtype, any GPU, and the simulator", "numba") for stem in _STEMS),
+    Variant("block_lists_sm80", "block_lists", "a warp ranks an item's blocks", block_m=32, num_warps=4),
+    Variant("block_offsets_sm80", "block_offsets", "one atomic add for 1024 lists", num_warps=32),
+    Variant("block_queries_sm80", "block_queries", "bound by atomic adds of integers", block_m=64, num_warps=8),
+    Variant("block_order_sm80", "block_order", "a warp orders a list", num_warps=4),
+    Variant("sparse_postprocess_sm80", "sparse_postprocess", "bound by memory: 16 columns a thread", num_warps=8),
+    _sparse("forward", 32, 48, "queries outer, the blocks that a CTA's queries share loaded once: L2 decides; four producers an SM", num_warps=4, num_stages=8, min_ctas=4, min_smem_kib=_BIG, max_arch=90),
+    _sparse("forward", 32, 64, "99 KiB; more than 48 heads of a selection", num_warps=5, num_stages=8),
+    _sparse("forward", 64, 48, "queries outer, the blocks that a CTA's queries share loaded once: L2 decides; four producers an SM", num_warps=4, num_stages=8, min_ctas=4, min_smem_kib=_BIG, max_arch=90),
+    _sparse("forward", 64, 64, "more than 48 heads of a selection", num_warps=5, num_stages=8, min_ctas=3, min_smem_kib=_BIG, max_arch=90),
+    _sparse("forward", 64, 64, "99 KiB; after 9.0", num_warps=5, num_stages=8),
+    _sparse("forward", 96, 64, "queries outer: L2 decides; two CTAs an SM", num_warps=5, num_stages=8, min_ctas=2, min_smem_kib=_BIG, max_arch=90),
+    _sparse("forward", 96, 64, "99 KiB; after 9.0", num_warps=5, num_stages=8),
+    _sparse("forward", 128, 64, "queries outer: L2 decides; two CTAs an SM", num_warps=5, num_stages=8, min_ctas=2, min_smem_kib=_HOPPER, max_arch=90),
+    _sparse("forward", 128, 64, "163 and 99 KiB; after 9.0", num_warps=5, num_stages=8),
+    _sparse("forward", 192, 64, "O takes 96 registers", num_warps=5, num_stages=8, pieces=2, unroll_k=2),
+    _sparse("forward", 256, 64, "O takes 128 registers", num_warps=5, num_stages=8, pieces=2, block_n=32),
+    _sparse_kv("backward_kv", 32, 128, "key blocks outer, queries gathered: dK and dV stay in registers, products decide", num_warps=8, s=4, kv=2, dq=4, num_stages=2),
+    _sparse_kv("backward_kv", 64, 64, "key blocks outer, queries gathered: products decide; three CTAs an SM", num_warps=4, s=2, kv=2, dq=2, min_ctas=3, unroll_k=2, min_smem_kib=_HOPPER),
+    _sparse_kv("backward_kv", 64, 64, "163 and 99 KiB", num_warps=4, s=2, kv=2, dq=2),
+    _sparse_kv("backward_kv", 96, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2),
+    _sparse_kv("backward_kv", 128, 128, "key blocks outer, queries gathered: products decide; two stages", num_warps=8, s=4, kv=2, dq=4, num_stages=2, unroll_k=8, min_smem_kib=_HOPPER),
+    _sparse_kv("backward_kv", 128, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2),
+    _sparse_kv("backward_kv", 192, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, unroll_k=2, min_smem_kib=_BIG),
+    _sparse_kv("backward_kv", 192, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
+    _sparse_kv("backward_kv", 256, 48, "163 KiB", num_warps=8, s=3, kv=2, dq=1, unroll_k=1, min_smem_kib=_BIG),
+    _sparse_kv("backward_kv", 256, 64, "more than 48 heads of a selection", num_warps=8, s=4, kv=2, dq=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("backward_q", 32, 64, "two stages and more", num_warps=5, num_stages=8),
+    _sparse("backward_q", 64, 64, "queries outer: L2 decides; two CTAs an SM", num_warps=5, num_stages=8, min_ctas=2, min_smem_kib=_BIG, max_arch=90),
+    _sparse("backward_q", 64, 64, "99 KiB; after 9.0", num_warps=5, num_stages=8),
+    _sparse("backward_q", 96, 64, "99 KiB", num_warps=5, num_stages=8),
+    _sparse("backward_q", 128, 64, "queries outer: L2 decides; two CTAs an SM", unroll_k=2, num_warps=5, num_stages=8, min_ctas=2, min_smem_kib=_HOPPER, max_arch=90),
+    _sparse("backward_q", 128, 64, "163 and 99 KiB; after 9.0", num_warps=5, num_stages=8),
+    _sparse("backward_q", 192, 64, "dQ takes 96 registers", num_warps=5, num_stages=8, block_n=32),
+    _sparse("backward_q", 256, 64, "dQ takes 128 registers", num_warps=5, num_stages=8, pieces=2, unroll_k=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_out", 32, 64, "16 rows a warp", num_warps=5, num_stages=8),
+    _sparse("double_backward_out", 64, 64, "16 rows a warp", num_warps=5, num_stages=8),
+    _sparse("double_backward_out", 96, 64, "16 rows a warp", num_warps=5, num_stages=8, block_n=32),
+    _sparse("double_backward_out", 128, 64, "163 KiB", num_warps=5, num_stages=8, min_smem_kib=_BIG, max_arch=90),
+    _sparse("double_backward_out", 128, 64, "99 KiB; after 9.0", num_warps=5, num_stages=8, block_n=32),
+    _sparse("double_backward_out", 192, 64, "163 KiB", num_warps=5, num_stages=8, pieces=2, unroll_k=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_out", 256, 64, "163 KiB", num_warps=5, num_stages=8, pieces=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_q", 32, 64, "16 rows a warp", num_warps=5, num_stages=8),
+    _sparse("double_backward_q", 64, 64, "16 rows a warp", num_warps=5, num_stages=8, pieces=2),
+    _sparse("double_backward_q", 96, 64, "16 rows a warp", num_warps=5, num_stages=8, block_n=32),
+    _sparse("double_backward_q", 128, 64, "163 KiB", num_warps=5, num_stages=8, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_q", 128, 64, "99 KiB", num_warps=5, num_stages=8, block_n=32),
+    _sparse("double_backward_q", 192, 64, "163 KiB", num_warps=5, num_stages=8, pieces=2, unroll_k=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_q", 256, 64, "163 KiB", num_warps=5, num_stages=8, unroll_k=1, block_n=16, min_smem_kib=_BIG),
+    _sparse_kv("double_backward_kv", 32, 64, "eight warps", num_warps=8, s=4, kv=2, dq=2),
+    _sparse_kv("double_backward_kv", 64, 64, "eight warps", num_warps=8, s=4, kv=2, dq=2),
+    _sparse_kv("double_backward_kv", 96, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_BIG),
+    _sparse_kv("double_backward_kv", 96, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
+    _sparse_kv("double_backward_kv", 128, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_BIG),
+    _sparse_kv("double_backward_kv", 128, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
+    _sparse_kv("double_backward_kv", 192, 64, "227 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_HOPPER),
+    _sparse_kv("double_backward_kv", 256, 32, "gK and gV take 128 registers", num_warps=8, s=2, kv=2, dq=2, min_smem_kib=_HOPPER),
+    _sparse_kv("double_backward_kv", 256, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32, min_smem_kib=_BIG),
+    *(Variant(f"{stem}_numba", stem, "any dtype, any GPU, and the simulator", "numba") for stem in _STEMS + SPARSE_STEMS),
 )
 # fmt: on
 
@@ -200,8 +287,18 @@ def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return -(-d // step) * step, -(-dv // step) * step
 
 
-def smem_bytes(variant: Variant, head_dim: int, head_dim_v: int, atomic: bool) -> int:
-    """Dynamic shared memory of a row for tiles of these widths; CUDA checks it by static_assert."""
+Blocks = tuple[int, int]  # query heads that share a selection, keys of a block
+
+
+def smem_bytes(
+    variant: Variant, head_dim: int, head_dim_v: int, atomic: bool, blocks: Blocks = NO_BLOCKS
+) -> int:
+    """Dynamic shared memory of a row for tiles of these widths; CUDA checks it by static_assert.
+
+    ``blocks`` are (query heads that share a selection, keys of a block) of a sparse row.
+    """
+    if variant.stem in SPARSE_STEMS:
+        return _sparse_smem_bytes(variant, head_dim, head_dim_v, blocks)
     m, n, stages = variant.block_m, variant.block_n, variant.num_stages
     d, dv = head_dim, head_dim_v
     piece = dv // variant.pieces
@@ -219,6 +316,63 @@ def smem_bytes(variant: Variant, head_dim: int, head_dim_v: int, atomic: bool) -
     return 2 * elements[variant.stem]
 
 
+def block_keys(variant: Variant, block_size: int) -> int:
+    """Keys that a sparse row takes at once: a block, or a part of one that is too large for it."""
+    return min(variant.block_n, block_size)
+
+
+def largest_block(variant: Variant) -> int:
+    """Keys of the largest block that a sparse row serves.
+
+    With key blocks outer a block is two parts at most: two sums have no order that matters.
+    """
+    return min(128, 2 * variant.block_n) if variant.stem.endswith("_kv") else 128
+
+
+def ring_stages(variant: Variant, head_dim: int, head_dim_v: int, blocks: Blocks) -> int:
+    """Stages of a sparse row's ring: as many as fit its share of shared memory."""
+    room = (variant.min_smem_kib or 99) * _KIB // variant.min_ctas
+    fixed, stage = _ring_bytes(variant, head_dim, head_dim_v, blocks)
+    room -= fixed + (_KIB if variant.min_ctas > 1 else 0)  # the driver keeps 1 KiB for each CTA
+    return max(1, min(variant.num_stages, room // stage))
+
+
+def _ring_bytes(variant: Variant, d: int, dv: int, blocks: Blocks) -> tuple[int, int]:
+    """Bytes of the tiles of queries, and of a stage with its slots, barriers and queue entries.
+
+    Queues are as long as there are stages, and one entry more.
+    """
+    m, n = variant.block_m, block_keys(variant, blocks[1])
+    entry, items = 16 * (m // 16), m // max(blocks[0], 1)
+    together = max(d, dv) if (d % 64 == 0) == (dv % 64 == 0) else d + dv
+    rows, keys = {
+        "sparse_forward": (together, d + dv),
+        "sparse_backward_q": (d + dv, d + dv),
+        "sparse_double_backward_out": (2 * d + dv, 2 * (d + dv)),
+        "sparse_double_backward_q": (2 * d + dv, 2 * (d + dv)),
+    }[variant.stem]
+    return 2 * m * rows + entry, 2 * n * keys + 16 + 4 * items + entry
+
+
+def _sparse_smem_bytes(variant: Variant, d: int, dv: int, blocks: Blocks) -> int:
+    if variant.stem in _ANY_WIDTH:
+        return 0
+    m, n, stages = variant.block_m, block_keys(variant, blocks[1]), variant.num_stages
+    items = m // max(blocks[0], 1)
+    if variant.stem == "sparse_backward_kv":
+        tiles = (n + stages * m) * (d + dv) + 2 * m * max(n, 32)
+        return 2 * tiles + 4 * ((2 * stages + 4) * m + 3 * _multiple(2 * items, 4))
+    if variant.stem == "sparse_double_backward_kv":
+        tiles = (2 * n + m) * (d + dv) + m * d + 3 * m * max(n, 32)
+        return 2 * tiles + 4 * (8 * m + 2 * _multiple(2 * items, 4))
+    fixed, stage = _ring_bytes(variant, d, dv, blocks)
+    return fixed + ring_stages(variant, d, dv, blocks) * stage
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
 def smem_limit(arch: int) -> int:
     """Bytes of shared memory that one CTA may have on an arch; the least where it is unknown."""
     return _SMEM_LIMITS.get(arch, 99) * _KIB
@@ -226,29 +380,40 @@ def smem_limit(arch: int) -> int:
 
 def serves(row: Variant, arch: int) -> bool:
     """Whether a row of the CUDA families is meant for GPUs of an arch, at its own head_dim."""
-    return arch >= 80 and _fits(row, row.head_dim, row.head_dim, arch)
+    return arch >= 80 and _fits(row, row.head_dim, row.head_dim, arch, (16, 64))
 
 
-def _fits(row: Variant, d: int, dv: int, arch: int) -> bool:
-    need = max(smem_bytes(row, d, dv, atomic=True), row.min_smem_kib * _KIB)
+def _fits(row: Variant, d: int, dv: int, arch: int, blocks: Blocks = NO_BLOCKS) -> bool:
+    if row.stem in SPARSE_STEMS and row.stem not in _ANY_WIDTH:
+        group, block_size = blocks
+        if group > row.block_m or block_size > largest_block(row):
+            return False
+    need = max(smem_bytes(row, d, dv, True, blocks), row.min_smem_kib * _KIB)
     return need <= smem_limit(arch) and arch <= row.max_arch
 
 
 def select(
-    stem: str, problem: Problem, *, backend: str | None = None, by_size: bool = False
+    stem: str,
+    problem: Problem,
+    *,
+    backend: str | None = None,
+    by_size: bool = False,
+    selection: Selection | None = None,
 ) -> Variant:
     """The row that computes ``problem`` with kernel ``stem``.
 
     ``backend`` "cuda" or "numba" forces a family; None takes CUDA where a row serves the dtype and
     arch. ``by_size`` allows rows for small problems: without it a sequence is computed by the same
-    row, and to the same bits, alone and in a batch. RAWATTN_VARIANT names rows to prefer. Raises
+    row, and to the same bits, alone and in a batch. Sparse stems take their ``selection``.
+    RAWATTN_VARIANT names rows to prefer. Raises
     ValueError when no row of a forced family serves.
     """
     preferred = os.environ.get("RAWATTN_VARIANT", "")
     widths = problem.head_dim, problem.head_dim_v
     queries, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
     size = (queries, keys) if by_size else None
-    return _select(stem, problem.dtype, *widths, problem.arch, backend, preferred, size)
+    blocks = (selection.group(problem), selection.block_size) if selection else NO_BLOCKS
+    return _select(stem, problem.dtype, *widths, problem.arch, backend, preferred, size, blocks)
 
 
 @lru_cache(maxsize=4096)
@@ -261,6 +426,7 @@ def _select(
     backend: str | None,
     preferred: str,
     size: tuple[int, int] | None,
+    blocks: Blocks,
 ) -> Variant:
     d, dv = tile_widths(head_dim, head_dim_v)
     raw = dtype in ("float16", "bfloat16") and arch >= 80
@@ -272,7 +438,11 @@ def _select(
     rows = [row for row in TABLE if row.stem == stem]
     twins = [row for row in rows if row.family == "numba"] if backend != "cuda" else []
     kernels = [row for row in rows if row.family != "numba" and _width_fits(row, max(d, dv))]
-    able = [row for row in kernels if _fits(row, d, dv, arch)] if raw and backend != "numba" else []
+    able = (
+        [row for row in kernels if _fits(row, d, dv, arch, blocks)]
+        if raw and backend != "numba"
+        else []
+    )
     able += twins
     if not able:
         raise ValueError(
@@ -298,7 +468,7 @@ def _is_small(row: Variant, size: tuple[int, int] | None) -> bool:
 
 
 def _width_fits(row: Variant, width: int) -> bool:
-    return row.stem in ("backward_preprocess", "backward_postprocess") or row.head_dim == width
+    return row.stem in _ANY_WIDTH or row.head_dim == width
 
 
 def method_of(problem: Problem, method: str | None, deterministic: bool) -> str:

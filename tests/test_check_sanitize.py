@@ -1,6 +1,7 @@
 """tools/sanitize.py really runs what its visits say: every row of the table, every direction."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,19 @@ import pytest
 
 import rawattn
 import sanitize
+import visits
+import visits_sparse
 from rawattn.check.compiled import METHOD_STEPS, SECOND_STEPS, SHARED_STEPS
-from rawattn.problem import Problem
-from rawattn.variants import METHODS, TABLE, select
+from rawattn.problem import Problem, Selection
+from rawattn.variants import METHODS, SPARSE_STEMS, TABLE, select
+
+TABLE_STEMS = ("block_lists", "block_offsets", "block_queries", "block_order")
+SPARSE_STEPS = {
+    "sparse/atomic": ("sparse_backward_kv", "sparse_postprocess"),
+    "sparse/two_pass": ("sparse_backward_kv", "sparse_backward_q"),
+    "sparse/jvp": ("sparse_forward", "sparse_double_backward_out"),
+    "sparse/second": tuple(f"sparse_double_backward_{part}" for part in ("out", "kv", "q")),
+}
 
 
 class OnDevice(np.ndarray):
@@ -28,6 +39,7 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: set[str] = set()
         self.directions: set[tuple[bool, ...]] = set()
+        self.sparse: set[tuple[str, str, bool]] = set()  # rows, with which step and gate
         self.spoilt, self.value = "", np.nan
 
     def run(self, step: str, like: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -64,11 +76,54 @@ class Recorder:
         step = "second/two_pass" if options["deterministic"] else "second/atomic"
         return (self.run(step, arrays[4:7], options),) * 5
 
+    def block_table(self, indices: None, cu: Any, **options: Any) -> Any:
+        heads, mask = options.get("num_heads_sel"), options.get("block_mask")
+        assert options["total_q"] == cu[-1] and options["total_k"] == options["cu_seqlens_k"][-1]
+        width = 3 if mask is None else mask.shape[2]
+        return np.zeros((options["total_q"], heads or mask.shape[1], width), np.int32)
+
+    def run_sparse(self, step: str, like: tuple[Any, ...], chosen: Any, options: Any) -> Any:
+        (q, k, v), gate = like, options["block_scale"]
+        assert len(chosen) == len(q) and (gate is None or gate.shape == chosen.shape)
+        dtype = "bfloat16" if q.dtype == ml_dtypes.bfloat16 else str(q.dtype)
+        sizes = (len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+        problem = Problem(dtype, 4, *sizes, -1, -1, 1.0, 90, 0)
+        numbers = (chosen.shape[1], chosen.shape[2], chosen.shape[2] + 1)
+        selection = Selection(*numbers, options["block_size"], True, 256)
+        stems = SPARSE_STEPS.get(step, ("block_lists", "sparse_forward"))
+        for stem in stems if step in ("sparse_forward", "sparse/jvp") else (*TABLE_STEMS, *stems):
+            row = select(stem, problem, backend=options["backend"], selection=selection)
+            self.rows.add(row.name)
+            self.sparse.add((row.name, step, gate is not None))
+        zeros = np.zeros_like(q).view(OnDevice)
+        if step == self.spoilt:
+            zeros[-1] = self.value
+        return zeros
+
+    def sparse_forward(
+        self, q: Any, k: Any, v: Any, cu: Any, chosen: Any, *, return_lse: bool, **options: Any
+    ) -> Any:
+        out = self.run_sparse("sparse_forward", (q, k, v), chosen, options)
+        return out, np.full(q.shape[1::-1], -np.inf).view(OnDevice)
+
+    def sparse_backward(self, dout: Any, *rest: Any, deterministic: bool, **options: Any) -> Any:
+        step = "sparse/two_pass" if deterministic else "sparse/atomic"
+        return (*(self.run_sparse(step, rest[:3], rest[-1], options),) * 3, None)
+
+    def sparse_jvp(self, q: Any, k: Any, v: Any, *rest: Any, tblock_scale: Any, **options: Any):
+        assert (tblock_scale is None) == (options["block_scale"] is None)
+        return (self.run_sparse("sparse/jvp", (q, k, v), rest[-1], options),) * 4
+
+    def sparse_double_backward(self, *arrays: Any, ddblock_scale: Any, **options: Any) -> Any:
+        assert (ddblock_scale is None) == (options["block_scale"] is None)
+        return (self.run_sparse("sparse/second", arrays[4:7], arrays[-1], options),) * 6
+
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    for name in ("forward", "backward", "jvp", "double_backward"):
+    dense = ("forward", "backward", "jvp", "double_backward")
+    for name in (*dense, *(f"sparse_{name}" for name in dense), "block_table"):
         monkeypatch.setattr(rawattn, name, getattr(recorder, name), raising=False)
     cuda = SimpleNamespace(set_allocator=lambda allocator: None)
     cupy = SimpleNamespace(cuda=cuda, asarray=lambda array: array.view(OnDevice))
@@ -80,12 +135,38 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_every_row_runs_and_every_direction(recorder: Recorder) -> None:
     sanitize.visit_all()
     assert recorder.rows == {row.name for row in TABLE}
-    parts = ["qkv", *sanitize.DIRECTIONS]
+    parts = ["qkv", *visits.DIRECTIONS]
     assert recorder.directions == {tuple(name in part for name in "qkv") for part in parts}
 
 
+def test_every_sparse_row_runs_in_each_of_its_steps_with_and_without_a_gate(
+    recorder: Recorder,
+) -> None:
+    visits_sparse.visit_sparse()
+    rows = {row.name: row.stem for row in TABLE if row.stem in SPARSE_STEMS}
+    for name, stem in rows.items():
+        steps = [step for step, stems in SPARSE_STEPS.items() if stem in stems]
+        for step in steps if stem != "sparse_forward" else ["sparse_forward"]:
+            gates = {
+                gate for row, with_step, gate in recorder.sparse if (row, with_step) == (name, step)
+            }
+            assert gates == {False, True}, (name, step)
+
+
+def test_the_last_visits_have_two_chunks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits.Arrays, "put", lambda arrays, values: values)
+    arrays = visits.Arrays()
+    for visit in visits_sparse.sparse_visits()[-2:]:
+        offsets = (arrays.offsets(lengths) for lengths in (visit.lengths_q, visit.lengths_k))
+        visit = replace(visit, backend=None)
+        table, slots = visits_sparse.selection_of(visit, arrays, *offsets)
+        assert len(table.starts) == 2 and slots == table.num_selected
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-@pytest.mark.parametrize("step", ["forward", *sanitize.METHODS, *sanitize.SECOND])
+@pytest.mark.parametrize(
+    "step", ["forward", *METHODS, *visits.SECOND, "sparse_forward", *visits_sparse.STEPS]
+)
 def test_a_result_that_is_not_finite_ends_the_visit(
     step: str, value: float, recorder: Recorder
 ) -> None:
@@ -96,14 +177,17 @@ def test_a_result_that_is_not_finite_ends_the_visit(
 
 def test_most_visits_are_to_the_rows_that_large_problems_get() -> None:
     small = {row.name for row in TABLE if row.max_ctas}
-    alone = [visit.row for visit in sanitize.visits() if small & set(visit.row.split(","))]
+    alone = [visit.row for visit in visits.visits() if small & set(visit.row.split(","))]
     assert set(alone) == small
 
 
 def test_steps_are_those_of_the_table() -> None:
-    assert sanitize.METHODS == METHODS and set(sanitize.SECOND) == set(SECOND_STEPS)
-    assert set(sanitize.STEPS_OF) == {row.stem for row in TABLE}
+    assert set(visits.SECOND) == set(SECOND_STEPS)
+    assert {*visits.STEPS_OF, *visits_sparse.STEPS_OF} == {row.stem for row in TABLE}
+    assert set(visits_sparse.STEPS_OF) == {*SPARSE_STEMS}
+    for stem, steps in visits_sparse.STEPS_OF.items():
+        assert stem in TABLE_STEMS or all(stem in SPARSE_STEPS[step] for step in steps)
     kernels = {**METHOD_STEPS, **SECOND_STEPS}
-    for stem, steps in sanitize.STEPS_OF.items():
+    for stem, steps in visits.STEPS_OF.items():
         for step in steps:
             assert stem.endswith("process") or stem in [name for name, _ in kernels[step]]

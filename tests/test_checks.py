@@ -92,6 +92,41 @@ REFUSALS = [
     value(checks.offsets, "cu_seqlens", [1, 4], 4, text="cu_seqlens starts at 1: expected 0"),
     value(checks.offsets, "cu_seqlens", [0, 4, 3], 4, text="falls from 4 to 3 at index 2"),
     value(checks.offsets, "cu_seqlens_k", [0, 5], 4, text="cu_seqlens_k ends at 5: .*at most 4"),
+    # blocks of keys
+    value(
+        checks.block_axes, "block_indices", (5, 3), text=r"has shape \(5, 3\): .*num_selected\);"
+    ),
+    value(checks.block_axes, "block_mask", (5,), text=r"block_mask has shape .*num_blocks\); resh"),
+    kind(checks.block_dtype, "block_indices", "int8", text="block_indices has dtype int8: .*int32"),
+    kind(checks.block_dtype, "block_counts", "bool", text="convert block_counts to int32$"),
+    kind(checks.block_dtype, "block_mask", "uint8", text="block_mask has dtype uint8: .*!= 0"),
+    value(checks.selection_tokens, "block_mask", 5, 6, text="block_mask has 5 tokens beside 6 of"),
+    value(checks.selection_heads, 3, 8, 2, text=r"has 3 heads: expected 2 \(.*\) or 8 \(.*repeat"),
+    value(checks.block_size, 256, text="block_size is 256: expected 16, 32, 64 or 128; split"),
+    kind(checks.block_size, 64.0, text=r"block_size is 64\.0: expected an integer, keys of"),
+    value(checks.entries, 2, 2**28, 16, text="268435456 queries with 2 .*: expected at most 2147"),
+    value(
+        checks.beside_block_scale, "tblock_scale", True, False, text="tblock_scale is given without"
+    ),
+    value(checks.same_as_table, "causal", False, True, text="causal is False .* pass causal=True,"),
+    value(checks.counted_by_table, True, text="block_counts is given beside .*: expected None, s"),
+    value(checks.table_lists, False, text="no lists of queries.*lists=True; build it so, or pass"),
+    value(checks.one_selection, False, False, False, text="block_table is given no selection: exp"),
+    value(checks.one_selection, True, True, True, text="block_indices and block_mask and sliding"),
+    value(checks.pattern, 0, 0, text="sliding_blocks is 0 and global_blocks 0: .*1 or more, and 0"),
+    value(checks.pattern, 1, -1, text="global_blocks -1: expected"),
+    kind(checks.pattern, 1, 0.5, text=r"global_blocks is 0\.5: expected an integer"),
+    value(checks.only_beside, "block_counts", True, "block_indices", False, text="leave it out$"),
+    value(
+        checks.size_needed, "total_k", None, "beside cu_seqlens_k", text="total_k is None beside"
+    ),
+    kind(
+        checks.size_needed, "total_k", "5", "", text="total_k is '5': expected an integer, a size"
+    ),
+    kind(checks.sliding_window, "5", 64, True, text="window is '5': expected two integers"),
+    value(
+        checks.sliding_window, -2, 64, True, text=r"window is \(-2, 0\): expected left and right"
+    ),
     # outputs
     value(checks.writable, "dq", False, text="dq is read-only .*pass dq=None"),
     value(checks.distinct_elements, "out", (4, 2, 8), (8, 0, 1), text=r"out has strides \(8, 0, 1"),
@@ -158,6 +193,22 @@ def test_every_rule_is_tested() -> None:
         (checks.shared_cu_seqlens, (3, 3)),
         (checks.offsets, ("cu_seqlens", [0], 0)),
         (checks.offsets, ("cu_seqlens", [0, 0, 3, 3, 4], 9)),
+        (checks.block_axes, ("block_mask", (5, 2, 3))),
+        (checks.block_dtype, ("block_indices", "int32")),
+        (checks.block_dtype, ("block_counts", "int64")),
+        (checks.block_dtype, ("block_mask", "bool")),
+        (checks.selection_tokens, ("block_indices", 5, 5)),
+        (checks.selection_heads, (2, 8, 2)),
+        (checks.selection_heads, (8, 8, 2)),
+        (checks.entries, (1, 2**31 - 1, 1)),
+        (checks.beside_block_scale, ("tblock_scale", True, True)),
+        (checks.beside_block_scale, ("tblock_scale", False, False)),
+        (checks.same_as_table, ("block_size", 64, 64)),
+        (checks.counted_by_table, (False,)),
+        (checks.table_lists, (True,)),
+        (checks.one_selection, (False, True, False)),
+        (checks.only_beside, ("block_counts", True, "block_indices", True)),
+        (checks.only_beside, ("block_counts", False, "block_indices", False)),
         (checks.writable, ("out", True)),
         (checks.distinct_elements, ("out", (1, 2, 8), (0, 8, 1))),
         (checks.distinct_elements, ("out", (0, 2, 8), (0, 0, 0))),
@@ -201,6 +252,30 @@ def test_window(given: Any, causal: bool, expected: tuple[int, int]) -> None:
     window = checks.window(given, causal)
     assert window == expected
     assert all(type(side) is int for side in window)
+
+
+@pytest.mark.parametrize(
+    ("given", "causal", "expected"),
+    [
+        (None, True, (63, 0)),
+        (None, False, (63, 0)),
+        (5, False, (5, 0)),
+        (np.int32(5), True, (5, 0)),
+        (-1, True, (-1, 0)),
+        ((5, 3), False, (5, 3)),
+        ((5, 3), True, (5, 0)),
+    ],
+)
+def test_sliding_window(given: Any, causal: bool, expected: tuple[int, int]) -> None:
+    assert checks.sliding_window(given, 64, causal) == expected
+
+
+def test_sizes_of_blocks() -> None:
+    for size in checks.BLOCK_SIZES:
+        given = checks.block_size(np.int64(size))
+        assert given == size and type(given) is int
+    assert checks.pattern(np.int32(3), 2) == (3, 2)
+    assert checks.size_needed("total_q", np.int64(5), "") == 5
 
 
 def test_softmax_scale() -> None:

@@ -17,9 +17,13 @@ PACKAGE = Path(rawattn.__file__).parent
 KERNELS = PACKAGE.parent / "kernels_cu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TWINS = sorted((PACKAGE / "ops").glob("*_numba.py"))
-SHARED = {"common_numba", "second_numba", "simulator_numba"}  # what the twins share
+# what the twins share
+SHARED = {"common_numba", "second_numba", "simulator_numba", "sparse_numba", "sparse_second_numba"}
 HEAVY = ("torch", "numba", "cupy", "jax", "cuda")
-ADAPTER = {"torch", "torch_autograd", "torch_compat", "torch_ops"}  # what may import torch
+ADAPTER = {  # what may import torch
+    *("torch", "torch_autograd", "torch_compat", "torch_nsa", "torch_ops"),
+    *("torch_sparse", "torch_sparse_compat", "torch_sparse_ops"),
+}
 
 # Which layers a layer may import besides itself; the leaves, and the rest of the package, none.
 ARROWS = {
@@ -34,11 +38,21 @@ ARROWS = {
     "call": {"arrays", "checks", "problem"},
     "api": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
     "api_second": {"arrays", "call", "ops", "problem", "reference", "variants"},
-    "torch": {"torch_autograd", "torch_compat", "torch_ops"},
+    "block_table": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
+    "passes_sparse": {"arrays", "block_table", "call", "ops", "problem", "variants"},
+    "api_sparse": {
+        *("api", "arrays", "block_table", "call", "checks", "passes_sparse", "problem"),
+        "reference",
+    },
+    "torch": ADAPTER - {"torch"},
     "torch_autograd": {"torch_ops"},
     "torch_compat": {"torch"},
+    "torch_nsa": {"torch", "torch_sparse"},
     "torch_ops": {"api", "api_second"},
-    "__init__": {"api", "api_second"},
+    "torch_sparse": {"block_table", "torch", "torch_ops", "torch_sparse_ops"},
+    "torch_sparse_compat": {"torch_sparse"},
+    "torch_sparse_ops": {"api_sparse", "block_table", "checks", "torch_ops"},
+    "__init__": {"api", "api_second", "api_sparse", "block_table"},
 }
 
 
@@ -90,7 +104,7 @@ def spelled(path: Path) -> str:
 
 def test_import_loads_nothing_heavy() -> None:
     loaded = in_python("import sys, rawattn; print(*sys.modules)").split()
-    assert {"rawattn.api", "rawattn.api_second"} <= {*loaded}
+    assert {"rawattn.api", "rawattn.api_second", "rawattn.api_sparse"} <= {*loaded}
     assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
 
 
@@ -108,6 +122,10 @@ def test_host_arrays_load_nothing_heavy() -> None:
         "rawattn.backward(q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
         "rawattn.jvp(q, q, q, q, q, q, np.array([0, 2, 5]))\n"
         "rawattn.double_backward(q, q, q, q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
+        "blocks = np.zeros((5, 2, 1), np.int32)\n"
+        "table = rawattn.block_table(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
+        "rawattn.sparse_forward(q, q, q, np.array([0, 2, 5]), table)\n"
+        "rawattn.sparse_backward(q, q, q, q, out, lse, np.array([0, 2, 5]), table)\n"
         "print(*sys.modules)"
     )
     loaded = in_python(code).split()
@@ -117,7 +135,8 @@ def test_host_arrays_load_nothing_heavy() -> None:
 def test_public_names() -> None:
     assert sorted(rawattn.__all__) == rawattn.__all__
     for name in rawattn.__all__:
-        assert getattr(rawattn, name).__module__ in ("rawattn.api", "rawattn.api_second")
+        home = getattr(rawattn, name).__module__.removeprefix("rawattn.")
+        assert home in ("api", "api_second", "api_sparse", "block_table")
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -168,16 +187,20 @@ def test_cuda_arrows() -> None:
 # ---- the twins --------------------------------------------------------------------------------
 
 
-def fields_of_args(path: Path) -> list[str]:
+def fields_of_args(path: Path, struct: str = "Args") -> list[str]:
     """Names of the fields of ``struct Args`` of a CUDA source, in order.
 
-    A (pointer, token stride, head stride) triple counts as the one array that it stands for.
+    A (pointer, token stride, head stride) triple counts as the one array that it stands for, and
+    the sizes of a selection as the fields of their own struct.
     """
     source = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-    body = re.search(r"struct\s+Args\s*\{(.*?)\n\};", source, re.DOTALL)
-    assert body, f"{path} has no struct Args"
+    body = re.search(rf"struct\s+{struct}\s*\{{(.*?)\n\}};", source, re.DOTALL)
+    assert body, f"{path} has no struct {struct}"
     names = []
     for declaration in body[1].split(";"):
+        if declaration.split()[:1] == ["SelectionSizes"]:
+            names += fields_of_args(KERNELS / "base" / "selection.cuh", "SelectionSizes")
+            continue
         for declarator in declaration.split(","):
             name = re.search(r"(\w+)\s*(?:\[[^]]*\])?\s*(?:=.*|\{.*)?$", declarator.strip())
             if name:

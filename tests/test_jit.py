@@ -19,7 +19,17 @@ import pytest
 
 from rawattn import jit
 from rawattn.jit import Build
-from rawattn.variants import TABLE, Variant, smem_bytes
+from rawattn.variants import (
+    LIST_STEMS,
+    NO_BLOCKS,
+    RING_STEMS,
+    SPARSE_STEMS,
+    TABLE,
+    Variant,
+    block_keys,
+    ring_stages,
+    smem_bytes,
+)
 
 ROWS = {row.name: row for row in TABLE}
 SMALL = Build(ROWS["backward_preprocess_sm80"], "bfloat16", 64, 64, False, False, False)
@@ -87,13 +97,27 @@ def constants(build: Build) -> dict[str, tuple[str, str]]:
     "row", [row for row in TABLE if row.family != "numba"], ids=lambda r: r.name
 )
 def test_prelude_names_every_choice_of_a_row(row: Variant) -> None:
-    given = constants(Build(row, "float16", row.head_dim, row.head_dim, False, True, False))
+    blocks = (16, 64) if row.stem in SPARSE_STEMS else NO_BLOCKS
+    d = row.head_dim
+    given = constants(Build(row, "float16", d, d, False, True, False, blocks=blocks))
+    of_blocks = {"block_n": block_keys(row, 64)} if row.stem in SPARSE_STEMS else {}
+    if row.stem in RING_STEMS:
+        of_blocks["num_stages"] = ring_stages(row, d, d, blocks)
     for field in fields(Variant):
-        value = getattr(row, field.name)
+        value = of_blocks.get(field.name, getattr(row, field.name))
         if field.name not in HOST_ONLY:
             kind = "bool" if isinstance(value, bool) else "int"
             assert given[field.name.upper()] == (kind, str(value).lower())
-    assert given["SMEM_BYTES"] == ("int", str(smem_bytes(row, row.head_dim, row.head_dim, False)))
+    assert given["SMEM_BYTES"] == ("int", str(smem_bytes(row, d, d, False, blocks)))
+
+
+def test_prelude_spells_blocks_and_leaves_registers_to_their_factors() -> None:
+    row = next(row for row in TABLE if row.stem == "sparse_forward" and row.min_ctas > 1)
+    build = Build(row, "float16", 64, 64, False, True, False, blocks=(4, 16))
+    plain, scaled = constants(build), constants(replace(build, scaled=True))
+    assert plain["GROUP"] == ("int", "4") and plain["BLOCK_SIZE"] == ("int", "16")
+    assert plain["HAS_SCALE"] == ("bool", "false") and scaled["HAS_SCALE"] == ("bool", "true")
+    assert int(scaled["MIN_CTAS"][1]) == row.min_ctas - 1 == int(plain["MIN_CTAS"][1]) - 1
 
 
 def test_prelude_spells_widths_dtype_and_masks() -> None:
@@ -110,14 +134,19 @@ def test_builds_cover_masks_dtypes_and_the_atomic_form() -> None:
         if row.family == "numba":
             continue
         made = jit.builds(row)
+        if row.stem in LIST_STEMS:
+            assert len(made) == 1
+            continue
         assert {build.dtype for build in made} == {"float16", "bfloat16"}
-        assert {(build.has_left, build.has_right) for build in made} >= {
-            (False, False),
-            (True, True),
-        }
-        accumulates = row.stem in ("backward_kv", "backward_q", "double_backward_kv")
+        sparse = row.stem in SPARSE_STEMS
+        masks = {(False, False), (False, True) if sparse else (True, True)}
+        assert {(build.has_left, build.has_right) for build in made} >= masks
+        assert {build.scaled for build in made} == ({True, False} if sparse else {False})
+        assert len({build.blocks for build in made}) == (3 if sparse else 1)
+        atomic = ("backward_kv", "backward_q", "double_backward_kv", "sparse_backward_kv")
+        accumulates = row.stem in atomic
         assert {build.atomic for build in made} == ({True, False} if accumulates else {False})
-        directed = row.stem == "jvp" or row.stem.startswith("double_backward")
+        directed = row.stem == "jvp" or "double_backward" in row.stem
         directions = {(True, True, True), (True, False, False)} if directed else {(False,) * 3}
         assert {build.direction for build in made} == directions
 
@@ -133,7 +162,14 @@ BUILD_CHANGES = {
     "has_right": False,
     "atomic": True,
     "direction": (True, False, True),
+    "blocks": (4, 16),
+    "scaled": True,
 }
+SPARSE = Build(
+    *(next(row for row in TABLE if row.stem == "sparse_forward"), "bfloat16", 64, 64),
+    *(False, True, False),
+    blocks=(16, 64),
+)
 
 
 def test_every_field_of_a_build_has_a_change_here() -> None:
@@ -142,8 +178,9 @@ def test_every_field_of_a_build_has_a_change_here() -> None:
 
 @pytest.mark.parametrize("name", BUILD_CHANGES)
 def test_key_follows_every_field_of_a_build(name: str, nvrtc: None) -> None:
-    changed = replace(FORWARD, **{name: BUILD_CHANGES[name]})
-    assert jit.cache_key(changed, "sm_90") != jit.cache_key(FORWARD, "sm_90")
+    build = SPARSE if name == "blocks" else FORWARD
+    changed = replace(build, **{name: BUILD_CHANGES[name]})
+    assert jit.cache_key(changed, "sm_90") != jit.cache_key(build, "sm_90")
 
 
 @pytest.mark.parametrize(

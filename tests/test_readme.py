@@ -56,6 +56,18 @@ def test_the_example_of_second_order_runs() -> None:
     assert given["gq"].shape == given["tout"].shape and np.abs(given["gq"]).max() > 0
 
 
+def test_the_example_of_block_sparse_attention_runs() -> None:
+    example = re.search(r"```python\n(# every query names blocks.*?)```", README, re.DOTALL)
+    assert example
+    rng = np.random.default_rng(0)
+    given: dict[str, Any] = {"rawattn": rawattn, "np": np, "rng": rng, "total": 70}
+    given |= {name: rng.standard_normal((70, 4, 16)) for name in ("q", "dout")}
+    given |= {name: rng.standard_normal((70, 2, 16)) for name in ("k", "v")}
+    given |= {"num_heads_kv": 2, "cu_seqlens": np.array([0, 3, 70], np.int32)}
+    exec(example[1], given)
+    assert given["out"].shape == given["dq"].shape and np.abs(given["dk"]).max() > 0
+
+
 def test_the_two_commands_are_those_of_ci() -> None:
     commands = re.findall(r"^    (pip install .*)$", README, re.MULTILINE)
     assert commands == [

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import plots
 import record
 import sanitize
 import tables
-from rawattn.problem import Problem
-from rawattn.variants import TABLE, select
+import visits
+import visits_sparse
+from rawattn.problem import Problem, Selection
+from rawattn.variants import SPARSE_STEMS, TABLE, select
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,10 +71,13 @@ def test_suites_hold_the_tokens_they_name() -> None:
         "seed": 5,
         "second": 10,
         "second_length": 7,
+        "sparse": 16,
+        "sparse_local": 8,
+        "sparse_length": 9,
     }
     assert {case.total for case in suites["paper"]} == {16384}
     assert {case.total for case in suites["varlen"]} == {32768}
-    assert len(tables.CASES) == 58, "two cases share a name"
+    assert len(tables.CASES) == 91, "two cases share a name"
 
 
 def test_the_second_suite_has_the_rows_of_both_directions() -> None:
@@ -88,6 +94,35 @@ def test_flop_counts_the_allowed_pairs(causal: bool, pairs: int) -> None:
     assert case.flop("backward") == 2.5 * case.flop("forward")
     assert case.flop("second") == 7.5 * case.flop("forward")
     assert case.flop("jvp") == 3 * case.flop("forward")
+
+
+def test_the_sparse_suites_are_of_one_causal_sequence_with_a_selection() -> None:
+    wide, narrow = cases.sparse()[:8], cases.sparse()[8:]
+    assert {(c.num_heads_q, c.num_heads_kv, c.selection) for c in wide} == {
+        (64, 4, cases.Blocks(16, 64))
+    }
+    assert [c.lengths for c in wide[::2]] == [(8192,), (16384,), (32768,), (65536,)]
+    assert {(c.total, c.selection.num_selected, c.selection.block_size) for c in narrow} == {
+        (tokens, *blocks) for tokens in (2048, 8192) for blocks in ((4, 64), (16, 16))
+    }
+    assert all(c.selection.own and (c.num_heads_q, c.num_heads_kv) == (16, 4) for c in narrow)
+    local = [(c.total, c.head_dim, c.selection) for c in cases.sparse_local()]
+    assert local == [(c.total, c.head_dim, replace(c.selection, local=True)) for c in wide]
+    length = cases.sparse_length()
+    assert length[0].total == 1024 and length[-1].total == 262144
+    assert all(c.alone for c in length) and not any(c.alone for c in (*wide, *narrow))
+
+
+@pytest.mark.parametrize(
+    ("own", "pairs"),
+    # blocks of 2 keys; the query's own part, then up to one or two whole blocks before it
+    [(False, (1 + 2) + (2 + 1) + (2 + 2) + (2 + 1)), (True, (1 + 2) + (2 + 1) + (2 + 2) + (4 + 1))],
+)
+def test_flop_counts_the_pairs_of_selected_blocks(own: bool, pairs: int) -> None:
+    blocks = cases.Blocks(2, 2, own=own)
+    case = cases.BenchCase("sparse", "tiny", (5,), 4, 2, 8, True, selection=blocks)
+    assert case.flop("forward") == 4 * 4 * 8 * pairs
+    assert case.flop("backward") == 2.5 * case.flop("forward")
 
 
 def test_ratios_are_of_the_fastest_peer() -> None:
@@ -146,6 +181,39 @@ def test_second_order_has_a_line_for_each_direction() -> None:
     assert "t65536 second torch_math" not in tables.markdown_tables(SECOND, [])["second_length"]
 
 
+SPARSE = {
+    **RESULT,
+    "bench": [
+        row("g16_t8192_d64", "forward", 0.5, fla_nsa=1.0, sdpa_cudnn=1.25)
+        | {"ours_gib": 0.1, "peers_gib": {}},
+        row("g16_t8192_d64", "backward", 2.0, fla_nsa=4.0, sdpa_cudnn=3.0)
+        | {"methods": {"two_pass": 3.0}, "ours_gib": 0.2, "peers_gib": {}},
+        row("g4_t2048_d64_4x64", "forward", 0.1, lucidrains_triton=0.25),
+        row("local_t8192_d64", "forward", 0.25, fla_nsa=2.0),
+        row("sparse_t1024", "forward", 0.25) | {"ours_gib": 0.1, "peers_gib": {}},
+        row("sparse_t1024", "backward", 0.75) | {"ours_gib": 0.3, "peers_gib": {}},
+        row("sparse_t2048", "forward", 0.5) | {"ours_gib": 0.2, "peers_gib": {}},
+        row("sparse_t2048", "backward", 1.5) | {"ours_gib": 0.6, "peers_gib": {}},
+    ],
+}
+
+
+def test_sparse_suites_are_in_milliseconds_with_a_ratio_for_each_peer() -> None:
+    grids = tables.grids(SPARSE, ["sdpa_flash"])
+    assert list(grids) == ["sparse", "sparse_local", "sparse_length", "host"]
+    header, wide, narrow, means = grids["sparse"]
+    assert header[:4] == ["case", "ours ms", "two_pass ms", "fla_nsa ms"]
+    assert wide[1:4] == ["0.500 / 2.00", "- / 3.00", "1.00 / 4.00"]
+    ratios = dict(zip(header[6:], zip(wide[6:], narrow[6:], means[6:], strict=True), strict=True))
+    assert ratios == {
+        "ours to fla_nsa": ("2.00 / 2.00", "", "2.00 / 2.00"),
+        "ours to sdpa_cudnn": ("2.50 / 1.50", "", "2.50 / 1.50"),
+        "ours to lucidrains_triton": ("", "2.50 / -", "2.50 / -"),
+    }
+    assert grids["sparse_local"][-1] == ["geometric mean", "", "", "8.00 / -"]
+    assert grids["sparse_length"][1] == ["sparse_t1024", "forward", "0.250", "1", "", "0.100"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (0.01234, "0.0123"), (1.236, "1.24"), (97.4, "97.4"), (1640, "1640")],
@@ -176,8 +244,9 @@ def test_bench_shows_a_record(tmp_path: Path) -> None:
 
 def test_rows_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = plots.plot(RESULT["bench"] + SECOND["bench"], tmp_path)
-    names = ["paper_d64.png", "paper_d256.png", "second_length.png"]
+    paths = plots.plot(RESULT["bench"] + SECOND["bench"] + SPARSE["bench"], tmp_path)
+    names = ["paper_d64.png", "paper_d256.png"]
+    names += ["sparse.png", "sparse_local.png", "second_length.png", "sparse_length.png"]
     assert [path.name for path in paths] == names
     assert all(path.stat().st_size > 10_000 for path in paths)
 
@@ -271,13 +340,37 @@ def test_a_tool_that_ends_badly_is_no_pass(
 
 def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     visited = set()
-    for visit in sanitize.visits():
+    for visit in visits.visits():
         monkeypatch.setenv("RAWATTN_VARIANT", visit.row)
         d = visit.head_dim
         problem = Problem(visit.dtype, 4, 204, 209, 2, 1, d, d, -1, -1, d**-0.5, 90, 0)
-        for stem in {row.stem for row in TABLE}:
+        for stem in {row.stem for row in TABLE} - {*SPARSE_STEMS}:
             visited.add(select(stem, problem, backend=visit.backend).name)
+    for sparse in visits_sparse.sparse_visits():
+        monkeypatch.setenv("RAWATTN_VARIANT", sparse.row)
+        d, (heads_q, heads_kv, heads) = sparse.head_dim, sparse.heads
+        sizes = (4, 204, 209, heads_q, heads_kv, d, d)
+        problem = Problem(sparse.dtype, *sizes, -1, 0, d**-0.5, 90, 0)
+        selection = Selection(heads, 3, 4, sparse.block_size, True, 256)
+        for stem in SPARSE_STEMS:
+            row = select(stem, problem, backend=sparse.backend, selection=selection)
+            visited.add(row.name)
     assert visited == {row.name for row in TABLE}
+
+
+def test_every_kind_of_sparse_problem_is_visited_with_and_without_a_gate() -> None:
+    sparse = visits_sparse.sparse_visits()
+    usual = [visit for visit in sparse if visit.row and visit.steps == visits_sparse.STEPS]
+    for name, values in (
+        ("head_dim", visits.HEAD_DIMS),
+        ("heads", visits_sparse.HEADS),
+        ("block_size", visits_sparse.BLOCK_SIZES),
+        ("source", visits_sparse.SOURCES),
+        ("causal", (False, True)),
+        ("own", (False, True)),
+    ):
+        seen = {(getattr(visit, name), visit.gate) for visit in usual}
+        assert seen == {(value, gate) for value in values for gate in (False, True)}, name
 
 
 def test_opcodes_are_counted_without_modifiers_and_predicates() -> None:

@@ -6,6 +6,7 @@ inputs.
 
     python tools/bench.py --suite paper --suite varlen --suite seed --json bench.json
     python tools/bench.py --suite second --suite second_length --plot plots
+    python tools/bench.py --suite sparse --suite sparse_local --suite sparse_length
     python tools/bench.py --host
     python tools/bench.py --from tools/records/h200.json --markdown README.md --plot plots
 """

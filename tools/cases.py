@@ -1,6 +1,6 @@
 """The benchmark's cases: suites of packed self-attention, and the work each direction takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Log-normal document lengths (mean about 1200), 32768 tokens in all.
 DOCUMENTS = (
@@ -57,10 +57,33 @@ SECOND_ORDER = ("second", "jvp")
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """``num_selected`` blocks of keys for each query of a causal sequence, as selections.py draws.
+
+    ``own``: its own block comes beside them, else it is one of them.
+    """
+
+    num_selected: int
+    block_size: int
+    own: bool = False
+    local: bool = False
+
+    def pairs(self, seqlen: int) -> int:
+        """Allowed pairs: every earlier block there is up to so many, and the causal part of its own
+        block."""
+        others = self.num_selected - (not self.own)
+        return sum(
+            min(i // self.block_size, others) * self.block_size + i % self.block_size + 1
+            for i in range(seqlen)
+        )
+
+
+@dataclass(frozen=True)
 class BenchCase:
     """One problem: ``lengths`` tokens per sequence; ``dtype`` as torch spells it.
 
-    ``directions``: what its suite measures of it, of the names in WORK.
+    ``directions``: what its suite measures of it, of the names in WORK. ``selection``: block-sparse
+    attention, whose selections belong to kv heads. ``alone``: no peer is measured beside ours.
     """
 
     suite: str
@@ -72,6 +95,8 @@ class BenchCase:
     causal: bool
     dtype: str = "bfloat16"
     directions: tuple[str, ...] = FIRST_ORDER
+    selection: Blocks | None = None
+    alone: bool = False
 
     @property
     def total(self) -> int:
@@ -85,8 +110,13 @@ class BenchCase:
 
     def flop(self, direction: str) -> float:
         """Operations of the matrix products over the allowed pairs."""
-        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        pairs = sum(map(self._pairs, self.lengths))
         return WORK[direction] * 4.0 * self.num_heads_q * self.head_dim * pairs
+
+    def _pairs(self, seqlen: int) -> int:
+        if self.selection:
+            return self.selection.pairs(seqlen)
+        return seqlen * (seqlen + 1) // 2 if self.causal else seqlen**2
 
 
 def paper() -> list[BenchCase]:
@@ -179,10 +209,61 @@ def second_length() -> list[BenchCase]:
     ]
 
 
+def _sparse(suite: str, name: str, tokens: int, head_dim: int, local: bool = False) -> BenchCase:
+    """One sequence, 16 query heads on each kv head, 16 blocks of 64 keys for every query."""
+    blocks = Blocks(16, 64, local=local)
+    return BenchCase(suite, name, (tokens,), 64, 4, head_dim, True, selection=blocks)
+
+
+def sparse() -> list[BenchCase]:
+    """Random selections: groups of 16 heads, and of 4 whose own block comes beside the selected."""
+    wide = [
+        _sparse("sparse", f"g16_t{tokens}_d{head_dim}", tokens, head_dim)
+        for tokens in (8192, 16384, 32768, 65536)
+        for head_dim in (64, 128)
+    ]
+    narrow = [
+        BenchCase(
+            suite="sparse",
+            name=f"g4_t{tokens}_d{head_dim}_{num_selected}x{block_size}",
+            lengths=(tokens,),
+            num_heads_q=16,
+            num_heads_kv=4,
+            head_dim=head_dim,
+            causal=True,
+            selection=Blocks(num_selected, block_size, own=True),
+        )
+        for tokens in (2048, 8192)
+        for head_dim in (64, 128)
+        for num_selected, block_size in ((4, 64), (16, 16))
+    ]
+    return [*wide, *narrow]
+
+
+def sparse_local() -> list[BenchCase]:
+    """The groups of 16 heads again, with selections that neighbouring queries share mostly."""
+    return [
+        _sparse("sparse_local", f"local_t{tokens}_d{head_dim}", tokens, head_dim, local=True)
+        for tokens in (8192, 16384, 32768, 65536)
+        for head_dim in (64, 128)
+    ]
+
+
+def sparse_length() -> list[BenchCase]:
+    """Time and memory of one sequence, ever longer; ours alone."""
+    return [
+        replace(_sparse("sparse_length", f"sparse_t{tokens}", tokens, 128), alone=True)
+        for tokens in (1024 << doubled for doubled in range(9))
+    ]
+
+
 SUITES = {
     "paper": paper,
     "varlen": varlen,
     "seed": seed,
     "second": second,
     "second_length": second_length,
+    "sparse": sparse,
+    "sparse_local": sparse_local,
+    "sparse_length": sparse_length,
 }

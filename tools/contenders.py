@@ -5,7 +5,7 @@ same over the graph of the first, with respect to dout, q, k and v, and its forw
 dual tensors. Ours are rawattn's own functions, one call each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,8 +18,11 @@ from torch.autograd import forward_ad
 import rawattn
 from cases import BenchCase
 from peers import PEERS, Attention
-from rawattn.problem import Problem
-from rawattn.variants import select
+from rawattn.problem import Problem, Selection, default_chunk
+from rawattn.variants import METHODS, select
+from selections import block_indices
+
+DETERMINISTIC = METHODS[-1]  # what ``deterministic=True`` takes
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -28,7 +31,7 @@ class Data(NamedTuple):
     """One case's packed tensors, and the sequences' offsets.
 
     ddq, ddk and ddv are the cotangents of dq, dk and dv in a second backward, and the tangents of
-    q, k and v in forward mode.
+    q, k and v in forward mode. ``block_indices`` are those of a case with a selection.
     """
 
     q: Tensor
@@ -39,17 +42,20 @@ class Data(NamedTuple):
     ddk: Tensor
     ddv: Tensor
     cu_seqlens: Tensor
+    block_indices: Tensor | None
 
 
 @dataclass(frozen=True)
 class Contender:
     """``prepare`` gives the call to time; ``packed`` brings a tensor of its result to our layout.
 
-    Memory that is neither an input nor one in another layout is taken by the two alone.
+    Memory that is neither an input nor one in another layout is taken by the two alone. ``same``:
+    it should give what ours does.
     """
 
     prepare: Callable[[], Call]
     packed: Callable[[Tensor], Tensor]
+    same: bool = True
 
 
 def make(case: BenchCase, device: str = "cuda") -> Data:
@@ -64,36 +70,58 @@ def make(case: BenchCase, device: str = "cuda") -> Data:
     heads = (case.num_heads_q, case.num_heads_kv, case.num_heads_kv)
     tensors = map(packed, (*heads, case.num_heads_q, *heads))
     offsets = list(accumulate(case.lengths, initial=0))
-    return Data(*tensors, torch.tensor(offsets, dtype=torch.int32, device=device))
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
+    return Data(*tensors, cu_seqlens, block_indices(case, generator) if case.selection else None)
 
 
-def _our_forward(data: Data, mask: dict[str, Any], _method: str | None) -> Call:
-    inputs = (data.q, data.k, data.v, data.cu_seqlens)
-    return lambda: rawattn.forward(*inputs, **mask, return_lse=True)
+def _function(name: str, case: BenchCase, data: Data) -> Callable[..., Any]:
+    """rawattn's function of that name, or the block-sparse one, with what the case says of it.
+
+    A selection is given as it comes: every call makes its own table of it.
+    """
+    if case.selection is None:
+        return partial(getattr(rawattn, name), causal=case.causal)
+    return partial(
+        getattr(rawattn, f"sparse_{name}"),
+        block_indices=data.block_indices,
+        block_size=case.selection.block_size,
+        include_own_block=case.selection.own,
+        causal=case.causal,
+    )
 
 
-def _our_backward(data: Data, mask: dict[str, Any], method: str | None) -> Call:
-    out, lse = _our_forward(data, mask, None)()
+def _our_forward(case: BenchCase, data: Data, _method: str | None) -> Call:
+    function = _function("forward", case, data)
+    return lambda: function(data.q, data.k, data.v, data.cu_seqlens, return_lse=True)
+
+
+def _our_backward(case: BenchCase, data: Data, method: str | None) -> Call:
+    function = _function("backward", case, data)
+    out, lse = _our_forward(case, data, None)()
     inputs = (data.dout, data.q, data.k, data.v, out, lse, data.cu_seqlens)
-    return lambda: rawattn.backward(*inputs, **mask, method=method)
+    if case.selection is None:
+        return lambda: function(*inputs, method=method)
+    return lambda: function(*inputs, deterministic=method == DETERMINISTIC)
 
 
-def _our_second(data: Data, mask: dict[str, Any], _method: str | None) -> Call:
-    out, lse = _our_forward(data, mask, None)()
+def _our_second(case: BenchCase, data: Data, _method: str | None) -> Call:
+    function = _function("double_backward", case, data)
+    out, lse = _our_forward(case, data, None)()
     first = (data.dout, data.q, data.k, data.v, out, lse, data.cu_seqlens)
-    rawattn.backward(*first, **mask)  # its memory counts, as the graph of it does for a peer
+    _function("backward", case, data)(*first)  # its memory counts, as its graph does for a peer
     inputs = (data.ddq, data.ddk, data.ddv, *first)
 
     def call() -> tuple[Tensor, ...]:
-        ddout, _ddlse, *gradients = rawattn.double_backward(*inputs, **mask)
+        ddout, _ddlse, *gradients = function(*inputs)
         return (ddout, *gradients)
 
     return call
 
 
-def _our_jvp(data: Data, mask: dict[str, Any], _method: str | None) -> Call:
+def _our_jvp(case: BenchCase, data: Data, _method: str | None) -> Call:
+    function = _function("jvp", case, data)
     inputs = (data.q, data.k, data.v, data.ddq, data.ddk, data.ddv, data.cu_seqlens)
-    return lambda: rawattn.jvp(*inputs, **mask)
+    return lambda: function(*inputs)
 
 
 def _forward(attention: Attention, data: Data) -> Call:
@@ -132,36 +160,46 @@ def _jvp(attention: Attention, data: Data) -> Call:
 class Direction:
     """How to compute it, by rawattn and by a peer; its ``results`` are compared."""
 
-    ours: Callable[[Data, dict[str, Any], str | None], Call]
+    ours: Callable[[BenchCase, Data, str | None], Call]
     theirs: Callable[[Attention, Data], Call]
     results: int  # how many leading tensors of what both give
-    stem: str  # the kernel whose family stands for it
+    stem: str  # the kernel whose family stands for it, dense and block-sparse
+    sparse_stem: str
 
 
+_DOUBLE = ("double_backward_kv", "sparse_double_backward_kv")
 DIRECTIONS = {
-    "forward": Direction(_our_forward, _forward, 1, "forward"),
-    "backward": Direction(_our_backward, _backward, 3, "backward_kv"),
-    "second": Direction(_our_second, _second, 4, "double_backward_kv"),
-    "jvp": Direction(_our_jvp, _jvp, 2, "jvp"),
+    "forward": Direction(_our_forward, _forward, 1, "forward", "sparse_forward"),
+    "backward": Direction(_our_backward, _backward, 3, "backward_kv", "sparse_backward_kv"),
+    "second": Direction(_our_second, _second, 4, *_DOUBLE),
+    "jvp": Direction(_our_jvp, _jvp, 2, "jvp", "sparse_double_backward_out"),
 }
+
+
+def methods_of(case: BenchCase, methods: Iterable[str]) -> list[str]:
+    """Those of ``methods`` that the case's backward has: a block-sparse one, the deterministic."""
+    return [name for name in methods if case.selection is None or name == DETERMINISTIC]
 
 
 def ours(case: BenchCase, data: Data, direction: str, method: str | None = None) -> Contender:
     """rawattn on torch tensors; ``method`` as ``rawattn.backward`` takes it."""
-    prepare = partial(DIRECTIONS[direction].ours, data, {"causal": case.causal}, method)
-    return Contender(prepare, lambda x: x)
+    return Contender(partial(DIRECTIONS[direction].ours, case, data, method), lambda x: x)
 
 
 def theirs(name: str, case: BenchCase, data: Data, direction: str) -> Contender | None:
     """The peer of that name; None when it does not cover the case in this direction."""
     peer = PEERS[name]
-    chosen = peer.attention(case, data.cu_seqlens) if direction in peer.directions else None
+    suited = peer.sparse if case.selection else peer.dense
+    if case.alone or direction not in peer.directions or not suited:
+        return None
+    chosen = peer.attention(case, data.cu_seqlens if peer.dense else data.block_indices)
     if chosen is None:
         return None
     attention, layout = chosen
-    brought = Data(*(layout.there(case, x) for x in data[:-1]), data.cu_seqlens)
-    prepare = partial(DIRECTIONS[direction].theirs, attention, brought)
-    return Contender(prepare, partial(layout.back, case))
+    brought = (layout.there(case, x) for x in data[: Data._fields.index("cu_seqlens")])
+    packed = Data(*brought, data.cu_seqlens, data.block_indices)
+    prepare = partial(DIRECTIONS[direction].theirs, attention, packed)
+    return Contender(prepare, partial(layout.back, case), same=not (case.selection and peer.dense))
 
 
 def kernels(case: BenchCase, direction: str) -> str:
@@ -182,4 +220,15 @@ def kernels(case: BenchCase, direction: str) -> str:
         arch=10 * major + minor,
         device=torch.cuda.current_device(),
     )
-    return select(DIRECTIONS[direction].stem, problem).family
+    if case.selection is None:
+        return select(DIRECTIONS[direction].stem, problem).family
+    blocks = case.selection
+    selection = Selection(
+        num_heads_sel=case.num_heads_kv,
+        num_selected=blocks.num_selected,
+        width=blocks.num_selected + blocks.own,
+        block_size=blocks.block_size,
+        own=blocks.own,
+        chunk=default_chunk(case.total, problem.group, 1, case.head_dim),
+    )
+    return select(DIRECTIONS[direction].sparse_stem, problem, selection=selection).family

@@ -31,8 +31,13 @@ def distance(a: Curve, b: Curve) -> float:
 
 def learns(curve: Curve) -> bool:
     """Whether the last tenth of the steps has a lower loss than the first one had."""
+    return last_loss(curve) < curve.losses[0]
+
+
+def last_loss(curve: Curve) -> float:
+    """The mean over the last tenth of the steps."""
     last = curve.losses[-max(1, len(curve.losses) // 10) :]
-    return sum(last) / len(last) < curve.losses[0]
+    return sum(last) / len(last)
 
 
 def judge(ours: Curve | None, theirs: list[Curve]) -> dict[str, Any]:
@@ -62,7 +67,17 @@ def spark(losses: list[float], columns: int = 40) -> str:
 
 
 def show(console: Console, curves: list[Curve], verdict: dict[str, Any], title: str) -> None:
-    """About every tenth step as a row, differences counted from the first curve; the verdict."""
+    """The curves and the verdict."""
+    show_curves(console, curves, title)
+    for name in ("deviation", "noise", "allowed"):
+        if verdict[name] is not None:
+            console.print(f"{name:9} {verdict[name]:.2e} (root mean square over the steps)")
+    if verdict["allowed"] is None:
+        console.print("judged: only whether the loss falls (the rest takes both attentions)")
+
+
+def show_curves(console: Console, curves: list[Curve], title: str) -> None:
+    """About every tenth step as a row, differences counted from the first curve; steps/s."""
     first, *others = curves
     steps = len(first.losses)
     table = Table("step", *(curve.name for curve in curves), title=title)
@@ -79,8 +94,3 @@ def show(console: Console, curves: list[Curve], verdict: dict[str, Any], title: 
     for curve in curves:
         rate = steps / curve.seconds
         console.print(f"{curve.name:17} {spark(curve.losses)} {rate:.1f} steps/s", highlight=False)
-    for name in ("deviation", "noise", "allowed"):
-        if verdict[name] is not None:
-            console.print(f"{name:9} {verdict[name]:.2e} (root mean square over the steps)")
-    if verdict["allowed"] is None:
-        console.print("judged: only whether the loss falls (the rest takes both attentions)")

@@ -105,11 +105,17 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """What both models share; positions are counted within each sequence."""
 
-    def __init__(self, size: Size, enter: nn.Module, outputs: int) -> None:
+    def __init__(
+        self,
+        size: Size,
+        enter: nn.Module,
+        outputs: int,
+        block: Callable[[Any], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.enter = enter
         self.place = nn.Embedding(size.longest, size.dim)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.dim)
         self.head = nn.Linear(size.dim, outputs, bias=False)
         for parameter in self.parameters():
@@ -126,8 +132,8 @@ class Trunk(nn.Module):
 class LanguageModel(Trunk):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, size: Size) -> None:
-        super().__init__(size, nn.Embedding(START + 1, size.dim), 256)
+    def __init__(self, size: Size, block: Callable[[Any], nn.Module] = Block) -> None:
+        super().__init__(size, nn.Embedding(START + 1, size.dim), 256, block)
 
     def forward(self, pack: TextPack, attend: Attention) -> Tensor:
         return self.compute(pack.inputs, pack, attend)

@@ -28,8 +28,8 @@ class Layout:
 
 PACKED = Layout(lambda case, x: x, lambda case, x: x)
 BATCHED = Layout(  # (batch, tokens, heads, head_dim)
-    lambda case, x: x.view(len(case.lengths), case.lengths[0], -1, case.head_dim),
-    lambda case, x: x.reshape(case.total, -1, case.head_dim),
+    lambda case, x: x.view(len(case.lengths), case.lengths[0], *x.shape[1:]),
+    lambda case, x: x.reshape(case.total, *x.shape[2:]),
 )
 HEADS_FIRST = Layout(  # (batch, heads, tokens, head_dim)
     lambda case, x: BATCHED.there(case, x).transpose(1, 2),
@@ -47,12 +47,15 @@ ONE_SEQUENCE = Layout(  # (1, heads, all tokens, head_dim)
 class Peer:
     """``attention`` gives its function for a case and that function's layout; None: not covered.
 
-    It gets the case and its cu_seqlens.
+    It gets the case and its cu_seqlens, or its block_indices when it is not ``dense``. A ``sparse``
+    one is asked for cases with a selection; a dense one then stands for what the selection saves.
     """
 
     attention: Callable[[BenchCase, Tensor], tuple[Attention, Layout] | None]
     directions: tuple[str, ...] = FIRST_ORDER
     module: str = "torch"  # what must be there to import
+    dense: bool = True
+    sparse: bool = False
 
 
 def _sdpa(backend: str, case: BenchCase) -> tuple[Attention, Layout] | None:
@@ -69,7 +72,7 @@ def _sdpa(backend: str, case: BenchCase) -> tuple[Attention, Layout] | None:
                 q, k, v, is_causal=case.causal, enable_gqa=group
             )
 
-    return attention, HEADS_FIRST
+    return attention, HEADS_OUTSIDE if case.selection else HEADS_FIRST
 
 
 def sdpa_flash(case: BenchCase, _cu_seqlens: Tensor) -> tuple[Attention, Layout] | None:
@@ -183,15 +186,65 @@ def fa3_fwd(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout] | N
     return attention, PACKED
 
 
+def fla_nsa(case: BenchCase, block_indices: Tensor) -> tuple[Attention, Layout] | None:
+    """fla's parallel_nsa, its selected branch alone with gates of 1.
+
+    It sees the selected blocks alone, the own one like the others, each as often as it is selected.
+    """
+    from fla.ops.nsa.parallel import parallel_nsa
+
+    blocks, group = case.selection, case.num_heads_q // case.num_heads_kv
+    if blocks is None or blocks.own or not case.equal_lengths or group < 16 or group & (group - 1):
+        return None
+    gates = torch.ones(
+        (len(case.lengths), case.lengths[0], case.num_heads_q),
+        dtype=getattr(torch, case.dtype),
+        device=block_indices.device,
+    )
+    options = {
+        "g_cmp": None,
+        "g_slc": gates,
+        "g_swa": None,
+        "block_indices": BATCHED.there(case, block_indices).long(),
+        "block_counts": blocks.num_selected,
+        "block_size": blocks.block_size,
+        "window_size": 0,
+    }
+    return lambda q, k, v: _first(parallel_nsa(q, k, v, **options)), BATCHED
+
+
+def lucidrains_triton(case: BenchCase, block_indices: Tensor) -> tuple[Attention, Layout] | None:
+    """The Triton kernel of native-sparse-attention-pytorch, its own block beside the selected.
+
+    Padding is what its mask leaves out. It computes in float16 whatever the inputs are.
+    """
+    from native_sparse_attention_pytorch.triton_native_sparse_attention import native_sparse_attend
+
+    blocks, group = case.selection, case.num_heads_q // case.num_heads_kv
+    if blocks is None or not blocks.own or not case.equal_lengths or 16 % group:
+        return None
+    chosen = HEADS_OUTSIDE.there(case, block_indices).long()
+    there = (blocks.block_size, chosen.clamp(min=0), chosen >= 0)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return native_sparse_attend(q, k, v, *there, include_block_causal=True)
+
+    return attention, HEADS_OUTSIDE
+
+
 PEERS = {
     "sdpa_flash": Peer(sdpa_flash),
-    "sdpa_cudnn": Peer(sdpa_cudnn),
+    "sdpa_cudnn": Peer(sdpa_cudnn, sparse=True),
     "torch_varlen": Peer(torch_varlen, module="torch.nn.attention.varlen"),
     "flex": Peer(flex),
     "fa4": Peer(fa4, module="flash_attn.cute"),
     "fa3_fwd": Peer(fa3_fwd, ("forward",), "fa3_fwd_interface"),
     "torch_math": Peer(torch_math, SECOND_ORDER),
     "jvp_flash_attention": Peer(jvp_flash_attention, ("jvp",), "jvp_flash_attention"),
+    "fla_nsa": Peer(fla_nsa, module="fla", dense=False, sparse=True),
+    "lucidrains_triton": Peer(
+        lucidrains_triton, module="native_sparse_attention_pytorch", dense=False, sparse=True
+    ),
 }
 
 

@@ -1,29 +1,47 @@
 """Benchmark rows as plots."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from cases import FIRST_ORDER
-from tables import CASES, Row, tflops
+from tables import CASES, SPARSE_SUITES, Row, tflops
 
 
 def plot(rows: list[Row], folder: Path) -> list[Path]:
-    """paper over sequence length, one file per head_dim; varlen and seed as bars; second_length."""
+    """paper over sequence length, one file per head_dim; varlen and seed as bars; the sparse suites
+    over the tokens, for groups of 16 heads; time and memory of ever longer sequences."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for head_dim in sorted({CASES[r["case"]].head_dim for r in rows if r["suite"] == "paper"}):
         members = [
             r for r in rows if r["suite"] == "paper" and CASES[r["case"]].head_dim == head_dim
         ]
+        columns = {
+            mask: [row for row in members if CASES[row["case"]].causal == causal]
+            for mask, causal in (("full", False), ("causal", True))
+        }
         paths.append(
-            _plot_lines(members, f"head_dim {head_dim}", folder / f"paper_d{head_dim}.png")
+            _plot_lines(columns, f"head_dim {head_dim}", folder / f"paper_d{head_dim}.png")
         )
     for suite in ("varlen", "seed"):
         if members := [r for r in rows if r["suite"] == suite]:
             paths.append(_plot_bars(members, suite, folder / f"{suite}.png"))
-    if members := [r for r in rows if r["suite"] == "second_length"]:
-        title = "second backward: one causal sequence, 16 heads of 128"
-        paths.append(_plot_growth(members, title, folder / "second_length.png"))
+    for suite in SPARSE_SUITES:
+        members = [r for r in rows if r["suite"] == suite and CASES[r["case"]].num_heads_q == 64]
+        columns = {
+            f"head_dim {head_dim}": [r for r in members if CASES[r["case"]].head_dim == head_dim]
+            for head_dim in sorted({CASES[row["case"]].head_dim for row in members})
+        }
+        if columns:
+            title = f"{suite}: 64 query heads on 4 kv heads, 16 blocks of 64 keys"
+            paths.append(_plot_lines(columns, title, folder / f"{suite}.png"))
+    for suite, title in (
+        ("second_length", "second backward: one causal sequence, 16 heads of 128"),
+        ("sparse_length", "16 blocks of 64 keys: one causal sequence, 64 heads on 4 of 128"),
+    ):
+        if members := [r for r in rows if r["suite"] == suite]:
+            paths.append(_plot_growth(members, title, folder / f"{suite}.png"))
     return paths
 
 
@@ -31,17 +49,15 @@ def _names(rows: list[Row]) -> list[str]:
     return ["ours", *dict.fromkeys(name for row in rows for name in row["peers"])]
 
 
-def _plot_lines(rows: list[Row], title: str, path: Path) -> Path:
+def _plot_lines(columns: dict[str, list[Row]], title: str, path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True)
+    figure, axes = pyplot.subplots(
+        2, len(columns), figsize=(5.5 * len(columns), 8), sharex=True, squeeze=False
+    )
     for line, direction in zip(axes, FIRST_ORDER, strict=True):
-        for axis, causal in zip(line, (False, True), strict=True):
-            members = [
-                (CASES[r["case"]], r)
-                for r in rows
-                if r["direction"] == direction and CASES[r["case"]].causal == causal
-            ]
+        for axis, (column, rows) in zip(line, columns.items(), strict=True):
+            members = [(CASES[r["case"]], r) for r in rows if r["direction"] == direction]
             for name in _names([row for _, row in members]):
                 points = [
                     (case.lengths[0], rate)
@@ -49,7 +65,7 @@ def _plot_lines(rows: list[Row], title: str, path: Path) -> Path:
                     if (rate := tflops(case, row, name)) is not None
                 ]
                 axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-            axis.set(title=f"{direction}, {'causal' if causal else 'full'}", xscale="log")
+            axis.set(title=f"{direction}, {column}", xscale="log")
             axis.set(xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
             if members:
                 axis.legend()
@@ -80,13 +96,14 @@ def _plot_growth(rows: list[Row], title: str, path: Path) -> Path:
     for axis, what, unit in zip(
         axes, ("time", "peak extra memory"), ("milliseconds", "GiB"), strict=True
     ):
-        for name in _names(rows):
+        for direction, name in product(dict.fromkeys(r["direction"] for r in rows), _names(rows)):
             points = [
                 (CASES[row["case"]].lengths[0], value)
                 for row in rows
-                if (value := _amount(row, name, unit)) is not None
+                if row["direction"] == direction and (value := _amount(row, name, unit)) is not None
             ]
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+            label = f"{name}, {direction}"
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         axis.set(title=what, xlabel="tokens", ylabel=unit, yscale="log")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)

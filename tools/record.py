@@ -153,6 +153,7 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--workers", type=int, default=4, help="processes that run the tests")
     suites = ["paper", "varlen", "seed", "second", "second_length"]
+    suites += ["sparse", "sparse_local", "sparse_length"]
     parser.add_argument("--suite", nargs="+", default=suites)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of the benchmark")
     options = parser.parse_args()

@@ -11,7 +11,8 @@ from cases import FIRST_ORDER, SUITES, WORK, BenchCase
 Row = dict[str, Any]
 Grid = list[list[str]]  # the header, then the lines
 CASES: dict[str, BenchCase] = {case.name: case for suite in SUITES.values() for case in suite()}
-SECOND_SUITES = ("second", "second_length")
+DENSE_SUITES = ("paper", "varlen", "seed")  # in TFLOP/s; the others in milliseconds
+SPARSE_SUITES = ("sparse", "sparse_local")
 
 
 def ratio(row: Row, peers: Iterable[str] | None = None) -> float | None:
@@ -59,8 +60,12 @@ def tflops(case: BenchCase, row: Row | None, name: str) -> float | None:
     """The rate of one contender in a row, None where it was not measured."""
     if row is None:
         return None
-    times = {"ours": row["ours_ms"], **row["peers"], **row.get("methods", {})}
-    return case.flop(row["direction"]) / times[name] * 1e-9 if name in times else None
+    ms = _times(row).get(name)
+    return None if ms is None else case.flop(row["direction"]) / ms * 1e-9
+
+
+def _times(row: Row) -> dict[str, float]:
+    return {"ours": row["ours_ms"], **row["peers"], **row.get("methods", {})}
 
 
 def line_grid(rows: list[Row]) -> Grid:
@@ -85,6 +90,32 @@ def line_grid(rows: list[Row]) -> Grid:
     return grid
 
 
+def time_grid(rows: list[Row]) -> Grid:
+    """Milliseconds, forward / backward, one line a case; how many times faster ours is than each
+    peer, and the geometric means of that."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    methods = list(dict.fromkeys(name for row in rows for name in row.get("methods", {})))
+    header = ["case", *(f"{name} ms" for name in ("ours", *methods, *names))]
+    grid = [[*header, *(f"ours to {name}" for name in names)]]
+
+    def cell(both: list[Row | None], name: str) -> str:
+        times = [row and _times(row).get(name) for row in both]
+        shown = ["-" if ms is None else three_digits(ms) for ms in times]
+        return "" if set(shown) == {"-"} else " / ".join(shown)
+
+    for case, group in groupby(rows, key=lambda row: row["case"]):
+        by_direction = {row["direction"]: row for row in group}
+        both = [by_direction.get(direction) for direction in FIRST_ORDER]
+        ratios = (_pair((row and ratio(row, [name]) for row in both), 2) for name in names)
+        grid.append([case, *(cell(both, name) for name in ("ours", *methods, *names)), *ratios])
+    by_direction = [[row for row in rows if row["direction"] == d] for d in FIRST_ORDER]
+    means = (
+        _pair((geometric_mean(ratio(row, [name]) for row in rs) for rs in by_direction), 2)
+        for name in names
+    )
+    return [*grid, ["geometric mean", *[""] * (len(header) - 1), *means]] if names else grid
+
+
 def three_digits(value: float) -> str:
     """0.0123, 1.23, 123, 1234: three significant digits, never an exponent."""
     places = 2 - math.floor(math.log10(value)) if value > 0 else 0
@@ -99,7 +130,7 @@ def _peer_ms(row: Row, name: str) -> str:
 
 def summary_grid(rows: list[Row], against: list[str]) -> Grid:
     """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128."""
-    rows = [row for row in rows if row["suite"] not in SECOND_SUITES]
+    rows = [row for row in rows if row["suite"] in DENSE_SUITES]
     groups = {suite: [row for row in rows if row["suite"] == suite] for suite in SUITES}
     groups["all with head_dim <= 128"] = [r for r in rows if CASES[r["case"]].head_dim <= 128]
     grid = [["cases", f"ours to {' or '.join(against)}", "ours to best"]]
@@ -124,9 +155,11 @@ def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
     tables = {}
     for suite in SUITES:
         if members := [row for row in rows if row["suite"] == suite]:
-            second = suite in SECOND_SUITES
-            tables[suite] = line_grid(members) if second else case_grid(members, against)
-    if {row["suite"] for row in rows} - {*SECOND_SUITES}:
+            if suite in DENSE_SUITES:
+                tables[suite] = case_grid(members, against)
+            else:
+                tables[suite] = (time_grid if suite in SPARSE_SUITES else line_grid)(members)
+    if {row["suite"] for row in rows} & {*DENSE_SUITES}:
         tables["summary"] = summary_grid(rows, against)
     for name, unit, digits in (("host", "us per call", 1), ("first_call", "seconds", 2)):
         if times := result.get(name):

@@ -20,7 +20,7 @@ WARM_UP_ROUNDS = 2
 SAME = {"forward": 0.02, "backward": 0.05, "second": 0.05, "jvp": 0.05}
 DEFAULT_PEERS = (
     *("sdpa_flash", "torch_varlen", "sdpa_cudnn", "fa4", "fa3_fwd"),
-    *("torch_math", "jvp_flash_attention"),
+    *("torch_math", "jvp_flash_attention", "fla_nsa", "lucidrains_triton"),
 )
 
 Row = dict[str, Any]
@@ -53,10 +53,12 @@ def time_rounds(
 def with_memory(contender: Any) -> tuple[Callable[[], Any], tuple[Any, ...], float]:
     """The call to time, what it gave, and the most memory that building and calling it took, GiB.
 
-    That is beyond the inputs: out and lse, workspaces, results, and a peer's graph.
+    That is beyond the inputs: out and lse, workspaces, results, and a peer's graph. What compiling
+    and tuning take is over by then.
     """
     import torch
 
+    contender.prepare()()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -83,14 +85,14 @@ def measure_row(
     lead: int = LEAD_CYCLES,
 ) -> Row:
     """What records hold of it; ``errors`` says which peers failed, or disagreed, and how."""
-    from contenders import DIRECTIONS, kernels, make, ours, theirs
+    from contenders import DIRECTIONS, kernels, make, methods_of, ours, theirs
     from peers import importable
 
     data, compared = make(case), DIRECTIONS[direction].results
     errors: dict[str, str] = {}
     call, result, gib = with_memory(ours(case, data, direction))
     mine, calls, memory = result[:compared], {"ours": call}, {"ours": gib}
-    for method in methods if direction == "backward" else ():
+    for method in methods_of(case, methods) if direction == "backward" else ():
         calls[method] = ours(case, data, direction, method).prepare()
     for peer in filter(importable, peers):
         try:
@@ -98,7 +100,8 @@ def measure_row(
             if contender is None:
                 continue
             call, result, gib = with_memory(contender)
-            apart = distances(mine, map(contender.packed, result[:compared]))
+            its = map(contender.packed, result[:compared])
+            apart = distances(mine, its) if contender.same else []
         except Exception as error:  # foreign code: it may fail in any way, and the rest goes on
             errors[peer] = f"{type(error).__name__}: {error}"[:200]
             continue

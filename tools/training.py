@@ -87,15 +87,18 @@ def train(
 
 
 def options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options of every tool that holds rawattn against torch, but the dtype."""
+    choice = click.Choice(["rawattn", "torch", "both"])
+    return run_options(click.option("--attention", type=choice, default="both")(function))
+
+
+def run_options(function: Callable[..., None]) -> Callable[..., None]:
     """The options of every training tool, but the dtype."""
     for option in (
         click.option(
             "--json", "record", type=click.Path(path_type=Path), help="Write it all here."
         ),
         click.option("--seed", default=0, help="Of the initial weights and of the data."),
-        click.option(
-            "--attention", type=click.Choice(["rawattn", "torch", "both"]), default="both"
-        ),
         click.option("--steps", type=click.IntRange(1), help="Default: by the device."),
         click.option(
             "--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one."

@@ -12,6 +12,10 @@ __device__ __forceinline__ void cp_async(uint32_t dst, const void* src, bool val
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// the same without a condition
+__device__ __forceinline__ void cp_async(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(dst), "l"(src) : "memory");
+}
 // the same for 4 bytes
 __device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(dst), "l"(src),
@@ -22,6 +26,58 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
+}
+
+// Barriers in shared memory that count arrivals; a phase ends with its last arrival.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier)
+               : "memory");
+}
+// several arrivals at once, which must not be the phase's last
+__device__ __forceinline__ void mbarrier_arrive_no_complete(uint32_t barrier, int arrivals) {
+  asm volatile(
+      "{\n.reg .b64 state;\nmbarrier.arrive.noComplete.shared.b64 state, [%0], %1;\n}\n" ::"r"(
+          barrier),
+      "r"(arrivals)
+      : "memory");
+}
+// arrives once all earlier cp.async of this thread are there
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+// has the phase of that parity ended?
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// the same; from 9.0 on a thread sleeps a while before it says no
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, int parity) {
+  uint32_t done;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#else
+  done = mbarrier_test_wait_parity(barrier, parity);
+#endif
+  return done != 0;
+}
+// until the phase of that parity has ended
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
 }
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
@@ -91,6 +147,17 @@ __device__ __forceinline__ float lg2_approx(float x) {
 // float32 added to global memory without a return value.
 __device__ __forceinline__ void red_add(float* address, float x) {
   asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(address), "f"(x) : "memory");
+}
+// Four at consecutive addresses, 16-byte aligned: one instruction from 9.0 on
+__device__ __forceinline__ void red_add_four(float* address, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int e = 0; e < 4; ++e) red_add(address + e, x[e]);
+#endif
 }
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {

@@ -99,15 +99,6 @@ __device__ __forceinline__ void add_products(float (&rddO)[MT][NT_V][4],
   }
 }
 
-// Two neighbouring elements of a packed row
-struct Pair {
-  float x, y;
-  __device__ __forceinline__ explicit Pair(const uint16_t* element) {
-    const uint32_t both = *reinterpret_cast<const uint32_t*>(element);
-    x = cvt_f32(static_cast<uint16_t>(both)), y = cvt_f32(static_cast<uint16_t>(both >> 16));
-  }
-};
-
 // ddO, e, D and W of this warp's rows. A dead row, or one past the sequence's end, reads nothing.
 __device__ __forceinline__ void epilogue(const Args& args, int head, int first_row, int valid_rows,
                                          int warp_row, const PerRow<MT>& lse_log2,

@@ -1,13 +1,14 @@
 // Scores and their tangent. The direction is (tq, tk, tv); in a double backward (ddq, ddk, ddv),
 // the cotangents of (dq, dk, dv). cfg::HAS_TQ, HAS_TK and HAS_TV say which parts of it exist: the
-// products of an absent part are left out.
+// products of an absent part are left out. Factors of blocks of keys (cfg::HAS_SCALE) may have a
+// tangent too.
 //
 //   S = Q K^T     E = tQ K^T + Q tK^T     (both without softmax_scale)
 #pragma once
 #include "sm80/gradient.cuh"
 #include "sm80/tile_mma.cuh"
 
-constexpr bool HAS_E = cfg::HAS_TQ || cfg::HAS_TK;
+constexpr bool HAS_E = cfg::HAS_TQ || cfg::HAS_TK || cfg::HAS_SCALE;
 static_assert(HAS_E || cfg::HAS_TV, "cfg::HAS_TQ, HAS_TK, HAS_TV: a direction has a part");
 
 // A step of 16 along k for two products that share an operand: c += a b and, where BOTH, d += a2 b.
@@ -75,6 +76,24 @@ __device__ __forceinline__ void multiply_gradients(float (&rdP)[MT][NT][4], floa
   }
 }
 
+// With a factor g of each row and its tangent tg:  E -> g E + tg S,  S -> g S
+template <int MT, int NT>
+__device__ __forceinline__ void apply_factors(float (&rS)[MT][NT][4], float (&rE)[MT][NT][4],
+                                              const float (&factor)[MT][2],
+                                              const float (&tangent)[MT][2]) {
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        rE[i][j][e] = factor[i][e / 2] * rE[i][j][e] + tangent[i][e / 2] * rS[i][j][e];
+        rS[i][j][e] *= factor[i][e / 2];
+      }
+    }
+  }
+}
+
 // E -> P o E softmax_scale, added to this lane's share of each row's sum
 template <int MT, int NT>
 __device__ __forceinline__ void weigh_tangents(float (&rE)[MT][NT][4], const float (&rP)[MT][NT][4],
@@ -101,6 +120,15 @@ __device__ __forceinline__ void add_row_sums(float (&sums)[MT][4], const uint32_
 #pragma unroll
   for (int i = 0; i < MT; ++i) mma_m16n8k16(sums[i], a[i], ONES, ONES);
 }
+
+// Two neighbouring elements of a packed row
+struct Pair {
+  float x, y;
+  __device__ __forceinline__ explicit Pair(const uint16_t* element) {
+    const uint32_t both = *reinterpret_cast<const uint32_t*>(element);
+    x = cvt_f32(static_cast<uint16_t>(both)), y = cvt_f32(static_cast<uint16_t>(both >> 16));
+  }
+};
 
 // What the second pass knows of a row beside L: D = dO.O - dL, e = ddL and W = dO.ddO.
 template <int MT>

@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.cases import Case
+from rawattn.check.cases import Case, Direction
+from rawattn.check.exact import GRADIENTS, SECOND
 from rawattn.check.expected import Expected
-from rawattn.check.second import SECOND, inner
+from rawattn.check.second import OF_DIRECTION, inner
 from rawattn.check.transfer import Array, to_framework, to_numpy
 
-GRADIENTS = ("dq", "dk", "dv")
+FORWARD = ("out", "lse", "sliding out", "sliding lse")
+TANGENTS = ("jvp out", "tout", "jvp lse", "tlse")
 Inputs = tuple[Array | None, ...]
 Names = tuple[str, ...]
 
@@ -29,7 +31,8 @@ class Candidate:
     """Functions with the signatures of rawattn's, on arrays of ``framework``.
 
     They are called with those of rawattn's keywords that they name (all of them for ``**kwargs``).
-    ``symmetry``: call ``double_backward`` once more, in a second direction.
+    ``symmetry``: call ``double_backward`` once more, in a second direction. ``repeat``: call the
+    backward passes once more, for the same bits.
     """
 
     name: str
@@ -40,6 +43,13 @@ class Candidate:
     double_backward: Callable[..., Any] | None = None
     jvp: Callable[..., Any] | None = None
     symmetry: bool = True
+    repeat: bool = False
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the functions are about block-sparse attention: they take block_indices."""
+        functions = (self.forward, self.backward, self.double_backward, self.jvp)
+        return any(f is not None and "block_indices" in _parameters(f) for f in functions)
 
     @property
     def second(self) -> bool:
@@ -55,9 +65,9 @@ class Candidate:
         return case if takes_dlse else replace(case, dlse=False)
 
     def run(self, expected: Expected) -> dict[str, np.ndarray[Any, Any]]:
-        """What the functions give: "out", "lse" (if returned), "delta", "dq", "dk", "dv"; those of
-        ``jvp`` and ``double_backward`` by the names of ``expect_second``, and the two numbers of
-        "symmetry".
+        """What the functions give: "out", "lse" (if returned), "delta", the gradients; those of
+        ``jvp`` and ``double_backward`` by the names of ``expect_second``, the two numbers of
+        "symmetry", and as "repeat" how many elements of each result a second call changed.
 
         The backward passes get the reference's out and lse. Where functions take preallocated
         results, those are full of NaN before the call. Raises Unsupported, and what they raise.
@@ -65,39 +75,62 @@ class Candidate:
         case, move = expected.case, partial(to_framework, framework=self.framework)
         t = expected.tensors.on(self.framework)
         results: dict[str, Array] = {}
-        mask: dict[str, Any] = {"softmax_scale": case.softmax_scale}
-        mask |= {"causal": case.causal, "window": case.window, "cu_seqlens_k": t.cu_seqlens_k}
 
         def call(
             function: Callable[..., Any], inputs: Inputs, poisoned: Names, **options: Any
         ) -> Any:
-            _require(function, case)
-            for name in poisoned:
+            for name in set(poisoned) & set(case.preallocated):
                 target = expected.targets[name]
                 options[name] = move(np.full(target.reference.shape, np.nan, dtype=target.dtype))
-            return function(*inputs, t.cu_seqlens_q, **_accepted(function, mask | options))
+            options = case.options | t.options | options
+            return function(*inputs, *t.where, **_accepted(function, options))
+
+        def backward(
+            function: Callable[..., Any], names: Names, direction: Direction
+        ) -> dict[str, Array]:
+            """The results of a backward pass; in a direction, of ``double_backward``."""
+            gate = dict(zip(("ddblock_scale",), direction[3:], strict=False))
+            _require(function, case.needs | _there(gate))
+            due = tuple(name for name in names if name in expected.targets)
+            given = call(function, (*direction[:3], *passed), due, dlse=t.dlse, **gate)
+            if len(given) == len(due) + 1 and given[-1] is None:  # no gradient of block_scale
+                given = given[:-1]
+            return dict(zip(due, given, strict=True))
 
         if self.forward is not None:
-            given = call(self.forward, (t.q, t.k, t.v), ("out",), return_lse=True)
+            options = {"return_lse": True} | case.forward_options
+            _require(self.forward, case.needs | dict.fromkeys(case.forward_options, True))
+            given = call(self.forward, (t.q, t.k, t.v), ("out",), **options)
             given = given if isinstance(given, tuple | list) else (given,)
-            results |= dict(zip(("out", "lse"), given, strict=False))
+            two_outs = case.forward_options and not _accepted(self.forward, {"return_lse": True})
+            results |= dict(zip(FORWARD[::2] if two_outs else FORWARD, given, strict=False))
         if self.preprocess is not None:
             results["delta"] = self.preprocess(move(expected.out), t.dout, dlse=t.dlse)
         passed = (t.dout, t.q, t.k, t.v, move(expected.out), move(expected.lse))
-        if self.backward is not None:
-            given = call(self.backward, passed, GRADIENTS, dlse=t.dlse)
-            results |= dict(zip(GRADIENTS, given, strict=True))
         if self.jvp is not None:
-            given = call(self.jvp, (t.q, t.k, t.v, *t.direction), ("out", "tout"))
-            results |= dict(zip(("jvp out", "tout", "jvp lse", "tlse"), given, strict=True))
-        if self.double_backward is not None:
-            second = partial(call, self.double_backward, poisoned=SECOND, dlse=t.dlse)
-            given = second((*t.direction, *passed))
-            results |= dict(zip(SECOND, given, strict=True))
-            if self.symmetry and expected.symmetry is not None:
-                u, w = expected.symmetry.direction, expected.tensors.direction
-                across = second((*map(move, u), *passed))
-                results["symmetry"] = np.array([inner(u, given[2:]), inner(w, across[2:])])
+            gate = dict(zip(("tblock_scale",), t.direction[3:], strict=False))
+            _require(self.jvp, case.needs | _there(gate))
+            results_in = ("out", "tout") if "tout" in case.preallocated else ()
+            given = call(self.jvp, (t.q, t.k, t.v, *t.direction[:3]), results_in, **gate)
+            results |= dict(zip(TANGENTS, given, strict=True))
+        for function, names, direction in (
+            (self.backward, GRADIENTS, ()),
+            (self.double_backward, SECOND, t.direction),
+        ):
+            if function is not None:
+                found = backward(function, names, direction)
+                again = backward(function, names, direction) if self.repeat else {}
+                results |= found
+                if again:
+                    results["repeat"] = np.array([_changed(found[n], again[n]) for n in again])
+        if self.double_backward and self.symmetry and expected.symmetry is not None:
+            u, w = expected.symmetry.direction, expected.tensors.direction
+            across = backward(self.double_backward, SECOND, tuple(map(move, u)))
+            products = [
+                inner(part, [found.get(name) for name in OF_DIRECTION[: len(part)]])
+                for part, found in ((u, results), (w, across))
+            ]
+            results["symmetry"] = np.array(products)
         return {name: to_numpy(array) for name, array in results.items()}
 
 
@@ -130,23 +163,33 @@ def load(place: str, framework: str) -> Candidate:
     return Candidate(name, framework, **functions)
 
 
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """Those of ``options`` that ``function`` has a parameter for."""
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return options
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def _require(function: Callable[..., Any], case: Case) -> None:
-    """Raise Unsupported where ``case`` needs a parameter that ``function`` lacks."""
-    needed = {
-        "causal": case.causal,
-        "window": case.window != (-1, -1),
-        "softmax_scale": case.softmax_scale is not None,
-        "cu_seqlens_k": case.lengths_k != case.lengths_q or case.past_k != case.past_q,
-    }
+def _require(function: Callable[..., Any], needed: dict[str, bool]) -> None:
+    """Raise Unsupported where ``function`` lacks a parameter that is needed."""
     accepted = _accepted(function, needed)
     missing = [name for name, need in needed.items() if need and name not in accepted]
     if missing:
         raise Unsupported(f"no parameter {', '.join(missing)}")
+
+
+def _there(options: dict[str, Any]) -> dict[str, bool]:
+    return {name: value is not None for name, value in options.items()}
+
+
+def _changed(first: Array, second: Array) -> int:
+    """How many elements of two equal calls differ in their bits."""
+    one, two = (np.ascontiguousarray(to_numpy(a)) for a in (first, second))
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return max(one.size, two.size, 1)
+    return int((one.view(f"u{one.itemsize}") != two.view(f"u{two.itemsize}")).sum())

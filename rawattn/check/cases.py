@@ -8,7 +8,7 @@ Longer than other modules by the list of cases at its end.
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ FEW_HEAD_DIMS = (32, 40, 72, 136, 256)  # these and one apart will do where 16 i
 
 Lengths = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
-Direction = tuple[Array | None, Array | None, Array | None]
+Direction = tuple[Array | None, ...]  # tq, tk, tv; of sparse cases tblock_scale too
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,39 @@ class Case:
         return (self.window[0], 0) if self.causal else self.window
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of every function that are no arrays."""
+        return {"causal": self.causal, "window": self.window, "softmax_scale": self.softmax_scale}
+
+    @property
+    def forward_options(self) -> dict[str, Any]:
+        """Those that ``forward`` alone takes."""
+        return {}
+
+    @property
+    def preallocated(self) -> tuple[str, ...]:
+        """The results that may be given to a function to write into."""
+        return ("out", "dq", "dk", "dv", "tout", "ddout", "ddlse", "gq", "gk", "gv")
+
+    @property
+    def needs(self) -> dict[str, bool]:
+        """Whether a function without that keyword would compute something else."""
+        return {
+            "causal": self.causal,
+            "window": self.window != (-1, -1),
+            "softmax_scale": self.softmax_scale is not None,
+            "cu_seqlens_k": self.lengths_k != self.lengths_q or self.past_k != self.past_q,
+        }
+
+    @property
     def terms(self) -> int:
         """The longest sum behind an element of a result: keys, head_dim or queries of a group."""
         longest_q, longest_k = max(self.lengths_q, default=0), max(self.lengths_k, default=0)
         return max(longest_k, longest_q * self.group, self.head_dim, self.head_dim_v)
+
+    def terms_of(self, name: str) -> int:
+        """``terms`` of the result ``name``."""
+        return self.terms
 
     def sequence_of(self, side: str) -> npt.NDArray[np.int64]:
         """For every row of side "q" or "k" the index of its sequence, -1 past the last one."""
@@ -122,9 +151,24 @@ class Tensors:
     def direction(self) -> Direction:
         return self.tq, self.tk, self.tv
 
-    def on(self, framework: str) -> "Tensors":
+    @property
+    def origins(self) -> tuple[Array | None, ...]:
+        """What the parts of a direction move."""
+        return self.q, self.k, self.v
+
+    @property
+    def where(self) -> tuple[Array, ...]:
+        """The positional arguments behind the tensors."""
+        return (self.cu_seqlens_q,)
+
+    @property
+    def options(self) -> dict[str, Array]:
+        """The keywords that are arrays."""
+        return {"cu_seqlens_k": self.cu_seqlens_k}
+
+    def on(self, framework: str) -> Self:
         """The same tensors as "numpy", "cupy" or "torch" arrays, with the same strides."""
-        return Tensors(*(to_framework(getattr(self, f.name), framework) for f in fields(self)))
+        return type(self)(*(to_framework(getattr(self, f.name), framework) for f in fields(self)))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

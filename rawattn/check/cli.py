@@ -34,13 +34,16 @@ from rawattn.check.compiled import (
 from rawattn.check.machine import default_framework, gpu_arch, gpu_name, use_simulator, versions
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import Row, evaluate, jobs, judge_case
+from rawattn.check.sparse import sparse_jobs
+from rawattn.check.sparse_cases import standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 from rawattn.check.workers import work
 from rawattn.jit import ARCHS
 from rawattn.variants import serves
 
 QUICK_CASES = ("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40")
-ARCHS_EACH = 2  # architectures a row is compiled for in a run without a GPU
+QUICK_SPARSE = tuple(f"sparse-{name}" for name in ("edges-open", "counts", "no-own", "gate"))
+ARCHS_EACH = 1  # architectures a row is compiled for in a run without a GPU
 
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write all of it."
@@ -82,8 +85,8 @@ def run(json_file: Path | None, text: str, quick: bool) -> None:
     use_simulator()
     cases = [
         (case, backend, methods)
-        for case, backend, methods in jobs(arch)
-        if text in f"{case} {backend}" and (not quick or case.name in QUICK_CASES)
+        for case, backend, methods in (*jobs(arch), *sparse_jobs(arch))
+        if text in f"{case} {backend}" and (not quick or case.name in QUICK_CASES + QUICK_SPARSE)
     ]
     sample = [] if arch else sample_builds(1 if quick else ARCHS_EACH)
     builds = [(build, name) for build, name in sample if text in build.variant.name]
@@ -155,7 +158,8 @@ def warm(archs: tuple[str, ...], text: str) -> None:
     """Fill the cache with the kernels of native head_dims, for this GPU or the given arch.
 
     Both dtypes, causal and unmasked, the default backward pass and the deterministic one; `jvp` and
-    `double_backward` in a direction of three parts.
+    `double_backward` in a direction of three parts. Of block-sparse attention causal calls with 16
+    heads a selection and blocks of 64 keys.
     """
     if not archs and not gpu_name():
         raise click.UsageError("there is no GPU here: say --arch sm_90 or another")
@@ -208,7 +212,9 @@ def diff_command(
 
     NAME has the signature of rawattn.forward; NAME_backward, NAME_double_backward and NAME_jvp (as
     far as the file has them) have those of rawattn's functions. A NAME that ends in one of these
-    words is judged alone. Each is called with the keywords that it names. Small cases on a CPU,
+    words is judged alone. Each is called with the keywords that it names. Functions with a
+    parameter block_indices have the signatures of rawattn.sparse_forward, sparse_backward,
+    sparse_double_backward and sparse_jvp, and are judged on sparse cases. Small cases on a CPU,
     large ones on a GPU. Errors are shown by tensor, sequence and head.
     """
     began = time.perf_counter()
@@ -218,11 +224,13 @@ def diff_command(
         judged, other = load(candidate, framework), other_side(against, framework)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if other is not None and other.sparse != judged.sparse:
+        raise click.UsageError(f"of {candidate} and {against} only one is about sparse attention")
     size = "large" if gpu_name() and framework != "numpy" else "small"
     cases = [
         case
-        for case in standard(size)
-        if text in str(case) and (not quick or case.name in QUICK_CASES)
+        for case in (standard_sparse(size) if judged.sparse else standard(size))
+        if text in str(case) and (not quick or case.name in QUICK_CASES + QUICK_SPARSE)
     ]
     if not cases:
         raise click.UsageError(f"no case has {text!r} in its name")

@@ -9,8 +9,16 @@ from itertools import product
 from rawattn import jit
 from rawattn.check.cases import HALF
 from rawattn.jit import Build
-from rawattn.problem import Problem
-from rawattn.variants import HEAD_DIMS, TABLE, method_of, select, serves
+from rawattn.problem import Problem, Selection
+from rawattn.variants import (
+    HEAD_DIMS,
+    LIST_STEMS,
+    SPARSE_STEMS,
+    TABLE,
+    method_of,
+    select,
+    serves,
+)
 
 # kernels, and whether they add atomically: of each call, of each method of backward, and of each
 # step beyond first derivatives, which takes a direction
@@ -28,8 +36,13 @@ SECOND_STEPS = {
         ("double_backward_q", False),
     ),
 }
-SECOND_STEMS = tuple(dict.fromkeys(stem for steps in SECOND_STEPS.values() for stem, _ in steps))
+SPARSE_SECOND = tuple(stem for stem in SPARSE_STEMS if stem.startswith("sparse_double_backward"))
+SECOND_STEMS = (
+    *dict.fromkeys(stem for steps in SECOND_STEPS.values() for stem, _ in steps),
+    *SPARSE_SECOND,
+)
 WHOLE = (True, True, True)
+HEADS_A_SELECTION, KEYS_A_BLOCK = 16, 64  # what native sparse attention is published with
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +95,10 @@ def sample_builds(archs_each: int) -> list[tuple[Build, str]]:
 def library_builds(arch: str) -> Iterator[Build]:
     """What calls on ``arch`` need: native head_dims, causal or not, default and two_pass.
 
-    Beyond first derivatives: a direction of three parts, large problems and small ones.
+    Beyond first derivatives: a direction of three parts, large problems and small ones. Of
+    block-sparse attention: see ``sparse_builds``.
     """
+    yield from sparse_builds(arch)
     second = dict.fromkeys(kernel for steps in SECOND_STEPS.values() for kernel in steps)
     for head_dim, dtype, right in product(HEAD_DIMS, HALF, (-1, 0)):
         sizes = (1, 1, 1, 1, 1, head_dim, head_dim)
@@ -97,6 +112,31 @@ def library_builds(arch: str) -> Iterator[Build]:
             for row in rows:
                 if row.family != "numba":  # the widest tiles do not fit every GPU
                     yield Build(row, *fixed, atomic, WHOLE)
+
+
+def sparse_builds(arch: str) -> Iterator[Build]:
+    """What causal calls of block-sparse attention on ``arch`` need, with the blocks of the paper
+    and no factors of blocks: native head_dims, both backward passes, a direction of three parts."""
+    blocks = (HEADS_A_SELECTION, KEYS_A_BLOCK)
+    selection = Selection(1, 16, 17, KEYS_A_BLOCK, True, 256)
+    for head_dim, dtype in product(HEAD_DIMS, HALF):
+        sizes = (1, 1, 1, HEADS_A_SELECTION, 1, head_dim, head_dim)
+        problem = Problem(dtype, *sizes, -1, 0, 1.0, arch_number(arch), 0)
+        for stem in SPARSE_STEMS:
+            row = select(stem, problem, selection=selection)
+            if row.family == "numba":  # the widest tiles do not fit every GPU
+                continue
+            fixed = (row, dtype, head_dim, head_dim, False, True)
+            if stem in LIST_STEMS:  # one build serves every problem
+                if (head_dim, dtype) == (HEAD_DIMS[0], HALF[0]):
+                    yield Build(row, "bfloat16", 32, 32, False, False, False)
+            elif stem == "sparse_postprocess":
+                yield Build(*fixed, False)
+            elif stem in SPARSE_SECOND:
+                yield Build(*fixed, False, WHOLE, blocks)
+            else:
+                for atomic in (False, True) if stem == "sparse_backward_kv" else (False,):
+                    yield Build(*fixed, atomic, jit.NO_DIRECTION, blocks)
 
 
 def arch_number(arch: str) -> int:
@@ -133,8 +173,9 @@ def compile_row(build: Build, arch: str, *, strict: bool = False) -> Built:
 
 def describe(build: Build) -> str:
     """What a build fixes beside its row: "bf16 ra qv" is masked on the right, atomic, and for a
-    direction (tq, None, tv)."""
+    direction (tq, None, tv); "16x64 s" has 16 heads a selection, 64 keys a block, and factors."""
     dtype = {"float16": "f16", "bfloat16": "bf16"}[build.dtype]
     flags = "l" * build.has_left + "r" * build.has_right + "a" * build.atomic
     parts = "".join(part for part, there in zip("qkv", build.direction, strict=True) if there)
-    return " ".join(filter(None, (dtype, flags, parts)))
+    blocks = "x".join(map(str, build.blocks)) if any(build.blocks) else ""
+    return " ".join(filter(None, (dtype, flags, parts, blocks, "s" * build.scaled)))

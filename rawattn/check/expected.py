@@ -1,18 +1,20 @@
 """What a case must give: every tensor in float64, and as a dense same-dtype computation has it."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rawattn.check.cases import Case, Direction, Tensors, dtype_of, lse_dtype, make
+from rawattn.check.cases import Case, Direction, Tensors, dtype_of, lse_dtype
 from rawattn.check.diff import Share, Verdict, agree, allowance, breakdown, judge
+from rawattn.check.exact import SIDES, Exact, Float64, Results, exact, sliding
+from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.transfer import Array
-from rawattn.reference import dense
 
-Float64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Target:
     dtype: np.dtype[Any]
     sequence_of: npt.NDArray[np.int64]
     undefined: tuple[int, ...]
-    zeros: npt.NDArray[np.bool_] | None
+    zeros: Bools | None
     token_axis: int
     terms: int
 
@@ -90,6 +92,7 @@ class Expected:
 
     case: Case
     tensors: Tensors
+    exact: Exact
     out: Array
     lse: Array
     targets: dict[str, Target]
@@ -98,63 +101,61 @@ class Expected:
 
 @lru_cache(maxsize=2)
 def expect(case: Case, seed: int = 0) -> Expected:
-    """Compute the targets of "out", "lse", "delta", "dq", "dk" and "dv" for ``case``."""
-    tensors = make(case, seed)
-    # The poison is taken out here: the reference shall not depend on its own isolation.
-    q, k, v, dout = (clean(a) for a in (tensors.q, tensors.k, tensors.v, tensors.dout))
-    dlse = None if tensors.dlse is None else clean(tensors.dlse)
-    offsets = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    mask: dict[str, Any] = {"window": case.mask_window, "softmax_scale": case.softmax_scale}
+    """Compute the targets of "out", "lse", "delta" and the gradients for ``case``.
+
+    A sparse case has no "delta", but perhaps the results of a sliding branch.
+    """
+    tensors, reference = exact(case, seed)
     dtype, wide = dtype_of(case.dtype), lse_dtype(case.dtype)
-
-    exact_out, exact_lse = dense.forward(q, k, v, *offsets, **mask)
-    same_out, _ = dense.forward(q, k, v, *offsets, rounding=coarse(dtype), **mask)
-    _, same_lse = dense.forward(q, k, v, *offsets, rounding=coarse(wide), **mask)
-    out, lse = exact_out.astype(dtype), exact_lse.astype(wide)
-    backward: dict[str, Any] = {"dlse": dlse, **mask}
-    exact = dense.backward(dout, q, k, v, exact_out, exact_lse, *offsets, **backward)
-    backward["rounding"] = coarse(dtype)
-    same = dense.backward(dout, q, k, v, out, lse, *offsets, **backward)
-    exact_delta, same_delta = (_delta(t, out, dout, dlse) for t in (np.float64, coarse(wide)))
-
-    targets = {
-        "out": target(case, "q", exact_out, same_out),
-        "lse": row_target(case, exact_lse, same_lse, case.poisoned),
-        "delta": row_target(case, exact_delta, same_delta, (*case.poisoned, -1)),
-        "dq": target(case, "q", exact[0], same[0]),
-        "dk": target(case, "k", exact[1], same[1]),
-        "dv": target(case, "k", exact[2], same[2]),
+    truth = reference.forward()
+    out, lse = truth["out"].astype(dtype), truth["lse"].astype(wide)
+    targets = _forward_targets(case, reference.zeros["q"], reference.forward)
+    gradients = reference.backward(truth["out"], truth["lse"])
+    same = reference.backward(out, lse, coarse(dtype))
+    targets |= {
+        name: target(case, name, gradients[name], same[name], reference.zeros[SIDES[name]])
+        for name in gradients
     }
+    if not isinstance(case, SparseCase):
+        dout = reference.tensors[3]
+        wanted, summed = (_delta(t, out, dout, reference.dlse) for t in (np.float64, coarse(wide)))
+        delta = target(case, "lse", wanted, summed)
+        targets["delta"] = replace(delta, undefined=(*case.poisoned, -1))
+    elif case.sliding:
+        compute, zeros = partial(sliding, case, reference), case.unseen("q")[:, None, None]
+        targets |= _forward_targets(case, zeros, compute)
     outside = np.isin(case.sequence_of("q"), (*case.poisoned, -1))
     out[outside] = np.nan
     lse[:, outside] = np.nan
     out.flags.writeable = lse.flags.writeable = False
-    return Expected(case, tensors, out, lse, targets)
+    return Expected(case, tensors, reference, out, lse, targets)
 
 
-def target(case: Case, side: str, exact: Float64, same: Float64, zero: bool = False) -> Target:
-    """The target of a result with the rows of ``side`` "q" or "k"; ``zero``: all of it must be."""
-    dtype, zeros = dtype_of(case.dtype), case.unseen(side)[:, None, None] | zero
-    same = _as_precise_as(dtype, exact, same)
-    return Target(exact, same, dtype, case.sequence_of(side), case.poisoned, zeros, 0, case.terms)
-
-
-def row_target(
-    case: Case,
-    exact: Float64,
-    same: Float64,
-    undefined: tuple[int, ...],
-    zeros: npt.NDArray[np.bool_] | None = None,
+def target(
+    case: Case, name: str, truth: Float64, same: Float64, zeros: Bools | None = None
 ) -> Target:
-    """The target of a number for each row and head, like lse."""
-    dtype = lse_dtype(case.dtype)
-    same = _as_precise_as(dtype, exact, same)
-    return Target(exact, same, dtype, case.sequence_of("q"), undefined, zeros, 1, case.terms)
+    """The target of a result called ``name``; numbers for a row or a slot have lse's precision."""
+    side = SIDES[name]
+    dtype = (dtype_of if side in "qk" else lse_dtype)(case.dtype)
+    same, token_axis = _as_precise_as(dtype, truth, same), int(side == "row")
+    sequence_of = case.sequence_of("k" if side == "k" else "q")
+    return Target(
+        truth, same, dtype, sequence_of, case.poisoned, zeros, token_axis, case.terms_of(name)
+    )
 
 
-def clean(array: Array) -> Float64:
-    """``array`` in float64, with 0 for NaN."""
-    return np.asarray(np.nan_to_num(array.astype(np.float64)))
+def _forward_targets(
+    case: Case, zeros: Bools, compute: Callable[[Any], Results]
+) -> dict[str, Target]:
+    """Targets of an out with an lse that may be -inf."""
+    truth, same = compute(None), compute(coarse(dtype_of(case.dtype)))
+    same_rows = compute(coarse(lse_dtype(case.dtype)))
+    return {
+        name: target(case, name, truth[name], same[name], zeros)
+        if SIDES[name] == "q"
+        else target(case, name, truth[name], same_rows[name])
+        for name in truth
+    }
 
 
 def coarse(dtype: np.dtype[Any]) -> Any:

@@ -81,7 +81,8 @@ def compile_table(built: Sequence[Built]) -> Table:
     each = max(Counter((b.row, b.form) for b in built).values())
     table = _table(
         f"rows compiled for {f'{each} of ' if each < len(archs) else ''}{', '.join(archs)} "
-        "(form: dtype; l, r masked left, right; a atomic; q, k, v: a direction's parts)"
+        "(form: dtype; l, r masked left, right; a atomic; q, k, v: a direction's parts; "
+        "16x64 heads of a selection, keys of a block; s blocks have factors)"
     )
     table.add_column("row", no_wrap=True)
     table.add_column("form", overflow="fold")

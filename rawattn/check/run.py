@@ -13,6 +13,8 @@ from rawattn.check.diff import Share, Verdict
 from rawattn.check.expected import Expected, expect
 from rawattn.check.machine import gpu_name
 from rawattn.check.second import expect_second
+from rawattn.check.sparse import own_sparse
+from rawattn.check.sparse_cases import SparseCase
 from rawattn.problem import Problem
 from rawattn.variants import METHODS, select
 
@@ -64,7 +66,16 @@ def _judged(name: str, expected: Expected, found: Results, other: Results | None
     if expected.symmetry is not None and "symmetry" in found:
         verdict = expected.symmetry.judge(found["symmetry"])
         rows.append(Row(str(expected.case), name, "symmetry", verdict))
+    if "repeat" in found:
+        rows.append(Row(str(expected.case), name, "repeat", _unchanged(found["repeat"])))
     return rows
+
+
+def _unchanged(changed: np.ndarray[Any, Any]) -> Verdict:
+    """The verdict on how many elements of each result a second call changed."""
+    worst = float(changed.max(initial=0))
+    note = f"a second call changes {int(changed.sum())} elements" if worst else ""
+    return Verdict(worst, 0.0, "FAIL" if worst else "pass", note)
 
 
 def own(backend: str, steps: tuple[str, ...]) -> list[Candidate]:
@@ -123,4 +134,5 @@ def _has_rows(case: Case, step: str, arch: int) -> bool:
 
 def judge_case(case: Case, backend: str, steps: tuple[str, ...]) -> list[Row]:
     """All rows of ``case`` with rawattn's own ``backend`` and ``steps``."""
-    return [row for candidate in own(backend, steps) for row in evaluate(candidate, case)]
+    make = own_sparse if isinstance(case, SparseCase) else own
+    return [row for candidate in make(backend, steps) for row in evaluate(candidate, case)]

@@ -3,7 +3,8 @@
 import struct
 from typing import TYPE_CHECKING
 
-from rawattn.problem import Problem
+from rawattn.problem import Problem, Selection
+from rawattn.variants import Variant, block_keys
 
 if TYPE_CHECKING:
     from rawattn.arrays import View
@@ -16,7 +17,10 @@ def layout(fields: str, behind: str = "") -> struct.Struct:
 
     Then come ``sizes``, and what stands ``behind`` them, in the letters of ``struct``.
     """
-    return struct.Struct("@" + fields.replace("T", "Pqq") + _SIZES + behind)
+    return struct.Struct("@" + fields.replace("T", "Pqq") + _SIZES + behind + "0q")
+
+
+SELECTION = "5i"  # what ``selection_sizes`` gives, behind ``sizes``
 
 
 def tensor(view: "View | None") -> tuple[int, int, int]:
@@ -41,3 +45,25 @@ def sizes(problem: Problem) -> tuple[int | float, ...]:
         problem.window_right,
         problem.softmax_scale,
     )
+
+
+def selection_sizes(selection: Selection) -> tuple[int, ...]:
+    """What ``sizes`` are followed by in the ``struct Args`` of a sparse kernel."""
+    return (
+        selection.num_heads_sel,
+        selection.num_selected,
+        selection.width,
+        selection.block_size,
+        selection.chunk,
+    )
+
+
+def query_tiles(variant: Variant, problem: Problem, selection: Selection) -> int:
+    """CTAs along the tokens of a kernel of the RING_STEMS: the most that there can be."""
+    return problem.total_q // (variant.block_m // selection.group(problem)) + problem.batch + 1
+
+
+def key_tiles(variant: Variant, problem: Problem, selection: Selection) -> int:
+    """CTAs along the keys of a sparse kernel with key blocks outer: the most that there can be."""
+    blocks = problem.total_k // selection.block_size + problem.batch + 1
+    return blocks * (selection.block_size // block_keys(variant, selection.block_size))

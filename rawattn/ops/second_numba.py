@@ -63,23 +63,25 @@ def row_terms(dtype: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def score_and_tangent(dtype: str, head_dim: int, has_tq: bool, has_tk: bool) -> Callable[..., Any]:
+def score_and_tangent(
+    dtype: str, head_dim: int, has_tq: bool, has_tk: bool, sums: str | None = None
+) -> Callable[..., Any]:
     """Device function: q k^T and its tangent tq k^T + q tk^T, of one query and one key of a tile.
 
-    Both are without softmax_scale.
+    Both are without softmax_scale, and added up in the dtype ``sums``, by default in dtype's own.
     """
-    real = accumulator(dtype)
+    real, wide = accumulator(dtype), accumulator(sums or dtype)
 
     @device_function
     def scores(sQ: Array, sK: Array, stQ: Array, stK: Array, row: int, n: int) -> Any:
-        score, tangent = real(0), real(0)
+        score, tangent = wide(0), wide(0)
         for d in range(head_dim):
-            score += sQ[row, d] * sK[n, d]
+            score += wide(sQ[row, d]) * wide(sK[n, d])
             if has_tq:
-                tangent += stQ[row, d] * sK[n, d]
+                tangent += wide(stQ[row, d]) * wide(sK[n, d])
             if has_tk:
-                tangent += sQ[row, d] * stK[n, d]
-        return score, tangent
+                tangent += wide(sQ[row, d]) * wide(stK[n, d])
+        return real(score), real(tangent)
 
     return scores
 

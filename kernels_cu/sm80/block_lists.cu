@@ -1,0 +1,158 @@
+// block_lists: the blocks of keys that each item sees: those it named that exist and that it may
+//              see, each once, ascending; and how many items of a chunk see each block.
+//
+//   A CTA owns BLOCK_M tokens of one selection head; a warp takes one item after the other. Blocks
+//   come from indices, from a mask, or from a pattern. Grid: (tiles of tokens; selection heads).
+// Twin: rawattn/ops/block_lists_numba.py.
+#include "base/selection.cuh"
+#include "base/varlen.cuh"
+
+using cfg::BLOCK_M, cfg::NUM_WARPS;
+constexpr int MOST_SELECTED = 1024;  // of indices and patterns; masks have no limit
+
+struct Args {
+  const void* block_indices;  // (total_q, num_heads_sel, num_selected) int32, or uint8 if a mask
+  const int* block_counts;    // (total_q, num_heads_sel), or null
+  const int* cu_seqlens_q;    // (batch + 1,)
+  const int* cu_seqlens_k;    // (batch + 1,)
+  int* blocks;                // (num_heads_sel, total_q, width)
+  int* slots;                 // (num_heads_sel, total_q, width)
+  int* counts;                // (num_heads_sel, total_q)
+  int* lengths;               // (chunks, num_heads_kv, units), zeroed, or null
+  int batch;
+  int total_q;
+  int total_k;
+  int num_heads_q;
+  int num_heads_kv;
+  int window_left;
+  int window_right;
+  float softmax_scale;
+  SelectionSizes sizes;
+  int source;         // 0 indices, 1 mask, 2 pattern
+  int global_blocks;  // of the pattern: blocks 0 .., then the own block and those before it
+};
+
+// An item: where it stands, and where its lists are
+struct Item {
+  int64_t row;     // of block_indices
+  int64_t list;    // of blocks and slots
+  int limit;       // the first block that does not exist or that the mask forbids
+  int own;         // its own block, where that is to be seen; else -1
+  int* histogram;  // of its chunk and kv head at its sequence's first unit, or null
+};
+
+// One block of an item's list; every lane may write another one
+__device__ __forceinline__ void put(const Args& args, const Item& item, int place, int block,
+                                    int slot) {
+  args.blocks[item.list + place] = block;
+  args.slots[item.list + place] = slot;
+  if (item.histogram) atomicAdd(item.histogram + block, 1);
+}
+
+// The block that slot `slot` names; END where it names none that the item may see
+__device__ __forceinline__ int named(const Args& args, const Item& item, int slot, int own,
+                                     int count) {
+  int block;
+  if (args.source == 0) {
+    block = static_cast<const int*>(args.block_indices)[item.row + slot];
+  } else {
+    block = slot < args.global_blocks ? slot : own - (slot - args.global_blocks);
+  }
+  return slot < count && block >= 0 && block < item.limit ? block : END;
+}
+
+// From indices or a pattern, by ranks: `candidates` are MOST_SELECTED + 1 numbers of this warp.
+__device__ __forceinline__ int sort_named(const Args& args, const Item& item, int* candidates,
+                                          int own, int count) {
+  const int lane = threadIdx.x % WARP_SIZE, selected = args.sizes.num_selected;
+  const int total = selected + (item.own >= 0);  // the own block stands behind all that are named
+  for (int i = lane; i < total; i += WARP_SIZE) {
+    candidates[i] = i < selected ? named(args, item, i, own, count) : item.own;
+  }
+  __syncwarp();  // all candidates are there
+  // from the last ones on, so that those before are untouched
+  for (int first = (total - 1) / WARP_SIZE * WARP_SIZE; first >= 0; first -= WARP_SIZE) {
+    const int i = first + lane;
+    bool again = false;
+    for (int j = 0; j < min(first + WARP_SIZE, total); ++j) {
+      again |= i < total && j < i && candidates[j] == candidates[i];
+    }
+    __syncwarp();  // all lanes have compared
+    if (again) candidates[i] = END;
+    __syncwarp();  // for those that compare next
+  }
+  int kept = 0;
+  for (int first = 0; first < total; first += WARP_SIZE) {
+    const int i = first + lane;
+    const int block = i < total ? candidates[i] : END;
+    int rank = 0;
+    for (int j = 0; j < total; ++j) rank += candidates[j] < block;
+    if (block != END) put(args, item, rank, block, i < selected ? i : OWN);
+    kept += __popc(__ballot_sync(0xffffffff, block != END));
+  }
+  __syncwarp();  // the next item's candidates take their place
+  return kept;
+}
+
+// From a mask, which is in order as it stands
+__device__ __forceinline__ int compact_mask(const Args& args, const Item& item, int count) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  const int end = max(args.sizes.num_selected, item.own + 1);
+  const unsigned char* mask = static_cast<const unsigned char*>(args.block_indices) + item.row;
+  int kept = 0;
+  for (int first = 0; first < end; first += WARP_SIZE) {
+    const int block = first + lane;
+    const bool marked = block < min(min(args.sizes.num_selected, count), item.limit) && mask[block];
+    const unsigned some = __ballot_sync(0xffffffff, marked || block == item.own);
+    if (some >> lane & 1) {
+      put(args, item, kept + __popc(some & ((1u << lane) - 1)), block, marked ? block : OWN);
+    }
+    kept += __popc(some);
+  }
+  return kept;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
+    block_lists(const __grid_constant__ Args args) {
+  __shared__ int candidates[NUM_WARPS][MOST_SELECTED + 1];
+  const TileOfSequence tile =
+      find_tile(args.cu_seqlens_q, args.batch, args.total_q, BLOCK_M, blockIdx.x);
+  const SelectionSizes& sizes = args.sizes;
+  const int head_sel = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+  Sequence keys{0, 0};
+  if (tile.batch_index >= 0) keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.total_k);
+  const int num_blocks = ceil_div(keys.length, sizes.block_size);
+  const int end = min((tile.block + 1) * BLOCK_M, tile.length);
+  for (int i = tile.block * BLOCK_M + warp; i < end; i += NUM_WARPS) {
+    const int64_t token = tile.start + i;
+    const int64_t at = static_cast<int64_t>(head_sel) * args.total_q + token;
+    const int position = i + keys.length - tile.length;
+    const int own = position >= 0 && tile.batch_index >= 0 ? position / sizes.block_size : -1;
+    Item item;
+    item.row = (token * sizes.num_heads_sel + head_sel) * sizes.num_selected;
+    item.list = at * sizes.width;
+    item.limit = args.window_right >= 0 ? own + 1 : num_blocks;
+    item.own = sizes.width > sizes.num_selected ? own : -1;
+    item.histogram = nullptr;
+    if (args.lengths) {
+      const int ratio = sizes.num_heads_sel / args.num_heads_kv;
+      const int units = units_of(args.total_k, args.batch, sizes.block_size);
+      const int64_t list = token / sizes.chunk * args.num_heads_kv + head_sel / ratio;
+      item.histogram =
+          args.lengths + list * units + unit_of(keys.start, tile.batch_index, 0, sizes.block_size);
+    }
+    int kept = 0;
+    if (tile.batch_index >= 0) {
+      const int count = args.block_counts
+                            ? args.block_counts[token * sizes.num_heads_sel + head_sel]
+                            : sizes.num_selected;
+      kept = args.source == 1 ? compact_mask(args, item, count)
+                              : sort_named(args, item, candidates[warp], own, count);
+    }
+    for (int place = kept + lane; place < sizes.width; place += WARP_SIZE) {
+      args.blocks[item.list + place] = END;
+      args.slots[item.list + place] = OWN;
+    }
+    if (lane == 0) args.counts[at] = kept;
+  }
+}

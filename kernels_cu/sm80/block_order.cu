@@ -1,0 +1,84 @@
+// block_order: each list of items ascending, so that sums over it have one order.
+//
+//   A warp owns a list. Up to 32 items are ranked by comparison; more are marked in a bitmap of the
+//   chunk's items, where an item's rank is the number of marks before it. Grid: (runs of NUM_WARPS
+//   lists).
+// Twin: rawattn/ops/block_order_numba.py.
+#include "base/selection.cuh"
+
+using cfg::NUM_WARPS;
+constexpr int WORDS = 512;  // of a bitmap: problem.py keeps a chunk within 32 * WORDS items
+
+struct Args {
+  const int* starts;          // (chunks, num_heads_kv, units)
+  const int* lengths;         // (chunks, num_heads_kv, units)
+  const int* unsorted;        // (num_heads_sel * total_q * width,)
+  const int* unsorted_slots;  // of the same shape
+  int* queries;               // of the same shape
+  int* query_slots;           // of the same shape
+  int batch;
+  int total_q;
+  int total_k;
+  int num_heads_q;
+  int num_heads_kv;
+  int window_left;
+  int window_right;
+  float softmax_scale;
+  SelectionSizes sizes;
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
+    block_order(const __grid_constant__ Args args) {
+  __shared__ uint32_t bitmaps[NUM_WARPS][WORDS];
+  __shared__ int before[NUM_WARPS][WORDS];  // marks in the words before a word
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int units = units_of(args.total_k, args.batch, args.sizes.block_size);
+  const int chunks = max(1, ceil_div(args.total_q, args.sizes.chunk));
+  const int64_t list = static_cast<int64_t>(blockIdx.x) * NUM_WARPS + warp;
+  if (list >= static_cast<int64_t>(chunks) * args.num_heads_kv * units) return;
+  const int length = args.lengths[list];
+  if (length == 0) return;
+  const int start = args.starts[list];
+  if (length <= WARP_SIZE) {
+    const int item = lane < length ? args.unsorted[start + lane] : END;
+    int rank = 0;
+    for (int j = 0; j < length; ++j) rank += __shfl_sync(0xffffffff, item, j) < item;
+    if (lane < length) {
+      args.queries[start + rank] = item;
+      args.query_slots[start + rank] = args.unsorted_slots[start + lane];
+    }
+    return;
+  }
+  const int chunk = static_cast<int>(list / (static_cast<int64_t>(args.num_heads_kv) * units));
+  const int ratio = args.sizes.num_heads_sel / args.num_heads_kv;
+  const int items = args.sizes.chunk * ratio, first = chunk * items;
+  const int words = ceil_div(items, 32);
+  uint32_t* bitmap = bitmaps[warp];
+  for (int w = lane; w < words; w += WARP_SIZE) bitmap[w] = 0;
+  __syncwarp();  // the bitmap is empty
+  for (int i = lane; i < length; i += WARP_SIZE) {
+    const int item = args.unsorted[start + i] - first;
+    atomicOr(bitmap + item / 32, 1u << (item % 32));
+  }
+  __syncwarp();  // all items are marked
+  int marks = 0;
+  for (int w0 = 0; w0 < words; w0 += WARP_SIZE) {
+    const int count = w0 + lane < words ? __popc(bitmap[w0 + lane]) : 0;
+    int inclusive = count;
+#pragma unroll
+    for (int step = 1; step < WARP_SIZE; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffff, inclusive, step);
+      if (lane >= step) inclusive += below;
+    }
+    if (w0 + lane < words) before[warp][w0 + lane] = marks + inclusive - count;
+    marks += __shfl_sync(0xffffffff, inclusive, WARP_SIZE - 1);
+  }
+  __syncwarp();  // all words are counted
+  for (int i = lane; i < length; i += WARP_SIZE) {
+    const int item = args.unsorted[start + i], bit = item - first;
+    const uint32_t below = bitmap[bit / 32] & ((1u << (bit % 32)) - 1);
+    const int place = start + before[warp][bit / 32] + __popc(below);
+    args.queries[place] = item;
+    args.query_slots[place] = args.unsorted_slots[start + i];
+  }
+}

@@ -1,0 +1,128 @@
+"""The reference on the numbers of one case: dense or sparse, by one set of functions."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawattn.check.cases import Case, Direction, Tensors, make
+from rawattn.check.sparse_cases import SparseCase
+from rawattn.check.sparse_tensors import SparseTensors, make_sparse, seen
+from rawattn.check.transfer import Array
+from rawattn.reference import dense, second, sparse
+
+Float64 = npt.NDArray[np.float64]
+Results = dict[str, Float64]  # by name; what does not exist for a case is not in it
+
+# The side of a result: it has rows like q or like k, or numbers for each row of q or each slot.
+SIDES = {
+    **{"out": "q", "lse": "row", "dq": "q", "dk": "k", "dv": "k", "dblock_scale": "slot"},
+    **{"tout": "q", "tlse": "row", "ddout": "q", "ddlse": "row"},
+    **{"gq": "q", "gk": "k", "gv": "k", "gblock_scale": "slot"},
+    **{"sliding out": "q", "sliding lse": "row"},
+}
+GRADIENTS = ("dq", "dk", "dv", "dblock_scale")
+HESSIAN = ("gq", "gk", "gv")  # the second derivatives times a direction
+SECOND = ("ddout", "ddlse", *HESSIAN, "gblock_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The inputs of a case without their poison, and the functions that the case is about.
+
+    The poison is taken out here: the reference shall not depend on its own isolation. ``zeros``
+    says for a side which elements must be exactly 0. Every function has a ``rounding``.
+    """
+
+    first: ModuleType
+    beyond: ModuleType
+    tensors: tuple[Float64, Float64, Float64, Float64]  # q, k, v, dout
+    dlse: Float64 | None
+    where: tuple[Array, ...]
+    options: dict[str, Any]
+    zeros: dict[str, npt.NDArray[np.bool_]]
+
+    def forward(self, rounding: Any = None) -> Results:
+        """out and lse."""
+        inputs = (*self.tensors[:3], *self.where)
+        return _named(
+            ("out", "lse"), self.first.forward(*inputs, rounding=rounding, **self.options)
+        )
+
+    def backward(self, out: Array, lse: Array, rounding: Any = None) -> Results:
+        """The gradients."""
+        q, k, v, dout = self.tensors
+        inputs, mode = (dout, q, k, v, out, lse, *self.where), {"dlse": self.dlse} | self.options
+        return _named(GRADIENTS, self.first.backward(*inputs, rounding=rounding, **mode))
+
+    def jvp(self, direction: Direction, rounding: Any = None) -> Results:
+        """tout and tlse."""
+        parts, gate = self._parts(direction, "tblock_scale")
+        inputs, mode = (*self.tensors[:3], *parts, *self.where), gate | self.options
+        _, tout, _, tlse = self.beyond.jvp(*inputs, rounding=rounding, **mode)
+        return {"tout": tout, "tlse": tlse}
+
+    def double_backward(
+        self, direction: Direction, out: Array, lse: Array, rounding: Any = None
+    ) -> Results:
+        """ddout, ddlse and the second derivatives in ``direction``."""
+        parts, gate = self._parts(direction, "ddblock_scale")
+        q, k, v, dout = self.tensors
+        inputs, mode = (*parts, dout, q, k, v, out, lse, *self.where), gate | self.options
+        results = self.beyond.double_backward(*inputs, dlse=self.dlse, rounding=rounding, **mode)
+        return _named(SECOND, results)
+
+    def _parts(self, direction: Direction, gate: str) -> tuple[Direction, dict[str, Any]]:
+        cleaned = tuple(None if part is None else clean(part) for part in direction)
+        return cleaned[:3], dict(zip((gate,), cleaned[3:], strict=False))
+
+
+def exact(case: Case, seed: int = 0) -> tuple[Tensors, Exact]:
+    """The inputs of ``case``, with the poison and without it."""
+    if isinstance(case, SparseCase):
+        sparsely = make_sparse(case, seed)
+        return sparsely, _sparse(case, sparsely)
+    tensors = make(case, seed)
+    where = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    options = {"window": case.mask_window, "softmax_scale": case.softmax_scale}
+    zeros = {side: case.unseen(side)[:, None, None] for side in "qk"}
+    return tensors, Exact(dense, second, *_cleaned(tensors), where, options, zeros)
+
+
+def sliding(case: SparseCase, exact: Exact, rounding: Any = None) -> Results:
+    """out and lse of the sliding branch."""
+    inputs, mode = (*exact.tensors[:3], *exact.where[:2]), {"window": case.mask_window}
+    scale = case.softmax_scale
+    results = dense.forward(*inputs, softmax_scale=scale, rounding=rounding, **mode)
+    return _named(("sliding out", "sliding lse"), results)
+
+
+def clean(array: Array) -> Float64:
+    """``array`` in float64, with 0 for NaN."""
+    return np.asarray(np.nan_to_num(array.astype(np.float64)))
+
+
+def _sparse(case: SparseCase, tensors: SparseTensors) -> Exact:
+    t, there = tensors, seen(case, tensors.selection)
+    options = {
+        "block_size": case.block_size,
+        "include_own_block": case.own,
+        "causal": case.causal,
+        "softmax_scale": case.softmax_scale,
+        "block_counts": t.block_counts,
+        "block_scale": None if t.block_scale is None else clean(t.block_scale),
+    }
+    where = (t.cu_seqlens_q, t.cu_seqlens_k, t.block_indices)
+    zeros = {"q": ~there.q[..., None], "k": ~there.k[..., None], "slot": ~there.slots}
+    return Exact(sparse, sparse, *_cleaned(tensors), where, options, zeros)
+
+
+def _cleaned(t: Tensors) -> tuple[tuple[Float64, Float64, Float64, Float64], Float64 | None]:
+    arrays = (clean(t.q), clean(t.k), clean(t.v), clean(t.dout))
+    return arrays, None if t.dlse is None else clean(t.dlse)
+
+
+def _named(names: tuple[str, ...], results: tuple[Float64 | None, ...]) -> Results:
+    return {n: array for n, array in zip(names, results, strict=False) if array is not None}

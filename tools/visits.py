@@ -1,0 +1,164 @@
+"""The problems of sanitize.py without a selection, and what all of its problems share.
+
+They visit the forward, every backward method, the jvp and both ways of double_backward over all
+head dimensions, masks and dtypes.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import rawattn
+from rawattn.check.compiled import SECOND_STEPS
+from rawattn.variants import METHODS, SPARSE_STEMS, TABLE, Variant
+
+SECOND = tuple(SECOND_STEPS)  # the jvp, double_backward, and that deterministic
+# which steps run the kernel of a stem; forward and the rest run in every visit
+STEPS_OF = {
+    **{"forward": (), "backward_preprocess": METHODS[2:], "backward_postprocess": METHODS[:1]},
+    **{"backward_kv": METHODS[::2], "backward_q": METHODS[1:]},
+    **{"jvp": SECOND[:1], "double_backward_out": SECOND[1:2]},
+    **{"double_backward_kv": SECOND[1:], "double_backward_q": SECOND[2:]},
+}
+DIRECTIONS = ("q", "k", "v", "qk", "qv", "kv")  # the parts that are not None
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+# Unequal lengths, an empty side, a lone token, and more than one tile of either side.
+LENGTHS_Q = (70, 0, 1, 133)
+LENGTHS_K = (133, 5, 1, 70)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What ``rawattn.forward`` takes of a mask."""
+
+    causal: bool
+    window: tuple[int, int]
+
+
+MASKS = (Mask(False, (-1, -1)), Mask(True, (-1, -1)), Mask(False, (40, 20)))
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One problem; ``row`` names the rows of the variants table to prefer, with commas between.
+
+    ``backend`` None: CUDA kernels, but for tiles that do not fit this GPU. ``steps`` come after the
+    forward; ``direction`` is that of the steps beyond the backward.
+    """
+
+    dtype: str
+    head_dim: int
+    mask: Mask
+    backend: str | None = None
+    row: str = ""
+    steps: tuple[str, ...] = (*METHODS, *SECOND)
+    direction: str = "qkv"
+
+
+def usual_rows(sparse: bool) -> tuple[str, list[Variant]]:
+    """The first rows of every stem and head_dim with commas between, and the other CUDA rows.
+
+    The problems are small, and the rows for such must not take the place of the usual ones.
+    """
+    rows = [r for r in TABLE if r.family != "numba" and (r.stem in SPARSE_STEMS) == sparse]
+    first = {(row.stem, row.head_dim): row for row in reversed(rows) if not row.max_ctas}
+    rest = [row for row in rows if row is not first[row.stem, row.head_dim]]
+    return ",".join(row.name for row in first.values()), rest
+
+
+def visits() -> list[Visit]:
+    """Every head_dim and dtype with two of the masks, the rows that those leave out, the twins."""
+    usual_names, rest = usual_rows(sparse=False)
+    usual = []
+    for i, (head_dim, dtype) in enumerate(product(HEAD_DIMS, ("float16", "bfloat16"))):
+        masks = [MASKS[(i + shift) % len(MASKS)] for shift in range(2)]
+        partial = (i + i // 2) % 2  # either dtype, in turn
+        direction = DIRECTIONS[i // 2 % len(DIRECTIONS)] if partial else "qkv"
+        usual += [
+            Visit(dtype, head_dim, masks[0], row=usual_names, direction=direction),
+            Visit(dtype, head_dim, masks[1], row=usual_names, steps=METHODS),
+        ]
+    others = [
+        Visit("float16", row.head_dim, MASKS[1], row=row.name, steps=STEPS_OF[row.stem])
+        for row in rest
+    ]
+    twins = [
+        Visit(dtype, 32, MASKS[1], "numba", direction=direction)
+        for dtype, direction in zip(
+            ("float16", "bfloat16", "float32", "float64"), ("qkv", "q", "kv", "v"), strict=True
+        )
+    ]
+    return [*usual, *others, *twins]
+
+
+class Arrays:
+    """CuPy arrays of standard normal numbers, the same in every process; offsets of sequences."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def normal(self, *shape: int, dtype: str) -> Any:
+        values = self.random.standard_normal(shape)
+        return self.put(values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+    def offsets(self, lengths: Iterable[int]) -> Any:
+        return self.put(np.array(list(accumulate(lengths, initial=0)), np.int32))
+
+    def put(self, values: np.ndarray) -> Any:
+        import cupy
+
+        return cupy.asarray(values)
+
+
+def read(results: Mapping[str, Iterable[Any]], visit: Any) -> None:
+    """Read all results, so that initcheck sees what a kernel left unwritten.
+
+    RuntimeError when a number is not finite.
+    """
+    for name, arrays in results.items():
+        for i, result in enumerate(arrays):
+            if result is None:
+                continue
+            values = result.get().astype(np.float64)
+            unseeing = (values == -np.inf) & (values.ndim == 2)  # lse of rows without a key
+            if not (np.isfinite(values) | unseeing).all():
+                raise RuntimeError(f"result {i} of {name} is not finite: {visit}")
+
+
+def visit_dense() -> None:
+    """Run every problem; RuntimeError when a result is not finite."""
+    arrays = Arrays()
+    cu_q, cu_k = arrays.offsets(LENGTHS_Q), arrays.offsets(LENGTHS_K)
+    total_q, total_k = sum(LENGTHS_Q), sum(LENGTHS_K)
+    for visit in visits():
+        os.environ["RAWATTN_VARIANT"] = visit.row
+        d, dtype = visit.head_dim, visit.dtype
+        q, dout, of_q = (arrays.normal(total_q, 2, d, dtype=dtype) for _ in range(3))
+        k, v, of_k, of_v = (arrays.normal(total_k, 1, d, dtype=dtype) for _ in range(4))
+        parts = zip("qkv", (of_q, of_k, of_v), strict=True)
+        direction = [part if name in visit.direction else None for name, part in parts]
+        options = {
+            "cu_seqlens_k": cu_k,
+            "causal": visit.mask.causal,
+            "window": visit.mask.window,
+            "backend": visit.backend,
+        }
+        out, lse = rawattn.forward(q, k, v, cu_q, return_lse=True, **options)
+        results = {"out": [out], "lse": [lse]}
+        passed = (dout, q, k, v, out, lse, cu_q)
+        for step in visit.steps:
+            if step in METHODS:
+                results[step] = rawattn.backward(*passed, method=step, **options)
+            elif step == "jvp":
+                results[step] = rawattn.jvp(q, k, v, *direction, cu_q, **options)
+            else:
+                exact = step == "second/two_pass"
+                results[step] = rawattn.double_backward(
+                    *direction, *passed, deterministic=exact, **options
+                )
+        read(results, visit)
