@@ -249,7 +249,7 @@ TABLE: tuple[Variant, ...] = (
     _sparse("double_backward_out", 96, 64, "16 rows a warp", num_warps=5, num_stages=8, block_n=32),
     _sparse("double_backward_out", 128, 64, "163 KiB", num_warps=5, num_stages=8, min_smem_kib=_BIG, max_arch=90),
     _sparse("double_backward_out", 128, 64, "99 KiB; after 9.0", num_warps=5, num_stages=8, block_n=32),
-    _sparse("double_backward_out", 192, 64, "163 KiB", num_warps=5, num_stages=8, pieces=2, unroll_k=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_out", 192, 64, "163 KiB", num_warps=5, num_stages=8, unroll_k=2, block_n=32, min_smem_kib=_BIG),
     _sparse("double_backward_out", 256, 64, "163 KiB", num_warps=5, num_stages=8, pieces=2, block_n=32, min_smem_kib=_BIG),
     _sparse("double_backward_q", 32, 64, "16 rows a warp", num_warps=5, num_stages=8),
     _sparse("double_backward_q", 64, 64, "16 rows a warp", num_warps=5, num_stages=8, pieces=2),

@@ -242,6 +242,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const QueryTile& tile,
       rows.cut = __any_sync(0xffffffff, rows.cut);
       body(stage, rows);
     }
+    __syncwarp();  // a lane's rows of the stage, and of Q, were read for other lanes too
     mbarrier_arrive(ring.empty(stage));
   }
 }
