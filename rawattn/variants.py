@@ -2,6 +2,8 @@
 
 A row's UPPER-case twins (block_m -> BLOCK_M) become ``namespace cfg`` in front of the CUDA source.
 Rows of a stem are tried in order; the first that serves the head_dim and fits the device wins.
+
+Long for a module, since the table and what a row costs stand together.
 """
 
 import os
@@ -445,10 +447,12 @@ def _select(
     )
     able += twins
     if not able:
+        sparse = f", {blocks[0]} heads of a selection and blocks of {blocks[1]} keys"
         raise ValueError(
-            f"no CUDA row of {stem} fits head_dim {head_dim} and head_dim_v {head_dim_v} into the "
-            f"{smem_limit(arch) // _KIB} KiB of shared memory of compute capability "
-            f"{arch / 10:.1f}. Use backend=None or backend='numba'."
+            f"no CUDA row of {stem} fits head_dim {head_dim} and head_dim_v {head_dim_v}"
+            f"{sparse if blocks != NO_BLOCKS else ''} into the {smem_limit(arch) // _KIB} KiB of "
+            f"shared memory of compute capability {arch / 10:.1f}. Use backend=None or "
+            f"backend='numba'."
         )
     names = [name.strip() for name in preferred.split(",")]
     asked = [row for row in able if row.name in names]
