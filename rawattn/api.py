@@ -58,7 +58,7 @@ def forward(
     causal: query i sees key j only if j <= i + seqlen_k - seqlen_q: the last query sees all keys.
     window: (left, right), inclusive distances from i + seqlen_k - seqlen_q; -1 is open.
         ``causal`` caps right at 0.
-    softmax_scale: factor on the scores, by default head_dim ** -0.5.
+    softmax_scale: positive factor on the scores, by default head_dim ** -0.5.
     max_seqlen: accepted for the sake of other signatures; not needed.
     return_lse: also return the logsumexp.
     out: array to write into, of the shape and dtype of the result; must not overlap an input.

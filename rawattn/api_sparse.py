@@ -73,7 +73,9 @@ def sparse_forward(
     Returns out (total_q, num_heads_q, head_dim_v) of q's dtype, or (out, lse) with lse
     (num_heads_q, total_q), natural logarithm, float32 (float64 for float64 inputs); with
     return_sliding (out, sliding_out) or (out, lse, sliding_out, sliding_lse). A query that may see
-    no key has out 0 and lse -inf. Nothing waits for the device. Raises as ``forward`` does.
+    no key has out 0 and lse -inf. A NaN or an infinity among the values of a block that some query
+    selected may reach others of the same sequence that go through a tile with it; of blocks that
+    nobody selected nothing is read. Nothing waits for the device. Raises as ``forward`` does.
     """
     framework, problem, inputs = call.problem_of(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate

@@ -356,6 +356,15 @@ def entries(num_heads_sel: int, total_q: int, width: int) -> None:
         )
 
 
+def lists(number: int) -> None:
+    """And its lists."""
+    if number > MAX_ENTRIES:
+        raise ValueError(
+            f"the keys are {number} lists of queries in a block table: expected at most "
+            f"{MAX_ENTRIES}; split the batch, or take larger blocks"
+        )
+
+
 def beside_block_scale(name: str, given: bool, scaled: bool) -> None:
     """A direction of block_scale asks for block_scale."""
     if given and not scaled:
@@ -492,7 +501,7 @@ def window(given: Any, causal: bool) -> tuple[int, int]:
 
 
 def softmax_scale(given: Any) -> float | None:
-    """A finite number, or None for head_dim ** -0.5."""
+    """A positive finite number, or None for head_dim ** -0.5."""
     if given is None:
         return None
     if not isinstance(given, Real):
@@ -501,9 +510,10 @@ def softmax_scale(given: Any) -> float | None:
             "number, since one in an array would have to be read back from the device"
         )
     scale = float(given)
-    if not math.isfinite(scale):
+    if not (math.isfinite(scale) and scale > 0):
         raise ValueError(
-            f"softmax_scale is {scale}: expected a finite number; pass None for head_dim ** -0.5"
+            f"softmax_scale is {scale}: expected a positive finite number; pass None for "
+            "head_dim ** -0.5, or scale q"
         )
     return scale
 

@@ -382,12 +382,11 @@ def table_of(posed: Posed, **options: Any) -> Any:
     return rawattn.block_table(posed.chosen.block_indices, t.cu_seqlens_q, **given | options)
 
 
-def in_chunks(items: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a fixture yields from: chunks of queries with so many items, as of long sequences, whose
-    lists are cut into several segments."""
+def in_chunks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a fixture yields from: chunks of so many query tokens, as of long sequences, whose lists
+    are cut into several segments."""
     monkeypatch.setattr(problem, "_SEGMENT_ROWS", 64)
-    monkeypatch.setattr(problem, "_L2_SHARE", 1)
-    monkeypatch.setattr(problem, "_MOST_ITEMS", items)
+    monkeypatch.setattr(call, "default_chunk", lambda *_sizes: tokens)
     call.pose_selection.cache_clear()
     yield
     call.pose_selection.cache_clear()

@@ -131,6 +131,13 @@ FIRST = [
     for i, (dims, group, block_size, kinds, per_head) in enumerate(SIZES)
 ]
 
+MIXED = [  # a narrow tile beside a wide one is widened
+    Chunk(50, "bfloat16", (96, 128), 4, 64, size=8),
+    Chunk(51, "float16", (128, 32), 16, 32, size=8),
+    Chunk(52, "bfloat16", (32, 192), 4, 16, (GATED,), size=8),
+    Chunk(53, "float16", (192, 96), 1, 64, size=8),
+]
+
 SECOND = [
     Chunk(100, "bfloat16", (64, 64), 4, 64, (CAUSAL,), directions=(WHOLE, ONLY_TQ)),
     Chunk(101, "float16", (128, 128), 16, 64, (GATED,), directions=(WHOLE, ONLY_TG)),

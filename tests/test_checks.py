@@ -105,6 +105,7 @@ REFUSALS = [
     value(checks.block_size, 256, text="block_size is 256: expected 16, 32, 64 or 128; split"),
     kind(checks.block_size, 64.0, text=r"block_size is 64\.0: expected an integer, keys of"),
     value(checks.entries, 2, 2**28, 16, text="268435456 queries with 2 .*: expected at most 2147"),
+    value(checks.lists, 2**31, text="2147483648 lists of queries .*: expected at most 2147"),
     value(
         checks.beside_block_scale, "tblock_scale", True, False, text="tblock_scale is given without"
     ),
@@ -137,8 +138,10 @@ REFUSALS = [
     kind(checks.window, None, False, text="window is None: .*for no window"),
     value(checks.window, (-2, 0), False, text=r"window is \(-2, 0\): .*-1 \(open\) or more"),
     value(checks.window, (4, -2), True, text=r"window is \(4, -2\): .*causal=True"),
-    value(checks.softmax_scale, math.inf, text="softmax_scale is inf: expected a finite number"),
-    value(checks.softmax_scale, math.nan, text="softmax_scale is nan: expected a finite number"),
+    value(checks.softmax_scale, math.inf, text="softmax_scale is inf: expected a positive"),
+    value(checks.softmax_scale, 0, text="softmax_scale is 0.0: expected a positive finite number"),
+    value(checks.softmax_scale, -0.1, text="softmax_scale is -0.1: .* or scale q"),
+    value(checks.softmax_scale, math.nan, text="softmax_scale is nan: expected a positive"),
     kind(checks.softmax_scale, "1", text="softmax_scale is a str: expected a number or None"),
     kind(checks.softmax_scale, np.ones(()), text="softmax_scale is a numpy.ndarray: .*read back"),
     value(checks.backend, "cudnn", 0, text="backend is 'cudnn': expected cuda, numba or reference"),
@@ -201,6 +204,7 @@ def test_every_rule_is_tested() -> None:
         (checks.selection_heads, (2, 8, 2)),
         (checks.selection_heads, (8, 8, 2)),
         (checks.entries, (1, 2**31 - 1, 1)),
+        (checks.lists, (2**31 - 1,)),
         (checks.beside_block_scale, ("tblock_scale", True, True)),
         (checks.beside_block_scale, ("tblock_scale", False, False)),
         (checks.same_as_table, ("block_size", 64, 64)),
@@ -283,4 +287,3 @@ def test_softmax_scale() -> None:
     for given in (0.125, np.float32(0.125), Fraction(1, 8)):
         scale = checks.softmax_scale(given)
         assert scale == 0.125 and type(scale) is float
-    assert checks.softmax_scale(0) == 0.0

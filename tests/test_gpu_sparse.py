@@ -27,7 +27,7 @@ from gpu_sparse import (
     run_forward,
     table_of,
 )
-from gpu_sparse_random import FIRST, SIZES, Chunk, edges, fitting, other_rows
+from gpu_sparse_random import FIRST, MIXED, SIZES, Chunk, edges, fitting, other_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ def run_all(posed: Posed, **options: Any) -> dict[str, Any]:
 # ---- 500 problems -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", FIRST, ids=str)
+@pytest.mark.parametrize("chunk", FIRST + MIXED, ids=str)
 def test_500_problems(chunk: Chunk) -> None:
     """By the fastest way and by the repeatable one; every third problem by way of a table."""
     wrong = []
@@ -75,6 +75,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 CHUNKED = [next(FIRST[i].problems()) for i in (0, 3, 4, 7, 9, 13, 17, 20)]
+CHUNKED += [next(chunk.problems()) for chunk in MIXED]
 
 
 @pytest.mark.usefixtures("small_chunks")

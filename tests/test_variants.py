@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rawattn import jit, variants
-from rawattn.problem import Problem, Selection
+from rawattn.ops import sparse_postprocess
+from rawattn.problem import Problem, Selection, default_chunk
 from rawattn.variants import (
     LIST_STEMS,
     SPARSE_STEMS,
@@ -218,10 +219,30 @@ def test_sparse_problems_have_a_cuda_row_that_fits(stem: str, arch: int) -> None
             assert smem_bytes(row, *widths, True, blocks) <= LIMITS[arch] * 1024
 
 
+@pytest.mark.parametrize(("d", "dv"), list(product(variants.HEAD_DIMS, repeat=2)))
+def test_sums_of_gradients_are_read_as_wide_as_they_were_written(d: int, dv: int) -> None:
+    row = next(row for row in CUDA_ROWS if row.stem == "sparse_postprocess")
+    posed = problem(head_dim=d, head_dim_v=dv)
+    for gradient, width in (("dq", d), ("dk", d), ("dv", dv)):
+        read = tile_widths(*sparse_postprocess._head_dims(posed, width))[0]
+        assert read == sparse_postprocess.accum_shape(row, posed, gradient)[2]
+
+
+def test_chunks_of_queries_keep_lists_linear_in_the_tokens() -> None:
+    for total, group, head_dim in product((1, 300, 8192, 1 << 18, 1 << 24), (1, 16), (64, 256)):
+        chunk = default_chunk(total, group, head_dim)
+        assert chunk & (chunk - 1) == 0 and -(-total // chunk) <= 64
+        p = replace(problem(), total_q=total, total_k=total, num_heads_q=group)
+        selection = Selection(1, 16, 17, 64, own=True, chunk=chunk)
+        assert selection.lists(p) <= 64 * (total // 64 + p.batch)
+        assert selection.segments(p) <= 17 * total * (1 + 1 / selection.segment(p))
+        assert selection.is_cut(p) == (total > min(chunk, 4 * selection.segment(p)))
+
+
 def test_more_than_64_heads_of_a_selection_run_on_numba() -> None:
     posed, selection = sparse(problem(), 65, 64)
     assert select("sparse_forward", posed, selection=selection).family == "numba"
-    with pytest.raises(ValueError, match="no CUDA row of sparse_forward.*65 heads of a selection"):
+    with pytest.raises(ValueError, match=r"no CUDA row of sparse_forward.*65 heads of a selection"):
         select("sparse_forward", posed, selection=selection, backend="cuda")
 
 

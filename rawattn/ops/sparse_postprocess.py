@@ -49,5 +49,11 @@ def launch(
     rows, heads, width = accum.shape
     arguments = _ARGS.pack(accum.ptr, *tensor(grad), rows, heads, scale)
     groups = rows * heads * (width // _GROUP)
-    kernel = jit.kernel(variant, problem, head_dims=(grad.shape[2], grad.shape[2]))
+    kernel = jit.kernel(variant, problem, head_dims=_head_dims(problem, grad.shape[2]))
     kernel.launch((-(-groups // (32 * variant.num_warps)), 1, 1), arguments, stream)
+
+
+def _head_dims(problem: Problem, width: int) -> tuple[int, int]:
+    """Those of the tensor first, so that its tile is as wide as beside the other in a kernel."""
+    head_dims = problem.head_dim, problem.head_dim_v
+    return head_dims if width == problem.head_dim else head_dims[::-1]
