@@ -135,7 +135,10 @@ def pose_selection(
         checks.block_dtype("block_counts", dtype_counts)
     width = num_selected + own
     checks.entries(num_heads_sel, total_q, width)
-    chunk = default_chunk(max(total_q, 1), problem.group, problem.head_dim)
+    if name != "block_mask":
+        checks.named_blocks(num_selected)
+    ratio = num_heads_sel // problem.num_heads_kv
+    chunk = default_chunk(max(total_q, 1), problem.group, ratio, problem.head_dim)
     selection = Selection(num_heads_sel, num_selected, width, block_size, own, chunk)
     checks.lists(selection.lists(problem))
     return selection
