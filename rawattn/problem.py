@@ -68,9 +68,9 @@ class Selection:
         return max(1, _SEGMENT_ROWS // self.group(problem))
 
     def segments(self, problem: Problem) -> int:
-        """Upper bound of the segments of all lists."""
+        """Upper bound of the segments of all lists, one at least: a grid is not empty."""
         items = self.num_heads_sel * problem.total_q * self.width
-        return min(self.lists(problem), items) + items // self.segment(problem)
+        return max(1, min(self.lists(problem), items) + items // self.segment(problem))
 
     def is_cut(self, problem: Problem) -> bool:
         """Whether lists are worked at by segments: several chunks, or lists of many segments."""
