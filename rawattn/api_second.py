@@ -15,7 +15,7 @@ from typing import Any
 
 from rawattn import arrays, call, variants
 from rawattn.arrays import Array, Framework, View
-from rawattn.call import Inputs, Window
+from rawattn.call import Inputs, Parts, Window
 from rawattn.ops import backward_postprocess as postprocess_op
 from rawattn.ops import double_backward_kv as kv_op
 from rawattn.ops import double_backward_out as out_op
@@ -24,8 +24,6 @@ from rawattn.ops import forward as forward_op
 from rawattn.ops import jvp as jvp_op
 from rawattn.problem import Problem
 from rawattn.reference import second
-
-Direction = tuple[View | None, View | None, View | None]  # shaped like q, k, v; None is zero
 
 
 def double_backward(
@@ -87,9 +85,9 @@ def double_backward(
     like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     rows = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
     direction = (
-        _part(framework, ddq, "ddq", inputs[0], like),
-        _part(framework, ddk, "ddk", inputs[1], like),
-        _part(framework, ddv, "ddv", inputs[2], like),
+        call.part_of(framework, ddq, "ddq", inputs[0], like),
+        call.part_of(framework, ddk, "ddk", inputs[1], like),
+        call.part_of(framework, ddv, "ddv", inputs[2], like),
     )
     passed = [
         call.view_like(framework, dout, "dout", rows, dtype, like),
@@ -115,7 +113,7 @@ def double_backward(
             with arrays.on_stream(stream, problem.device):
                 views = (*direction, passed[0], *inputs[:3], *passed[1:3], *inputs[3:])
                 values = second.double_backward(
-                    *map(_neutral, views),
+                    *map(call.neutral, views),
                     dlse=None if dlse is None else arrays.neutral(passed[3]),
                     **call.mask(problem),
                 )
@@ -187,9 +185,9 @@ def jvp(
     )
     like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     direction = (
-        _part(framework, tq, "tq", inputs[0], like),
-        _part(framework, tk, "tk", inputs[1], like),
-        _part(framework, tv, "tv", inputs[2], like),
+        call.part_of(framework, tq, "tq", inputs[0], like),
+        call.part_of(framework, tk, "tk", inputs[1], like),
+        call.part_of(framework, tv, "tv", inputs[2], like),
     )
     previous = arrays.enter_device(problem.device)
     try:
@@ -204,7 +202,7 @@ def jvp(
         if call.by_reference(problem, backend):
             with arrays.on_stream(stream, problem.device):
                 views = (*inputs[:3], *direction, *inputs[3:])
-                call.store(second.jvp(*map(_neutral, views), **call.mask(problem)), results)
+                call.store(second.jvp(*map(call.neutral, views), **call.mask(problem)), results)
         elif call.is_empty(problem):
             for result, value in zip(results, (0.0, 0.0, -float("inf"), 0.0), strict=True):
                 framework.fill(result, value, stream)
@@ -224,32 +222,6 @@ def jvp(
         arrays.leave_device(previous)
 
 
-# ---- the direction ----------------------------------------------------------------------------
-
-
-def _part(
-    framework: Framework, array: Array | None, name: str, origin: View, like: View
-) -> View | None:
-    """View of the part of a direction that belongs to ``origin``, which is q, k or v."""
-    if array is None:
-        return None
-    return call.view_like(framework, array, name, origin.shape, origin.dtype, like)
-
-
-def _ready(framework: Framework, direction: Direction, stream: int) -> Direction:
-    """The direction as kernels take it."""
-    of_q, of_k, of_v = direction
-    return (
-        None if of_q is None else framework.rows(of_q, stream),
-        None if of_k is None else framework.rows(of_k, stream),
-        None if of_v is None else framework.rows(of_v, stream),
-    )
-
-
-def _neutral(view: View | None) -> Array | None:
-    return None if view is None else arrays.neutral(view)
-
-
 # ---- the kernels ------------------------------------------------------------------------------
 
 
@@ -259,7 +231,7 @@ def _launch_double_backward(
     backend: str | None,
     deterministic: bool,
     inputs: Inputs,
-    direction: Direction,
+    direction: Parts,
     passed: list[View],
     results: tuple[View, ...],
     stream: int,
@@ -282,7 +254,7 @@ def _launch_double_backward(
     last = variants.select(stem, problem, backend=backend)
     q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
     offsets = (offsets_q, offsets_k)
-    parts = _ready(framework, direction, stream)
+    parts = call.ready_parts(framework, direction, stream)
     dout, out = framework.rows(passed[0], stream), framework.rows(passed[1], stream)
     lse = framework.dense(passed[2], stream)
     dlse = framework.dense(passed[3], stream) if len(passed) == 4 else None
@@ -309,7 +281,7 @@ def _launch_jvp(
     problem: Problem,
     backend: str | None,
     inputs: Inputs,
-    direction: Direction,
+    direction: Parts,
     results: tuple[View, ...],
     stream: int,
 ) -> None:
@@ -319,7 +291,7 @@ def _launch_jvp(
     offsets = (offsets_q, offsets_k)
     if any(direction):
         variant = variants.select("jvp", problem, backend=backend, by_size=True)
-        parts = _ready(framework, direction, stream)
+        parts = call.ready_parts(framework, direction, stream)
         jvp_op.launch(
             variant, problem, q, k, v, *parts, out, tout, lse, tlse, *offsets, stream=stream
         )

@@ -12,7 +12,7 @@ Everything else is as in ``api`` and ``api_second``, from the tiling of FlashAtt
 respect to keys go the other way, from a block to the queries that see it (``block_table``).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from rawattn import api, arrays, call, checks, passes_sparse
 from rawattn.arrays import Array, Framework, View
@@ -77,15 +77,11 @@ def sparse_forward(
     selected may reach others of the same sequence that go through a tile with it; of blocks that
     nobody selected nothing is read. Nothing waits for the device. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
-    )
-    like, dtype = inputs[0], problem.dtype
-    selection, source = selection_given(
-        framework, problem, block_indices, block_counts, block_size, include_own_block, causal,
-        False, like,
+    framework, problem, inputs, selection, source, gate = _posed(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
+        block_indices, block_counts, block_size, include_own_block, block_scale, lists=False,
     )  # fmt: skip
-    gate = _scale(framework, selection, problem, block_scale, "block_scale", like)
+    like, dtype = inputs[0], problem.dtype
     if return_sliding:
         window = checks.sliding_window(window, selection.block_size, causal)
     previous = arrays.enter_device(problem.device)
@@ -174,15 +170,11 @@ def sparse_backward(
     (None without it). dk and dv are summed over the query heads of a group in float32.
     dblock_scale is 0 where a slot is padding, or names a block again. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
-    )
-    like, dtype = inputs[0], problem.dtype
-    selection, source = selection_given(
-        framework, problem, block_indices, block_counts, block_size, include_own_block, causal,
-        True, like,
+    framework, problem, inputs, selection, source, gate = _posed(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
+        block_indices, block_counts, block_size, include_own_block, block_scale, lists=True,
     )  # fmt: skip
-    gate = _scale(framework, selection, problem, block_scale, "block_scale", like)
+    like, dtype = inputs[0], problem.dtype
     passed = _passed(framework, problem, dout, out, lse, dlse, like)
     previous = arrays.enter_device(problem.device)
     try:
@@ -202,8 +194,8 @@ def sparse_backward(
             with arrays.on_stream(stream, problem.device):
                 views = (passed[0], *inputs[:3], *passed[1:3], *inputs[3:])
                 values = sparse.backward(
-                    *map(_neutral, views),
-                    dlse=_neutral(passed[3]),
+                    *map(call.neutral, views),
+                    dlse=call.neutral(passed[3]),
                     **_options(problem, selection, source, inputs, gate),
                 )
                 call.store(values[: len(results)], results)
@@ -279,20 +271,16 @@ def sparse_double_backward(
     without block_scale). out and lse count as functions of q, k, v and block_scale. A query that
     may see no key has zeros. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
-    )
-    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    selection, source = selection_given(
-        framework, problem, block_indices, block_counts, block_size, include_own_block, causal,
-        True, like,
+    framework, problem, inputs, selection, source, gate = _posed(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
+        block_indices, block_counts, block_size, include_own_block, block_scale, lists=True,
     )  # fmt: skip
-    gate = _scale(framework, selection, problem, block_scale, "block_scale", like)
+    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     checks.beside_block_scale("ddblock_scale", ddblock_scale is not None, gate is not None)
     parts = (
-        _part(framework, ddq, "ddq", inputs[0], like),
-        _part(framework, ddk, "ddk", inputs[1], like),
-        _part(framework, ddv, "ddv", inputs[2], like),
+        call.part_of(framework, ddq, "ddq", inputs[0], like),
+        call.part_of(framework, ddk, "ddk", inputs[1], like),
+        call.part_of(framework, ddv, "ddv", inputs[2], like),
     )
     part_of_gate = _scale(framework, selection, problem, ddblock_scale, "ddblock_scale", like)
     direction = (parts, part_of_gate)
@@ -317,9 +305,9 @@ def sparse_double_backward(
             with arrays.on_stream(stream, problem.device):
                 views = (*parts, passed[0], *inputs[:3], *passed[1:3], *inputs[3:])
                 values = sparse.double_backward(
-                    *map(_neutral, views),
-                    ddblock_scale=_neutral(part_of_gate),
-                    dlse=_neutral(passed[3]),
+                    *map(call.neutral, views),
+                    ddblock_scale=call.neutral(part_of_gate),
+                    dlse=call.neutral(passed[3]),
                     **_options(problem, selection, source, inputs, gate),
                 )
                 call.store(values[: len(results)], tuple(results))
@@ -369,20 +357,16 @@ def sparse_jvp(
     lse and tlse (num_heads_q, total_q) float32 (float64 for float64 inputs). A query that may see
     no key has out 0, lse -inf and tangents 0. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
-    )
-    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    selection, source = selection_given(
-        framework, problem, block_indices, block_counts, block_size, include_own_block, causal,
-        False, like,
+    framework, problem, inputs, selection, source, gate = _posed(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
+        block_indices, block_counts, block_size, include_own_block, block_scale, lists=False,
     )  # fmt: skip
-    gate = _scale(framework, selection, problem, block_scale, "block_scale", like)
+    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     checks.beside_block_scale("tblock_scale", tblock_scale is not None, gate is not None)
     parts = (
-        _part(framework, tq, "tq", inputs[0], like),
-        _part(framework, tk, "tk", inputs[1], like),
-        _part(framework, tv, "tv", inputs[2], like),
+        call.part_of(framework, tq, "tq", inputs[0], like),
+        call.part_of(framework, tk, "tk", inputs[1], like),
+        call.part_of(framework, tv, "tv", inputs[2], like),
     )
     part_of_gate = _scale(framework, selection, problem, tblock_scale, "tblock_scale", like)
     direction = (parts, part_of_gate)
@@ -404,8 +388,8 @@ def sparse_jvp(
             with arrays.on_stream(stream, problem.device):
                 views = (*inputs[:3], *parts, *inputs[3:])
                 values = sparse.jvp(
-                    *map(_neutral, views),
-                    tblock_scale=_neutral(part_of_gate),
+                    *map(call.neutral, views),
+                    tblock_scale=call.neutral(part_of_gate),
                     **_options(problem, selection, source, inputs, gate),
                 )
                 call.store(values, results)
@@ -423,6 +407,48 @@ def sparse_jvp(
 # ---- look and check ---------------------------------------------------------------------------
 
 
+class _Posed(NamedTuple):
+    """What every function looks at first."""
+
+    framework: Framework
+    problem: Problem
+    inputs: Inputs
+    selection: Selection
+    source: Source
+    gate: View | None
+
+
+def _posed(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens: Array,
+    cu_seqlens_k: Array | None,
+    causal: bool,
+    softmax_scale: float | None,
+    backend: str | None,
+    validate: bool,
+    block_indices: Array | BlockTable,
+    block_counts: Array | None,
+    block_size: int,
+    include_own_block: bool,
+    block_scale: Array | None,
+    *,
+    lists: bool,
+) -> _Posed:
+    """Views of what every call has, and the Problem and the Selection that they pose."""
+    framework, problem, inputs = call.problem_of(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
+    )
+    like = inputs[0]
+    selection, source = selection_given(
+        framework, problem, block_indices, block_counts, block_size, include_own_block, causal,
+        lists, like,
+    )  # fmt: skip
+    gate = _scale(framework, selection, problem, block_scale, "block_scale", like)
+    return _Posed(framework, problem, inputs, selection, source, gate)
+
+
 def _scale(
     framework: Framework,
     selection: Selection,
@@ -436,15 +462,6 @@ def _scale(
         return None
     shape = (problem.total_q, selection.num_heads_sel, selection.num_selected)
     return call.view_like(framework, array, name, shape, call.statistic(problem.dtype), like)
-
-
-def _part(
-    framework: Framework, array: Array | None, name: str, origin: View, like: View
-) -> View | None:
-    """View of the part of a direction that belongs to ``origin``, which is q, k or v."""
-    if array is None:
-        return None
-    return call.view_like(framework, array, name, origin.shape, origin.dtype, like)
 
 
 def _passed(
@@ -478,8 +495,4 @@ def _options(
 ) -> dict[str, Any]:
     """What the reference wants to know beside the arrays of dense attention."""
     options = named_blocks(problem, selection, source, *inputs[3:])
-    return options | {"block_scale": _neutral(gate), "softmax_scale": problem.softmax_scale}
-
-
-def _neutral(view: View | None) -> Array | None:
-    return None if view is None else arrays.neutral(view)
+    return options | {"block_scale": call.neutral(gate), "softmax_scale": problem.softmax_scale}

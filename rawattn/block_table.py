@@ -247,7 +247,7 @@ def selection_given(
     checks.same_as_table("num_heads_kv", problem.num_heads_kv, table.num_heads_kv)
     checks.selection_heads(table.num_heads_sel, problem.num_heads_q, problem.num_heads_kv)
     checks.table_lists(not lists or table.starts is not None)
-    sizes = (table.num_selected, table.width, table.block_size, own, table.chunk)
+    sizes = (table.num_selected, table.block_size, own, table.chunk)
     selection = Selection(table.num_heads_sel, *sizes)
     framework = arrays.of_results(framework)
     shapes = list(_shapes(problem, selection, lists))

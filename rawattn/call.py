@@ -15,6 +15,7 @@ from rawattn.problem import Problem, Selection, default_chunk
 
 Window = tuple[int, int]
 Inputs = tuple[View, View, View, View, View]  # q, k, v, cu_seqlens_q, cu_seqlens_k
+Parts = tuple[View | None, View | None, View | None]  # of a direction, like q, k, v; None is zero
 
 
 # ---- look and check ---------------------------------------------------------------------------
@@ -133,13 +134,12 @@ def pose_selection(
     if block_counts is not None:
         checks.shape("block_counts", block_counts, shape[:2])
         checks.block_dtype("block_counts", dtype_counts)
-    width = num_selected + own
-    checks.entries(num_heads_sel, total_q, width)
-    if name != "block_mask":
-        checks.named_blocks(num_selected)
     ratio = num_heads_sel // problem.num_heads_kv
     chunk = default_chunk(max(total_q, 1), problem.group, ratio, problem.head_dim)
-    selection = Selection(num_heads_sel, num_selected, width, block_size, own, chunk)
+    selection = Selection(num_heads_sel, num_selected, block_size, own, chunk)
+    checks.entries(num_heads_sel, total_q, selection.width)
+    if name != "block_mask":
+        checks.named_blocks(num_selected)
     checks.lists(selection.lists(problem))
     return selection
 
@@ -173,6 +173,15 @@ def view_like(
     return view
 
 
+def part_of(
+    framework: Framework, array: Array | None, name: str, origin: View, like: View
+) -> View | None:
+    """View of the part of a direction that belongs to ``origin``, which is q, k or v."""
+    if array is None:
+        return None
+    return view_like(framework, array, name, origin.shape, origin.dtype, like)
+
+
 def output(
     framework: Framework, array: Array | None, name: str, shape: Shape, dtype: str, like: View
 ) -> View:
@@ -204,6 +213,11 @@ def mask(problem: Problem) -> dict[str, Any]:
     return {"window": window, "softmax_scale": problem.softmax_scale}
 
 
+def neutral(view: View | None) -> Array | None:
+    """An array of the call as the reference takes it, if there is one."""
+    return None if view is None else arrays.neutral(view)
+
+
 def store(values: tuple[Array, ...], views: tuple[View, ...]) -> None:
     """Round the reference's values into arrays of the call."""
     for value, view in zip(values, views, strict=True):
@@ -230,6 +244,16 @@ def ready(framework: Framework, inputs: Inputs, stream: int) -> Inputs:
         framework.rows(v, stream),
         ready_q,
         ready_q if shared else framework.offsets(offsets_k, stream),
+    )
+
+
+def ready_parts(framework: Framework, parts: Parts, stream: int) -> Parts:
+    """The parts of a direction as kernels take them."""
+    of_q, of_k, of_v = parts
+    return (
+        None if of_q is None else framework.rows(of_q, stream),
+        None if of_k is None else framework.rows(of_k, stream),
+        None if of_v is None else framework.rows(of_v, stream),
     )
 
 

@@ -412,7 +412,7 @@ def kernel(
         problem.window_right >= 0,
         atomic,
         direction,
-        (selection.group(problem), selection.block_size) if selection else NO_BLOCKS,
+        selection.blocks(problem) if selection else NO_BLOCKS,
         scaled,
         problem.arch,
         problem.device,

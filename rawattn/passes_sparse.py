@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rawattn import call, variants
 from rawattn.arrays import Framework, View
 from rawattn.block_table import Lists, Source, lists_of
-from rawattn.call import Inputs
+from rawattn.call import Inputs, Parts
 from rawattn.ops import backward_preprocess as preprocess_op
 from rawattn.ops import sparse_backward_kv as kv_op
 from rawattn.ops import sparse_backward_q as q_op
@@ -22,7 +22,6 @@ from rawattn.ops import sparse_postprocess as postprocess_op
 from rawattn.problem import Problem, Selection
 
 Passed = tuple[View, View, View, View | None]  # dout, out, lse and dlse
-Parts = tuple[View | None, View | None, View | None]  # shaped like q, k, v; None is zero
 Direction = tuple[Parts, View | None]  # and like block_scale
 
 
@@ -162,13 +161,9 @@ def _dense(framework: Framework, passed: Passed, stream: int) -> Passed:
 
 def _ready_direction(framework: Framework, direction: Direction, stream: int) -> Direction:
     """The direction as kernels take it."""
-    (of_q, of_k, of_v), of_gate = direction
-    parts = (
-        None if of_q is None else framework.rows(of_q, stream),
-        None if of_k is None else framework.rows(of_k, stream),
-        None if of_v is None else framework.rows(of_v, stream),
-    )
-    return parts, None if of_gate is None else framework.dense(of_gate, stream)
+    parts, of_gate = direction
+    dense = None if of_gate is None else framework.dense(of_gate, stream)
+    return call.ready_parts(framework, parts, stream), dense
 
 
 def double_backward(

@@ -39,20 +39,28 @@ class Selection:
 
     An item is a query token with one of ``num_heads_sel`` selection heads, which are num_heads_kv
     or num_heads_q. It names ``num_selected`` blocks of ``block_size`` keys, and with ``own`` sees
-    the causal part of its own block too: lists of an item are ``width`` long. The lists of the
+    the causal part of its own block too: the lists of items are ``width`` long. The lists of the
     queries of a key block are cut into chunks of ``chunk`` query tokens.
     """
 
     num_heads_sel: int
     num_selected: int
-    width: int
     block_size: int
     own: bool
     chunk: int
 
+    @property
+    def width(self) -> int:
+        """Blocks that an item can see."""
+        return self.num_selected + self.own
+
     def group(self, problem: Problem) -> int:
         """Query heads that share one selection."""
         return problem.num_heads_q // self.num_heads_sel
+
+    def blocks(self, problem: Problem) -> tuple[int, int]:
+        """What a row is specialised to: heads that share a selection, keys of a block."""
+        return self.group(problem), self.block_size
 
     def ratio(self, problem: Problem) -> int:
         """Selection heads that share one key/value head."""

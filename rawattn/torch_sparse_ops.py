@@ -144,8 +144,6 @@ def _compute_double_backward(
 ) -> tuple[Tensor, ...]:
     if block_scale is None:
         ddblock_scale = None  # of the empty tensor
-    if ddq is None and ddk is None and ddv is None and ddblock_scale is None:
-        ddq = torch.zeros_like(q)
     cu_seqlens, selection, keywords = _keywords(k, rest)
     *results, gblock_scale = api_sparse.sparse_double_backward(
         ddq,
@@ -179,8 +177,6 @@ def _compute_jvp(
     tblock_scale: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    if tq is None and tk is None and tv is None and tblock_scale is None:
-        tq = torch.zeros_like(q)
     cu_seqlens, selection, keywords = _keywords(k, rest)
     results: tuple[Tensor, ...] = api_sparse.sparse_jvp(
         q,

@@ -8,7 +8,7 @@ Long for a module, since the table and what a row costs stand together.
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from rawattn.problem import Problem, Selection
@@ -81,58 +81,29 @@ _BIG = 163  # KiB of shared memory: 8.0, 8.7, 9.0, 10.0, 10.3; the other GPUs fr
 NO_BLOCKS = (0, 0)  # of dense attention
 
 
-def _row(stem: str, tile: tuple[int, int, int], why: str, fields: dict[str, Any]) -> Variant:
-    head_dim, m, n = tile
+def _dense(stem: str, head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
     name = f"{stem}_sm80_d{head_dim}_{m}x{n}"
-    return Variant(name, stem, why, head_dim=head_dim, block_m=m, block_n=n, **fields)
-
-
-def _forward(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
-    return _row("forward", (head_dim, m, n), why, {"min_ctas": 2} | fields)
-
-
-def _backward_kv(
-    head_dim: int, m: int, n: int, why: str, *, s: int, kv: int, dq: int, **fields: Any
-) -> Variant:
-    warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
-    return _row("backward_kv", (head_dim, m, n), why, warps | fields)
-
-
-def _backward_q(head_dim: int, m: int, n: int, why: str, *, kv: int, **fields: Any) -> Variant:
-    return _row("backward_q", (head_dim, m, n), why, {"warps_n_kv": kv} | fields)
-
-
-def _jvp(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
-    return _row("jvp", (head_dim, m, n), why, {"min_ctas": 2} | fields)
-
-
-def _double_out(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
-    return _row("double_backward_out", (head_dim, m, n), why, {"min_ctas": 2} | fields)
-
-
-def _double_kv(
-    head_dim: int, m: int, n: int, why: str, *, s: int, kv: int, dq: int, **fields: Any
-) -> Variant:
-    warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
-    return _row("double_backward_kv", (head_dim, m, n), why, warps | fields)
+    return Variant(name, stem, why, head_dim=head_dim, block_m=m, block_n=n, **_warps(fields))
 
 
 def _sparse(stem: str, head_dim: int, m: int, why: str, **fields: Any) -> Variant:
-    budget = fields.get("min_smem_kib", 99)
-    name = f"sparse_{stem}_sm80_d{head_dim}_{m}_{budget}"
-    return Variant(name, f"sparse_{stem}", why, head_dim=head_dim, block_m=m, **fields)
+    name = f"sparse_{stem}_sm80_d{head_dim}_{m}_{fields.get('min_smem_kib', 99)}"
+    return Variant(name, f"sparse_{stem}", why, head_dim=head_dim, block_m=m, **_warps(fields))
 
 
-def _sparse_kv(
-    stem: str, head_dim: int, m: int, why: str, *, s: int, kv: int, dq: int, **fields: Any
-) -> Variant:
-    warps = {"warps_m_s": s, "warps_n_kv": kv, "warps_m_dq": dq}
-    return _sparse(stem, head_dim, m, why, **(warps | fields))
+def _warps(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields with the table's short names, s, kv and dq, spelt out."""
+    names = {"s": "warps_m_s", "kv": "warps_n_kv", "dq": "warps_m_dq"}
+    return {names.get(name, name): value for name, value in fields.items()}
 
 
-def _double_q(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Variant:
-    return _row("double_backward_q", (head_dim, m, n), why, fields)
-
+_forward = partial(_dense, "forward", min_ctas=2)
+_backward_kv = partial(_dense, "backward_kv")
+_backward_q = partial(_dense, "backward_q")
+_jvp = partial(_dense, "jvp", min_ctas=2)
+_double_out = partial(_dense, "double_backward_out", min_ctas=2)
+_double_kv = partial(_dense, "double_backward_kv")
+_double_q = partial(_dense, "double_backward_q")
 
 _WIDEST = "the widest key tile that fits: least dQ traffic"
 
@@ -228,16 +199,16 @@ TABLE: tuple[Variant, ...] = (
     _sparse("forward", 128, 64, "163 and 99 KiB; after 9.0", num_warps=5, num_stages=8),
     _sparse("forward", 192, 64, "O takes 96 registers", num_warps=5, num_stages=8, pieces=2, unroll_k=2),
     _sparse("forward", 256, 64, "O takes 128 registers", num_warps=5, num_stages=8, pieces=2, block_n=32),
-    _sparse_kv("backward_kv", 32, 128, "key blocks outer, queries gathered: dK and dV stay in registers, products decide", num_warps=8, s=4, kv=2, dq=4, num_stages=2),
-    _sparse_kv("backward_kv", 64, 64, "key blocks outer, queries gathered: products decide; three CTAs an SM", num_warps=4, s=2, kv=2, dq=2, min_ctas=3, unroll_k=2, min_smem_kib=_HOPPER),
-    _sparse_kv("backward_kv", 64, 64, "163 and 99 KiB", num_warps=4, s=2, kv=2, dq=2),
-    _sparse_kv("backward_kv", 96, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2),
-    _sparse_kv("backward_kv", 128, 128, "key blocks outer, queries gathered: products decide; two stages", num_warps=8, s=4, kv=2, dq=4, num_stages=2, unroll_k=8, min_smem_kib=_HOPPER),
-    _sparse_kv("backward_kv", 128, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2),
-    _sparse_kv("backward_kv", 192, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, unroll_k=2, min_smem_kib=_BIG),
-    _sparse_kv("backward_kv", 192, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
-    _sparse_kv("backward_kv", 256, 48, "163 KiB", num_warps=8, s=3, kv=2, dq=1, unroll_k=1, min_smem_kib=_BIG),
-    _sparse_kv("backward_kv", 256, 64, "more than 48 heads of a selection", num_warps=8, s=4, kv=2, dq=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("backward_kv", 32, 128, "key blocks outer, queries gathered: dK and dV stay in registers, products decide", num_warps=8, s=4, kv=2, dq=4, num_stages=2),
+    _sparse("backward_kv", 64, 64, "key blocks outer, queries gathered: products decide; three CTAs an SM", num_warps=4, s=2, kv=2, dq=2, min_ctas=3, unroll_k=2, min_smem_kib=_HOPPER),
+    _sparse("backward_kv", 64, 64, "163 and 99 KiB", num_warps=4, s=2, kv=2, dq=2),
+    _sparse("backward_kv", 96, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2),
+    _sparse("backward_kv", 128, 128, "key blocks outer, queries gathered: products decide; two stages", num_warps=8, s=4, kv=2, dq=4, num_stages=2, unroll_k=8, min_smem_kib=_HOPPER),
+    _sparse("backward_kv", 128, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2),
+    _sparse("backward_kv", 192, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, unroll_k=2, min_smem_kib=_BIG),
+    _sparse("backward_kv", 192, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
+    _sparse("backward_kv", 256, 48, "163 KiB", num_warps=8, s=3, kv=2, dq=1, unroll_k=1, min_smem_kib=_BIG),
+    _sparse("backward_kv", 256, 64, "more than 48 heads of a selection", num_warps=8, s=4, kv=2, dq=2, block_n=32, min_smem_kib=_BIG),
     _sparse("backward_q", 32, 64, "two stages and more", num_warps=5, num_stages=8),
     _sparse("backward_q", 64, 64, "queries outer: L2 decides; two CTAs an SM", num_warps=5, num_stages=8, min_ctas=2, min_smem_kib=_BIG, max_arch=90),
     _sparse("backward_q", 64, 64, "99 KiB; after 9.0", num_warps=5, num_stages=8),
@@ -260,15 +231,15 @@ TABLE: tuple[Variant, ...] = (
     _sparse("double_backward_q", 128, 64, "99 KiB", num_warps=5, num_stages=8, block_n=32),
     _sparse("double_backward_q", 192, 64, "163 KiB", num_warps=5, num_stages=8, pieces=2, unroll_k=2, block_n=32, min_smem_kib=_BIG),
     _sparse("double_backward_q", 256, 64, "163 KiB", num_warps=5, num_stages=8, unroll_k=1, block_n=16, min_smem_kib=_BIG),
-    _sparse_kv("double_backward_kv", 32, 64, "eight warps", num_warps=8, s=4, kv=2, dq=2),
-    _sparse_kv("double_backward_kv", 64, 64, "eight warps", num_warps=8, s=4, kv=2, dq=2),
-    _sparse_kv("double_backward_kv", 96, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_BIG),
-    _sparse_kv("double_backward_kv", 96, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
-    _sparse_kv("double_backward_kv", 128, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_BIG),
-    _sparse_kv("double_backward_kv", 128, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
-    _sparse_kv("double_backward_kv", 192, 64, "227 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_HOPPER),
-    _sparse_kv("double_backward_kv", 256, 32, "gK and gV take 128 registers", num_warps=8, s=2, kv=2, dq=2, min_smem_kib=_HOPPER),
-    _sparse_kv("double_backward_kv", 256, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32, min_smem_kib=_BIG),
+    _sparse("double_backward_kv", 32, 64, "eight warps", num_warps=8, s=4, kv=2, dq=2),
+    _sparse("double_backward_kv", 64, 64, "eight warps", num_warps=8, s=4, kv=2, dq=2),
+    _sparse("double_backward_kv", 96, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_BIG),
+    _sparse("double_backward_kv", 96, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
+    _sparse("double_backward_kv", 128, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_BIG),
+    _sparse("double_backward_kv", 128, 64, "99 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32),
+    _sparse("double_backward_kv", 192, 64, "227 KiB", num_warps=8, s=4, kv=2, dq=2, min_smem_kib=_HOPPER),
+    _sparse("double_backward_kv", 256, 32, "gK and gV take 128 registers", num_warps=8, s=2, kv=2, dq=2, min_smem_kib=_HOPPER),
+    _sparse("double_backward_kv", 256, 64, "163 KiB", num_warps=8, s=4, kv=2, dq=2, block_n=32, min_smem_kib=_BIG),
     *(Variant(f"{stem}_numba", stem, "any dtype, any GPU, and the simulator", "numba") for stem in _STEMS + SPARSE_STEMS),
 )
 # fmt: on
@@ -414,7 +385,7 @@ def select(
     widths = problem.head_dim, problem.head_dim_v
     queries, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
     size = (queries, keys) if by_size else None
-    blocks = (selection.group(problem), selection.block_size) if selection else NO_BLOCKS
+    blocks = selection.blocks(problem) if selection else NO_BLOCKS
     return _select(stem, problem.dtype, *widths, problem.arch, backend, preferred, size, blocks)
 
 

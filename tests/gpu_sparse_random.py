@@ -175,10 +175,10 @@ def edges(name: str, **changes: Any) -> Sparse:
 
 def row_for(stem: str, sparse: Sparse) -> Variant:
     """The CUDA row that the kernel ``stem`` runs on."""
-    case, width = sparse.case, sparse.num_selected + sparse.own
+    case = sparse.case
     heads, dims = (case.num_heads_q, case.num_heads_kv), (case.head_dim, case.head_dim_v)
     posed = Problem(case.dtype, 1, 1, 1, *heads, *dims, *case.mask_window, 1.0, ARCH, 0)
-    sizes = (sparse.num_heads_sel, sparse.num_selected, width, sparse.block_size)
+    sizes = (sparse.num_heads_sel, sparse.num_selected, sparse.block_size)
     selection = Selection(*sizes, sparse.own, 256)
     return variants.select(stem, posed, backend="cuda", selection=selection)
 

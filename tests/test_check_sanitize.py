@@ -88,8 +88,7 @@ class Recorder:
         dtype = "bfloat16" if q.dtype == ml_dtypes.bfloat16 else str(q.dtype)
         sizes = (len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         problem = Problem(dtype, 4, *sizes, -1, -1, 1.0, 90, 0)
-        numbers = (chosen.shape[1], chosen.shape[2], chosen.shape[2] + 1)
-        selection = Selection(*numbers, options["block_size"], True, 256)
+        selection = Selection(*chosen.shape[1:], options["block_size"], True, 256)
         stems = SPARSE_STEPS.get(step, ("block_lists", "sparse_forward"))
         for stem in stems if step in ("sparse_forward", "sparse/jvp") else (*TABLE_STEMS, *stems):
             row = select(stem, problem, backend=options["backend"], selection=selection)

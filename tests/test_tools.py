@@ -351,7 +351,7 @@ def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None
         d, (heads_q, heads_kv, heads) = sparse.head_dim, sparse.heads
         sizes = (4, 204, 209, heads_q, heads_kv, d, d)
         problem = Problem(sparse.dtype, *sizes, -1, 0, d**-0.5, 90, 0)
-        selection = Selection(heads, 3, 4, sparse.block_size, True, 256)
+        selection = Selection(heads, 3, sparse.block_size, True, 256)
         for stem in SPARSE_STEMS:
             row = select(stem, problem, backend=sparse.backend, selection=selection)
             visited.add(row.name)

@@ -95,9 +95,8 @@ class SparseArrays(Arrays):
         self.rng = np.random.default_rng(len(name))
         p = self.problem
         heads_sel = p.num_heads_q if c.per_head else p.num_heads_kv
-        width = c.num_selected + c.own
         self.selection = Selection(
-            heads_sel, c.num_selected, width, c.block_size, own=c.own, chunk=c.chunk
+            heads_sel, c.num_selected, c.block_size, own=c.own, chunk=c.chunk
         )
         shape = (p.total_q, heads_sel, c.num_selected)
         most = max((-(-n // c.block_size) for n in c.case.lengths_k), default=0)

@@ -90,9 +90,8 @@ class SparseArrays(Arrays):
         p, rng = self.problem, np.random.default_rng(len(name))
         self.c, self.causal = c, c.case.window == CAUSAL
         heads_sel = p.num_heads_q if c.per_head else p.num_heads_kv
-        width = c.num_selected + c.own
         self.selection = Selection(
-            heads_sel, c.num_selected, width, c.block_size, own=c.own, chunk=c.chunk
+            heads_sel, c.num_selected, c.block_size, own=c.own, chunk=c.chunk
         )
         shape = (p.total_q, heads_sel, c.num_selected)
         most = max((-(-n // c.block_size) for n in c.case.lengths_k), default=0)
@@ -309,7 +308,7 @@ def test_block_order_of_long_chunks(words, memory, monkeypatch):
 
     monkeypatch.setattr(block_order_numba, "WORDS", words)
     a = SparseArrays("per head", memory)
-    a.selection = Selection(6, 3, 4, 16, own=True, chunk=256)
+    a.selection = Selection(6, 3, 16, own=True, chunk=256)
     a.build_table()
     rng, unsorted, unsorted_slots = np.random.default_rng(0), a.queries.copy(), a.query_slots.copy()
     for index in np.ndindex(a.lengths.shape):

@@ -51,7 +51,7 @@ def problem(
 
 def sparse(posed: Problem, group: int, block_size: int) -> tuple[Problem, Selection]:
     """The same problem with ``group`` query heads that share a selection."""
-    selection = Selection(1, 4, 5, block_size, own=True, chunk=256)
+    selection = Selection(1, 4, block_size, own=True, chunk=256)
     return replace(posed, num_heads_q=group), selection
 
 
@@ -233,7 +233,7 @@ def test_chunks_of_queries_keep_lists_linear_in_the_tokens() -> None:
         chunk = default_chunk(total, group, 1, head_dim)
         assert chunk & (chunk - 1) == 0 and -(-total // chunk) <= 64
         p = replace(problem(), total_q=total, total_k=total, num_heads_q=group)
-        selection = Selection(1, 16, 17, 64, own=True, chunk=chunk)
+        selection = Selection(1, 16, 64, own=True, chunk=chunk)
         assert selection.lists(p) <= 64 * (total // 64 + p.batch)
         assert selection.segments(p) <= 17 * total * (1 + 1 / selection.segment(p))
         assert selection.is_cut(p) == (total > min(chunk, 4 * selection.segment(p)))

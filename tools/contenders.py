@@ -226,7 +226,6 @@ def kernels(case: BenchCase, direction: str) -> str:
     selection = Selection(
         num_heads_sel=case.num_heads_kv,
         num_selected=blocks.num_selected,
-        width=blocks.num_selected + blocks.own,
         block_size=blocks.block_size,
         own=blocks.own,
         chunk=default_chunk(case.total, problem.group, 1, case.head_dim),

@@ -118,7 +118,7 @@ def sparse_builds(arch: str) -> Iterator[Build]:
     """What causal calls of block-sparse attention on ``arch`` need, with the blocks of the paper
     and no factors of blocks: native head_dims, both backward passes, a direction of three parts."""
     blocks = (HEADS_A_SELECTION, KEYS_A_BLOCK)
-    selection = Selection(1, 16, 17, KEYS_A_BLOCK, True, 256)
+    selection = Selection(1, 16, KEYS_A_BLOCK, True, 256)
     for head_dim, dtype in product(HEAD_DIMS, HALF):
         sizes = (1, 1, 1, HEADS_A_SELECTION, 1, head_dim, head_dim)
         problem = Problem(dtype, *sizes, -1, 0, 1.0, arch_number(arch), 0)

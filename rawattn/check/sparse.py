@@ -74,8 +74,7 @@ def _steps_with_rows(case: SparseCase, arch: int) -> tuple[str, ...] | None:
     sizes = (case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v)
     window = (-1, 0 if case.causal else -1)
     problem = Problem(case.dtype, 1, 1, 1, *sizes, *window, 1.0, arch, 0)
-    width = case.num_selected + case.own
-    blocks = (case.num_heads_sel, case.num_selected, width, case.block_size)
+    blocks = (case.num_heads_sel, case.num_selected, case.block_size)
     selection = Selection(*blocks, case.own, 256)
 
     def served(stems: tuple[str, ...]) -> bool:

@@ -9,13 +9,14 @@ from rawattn.variants import Variant, block_keys
 if TYPE_CHECKING:
     from rawattn.arrays import View
 
-_SIZES = "7if0q"  # batch .. window_right, softmax_scale; padded as C++ pads a struct
+_SIZES = "7if"  # batch .. window_right, softmax_scale
 
 
 def layout(fields: str, behind: str = "") -> struct.Struct:
     """The layout of a ``struct Args``: a "T" for each Tensor and a "P" for each pointer in it.
 
-    Then come ``sizes``, and what stands ``behind`` them, in the letters of ``struct``.
+    Then come ``sizes``, and what stands ``behind`` them, in the letters of ``struct``; the end is
+    padded as C++ pads a struct.
     """
     return struct.Struct("@" + fields.replace("T", "Pqq") + _SIZES + behind + "0q")
 

@@ -105,7 +105,7 @@ def double_backward(
     be those of ``forward`` on the same arrays. The other arguments are those of ``backward``.
     ``rounding`` rounds after every operation that autograd runs to differentiate dense attention
     twice: every product, sum and scaling, softmax and its backward each as one, and the backward of
-    the latter multiplied out (``_softmax_twice``); lse and what its cotangent adds are of float32.
+    the latter multiplied out (``softmax_twice``); lse and what its cotangent adds are of float32.
     P and the row terms then come from the rounded scores, as there, not from ``out`` and ``lse``.
     Returns ddout, ddlse, gq, gk, gv: with respect to dout, dlse, q, k and v, and of their shapes,
     all float64. They are 0 for a query whose lse is -inf, and for a row of no sequence.
@@ -140,7 +140,7 @@ def double_backward(
                 dS = P * (dP - D)
                 tdS = tP * (dP - D) + P * (tdP - W)
             else:
-                dS, tdS = _softmax_twice(P, E, dP, tdP, dL, r)
+                dS, tdS = softmax_twice(P, E, dP, tdP, dL, r)
             dX, tdX = r(s * dS), r(s * tdS)  # of X = Q K^T
             gQ = r(r(tdX @ K) + r(dX @ ddK))
             gK = r(r(r(tdX.swapaxes(1, 2) @ Q) + r(dX.swapaxes(1, 2) @ ddQ)).sum(axis=0))
@@ -150,7 +150,7 @@ def double_backward(
     return ddout, ddlse, gq, gk, gv
 
 
-def _softmax_twice(
+def softmax_twice(
     P: Array, E: Array, dP: Array, tdP: Array, dL: Array | float, r: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
     """dS and tdS by the operations of autograd, which knows no D and no W but sums P * dP itself.

@@ -22,7 +22,7 @@ from rawattn.reference.dense import (
     namespace,
     scale_of,
 )
-from rawattn.reference.second import _softmax_twice
+from rawattn.reference.second import softmax_twice
 from rawattn.reference.selection import parts
 
 
@@ -264,7 +264,7 @@ def double_backward(
             dS = P * (dP - D)
             tdS = tP * (dP - D) + P * (tdP - W)
         else:
-            dS, tdS = _softmax_twice(P, E, dP, tdP, dL, r)
+            dS, tdS = softmax_twice(P, E, dP, tdP, dL, r)
         dY, tdY = r(G * dS), r(r(G * tdS) + r(ddG * dS))
         dX, tdX = r(s * dY), r(s * tdY)
         gQ = r(r(tdX @ K) + r(dX @ ddK))
