@@ -134,12 +134,9 @@ def pose_selection(
     if block_counts is not None:
         checks.shape("block_counts", block_counts, shape[:2])
         checks.block_dtype("block_counts", dtype_counts)
-    ratio = num_heads_sel // problem.num_heads_kv
-    chunk = default_chunk(max(total_q, 1), problem.group, ratio, problem.head_dim)
+    chunk = default_chunk(max(total_q, 1), problem.group, problem.head_dim)
     selection = Selection(num_heads_sel, num_selected, block_size, own, chunk)
     checks.entries(num_heads_sel, total_q, selection.width)
-    if name != "block_mask":
-        checks.named_blocks(num_selected)
     checks.lists(selection.lists(problem))
     return selection
 

@@ -19,7 +19,6 @@ BLOCK_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**31 - 1
 MAX_ENTRIES = 2**31 - 1
-MAX_NAMED = 1024  # kernels_cu/sm80/block_lists.cu keeps them in shared memory
 LAYOUTS = {
     "q": "(total_q, num_heads_q, head_dim)",
     "k": "(total_k, num_heads_kv, head_dim)",
@@ -354,15 +353,6 @@ def entries(num_heads_sel: int, total_q: int, width: int) -> None:
             f"{total_q} queries with {num_heads_sel} selections of up to {width} blocks are "
             f"{total} entries of a block table: expected at most {MAX_ENTRIES}; split the batch, "
             "or select fewer and larger blocks"
-        )
-
-
-def named_blocks(num_selected: int) -> None:
-    """A query's blocks are ranked in shared memory, unless a mask has them in order."""
-    if num_selected > MAX_NAMED:
-        raise ValueError(
-            f"block_indices name {num_selected} blocks a query: expected at most {MAX_NAMED}; pass "
-            "a block_mask to block_table, or take larger blocks"
         )
 
 

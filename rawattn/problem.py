@@ -98,14 +98,12 @@ _SEGMENT_ROWS = 4096
 _FEW_SEGMENTS = 4  # of a list, that one CTA goes through without keeping the others waiting
 _L2_SHARE = 16 << 20  # bytes of a chunk's dQ sums: with its Q and dO they stay in a 50 MB L2
 _MOST_CHUNKS = 64  # keeps the lists' offsets linear in the tokens
-_MOST_ITEMS = 1 << 14  # of a chunk, for one kv head: what block_order sorts at once
 
 
-def default_chunk(total_q: int, group: int, ratio: int, head_dim: int) -> int:
+def default_chunk(total_q: int, group: int, head_dim: int) -> int:
     """Query tokens of a chunk: their gradients stay in the L2 cache while key blocks add to them.
 
-    ``group`` query heads read one kv head, ``ratio`` selections belong to it.
+    ``group`` query heads read one kv head. A power of two.
     """
     wanted = max(_L2_SHARE // (4 * group * head_dim), -(-total_q // _MOST_CHUNKS), 256)
-    chunk = 1 << (wanted - 1).bit_length()
-    return max(min(chunk, _MOST_ITEMS // ratio), 1)
+    return 1 << (wanted - 1).bit_length()

@@ -105,9 +105,6 @@ REFUSALS = [
     value(checks.block_size, 256, text="block_size is 256: expected 16, 32, 64 or 128; split"),
     kind(checks.block_size, 64.0, text=r"block_size is 64\.0: expected an integer, keys of"),
     value(checks.entries, 2, 2**28, 16, text="268435456 queries with 2 .*: expected at most 2147"),
-    value(
-        checks.named_blocks, 1025, text="block_indices name 1025 blocks .*: .* pass a block_mask"
-    ),
     value(checks.lists, 2**31, text="2147483648 lists of queries .*: expected at most 2147"),
     value(
         checks.beside_block_scale, "tblock_scale", True, False, text="tblock_scale is given without"
@@ -207,7 +204,6 @@ def test_every_rule_is_tested() -> None:
         (checks.selection_heads, (2, 8, 2)),
         (checks.selection_heads, (8, 8, 2)),
         (checks.entries, (1, 2**31 - 1, 1)),
-        (checks.named_blocks, (1024,)),
         (checks.lists, (2**31 - 1,)),
         (checks.beside_block_scale, ("tblock_scale", True, True)),
         (checks.beside_block_scale, ("tblock_scale", False, False)),

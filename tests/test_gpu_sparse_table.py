@@ -201,6 +201,16 @@ def test_many_short_sequences_and_long_lists(backend: str) -> None:
         check(sparse, chosen, build(sparse, chosen, source, backend=backend))
 
 
+@FAMILIES
+@pytest.mark.parametrize("own", [True, False])
+def test_more_named_than_are_ranked_in_shared_memory(own: bool, backend: str) -> None:
+    case = Case("crowd", (70, 3), (70, 3), num_heads_kv=2, group=2, causal=True)
+    sparse = Sparse(case, 16, num_selected=1100, own=own)
+    _, chosen = host_of(sparse)
+    source = {"block_indices": chosen.block_indices}
+    check(sparse, chosen, build(sparse, chosen, source, backend=backend))
+
+
 def test_without_lists() -> None:
     sparse = next(TABLES[0].problems())
     _, chosen = host_of(sparse)

@@ -229,8 +229,8 @@ def test_sums_of_gradients_are_read_as_wide_as_they_were_written(d: int, dv: int
 
 
 def test_chunks_of_queries_keep_lists_linear_in_the_tokens() -> None:
-    for total, group, head_dim in product((1, 300, 8192, 1 << 18), (1, 16), (64, 256)):
-        chunk = default_chunk(total, group, 1, head_dim)
+    for total, group, head_dim in product((1, 300, 8192, 1 << 18, 1 << 24), (1, 16), (64, 256)):
+        chunk = default_chunk(total, group, head_dim)
         assert chunk & (chunk - 1) == 0 and -(-total // chunk) <= 64
         p = replace(problem(), total_q=total, total_k=total, num_heads_q=group)
         selection = Selection(1, 16, 64, own=True, chunk=chunk)

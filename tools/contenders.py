@@ -228,6 +228,6 @@ def kernels(case: BenchCase, direction: str) -> str:
         num_selected=blocks.num_selected,
         block_size=blocks.block_size,
         own=blocks.own,
-        chunk=default_chunk(case.total, problem.group, 1, case.head_dim),
+        chunk=default_chunk(case.total, problem.group, case.head_dim),
     )
     return select(DIRECTIONS[direction].sparse_stem, problem, selection=selection).family

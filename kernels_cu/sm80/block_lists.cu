@@ -8,7 +8,7 @@
 #include "base/varlen.cuh"
 
 using cfg::BLOCK_M, cfg::NUM_WARPS;
-constexpr int MOST_SELECTED = 1024;  // of indices and patterns; masks have no limit
+constexpr int MOST_SELECTED = 1024;  // that are ranked in shared memory
 
 struct Args {
   const void* block_indices;  // (total_q, num_heads_sel, num_selected) int32, or uint8 if a mask
@@ -42,10 +42,8 @@ struct Item {
 };
 
 // One block of an item's list; every lane may write another one
-__device__ __forceinline__ void put(const Args& args, const Item& item, int place, int block,
-                                    int slot) {
+__device__ __forceinline__ void put(const Args& args, const Item& item, int place, int block) {
   args.blocks[item.list + place] = block;
-  args.slots[item.list + place] = slot;
   if (item.histogram) atomicAdd(item.histogram + block, 1);
 }
 
@@ -61,11 +59,15 @@ __device__ __forceinline__ int named(const Args& args, const Item& item, int slo
   return slot < count && block >= 0 && block < item.limit ? block : END;
 }
 
-// From indices or a pattern, by ranks: `candidates` are MOST_SELECTED + 1 numbers of this warp.
+// From indices or a pattern, by ranks. `candidates` are MOST_SELECTED + 1 numbers of this warp; more
+// are ranked in the item's slots, which are then looked up again.
 __device__ __forceinline__ int sort_named(const Args& args, const Item& item, int* candidates,
                                           int own, int count) {
   const int lane = threadIdx.x % WARP_SIZE, selected = args.sizes.num_selected;
   const int total = selected + (item.own >= 0);  // the own block stands behind all that are named
+  int* slots = args.slots + item.list;
+  const bool many = selected > MOST_SELECTED;
+  if (many) candidates = slots;
   for (int i = lane; i < total; i += WARP_SIZE) {
     candidates[i] = i < selected ? named(args, item, i, own, count) : item.own;
   }
@@ -87,10 +89,19 @@ __device__ __forceinline__ int sort_named(const Args& args, const Item& item, in
     const int block = i < total ? candidates[i] : END;
     int rank = 0;
     for (int j = 0; j < total; ++j) rank += candidates[j] < block;
-    if (block != END) put(args, item, rank, block, i < selected ? i : OWN);
+    if (block != END) {
+      put(args, item, rank, block);
+      if (!many) slots[rank] = i < selected ? i : OWN;
+    }
     kept += __popc(__ballot_sync(0xffffffff, block != END));
   }
-  __syncwarp();  // the next item's candidates take their place
+  __syncwarp();  // the ranks are known: slots, and the next item's candidates, take their place
+  for (int place = lane; many && place < kept; place += WARP_SIZE) {
+    const int block = args.blocks[item.list + place];
+    int slot = 0;
+    while (slot < selected && named(args, item, slot, own, count) != block) ++slot;
+    slots[place] = slot < selected ? slot : OWN;
+  }
   return kept;
 }
 
@@ -105,7 +116,9 @@ __device__ __forceinline__ int compact_mask(const Args& args, const Item& item, 
     const bool marked = block < min(min(args.sizes.num_selected, count), item.limit) && mask[block];
     const unsigned some = __ballot_sync(0xffffffff, marked || block == item.own);
     if (some >> lane & 1) {
-      put(args, item, kept + __popc(some & ((1u << lane) - 1)), block, marked ? block : OWN);
+      const int place = kept + __popc(some & ((1u << lane) - 1));
+      put(args, item, place, block);
+      args.slots[item.list + place] = marked ? block : OWN;
     }
     kept += __popc(some);
   }

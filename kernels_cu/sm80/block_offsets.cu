@@ -1,18 +1,18 @@
 // block_offsets: where each list of items begins, and the lists cut into segments of work.
 //
 //   A CTA takes room for its lists, and for their segments, at once. Lists lie in the order in which
-//   CTAs come, which changes nothing that is computed from them. Grid: (runs of NUM_WARPS x 32
-//   lists).
+//   CTAs come, which changes nothing that is computed from them. Should cu_seqlens not ascend, there
+//   are more items than places: what has none is left out. Grid: (runs of NUM_WARPS x 32 lists).
 // Twin: rawattn/ops/block_offsets_numba.py.
 #include "base/selection.cuh"
 
 using cfg::NUM_WARPS;
 
 struct Args {
-  const int* lengths;  // (chunks, num_heads_kv, units)
-  int* starts;         // (chunks, num_heads_kv, units)
-  int* cursor;         // (2 + lists,), zeroed; the first two are items and segments so far
-  int* work;           // (segments, 4): list, first place in queries, items, 0; filled with -1
+  int* lengths;  // (chunks, num_heads_kv, units); cut where there is no room
+  int* starts;   // (chunks, num_heads_kv, units)
+  int* cursor;   // (2 + lists,), zeroed; the first two are items and segments so far
+  int* work;     // (segments, 4): list, first place in queries, items, 0; filled with -1
   int batch;
   int total_q;
   int total_k;
@@ -66,11 +66,18 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
   }
   __syncthreads();  // so are the warps' places
   if (list >= lists) return;
+  const int64_t places =
+      static_cast<int64_t>(args.sizes.num_heads_sel) * args.total_q * args.sizes.width;
+  const int64_t room_for_work = min(lists, places) + places / args.segment;
   const int start = of_warp[warp].x + items.before;
+  const int kept = places - start >= length ? length : max(static_cast<int>(places - start), 0);
   args.starts[list] = start;
-  int4* work = reinterpret_cast<int4*>(args.work) + of_warp[warp].y + cuts.before;
-  for (int i = 0; i < segments; ++i) {
+  if (kept < length) args.lengths[list] = kept;
+  const int64_t first_cut = of_warp[warp].y + cuts.before;
+  int4* work = reinterpret_cast<int4*>(args.work) + first_cut;
+  for (int i = 0; i < segments && first_cut + i < room_for_work; ++i) {
     const int first = i * args.segment;
-    work[i] = int4{static_cast<int>(list), start + first, min(args.segment, length - first), 0};
+    if (first >= kept) break;
+    work[i] = int4{static_cast<int>(list), start + first, min(args.segment, kept - first), 0};
   }
 }

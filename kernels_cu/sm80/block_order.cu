@@ -1,13 +1,17 @@
 // block_order: each list of items ascending, so that sums over it have one order.
 //
-//   A warp owns a list. Up to 32 items are ranked by comparison; more are marked in a bitmap of the
-//   chunk's items, where an item's rank is the number of marks before it. Grid: (runs of NUM_WARPS
-//   lists).
+//   A warp owns a list. Up to 32 items are ranked by comparison; more are marked in a bitmap of
+//   SPAN of the chunk's items after the other, where an item's rank is the number of marks before
+//   it. Grid: (runs of NUM_WARPS lists).
+//
+// Items are copied first: should cu_seqlens not ascend, a list has an item twice, and no place may
+// stay unwritten.
 // Twin: rawattn/ops/block_order_numba.py.
 #include "base/selection.cuh"
 
 using cfg::NUM_WARPS;
-constexpr int WORDS = 512;  // of a bitmap: problem.py keeps a chunk within 32 * WORDS items
+constexpr int WORDS = 512;  // of a bitmap
+constexpr int SPAN = 32 * WORDS;
 
 struct Args {
   const int* starts;          // (chunks, num_heads_kv, units)
@@ -39,6 +43,11 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
   const int length = args.lengths[list];
   if (length == 0) return;
   const int start = args.starts[list];
+  for (int i = lane; i < length; i += WARP_SIZE) {
+    args.queries[start + i] = args.unsorted[start + i];
+    args.query_slots[start + i] = args.unsorted_slots[start + i];
+  }
+  __syncwarp();  // every place has an item
   if (length <= WARP_SIZE) {
     const int item = lane < length ? args.unsorted[start + lane] : END;
     int rank = 0;
@@ -49,36 +58,42 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
     }
     return;
   }
-  const int chunk = static_cast<int>(list / (static_cast<int64_t>(args.num_heads_kv) * units));
-  const int ratio = args.sizes.num_heads_sel / args.num_heads_kv;
-  const int items = args.sizes.chunk * ratio, first = chunk * items;
-  const int words = ceil_div(items, 32);
+  const int64_t chunk = list / (static_cast<int64_t>(args.num_heads_kv) * units);
+  const int64_t items =
+      static_cast<int64_t>(args.sizes.chunk) * (args.sizes.num_heads_sel / args.num_heads_kv);
   uint32_t* bitmap = bitmaps[warp];
-  for (int w = lane; w < words; w += WARP_SIZE) bitmap[w] = 0;
-  __syncwarp();  // the bitmap is empty
-  for (int i = lane; i < length; i += WARP_SIZE) {
-    const int item = args.unsorted[start + i] - first;
-    atomicOr(bitmap + item / 32, 1u << (item % 32));
-  }
-  __syncwarp();  // all items are marked
   int marks = 0;
-  for (int w0 = 0; w0 < words; w0 += WARP_SIZE) {
-    const int count = w0 + lane < words ? __popc(bitmap[w0 + lane]) : 0;
-    int inclusive = count;
-#pragma unroll
-    for (int step = 1; step < WARP_SIZE; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffff, inclusive, step);
-      if (lane >= step) inclusive += below;
+  for (int64_t first = chunk * items; first < (chunk + 1) * items; first += SPAN) {
+    const int64_t left = (chunk + 1) * items - first;
+    const int words = left < SPAN ? ceil_div(static_cast<int>(left), 32) : WORDS;
+    for (int w = lane; w < words; w += WARP_SIZE) bitmap[w] = 0;
+    __syncwarp();  // the bitmap is empty
+    for (int i = lane; i < length; i += WARP_SIZE) {
+      const int64_t bit = args.unsorted[start + i] - first;
+      if (bit >= 0 && bit < words * 32) atomicOr(bitmap + bit / 32, 1u << (bit % 32));
     }
-    if (w0 + lane < words) before[warp][w0 + lane] = marks + inclusive - count;
-    marks += __shfl_sync(0xffffffff, inclusive, WARP_SIZE - 1);
-  }
-  __syncwarp();  // all words are counted
-  for (int i = lane; i < length; i += WARP_SIZE) {
-    const int item = args.unsorted[start + i], bit = item - first;
-    const uint32_t below = bitmap[bit / 32] & ((1u << (bit % 32)) - 1);
-    const int place = start + before[warp][bit / 32] + __popc(below);
-    args.queries[place] = item;
-    args.query_slots[place] = args.unsorted_slots[start + i];
+    __syncwarp();  // the span's items are marked
+    for (int w0 = 0; w0 < words; w0 += WARP_SIZE) {
+      const int count = w0 + lane < words ? __popc(bitmap[w0 + lane]) : 0;
+      int inclusive = count;
+#pragma unroll
+      for (int step = 1; step < WARP_SIZE; step *= 2) {
+        const int below = __shfl_up_sync(0xffffffff, inclusive, step);
+        if (lane >= step) inclusive += below;
+      }
+      if (w0 + lane < words) before[warp][w0 + lane] = marks + inclusive - count;
+      marks += __shfl_sync(0xffffffff, inclusive, WARP_SIZE - 1);
+    }
+    __syncwarp();  // all words are counted
+    for (int i = lane; i < length; i += WARP_SIZE) {
+      const int item = args.unsorted[start + i];
+      const int64_t bit = item - first;
+      if (bit < 0 || bit >= words * 32) continue;
+      const uint32_t below = bitmap[bit / 32] & ((1u << (bit % 32)) - 1);
+      const int place = start + before[warp][bit / 32] + __popc(below);
+      args.queries[place] = item;
+      args.query_slots[place] = args.unsorted_slots[start + i];
+    }
+    __syncwarp();  // every lane has left the bitmap
   }
 }

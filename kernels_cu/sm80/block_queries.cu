@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
   const int units = units_of(args.total_k, args.batch, sizes.block_size);
   const int first_unit = unit_of(keys.start, tile.batch_index, 0, sizes.block_size);
   const int head_sel = blockIdx.y, ratio = sizes.num_heads_sel / args.num_heads_kv;
+  const int64_t places = static_cast<int64_t>(sizes.num_heads_sel) * args.total_q * sizes.width;
   const int rows = min(BLOCK_M, tile.length - tile.block * BLOCK_M);
   for (int i = threadIdx.x; i < rows * sizes.width; i += NUM_WARPS * WARP_SIZE) {
     const int64_t token = tile.start + tile.block * BLOCK_M + i / sizes.width;
@@ -48,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
     const int64_t list =
         (token / sizes.chunk * args.num_heads_kv + head_sel / ratio) * units + first_unit + block;
     const int place = args.starts[list] + atomicAdd(args.cursor + 2 + list, 1);
+    if (place >= places) continue;  // block_offsets found no room for it either
     args.unsorted[place] = static_cast<int>(token) * ratio + head_sel % ratio;
     args.unsorted_slots[place] = args.slots[at];
   }

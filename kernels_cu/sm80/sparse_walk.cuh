@@ -173,7 +173,8 @@ __device__ __forceinline__ void produce(const Ring& ring, const QueryTile& tile,
       }
     }
 #pragma unroll 1
-    for (int key = block * BLOCK_SIZE; key < (block + 1) * BLOCK_SIZE; key += BLOCK_N) {
+    for (int part = 0; part < BLOCK_SIZE / BLOCK_N; ++part) {
+      const int key = block * BLOCK_SIZE + part * BLOCK_N;
       if (key >= tile.keys.length) break;
       unsigned free = 0;
       while (free == 0) {
