@@ -125,7 +125,8 @@ __device__ __forceinline__ int compact_mask(const Args& args, const Item& item, 
   return kept;
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
+// After 9.0 the compiler of CUDA 13.5 takes too few registers on its own, and spills.
+extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE, __CUDA_ARCH__ < 1000 ? 0 : 1)
     block_lists(const __grid_constant__ Args args) {
   __shared__ int candidates[NUM_WARPS][MOST_SELECTED + 1];
   const TileOfSequence tile =
