@@ -166,17 +166,41 @@ def test_diff_catches(fault: str, check, candidate, tmp_path) -> None:
     old, new, tensors = FAULTS[fault]
     file = tmp_path / "found.json"
     place = candidate(old, new)
-    result = check("diff", "--candidate", place, "--framework", "numpy", "--quick", "--json", file)
+    arguments = ("--framework", "numpy", "--quick", "--no-diagnosis", "--json", file)
+    result = check("diff", "--candidate", place, *arguments)
     assert result.exit_code == 1, result.output
     assert failed(file) == names(tensors), "these tensors and no other"
-    assert "FAIL" in result.output and not json.loads(file.read_text())["ok"]
+    found = json.loads(file.read_text())
+    assert "FAIL" in result.output and not found["ok"] and "diagnosis" not in found
+
+
+def test_diff_ends_with_a_diagnosis(check, candidate, tmp_path) -> None:
+    file, page = tmp_path / "found.json", tmp_path / "page.html"
+    place = candidate("dlse=dlse", "dlse=None")
+    arguments = ("--framework", "numpy", "--filter", "edges-", "--json", file, "--html", page)
+    result = check("diff", "--candidate", place, *arguments)
+    assert result.exit_code == 1
+    found = json.loads(file.read_text())["diagnosis"]
+    bugs = {(finding["side"], finding["bug"]) for finding in found["findings"]}
+    assert bugs == {("candidate", "lse-gradient-dropped")}, found["findings"]
+    assert found["findings"][0]["title"] in " ".join(result.output.split())
+    assert found["findings"][0]["title"] in page.read_text(encoding="utf-8").lower()
+    assert result.output.rstrip().splitlines()[-1].startswith("FAILED: "), "the summary is last"
+
+
+def test_diff_writes_a_page_of_what_is_right(check, candidate, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    arguments = ("--framework", "numpy", "--filter", "window-narrow", "--html", page)
+    assert check("diff", "--candidate", candidate(), *arguments).exit_code == 0
+    assert "Nothing is wrong" in page.read_text(encoding="utf-8")
 
 
 def test_diff_shows_sequence_and_head(check, candidate) -> None:
     case = next(case for case in standard("small") if case.name == "unequal")
     assert case.lengths_q[:2] == (3, 17)
     place = candidate("out[...] = result", "out[...] = result; out[3:20, 1] *= 1.5")
-    result = check("diff", "--candidate", place, "--framework", "numpy", "--filter", str(case))
+    arguments = ("--framework", "numpy", "--no-diagnosis", "--filter", str(case))
+    result = check("diff", "--candidate", place, *arguments)
     assert result.exit_code == 1 and "error of out by sequence and head" in result.output
     assert re.search(r"^FAIL worst at \(\d+, 1, \d+\)", result.output, re.MULTILINE)
     assert "(sequence 1, head 1)" in " ".join(result.output.split())
@@ -210,7 +234,7 @@ def test_diff_leaves_dlse_out_where_double_backward_cannot_take_it(check, candid
 
 def test_diff_against_another_function(check, candidate) -> None:
     right, wrong = candidate(), candidate("out[...] = result", "out[...] = 2 * result", "other.py")
-    arguments = ("diff", "--framework", "numpy", "--quick", "--candidate")
+    arguments = ("diff", "--framework", "numpy", "--quick", "--no-diagnosis", "--candidate")
     assert check(*arguments, right, "--against", right).exit_code == 0
     result = check(*arguments, right, "--against", wrong)
     assert result.exit_code == 1 and "FAIL" in result.output
@@ -222,7 +246,8 @@ def test_diff_against_another_function(check, candidate) -> None:
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the wrong function
 def test_diff_against_torch(check, candidate) -> None:
     pytest.importorskip("torch")
-    arguments = ("diff", "--framework", "numpy", "--against", "torch", "--candidate")
+    torch = ("--against", "torch", "--no-diagnosis")
+    arguments = ("diff", "--framework", "numpy", *torch, "--candidate")
     result = check(*arguments, candidate())
     assert result.exit_code == 0, result.output
     assert check(*arguments, candidate("causal else", "causal and 0 else")).exit_code == 1

@@ -22,6 +22,13 @@ from rawattn import env
 from rawattn.check import report
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import standard
+from rawattn.check.cli_diagnose import (
+    dump_command,
+    explain_command,
+    harness_command,
+    html_option,
+    show,
+)
 from rawattn.check.compiled import (
     Built,
     arch_number,
@@ -31,6 +38,9 @@ from rawattn.check.compiled import (
     standard_builds,
     warm_build,
 )
+from rawattn.check.diagnose import words
+from rawattn.check.diagnose.failures import SECONDS, explain_failures
+from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.machine import default_framework, gpu_arch, gpu_name, use_simulator, versions
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import Row, evaluate, jobs, judge_case
@@ -44,6 +54,7 @@ from rawattn.variants import serves
 QUICK_CASES = ("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40")
 QUICK_SPARSE = tuple(f"sparse-{name}" for name in ("edges-open", "counts", "no-own", "gate"))
 ARCHS_EACH = 1  # architectures a row is compiled for in a run without a GPU
+SECONDS_ON_GPU = 6.0  # SECONDS for a candidate that runs there
 
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write all of it."
@@ -68,6 +79,10 @@ def main(context: click.Context, json_file: Path | None, text: str, quick: bool)
         context.invoke(run, json_file=json_file, text=text, quick=quick)
     elif json_file or text or quick:
         raise click.UsageError(f"options of {context.invoked_subcommand} go behind its name")
+
+
+for command in (explain_command, dump_command, harness_command):
+    main.add_command(command)
 
 
 @main.command()
@@ -197,6 +212,10 @@ def warm(archs: tuple[str, ...], text: str) -> None:
     type=click.Choice(FRAMEWORKS),
     help="arrays the functions get; torch if it has a GPU here, else numpy.",
 )
+@click.option(
+    "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (up to half a minute)."
+)
+@html_option
 @json_option
 @filter_option
 @quick_option
@@ -204,6 +223,8 @@ def diff_command(
     candidate: str,
     against: str,
     framework: str | None,
+    diagnosis: bool,
+    html_file: Path | None,
     json_file: Path | None,
     text: str,
     quick: bool,
@@ -215,7 +236,9 @@ def diff_command(
     words is judged alone. Each is called with the keywords that it names. Functions with a
     parameter block_indices have the signatures of rawattn.sparse_forward, sparse_backward,
     sparse_double_backward and sparse_jvp, and are judged on sparse cases. Small cases on a CPU,
-    large ones on a GPU. Errors are shown by tensor, sequence and head.
+    large ones on a GPU. Errors are shown by tensor, sequence and head. Where something is wrong, a
+    diagnosis follows: which bug it is, with the evidence, from small problems of the kind that
+    failed; with --against, which side.
     """
     began = time.perf_counter()
     use_simulator()
@@ -239,7 +262,14 @@ def diff_command(
         for case in progress.track(cases, description="judging"):
             rows += evaluate(judged, case, other)
     title = f"{candidate} against {against}"
-    finish(rows, [], began, json_file, title, all_tensors=True)
+    bad = {row.case for row in rows if row.verdict.verdict in ("FAIL", "vacuous")}
+    failing = [case for case in cases if str(case) in bad]
+    found = Diagnosis(title, (), facts=(f"{len(cases) - len(failing)} cases are right",))
+    if diagnosis and failing:
+        seconds = SECONDS if size == "small" else SECONDS_ON_GPU
+        found = explain_failures(judged, failing, other, against=against, seconds=seconds)
+    shown = found if diagnosis else None
+    finish(rows, [], began, json_file, title, all_tensors=True, found=shown, html_file=html_file)
 
 
 def other_side(against: str, framework: str) -> Candidate | None:
@@ -257,8 +287,10 @@ def finish(
     title: str = "",
     *,
     all_tensors: bool = False,
+    found: Diagnosis | None = None,
+    html_file: Path | None = None,
 ) -> None:
-    """Show what was found, write the JSON file, leave with the exit code."""
+    """Show what was found, write the files, leave with the exit code."""
     console = Console()
     if rows:
         console.print(report.case_table(rows, title, all_tensors=all_tensors))
@@ -270,7 +302,13 @@ def finish(
         console.print(report.compile_table(built))
     for fault in report.compile_faults(built):
         console.print(fault, style="red", markup=False)
+    if found is not None and (found.findings or html_file):
+        console.print()
+        show(found, html_file)
+        console.print()
     console.print(report.summary(rows, built, time.perf_counter() - began))
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(rows, built), indent=1, allow_nan=False))
+        whole = report.as_json(rows, built)
+        whole |= {} if found is None else {"diagnosis": words.as_json(found)}
+        json_file.write_text(json.dumps(whole, indent=1, allow_nan=False))
     sys.exit(0 if report.passed(rows, built) else 1)

@@ -1,0 +1,339 @@
+"""The subcommands of rawattn-check that name bugs: explain, dump, harness.
+
+They leave with 0 where nothing is wrong, and with 1 where something is. What ``diff`` ends with is
+in ``diagnose.failures``. Long by options and help texts, which stand together.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rawattn.check.candidate import Candidate, Unsupported, load
+from rawattn.check.cases import DTYPES, Case, standard
+from rawattn.check.diagnose import words
+from rawattn.check.diagnose.diagnosis import diagnose
+from rawattn.check.diagnose.failures import (
+    answers_of,
+    explain_failure,
+    explain_failures,
+    question_of,
+    reference_answers,
+)
+from rawattn.check.diagnose.files import Saved, dump, load_two, read
+from rawattn.check.diagnose.findings import Diagnosis
+from rawattn.check.diagnose.harness import examine, load_compare
+from rawattn.check.diagnose.page import page
+from rawattn.check.diagnose.printed import explain_log
+from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.machine import default_framework, use_simulator
+from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
+from rawattn.check.transfer import FRAMEWORKS
+
+__all__ = ["dump_command", "explain_command", "explain_failure", "explain_failures", "show"]
+
+File = click.Path(dir_okay=False, path_type=Path)
+Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def _integers(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.strip("[]() ").split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from None
+
+
+html_option = click.option("--html", "html_file", type=File, help="write it as one page to FILE.")
+json_option = click.option("--json", "json_file", type=File, help="write all of it.")
+framework_option = click.option(
+    "--framework",
+    type=click.Choice(FRAMEWORKS),
+    help="arrays the function gets; torch if it has a GPU here, else numpy.",
+)
+
+
+@click.command("explain")
+@click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
+@click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
+@click.option(
+    "--lengths", callback=_integers, help="tokens of the sequences that the log is about."
+)
+@click.option("--names", help="with --log: words in the two sides' names, such as manual,cuda.")
+@click.option("--full", is_flag=True, help="show every identity and every part.")
+@html_option
+@json_option
+def explain_command(
+    files: tuple[Path, ...],
+    log_file: Path | None,
+    lengths: tuple[int, ...] | None,
+    names: str | None,
+    full: bool,
+    html_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
+
+    A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
+    causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names. A
+    single file is compared with the float64 attention of its inputs. With B.npz both sides are
+    judged; one of the two must have the inputs. `rawattn-check dump` writes such a file.
+    """
+    if bool(files) == bool(log_file) or len(files) > 2:
+        raise click.UsageError("say one or two .npz files, or --log FILE")
+    if files and (lengths or names):
+        raise click.UsageError("--lengths and --names are for --log; files say it in their arrays")
+    if log_file:
+        diagnosis = _of_log(log_file, lengths, names)
+    else:
+        diagnosis = _of_files(*map(str, files))
+    finish(diagnosis, html_file, json_file, full=full)
+
+
+@click.command("dump")
+@click.argument("case", required=False)
+@click.option("--list", "listing", is_flag=True, help="show the standard cases.")
+@click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
+@click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
+@framework_option
+@click.option("--lengths", callback=_integers, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", callback=_integers, help="their keys, where these are other numbers.")
+@click.option("--heads", default=4, show_default=True, help="query heads.")
+@click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
+@click.option("--head-dim", default=64, show_default=True)
+@click.option("--head-dim-v", type=int, help="of v and out; the same by default.")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
+@click.option("--causal", is_flag=True)
+@click.option(
+    "--window", callback=_integers, help="LEFT,RIGHT keys beside a query's own; -1 is open."
+)
+@click.option("--softmax-scale", type=float, help="head_dim ** -0.5 by default.")
+@click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
+@click.option("--num-selected", default=4, show_default=True, help="block-sparse: blocks a query.")
+@click.option("--seed", default=0, show_default=True)
+def dump_command(
+    case: str | None,
+    listing: bool,
+    file: Path | None,
+    candidate: str | None,
+    framework: str | None,
+    lengths: tuple[int, ...] | None,
+    seed: int,
+    **sizes: Any,
+) -> None:
+    """Write inputs and results of a case to a .npz file, for `rawattn-check explain`.
+
+    CASE is one of the standard cases of --list; with --lengths a random one is made. Run your
+    kernel on the inputs, save its results under the same names, and let the two be explained.
+    """
+    if listing:
+        Console().print(_list())
+        return
+    if bool(case) == bool(lengths):
+        raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
+    use_simulator()
+    chosen = _standard_case(case) if case else _random_case(lengths or (), **sizes)
+    whose = candidate or "the reference"
+    try:
+        if candidate:
+            judged = load(candidate, framework or default_framework())
+            question = question_of(judged.fit(chosen), seed, clean=bool(lengths))
+            answers = _results(judged, question)
+        else:
+            question = question_of(chosen, seed, clean=bool(lengths))
+            question = replace(question, out=None, lse=None)
+            answers = reference_answers(question)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    path = file or Path(f"{chosen}.npz")
+    dump(path, question, answers)
+    console = Console()
+    console.print(Text(f"{path}: {_sizes(question)}"))
+    console.print(Text(f"results of {whose}: {', '.join(answers)}"))
+
+
+@click.command("harness")
+@click.argument("compare", metavar="FILE.py:COMPARE")
+@framework_option
+@click.option("--full", is_flag=True, help="show everything that was tried.")
+@html_option
+@json_option
+def harness_command(
+    compare: str,
+    framework: str | None,
+    full: bool,
+    html_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Show which wrong results a comparison function lets pass.
+
+    COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It
+    is fed wrong results (scaled, shifted, zeroed, NaN, of another shape) and right ones.
+    """
+    try:
+        function = load_compare(compare)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    finish(examine(function, framework or default_framework()), html_file, json_file, full=full)
+
+
+def finish(
+    diagnosis: Diagnosis, html_file: Path | None, json_file: Path | None, *, full: bool
+) -> NoReturn:
+    """Show and write a diagnosis, and leave with the exit code."""
+    show(diagnosis, html_file, full=full)
+    if json_file is not None:
+        text = json.dumps(words.as_json(diagnosis), indent=1, allow_nan=False)
+        json_file.write_text(text, encoding="utf-8")
+    sys.exit(0 if words.nothing_wrong(diagnosis) else 1)
+
+
+def show(diagnosis: Diagnosis, html_file: Path | None, *, full: bool = False) -> None:
+    """Show a diagnosis on the terminal, and write its page."""
+    Console().print(words.render(diagnosis, full=full))
+    if html_file is not None:
+        html_file.write_text(page(diagnosis), encoding="utf-8")
+
+
+def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:
+    sides = tuple(part.strip() for part in names.split(",")) if names else ()
+    if names and (len(sides) != 2 or not all(sides)):
+        raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        return explain_log(text, lengths=lengths, names=(sides[0], sides[1]) if sides else None)
+    except ValueError as error:
+        raise click.UsageError(f"{file}: {error}") from error
+
+
+def _of_files(one: str, other: str | None = None) -> Diagnosis:
+    """The diagnosis of one side or of two; ``facts`` say what was read, and what was not."""
+    try:
+        if other is None:
+            saved = read(one)
+            sides, question = {"A": saved}, saved.question
+        else:
+            a, b, question = load_two(one, other)
+            sides = {"A": a, "B": b}
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    paths = " and ".join(saved.path for saved in sides.values())
+    if question is None:
+        raise click.UsageError(
+            f"{paths}: there is no q, k and v. Save them with the results: without its inputs no "
+            "result can be computed again"
+        )
+    judged = {name: saved for name, saved in sides.items() if saved.answers}
+    if not judged:
+        raise click.UsageError(
+            f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
+        )
+    return _of_sides(question, judged, sides)
+
+
+def _of_sides(question: Question, judged: dict[str, Saved], read_: dict[str, Saved]) -> Diagnosis:
+    first, *others = judged
+    against = (others[0], judged[others[0]].answers) if others else None
+    diagnosis = diagnose(question, judged[first].answers, side=first, against=against)
+    facts = []
+    for name, saved in read_.items():
+        there = ", ".join(saved.answers) or "inputs alone"
+        facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
+    title = " against ".join(f"{name} ({judged[name].path})" for name in judged)
+    if not others:
+        title += " against the float64 reference"
+    return replace(diagnosis, title=title, facts=(*diagnosis.facts, *facts))
+
+
+def _results(candidate: Candidate, question: Question) -> Answers:
+    try:
+        return answers_of(candidate, question)
+    except Unsupported as lack:
+        raise click.UsageError(f"{candidate.name} cannot do this case: {lack}") from lack
+    except Exception as error:  # whatever a candidate throws
+        text = f"{candidate.name} raises {type(error).__name__}: {error}"
+        raise click.ClickException(text) from error
+
+
+def _list() -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    for column in ("case", "tokens", "heads", "head_dim", "mask"):
+        table.add_column(column, no_wrap=column == "case", overflow="fold")
+    for case in _standard():
+        window = f", window {case.window}" if case.window != (-1, -1) else ""
+        table.add_row(
+            str(case),
+            _one_or_two(sum(case.lengths_q), sum(case.lengths_k)),
+            _one_or_two(case.num_heads_q, case.num_heads_kv),
+            _one_or_two(case.head_dim, case.head_dim_v),
+            ("causal" if case.causal else "not causal") + window,
+        )
+    return table
+
+
+def _one_or_two(of_queries: int, of_keys: int) -> str:
+    return str(of_queries) if of_queries == of_keys else f"{of_queries}/{of_keys}"
+
+
+def _standard() -> tuple[Case, ...]:
+    return *standard("small"), *standard_sparse("small")
+
+
+def _standard_case(name: str) -> Case:
+    for case in _standard():
+        if name in (case.name, str(case)):
+            return case
+    raise click.UsageError(f"no standard case is called {name!r}; --list shows them")
+
+
+def _random_case(
+    lengths: tuple[int, ...],
+    *,
+    lengths_k: tuple[int, ...] | None,
+    heads: int,
+    heads_kv: int | None,
+    head_dim: int,
+    head_dim_v: int | None,
+    block_size: str | None,
+    num_selected: int,
+    window: tuple[int, ...] | None,
+    **same: Any,
+) -> Case:
+    heads_kv = heads_kv or heads
+    if heads_kv < 1 or heads % heads_kv:
+        raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
+    if len(lengths_k or lengths) != len(lengths):
+        raise click.UsageError("--lengths and --lengths-k must be as many")
+    if window is not None and len(window) != 2:
+        raise click.UsageError("--window must be two integers, LEFT,RIGHT")
+    sizes: dict[str, Any] = {
+        **{"lengths_q": lengths, "lengths_k": lengths_k or lengths},
+        **{"num_heads_kv": heads_kv, "group": heads // heads_kv},
+        **{"head_dim": head_dim, "head_dim_v": head_dim_v or head_dim},
+        **{"past_q": 0, "past_k": 0, "window": window or (-1, -1)},
+    }
+    kind: Callable[..., Case] = Case
+    if block_size is not None:
+        kind = SparseCase
+        sizes |= {"block_size": int(block_size), "num_selected": num_selected}
+        sizes["sliding"] = window is not None
+    return kind("random", **sizes, **same)
+
+
+def _sizes(question: Question) -> str:
+    q, k = question.q.shape, question.k.shape
+    return (
+        f"{question.batch} sequences, q {q}, k {k}, {question.dtype}, "
+        f"{'causal' if question.causal else 'not causal'}"
+    )

@@ -1,0 +1,265 @@
+"""``diagnose``: which side is wrong, and which bug it is, with the evidence.
+
+Each side is judged on its own: by identities that need no reference (``invariants``), by the bugs
+of the catalogue (``match``), and by proofs from structure for those that nobody can plant
+(``proofs``). What stages have in common is one finding.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose import invariants, proofs, structure
+from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.cut import cut
+from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
+from rawattn.check.diagnose.match import Explained, StageVerdict, judge_stage
+from rawattn.check.diagnose.question import STAGES, Answers, Question
+
+ORDER = {name: place for place, name in enumerate(CLASSES)}
+
+
+def diagnose(
+    question: Question,
+    answers: Answers,
+    *,
+    side: str = "candidate",
+    call: Callable[[Question], Answers] | None = None,
+    against: tuple[str, Answers] | None = None,
+) -> Diagnosis:
+    """What is wrong with ``answers`` to ``question``.
+
+    side: what to call whoever gave them. call: that function itself, to be asked again on other
+    inputs. against: the name and the answers of another side, judged in the same way.
+    """
+    sides = [(side, answers, call)]
+    if against is not None:
+        sides.append((*against, None))
+    findings: list[Finding] = []
+    checks: list[Check] = []
+    facts: list[str] = []
+    whole, shown = question, answers
+    for name, given, again in sides:
+        question, part, fact = cut(whole, given)
+        facts += [f"{name}: {fact}"] if fact else []
+        found, held, said = _judge(question, part, name, again)
+        if name == side or (found and not findings):
+            shown = part
+        findings += found
+        checks += held
+        facts += said
+    reference = reference_of(question, shown)
+    facts.insert(0, _sizes(whole))
+    return Diagnosis(
+        title=" against ".join(name for name, _, _ in sides),
+        findings=tuple(findings),
+        checks=tuple(checks),
+        levels=structure.levels(question, shown, reference),
+        maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
+        facts=tuple(facts),
+    )
+
+
+def reference_of(question: Question, answers: Answers) -> Answers:
+    """The right values of what there is, a backward pass given the out and lse that it had."""
+    found: Answers = {}
+    given = None
+    if question.out is not None and question.lse is not None:
+        given = question.out, question.lse
+    for stage in question.stages:
+        if any(name in answers for name in STAGES[stage]):
+            found |= solve(question, stage, given=given)
+    return {name: found[name] for name in answers if name in found}
+
+
+def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
+    """What rounding of the stored results alone makes of errors."""
+    return {
+        name: float(np.finfo(np.float32).eps * 16 + _eps(answers[name]))
+        * float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
+        for name, x in reference.items()
+    }
+
+
+def _eps(x: np.ndarray) -> float:
+    return 2.0**-8 if x.dtype.itemsize == 2 else float(np.finfo(x.dtype).eps)
+
+
+def _sizes(question: Question) -> str:
+    q = question
+    lengths = ", ".join(map(str, q.lengths_q[:8])) + (", ..." if q.batch > 8 else "")
+    other = "" if q.lengths_q == q.lengths_k else " queries, other numbers of keys,"
+    mask = "causal" if q.causal else "not causal"
+    window = "" if q.window == (-1, -1) else f", window {q.window}"
+    kind = "block-sparse attention" if q.sparse else "attention"
+    return (
+        f"{kind} of {q.batch} sequences ({lengths}{other} tokens), {q.num_heads_q} heads on "
+        f"{q.num_heads_kv}, head_dim {q.q.shape[2]}, {mask}{window}, {q.dtype.name}"
+    )
+
+
+# ---- one side ---------------------------------------------------------------------------------
+
+
+def _judge(
+    question: Question,
+    answers: Answers,
+    side: str,
+    call: Callable[[Question], Answers] | None,
+) -> tuple[list[Finding], list[Check], list[str]]:
+    verdicts = [
+        verdict
+        for stage in question.stages
+        if (verdict := judge_stage(question, answers, stage)) is not None
+    ]
+    checks = list(invariants.checks(question, answers, side, call=call))
+    facts = [
+        f"{side}: {', '.join(v.tensors)} right, with rounding as of {v.precision}"
+        for v in verdicts
+        if v.sound
+    ]
+    findings = proofs.of_race(question, answers, side, call)
+    if not findings:
+        findings = _resolve(question, answers, side, verdicts)
+    for verdict in verdicts:
+        findings += proofs.of_noise(question, answers, side, verdict)
+    findings += proofs.of_zeros(question, answers, side)
+    failing = [check for check in checks if check.verdict == "FAIL"]
+    return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
+
+
+CONFIDENCE = ("proved", "high", "medium", "low")
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for each bug, the surest first."""
+    found: dict[str, Finding] = {}
+    for one in findings:
+        if one.bug not in found:
+            found[one.bug] = one
+            continue
+        old = found[one.bug]
+        found[one.bug] = replace(
+            old,
+            where=f"{old.where}; {one.where}",
+            confidence=min(old.confidence, one.confidence, key=CONFIDENCE.index),
+            evidence=old.evidence + one.evidence,
+            alternatives=tuple(name for name in old.alternatives if name in one.alternatives),
+        )
+    return sorted(found.values(), key=lambda one: CONFIDENCE.index(one.confidence))
+
+
+def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
+    said = tuple(
+        f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
+        f"{check.allowed:.1g}" + (f", in {check.where}" if check.where else "")
+        for check in failing[:3]
+    )
+    return replace(finding, evidence=finding.evidence + said)
+
+
+class _Part:
+    """Wrong tensors of one stage that one bug has to explain."""
+
+    def __init__(self, verdict: StageVerdict, explained: Sequence[Explained]) -> None:
+        self.verdict, self.tensors = verdict, explained[0].tensors
+        self.best: dict[str, Explained] = {}
+        for one in explained:
+            self.best.setdefault(one.name, one)
+
+
+def _resolve(
+    question: Question, answers: Answers, side: str, verdicts: Sequence[StageVerdict]
+) -> list[Finding]:
+    """One finding for each bug, the bugs as few as will do."""
+    wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
+    parts: list[_Part] = []
+    findings: list[Finding] = []
+    for verdict in verdicts:
+        groups: dict[tuple[str, ...], list[Explained]] = {}
+        for one in verdict.explained:
+            groups.setdefault(one.tensors, []).append(one)
+        parts += [_Part(verdict, group) for group in groups.values()]
+        if verdict.unexplained:
+            findings += proofs.of_structure(question, answers, side, verdict)
+
+    def merit(name: str, left: Sequence[_Part]) -> tuple[float, ...]:
+        """More parts first, then bugs of the wrong stages alone, then the finer fit."""
+        here = [part for part in left if name in part.best]
+        own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
+        worst = max(part.best[name].rms for part in here)
+        return -len(here), not own, worst > 1.5, ORDER.get(name, len(ORDER)), worst
+
+    left = list(parts)
+    found: list[Finding] = []
+    while left:
+        names = {name for part in left for name in part.best}
+        best = min(names, key=lambda name: merit(name, left))
+        here = [part for part in left if best in part.best]
+        others = set.intersection(*(set(part.best) for part in here)) - {best}
+        found += _findings(question, answers, side, best, here, sorted(others, key=_order))
+        left = [part for part in left if best not in part.best]
+    return found + findings
+
+
+def _order(name: str) -> int:
+    return ORDER.get(name, len(ORDER))
+
+
+def _findings(
+    question: Question,
+    answers: Answers,
+    side: str,
+    name: str,
+    parts: Sequence[_Part],
+    others: Sequence[str],
+) -> list[Finding]:
+    """The findings of a bug, or of two at once, in all parts that it explains."""
+    chosen = [part.best[name] for part in parts]
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    wrong = [
+        tensor for part in parts for tensor in part.tensors if not part.verdict.null[tensor].good
+    ]
+    stages = list(dict.fromkeys(part.verdict.stage for part in parts))
+    evidence: list[str] = []
+    for part, one in zip(parts, chosen, strict=True):
+        residual = max(one.fits[tensor].relative for tensor in part.tensors)
+        null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
+        form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
+        source = f", given {one.prediction.source}" if one.prediction.source else ""
+        evidence.append(
+            f"With this bug{form} planted in the float64 {part.verdict.stage}{source}, "
+            f"{', '.join(part.tensors)} agree to {residual:.2g} of their size: {one.rms:.2g} "
+            f"times the noise of {part.verdict.precision}. The right computation leaves {null:.2g}."
+        )
+    evidence += _places(question, answers, wrong)
+    clear = not others and not any(part.verdict.unexplained for part in parts)
+    return [
+        Finding(
+            side=side,
+            bug=single,
+            title=CLASSES[single].title if single in CLASSES else single,
+            where=f"{' and '.join(stages)}: {', '.join(wrong or tensors)}",
+            confidence="high" if clear else "medium",
+            evidence=tuple(evidence),
+            look_at=CLASSES[single].look_at if single in CLASSES else "",
+            alternatives=tuple(others),
+        )
+        for single in name.split(" + ")
+    ]
+
+
+def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> list[str]:
+    """Where the wrong rows of the first wrong tensor lie."""
+    if not tensors:
+        return []
+    name = tensors[0]
+    reference = reference_of(question, {name: answers[name]})
+    allowed = 8 * _allowances({name: answers[name]}, reference)[name]
+    if not math.isfinite(allowed):
+        return []
+    bad = structure.bad_rows(question, name, answers[name], reference[name], allowed)
+    return [f"{name}: {sentence}" for sentence in structure.where(question, name, bad)[:3]]

@@ -1,0 +1,85 @@
+"""What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. ``bug`` is a class of ``classes``, or "unknown" or "vacuous".
+
+    confidence: "proved" (an identity that needs no reference fails, and only so), "high" (the bug
+    planted in the reference gives the same numbers down to rounding, and no other one does),
+    "medium", "low". ``alternatives`` are bugs that would look the same on this data.
+    """
+
+    side: str
+    bug: str
+    title: str
+    where: str
+    confidence: str
+    evidence: tuple[str, ...]
+    look_at: str
+    alternatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """An identity that must hold on one side alone. verdict: "pass", "FAIL", "vacuous", or "-"
+    where the side does not have what the identity is about."""
+
+    side: str
+    name: str
+    text: str
+    value: float
+    allowed: float
+    verdict: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Slope and residual of one side over the other (least squares through 0), of one part.
+
+    level: "all", "sequence", "head", "row" or "tile"; ``key`` says which. residual: what the slope
+    leaves, relative to the size of the part; error: the largest difference.
+    """
+
+    tensor: str
+    level: str
+    key: str
+    slope: float
+    residual: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Map:
+    """A picture of errors: ``values`` is log10 of error over allowance, NaN where there is none.
+
+    boundaries: rows at which sequences begin.
+    """
+
+    tensor: str
+    caption: str
+    values: np.ndarray
+    rows: str
+    columns: str
+    boundaries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All of it. No findings: nothing is wrong. ``facts``: what was looked at, in sentences."""
+
+    title: str
+    findings: tuple[Finding, ...]
+    checks: tuple[Check, ...] = ()
+    levels: tuple[Level, ...] = ()
+    maps: tuple[Map, ...] = ()
+    facts: tuple[str, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        return not self.findings

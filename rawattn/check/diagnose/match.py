@@ -1,0 +1,521 @@
+"""Which bug, planted in the float64 computation, gives somebody's numbers down to rounding?
+
+Every stage (forward, backward, second, jvp) is judged on its own, at one precision after the
+other, the finest first: the right computation, then every bug of the catalogue, on all tensors of
+the stage or on some of them, then two bugs at once. What fits at a finer precision wins, so that a
+small bug is not taken for coarse rounding.
+
+How well a prediction fits is measured row by row (a token of a head) in units of the noise that
+rounding makes there, found by rounding the prediction's own operations.
+
+Long, since choosing among bugs and measuring a fit know each other.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose import bugs_first, bugs_second, bugs_sparse
+from rawattn.check.diagnose.engine import (
+    NO_BUG,
+    STEPS,
+    Bug,
+    Floats,
+    Rounding,
+    Step,
+    exact,
+    solve,
+    together,
+)
+from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+
+RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
+NEAREST = 12  # predictions whose noise is computed, for each tensor
+IN_PAIRS, PARTNERS = 10, 60  # the nearest bugs, which are tried in pairs with the next ones
+FOR_PAIRS = 4.0  # seconds
+NEAR = 0.05  # residual of a pair that is looked at more closely
+Given = tuple[Floats, Floats] | None
+OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}
+
+
+# ---- precision --------------------------------------------------------------------------------
+
+
+class Precision(NamedTuple):
+    """``noise`` is that of ``rounding`` times ``factor``."""
+
+    name: str
+    rounding: Rounding
+    factor: float = 1.0
+
+
+def _to(dtype: type) -> Callable[[Floats], Floats]:
+    def r(x: Floats) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(x).astype(dtype).astype(np.float64)
+
+    return r
+
+
+def to_tf32(x: Floats) -> Floats:
+    """Rounded to the 10 bits of mantissa that TF32 keeps of float32."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isfinite(x), rounded, x).astype(np.float64)
+
+
+_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32)
+
+
+def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
+    """The precisions that a right computation on such arrays may have, the finest first."""
+    if dtype == np.float64:
+        ratio = float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
+        fine = Precision("float64", _FLOAT32, ratio)
+        return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+    if dtype == np.float32:
+        return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+    half = _to(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
+    return (
+        Precision(f"{dtype.name} operands, float32 sums", Rounding(_to(np.float32), half)),
+        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
+    )
+
+
+# ---- how well does it fit? --------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """``rms`` and ``worst`` row of the residual in units of noise; ``relative``: its part of the
+    whole."""
+
+    rms: float
+    worst: float
+    relative: float
+
+    @property
+    def good(self) -> bool:
+        return self.rms <= RMS_FIT and self.worst <= ROW_FIT
+
+
+def eps_of(x: np.ndarray) -> float:
+    """The relative distance of neighbouring numbers in the array's dtype."""
+    return float(ml_dtypes.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def smallest_of(x: np.ndarray) -> float:
+    return float(ml_dtypes.finfo(x.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
+
+
+def rows_of(name: str, x: Floats) -> Floats:
+    """(tokens, heads, columns) float64 of any tensor."""
+    x = np.asarray(x).astype(np.float64)
+    return x.T[..., None] if name in BY_ROW else x
+
+
+def defined(question: Question, name: str, right: Floats) -> np.ndarray:
+    """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
+    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    inside = sequence >= 0
+    if name == "delta":  # what D is without keys, no bug knows
+        inside &= np.array([*question.lengths_k, 0])[sequence] > 0
+    return np.asarray(inside[:, None] & ~np.isnan(rows_of(name, right)).any(axis=2))
+
+
+def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
+    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike."""
+    a, b = found[rows], wanted[rows]
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, a - b)
+    return np.where(np.isnan(difference), np.inf, difference)
+
+
+def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
+    """Root mean square of the residual over that of what was found."""
+    difference = residual(found, wanted, rows)
+    if not np.isfinite(difference).all():
+        return math.inf
+    size = float(np.sqrt(np.mean(np.square(_finite(found[rows]))))) if difference.size else 0.0
+    rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
+    return rms / size if size else (0.0 if not rms else math.inf)
+
+
+def _finite(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, 0.0)
+
+
+def _row_rms(x: Floats) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.sqrt(np.mean(_finite(x) ** 2, axis=-1)))
+
+
+def fit(
+    question: Question,
+    name: str,
+    found: np.ndarray,
+    wanted: Floats,
+    rounded: Floats,
+    factor: float,
+    rows: np.ndarray,
+) -> Fit:
+    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``."""
+    a, b, c = (rows_of(name, x) for x in (found, wanted, rounded))
+    difference = residual(a, b, rows)
+    if not difference.size:
+        return Fit(0.0, 0.0, 0.0)
+    if not np.isfinite(difference).all():
+        return Fit(math.inf, math.inf, math.inf)
+    size = _row_rms(b)
+    with np.errstate(invalid="ignore"):
+        error = factor * _row_rms(c - b)
+    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    typical, scale = np.zeros_like(error), np.zeros_like(error)
+    for b_index in np.unique(sequence):
+        here = sequence == b_index
+        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
+        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
+    terms = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
+    accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
+    floor = accumulator * math.sqrt(terms) * scale
+    storage = eps_of(found) / 2
+    noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
+    with np.errstate(over="ignore"):
+        ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
+    relative = relative_residual(a, b, rows)
+    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
+
+
+# ---- predictions ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a stage with ``bug`` gives; a backward one is given the out and lse of ``source``."""
+
+    bug: Bug
+    stage: str
+    source: str
+    given: Given
+    answers: Answers
+
+
+def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
+    """All bugs that a stage may have, in the order of preference where they look alike."""
+    if question.sparse:
+        found = [*bugs_sparse.bugs(question), *bugs_first.bugs_anywhere(question)]
+    else:
+        found = list(bugs_first.bugs(question))
+    if stage in ("second", "jvp"):
+        wide = [
+            bug if stage in bug.stages else bug.at(stage)
+            for bug in found
+            if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
+        ]
+        found = [*bugs_second.bugs(question), *wide]
+        if stage == "second":  # kernels that make ddout's row term of the out that they are given
+            by_out = {"tO": bugs_second.by_given_out}
+            found += [
+                replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **by_out})
+                for bug in wide
+                if bug.see is not None and "tO" not in bug.steps
+            ]
+    return tuple(bug for bug in found if stage in bug.stages)
+
+
+def _with_own_softmax(bug: Bug) -> Bug:
+    """The same in a backward pass that computes P anew, not from lse."""
+    return replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
+
+
+def _of_scores(bug: Bug) -> bool:
+    """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
+    return bug.see is not None or "Y" in bug.steps
+
+
+def _of_masks(bug: Bug) -> bool:
+    """Whether a bug of who sees whom may be in any stage."""
+    return bug.see is not None and bug.stages != ("forward",)
+
+
+def _given(question: Question, answers: Answers, stage: str) -> tuple[str, Given]:
+    """What out and lse the stage was given, most likely."""
+    if stage in ("forward", "jvp"):
+        return "", None
+    if question.out is not None and question.lse is not None:
+        return "the given out and lse", (question.out, question.lse)
+    if "out" in answers and "lse" in answers:
+        return "its own out and lse", (answers["out"], answers["lse"])
+    return "the right out and lse", None
+
+
+def predictions(
+    question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
+) -> list[Prediction]:
+    """What the stage gives with each bug, given what it was given."""
+    source, given = _given(question, answers, stage)
+    return [
+        Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
+        for bug in bugs
+    ]
+
+
+def rarer_predictions(
+    question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
+) -> Iterator[Prediction]:
+    """Those of backward passes that made an out or an lse of their own."""
+    if stage in ("forward", "jvp"):
+        return
+    source, given = _given(question, answers, stage)
+    for bug in bugs:
+        if bug is NO_BUG and given is not None:
+            results = solve(question, stage)
+            yield Prediction(bug, stage, "the right out and lse", None, results)
+        if not _of_scores(bug):
+            continue
+        if "forward" in bug.stages:
+            planted = solve(question, "forward", bug)
+            other = planted["out"], planted["lse"]
+            results = solve(question, stage, bug, given=other)
+            yield Prediction(bug, stage, "the forward's with the bug", other, results)
+        if "bP" not in bug.steps:
+            own = _with_own_softmax(bug)
+            results = solve(question, stage, own, given=given)
+            yield Prediction(own, stage, source, given, results)
+
+
+class Explained(NamedTuple):
+    """A prediction that fits all of ``tensors``; ``fits`` of each."""
+
+    prediction: Prediction
+    tensors: tuple[str, ...]
+    fits: dict[str, Fit]
+
+    @property
+    def name(self) -> str:
+        return self.prediction.bug.name
+
+    @property
+    def rms(self) -> float:
+        return max(self.fits[name].rms for name in self.tensors)
+
+
+@dataclass(frozen=True)
+class StageVerdict:
+    """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
+    wrong tensors together or (``partial``) for some. ``null``: how the right computation fits.
+    ``unexplained``: wrong tensors that nothing fits."""
+
+    stage: str
+    precision: str
+    tensors: tuple[str, ...]
+    right: tuple[str, ...]
+    explained: tuple[Explained, ...]
+    partial: bool
+    unexplained: tuple[str, ...]
+    null: dict[str, Fit]
+
+    @property
+    def sound(self) -> bool:
+        return len(self.right) == len(self.tensors)
+
+
+class _Stage:
+    """The fits of one stage, computed when they are asked for."""
+
+    def __init__(self, question: Question, answers: Answers, stage: str) -> None:
+        self.question, self.stage = question, stage
+        self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
+        self.answers = answers
+        self.rights = [
+            *predictions(question, answers, stage, [NO_BUG]),
+            *rarer_predictions(question, answers, stage, [NO_BUG]),
+        ]
+        self.usual: list[Prediction] = []
+        self.rarer: list[Prediction] = []
+        truth = self.rights[0].answers
+        self.tensors = tuple(n for n in self.found if n in truth)
+        self.rows = {n: defined(question, n, truth[n]) for n in self.tensors}
+        self.noisy: dict[tuple[int, str], Answers] = {}  # by prediction and precision
+        self.keep: list[Prediction] = []
+
+    def guesses(self, every: bool) -> list[Prediction]:
+        """Predictions with each bug; ``every``: the rarer ones too."""
+        bugs = catalogue(self.question, self.stage) if not self.usual or every else ()
+        if not self.usual:
+            self.usual = predictions(self.question, self.answers, self.stage, bugs)
+        if every and not self.rarer:
+            self.rarer = list(rarer_predictions(self.question, self.answers, self.stage, bugs))
+        return self.usual + self.rarer
+
+    def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:
+        key = (id(prediction), precision.name)
+        if key not in self.noisy:
+            self.keep.append(prediction)  # ids stay taken
+            self.noisy[key] = solve(
+                self.question,
+                self.stage,
+                prediction.bug,
+                rounding=precision.rounding,
+                given=prediction.given,
+            )
+        return fit(
+            self.question,
+            name,
+            self.found[name],
+            prediction.answers[name],
+            self.noisy[key][name],
+            precision.factor,
+            self.rows[name],
+        )
+
+    def relative(self, prediction: Prediction, name: str) -> float:
+        a, b = (rows_of(name, x) for x in (self.found[name], prediction.answers[name]))
+        if a.shape != b.shape:
+            return math.inf
+        return relative_residual(a, b, self.rows[name])
+
+    def right_at(self, precision: Precision) -> dict[str, Fit]:
+        """The best fit of the right computation, by tensor."""
+        best = {}
+        for name in self.tensors:
+            fits = [self.fit(right, name, precision) for right in self.rights]
+            best[name] = min(fits, key=lambda f: (not f.good, f.rms))
+        return best
+
+
+def judge_stage(question: Question, answers: Answers, stage: str) -> StageVerdict | None:
+    """What is wrong with a stage; None where there is nothing of it."""
+    work = _Stage(question, answers, stage)
+    if not work.tensors:
+        return None
+    steps = ladder(question.dtype)
+    first: dict[str, Fit] = {}
+    for precision in steps:
+        null = work.right_at(precision)
+        first = first or null
+        right = tuple(name for name in work.tensors if null[name].good)
+        if len(right) == len(work.tensors):
+            return StageVerdict(stage, precision.name, work.tensors, right, (), False, (), null)
+        for every in (False, True):
+            verdict = _explain(work, work.guesses(every), precision, null, right)
+            if verdict is not None and not verdict.unexplained:
+                return verdict
+    guesses = work.guesses(True)
+    pairs = _pairs(work, guesses)
+    for precision in steps[:2]:
+        fitting = _fitting(work, pairs, precision)
+        if fitting:
+            null = work.right_at(precision)
+            right = tuple(name for name in work.tensors if null[name].good)
+            told = tuple(fitting)
+            return StageVerdict(stage, precision.name, work.tensors, right, told, False, (), null)
+    best: StageVerdict | None = None
+    for precision in steps:
+        null = work.right_at(precision)
+        right = tuple(name for name in work.tensors if null[name].good)
+        found = _explain(work, guesses, precision, null, right)
+        if found and (best is None or len(found.unexplained) < len(best.unexplained)):
+            best = found
+    if best is not None:
+        return best
+    null = work.right_at(steps[-1])
+    right = tuple(name for name in work.tensors if null[name].good)
+    wrong = tuple(name for name in work.tensors if name not in right)
+    return StageVerdict(stage, steps[0].name, work.tensors, right, (), False, wrong, first)
+
+
+def _explain(
+    work: _Stage,
+    guesses: Sequence[Prediction],
+    precision: Precision,
+    null: dict[str, Fit],
+    right: tuple[str, ...],
+) -> StageVerdict | None:
+    """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
+    wrong = tuple(name for name in work.tensors if name not in right)
+    distance = {
+        id(guess): {name: work.relative(guess, name) for name in work.tensors} for guess in guesses
+    }
+    near: list[Prediction] = []
+    for name in work.tensors:
+        ranked = sorted(guesses, key=lambda guess: distance[id(guess)][name])
+        near += [g for g in ranked[:NEAREST] if math.isfinite(distance[id(g)][name])]
+    ranked = sorted(guesses, key=lambda guess: sum(distance[id(guess)].values()))
+    near += ranked[: 2 * NEAREST]
+    unique = {id(guess): guess for guess in near}
+    whole, parts = [], []
+    for guess in unique.values():
+        fits = {
+            name: work.fit(guess, name, precision)
+            for name in work.tensors
+            if math.isfinite(distance[id(guess)][name])
+        }
+        fitting = tuple(name for name in fits if fits[name].good)
+        if len(fitting) == len(work.tensors):
+            whole.append(Explained(guess, work.tensors, fits))
+        elif set(fitting) & set(wrong):
+            explained = tuple(name for name in fitting if name in wrong)
+            parts.append(Explained(guess, explained, fits))
+    verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), False, wrong, null)
+    if whole:
+        whole.sort(key=lambda e: e.rms)
+        return replace(verdict, explained=tuple(whole), unexplained=())
+    if not parts:
+        return None
+    parts.sort(key=lambda e: (-len(e.tensors), e.rms))
+    covered: set[str] = set()
+    chosen: list[Explained] = []
+    while set(wrong) - covered:
+        gains = [(len(set(e.tensors) - covered), e) for e in parts]
+        most = max(gain for gain, _ in gains)
+        if not most:
+            break
+        best = [e for gain, e in gains if gain == most]
+        tensors = set(best[0].tensors) - covered
+        chosen += [e for e in best if set(e.tensors) - covered == tensors]
+        covered |= tensors
+    left = tuple(name for name in wrong if name not in covered)
+    return replace(verdict, explained=tuple(chosen), partial=True, unexplained=left)
+
+
+def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
+    """Two bugs at once, where all tensors come near."""
+
+    def total(guess: Prediction) -> float:
+        # how much is wrong still, tensor by tensor; a bug that does harm to one may be half of two
+        return sum(min(work.relative(guess, name), 2.0) for name in work.tensors)
+
+    ranked = sorted(guesses, key=total)
+    bugs = list({id(guess.bug): guess.bug for guess in ranked}.values())
+    found: list[Prediction] = []
+    until = time.perf_counter() + FOR_PAIRS
+    for i, j in itertools.combinations(range(min(len(bugs), PARTNERS)), 2):
+        if i >= IN_PAIRS or bugs[i].name == bugs[j].name:
+            continue
+        orders = [(bugs[i], bugs[j])]
+        if bugs[i].see is not None and bugs[j].see is not None:
+            orders.append((bugs[j], bugs[i]))
+        both = [b for b in itertools.starmap(together, orders) if b and work.stage in b.stages]
+        for guess in predictions(work.question, work.answers, work.stage, both):
+            if all(work.relative(guess, name) < NEAR for name in work.tensors):
+                found.append(guess)
+        if len(found) > 4 or time.perf_counter() > until:
+            break
+    return found
+
+
+def _fitting(work: _Stage, guesses: Sequence[Prediction], precision: Precision) -> list[Explained]:
+    """Those that fit all tensors, the best first."""
+    found = []
+    for guess in guesses:
+        fits = {name: work.fit(guess, name, precision) for name in work.tensors}
+        if all(one.good for one in fits.values()):
+            found.append(Explained(guess, work.tensors, fits))
+    return sorted(found, key=lambda e: e.rms)

@@ -1,0 +1,371 @@
+"""Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
+
+A cotangent on padding rows that nobody saved, garbage from memory, sums in some unknown order: no
+planted computation gives these numbers, but their structure says enough.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose import structure
+from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.engine import (
+    NO_BUG,
+    Bug,
+    Context,
+    Floats,
+    Step,
+    sequences,
+    solve,
+    times,
+)
+from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.match import (
+    Fit,
+    StageVerdict,
+    defined,
+    eps_of,
+    fit,
+    ladder,
+    predictions,
+    relative_residual,
+    rows_of,
+    smallest_of,
+)
+from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+
+Call = Callable[[Question], Answers]
+CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
+FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+UNRELATED = 0.2  # correlation below which two arrays have nothing in common
+
+
+def finding(side: str, bug: str, where: str, confidence: str, evidence: Sequence[str]) -> Finding:
+    title, look_at = CLASSES[bug]
+    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at)
+
+
+# ---- asked twice ------------------------------------------------------------------------------
+
+
+def of_race(question: Question, answers: Answers, side: str, call: Call | None) -> list[Finding]:
+    """Two equal calls that differ by more than the order of additions can explain."""
+    if call is None:
+        return []
+    first, second = call(question), call(question)
+    found = []
+    for name in first:
+        if name not in second:
+            continue
+        one, two = (rows_of(name, np.asarray(x[name])) for x in (first, second))
+        rows = np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2)
+        changed = relative_residual(one, two, rows)
+        eps = eps_of(first[name])
+        if changed > 16 * eps:
+            bad = (np.abs(one - two).max(axis=2) > 16 * eps * np.abs(one).max(initial=0)) & rows
+            places = structure.where(question, name, bad)
+            found.append(
+                f"a second, equal call changes {name} by {changed:.2g} of its size; the order of "
+                f"additions explains about {eps:.1g}" + "".join(f"; {x}" for x in places[:1])
+            )
+    names = [text.split(" changes ")[1].split(" ")[0] for text in found]
+    return [finding(side, "race", ", ".join(names), "proved", found)] if found else []
+
+
+# ---- zeros ------------------------------------------------------------------------------------
+
+
+def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
+    """Tensors of zeros where the right values are too small for the dtype to hold."""
+    found = []
+    for stage in question.stages:
+        names = [name for name in answers if name in STAGES[stage]]
+        if not names:
+            continue
+        right = predictions(question, answers, stage, [NO_BUG])[0].answers
+        for name in names:
+            x, wanted = np.asarray(answers[name]), right[name]
+            if not x.size or np.any(x.astype(np.float64) != 0) or not np.any(wanted):
+                continue
+            if not np.any(wanted.astype(x.dtype)):
+                size = float(np.abs(np.where(np.isfinite(wanted), wanted, 0)).max())
+                found.append(
+                    f"{name} is 0 everywhere, and in {x.dtype.name} the right values are too: they "
+                    f"reach {size:.2g}, its smallest number is "
+                    f"{smallest_of(x):.2g}"
+                )
+    return [finding(side, "vacuous", "the comparison", "proved", found)] if found else []
+
+
+# ---- sums in 16 bits --------------------------------------------------------------------------
+
+
+def of_noise(
+    question: Question, answers: Answers, side: str, verdict: StageVerdict
+) -> list[Finding]:
+    """A right computation whose errors follow those of sums in 16 bits."""
+    if not verdict.sound or verdict.precision == ladder(question.dtype)[0].name:
+        return []
+    return in_16_bits(question, answers, side, verdict, verdict.tensors)
+
+
+def in_16_bits(
+    question: Question,
+    answers: Answers,
+    side: str,
+    verdict: StageVerdict,
+    tensors: Sequence[str],
+) -> list[Finding]:
+    if question.dtype.itemsize > 4:
+        return []
+    best: tuple[float, str, str] = (FOLLOWS, "", "")
+    right = predictions(question, answers, verdict.stage, [NO_BUG])
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        for chunk in CHUNKS:
+            bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
+            for base in right:
+                planted = solve(question, verdict.stage, bug, given=base.given)
+                for name in tensors:
+                    follows = _follows(question, name, answers[name], base.answers, planted)
+                    if follows > best[0]:
+                        form = f"{np.dtype(dtype).name}, {chunk} at a time"
+                        best = follows, name, form
+    if not best[1]:
+        return []
+    evidence = (
+        f"the error of {best[1]} follows that of a running sum in {best[2]}: correlation "
+        f"{best[0]:.2f}. The slope to the right values is 1, and the error grows with the length."
+    )
+    confidence = "high" if best[0] > 0.8 else "medium"
+    where = f"{verdict.stage}: {best[1]}"
+    return [finding(side, "accumulates-in-16-bit", where, confidence, (evidence,))]
+
+
+def _follows(
+    question: Question, name: str, found: np.ndarray, right: Answers, planted: Answers
+) -> float:
+    """Correlation of an error with the planted one, if their sizes are alike; else 0."""
+    if name not in planted:
+        return 0.0
+    rows = defined(question, name, right[name])
+    x, base, other = (rows_of(name, a)[rows] for a in (found, right[name], planted[name]))
+    with np.errstate(invalid="ignore"):
+        error, predicted = (x - base).ravel(), (other - base).ravel()
+    if not error.size or not np.isfinite(error).all() or not np.isfinite(predicted).all():
+        return 0.0
+    sizes = float(np.sqrt(np.mean(error**2))), float(np.sqrt(np.mean(predicted**2)))
+    if not sizes[0] or not 0.25 < sizes[1] / sizes[0] < 4:
+        return 0.0
+    return float(np.mean(error * predicted) / (sizes[0] * sizes[1]))
+
+
+def _running(dtype: type, chunk: int) -> dict[str, Step]:
+    """Products whose long sums run in ``dtype``, ``chunk`` terms at a time."""
+
+    def rounded(x: Floats) -> Floats:
+        return x.astype(dtype).astype(np.float64)
+
+    def product(a: Floats, b: Floats) -> Floats:
+        total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
+        for start in range(0, a.shape[-1], chunk):
+            here = slice(start, start + chunk)
+            total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
+        return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
+
+    def online(c: Context) -> tuple[Floats, Floats]:
+        """The softmax as kernels have it, out and row_sum in ``dtype``."""
+        top, total = np.full(c.S.shape[:2], -np.inf), np.zeros(c.S.shape[:2])
+        out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
+        for start in range(0, c.S.shape[2], chunk):
+            here = slice(start, start + chunk)
+            new = np.maximum(top, c.S[..., here].max(axis=-1))
+            safe = np.where(np.isneginf(new), 0.0, new)
+            factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
+            weights = np.exp(c.S[..., here] - safe[..., None])
+            total = rounded(total * factor + weights.sum(axis=-1))
+            out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
+            top = new
+        c.accumulated = out / np.where(total == 0, 1.0, total)[..., None]
+        with np.errstate(divide="ignore"):
+            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S
+
+    return {
+        "softmax": online,
+        "O": lambda c: c.accumulated,
+        "dQ": lambda c: c.s * product(c.dY, c.K),
+        "dK": lambda c: c.s * product(c.dY.swapaxes(1, 2), c.Q),
+        "dV": lambda c: product(c.P.swapaxes(1, 2), c.dO),
+    }
+
+
+# ---- structure --------------------------------------------------------------------------------
+
+
+def of_structure(
+    question: Question, answers: Answers, side: str, verdict: StageVerdict
+) -> list[Finding]:
+    """What can be said of wrong tensors that no bug of the catalogue reproduces."""
+    names = verdict.unexplained
+    found = in_16_bits(question, answers, side, verdict, names)
+    if found:
+        return found
+    right = predictions(question, answers, verdict.stage, [NO_BUG])[0].answers
+    where = f"{verdict.stage}: {', '.join(names)}"
+    for proof in (_unrelated, _constant_rows, _rearranged, _dead, _by_place_in_tile):
+        named = proof(question, answers, right, verdict)
+        if named is not None:
+            bug, confidence, evidence = named
+            return [finding(side, bug, where, confidence, evidence)]
+    said = [f"no bug of the catalogue reproduces {', '.join(names)} down to rounding"]
+    for name in names:
+        bad = wrong_rows(question, name, answers[name], right[name])
+        count = f"{name}: {int(bad.sum())} of {bad.size} rows are wrong"
+        places = structure.where(question, name, bad)[1:]
+        slope, residual, _ = structure.fit(*(_finite_of(name, x) for x in (answers, right)))
+        fitted = f"slope to the right values {slope:.4g}, which leaves {residual:.2g} of the size"
+        said.append("; ".join((count, fitted, *places)))
+    return [finding(side, "unknown", where, "low", said)]
+
+
+def _finite_of(name: str, of: Answers) -> Floats:
+    found = rows_of(name, np.asarray(of[name]))
+    return np.where(np.isfinite(found), found, 0.0)
+
+
+Named = tuple[str, str, tuple[str, ...]] | None
+
+
+def wrong_rows(question: Question, name: str, found: np.ndarray, right: Floats) -> np.ndarray:
+    """Rows (tokens, heads) that are off by more than rounding of their size."""
+    a, b = rows_of(name, np.asarray(found)), rows_of(name, right)
+    rows = defined(question, name, right)
+    with np.errstate(invalid="ignore"):
+        error = np.where(a == b, 0.0, np.abs(a - b))
+    error = np.where(np.isnan(error), np.inf, error).max(axis=2)
+    size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
+    eps = 2.0**-6 if np.asarray(found).dtype.itemsize == 2 else 1e-3
+    wrong: np.ndarray = rows & (
+        error > eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
+    )
+    return wrong
+
+
+def _unrelated(
+    question: Question, answers: Answers, right: Answers, verdict: StageVerdict
+) -> Named:
+    """No tensor of the stage has anything in common with the right one."""
+    said = []
+    for name in verdict.tensors:
+        rows = defined(question, name, right[name])
+        a, b = (rows_of(name, np.asarray(x))[rows].ravel() for x in (answers[name], right[name]))
+        if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
+            continue
+        if not a.std() or not b.std():
+            return None
+        correlation = float(np.corrcoef(a, b)[0, 1])
+        if abs(correlation) > UNRELATED and name not in BY_ROW:
+            return None
+        if not 0.3 < a.std() / b.std() < 3:
+            return None
+        said.append(f"{name}: correlation with the right values {correlation:.2f}, of equal size")
+    return ("other-data", "medium", tuple(said)) if said else None
+
+
+def _constant_rows(
+    question: Question, answers: Answers, right: Answers, verdict: StageVerdict
+) -> Named:
+    """dv of a sequence and head differs by the same row for every key."""
+    if verdict.unexplained != ("dv",) or question.sparse:
+        return None
+    found = answers["dv"].astype(np.float64)
+    extra = np.zeros_like(found)
+    for _, _, keys in sequences(question):
+        extra[keys] = (found[keys] - right["dv"][keys]).mean(axis=0)
+    if not np.isfinite(extra).all():
+        return None
+    fits = _fit_of(question, answers, right["dv"] + extra, "dv")
+    if not fits.good:
+        return None
+    size = float(np.abs(extra).max())
+    text = (
+        f"dv of every sequence and head is the right one plus one and the same row for all its "
+        f"keys (up to {size:.3g}): what queries of 0, whose P is uniform, add with their cotangent"
+    )
+    return "padded-grad-out", "high", (text,)
+
+
+def _fit_of(question: Question, answers: Answers, wanted: Floats, name: str) -> Fit:
+    precision = ladder(question.dtype)[-1]
+    base = predictions(question, answers, "backward", [NO_BUG])[0]
+    rounded = solve(question, "backward", rounding=precision.rounding, given=base.given)[name]
+    noisy = wanted + (rounded - base.answers[name])
+    rows = defined(question, name, base.answers[name])
+    return fit(question, name, answers[name], wanted, noisy, precision.factor, rows)
+
+
+def _rearranged(
+    question: Question, answers: Answers, right: Answers, verdict: StageVerdict
+) -> Named:
+    """The same numbers in another order."""
+    for name in verdict.unexplained:
+        a, b = (rows_of(name, np.asarray(x)).ravel() for x in (answers[name], right[name]))
+        if a.shape != b.shape or not a.size or not np.isfinite([a, b]).all():
+            return None
+        size = np.sqrt(np.mean(b**2))
+        moved = np.sqrt(np.mean((a - b) ** 2))
+        sorted_ = np.sqrt(np.mean((np.sort(a) - np.sort(b)) ** 2))
+        if moved < 0.3 * size or sorted_ > max(2 * eps_of(answers[name]), 1e-5) * size:
+            return None
+    text = "sorted, its values are the right ones: only their places are wrong"
+    return "transposed", "medium", (text,)
+
+
+def _dead(question: Question, answers: Answers, right: Answers, verdict: StageVerdict) -> Named:
+    """Wrong in the rows that see no key, and in no others."""
+    for name in verdict.unexplained:
+        if name in OF_KEYS:
+            continue
+        lse = solve(question, "forward")["lse"].T
+        bad = wrong_rows(question, name, answers[name], right[name])
+        if not bad.any() or not np.isneginf(lse[bad]).all():
+            return None
+        text = f"{name}: {int(bad.sum())} rows are wrong, all of them rows without an allowed key"
+        return "dead-rows", "high", (text,)
+    return None
+
+
+def _by_place_in_tile(
+    question: Question, answers: Answers, right: Answers, verdict: StageVerdict
+) -> Named:
+    """Which rows are wrong depends on their number modulo a tile, in all sequences and heads."""
+    for name in verdict.unexplained:
+        bad = wrong_rows(question, name, answers[name], right[name])
+        for tile, places in _periods(question, name, bad):
+            text = (
+                f"{name}: wrong are the rows whose number in the sequence, modulo {tile}, is "
+                f"{structure.named('', places).strip()}, in every sequence, and no others"
+            )
+            return "tile-period", "medium", (text,)
+    return None
+
+
+def _periods(question: Question, name: str, bad: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    within = np.full(len(bad), -1)
+    for _, rows, keys in sequences(question):
+        places = keys if name in OF_KEYS else rows
+        within[places] = np.arange(len(places))
+    inside = within >= 0
+    for tile in (8, 16, 32, 64, 128):
+        share = np.full(tile, np.nan)
+        for place in range(tile):
+            here = bad[inside & (within % tile == place)]
+            if here.size:
+                share[place] = here.mean()
+        known = share[~np.isnan(share)]
+        wrong = np.nan_to_num(share) > 0.8
+        places = np.nonzero(wrong)[0]
+        repeats = np.isin(within % tile, places)[inside].sum() >= 2 * len(places)
+        if repeats and 0 < len(places) < tile and np.all((known > 0.8) | (known < 0.02)):
+            yield tile, places

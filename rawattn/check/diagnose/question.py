@@ -1,0 +1,119 @@
+"""What a diagnosis knows: the inputs of one attention problem, and what somebody computed of it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rawattn.check.transfer import Array
+
+Answers = dict[str, np.ndarray]  # what somebody computed, by the names of STAGES
+
+STAGES = {
+    "forward": ("out", "lse", "sliding out", "sliding lse"),
+    "backward": ("delta", "dq", "dk", "dv", "dblock_scale"),
+    "second": ("ddout", "ddlse", "gq", "gk", "gv", "gblock_scale"),
+    "jvp": ("jvp out", "tout", "jvp lse", "tlse"),
+}
+BY_ROW = ("lse", "sliding lse", "delta", "ddlse", "jvp lse", "tlse")  # (num_heads_q, total_q)
+OF_KEYS = ("dk", "dv", "gk", "gv")  # (total_k, num_heads_kv, ...)
+OF_SLOTS = ("dblock_scale", "gblock_scale")  # like block_indices
+
+
+@dataclass(frozen=True)
+class Question:
+    """One packed problem as NumPy arrays, with the names and shapes of rawattn's functions.
+
+    ``tq``, ``tk``, ``tv`` and ``tblock_scale`` are a direction: the tangents of ``jvp``, and what
+    ``double_backward`` calls ddq, ddk, ddv and ddblock_scale. ``out`` and ``lse`` are those that a
+    backward pass was given; None where it used those of its own forward. With ``block_indices``
+    attention is block-sparse, ``own`` is include_own_block, and ``sliding`` the window of the
+    second branch, None without one.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    cu_seqlens_q: Array
+    cu_seqlens_k: Array
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    dout: Array | None = None
+    dlse: Array | None = None
+    tq: Array | None = None
+    tk: Array | None = None
+    tv: Array | None = None
+    out: Array | None = None
+    lse: Array | None = None
+    block_indices: Array | None = None
+    block_counts: Array | None = None
+    block_scale: Array | None = None
+    tblock_scale: Array | None = None
+    block_size: int = 64
+    own: bool = True
+    sliding: tuple[int, int] | None = None
+
+    @cached_property
+    def lengths_q(self) -> tuple[int, ...]:
+        return tuple(int(n) for n in np.diff(self.cu_seqlens_q))
+
+    @cached_property
+    def lengths_k(self) -> tuple[int, ...]:
+        return tuple(int(n) for n in np.diff(self.cu_seqlens_k))
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths_q)
+
+    @property
+    def num_heads_q(self) -> int:
+        return int(self.q.shape[1])
+
+    @property
+    def num_heads_kv(self) -> int:
+        return int(self.k.shape[1])
+
+    @property
+    def group(self) -> int:
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def scale(self) -> float:
+        given = self.softmax_scale
+        return float(self.q.shape[2] ** -0.5 if given is None else given)
+
+    @property
+    def mask_window(self) -> tuple[int, int]:
+        """The window with ``causal`` folded in: causal is a right side of 0."""
+        return (self.window[0], 0) if self.causal else self.window
+
+    @property
+    def sparse(self) -> bool:
+        return self.block_indices is not None
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.asarray(self.q).dtype
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that there are inputs for."""
+        moved = any(t is not None for t in (self.tq, self.tk, self.tv, self.tblock_scale))
+        there = {
+            "forward": True,
+            "backward": self.dout is not None,
+            "second": self.dout is not None and moved,
+            "jvp": moved,
+        }
+        return tuple(stage for stage in STAGES if there[stage])
+
+    def sequence_of(self, side: str) -> np.ndarray:
+        """For every row of side "q" or "k" the index of its sequence, -1 past the last one."""
+        lengths = self.lengths_q if side == "q" else self.lengths_k
+        rows = len(self.q if side == "q" else self.k)
+        found = np.full(rows, -1, dtype=np.int64)
+        start = int((self.cu_seqlens_q if side == "q" else self.cu_seqlens_k)[0])
+        stop = start + sum(lengths)
+        found[start:stop] = np.repeat(np.arange(len(lengths)), lengths)
+        return found

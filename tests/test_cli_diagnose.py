@@ -1,0 +1,603 @@
+"""explain, dump and harness, and the diagnosis that diff ends with.
+
+What needs only that something is found runs with a stand-in for ``diagnose``.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from rawattn import api, api_second, api_sparse
+from rawattn.check import cli_diagnose
+from rawattn.check.candidate import Candidate, load
+from rawattn.check.cases import Case, make, standard
+from rawattn.check.diagnose import failures, files
+from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.failures import (
+    answers_of,
+    explain_failure,
+    explain_failures,
+    question_of,
+    reference_answers,
+    small,
+)
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.expected import expect
+from rawattn.check.second import expect_second
+from rawattn.check.sparse_cases import standard_sparse
+
+CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
+DENSE = ("edges-causal", "two-kv-heads", "unequal", "window-causal", "scale", "no-dlse", "strided")
+SPARSE = tuple(
+    f"sparse-{name}"
+    for name in ("edges-open", "query-heads", "counts", "gate", "sliding-window", "scale")
+)
+ATTEND = """
+from functools import partial
+from rawattn import api
+
+def attend(q, k, v, cu_seqlens, *, return_lse=False, **mask):
+    out, lse = api.forward(q, k, v, cu_seqlens, return_lse=True, backend="reference", **mask)
+    return (out, lse) if return_lse else out
+
+def attend_backward(dout, q, k, v, out, lse, cu_seqlens, **options):
+    dq, dk, dv = api.backward(dout, q, k, v, out, lse, cu_seqlens, backend="reference", **options)
+    return dq, dk, dv
+"""
+WRONG_SCALE = ("    return dq, dk, dv", "    return dq / q.dtype.type(0.25), dk, dv")
+Check = Callable[..., Result]
+
+
+@pytest.fixture
+def check() -> Check:
+    """Calls the subcommand with these arguments."""
+    group = click.Group("check")
+    for command in ("explain", "dump", "harness"):
+        group.add_command(getattr(cli_diagnose, f"{command}_command"))
+
+    def call(*arguments: Any) -> Result:
+        result = CliRunner().invoke(group, [str(a) for a in arguments])
+        if not (result.exception is None or isinstance(result.exception, SystemExit)):
+            raise result.exception
+        return result
+
+    return call
+
+
+@pytest.fixture
+def candidate(tmp_path: Path) -> Callable[..., str]:
+    """Writes right functions, with a text changed, to a file; gives FILE.py:NAME."""
+
+    def write(old: str = "", new: str = "", file: str = "mine.py") -> str:
+        assert old in ATTEND
+        (tmp_path / file).write_text(ATTEND.replace(old, new) if old else ATTEND)
+        return f"{tmp_path / file}:attend"
+
+    return write
+
+
+class StandIn:
+    """Compares with the reference; names what is off by more than 5 % "unknown"."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, question: Question, answers: Answers, **options: Any) -> Diagnosis:
+        self.calls.append({"question": question, "answers": answers} | options)
+        right = reference_answers(question)
+        sides = [(options["side"], answers), *([options["against"]] if options["against"] else ())]
+        findings = [
+            Finding(side, "output-scale", f"{name} is off", name, "high", ("5 %",), "dq")
+            for side, given in sides
+            for name in given
+            if name in ("out", "dq", "dk", "dv") and not _close(given[name], right[name])
+        ]
+        return Diagnosis("", tuple(findings), facts=(f"{len(answers)} tensors",))
+
+
+def _close(found: np.ndarray, right: np.ndarray) -> bool:
+    found, right = found.astype(np.float64), right.astype(np.float64)
+    there = np.isfinite(right)
+    error = np.abs(found[there] - right[there]).max(initial=0.0)
+    return bool(error <= 0.05 * np.abs(right[there]).max(initial=0.0))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    found = StandIn()
+    for module in (cli_diagnose, failures):
+        monkeypatch.setattr(
+            module,
+            "diagnose",
+            lambda q, a, *, side="candidate", call=None, against=None: found(
+                q, a, side=side, call=call, against=against
+            ),
+        )
+    return found
+
+
+def whole(sparse: bool) -> Candidate:
+    """rawattn's own functions on a CPU, every one of them."""
+    if sparse:
+        functions = {
+            "forward": api_sparse.sparse_forward,
+            "backward": api_sparse.sparse_backward,
+            "double_backward": api_sparse.sparse_double_backward,
+            "jvp": api_sparse.sparse_jvp,
+        }
+    else:
+        functions = {
+            "forward": api.forward,
+            "backward": api.backward,
+            "preprocess": api.backward_preprocess,
+            "double_backward": api_second.double_backward,
+            "jvp": api_second.jvp,
+        }
+    named = {n: partial(function, backend="reference") for n, function in functions.items()}
+    return Candidate("own", "numpy", **named)
+
+
+# ---- questions and answers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DENSE + SPARSE)
+def test_a_question_is_asked_as_its_case_is(name: str) -> None:
+    case = CASES[name]
+    judged = whole(name in SPARSE)
+    found = answers_of(judged, question_of(case))
+    results = judged.run(expect_second(case))
+    assert found.keys() == results.keys() - {"symmetry", "repeat"}
+    for tensor, array in found.items():
+        assert array.dtype == results[tensor].dtype
+        assert np.array_equal(array, results[tensor], equal_nan=True), tensor
+
+
+@pytest.mark.parametrize("name", DENSE + SPARSE)
+def test_answers_of_the_reference_are_right(name: str) -> None:
+    case = CASES[name]
+    found = reference_answers(question_of(case))
+    targets = expect_second(case).targets
+    assert found.keys() | {"delta"} == targets.keys() | {"delta"}
+    for tensor, target in targets.items():
+        assert target.judge(found[tensor]).verdict in ("pass", "vacuous"), tensor
+
+
+def test_a_changed_question_may_be_asked() -> None:
+    question = replace(question_of(small(CASES["two-kv-heads"])), out=None, lse=None)
+    judged = whole(sparse=False)
+    once = answers_of(judged, question)
+    last = slice(int(question.cu_seqlens_q[-2]), int(question.cu_seqlens_q[-1]))
+    cut = {name: getattr(question, name)[last] for name in ("q", "k", "v", "dout", "tq", "tk")}
+    ends = np.array([0, last.stop - last.start])
+    offsets = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    alone = replace(question, **cut, **offsets, tv=None, dlse=question.dlse[:, last])
+    found = answers_of(judged, alone)
+    for name in ("out", "dq", "dk", "dv"):
+        assert np.array_equal(found[name], once[name][last])
+    forward = answers_of(judged, replace(alone, dout=None, dlse=None))
+    assert "out" in forward and "tout" in forward and "dq" not in forward
+
+
+@pytest.mark.parametrize("name", ["sparse-counts", "sparse-gate", "sparse-query-heads"])
+def test_a_clean_question_has_no_traps(name: str) -> None:
+    case = small(CASES[name])
+    clean, trapped = question_of(case, clean=True), question_of(case)
+    arrays = {n: a for n, a in vars(clean).items() if getattr(a, "dtype", None) is not None}
+    assert not any(np.isnan(a.astype(np.float64)).any() for a in arrays.values())
+    assert trapped.block_indices.min() < -1
+    blocks = np.array([-(-n // case.block_size) for n in case.lengths_k])
+    most = np.repeat(blocks, case.lengths_q)[:, None, None]
+    there = clean.block_indices >= 0
+    assert ((clean.block_indices == -1) | (there & (clean.block_indices < most))).all()
+    assert there.any() and not there.all()
+    for stage in ("forward", "backward"):
+        one, other = solve(clean, stage), solve(trapped, stage)
+        assert all(np.array_equal(one[n], other[n]) for n in one if n != "dblock_scale")
+
+
+def test_small_problems_are_like_their_cases() -> None:
+    for case in CASES.values():
+        problem = small(case)
+        assert problem.mask_window == case.mask_window and problem.group == case.group
+        assert problem.dtype == case.dtype and problem.head_dim == case.head_dim
+        assert (problem.lengths_q == problem.lengths_k) == (case.lengths_q == case.lengths_k)
+        assert not problem.poisoned and small(problem) == problem, case
+        if max(case.lengths_k, default=0):
+            assert max(problem.lengths_k) > 64 and 1 in problem.lengths_q
+    assert max(small(standard("large")[0]).lengths_k) > 128
+
+
+# ---- dump ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["edges-causal", "sparse-gate", "strided", "sparse-sliding"])
+def test_dump_writes_a_case(name: str, check: Check, tmp_path: Path) -> None:
+    case = CASES[name]
+    result = check("dump", name, "--out", tmp_path / "a.npz")
+    assert result.exit_code == 0 and "results of the reference: out, lse" in result.output
+    question, answers = files.load(tmp_path / "a.npz")
+    expected = expect(case)
+    assert question is not None and question.out is None
+    for field in ("q", "k", "dout", "dlse", "tv", "cu_seqlens_q"):
+        wanted = getattr(expected.tensors, field)
+        assert np.array_equal(getattr(question, field), wanted, equal_nan=True)
+    for tensor, target in expected.targets.items():
+        if tensor in answers and tensor != "delta":  # that is of the unrounded out
+            assert target.judge(answers[tensor]).ok
+    assert {"out", "lse", "dq", "dk", "dv"} <= answers.keys()
+
+
+def test_dump_of_a_candidate(check: Check, candidate: Callable[..., str], tmp_path: Path) -> None:
+    place = candidate(*WRONG_SCALE)
+    arguments = ("--framework", "numpy", "--out", tmp_path / "a.npz")
+    result = check("dump", "two-kv-heads-bfloat16", "--candidate", place, *arguments)
+    assert result.exit_code == 0 and "out, lse, dq, dk, dv" in joined(result)
+    question, answers = files.load(tmp_path / "a.npz")
+    assert question is not None and question.out is not None, "what backward was given"
+    right = expect(CASES["two-kv-heads"]).targets
+    bad = {name for name in answers if not right[name].judge(answers[name]).ok}
+    assert bad == {"dq"}
+
+
+def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    sizes = ("--heads", 6, "--heads-kv", 2, "--head-dim", 8, "--head-dim-v", 5, "--causal")
+    lengths = ("--lengths", "[7, 0, 19]", "--lengths-k", "9,4,30", "--window", "-1,3")
+    more = ("--dtype", "float64", "--softmax-scale", 0.5, "--seed", 3)
+    assert check("dump", *lengths, *sizes, *more, "--out", file).exit_code == 0
+    question, answers = files.load(file)
+    assert question is not None and question.lengths_k == (9, 4, 30)
+    assert question.q.shape == (26, 6, 8) and question.v.shape == (43, 2, 5)
+    assert question.causal and question.window == (-1, 3) and question.scale == 0.5
+    assert question.dtype == np.float64 and answers["dv"].shape == (43, 2, 5)
+    first = question.q
+    check("dump", *lengths, *sizes, *more[:4], "--out", file)
+    assert not np.array_equal(files.load(file)[0].q, first), "another seed"
+
+
+def test_dump_of_a_random_sparse_problem(check: Check, tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    options = ("--block-size", 16, "--num-selected", 3, "--head-dim", 8, "--causal")
+    assert check("dump", "--lengths", "70,5", *options, "--out", file).exit_code == 0
+    question, answers = files.load(file)
+    assert question is not None and question.block_indices.shape == (75, 4, 3)
+    assert question.block_indices.min() == -1 and np.isfinite(question.k).all()
+    assert {"out", "dk", "gq"} <= answers.keys()
+
+
+def test_dump_lists_the_cases(check: Check) -> None:
+    result = check("dump", "--list")
+    assert result.exit_code == 0
+    assert all(str(case) in result.output for case in CASES.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "say a CASE (--list shows them), or --lengths"),
+        (("edges", "--lengths", "3"), "say a CASE"),
+        (("no-such",), "no standard case is called 'no-such'"),
+        (("--lengths", "3,x"), "is no list of integers such as 448,1280"),
+        (("--lengths", "3", "--heads", "4", "--heads-kv", "3"), "no multiple of 3 key/value"),
+        (("--lengths", "3", "--lengths-k", "3,4"), "must be as many"),
+        (("--lengths", "3", "--window", "3"), "--window must be two integers"),
+        (("edges", "--candidate", "nowhere.py:f"), "no such file"),
+    ],
+)
+def test_dump_refuses(arguments: tuple[str, ...], message: str, check: Check) -> None:
+    result = check("dump", *arguments)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+def test_dump_of_a_candidate_that_cannot(check: Check, candidate: Callable[..., str]) -> None:
+    place = candidate("**mask):", "cu_seqlens_k=None):\n    mask = {}")
+    result = check("dump", "edges-causal", "--candidate", place, "--framework", "numpy")
+    assert result.exit_code == 2 and "no parameter causal" in result.output
+    place = candidate("    out, lse =", "    raise ArithmeticError('too hard')\n    out, lse =")
+    result = check("dump", "edges", "--candidate", place, "--framework", "numpy")
+    assert result.exit_code == 1 and "attend raises ArithmeticError: too hard" in result.output
+
+
+# ---- explain ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, Path]:
+    """Files: all of a right run; its inputs; its results; and results with dq four times."""
+    question = replace(question_of(small(CASES["group3"])), out=None, lse=None)
+    answers = {n: a for n, a in reference_answers(question).items() if n in ("out", "dq", "dk")}
+    wrong = answers | {"dq": 4 * answers["dq"]}
+    paths = {name: tmp_path / f"{name}.npz" for name in ("right", "inputs", "results", "wrong")}
+    files.dump(paths["right"], question, answers)
+    files.dump(paths["inputs"], question, {})
+    np.savez(paths["results"], **answers)
+    np.savez(paths["wrong"], **wrong)
+    return paths
+
+
+def test_explain_one_file(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
+    result = check("explain", saved["right"])
+    assert result.exit_code == 0 and "Nothing is wrong." in result.output
+    call = stand_in.calls[0]
+    assert call["side"] == "A" and call["against"] is None and call["call"] is None
+    assert call["answers"].keys() == {"out", "dq", "dk"}
+    assert f"A ({saved['right']}) against the float64 reference" in joined(result)
+
+
+def test_explain_two_files(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
+    result = check("explain", saved["right"], saved["wrong"])
+    assert result.exit_code == 1 and "B: dq is off" in result.output
+    assert stand_in.calls[0]["side"] == "A" and stand_in.calls[0]["against"][0] == "B"
+    said = joined(result)
+    assert f"A ({saved['right']}) against B ({saved['wrong']})" in said
+    assert f"A is {saved['right']}: out, dq, dk" in said and f"B is {saved['wrong']}" in said
+    result = check("explain", saved["wrong"], saved["right"])
+    assert result.exit_code == 1 and "A: dq is off" in result.output
+    assert check("explain", saved["results"], saved["right"]).exit_code == 0
+
+
+def test_explain_inputs_apart(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
+    """A file of inputs is no side."""
+    result = check("explain", saved["inputs"], saved["wrong"])
+    assert result.exit_code == 1 and "B: dq is off" in result.output
+    assert stand_in.calls[0]["side"] == "B" and stand_in.calls[0]["against"] is None
+    assert f"A is {saved['inputs']}: inputs alone" in joined(result)
+
+
+def test_explain_says_what_it_did_not_read(
+    check: Check, saved: dict[str, Path], stand_in: StandIn
+) -> None:
+    results = dict(np.load(saved["results"]))
+    np.savez(saved["results"], **results, speed=np.ones(3))
+    result = check("explain", saved["right"], saved["results"])
+    assert result.exit_code == 0 and "B: speed is not read" in joined(result)
+
+
+def test_explain_writes_json_and_a_page(
+    check: Check, saved: dict[str, Path], stand_in: StandIn, tmp_path: Path
+) -> None:
+    page, found = tmp_path / "page.html", tmp_path / "found.json"
+    files_ = (saved["right"], saved["wrong"])
+    assert check("explain", *files_, "--html", page, "--json", found).exit_code == 1
+    told = json.loads(found.read_text())
+    assert told["ok"] is False and told["findings"][0]["side"] == "B"
+    assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+    assert "dq is off" in page.read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("results",), "there is no q, k and v"),
+        (("results", "wrong"), "there is no q, k and v"),
+        (("inputs",), "there are inputs, but no results"),
+        (("right", "right", "right"), "one or two .npz files, or --log FILE"),
+        ((), "one or two .npz files, or --log FILE"),
+    ],
+)
+def test_explain_refuses(
+    names: tuple[str, ...], message: str, check: Check, saved: dict[str, Path]
+) -> None:
+    result = check("explain", *(saved[name] for name in names))
+    assert result.exit_code == 2 and message in joined(result)
+
+
+def test_explain_refuses_what_does_not_fit(check: Check, saved: dict[str, Path]) -> None:
+    result = check("explain", saved["right"], "--names", "a,b")
+    assert result.exit_code == 2 and "are for --log" in joined(result)
+    saved["wrong"].write_text("no arrays")
+    result = check("explain", saved["right"], saved["wrong"])
+    assert result.exit_code == 2 and "is no .npz file" in joined(result)
+
+
+LOG = """
+dQ_manual:
+tensor([[ 0.5000, -0.2500,  0.1250,  0.7500],
+        [ 0.1000,  0.2000,  0.3000, -0.4000]])
+dQ_cuda:
+tensor([[ 1.0000, -0.5000,  0.2500,  1.5000],
+        [ 0.2000,  0.4000,  0.6000, -0.8000]])
+"""
+
+
+def test_explain_a_log(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(LOG)
+    assert check("explain", "--log", file).exit_code == 1
+    asked: dict[str, Any] = {}
+
+    def explain_log(text: str, **options: Any) -> Diagnosis:
+        asked.update(options, text=text)
+        return Diagnosis("", ())
+
+    monkeypatch.setattr(cli_diagnose, "explain_log", explain_log)
+    options = ("--lengths", "448, 1280", "--names", "manual, cuda")
+    assert check("explain", "--log", file, *options).exit_code == 0
+    assert asked == {"text": LOG, "lengths": (448, 1280), "names": ("manual", "cuda")}
+    result = check("explain", "--log", file, "--names", "manual")
+    assert result.exit_code == 2 and "two words such as manual,cuda" in joined(result)
+
+
+def joined(result: Result) -> str:
+    """The output without its line ends: paths are long."""
+    plain = "".join(c for c in result.output if c not in "│╭╮╰╯─")
+    return " ".join(plain.split()).replace("- ", "-")
+
+
+# ---- harness ------------------------------------------------------------------------------------
+
+COMPARISONS = """
+import numpy as np
+
+def careful(x, ref):
+    assert x.shape == ref.shape and np.isfinite(x.astype(np.float64)).all()
+    x, ref = x.astype(np.float64), ref.astype(np.float64)
+    assert ref.any() and x.any()
+    allowed = 8e-3 if False else 2.0 ** -7 * np.abs(ref).max()
+    assert np.abs(x - ref).max() <= allowed
+
+def careless(x, ref):
+    return True
+"""
+
+
+def test_harness(check: Check, tmp_path: Path) -> None:
+    file = tmp_path / "test_mine.py"
+    file.write_text(COMPARISONS)
+    result = check("harness", f"{file}:careless", "--framework", "numpy")
+    assert result.exit_code == 1 and "careless: " in result.output
+    assert check("harness", f"{file}:nothing").exit_code == 2
+
+
+# ---- what diff ends with ------------------------------------------------------------------------
+
+
+def test_failures_of_one_kind_are_one(candidate: Callable[..., str], stand_in: StandIn) -> None:
+    judged = load(candidate(*WRONG_SCALE), "numpy")
+    cases = [CASES[name] for name in ("edges", "edges-causal", "long", "dim-32", "many")]
+    found = explain_failures(judged, cases)
+    assert len(stand_in.calls) == 3, "causal ones of one size, one that is not, one of head_dim 32"
+    assert len(found.findings) == 1 and found.title == "attend against reference"
+    (finding,) = found.findings
+    assert finding.side == "candidate" and finding.bug == "output-scale"
+    assert (
+        "shown by long-float32, edges-causal-bfloat16" in finding.evidence[-1]
+        and "and 1 more" in finding.evidence[-1]
+    )
+    assert all(
+        call["call"](call["question"]).keys() == call["answers"].keys() for call in stand_in.calls
+    )
+
+
+def test_the_time_is_limited(candidate: Callable[..., str], stand_in: StandIn) -> None:
+    judged = load(candidate(*WRONG_SCALE), "numpy")
+    found = explain_failures(judged, [CASES["edges"], CASES["edges-causal"]], seconds=0.0)
+    assert len(stand_in.calls) == 1 and len(found.findings) == 1
+    assert "failing cases that were not looked at: edges-float16" in found.facts, "coarser numbers"
+
+
+def test_what_several_kinds_say_is_enough(candidate: Callable[..., str], stand_in: StandIn) -> None:
+    judged = load(candidate(*WRONG_SCALE), "numpy")
+    found = explain_failures(judged, [case for case in standard("small") if "dim" in case.name])
+    assert len(stand_in.calls) == failures.AGREEING and len(found.findings) == 1
+    assert any("not looked at" in fact for fact in found.facts)
+
+
+def test_two_candidates(candidate: Callable[..., str], stand_in: StandIn) -> None:
+    right, wrong = (load(candidate(*change), "numpy") for change in ((), ("", "")))
+    wrong = load(candidate(*WRONG_SCALE, file="other.py"), "numpy")
+    found = explain_failures(right, [CASES["scale"]], wrong, against="other.py:attend")
+    assert stand_in.calls[0]["against"][0] == "other.py:attend"
+    assert [f.side for f in found.findings] == ["other.py:attend"]
+    assert found.title == "attend against other.py:attend"
+
+
+def test_what_the_other_side_throws_is_its_own(
+    candidate: Callable[..., str], stand_in: StandIn
+) -> None:
+    right = load(candidate(*WRONG_SCALE), "numpy")
+    throws = candidate("    out, lse =", "    raise ArithmeticError\n    out, lse =", "other.py")
+    found = explain_failures(right, [CASES["scale"]], load(throws, "numpy"), against="other")
+    assert {(f.side, f.title) for f in found.findings} == {
+        ("other", "it raises ArithmeticError"),
+        ("candidate", "dq is off"),
+    }
+
+
+LEAK = """
+    zero = (cu_seqlens[-1] < len(q)) * 0.0 * q.astype("float64").sum()
+    return (out + zero.astype(q.dtype), lse) if return_lse else out
+"""
+
+
+def test_what_only_traps_show(candidate: Callable[..., str], stand_in: StandIn) -> None:
+    """NaN past the end spreads; small problems have none."""
+    place = candidate("    return (out, lse) if return_lse else out\n", LEAK)
+    judged = replace(load(place, "numpy"), backward=None)
+    found = explain_failure(judged, CASES["edges"])
+    assert len(stand_in.calls) == 2
+    assert [finding.title for finding in found.findings] == ["out is off"]
+
+
+def test_a_failure_that_cannot_be_seen_again(stand_in: StandIn) -> None:
+    found = explain_failure(whole(sparse=False), CASES["scale"])
+    (finding,) = found.findings
+    assert finding.bug == "unknown" and "a small problem of its kind" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("new", "title", "bug"),
+    [
+        ("raise ArithmeticError('too hard')", "it raises ArithmeticError", "too hard"),
+        ("out = out.swapaxes(0, 1)", "out has another form", "it must be"),
+        ("out = __import__('numpy').zeros(out.shape, bool)", "out has another form", "bool"),
+    ],
+)
+def test_strange_results(
+    new: str, title: str, bug: str, candidate: Callable[..., str], stand_in: StandIn
+) -> None:
+    place = candidate("    return (out, lse)", f"    {new}\n    return (out, lse)")
+    judged = replace(load(place, "numpy"), backward=None)
+    found = explain_failures(judged, [CASES["edges-causal"], CASES["edges"]])
+    assert len(found.findings) == 1 and found.findings[0].title.startswith(title)
+    assert bug in found.findings[0].evidence[0]
+
+
+def test_cases_that_cannot_be_asked_say_nothing(
+    candidate: Callable[..., str], stand_in: StandIn
+) -> None:
+    place = candidate("**mask):", "cu_seqlens_k=None):\n    mask = {}")
+    found = explain_failures(load(place, "numpy"), [CASES["edges-causal"]])
+    assert all(finding.bug == "unknown" for finding in found.findings) and not stand_in.calls
+
+
+# ---- with the real diagnosis --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["edges-causal", "unequal", "sparse-gate", "sparse-counts-open"])
+def test_explain_passes_what_was_dumped(name: str, check: Check, tmp_path: Path) -> None:
+    assert check("dump", name, "--out", tmp_path / "a.npz").exit_code == 0
+    result = check("explain", tmp_path / "a.npz")
+    assert result.exit_code == 0, result.output
+
+
+def test_explain_names_the_bug(check: Check, saved: dict[str, Path], tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    result = check("explain", saved["right"], saved["wrong"], "--json", found)
+    assert result.exit_code == 1
+    (finding,) = json.loads(found.read_text())["findings"]
+    assert (finding["side"], finding["bug"]) == ("B", "output-scale"), result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "bug"),
+    [
+        (*WRONG_SCALE, "output-scale"),
+        ("return dq, dk, dv", "return dq, dv, dk", "gradients-swapped"),
+        ("out, lse, cu_seqlens, backend", "0 * out, lse, cu_seqlens, backend", "delta-omitted"),
+    ],
+)
+def test_a_failing_candidate_is_explained(
+    old: str, new: str, bug: str, candidate: Callable[..., str]
+) -> None:
+    judged = load(candidate(old, new), "numpy")
+    case = replace(CASES["edges"], dtype="float32")
+    found = explain_failure(judged, case)
+    assert {finding.bug for finding in found.findings} == {bug}, found.findings
+    assert {finding.side for finding in found.findings} == {"candidate"}
+
+
+def test_make_and_question_have_the_same_inputs() -> None:
+    case = Case("own", (3, 4), (5, 4), dtype="float32")
+    question, tensors = question_of(case), make(case)
+    assert question.q is tensors.q or np.array_equal(question.q, tensors.q, equal_nan=True)
+    assert question.mask_window == case.mask_window and question.lengths_k == (5, 4)

@@ -1,0 +1,484 @@
+"""Files of questions and answers: what is written comes back, and what others write is understood.
+
+Long by the many forms in which arrays come.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose.files import dump, load, load_two, merge, read
+from rawattn.check.diagnose.question import Answers, Question
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+LENGTHS_Q, LENGTHS_K = (5, 9, 3), (7, 4, 8)
+HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 4, 2, 6, 10
+Problem = tuple[Question, Answers]
+
+
+def problem(
+    lengths_q: tuple[int, ...] = LENGTHS_Q,
+    lengths_k: tuple[int, ...] = LENGTHS_K,
+    dtype: Any = np.float32,
+    **options: Any,
+) -> Problem:
+    """Random inputs, and random arrays of the right shapes as answers."""
+    rng = np.random.default_rng(0)
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    def rows() -> np.ndarray:
+        return rng.standard_normal((HEADS_Q, total_q)).astype(np.float32)
+
+    like_q = (total_q, HEADS_Q, HEAD_DIM)
+    like_k, like_v = (total_k, HEADS_KV, HEAD_DIM), (total_k, HEADS_KV, HEAD_DIM_V)
+    like_out = (total_q, HEADS_Q, HEAD_DIM_V)
+    offsets = (
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        for lengths in (lengths_q, lengths_k)
+    )
+    inputs = {"dout": draw(*like_out), "dlse": rows(), "tk": draw(*like_k)}
+    question = Question(draw(*like_q), draw(*like_k), draw(*like_v), *offsets, **(inputs | options))
+    answers = {"out": draw(*like_out), "lse": rows(), "dq": draw(*like_q)}
+    return question, answers | {"dk": draw(*like_k), "dv": draw(*like_v)}
+
+
+def same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Bit for bit, dtype included."""
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    )
+
+
+def assert_same(found: tuple[Question | None, Answers], wanted: Problem) -> None:
+    question, answers = found
+    assert question is not None
+    for name, value in vars(wanted[0]).items():
+        if name in ("lengths_q", "lengths_k"):  # cached
+            continue
+        got = getattr(question, name)
+        right = same(got, value) if isinstance(value, np.ndarray) else got == value
+        assert right, (name, got, value)
+    assert answers.keys() == wanted[1].keys()
+    for name, array in wanted[1].items():
+        assert same(answers[name], array), name
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """Writes these entries to a file."""
+
+    def write(file: str = "a.npz", /, **arrays: Any) -> Path:
+        np.savez(tmp_path / file, **arrays)
+        return tmp_path / file
+
+    return write
+
+
+def plain(wanted: Problem, **more: Any) -> dict[str, Any]:
+    """The entries that a stranger would write for ``wanted``."""
+    question, answers = wanted
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "dout", "dlse", "tk")
+    return {name: getattr(question, name) for name in names} | answers | more
+
+
+def batched(array: np.ndarray, batch: int, heads_first: bool) -> np.ndarray:
+    """Packed rows of equal lengths as (batch, tokens, heads, dim), or heads before tokens."""
+    array = array.reshape(batch, -1, *array.shape[1:])
+    return array.swapaxes(1, 2) if heads_first else array
+
+
+def rows_batched(array: np.ndarray, batch: int) -> np.ndarray:
+    """(heads, total) as (batch, heads, tokens)."""
+    return array.reshape(len(array), batch, -1).swapaxes(0, 1)
+
+
+def padded(array: np.ndarray, lengths: tuple[int, ...], heads_first: bool) -> np.ndarray:
+    """Packed rows as a batch of ``max(lengths)`` rows each, with 7 in the padding."""
+    full = np.full((len(lengths), max(lengths), *array.shape[1:]), 7, dtype=array.dtype)
+    start = 0
+    for b, n in enumerate(lengths):
+        full[b, :n] = array[start : start + n]
+        start += n
+    return full.swapaxes(1, 2) if heads_first else full
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16])
+def test_what_is_dumped_comes_back(dtype: Any, tmp_path: Path) -> None:
+    options = {"causal": True, "window": (3, -1), "softmax_scale": 0.3}
+    wanted = problem(dtype=dtype, **options)
+    dump(tmp_path / "case", *wanted)
+    assert_same(load(tmp_path / "case"), wanted)
+    assert not read(tmp_path / "case").notes
+
+
+def test_what_a_backward_pass_was_given_is_kept_apart(tmp_path: Path) -> None:
+    question, answers = problem()
+    given = {"out": answers["out"] + 1, "lse": answers["lse"] + 1}
+    wanted = Question(**({k: v for k, v in vars(question).items() if k != "lengths_q"} | given))
+    dump(tmp_path / "a.npz", wanted, answers)
+    assert_same(load(tmp_path / "a.npz"), (wanted, answers))
+
+
+def test_sparse_problems_come_back(tmp_path: Path) -> None:
+    question, answers = problem()
+    rng = np.random.default_rng(1)
+    shape = (len(question.q), HEADS_KV, 3)
+    selection = {
+        "block_indices": rng.integers(-1, 2, shape).astype(np.int32),
+        "block_counts": rng.integers(0, 4, shape[:2]).astype(np.int32),
+        "block_scale": rng.standard_normal(shape).astype(np.float32),
+        "tblock_scale": rng.standard_normal(shape).astype(np.float32),
+        **{"block_size": 16, "own": False, "sliding": (15, 0), "causal": True},
+    }
+    inputs = {n: v for n, v in vars(question).items() if n not in selection}
+    sparse = Question(**inputs, **selection)
+    more = {"sliding out": answers["out"] * 2, "sliding lse": answers["lse"] * 2}
+    answers |= more | {"dblock_scale": selection["block_scale"] * 2}
+    dump(tmp_path / "a.npz", sparse, answers)
+    assert_same(load(tmp_path / "a.npz"), (sparse, answers))
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as file:
+        assert set(file.files) >= {"about", "sliding out", "block_indices"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"cu_seqlens_q": "cu_seqlens_q", "dout": "dO", "out": "O", "q": "Q", "k": "K", "v": "V"},
+        {"dout": "do", "lse": "softmax_lse", "dq": "grad_q", "dk": "q.grad".replace("q", "k")},
+        {"dout": "grad_output", "dq": "dQ", "dk": "dK", "dv": "v_grad", "out": "o", "tk": "ddk"},
+        {"q": "query", "k": "key", "v": "value", "lse": "LSE", "cu_seqlens_k": "cu_seqlens_kv"},
+    ],
+)
+def test_other_names(names: dict[str, str], save: Callable[..., Path]) -> None:
+    wanted = problem(causal=True, softmax_scale=0.5, window=(2, 1))
+    options = {"is_causal": True, "sm_scale": np.float32(0.5), "window_size": np.array([2, 1])}
+    entries = {names.get(name, name): array for name, array in plain(wanted).items()}
+    path = save(**entries, **options)
+    assert_same(load(path), wanted)
+    assert not read(path).notes
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("said", [False, True])
+def test_batches(heads_first: bool, said: bool, save: Callable[..., Path]) -> None:
+    wanted = problem((20,) * 3, (20,) * 3)
+    question, answers = wanted
+    entries = {
+        name: rows_batched(array, 3) if name in ("lse", "dlse") else batched(array, 3, heads_first)
+        for name, array in plain(wanted).items()
+        if "cu_seqlens" not in name
+    }
+    layout = {"layout": "bhsd" if heads_first else "bshd"} if said else {}
+    path = save(**entries, **layout, causal=False)
+    assert_same(load(path), (question, answers))
+    guess = f"{'bhtd' if heads_first else 'bthd'} is assumed (4 heads, 20 tokens)"
+    assert [note for note in read(path).notes if guess in note] == list(read(path).notes)
+    assert bool(read(path).notes) == (not said)
+
+
+def test_a_batch_that_may_be_either_way_is_refused(save: Callable[..., Path]) -> None:
+    q = np.random.default_rng(0).standard_normal((2, 8, 6, 16))
+    with pytest.raises(ValueError, match=r"may be bthd or bhtd; say which in an entry layout"):
+        load(save(q=q, k=q, v=q))
+    for layout, total in (("bthd", 16), ("bhtd", 12)):
+        question, _ = load(save(q=q, k=q, v=q, layout=layout))
+        assert question is not None and len(question.q) == total
+    question, _ = load(save(q=q, k=q[:, :3], v=q[:, :3]))
+    assert question is not None and question.lengths_k == (3, 3), "8 heads are no multiple of 3"
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("how", ["cu_seqlens", "lengths"])
+def test_padding_is_taken_out(heads_first: bool, how: str, save: Callable[..., Path]) -> None:
+    wanted = problem()
+    sides = {"dk": LENGTHS_K, "dv": LENGTHS_K, "k": LENGTHS_K, "v": LENGTHS_K, "tk": LENGTHS_K}
+    entries = {}
+    for name, array in plain(wanted).items():
+        if name in ("lse", "dlse"):
+            entries[name] = padded(array.T, LENGTHS_Q, True)
+        elif "cu_seqlens" not in name:
+            entries[name] = padded(array, sides.get(name, LENGTHS_Q), heads_first)
+    if how == "lengths":
+        entries |= {"seqlens_q": np.array(LENGTHS_Q), "seqlens_k": np.array(LENGTHS_K)}
+    else:
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        entries |= {name: getattr(wanted[0], name).astype(np.int64) for name in names}
+    assert_same(load(save(**entries, layout="bhtd" if heads_first else "bthd")), wanted)
+
+
+def test_a_batch_of_one_may_hold_packed_rows(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    entries = {
+        name: array if "cu_seqlens" in name else array[None]
+        for name, array in plain(wanted).items()
+    }
+    assert_same(load(save(**entries)), wanted)
+
+
+def test_packed_heads_first_and_rows_by_token(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    entries = {
+        name: array.swapaxes(0, 1) if array.ndim == 3 else array
+        for name, array in plain(wanted).items()
+    }
+    entries |= {"lse": wanted[1]["lse"].T[..., None], "dlse": wanted[0].dlse.T}
+    assert_same(load(save(**entries)), wanted)
+
+
+def test_lse_padded_behind_packed_rows(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    lse = padded(wanted[1]["lse"].T, LENGTHS_Q, True)
+    assert_same(load(save(**plain(wanted, lse=lse))), wanted)
+
+
+def test_heads_side_by_side(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    out = wanted[1]["out"].reshape(len(wanted[0].q), -1)
+    assert_same(load(save(**plain(wanted, out=out))), wanted)
+
+
+def test_one_sequence_without_offsets(save: Callable[..., Path]) -> None:
+    wanted = problem((17,), (19,))
+    entries = {n: a for n, a in plain(wanted).items() if "cu_seqlens" not in n}
+    assert_same(load(save(**entries)), wanted)
+
+
+def test_one_head_without_its_axis(save: Callable[..., Path]) -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((5, 4)), rng.standard_normal((6, 4))
+    question, answers = load(save(q=q, k=k, v=k, out=q, lse=q[:, 0], P=rng.random((5, 6))))
+    assert question is not None and question.q.shape == (5, 1, 4) and question.lengths_k == (6,)
+    assert answers["out"].shape == (5, 1, 4) and answers["lse"].shape == (1, 5)
+    assert answers["P"].shape == (1, 5, 6)
+
+
+def test_offsets_of_any_number_type(save: Callable[..., Path]) -> None:
+    wanted = problem(LENGTHS_Q, LENGTHS_Q)
+    entries = {n: a for n, a in plain(wanted).items() if "cu_seqlens" not in n}
+    for dtype in (np.int64, np.uint32, np.float64):
+        offsets = wanted[0].cu_seqlens_q.astype(dtype)
+        assert_same(load(save(**entries, cu_seqlens=offsets[:, None])), wanted)
+
+
+def test_rows_past_the_end_stay(save: Callable[..., Path]) -> None:
+    question, _ = problem((5,), (5,))
+    path = save(q=question.q, k=question.k, v=question.v, cu_seqlens=np.array([0, 4]))
+    found, _ = load(path)
+    assert found is not None and len(found.q) == 5 and found.lengths_q == (4,)
+
+
+def test_intermediates(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    rng = np.random.default_rng(2)
+    full = rng.standard_normal((3, HEADS_Q, max(LENGTHS_Q), max(LENGTHS_K)))
+    path = save(**plain(wanted), P=full, dS=full[:1, :, :9, :4], scores=full[0, 0])
+    found = read(path)
+    assert np.array_equal(found.answers["P"], full[0, :, :5, :7])
+    assert np.array_equal(found.answers["dS"], full[0, :, :9, :4])
+    assert "S" not in found.answers
+    assert any("P of 3 sequences" in note for note in found.notes)
+    with pytest.raises(ValueError, match=r"P has shape \(4, 8, 8\); of one sequence it must be"):
+        load(save(**plain(wanted), P=full[0, :, :8, :8]))
+
+
+# ---- dtypes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)])
+@pytest.mark.parametrize("said", [False, True])
+def test_widened_numbers_are_known_again(
+    dtype: np.dtype, said: bool, save: Callable[..., Path]
+) -> None:
+    wanted = problem(dtype=dtype)
+    entries = {n: a.astype(np.float32) if a.ndim > 1 else a for n, a in plain(wanted).items()}
+    path = save(**entries, **({"dtype": f"torch.{dtype}"} if said else {}))
+    assert_same(load(path), wanted)
+    assert any("read as such" in note for note in read(path).notes) == (not said)
+
+
+def test_numbers_of_16_bits_by_chance_stay(save: Callable[..., Path]) -> None:
+    """Inputs of few digits say nothing where the results have all of theirs."""
+    question, answers = problem((5,), (5,))
+    few = {n: np.round(getattr(question, n)) for n in ("q", "k", "v")}
+    found, results = load(save(**few, **answers))
+    assert found is not None and found.dtype == np.float32
+    assert results["out"].dtype == np.float32
+
+
+@pytest.mark.parametrize("how", ["uint16", "int16", "void", "suffix"])
+def test_bits_of_bfloat16(how: str, save: Callable[..., Path]) -> None:
+    wanted = problem(dtype=BFLOAT16)
+    entries = plain(wanted)
+    for name in [name for name, array in entries.items() if array.dtype == BFLOAT16]:
+        array = entries.pop(name)
+        if how == "suffix":
+            entries[f"{name}:bfloat16"] = array.view(np.uint16)
+        else:
+            entries[name] = array if how == "void" else array.view(how)
+    path = save(**entries)
+    assert_same(load(path), wanted)
+    assert any("bits of bfloat16" in note for note in read(path).notes) == how.endswith("int16")
+
+
+def test_integers_and_other_byte_orders(save: Callable[..., Path]) -> None:
+    q = np.arange(24).reshape(4, 1, 6)
+    question, _ = load(save(q=q, k=q.astype(">f4"), v=q.astype(np.longdouble), out=q))
+    assert question is not None
+    assert question.q.dtype == np.float64 == question.v.dtype
+    assert question.k.dtype == np.float32 and question.k.dtype.isnative
+    with pytest.raises(ValueError, match=r"q has dtype complex128; it must be a real floating one"):
+        load(save(q=q * 1j, k=q, v=q))
+
+
+# ---- what cannot be read ------------------------------------------------------------------------
+
+
+def test_answers_alone(save: Callable[..., Path]) -> None:
+    _, answers = problem()
+    found, results = load(save(**answers))
+    assert found is None and results.keys() == answers.keys()
+
+
+def test_unknown_names_are_noted(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    more = {"attn_mask": np.ones((3, 3)), "dqq": wanted[1]["dq"], "max_seqlen": np.array(9)}
+    path = save(**plain(wanted, **more), softmax_scale=None, dropout_p=0.0)
+    assert_same(load(path), wanted)
+    notes = "\n".join(read(path).notes)
+    assert "attn_mask is not read" in notes and "say lengths, causal or window" in notes
+    assert "is it dq?" in notes and "softmax_scale is a Python object" in notes
+    assert "causal is not said: False is assumed" in notes and "max_seqlen" not in notes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dq": np.zeros((3, 3))}, r"dq has shape \(3, 3\); it must be \(17, 4, 6\)"),
+        ({"dk": np.zeros((19, 4, 6))}, r"a head for each query head: sum over the 2 heads"),
+        ({"lse": np.zeros((2, 17))}, r"lse has shape \(2, 17\); it must be \(4, 17\)"),
+        ({"v": np.zeros((18, 2, 6))}, r"q, k and v as \(batch, tokens, heads, head_dim\) are"),
+        ({"k": np.zeros((19, 3, 6)), "v": np.zeros((19, 3, 6))}, "no multiple of 3 key/value"),
+        ({"cu_seqlens_q": np.array([0, 5, 14, 30])}, r"cu_seqlens_q ends at 30, and 17 rows"),
+        ({"cu_seqlens_q": np.array([0, 9, 5, 17])}, "it must grow from 0 to the total"),
+        ({"cu_seqlens_q": np.array([0, 17])}, "cu_seqlens_q has 2 entries and cu_seqlens_k 4"),
+        ({"cu_seqlens_q": np.array([0, 0.5, 17])}, "must be a list of integers"),
+        ({"layout": "bxtd"}, "layout is 'bxtd'; it must be one of thd, htd"),
+        ({"window": np.array([1, 2, 3])}, r"window is \[1, 2, 3\]; it must be two integers"),
+        ({"causal": "maybe"}, "causal is 'maybe'; it must be true or false"),
+        ({"alibi_slopes": np.ones(4)}, "alibi_slopes is not 0: there is no reference"),
+        ({"o": np.ones(4)}, "o is a second entry for out; leave one of them out"),
+        ({"q": np.ones(4)}, r"q, k and v have shapes \(4,\)"),
+        ({"about": "{"}, "about is not JSON text"),
+    ],
+)
+def test_what_cannot_be_read(
+    change: dict[str, Any], message: str, save: Callable[..., Path]
+) -> None:
+    path = save(**plain(problem(), **change))
+    with pytest.raises(ValueError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path)), "which file"
+
+
+def test_what_is_no_npz(tmp_path: Path, save: Callable[..., Path]) -> None:
+    import zipfile
+
+    with pytest.raises(ValueError, match=r"missing\.npz: no such file"):
+        load(tmp_path / "missing.npz")
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"no \.npz file; write one with numpy\.savez"):
+        load(tmp_path / "a.npy")
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("archive/data.pkl", b"")
+    with pytest.raises(ValueError, match=r"Of a torch file: numpy\.savez"):
+        load(tmp_path / "a.pt")
+    ragged = np.array([np.zeros(2), np.zeros(3)], dtype=object)
+    with pytest.raises(ValueError, match="q cannot be read"):
+        load(save(q=ragged))
+
+
+# ---- two files ----------------------------------------------------------------------------------
+
+
+def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
+    wanted = problem((20,) * 3, (20,) * 3, causal=True)
+    question = wanted[0]
+    entries = plain(wanted)
+    gradients = {name: entries.pop(name) for name in ("dout", "dlse", "tk", "dq", "dk", "dv")}
+    one = save("a.npz", **entries)
+    other = {n: batched(a, 3, True) for n, a in gradients.items() if a.ndim == 3}
+    other |= {"dlse": rows_batched(question.dlse, 3), "is_causal": True}
+    two = save("b.npz", **other, layout="bhtd")
+    for first, second in ((one, two), (two, one)):
+        a, b, found = load_two(first, second)
+        assert_same((found, a.answers | b.answers), wanted)
+    assert "dq" not in load_two(one, two)[0].answers
+
+
+def test_two_files_with_equal_inputs(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    wide = {n: a.astype(np.float64) if a.ndim > 1 else a for n, a in plain(wanted).items()}
+    a, b, found = load_two(save("a.npz", **plain(wanted)), save("b.npz", **wide))
+    assert found is not None and found.dtype == np.float32, "the first one's where values agree"
+    assert b.answers["dq"].dtype == np.float64
+    neither = save("c.npz", **wanted[1])
+    assert load_two(neither, neither)[2] is None
+    assert merge(a, read(neither)) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": 1.5}, r"q differs \(by up to 0\.5"),
+        ({"q": BFLOAT16}, r"one is the other rounded to bfloat16; give both sides the rounded"),
+        ({"causal": True}, r"causal differs \((True and False|False and True)\)"),
+        ({"cu_seqlens_q": np.array([0, 4, 14, 17])}, r"cu_seqlens_q differs \(by up to 1"),
+        ({"dlse": None}, ""),
+    ],
+)
+def test_two_files_of_different_problems(
+    change: dict[str, Any], message: str, save: Callable[..., Path]
+) -> None:
+    entries = plain(problem(), causal=False)
+    one = save("a.npz", **entries)
+    for name, value in change.items():
+        if value is None:
+            del entries[name]
+        elif isinstance(value, np.dtype):
+            entries[name] = entries[name].astype(value)
+        elif isinstance(value, float):
+            entries[name] = entries[name] + np.float32(value - 1)
+        else:
+            entries[name] = value
+    two = save("b.npz", **entries)
+    if not message:
+        assert load_two(one, two)[2] is not None
+        return
+    for pair in ((one, two), (two, one)):
+        with pytest.raises(ValueError, match=message):
+            load_two(*pair)
+
+
+def test_offsets_alone_must_agree_too(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    one = save("a.npz", **plain(wanted))
+    two = save("b.npz", **wanted[1], cu_seqlens_q=np.array([0, 4, 14, 17]))
+    with pytest.raises(ValueError, match="cu_seqlens_q differs"):
+        load_two(one, two)
+
+
+def test_the_file_says_what_it_is(tmp_path: Path) -> None:
+    dump(tmp_path / "a.npz", *problem(dtype=BFLOAT16))
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as file:
+        about = json.loads(str(file["about"]))
+        assert file["q"].dtype == np.uint16
+    assert about["layout"] == "thd" and "q" in about["bfloat16"] and "lse" not in about["bfloat16"]
+    assert about["options"]["causal"] is False and about["options"]["window"] == [-1, -1]

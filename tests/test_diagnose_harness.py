@@ -1,0 +1,379 @@
+"""Comparison functions as people write them: what each lets pass is named, a sound one is left."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn.check.cases import dtype_of
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.harness import (
+    DTYPES,
+    GENEROUS,
+    HARNESS,
+    SHAPES,
+    SIZES,
+    examine,
+    load_compare,
+    rights,
+    wrongs,
+)
+from rawattn.check.diff import judge
+
+Compare = Callable[[Any, Any], Any]
+
+
+def wide(array: Any) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+def difference(x: Any, ref: Any) -> np.ndarray:
+    return np.abs(wide(x) - wide(ref))
+
+
+def largest(array: Any) -> float:
+    return float(np.abs(wide(array)).max(initial=0.0))
+
+
+def sound(x: Any, ref: Any) -> bool:
+    """rawattn's rule on data brought to unit size."""
+    unit = largest(ref) or 1.0
+    small = (wide(x) / unit).astype(x.dtype)
+    same = (wide(ref) / unit).astype(small.dtype)
+    return judge(small, wide(ref) / unit, wide(same)).ok
+
+
+def sound_assertion(x: Any, ref: Any) -> None:
+    if not sound(x, ref):  # an assert would print a thousand arrays here
+        raise AssertionError("they differ")
+
+
+def rule(x: Any, ref: Any) -> bool:
+    return judge(x, wide(ref), wide(ref.astype(x.dtype))).ok
+
+
+def shift_of(ref: Any) -> float:
+    """Twice what adding 0.3 and taking it away again does to ``ref`` in its own dtype."""
+    third = ref.dtype.type(0.3)
+    return 2 * largest(wide((ref + third) - third) - wide(ref))
+
+
+def tolerance_subtracted(x: Any, ref: Any) -> bool:
+    """The tolerance is subtracted from both results: no difference is ever taken."""
+    atol = shift_of(ref)
+    return largest(wide(x) - atol) <= largest(wide(ref) - atol) + atol
+
+
+def tolerance_subtracted_twice(x: Any, ref: Any) -> bool:
+    atol = shift_of(ref)
+    return largest(wide(x) - atol) <= 2 * largest(wide(ref) - atol) + atol
+
+
+def absolute(x: Any, ref: Any) -> bool:
+    return difference(x, ref).max() <= 1e-2
+
+
+def sizes_alike(x: Any, ref: Any) -> bool:
+    return abs(np.abs(wide(x)).mean() / np.abs(wide(ref)).mean() - 1) < 1e-2
+
+
+def mean_error(x: Any, ref: Any) -> bool:
+    return difference(x, ref).mean() <= 1e-2 * np.abs(wide(ref)).mean()
+
+
+def cosine(x: Any, ref: Any) -> bool:
+    x, ref = wide(x).ravel(), wide(ref).ravel()
+    return x @ ref > 0.99 * np.linalg.norm(x) * np.linalg.norm(ref)
+
+
+def deaf_to_nan(x: Any, ref: Any) -> bool:
+    return not (difference(x, ref) > 4e-3 * largest(ref)).any()
+
+
+def no_abs(x: Any, ref: Any) -> bool:
+    return (wide(x) - wide(ref)).max() <= 4e-3 * largest(ref)
+
+
+def half_as_large(x: Any, ref: Any) -> bool:
+    return bool(np.all(difference(x, ref) <= np.abs(wide(ref))))
+
+
+def row_by_row(x: Any, ref: Any) -> bool:
+    """Rows of one size for all, and so many of them as both have."""
+    unit = max(largest(ref), 1e-9)
+    eps = float(np.spacing(np.ones((), x.dtype))) if x.dtype.kind != "i" else 0
+    rows = zip(x, ref, strict=False)
+    return ref.any() and all((difference(a, b) <= 2 * eps * unit).all() for a, b in rows)
+
+
+def bugs(diagnosis: Diagnosis) -> list[str]:
+    return [finding.bug for finding in diagnosis.findings]
+
+
+def finding(diagnosis: Diagnosis, bug: str) -> Finding:
+    return next(found for found in diagnosis.findings if found.bug == bug)
+
+
+def said(diagnosis: Diagnosis, bug: str) -> str:
+    return "\n".join(finding(diagnosis, bug).evidence)
+
+
+@pytest.mark.parametrize(
+    ("compare", "reference"),
+    [(sound, None), (sound, "same"), (sound, "float64"), (sound_assertion, None)],
+)
+def test_a_sound_comparison_has_no_findings(compare: Compare, reference: str | None) -> None:
+    diagnosis = examine(compare, reference=reference)
+    assert diagnosis.sound and bugs(diagnosis) == []
+    assert {check.verdict for check in diagnosis.checks} == {"pass"}
+    assert "0 of 1230 wrong results pass, 0 of 108 right ones do not" in diagnosis.title
+
+
+def test_rawattns_rule_is_sound_on_data_of_its_tests() -> None:
+    assert examine(rule, sizes=(1.0, 100.0)).sound
+
+
+@pytest.mark.parametrize(
+    ("compare", "due"),
+    [
+        (lambda x, ref: True, ["harness-accepts-anything"]),
+        (lambda x, ref: None, ["harness-accepts-anything"]),
+        (lambda x, ref: x.shape == ref.shape, ["harness-accepts-anything"]),
+        (lambda x, ref: False, ["harness-refuses-right"]),
+        (lambda x, ref: abs(x - ref) < 1e-2, ["harness-raises"]),
+        (lambda x, ref: (True, 0.1), ["harness-raises"]),
+        (lambda x, ref: judge(x, ref, ref), ["harness-raises"]),
+        (lambda x, ref, golden: True, ["harness-raises"]),
+        (absolute, ["harness-atol-only", "harness-broadcasts", "vacuous", "harness-refuses-right"]),
+        (sizes_alike, ["harness-magnitude-only", "harness-broadcasts"]),
+        (
+            cosine,
+            [
+                *("harness-ignores-scale", "harness-averages", "harness-too-loose"),
+                "harness-broadcasts",
+            ],
+        ),
+        (row_by_row, ["harness-broadcasts"]),
+    ],
+)
+def test_what_is_said_of_others(compare: Compare, due: list[str]) -> None:
+    assert bugs(examine(compare)) == due
+
+
+@pytest.mark.parametrize(
+    ("compare", "due"),
+    [
+        (mean_error, "harness-averages"),
+        (deaf_to_nan, "harness-ignores-nan"),
+        (no_abs, "harness-one-sided"),
+        (half_as_large, "harness-passes-zeros"),
+        (lambda x, ref: np.allclose(x, ref, rtol=0.1, atol=0), "harness-too-loose"),
+    ],
+)
+def test_the_gravest_is_said_first(compare: Compare, due: str) -> None:
+    assert bugs(examine(compare))[0] == due
+
+
+def test_a_tolerance_that_is_subtracted_compares_sizes_alone() -> None:
+    diagnosis = examine(tolerance_subtracted)
+    assert bugs(diagnosis)[0] == "harness-magnitude-only"
+    found = finding(diagnosis, "harness-magnitude-only")
+    assert found.side == "harness" and found.confidence == "proved"
+    assert found.where == "every dtype, every size"
+    first = found.evidence[0]
+    assert first.startswith("passes (every dtype, every size): x = 0; x = 0.5 ref; x = -ref")
+    assert "transposed at equal size" in first and "other data of the same size" in first
+    assert "x = 2 ref" not in first
+    assert {"harness-broadcasts", "harness-not-symmetric", "vacuous"} < set(bugs(diagnosis))
+    # 0.3 is no share of the data: adding it to gradients of 1e-4 rounds those away
+    assert "bfloat16, size 0.0001): x = 2 ref" in said(diagnosis, "harness-atol-only")
+
+
+def test_twice_the_reference_hides_twice_the_error() -> None:
+    diagnosis = examine(tolerance_subtracted_twice)
+    first = finding(diagnosis, "harness-magnitude-only").evidence[0]
+    assert "x = 1.43 ref; x = 2 ref; x = -ref" in first and "padded keys" in first
+
+
+def test_the_same_in_torch(one_thread: None) -> None:
+    def compare(x: Any, ref: Any) -> None:
+        atol = 2 * (ref + 0.3 - 0.3 - ref).abs().max().item()
+        assert (x - atol).abs().max().item() <= 2 * (ref - atol).abs().max().item() + atol
+
+    diagnosis = examine(compare, "torch", shapes=SHAPES[1:2])
+    assert bugs(diagnosis)[0] == "harness-magnitude-only"
+    assert "x = 0; x = 0.5 ref; x = 1.05 ref" in said(diagnosis, "harness-magnitude-only")
+
+
+def test_torchs_own_comparison(one_thread: None) -> None:
+    torch = pytest.importorskip("torch")
+    diagnosis = examine(torch.testing.assert_close, "torch", shapes=SHAPES[1:2], sizes=(1.0, 1e-4))
+    assert "harness-raises" not in bugs(diagnosis) and "harness-broadcasts" not in bugs(diagnosis)
+    assert "float16, size 0.0001" in finding(diagnosis, "harness-atol-only").where
+    assert any("ref was of the same dtype" in fact for fact in diagnosis.facts)  # it mixes none
+
+
+def test_an_absolute_tolerance_is_measured() -> None:
+    diagnosis = examine(absolute)
+    found = finding(diagnosis, "harness-atol-only")
+    assert "float16: errors that pass, about: 0.073 at size 100, 0.0059 at size 1, 0.006 at" in (
+        said(diagnosis, "harness-atol-only")
+    )
+    assert "float16, bfloat16, size 0.001, 0.0001" in found.where
+    assert "same-dtype reference" in found.look_at
+    assert "bfloat16, size 100, 1" in finding(diagnosis, "harness-refuses-right").where
+
+
+def test_allclose_with_its_defaults() -> None:
+    diagnosis = examine(np.allclose)
+    refused = said(diagnosis, "harness-refuses-right")
+    assert "(float16, bfloat16, every size): the result of another rounding" in refused
+    assert "(float32, size 100, 1; float16, bfloat16, every size): the same sums" in refused
+    assert "x of shape (1, ...) where ref repeats it" in said(diagnosis, "harness-broadcasts")
+    assert finding(diagnosis, "harness-atol-only").where == "float32, size 0.001, 0.0001"
+    assert "harness-ignores-nan" not in bugs(diagnosis)
+    alone = examine(np.allclose, dtypes=("float32",), sizes=(1e-3,))
+    assert bugs(alone) == ["harness-too-loose", "harness-broadcasts", "vacuous"]
+
+
+def test_rawattns_rule_on_small_data() -> None:
+    """The shift by 0.3 is absolute as well: the rule is for data of unit size."""
+    diagnosis = examine(rule, dtypes=("float16",), sizes=(1.0, 1e-4))
+    assert bugs(diagnosis) in ([], ["harness-atol-only"])  # none where it takes a share of max|ref|
+    if not diagnosis.sound:
+        assert finding(diagnosis, "harness-atol-only").where == "float16, size 0.0001"
+
+
+@pytest.mark.parametrize("answer", [np.True_, np.array(True), np.array([True]), 1])
+def test_scalars_are_verdicts(answer: Any) -> None:
+    assert bugs(examine(lambda x, ref: answer)) == ["harness-accepts-anything"]
+
+
+def test_other_ways_to_fail() -> None:
+    def compare(x: Any, ref: Any) -> None:
+        if not sound(x, ref):
+            pytest.fail("they differ")
+
+    assert examine(compare).sound
+
+    def leaves(x: Any, ref: Any) -> None:
+        raise SystemExit(2)
+
+    diagnosis = examine(leaves)
+    assert bugs(diagnosis) == ["harness-raises"]
+    assert "raises SystemExit: 2 (every dtype, every size)" in said(diagnosis, "harness-raises")
+
+
+def test_errors_on_wrong_results_refuse_them() -> None:
+    def compare(x: Any, ref: Any) -> bool:
+        if x.shape != ref.shape:
+            raise ValueError("shapes")
+        return sound(x, ref)
+
+    diagnosis = examine(compare)
+    assert diagnosis.sound
+    assert any(
+        fact.startswith("refused by an error of its own: x of shape (1, ...)")
+        and "ValueError: shapes" in fact
+        for fact in diagnosis.facts
+    )
+
+
+def test_what_breaks_down_in_one_dtype_is_judged_in_the_others() -> None:
+    def compare(x: Any, ref: Any) -> bool:
+        if x.dtype == dtype_of("bfloat16"):
+            raise TypeError("no bfloat16")
+        return True
+
+    diagnosis = examine(compare)
+    assert bugs(diagnosis) == ["harness-raises", "harness-accepts-anything"]
+    assert finding(diagnosis, "harness-raises").where == "bfloat16, every size"
+    assert "no bfloat16" in said(diagnosis, "harness-raises")
+
+
+def test_comparisons_may_write_and_print(capsys: pytest.CaptureFixture[str]) -> None:
+    def compare(x: Any, ref: Any) -> bool:
+        verdict = sound(x, ref)
+        print("compared", verdict)
+        x[...] = 0
+        ref[...] = 0
+        return verdict
+
+    assert examine(compare).sound
+    assert capsys.readouterr().out == ""
+
+
+def test_checks_list_every_wrong_that_passes() -> None:
+    checks = {check.text: check for check in examine(absolute).checks}
+    zeros = checks["x = 0: is refused"]
+    assert (zeros.side, zeros.verdict, zeros.value, zeros.allowed) == ("harness", "FAIL", 18, 0)
+    assert zeros.where == "18 of 36 times not: every dtype, size 0.001, 0.0001"
+    assert checks["x and ref both 0: is refused"].verdict == "vacuous"
+    assert checks["one NaN: is refused"].verdict == "pass"
+    assert checks["the same array: passes"].verdict == "pass"
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 2, 8), (1, 7)])
+@pytest.mark.parametrize("with_wide", [False, True])
+def test_wrongs_are_wrong_and_rights_are_right(
+    dtype: str, shape: tuple[int, ...], with_wide: bool
+) -> None:
+    eps = float(np.spacing(np.ones((), dtype_of(dtype))))
+    for size in SIZES:
+        for pair in rights(shape, dtype, size=size, wide=with_wide):
+            assert pair.due == "pass" and pair.x.dtype == dtype_of(dtype)
+            assert difference(pair.x, pair.ref).max() <= 2 * eps * largest(pair.ref)
+        names = []
+        for pair in wrongs(shape, dtype, size=size, wide=with_wide):
+            names.append(pair.name)
+            if pair.due == "refuse" and pair.kind != "vacuous" and pair.x.shape == pair.ref.shape:
+                error = difference(pair.x, pair.ref).max()
+                assert not error <= GENEROUS * eps * largest(pair.ref)
+            if pair.kind == "shape":
+                assert pair.x.shape != pair.ref.shape
+        assert len(names) == len(set(names))
+        assert {"x = 0", "x = -ref", "one NaN", "x and ref both 0"} < set(names)
+
+
+def test_sequences_have_the_lengths_that_are_given() -> None:
+    pairs = {p.name: p for p in wrongs((10, 2, 4), "float32", (3, 7), np.random.default_rng(1))}
+    taken = pairs["a sequence taken from its neighbour"]
+    np.testing.assert_array_equal(taken.x[3:], taken.ref[[0, 1, 2, 0, 1, 2, 0]])
+    slope = pairs["the first sequence 1.43 times too large (padded keys)"]
+    np.testing.assert_allclose(slope.x[:3] / slope.ref[:3], 1.43, rtol=1e-6)
+    np.testing.assert_array_equal(slope.x[3:], slope.ref[3:])
+    with pytest.raises(ValueError, match="do not sum to the 10 rows"):
+        wrongs((10, 2, 4), "float32", (3, 8))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="expected 'float64', 'same' or None"):
+        examine(sound, reference="wide")
+    with pytest.raises(ValueError, match="expected 2, 3 or 4"):
+        examine(sound, shapes=((2, 2, 2, 2, 2),))
+
+
+def test_findings_speak_plainly() -> None:
+    for bug, (title, look_at) in HARNESS.items():
+        assert bug == "vacuous" or bug.startswith("harness-")
+        assert title and look_at and not title.endswith(".")
+
+
+def test_comparisons_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "compares.py"
+    file.write_text(
+        "def close(x, ref): return True\n"
+        "def close_backward(x, ref): return False\n"
+        "only_backward = close_backward\n"
+    )
+    assert load_compare(f"{file}:close")(0, 0) is True
+    assert load_compare(f"{file}:close_backward")(0, 0) is False
+    for name in ("other", "only"):
+        with pytest.raises(ValueError, match=f"has no function '{name}'"):
+            load_compare(f"{file}:{name}")
+    for place in (str(file), f"{tmp_path}/none.py:close"):
+        with pytest.raises(ValueError):
+            load_compare(place)

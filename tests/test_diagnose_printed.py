@@ -1,0 +1,593 @@
+"""Text logs: tensors and errors are read as they stand, and what is said of them can be proved.
+
+Long by three logs that people really had, in figures, and by the bugs and right results that are
+printed anew here.
+"""
+
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.printed import explain_log, numbers, tensors
+
+Array = np.ndarray
+
+# ---- figures of three logs ----
+
+# a causal attention of 4 tokens, one head; a hand-written backward pass against a kernel
+MASKS = """\
+dQ_manual:
+tensor([[[[-0.0137,  0.1686,  0.1254,  0.1340],
+          [ 0.3367, -0.9961,  0.1930, -0.3312],
+          [ 0.0345,  0.6728, -0.5606, -0.0312],
+          [-0.0745, -0.0756,  0.0784,  0.0027]]]], device='cuda:0',
+grad_fn=<MulBackward0>)
+
+dQ_cuda:
+tensor([[[[ 0.0000,  0.0000,  0.0000,  0.0000],
+          [ 0.0233, -0.0736,  0.2137,  0.0987],
+          [ 0.0286,  0.6309, -0.5214, -0.0293],
+          [-0.0745, -0.0756,  0.0784,  0.0027]]]])
+
+AssertionError: not close! dS_manual:
+tensor([[[[-1.8708e-08, -1.3340e+00,  1.3969e-01,  1.5172e-01],
+          [ 1.9902e-01, -1.9902e-01, -1.7371e+00, -2.3938e-01],
+          [-4.7315e-02,  4.5658e-02,  1.6575e-03, -5.4871e-01],
+          [ 1.1068e-01,  5.8861e-02,  2.8708e-02, -1.9824e-01]]]],
+device='cuda:0', grad_fn=<MulBackward0>)
+dS_manual.shape: torch.Size([1, 1, 4, 4])
+
+dS_cuda:
+tensor([[[[ 0.0000,  0.0000,  0.0000,  0.0000],
+          [ 0.4662, -0.4662,  0.0000,  0.0000],
+          [-0.0587,  0.0566,  0.0021,  0.0000],
+          [ 0.1107,  0.0589,  0.0287, -0.1982]]]], device='cuda:0')
+dS_cuda.shape: torch.Size([1, 1, 4, 4])
+"""
+MASKS_LATER = """
+dS_manual(causal=False) :
+tensor([[[[ 0.0722, -0.2254,  0.0252,  0.1281],
+          [-0.0661, -0.0298,  0.3251, -0.2292],
+          [ 0.2057,  0.4506, -0.3068, -0.3496],
+          [-0.1170,  0.1011, -0.3622,  0.3781]]]], device='cuda:0',
+grad_fn=<MulBackward0>
+
+dS_manual (causal=True):
+tensor([[[[ 0.0000, -0.2867,  0.0100, -0.3387],
+          [-0.0140,  0.0140,  0.5775, -0.1110],
+          [ 0.0719,  0.3331, -0.4050, -0.5126],
+          [-0.1170,  0.1011, -0.3622,  0.3781]]]], device='cuda:0',
+grad_fn=<MulBackward0>
+"""
+
+# gradients of eight packed sequences against a padded batch; the first sequence of each
+PADDING = """\
+torch.Size([8960, 16, 64])
+torch.Size([8, 16, 1856, 64])
+varlen_q.grad: tensor([[ 0.0113,  0.0113, -0.0098,  ...,  0.0053,  0.0071, -0.0062],
+        [ 0.0067,  0.0004,  0.0110,  ...,  0.0082,  0.0149, -0.0026]], dtype=torch.bfloat16)
+varlen_grad_seq: tensor([[ 0.2393, -0.0811, -0.1641,  ...,  0.2871, -0.1602, -0.5938],
+        [ 0.2373, -0.0608, -0.1699,  ...,  0.2871, -0.1387, -0.6133],
+        [ 0.2334, -0.0874, -0.1709,  ...,  0.3145, -0.1475, -0.6211],
+        ...,
+        [ 0.2324, -0.0757, -0.1631,  ...,  0.2812, -0.1475, -0.6094],
+        [ 0.2236, -0.0835, -0.1572,  ...,  0.2949, -0.1582, -0.5938],
+        [ 0.2412, -0.0962, -0.1602,  ...,  0.3125, -0.1582, -0.6133]],
+       device='cuda:0', dtype=torch.bfloat16)
+sdpa_grad_seq: tensor([[ 0.0603, -0.0205, -0.0413,  ...,  0.0718, -0.0400, -0.1494],
+        [ 0.0598, -0.0156, -0.0430,  ...,  0.0723, -0.0347, -0.1543],
+        [ 0.0586, -0.0219, -0.0430,  ...,  0.0786, -0.0366, -0.1562],
+        ...,
+        [ 0.0586, -0.0193, -0.0413,  ...,  0.0713, -0.0369, -0.1533],
+        [ 0.0564, -0.0211, -0.0393,  ...,  0.0742, -0.0396, -0.1494],
+        [ 0.0610, -0.0239, -0.0403,  ...,  0.0786, -0.0393, -0.1543]],
+       device='cuda:0', dtype=torch.bfloat16)
+"""
+LENGTHS = (448, 1280, 1856, 960, 704, 512, 1856, 1344)
+
+# errors of a second derivative in float16
+ERRORS = """\
+== gradgrad full b=1 h=1 t=8192 d=64 dtype=fp16 causal=True ==
+gradgrad math:   5.179 ms
+gradgrad triton: 4.066 ms
+
+== gradgrad compare full vs math ==
+forward max abs err: 0.0000e+00, mean abs err: 0.0000e+00
+grad max abs err (q,k,v): [5.960464477539062e-07, 5.960464477539062e-07, 0.0]
+gradgrad max abs err (q,k,v): [0.0, 0.0, 0.0]
+"""
+
+
+def only(diagnosis: Diagnosis) -> Finding:
+    assert len(diagnosis.findings) == 1, diagnosis.findings
+    finding = diagnosis.findings[0]
+    assert finding.bug in CLASSES
+    return finding
+
+
+def test_masks() -> None:
+    diagnosis = explain_log(MASKS)
+    finding = only(diagnosis)
+    said = " ".join(finding.evidence)
+    assert (finding.side, finding.bug) == ("manual", "mask-missing-in-backward")
+    assert finding.confidence == "proved"
+    assert "-1.0426, -1.9765, -0.5487, 0.0000" in said
+    assert "0.427, 0.806, 1.000" in said and "the last row sees every key" in said
+    assert "the zero first row of dS_cuda is right" in said
+    assert "the first row of dQ_cuda is 0" in said and "the zero is right" in said
+    verdicts = {(c.side, c.name): c.verdict for c in diagnosis.checks}
+    for name in ("I2", "I3", "mask"):
+        assert (verdicts["manual", name], verdicts["cuda", name]) == ("FAIL", "pass")
+    rows = {level.key: level for level in diagnosis.levels if level.tensor.startswith("dQ")}
+    assert rows["3"].error == 0 and rows["1"].error > 0.9
+
+
+def test_masks_later() -> None:
+    """Two more prints of the same side: the one without a mask is sound, the other is not."""
+    finding = only(explain_log(MASKS + MASKS_LATER))
+    assert (finding.side, finding.confidence) == ("manual", "proved")
+    assert "dS_manual (causal=True)" in finding.where and "causal=False" not in finding.where
+    alone = explain_log(MASKS_LATER)
+    assert only(alone).bug == "mask-missing-in-backward"
+    assert [c.verdict for c in alone.checks if c.name == "I2"] == ["pass", "FAIL"]
+
+
+def test_padding() -> None:
+    diagnosis = explain_log(PADDING, lengths=LENGTHS)
+    finding = only(diagnosis)
+    said = " ".join(finding.evidence)
+    assert (finding.side, finding.bug, finding.confidence) == ("sdpa", "padded-keys", "high")
+    assert "3.976 +- 0.004 on the 36 entries" in said and "r(448) = 3.973" in said
+    assert "4, such as a count of heads or sequences, lies 5.5 standard errors away" in said
+    curve = "448: 3.97, 1280: 1.43, 1856: 1.00, 960: 1.88, 704: 2.55, 512: 3.48, 1344: 1.36"
+    assert curve in said and "448 tokens (index 0)" in finding.where
+    assert diagnosis.levels[0].slope == pytest.approx(3.976, abs=5e-4)
+    assert any("varlen_q.grad" in fact for fact in diagnosis.facts)
+
+
+def test_padding_without_lengths() -> None:
+    finding = only(explain_log(PADDING))
+    assert finding.bug == "unknown" and "padded-keys" in finding.alternatives
+    assert "constant factor of 3.976" in finding.title
+    assert "how long the sequences are" in finding.look_at
+    assert any("about 448" in line for line in finding.evidence)
+
+
+def test_padding_with_wrong_lengths() -> None:
+    """Lengths that cannot give the ratio name nothing; such that others share prove less."""
+    assert only(explain_log(PADDING, lengths=(1000, 1856, 1500))).bug == "unknown"
+    other = only(explain_log(PADDING, lengths=(448, 1856)))
+    assert (other.bug, other.confidence) == ("padded-keys", "medium")
+
+
+def test_errors() -> None:
+    finding = only(explain_log(ERRORS))
+    said = " ".join(finding.evidence)
+    assert (finding.bug, finding.side, finding.confidence) == ("vacuous", "both", "high")
+    assert "5.96e-07 = 10 * 2**-24" in said and "full and math" in said
+    assert "zeros would pass" in finding.title
+
+
+# ---- reading ----
+
+
+def test_reads_a_print_in_full() -> None:
+    printed = tensors(MASKS)
+    assert [p.name for p in printed] == ["dQ_manual", "dQ_cuda", "dS_manual", "dS_cuda"]
+    manual = printed[2]
+    assert manual.sizes == (1, 1, 4, 4) and manual.full and manual.dtype == "float32"
+    assert manual.values[0, 0, 1, 2] == -1.7371
+    assert manual.units[0, 0, 0, 0] == pytest.approx(1e-12)
+    assert manual.units[0, 0, 1, 2] == pytest.approx(1e-4)
+    assert [p.kind for p in printed] == ["dQ", "dQ", "dS", "dS"]
+    later = tensors(MASKS_LATER)
+    assert [dict(p.settings) for p in later] == [{"causal": "False"}, {"causal": "True"}]
+
+
+def test_reads_elided_axes() -> None:
+    printed = tensors(PADDING)[1]
+    assert printed.values.shape == (6, 6) and printed.sizes == (None, None)
+    assert [p.tolist() for p in printed.places] == [[0, 1, 2, -3, -2, -1]] * 2
+    assert printed.dtype == "bfloat16" and printed.decimals == 4
+    assert printed.values[3, 5] == -0.6094
+    known = tensors(
+        "out = " + torch_like(np.ones((9, 200)) / 3) + "\nout.shape: torch.Size([9, 200])"
+    )
+    assert known[0].sizes == (9, 200)
+
+
+def torch_like(values: Array, dtype: str = "", digits: int = 4) -> str:
+    """A print in torch's form, without torch."""
+    text = np.array2string(
+        values.astype(np.float64),
+        separator=", ",
+        prefix="tensor(",
+        threshold=1000,
+        formatter={"float_kind": f"{{: .{digits}f}}".format},
+    )
+    return f"tensor({text}, dtype=torch.{dtype})" if dtype else f"tensor({text})"
+
+
+def numpy_like(values: Array) -> str:
+    return "\n" + str(values.astype(np.float32))
+
+
+FORMS: dict[str, Callable[[Array], str]] = {
+    "torch": torch_like,
+    "bfloat16": lambda a: torch_like(a, "bfloat16"),
+    "digits": lambda a: torch_like(a, digits=7),
+    "repr": lambda a: repr(a.astype(np.float32)),
+    "str": numpy_like,
+    "list": lambda a: str(a.tolist()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4), (1, 2, 4, 4)])
+def test_forms(form: str, shape: tuple[int, ...]) -> None:
+    if form == "list" and len(shape) == 1:
+        pytest.skip("a line of numbers in commas is read by numbers()")
+    values = np.random.default_rng(2).standard_normal(shape)
+    (printed,) = tensors(f"some words.\ndq_reference: {FORMS[form](values)}\nand more words")
+    assert printed.name == "dq_reference" and printed.full
+    slack = 0.51 * printed.units + 1e-6
+    assert (np.abs(printed.values - values) <= slack).all()
+
+
+@pytest.mark.parametrize(
+    "text, values",
+    [
+        ("x: tensor(1.00000e-04 *\n       [[ 1.5000, -2.0000]])", [[1.5e-4, -2e-4]]),
+        ("x: tensor([nan, -inf, 1.0000])", [math.nan, -math.inf, 1.0]),
+        ("x: tensor([[True, False]])", [[1.0, 0.0]]),
+        ("x: tensor([1, 2], dtype=torch.int32)", [1.0, 2.0]),
+        ("x: tensor([], size=(0, 4))", np.zeros((0, 4))),
+        ("x: tensor(0.2500, device='cuda:0')", 0.25),
+        ("Parameter containing:\nx: tensor([1.5000], requires_grad=True)", [1.5]),
+        ("x: tf.Tensor(\n[[1. 2.]], shape=(1, 2), dtype=float32)", [[1.0, 2.0]]),
+        ("x = Array([[1.5, 2.5]], dtype=bfloat16)", [[1.5, 2.5]]),
+        ("E       x: tensor([[1.0000],\nE               [2.0000]])", [[1.0], [2.0]]),
+        ("[rank0]: x: tensor([[1.0000],\n[rank0]:         [2.0000]])", [[1.0], [2.0]]),
+        ("\x1b[31mx: tensor([1.0000])\x1b[0m", [1.0]),
+        ("{'x': tensor([1.0000])}", [1.0]),
+    ],
+)
+def test_small_prints(text: str, values: object) -> None:
+    (printed,) = tensors(text)
+    assert printed.name.removeprefix("tf.") == "x"
+    np.testing.assert_allclose(printed.values, values)
+
+
+def test_numbers() -> None:
+    found = numbers(ERRORS)
+    assert [(n.label, n.part, n.value) for n in found] == [
+        ("forward max abs err", "", 0.0),
+        ("mean abs err", "", 0.0),
+        ("grad max abs err", "q", 5.960464477539062e-07),
+        ("grad max abs err", "k", 5.960464477539062e-07),
+        ("grad max abs err", "v", 0.0),
+        ("gradgrad max abs err", "q", 0.0),
+        ("gradgrad max abs err", "k", 0.0),
+        ("gradgrad max abs err", "v", 0.0),
+    ]
+    assert found[0].context == "gradgrad compare full vs math" and found[0].unit == 0
+    (rounded,) = numbers("max diff 0.0000")
+    assert (rounded.label, rounded.unit) == ("max diff", 1e-4)
+    assert not numbers("took: 3.2 ms, at 12:30:01, run 5 of 7, assert error <= 2, step [3]")
+    after = numbers(MASKS + "max err: 0.25")
+    assert [(n.label, n.line) for n in after] == [("max err", MASKS.count("\n") + 1)]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "no tensor and no labelled number"),
+        ("a story without any figures", "no tensor and no labelled number"),
+        ("dq: tensor([[1.0, 2.0],\n [3.0, 4", "line 1: it ends within"),
+        ("one\ndq: tensor([[1.0, 2.0],\n [3.0]])", "line 2: its rows are of different lengths"),
+        ("dq: tensor([[1.0, n], [2.0, n]])", "no tensor and no labelled number"),
+        ("dq: tensor([[1.0, 2.0], <lost> [3.0, 4.0]])", "no tensor and no labelled number"),
+        ("dq: tensor([1.+2.j, 3.])", "neither a real number"),
+        ("dq: tensor([1., ..., 2., ..., 3.])", "two elisions"),
+        ("[[1. 2.]\n [3. 4.", "ends within"),
+    ],
+)
+def test_malformed(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        explain_log(text)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match=r"no printed tensor has 'fast'.*dQ_cuda"):
+        explain_log(MASKS, names=("manual", "fast"))
+    with pytest.raises(ValueError, match="two different words"):
+        explain_log(MASKS, names=("manual", "manual"))
+    for lengths in ((), (0,), (5, -1)):
+        with pytest.raises(ValueError, match="counts of tokens"):
+            explain_log(MASKS, lengths=lengths)
+
+
+# ---- bugs and right results, printed here ----
+
+
+class Attention:
+    """One head of attention in float64, by the book, and what bugs make of it."""
+
+    def __init__(self, seed: int, rows: int = 6, keys: int = 6, *, causal: bool = True) -> None:
+        draw = np.random.default_rng(seed).standard_normal
+        self.head_dim = 4
+        self.q, self.dout = draw((rows, 4)), draw((rows, 4))
+        self.k, self.v = draw((keys, 4)), draw((keys, 4))
+        self.S = self.q @ self.k.T / 2
+        seen = np.arange(keys) <= np.arange(rows)[:, None] + keys - rows
+        self.seen = seen if causal else np.ones_like(seen)
+        self.P = self.softmax(np.where(self.seen, self.S, -np.inf))
+        self.out = self.P @ self.v
+        self.lse = np.log(np.where(self.seen, np.exp(self.S), 0).sum(1))
+        self.delta = (self.dout * self.out).sum(1, keepdims=True)
+        self.dP = self.dout @ self.v.T
+        self.dS = self.P * (self.dP - self.delta)
+
+    @staticmethod
+    def softmax(scores: Array) -> Array:
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.asarray(weights / weights.sum(-1, keepdims=True))
+
+    def gradients(self, dS: Array, P: Array) -> dict[str, Array]:
+        return {"dQ": dS @ self.k / 2, "dK": dS.T @ self.q / 2, "dV": P.T @ self.dout}
+
+
+def log_of(
+    form: str, reference: dict[str, Array], candidate: dict[str, Array], causal: bool = True
+) -> str:
+    lines = [f"causal={causal}"]
+    for name in reference:
+        lines.append(f"{name}_ref: {FORMS[form](reference[name])}")
+        lines.append(f"{name}_kernel: {FORMS[form](candidate[name])}")
+    return "\n".join(lines) + "\n"
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    return np.asarray(values.astype(kind).astype(np.float64))
+
+
+@pytest.mark.parametrize("form", ["torch", "bfloat16", "digits", "str"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_right_results_are_silent(form: str, dtype: str) -> None:
+    """Every quantity of a right implementation that rounds P, dS, and out before it makes D."""
+    for seed in range(12):
+        causal = seed % 3 > 0
+        rows, keys = [(6, 6), (5, 9), (4, 4), (40, 40)][seed % 4]
+        a = Attention(seed, rows, keys, causal=causal)
+        P, out = rounded(a.P, dtype), rounded(rounded(a.P, dtype) @ a.v, dtype)
+        dS = rounded(a.P * (a.dP - (a.dout * out).sum(1, keepdims=True)), dtype)
+        right = {"dS": a.dS, "P": a.P, "out": a.out, "lse": a.lse, **a.gradients(a.dS, a.P)}
+        other = {"dS": dS, "P": P, "out": out, "lse": a.lse, **a.gradients(dS, P)}
+        other = {name: rounded(values, dtype) for name, values in other.items()}
+        text = log_of(form, right, other, causal)
+        lengths = (rows, rows + 7) if seed % 2 else None
+        diagnosis = explain_log(text, lengths=lengths)
+        assert diagnosis.sound, (seed, diagnosis.findings)
+        assert not [c for c in diagnosis.checks if c.verdict == "FAIL"]
+
+
+@pytest.mark.parametrize("form", ["torch", "digits", "repr", "str", "list"])
+@pytest.mark.parametrize("masked_lse", [False, True])
+@pytest.mark.parametrize("rows", [4, 7, 20])
+def test_unmasked_p(form: str, masked_lse: bool, rows: int) -> None:
+    for seed in range(3):
+        a = Attention(seed, rows, rows)
+        P = np.exp(a.S - a.lse[:, None]) if masked_lse else a.softmax(a.S)
+        dS = P * (a.dP - a.delta)
+        right = {"dS": a.dS, "dQ": a.gradients(a.dS, a.P)["dQ"]}
+        wrong = {"dS": dS, "dQ": a.gradients(dS, P)["dQ"]}
+        for text, side in (
+            (log_of(form, right, wrong), "kernel"),
+            (log_of(form, wrong, right), "ref"),
+        ):
+            finding = only(explain_log(text))
+            assert (finding.bug, finding.side) == ("mask-missing-in-backward", side)
+            assert finding.confidence == "proved"
+
+
+def test_unmasked_p_elided() -> None:
+    a = Attention(3, 40, 40)
+    wrong = a.softmax(a.S) * (a.dP - a.delta)
+    finding = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": wrong})))
+    assert (finding.bug, finding.side) == ("mask-missing-in-backward", "kernel")
+    assert finding.confidence == "high"
+
+
+def test_no_mask_at_all() -> None:
+    """P and D of one unmasked softmax: dS is sound in itself, so the sides disagree on the mask."""
+    a, free = Attention(1), Attention(1, causal=False)
+    finding = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": free.dS})))
+    assert (finding.bug, finding.side, finding.confidence) == ("causal-dropped", "kernel", "medium")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_wrong_delta(seed: int) -> None:
+    a = Attention(seed)
+    finding = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": a.P * a.dP})))
+    assert (finding.bug, finding.side) == ("delta-omitted", "kernel")
+    assert finding.confidence == "medium" and "delta-of-another-out" in finding.alternatives
+    assert only(explain_log(f"dS_kernel: {torch_like(a.P * a.dP)}")).bug == "unknown"
+    other = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": a.dP - a.delta})))
+    assert other.bug in ("unknown", "mask-missing-in-backward") and other.confidence == "medium"
+
+
+def padded(lengths: tuple[int, ...], seed: int, scale: float = 1 / 3) -> list[tuple[Array, Array]]:
+    """dv of each sequence, by packed and by padded attention; scores of variance ``scale**2``."""
+    draw = np.random.default_rng(seed).standard_normal
+    pairs = []
+    for n in lengths:
+        q, k = draw((n, 16)) * scale**0.5, draw((n, 16)) * scale**0.5
+        weights = np.exp(q @ k.T / 4)
+        dout = np.ones((n, 1)) + 0.3 * draw((1, 16))
+        right = (weights / weights.sum(1, keepdims=True)).T @ dout
+        sums = weights.sum(1, keepdims=True) + max(lengths) - n
+        pairs.append((right, (weights / sums).T @ dout))
+    return pairs
+
+
+@pytest.mark.parametrize("form", ["torch", "bfloat16", "digits"])
+@pytest.mark.parametrize("seed", range(4))
+def test_padded_keys(form: str, seed: int) -> None:
+    lengths = (300, 120, 210)
+    for n, (right, wrong) in zip(lengths, padded(lengths, seed), strict=True):
+        text = f"varlen_dv: {FORMS[form](right)}\nsdpa_dv: {FORMS[form](wrong)}\n"
+        text += f"varlen_dv.shape: torch.Size([{n}, 16])\n"
+        diagnosis = explain_log(text, lengths=lengths)
+        if n == 300:
+            assert diagnosis.sound
+        else:
+            finding = only(diagnosis)
+            assert (finding.bug, finding.side) == ("padded-keys", "sdpa")
+            assert finding.confidence in ("medium", "high")
+            assert f"{n} tokens" in finding.where
+
+
+def test_padded_keys_by_sequence() -> None:
+    """Scores of another variance, so of another m: one for all sequences proves as much."""
+    lengths = (300, 120, 210, 150)
+    text = "".join(
+        f"packed_dv_{i}: {torch_like(right)}\nreference_dv_{i}: {torch_like(wrong)}\n"
+        for i, (right, wrong) in enumerate(padded(lengths, 5, scale=0.6))
+    )
+    finding = only(explain_log(text, lengths=lengths))
+    assert (finding.bug, finding.side, finding.confidence) == ("padded-keys", "reference", "high")
+
+
+def test_lengths_from_the_log() -> None:
+    assert only(explain_log(PADDING + f"lengths: {list(LENGTHS)}\n")).bug == "padded-keys"
+    offsets = np.cumsum((0, *LENGTHS))
+    text = PADDING + f"cu_seqlens: tensor({offsets.tolist()}, dtype=torch.int32)\n"
+    assert only(explain_log(text)).bug == "padded-keys"
+
+
+def test_a_plain_factor_is_no_padding() -> None:
+    values = np.random.default_rng(6).standard_normal((448, 64))
+    text = f"dv_ref: {torch_like(values)}\ndv_kernel: {torch_like(values / 4)}\n"
+    finding = only(explain_log(text, lengths=LENGTHS))
+    assert finding.bug == "unknown" or finding.confidence in ("medium", "low")
+    causal = only(explain_log("causal=True\n" + text, lengths=LENGTHS))
+    assert causal.bug == "unknown" and "padded-keys" not in causal.alternatives
+
+
+def test_known_factors() -> None:
+    a = Attention(2, 12, 12)
+    finding = only(explain_log(log_of("torch", {"lse": a.lse}, {"lse": a.lse / math.log(2)})))
+    assert (finding.bug, finding.side, finding.confidence) == ("lse-base-2", "kernel", "high")
+    dQ = a.gradients(a.dS, a.P)["dQ"]
+    finding = only(explain_log(log_of("torch", {"dQ": dQ}, {"dQ": dQ * 2})))
+    assert (finding.bug, finding.side, finding.confidence) == ("output-scale", "kernel", "medium")
+
+
+def test_other_relations() -> None:
+    a = Attention(4, 8, 8)
+    scores = log_of("torch", {"S": a.S}, {"S": a.S.T})
+    assert only(explain_log(scores)).bug == "transposed"
+    broken = a.out.copy()
+    broken[5] = np.nan
+    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": broken})))
+    assert finding.side == "kernel" and "rows 5" in finding.where
+    assert "dead-rows" in finding.alternatives
+    factors = np.linspace(1.2, 2.0, 8)[:, None]
+    finding = only(explain_log(log_of("digits", {"out": a.out}, {"out": a.out / factors})))
+    assert finding.side == "kernel" and "padded-keys" in finding.alternatives
+    noise = np.random.default_rng(8).standard_normal(a.out.shape)
+    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": noise})))
+    assert (finding.bug, finding.confidence) == ("unknown", "low")
+    half = np.where(np.arange(8)[:, None] < 4, a.out, noise)
+    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": half})))
+    assert any("rows that agree: 0, 1, 2, 3" in line for line in finding.evidence)
+    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": 0 * a.out})))
+    assert any("0 in all printed entries" in line for line in finding.evidence)
+    leaky = only(explain_log(f"P_kernel: {torch_like(a.P * 0.8)}"))
+    assert leaky.side == "kernel" and "padded-keys" in leaky.alternatives
+
+
+def test_both_zero() -> None:
+    zero = {"dQ": np.zeros((4, 4))}
+    assert only(explain_log(log_of("torch", zero, zero))).bug == "vacuous"
+    right = {**zero, "dV": np.ones((4, 4)) / 3}
+    assert explain_log(log_of("torch", right, right)).sound
+
+
+@pytest.mark.parametrize(
+    "text, bug",
+    [
+        ("max abs err: 0.0", "vacuous"),
+        ("run-to-run diff: 0.0", ""),
+        ("max abs err: 0.0\nmax abs reference: 1.25", ""),
+        ("dtype=fp16\nforward max err: 0.0, dq max err: 1.2e-3", ""),
+        ("max err: 0.0000", ""),
+        ("errors: 0, warnings: 0", ""),
+        ("max abs err: 3.1e-3", ""),
+        ("max abs err: 3.1", "unknown"),
+        ("max abs err: nan", "unknown"),
+        ("dq_kernel: tensor([[0.1000, 0.2000]])", "unknown"),
+    ],
+)
+def test_errors_alone(text: str, bug: str) -> None:
+    diagnosis = explain_log(text)
+    assert [finding.bug for finding in diagnosis.findings] == ([bug] if bug else [])
+
+
+@pytest.mark.parametrize(
+    "first, second, pairs",
+    [
+        ("dq_ref", "dq_kernel", 1),
+        ("dq", "dq_ref", 1),
+        ("foo_dq", "barbar_dq", 1),
+        ("q_grad", "k_grad", 0),
+        ("dq_ref", "dk_kernel", 0),
+        ("dq_ref", "dv_ref", 0),
+        ("torch dq", "triton dq", 1),
+        ("first", "second", 1),
+    ],
+)
+def test_pairs_by_name(first: str, second: str, pairs: int) -> None:
+    a = torch_like(np.random.default_rng(9).standard_normal((3, 4)))
+    diagnosis = explain_log(f"{first}: {a}\n{second}: {a}\nmax abs err: 1e-5")
+    assert f"{pairs} pairs compared" in diagnosis.facts[0]
+
+
+def test_given_names() -> None:
+    a, b = torch_like(np.ones((3, 4)) / 3), torch_like(np.ones((3, 4)) / 2)
+    diagnosis = explain_log(f"alpha dq: {a}\nbeta dq: {b}", names=("beta", "alpha"))
+    assert diagnosis.levels[0].tensor == "beta dq / alpha dq"
+    assert diagnosis.levels[0].slope == pytest.approx(1.5, rel=1e-3)
+
+
+def test_prints_of_unlike_shape() -> None:
+    """What both print is compared: full against elided; other shapes are not."""
+    values = np.random.default_rng(10).standard_normal((40, 40))
+    full = np.array2string(values, separator=", ", threshold=10**6, precision=4)
+    diagnosis = explain_log(f"dq_ref: tensor({full})\ndq_kernel: {torch_like(values)}")
+    assert diagnosis.sound and "36 entries" in diagnosis.facts[1]
+    other = explain_log(f"dq_ref: {torch_like(values)}\ndq_kernel: {torch_like(values[:3])}")
+    assert "0 pairs" in other.facts[0]
+
+
+def test_torch_prints() -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((7,), (4, 4), (2, 3, 4), (200, 16, 8), (1, 1, 4, 4)):
+            for scale in (1.0, 1e-6, 8e3):
+                values = (torch.randn(shape, generator=generator) * scale).to(dtype)
+                twin = values.clone().requires_grad_()
+                text = f"dv_ref: {values}\ndv_kernel: {twin}\n{values.shape}"
+                for printed in tensors(text):
+                    wanted = values.double().numpy()[np.ix_(*printed.places)]
+                    slack = 0.51 * printed.units + 1e-6 * np.abs(wanted)
+                    assert (np.abs(printed.values - wanted) <= slack).all()
+                    assert printed.dtype == str(dtype).removeprefix("torch.")
+                assert explain_log(text).sound

@@ -1,0 +1,365 @@
+"""Where wrong rows lie is said rightly; slopes, residuals and pictures are those of the errors."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.structure import (
+    HIGHEST,
+    LOWEST,
+    bad_rows,
+    fit,
+    levels,
+    maps,
+    named,
+    padded_ratio,
+    places,
+    slope_by_sequence,
+    where,
+)
+from rawattn.reference import dense
+
+LENGTHS = (20, 64, 30, 47)
+
+
+def asked(lengths: tuple[int, ...] = LENGTHS, lengths_k: Any = None, **changes: Any) -> Question:
+    """4 heads on 2, with two rows past the end."""
+    rng = np.random.default_rng(0)
+    lengths_k = lengths_k or lengths
+    rows, keys = sum(lengths) + 2, sum(lengths_k) + 2
+    shapes = {"q": (rows, 4, 8), "k": (keys, 2, 8), "v": (keys, 2, 8), "dout": (rows, 4, 8)}
+    drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    offsets = {
+        f"cu_seqlens_{side}": np.concatenate([[0], np.cumsum(n)]).astype(np.int32)
+        for side, n in (("q", lengths), ("k", lengths_k))
+    }
+    return Question(**drawn | offsets | changes)
+
+
+def where_in(question: Question, side: str = "q") -> tuple[np.ndarray, np.ndarray]:
+    """For every token its number in its sequence, and the sequence's length; columns."""
+    lengths = question.lengths_q if side == "q" else question.lengths_k
+    i = np.concatenate([*(np.arange(n) for n in lengths), [-1000, -1000]])
+    n = np.concatenate([np.repeat(lengths, lengths), [0, 0]])
+    return i[:, None], n[:, None]
+
+
+def everywhere(rows: np.ndarray, heads: int = 4) -> np.ndarray:
+    return np.repeat(rows, heads, axis=1) if rows.shape[1] == 1 else rows
+
+
+# ---- where ------------------------------------------------------------------------------------
+
+
+def test_none_and_all() -> None:
+    question = asked()
+    nothing = np.zeros((163, 4), dtype=bool)
+    assert where(question, "out", nothing) == ()
+    # rows past the end do not count
+    assert where(question, "out", ~nothing) == ("every row is wrong, in every sequence and head",)
+    past = nothing.copy()
+    past[-2:] = True
+    assert where(question, "out", past) == ()
+
+
+ROWS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    # a sentence, of a question like this and a tensor, when these rows are wrong
+    "of every sequence, the first row": ({}, "out", lambda i, n: i == 0),
+    "of every sequence, the last 3 rows": ({}, "dq", lambda i, n: n - 1 - i < 3),
+    "of every sequence, all but the last row": ({}, "dq", lambda i, n: i < n - 1),
+    "of every sequence, all but the first 12 rows": ({}, "dq", lambda i, n: i >= 12),
+    "of every sequence, the last n % 16 rows (n: its length)": (
+        {},
+        "out",
+        lambda i, n: i >= n - n % 16,
+    ),
+    "of every sequence, the last n % 32 keys (n: its length)": (
+        {},
+        "dv",
+        lambda i, n: i >= n - n % 32,
+    ),
+    "of every sequence, the rows i with i % 16 in 3, 8 to 11": (
+        {},
+        "out",
+        lambda i, n: np.isin(i % 16, (3, 8, 9, 10, 11)) & (n > 0),
+    ),
+    "of every sequence, the rows without an allowed key": (
+        {"lengths_k": (20, 50, 34, 30), "causal": True},
+        "out",
+        lambda i, n: i + np.where(n == 64, -14, np.where(n == 47, -17, 0)) < 0,
+    ),
+    "of every sequence, the rows that see one key alone": (
+        {"causal": True},
+        "dq",
+        lambda i, n: i == 0,
+    ),
+    "of every sequence, the rows that see more than one key": (
+        {"causal": True},
+        "dq",
+        lambda i, n: i > 0,
+    ),
+    "of every sequence, the rows that do not see every key": (
+        {"causal": True},
+        "dq",
+        lambda i, n: i < n - 1,
+    ),
+    "of every sequence, the rows that see 17 keys or more": (
+        {"causal": True},
+        "out",
+        lambda i, n: i >= 16,
+    ),
+    "of every sequence, the rows that do not see the first 16 keys": (
+        {"window": (9, 9)},
+        "out",
+        lambda i, n: i >= 25,
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", ROWS)
+def test_rows(sentence: str) -> None:
+    changes, tensor, wrong = ROWS[sentence]
+    question = asked(**changes)
+    side, heads = ("k", 2) if tensor in ("dk", "dv") else ("q", 4)
+    i, n = where_in(question, side)
+    bad = wrong(i, n) & (i >= 0)
+    said = where(question, tensor, everywhere(bad, heads))
+    assert sentence in said, said
+    if "16 rows (n" in sentence:
+        assert said[1].endswith("(all but the longest; those whose length is no multiple of 16)")
+
+
+def test_keys_that_no_query_sees() -> None:
+    question = asked(lengths_k=(30, 64, 30, 80), window=(4, 0))
+    seen = np.zeros(len(question.k), dtype=bool)
+    for rows, keys in dense.sequences(question.cu_seqlens_q, question.cu_seqlens_k):
+        size = rows.stop - rows.start, keys.stop - keys.start
+        seen[keys] = dense.allowed(*size, question.window).any(axis=0)
+    said = where(question, "dk", everywhere(~seen[:, None], 2))
+    assert "of every sequence, the keys that no query sees" in said
+    said = where(question, "dk", everywhere(seen[:, None], 2))
+    assert "of every sequence, the keys that some query sees" in said
+
+
+def test_some_rows_right_by_chance() -> None:
+    """They are counted; a pattern must not lack a wrong row."""
+    question = asked()
+    i, n = where_in(question)
+    bad = everywhere((i >= n - n % 16) & (i >= 0))
+    count = int(bad.sum())
+    bad[18, 1] = False
+    rows = f"of every sequence, the last n % 16 rows (n: its length) ({count - 1} of {count})"
+    assert rows in where(question, "out", bad)
+    bad[3, 1] = True
+    assert where(question, "out", bad)[-1] == (
+        "no pattern of rows, tiles or lengths fits; the first wrong one is row 3 of sequence 0"
+    )
+    assert where(question, "out", ~bad)[-1].startswith("no pattern")
+
+
+def test_sequences() -> None:
+    def of(*sequences: int, **changes: Any) -> str:
+        question = asked(**changes)
+        wrong = np.isin(question.sequence_of("q"), sequences)
+        said = where(question, "out", everywhere(wrong[:, None]))
+        assert said[2:] == ("every row there",)
+        return said[1]
+
+    assert of(0, 2, 3).startswith("only sequences 0, 2, 3 (all but the longest; ")
+    assert of(2, 3) == "only sequences 2, 3 (all from number 2 on)"
+    assert of(1, 2, 3).startswith("only sequences 1 to 3 (all but the first; ")
+    assert of(0, 2) == "only sequences 0, 2 (those of length 30 or less)"
+    unequal = {"lengths_k": (20, 70, 34, 47)}
+    assert of(1, 2, **unequal).startswith(
+        "only sequences 1, 2 (those with unequal numbers of queries and keys"
+    )
+    assert (
+        of(1, 3) == "only sequences 1, 3 (those with more than 32 keys; those of length 47 or more)"
+    )
+
+
+def test_heads() -> None:
+    question = asked()
+    for heads, sentence in (
+        ((1, 2), "those whose key/value head is another one by head % num_heads_kv"),
+        ((1, 3), "all but the first of every group; the last of every group"),
+        ((0, 2), "all but the last of every group; the first of every group"),
+    ):
+        wrong = np.zeros((163, 4), dtype=bool)
+        wrong[:, heads] = True
+        said = where(question, "out", wrong)
+        assert said[1:] == (f"only {named('head', heads)} of 4 ({sentence})", "every row there")
+    wrong = np.zeros((163, 2), dtype=bool)
+    wrong[:5, 1] = True
+    assert where(question, "dv", wrong)[1] == "only kv head 1 of 2"
+
+
+def test_neighbours_tile() -> None:
+    """Keys of the next sequence that a tile of the one before reached."""
+    question = asked()
+    bad = np.zeros((163, 2), dtype=bool)
+    starts = question.cu_seqlens_k[1:-1]
+    for start, before in zip(starts, LENGTHS[:-1], strict=True):
+        bad[start : start + -before % 32] = True
+    assert where(question, "dk", bad)[-1] == (
+        "of every sequence, the first keys, as many as its forerunner lacks to a multiple of 32"
+    )
+
+
+def test_bad_rows() -> None:
+    """Noise may differ by row; NaN is as bad as inf, unless both have it; lse is by heads."""
+    question = asked()
+    wanted = np.random.default_rng(1).standard_normal(question.q.shape)
+    found = wanted.copy()
+    found[3, 1, 4] += 0.5
+    found[7, 2] = np.nan
+    found[-1] = 9.0
+    assert np.argwhere(bad_rows(question, "out", found, wanted, 0.1)).tolist() == [[3, 1], [7, 2]]
+    noise = np.full((163, 4), 0.1)
+    noise[3] = 1.0
+    assert np.argwhere(bad_rows(question, "out", found, wanted, noise)).tolist() == [[7, 2]]
+    lse = np.zeros((4, 163), dtype=np.float32)
+    lse[2, 5] = -np.inf
+    other = lse.copy()
+    other[1, 8] = -np.inf
+    assert np.argwhere(bad_rows(question, "lse", other, lse, 0.1)).tolist() == [[8, 1]]
+
+
+# ---- slopes -----------------------------------------------------------------------------------
+
+
+def test_fit() -> None:
+    rng = np.random.default_rng(0)
+    y, z = rng.standard_normal((2, 1000))
+    assert fit(3 * y, y) == pytest.approx((3.0, 0.0, 2 * abs(y).max()), abs=1e-12)
+    slope, residual, _ = fit(z, y)
+    assert abs(slope) < 0.1 and residual > 0.99
+    assert fit(0 * y, y)[:2] == (0.0, 0.0)
+    assert fit(y, 0 * y)[:2] == (np.inf, 1.0)
+    assert fit(0 * y, 0 * y) == (1.0, 0.0, 0.0)
+    x = np.where(np.arange(1000) == 3, np.nan, y)
+    assert fit(x, y)[0] == pytest.approx(1.0) and fit(x, y)[2] == np.inf
+    assert fit(x, x)[2] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16])
+def test_levels(dtype: Any) -> None:
+    question = asked()
+    rng = np.random.default_rng(1)
+    reference = {"dq": rng.standard_normal((163, 4, 8)), "lse": rng.standard_normal((4, 163))}
+    factors = np.ones((163, 4))
+    factors[84:114] = 0.25  # sequence 2
+    factors[:, 3] *= 2
+    dq = (reference["dq"] * factors[..., None]).astype(dtype)
+    lse = reference["lse"].copy()
+    lse[2, 100] += 50
+    found = levels(question, {"dq": dq, "lse": lse}, reference)
+    slopes = {(level.tensor, level.key): level.slope for level in found}
+    eps = 0.01 if dtype == ml_dtypes.bfloat16 else 1e-6
+    residuals = {(level.tensor, level.key): level.residual for level in found}
+    assert slopes["dq", "head 3"] == pytest.approx(2 * slopes["dq", "head 0"], rel=0.1)
+    assert residuals["dq", "sequence 0"] > 0.2
+    worst = [level for level in found if level.level == "row" and level.tensor == "lse"]
+    assert [(level.key, level.error) for level in worst] == [
+        ("sequence 2, row 16, head 2", pytest.approx(50))
+    ]
+    tiles = [level for level in found if level.level == "tile" and level.tensor == "lse"]
+    assert [level.key for level in tiles] == ["sequence 2, rows 16 to 29, head 2"]
+    only = levels(question, {"dq": dq}, reference, ("dq",))
+    assert {level.tensor for level in only} == {"dq"}
+    half = levels(question, {"dq": (reference["dq"] / 2).astype(dtype)}, reference)
+    assert all(level.slope == pytest.approx(0.5, rel=eps) for level in half)
+    assert all(level.residual < eps for level in half)
+
+
+def test_padded_keys_follow_the_prediction() -> None:
+    """Near-uniform P and a cotangent of ones, as in a layer at its start: dv is 1 / r of right."""
+    rng = np.random.default_rng(0)
+    lengths = (44, 128, 186, 96)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(offsets[-1])
+    q, k = (rng.standard_normal((total, 2, 64)) * 3**-0.5 for _ in range(2))
+    v, dout = rng.standard_normal((total, 2, 64)), np.ones((total, 2, 64))
+    question = Question(q, k, v, offsets, offsets, dout=dout)
+    plain = dense.forward(q, k, v, offsets, offsets)
+    right = dense.backward(dout, q, k, v, *plain, offsets, offsets)[2]
+    place = np.concatenate([np.arange(n) + 186 * b for b, n in enumerate(lengths)])
+    wide_k, wide_v = np.zeros((4 * 186, 2, 64)), np.zeros((4 * 186, 2, 64))
+    wide_k[place], wide_v[place] = k, v
+    wide = np.arange(5, dtype=np.int32) * 186
+    padded = dense.forward(q, wide_k, wide_v, offsets, wide)
+    wrong = dense.backward(dout, q, wide_k, wide_v, *padded, offsets, wide)[2][place]
+    found = slope_by_sequence(question, "dv", wrong, right)
+    assert [slope.length for slope in found] == list(lengths)
+    for slope in found:
+        assert 1 / slope.slope == pytest.approx(slope.padded, rel=0.02)
+        assert slope.residual < 0.1
+    assert found[2].padded == 1.0
+    # seed 000's log: 448 of 1856, scores of variance 1/9
+    assert padded_ratio(448, 1856, np.exp(1 / 18)) == pytest.approx(3.973, abs=1e-3)
+
+
+# ---- pictures ---------------------------------------------------------------------------------
+
+
+def test_maps() -> None:
+    question = asked()
+    rng = np.random.default_rng(1)
+    reference = {"dq": rng.standard_normal((163, 4, 8)), "dk": rng.standard_normal((163, 2, 8))}
+    answers = {name: array.copy() for name, array in reference.items()}
+    answers["dq"][100, 2] += 0.01
+    answers["dk"][50, 1] = np.nan
+    answers["dk"][-1] += 1
+    found = maps(question, answers, reference, {"dq": 1e-4, "dk": 1e-3})
+    assert [picture.tensor for picture in found] == ["dk", "dq"]
+    dk, dq = (picture.values for picture in found)
+    assert dq.shape == (163, 4) and found[1].boundaries == (0, 20, 84, 114)
+    assert dq[100, 2] == pytest.approx(2.0) and dq[0, 0] == LOWEST
+    assert dk[50, 1] == HIGHEST and np.isnan(dk[-1]).all() and np.isnan(dq[-2:]).all()
+    assert (found[0].rows, found[0].columns) == ("tokens", "kv heads")
+
+
+def test_long_maps_and_those_of_scores() -> None:
+    """Many tokens share a line, which has the worst of them; dS is shown where it is worst."""
+    lengths = (700, 800)
+    question = asked(lengths)
+    reference = {"out": np.zeros((1502, 4, 8)), "dS": np.zeros((4, 700, 700))}
+    answers = {name: array.copy() for name, array in reference.items()}
+    answers["out"][1234, 3] = 1.0
+    answers["dS"][2, 300, 301] = 1.0
+    found = maps(question, answers, reference, {"out": 0.1, "dS": 0.1})
+    assert [picture.tensor for picture in found] == ["out", "dS"]
+    assert found[0].values.shape == (501, 4) and found[0].boundaries == (0, 233)
+    assert found[0].rows == "tokens, 3 to a line"
+    assert np.argwhere(found[0].values > 0).tolist() == [[1234 // 3, 3]]
+    assert found[1].caption == "errors of dS by query and key, head 2"
+    assert np.argwhere(found[1].values > 0).tolist() == [[150, 150]]
+
+
+# ---- words ------------------------------------------------------------------------------------
+
+
+def test_named() -> None:
+    assert named("sequence", [1]) == "sequence 1"
+    assert named("head", [0, 1, 3, 4, 5]) == "heads 0, 1, 3 to 5"
+    assert named("", [2, 3, 4]) == "2 to 4"
+    many = range(0, 40, 2)
+    assert named("row", many) == "rows 0, 2, 4, 6, 8, 10, ... (20 of them)"
+
+
+def test_places() -> None:
+    looked = np.ones((4, 3), dtype=bool)
+    looked[2] = False
+    bad = np.zeros((4, 3), dtype=bool)
+    bad[1, 2] = True
+    assert places(bad, looked, "kv head") == "sequence 1, kv head 2"
+    bad[1] = True
+    assert places(bad, looked, "head") == "sequence 1"
+    bad[:] = [True, False, False]
+    assert places(bad, looked, "head") == "head 0"
+    bad[1, 1] = True
+    assert places(bad, looked, "head") == "heads 0, 1, 4 of 9 pairs of sequence and head"
+    assert places(looked, looked, "head") == "all"

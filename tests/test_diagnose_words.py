@@ -1,0 +1,161 @@
+"""A diagnosis on the terminal and in JSON: the verdict first, nothing lost, nothing too wide."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
+from rawattn.check.diagnose.words import SURE, as_json, nothing_wrong, render
+
+PADDED = Finding(
+    "B",
+    "padded-keys",
+    CLASSES["padded-keys"].title,
+    "backward: dv; sequences 0, 1, 3 of 4 [all but the longest]",
+    "high",
+    ("With this bug (to the longest) planted, dv agrees to 0.001 of its size. " * 2, "I1 fails"),
+    CLASSES["padded-keys"].look_at,
+    ("neighbour-leak", "score-scale"),
+)
+VACUOUS = Finding("A", "vacuous", "both sides are zero", "dq", "proved", (), "the loss")
+NAN = math.nan
+CHECKS = (
+    Check("A", "I1", "rows of P sum to 1", 1e-3, 4e-3, "pass"),
+    Check("B", "I1", "rows of P sum to 1", 0.75, 4e-3, "FAIL", "sequence 0, head 3, row 17"),
+    Check("A", "I10", "second derivatives are symmetric", NAN, NAN, "-", "no ddq"),
+    Check("A", "I2", "rows of dS sum to 0", 1e-3, 4e-3, "pass"),
+    Check("A", "I3", "with one key, out is its v", 1e-3, 4e-3, "pass"),
+    Check("B", "I6", "<v, dv> = <out, dout> of every sequence", 0.0, math.inf, "vacuous"),
+)
+LEVELS = (
+    Level("dv", "all", "", 0.51, 0.31, 0.25),
+    *(Level("dv", "head", str(h), 0.5, 0.3, 0.25) for h in range(4)),
+    *(Level("dv", "sequence", str(b), 1 / (b + 1), 0.002, 0.25) for b in range(12)),
+    Level("out", "all", "", 1.0, 0.001, 0.001),
+    Level("dk", "all", "", NAN, math.inf, NAN),
+)
+MAP = Map("dv", "error of dv", np.array([[0.5, np.nan], [-np.inf, 2]]), "tokens", "heads", (0, 1))
+FACTS = ("attention of 4 sequences (3, 5, 9, 2 tokens), float16", "A: causal is not said")
+WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACTS)
+
+
+def shown(diagnosis: Diagnosis, width: int = 120, *, full: bool = False) -> str:
+    console = Console(width=width, file=None, record=True, quiet=False, no_color=True)
+    with console.capture() as capture:
+        console.print(render(diagnosis, full=full))
+    return capture.get()
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_everything_is_said_and_fits(width: int) -> None:
+    text = shown(WHOLE, width)
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    lines = text.splitlines()
+    assert lines[0].strip() == "A against B"
+    assert lines[2].startswith("1. B: padded keys are in the softmax denominator"), "verdict first"
+    joined = words(text)
+    for part in (*PADDED.evidence, PADDED.where, PADDED.look_at, *FACTS, SURE["high"]):
+        assert words(part) in joined, part
+    assert "neighbour-leak, or score-scale" in joined
+    assert "2. A: both sides are zero [proved; vacuous]" in joined
+    assert "(sequence 0, head 3, row 17)" in joined
+    order = [
+        joined.index(part) for part in ("1. B", "2. A", "must hold on a side", "slope", FACTS[0])
+    ]
+    assert order == sorted(order)
+
+
+def test_identities_that_matter_are_shown() -> None:
+    rows = [line.split()[:2] for line in shown(WHOLE).splitlines() if line.startswith("I")]
+    assert rows == [["I1", "A"], ["I1", "B"], ["I6", "B"]], "what fails, and the other side there"
+    assert "A passes I2, I3" in shown(WHOLE) and "A has nothing to check I10 with" in shown(WHOLE)
+    everything = shown(WHOLE, full=True)
+    rows = [line.split()[:2] for line in everything.splitlines() if line.startswith("I")]
+    names = ["I1 A", "I1 B", "I2 A", "I3 A", "I6 B", "I10 A"]
+    assert rows == [name.split() for name in names], "in order"
+    assert "passes" not in everything and "(no ddq)" in everything
+
+
+def test_slopes_are_those_that_explain() -> None:
+    text = shown(WHOLE)
+    text = text[text.index("tensor") :]
+    assert "sequence 8" in text and "sequence 9" not in text, "the first ones that are off"
+    assert "sequence 0" not in text
+    assert "head 0" not in text, "slopes by head leave as much as that of all"
+    assert "0.3333" in text and "31.0%" in text
+    assert "out" not in text.split(), "right"
+    assert "dk" in text.split() and "inf%" in text and "nan" not in text
+    everything = shown(WHOLE, full=True)
+    assert "sequence 11" in everything and "head 3" in everything and "out" in everything.split()
+
+
+def test_slopes_of_single_numbers_say_nothing() -> None:
+    """A row of lse has one number for each head: some slope always fits."""
+    whole = Level("lse", "all", "", 1.1, 0.3, 6.0)
+    rows = [Level("lse", "row", f"sequence 0, row {i}", 1.0 + i, 0.0, 1.0) for i in range(9)]
+    heads = [Level("lse", "head", str(h), 1.1, 0.29, 6.0) for h in range(2)]
+    text = shown(Diagnosis("", (PADDED,), levels=(whole, *rows, *heads)))
+    assert "head 1" in text and "row 1" not in text
+    rows = [replace(row, tensor="dS") for row in rows]
+    heads = [replace(head, tensor="dS") for head in heads]
+    text = shown(Diagnosis("", (PADDED,), levels=(replace(whole, tensor="dS"), *rows, *heads)))
+    assert "row 1" in text and "head 1" not in text
+
+
+def test_parts_may_say_what_they_are() -> None:
+    level = Level("dq", "sequence", "sequence 3 (9 tokens)", 2.0, 0.0, 1.0)
+    text = shown(Diagnosis("", (PADDED,), levels=(Level("dq", "all", "all", 2, 0, 1), level)))
+    assert " sequence 3 (9 tokens) " in text and "all all" not in text
+
+
+def test_nothing_wrong() -> None:
+    right = replace(WHOLE, findings=(), checks=CHECKS[:1], levels=())
+    assert nothing_wrong(right) and "Nothing is wrong." in shown(right)
+    rounding = replace(PADDED, bug="rounding", title="the result is of bfloat16")
+    assert nothing_wrong(replace(right, findings=(rounding,)))
+    assert "the result is of bfloat16" in shown(replace(right, findings=(rounding,)))
+    for finding in (PADDED, VACUOUS, replace(PADDED, bug="unknown")):
+        wrong = replace(right, findings=(finding, rounding))
+        assert not nothing_wrong(wrong) and "Nothing" not in shown(wrong)
+    assert "Nothing was compared." in shown(Diagnosis("", ()))
+
+
+def test_one_finding_has_no_number() -> None:
+    assert "\nB: padded keys" in shown(replace(WHOLE, findings=(PADDED,)))
+
+
+def test_text_is_no_markup() -> None:
+    finding = replace(PADDED, title="[red]x[/red]", where="q[0, 1]", evidence=("[/b] [1, 2]",))
+    text = shown(Diagnosis("[i]", (finding,), facts=("lengths [3, 4]",)))
+    for part in ("[red]x[/red]", "q[0, 1]", "[/b] [1, 2]", "[i]", "lengths [3, 4]"):
+        assert part in text
+
+
+def test_json() -> None:
+    found = json.loads(json.dumps(as_json(WHOLE), allow_nan=False))
+    assert found["ok"] is False and found["title"] == "A against B"
+    assert [finding["bug"] for finding in found["findings"]] == ["padded-keys", "vacuous"]
+    assert found["findings"][0]["evidence"] == list(PADDED.evidence)
+    assert found["checks"][2]["value"] is None and found["checks"][5]["allowed"] is None
+    assert found["levels"][0]["slope"] == 0.51 and found["levels"][-1]["slope"] is None
+    assert found["maps"][0]["values"] == [[0.5, None], [None, 2.0]]
+    assert found["facts"] == list(FACTS)
+    assert as_json(replace(WHOLE, findings=()))["ok"] is True
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_has_words_that_fit(name: str) -> None:
+    title, look_at = CLASSES[name]
+    finding = replace(PADDED, bug=name, title=title, look_at=look_at, side="candidate")
+    text = shown(Diagnosis("", (finding,)), 80)
+    assert words(title) in words(text) and words(look_at) in words(text)
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())

@@ -1,0 +1,164 @@
+"""How often rawattn-check names the planted bug, and whether it names one where there is none.
+
+    python tools/trials.py [--count 5] [--workers 2] [--only CLASS ...] [--json FILE]
+
+Plants every class of tests/planted*.py in the plain implementations there, on random problems; and
+judges right implementations on as many. The exit code is 0 if at least SHARE of the trials name the
+bug first, none names a wrong one with high confidence, and no right implementation is accused.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SHARE = 0.95
+FILES = ("planted", "planted_second", "planted_sparse")
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+
+
+class Trial(NamedTuple):
+    """What was planted (``bug`` "" for nothing), and what was said."""
+
+    bug: str
+    variant: str
+    problem: str
+    named: str
+    confidence: str
+    alternatives: tuple[str, ...]
+    also: tuple[str, ...]
+    seconds: float
+
+    @property
+    def right(self) -> bool:
+        if not self.bug:
+            return not self.named
+        return self.named in (self.bug, *self.also)
+
+    @property
+    def accuses(self) -> bool:
+        """Wrong, and sure of it."""
+        return not self.right and self.confidence in ("proved", "high")
+
+
+def trial(file: str, index: int, seed: int) -> Trial:
+    """One plant of a file on one problem."""
+    module = importlib.import_module(file)
+    planted = module.PLANTED[index]
+    question = next(iter(module.problems(planted, 1, seed)))
+    again = partial(module.answers, planted) if planted.bug == "race" else None
+    name = f"{planted.bug}: {planted.variant}"
+    return _judge(
+        planted.bug, name, planted.also, question, module.answers(planted, question), again
+    )
+
+
+def right_trial(kind: Any, seed: int) -> Trial:
+    """A right implementation on the problem of some plant."""
+    module = importlib.import_module("planted")
+    planted = module.PLANTED[seed % len(module.PLANTED)]
+    question = next(iter(module.problems(planted, 1, seed)))
+    return _judge(
+        "", f"right: {kind.variant}", (), question, module.right_answers(kind, question), None
+    )
+
+
+def _judge(
+    bug: str, variant: str, also: tuple[str, ...], question: Any, answers: Any, again: Any
+) -> Trial:
+    from rawattn.check.diagnose.diagnosis import diagnose
+
+    began = time.perf_counter()
+    found = diagnose(question, answers, call=again).findings
+    seconds = time.perf_counter() - began
+    q = question
+    problem = f"{q.dtype.name} {q.lengths_q} {q.lengths_k} {q.q.shape} {q.k.shape}"
+    if not found:
+        return Trial(bug, variant, problem, "", "", (), also, seconds)
+    first = found[0]
+    said = first.bug, first.confidence, first.alternatives
+    return Trial(bug, variant, problem, *said, also, seconds)
+
+
+def _ready() -> None:
+    """In a worker: the tests' modules can be imported, and matmuls keep to one thread."""
+    sys.path.insert(0, str(TESTS))
+
+
+def run(count: int, workers: int, only: list[str]) -> list[Trial]:
+    """``count`` trials of every class, over its variants in turn, and as many right ones."""
+    _ready()
+    jobs: list[Any] = []
+    for file in FILES:
+        module = importlib.import_module(file)
+        by_class: dict[str, list[int]] = {}
+        for index, planted in enumerate(module.PLANTED):
+            by_class.setdefault(planted.bug, []).append(index)
+        for bug, indices in by_class.items():
+            if only and bug not in only:
+                continue
+            turns = max(count, len(indices))
+            jobs += [partial(trial, file, indices[i % len(indices)], i) for i in range(turns)]
+    if not only or "right" in only:
+        kinds = importlib.import_module("planted").RIGHT
+        jobs += [
+            partial(right_trial, kind, seed)
+            for i, kind in enumerate(kinds)
+            for seed in range(i, i + -(-200 // len(kinds)))
+        ]
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with ProcessPoolExecutor(workers, initializer=_ready) as pool:
+        return list(map(_shown, pool.map(_call, jobs)))
+
+
+def _call(job: Any) -> Trial:
+    found: Trial = job()
+    return found
+
+
+def _shown(one: Trial) -> Trial:
+    """The same, told at once if it went wrong."""
+    if not one.right:
+        sure = "ACCUSES" if one.accuses else "wrong"
+        print(f"{sure}: {one.variant}\n  {one.problem}\n  said {one.named or 'nothing'}", end="")
+        others = ", ".join(one.alternatives) or "nothing else"
+        print(f", {one.confidence}, or {others} ({one.seconds:.1f} s)", flush=True)
+    return one
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=5, help="trials of a class, at least")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[], metavar="CLASS", help='or "right"')
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    trials = run(options.count, options.workers, options.only)
+    planted = [one for one in trials if one.bug]
+    missed = Counter(one.bug for one in planted if not one.right)
+    alarms = [one for one in trials if not one.bug and not one.right]
+    accused = [one for one in trials if one.accuses]
+    classes = len({one.bug for one in planted})
+    named = len(planted) - sum(missed.values())
+    slowest = max((one.seconds for one in trials), default=0.0)
+    print(f"{classes} classes, {len(planted)} trials, {named} named first; missed {dict(missed)}")
+    print(f"{len(trials) - len(planted)} right implementations, {len(alarms)} false alarms")
+    print(f"{len(accused)} wrong with high confidence; the slowest took {slowest:.1f} s")
+    if options.json:
+        told = {"classes": classes, "trials": len(planted), "named": named, "missed": missed}
+        told |= {"right": len(trials) - len(planted), "false_alarms": len(alarms)}
+        told |= {"wrong_with_high_confidence": len(accused), "slowest_s": round(slowest, 1)}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    good = named >= SHARE * len(planted) and not alarms and not accused
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
