@@ -1069,7 +1069,9 @@ def shows(planted: Planted, question: Question) -> bool:
 
 
 def difference(wrong: Array, right: Array) -> float:
-    """Norm of the difference over the norm of ``right``; inf where NaN or inf stand elsewhere."""
+    """Norm of the difference over the norm of ``right``; inf where shapes, NaN or inf differ."""
+    if wrong.shape != right.shape:
+        return float("inf")
     wrong, right = wrong.astype(FLOAT64), right.astype(FLOAT64)
     finite = np.isfinite(right)
     same = np.array_equal(wrong[~finite], right[~finite], equal_nan=True)

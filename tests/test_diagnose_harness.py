@@ -9,17 +9,9 @@ import pytest
 
 from rawattn.check.cases import dtype_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.harness import (
-    DTYPES,
-    GENEROUS,
-    HARNESS,
-    SHAPES,
-    SIZES,
-    examine,
-    load_compare,
-    rights,
-    wrongs,
-)
+from rawattn.check.diagnose.harness import DTYPES, SHAPES, SIZES, examine, load_compare
+from rawattn.check.diagnose.harness_causes import HARNESS
+from rawattn.check.diagnose.harness_pairs import GENEROUS, rights, wrongs
 from rawattn.check.diff import judge
 
 Compare = Callable[[Any, Any], Any]

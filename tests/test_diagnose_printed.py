@@ -13,7 +13,8 @@ import pytest
 
 from rawattn.check.diagnose.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.printed import explain_log, numbers, tensors
+from rawattn.check.diagnose.printed import explain_log
+from rawattn.check.diagnose.printed_text import read_log
 
 Array = np.ndarray
 
@@ -177,7 +178,7 @@ def test_errors() -> None:
 
 
 def test_reads_a_print_in_full() -> None:
-    printed = tensors(MASKS)
+    printed = read_log(MASKS).tensors
     assert [p.name for p in printed] == ["dQ_manual", "dQ_cuda", "dS_manual", "dS_cuda"]
     manual = printed[2]
     assert manual.sizes == (1, 1, 4, 4) and manual.full and manual.dtype == "float32"
@@ -185,20 +186,18 @@ def test_reads_a_print_in_full() -> None:
     assert manual.units[0, 0, 0, 0] == pytest.approx(1e-12)
     assert manual.units[0, 0, 1, 2] == pytest.approx(1e-4)
     assert [p.kind for p in printed] == ["dQ", "dQ", "dS", "dS"]
-    later = tensors(MASKS_LATER)
+    later = read_log(MASKS_LATER).tensors
     assert [dict(p.settings) for p in later] == [{"causal": "False"}, {"causal": "True"}]
 
 
 def test_reads_elided_axes() -> None:
-    printed = tensors(PADDING)[1]
+    printed = read_log(PADDING).tensors[1]
     assert printed.values.shape == (6, 6) and printed.sizes == (None, None)
     assert [p.tolist() for p in printed.places] == [[0, 1, 2, -3, -2, -1]] * 2
     assert printed.dtype == "bfloat16" and printed.decimals == 4
     assert printed.values[3, 5] == -0.6094
-    known = tensors(
-        "out = " + torch_like(np.ones((9, 200)) / 3) + "\nout.shape: torch.Size([9, 200])"
-    )
-    assert known[0].sizes == (9, 200)
+    text = f"out = {torch_like(np.ones((9, 200)) / 3)}\nout.shape: torch.Size([9, 200])"
+    assert read_log(text).tensors[0].sizes == (9, 200)
 
 
 def torch_like(values: Array, dtype: str = "", digits: int = 4) -> str:
@@ -231,9 +230,10 @@ FORMS: dict[str, Callable[[Array], str]] = {
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4), (1, 2, 4, 4)])
 def test_forms(form: str, shape: tuple[int, ...]) -> None:
     if form == "list" and len(shape) == 1:
-        pytest.skip("a line of numbers in commas is read by numbers()")
+        pytest.skip("a line of numbers in commas is read as figures")
     values = np.random.default_rng(2).standard_normal(shape)
-    (printed,) = tensors(f"some words.\ndq_reference: {FORMS[form](values)}\nand more words")
+    text = f"some words.\ndq_reference: {FORMS[form](values)}\nand more words"
+    (printed,) = read_log(text).tensors
     assert printed.name == "dq_reference" and printed.full
     slack = 0.51 * printed.units + 1e-6
     assert (np.abs(printed.values - values) <= slack).all()
@@ -258,13 +258,13 @@ def test_forms(form: str, shape: tuple[int, ...]) -> None:
     ],
 )
 def test_small_prints(text: str, values: object) -> None:
-    (printed,) = tensors(text)
+    (printed,) = read_log(text).tensors
     assert printed.name.removeprefix("tf.") == "x"
     np.testing.assert_allclose(printed.values, values)
 
 
 def test_numbers() -> None:
-    found = numbers(ERRORS)
+    found = read_log(ERRORS).figures
     assert [(n.label, n.part, n.value) for n in found] == [
         ("forward max abs err", "", 0.0),
         ("mean abs err", "", 0.0),
@@ -276,10 +276,11 @@ def test_numbers() -> None:
         ("gradgrad max abs err", "v", 0.0),
     ]
     assert found[0].context == "gradgrad compare full vs math" and found[0].unit == 0
-    (rounded,) = numbers("max diff 0.0000")
-    assert (rounded.label, rounded.unit) == ("max diff", 1e-4)
-    assert not numbers("took: 3.2 ms, at 12:30:01, run 5 of 7, assert error <= 2, step [3]")
-    after = numbers(MASKS + "max err: 0.25")
+    (figure,) = read_log("max diff 0.0000").figures
+    assert (figure.label, figure.unit) == ("max diff", 1e-4)
+    prose = "took: 3.2 ms, at 12:30:01, run 5 of 7, assert error <= 2, step [3]"
+    assert not read_log(prose).figures
+    after = read_log(MASKS + "max err: 0.25").figures
     assert [(n.label, n.line) for n in after] == [("max err", MASKS.count("\n") + 1)]
 
 
@@ -585,7 +586,7 @@ def test_torch_prints() -> None:
                 values = (torch.randn(shape, generator=generator) * scale).to(dtype)
                 twin = values.clone().requires_grad_()
                 text = f"dv_ref: {values}\ndv_kernel: {twin}\n{values.shape}"
-                for printed in tensors(text):
+                for printed in read_log(text).tensors:
                     wanted = values.double().numpy()[np.ix_(*printed.places)]
                     slack = 0.51 * printed.units + 1e-6 * np.abs(wanted)
                     assert (np.abs(printed.values - wanted) <= slack).all()

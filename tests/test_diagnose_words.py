@@ -133,6 +133,36 @@ def test_one_finding_has_no_number() -> None:
     assert "\nB: padded keys" in shown(replace(WHOLE, findings=(PADDED,)))
 
 
+def test_a_side_without_a_fault_is_named() -> None:
+    one = replace(WHOLE, findings=(PADDED,), checks=CHECKS[:2])
+    assert "\nA: no fault is found" in shown(one) and "B: no fault" not in shown(one)
+    assert "no fault" not in shown(WHOLE), "A has a finding too"
+    assert "no fault" not in shown(replace(one, findings=())), "nothing is wrong at all"
+
+
+def test_unknown_is_no_guess() -> None:
+    unknown = replace(PADDED, bug="unknown", title="wrong", confidence="low")
+    assert "B: wrong  [unknown]" in shown(Diagnosis("", (unknown,)))
+
+
+def test_of_a_comparison_each_trial_is_shown_on_demand() -> None:
+    trials = tuple(
+        Check("harness", f"{letter}{n}", f"trial {letter}{n}", float(n), 0.0, verdict)
+        for letter, verdict in (("W", "FAIL"), ("R", "pass"))
+        for n in (1, 2)
+    )
+    short = shown(Diagnosis("", (PADDED,), trials))
+    assert "2 of 4 kinds of result fool it; --full shows each" in short and "W1" not in short
+    lines = shown(Diagnosis("", (PADDED,), trials), full=True).splitlines()
+    assert [line.split()[0] for line in lines if " trial " in line] == ["R1", "R2", "W1", "W2"]
+
+
+def test_places_and_numbers_are_short() -> None:
+    check = Check("A", "I1", "rows sum to 1", 109.4, 1e-13, "FAIL", "all: 70 of 71 rows")
+    text = shown(Diagnosis("", (PADDED,), (check, replace(check, name="I2", where="all"))))
+    assert "rows sum to 1 (70 of 71 rows)" in text and "(all" not in text and " 109 " in text
+
+
 def test_text_is_no_markup() -> None:
     finding = replace(PADDED, title="[red]x[/red]", where="q[0, 1]", evidence=("[/b] [1, 2]",))
     text = shown(Diagnosis("[i]", (finding,), facts=("lengths [3, 4]",)))

@@ -9,6 +9,7 @@ bug first, none names a wrong one with high confidence, and no right implementat
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -53,7 +54,10 @@ def trial(file: str, index: int, seed: int) -> Trial:
     module = importlib.import_module(file)
     planted = module.PLANTED[index]
     question = next(iter(module.problems(planted, 1, seed)))
-    again = partial(module.answers, planted) if planted.bug == "race" else None
+    calls = itertools.count(1)
+    again = None
+    if planted.bug == "race":
+        again = lambda asked: module.answers(planted, asked, next(calls))  # noqa: E731
     name = f"{planted.bug}: {planted.variant}"
     return _judge(
         planted.bug, name, planted.also, question, module.answers(planted, question), again

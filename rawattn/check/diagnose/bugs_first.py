@@ -537,6 +537,7 @@ def _tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
     yield Bug("tail-tile-dropped", f"query rows, {at}", FIRST, _without(_tail_rows(tile)))
     yield Bug("tail-tile-dropped", f"keys, {at}", FIRST, _without(_tail_keys(tile)))
+    yield Bug("tail-tile-dropped", f"rows and keys, {at}", FIRST, _without(_tails(tile)))
     yield Bug("tail-tile-dropped", f"rows stored, {at}", FIRST, store=_zero_tail(tile))
     skips = {"first": 0, "second": 1, "last": -1}
     for text, which in skips.items():
@@ -599,6 +600,11 @@ def _tail_keys(tile: int) -> Part:
         return np.broadcast_to(np.arange(m) >= m // tile * tile, (n, m))
 
     return part
+
+
+def _tails(tile: int) -> Part:
+    rows, keys = _tail_rows(tile), _tail_keys(tile)
+    return lambda question, view: rows(question, view) | keys(question, view)
 
 
 def _key_tile(tile: int, which: int) -> Part:

@@ -14,7 +14,7 @@ import numpy as np
 from rawattn.check.diagnose import invariants, proofs, structure
 from rawattn.check.diagnose.classes import CLASSES
 from rawattn.check.diagnose.cut import cut
-from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.engine import empty, solve
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
 from rawattn.check.diagnose.match import Explained, StageVerdict, judge_stage
 from rawattn.check.diagnose.question import STAGES, Answers, Question
@@ -52,6 +52,8 @@ def diagnose(
         checks += held
         facts += said
     reference = reference_of(question, shown)
+    shown = {n: x for n, x in shown.items() if n not in reference or x.shape == reference[n].shape}
+    reference = {name: x for name, x in reference.items() if name in shown}
     facts.insert(0, _sizes(whole))
     return Diagnosis(
         title=" against ".join(name for name, _, _ in sides),
@@ -110,6 +112,7 @@ def _judge(
     side: str,
     call: Callable[[Question], Answers] | None,
 ) -> tuple[list[Finding], list[Check], list[str]]:
+    answers, misshapen = _of_right_shape(question, answers, side)
     verdicts = [
         verdict
         for stage in question.stages
@@ -126,9 +129,29 @@ def _judge(
         findings = _resolve(question, answers, side, verdicts)
     for verdict in verdicts:
         findings += proofs.of_noise(question, answers, side, verdict)
-    findings += proofs.of_zeros(question, answers, side)
+    findings += [*proofs.of_zeros(question, answers, side), *misshapen]
     failing = [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
+
+
+def _of_right_shape(
+    question: Question, answers: Answers, side: str
+) -> tuple[Answers, list[Finding]]:
+    """The arrays that have the shape of what they are called, and what is to be said of others."""
+    shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
+    shapes |= {"delta": question.q.shape[1::-1]}
+    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
+    wrong = {n: x.shape for n, x in answers.items() if n in shapes and x.shape != shapes[n]}
+    said = [f"{name} has shape {shape}, not {shapes[name]}" for name, shape in wrong.items()]
+    found = []
+    if wrong:
+        taken = [n for n in ("dq", "dk", "dv", "gq", "gk", "gv") if n in wrong]
+        swapped = len(taken) == len(wrong) and sorted(shapes[n] for n in taken) == sorted(
+            wrong.values()
+        )
+        bug, confidence = ("gradients-swapped", "high") if swapped else ("unknown", "low")
+        found.append(proofs.finding(side, bug, ", ".join(wrong), confidence, said))
+    return {name: x for name, x in answers.items() if name not in wrong}, found
 
 
 CONFIDENCE = ("proved", "high", "medium", "low")

@@ -34,11 +34,12 @@ def exact(x: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What happens to the result of every ``operation``, and to each ``operand`` of a matmul that
-    is a result itself (P, dS and their tangents)."""
+    """What happens to the result of every ``operation``, to each ``operand`` of a matmul that is a
+    result itself (P, dS and their tangents), and to each ``entry``, an input."""
 
     operation: Callable[[Floats], Floats] = exact
     operand: Callable[[Floats], Floats] = exact
+    entry: Callable[[Floats], Floats] = exact
 
 
 NONE = Rounding()
@@ -382,7 +383,7 @@ def _run(
     bug: Bug,
     given: tuple[Floats, Floats] | None,
 ) -> Answers:
-    answers = _empty(question, stage)
+    answers = empty(question, stage)
     if stage == "backward":
         answers["delta"] = _delta(question, given)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -398,7 +399,7 @@ def _context(
     rows, heads = view.rows[None, :], view.heads[:, None]
 
     def of_q(x: Floats | None) -> Floats | float:
-        return 0.0 if x is None else np.asarray(x[rows, heads], dtype=np.float64)
+        return 0.0 if x is None else rounding.entry(np.asarray(x[rows, heads], dtype=np.float64))
 
     def of_row(x: Floats | None) -> Floats | float:
         return 0.0 if x is None else np.asarray(x[heads, rows], dtype=np.float64)
@@ -411,7 +412,7 @@ def _context(
         there = seen & (view.keys >= 0)
         if x is not None:
             found[there] = x[view.keys[there], view.head_kv]
-        return found
+        return rounding.entry(found)
 
     q = question
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
@@ -427,7 +428,8 @@ def _context(
     return c
 
 
-def _empty(question: Question, stage: str) -> Answers:
+def empty(question: Question, stage: str) -> Answers:
+    """What a stage gives before any view has stored something."""
     q = question
     out, rows = (*q.q.shape[:2], q.v.shape[2]), q.q.shape[1::-1]
     shapes = {
@@ -442,11 +444,11 @@ def _empty(question: Question, stage: str) -> Answers:
     if q.block_scale is not None:
         gates = {"backward": "dblock_scale", "second": "gblock_scale"}
         shapes |= {gates[stage]: np.asarray(q.block_indices).shape} if stage in gates else {}
-    empty = {name: np.zeros(shape) for name, shape in shapes.items()}
+    arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
     for name in ("lse", "jvp lse"):
-        if name in empty:
-            empty[name] -= np.inf
-    return empty
+        if name in arrays:
+            arrays[name] -= np.inf
+    return arrays
 
 
 def _store(answers: Answers, stage: str, c: Context) -> None:

@@ -39,6 +39,8 @@ RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the wors
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 10, 60  # the nearest bugs, which are tried in pairs with the next ones
 FOR_PAIRS = 4.0  # seconds
+HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
+FAR = 0.3  # residual of what no rounding explains
 NEAR = 0.05  # residual of a pair that is looked at more closely
 Given = tuple[Floats, Floats] | None
 OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}
@@ -70,7 +72,7 @@ def to_tf32(x: Floats) -> Floats:
     return np.where(np.isfinite(x), rounded, x).astype(np.float64)
 
 
-_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32)
+_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
 
 
 def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
@@ -142,8 +144,9 @@ def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
     difference = residual(found, wanted, rows)
     if not np.isfinite(difference).all():
         return math.inf
-    size = float(np.sqrt(np.mean(np.square(_finite(found[rows]))))) if difference.size else 0.0
-    rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
+    with np.errstate(over="ignore"):
+        size = float(np.sqrt(np.mean(np.square(_finite(found[rows]))))) if difference.size else 0.0
+        rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
     return rms / size if size else (0.0 if not rms else math.inf)
 
 
@@ -218,6 +221,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             for bug in found
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
+        wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
         found = [*bugs_second.bugs(question), *wide]
         if stage == "second":  # kernels that make ddout's row term of the out that they are given
             by_out = {"tO": bugs_second.by_given_out}
@@ -342,6 +346,7 @@ class _Stage:
         truth = self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         self.rows = {n: defined(question, n, truth[n]) for n in self.tensors}
+        self.distances: dict[tuple[int, str], float] = {}
         self.noisy: dict[tuple[int, str], Answers] = {}  # by prediction and precision
         self.keep: list[Prediction] = []
 
@@ -376,10 +381,13 @@ class _Stage:
         )
 
     def relative(self, prediction: Prediction, name: str) -> float:
-        a, b = (rows_of(name, x) for x in (self.found[name], prediction.answers[name]))
-        if a.shape != b.shape:
-            return math.inf
-        return relative_residual(a, b, self.rows[name])
+        key = (id(prediction), name)
+        if key not in self.distances:
+            self.keep.append(prediction)
+            a, b = (rows_of(name, x) for x in (self.found[name], prediction.answers[name]))
+            same = a.shape == b.shape
+            self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
+        return self.distances[key]
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:
         """The best fit of the right computation, by tensor."""
@@ -440,22 +448,19 @@ def _explain(
 ) -> StageVerdict | None:
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
     wrong = tuple(name for name in work.tensors if name not in right)
-    distance = {
-        id(guess): {name: work.relative(guess, name) for name in work.tensors} for guess in guesses
-    }
     near: list[Prediction] = []
     for name in work.tensors:
-        ranked = sorted(guesses, key=lambda guess: distance[id(guess)][name])
-        near += [g for g in ranked[:NEAREST] if math.isfinite(distance[id(g)][name])]
-    ranked = sorted(guesses, key=lambda guess: sum(distance[id(guess)].values()))
-    near += ranked[: 2 * NEAREST]
+        ranked = sorted(guesses, key=lambda guess: work.relative(guess, name))
+        near += [guess for guess in ranked[:NEAREST] if work.relative(guess, name) < FAR]
+    whole_first = sorted(guesses, key=lambda guess: sum(_distances(work, guess)))
+    near += [guess for guess in whole_first[:NEAREST] if max(_distances(work, guess)) < FAR]
     unique = {id(guess): guess for guess in near}
     whole, parts = [], []
     for guess in unique.values():
         fits = {
             name: work.fit(guess, name, precision)
             for name in work.tensors
-            if math.isfinite(distance[id(guess)][name])
+            if work.relative(guess, name) < FAR
         }
         fitting = tuple(name for name in fits if fits[name].good)
         if len(fitting) == len(work.tensors):
@@ -485,14 +490,20 @@ def _explain(
     return replace(verdict, explained=tuple(chosen), partial=True, unexplained=left)
 
 
+def _distances(work: _Stage, guess: Prediction) -> list[float]:
+    return [work.relative(guess, name) for name in work.tensors]
+
+
 def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
     """Two bugs at once, where all tensors come near."""
 
     def total(guess: Prediction) -> float:
         # how much is wrong still, tensor by tensor; a bug that does harm to one may be half of two
-        return sum(min(work.relative(guess, name), 2.0) for name in work.tensors)
+        return sum(min(distance, 2.0) for distance in _distances(work, guess))
 
     ranked = sorted(guesses, key=total)
+    if not ranked or total(ranked[0]) > HELPS * total(work.rights[0]):
+        return []
     bugs = list({id(guess.bug): guess.bug for guess in ranked}.values())
     found: list[Prediction] = []
     until = time.perf_counter() + FOR_PAIRS

@@ -1,6 +1,7 @@
 """A diagnosis in words: for the terminal, and as plain data for ``--json``."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ COLOURS = {
 }
 SURE = {"proved": "proved", "high": "high confidence", "medium": "likely", "low": "a guess"}
 MOST_TENSORS, MOST_PARTS = 3, 8
+TRIAL = re.compile(r"[RW]\d+")  # names of what a comparison was fed: right and wrong results
 KINDS = ("sequence", "head", "tile", "row")  # of parts, those that say most first
 CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 
@@ -35,10 +37,8 @@ def render(diagnosis: Diagnosis, *, full: bool = False) -> Group:
         shown.append(Text(*words))
     for number, finding in enumerate(diagnosis.findings, start=1):
         shown.append(_finding(finding, number if len(diagnosis.findings) > 1 else 0))
-    checks = diagnosis.checks if full else _relevant(diagnosis.checks)
-    if checks:
-        shown += [Text("\nidentities that must hold on a side alone", "italic"), _ladder(checks)]
-    shown += _rest(diagnosis.checks, checks)
+    shown += _faultless(diagnosis)
+    shown += _identities(diagnosis.checks, full)
     if levels := _telling(diagnosis.levels, full):
         title = "\nslope of one over the other (least squares), and the residual that it leaves"
         shown += [Text(title, "italic"), _slopes(levels)]
@@ -61,10 +61,12 @@ def nothing_wrong(diagnosis: Diagnosis) -> bool:
 def _finding(finding: Finding, number: int) -> Group:
     """Side, bug and confidence in a line; below it where, why, and what to look at."""
     colour = COLOURS.get(finding.bug, COLOURS[finding.confidence])
+    label = f"{SURE[finding.confidence]}; {finding.bug}"
+    label = finding.bug if finding.bug == "unknown" else label  # nothing was named: no guess
     head = Text.assemble(
         f"{number}. " if number else "",
         (f"{finding.side}: {finding.title}", colour),
-        (f"  [{SURE[finding.confidence]}; {finding.bug}]", "dim"),
+        (f"  [{label}]", "dim"),
     )
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
@@ -82,6 +84,33 @@ def _finding(finding: Finding, number: int) -> Group:
             listed.add_row(*(("-",) if len(lines) > 1 else ()), Text(line))
             grid.add_row("" if n else name, listed)
     return Group(Text(), head, Padding(grid, (0, 0, 0, 3)))
+
+
+def _faultless(diagnosis: Diagnosis) -> list[Text]:
+    """The sides that were judged beside a wrong one, and of which nothing is to be said."""
+    if nothing_wrong(diagnosis):
+        return []
+    accused = {finding.side for finding in diagnosis.findings if finding.bug != "rounding"}
+    failing = {check.side for check in diagnosis.checks if check.verdict == "FAIL"}
+    passing = dict.fromkeys(c.side for c in diagnosis.checks if c.verdict == "pass")
+    sides = [side for side in passing if side not in accused | failing]
+    return [Text(f"\n{side}: no fault is found", COLOURS["pass"]) for side in sides]
+
+
+def _identities(checks: Sequence[Check], full: bool) -> list[RenderableType]:
+    """The ladder of what says most; of what a comparison was fed a single line."""
+    if checks and not any(TRIAL.fullmatch(check.name) for check in checks):
+        some = checks if full else _relevant(checks)
+        title = Text("\nidentities that must hold on a side alone", "italic")
+        return [*((title, _ladder(some)) if some else ()), *_rest(checks, some)]
+    if full and checks:
+        return [
+            Text("\nwhat it was fed, and how often its verdict was wrong", "italic"),
+            _ladder(checks),
+        ]
+    wrong = sum(check.verdict != "pass" for check in checks)
+    told = f"\n{wrong} of {len(checks)} kinds of result fool it; --full shows each"
+    return [Text(told, "dim")] if wrong else []
 
 
 def _relevant(checks: Sequence[Check]) -> list[Check]:
@@ -104,7 +133,8 @@ def _ladder(checks: Iterable[Check]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for check in sorted(checks, key=lambda check: _rank(check.name)):
-        text = f"{check.text} ({check.where})" if check.where else check.text
+        where = check.where.removeprefix("all").removeprefix(": ")
+        text = f"{check.text} ({where})" if where else check.text
         numbers = ("", "") if check.verdict == "-" else map(_number, (check.value, check.allowed))
         verdict = Text(check.verdict, COLOURS.get(check.verdict, ""))
         table.add_row(Text(check.name), Text(check.side), Text(text), *numbers, verdict)
@@ -184,13 +214,15 @@ def _table() -> Table:
     return Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
 
 
-def _rank(name: str) -> tuple[int, str]:
-    """I2 before I10."""
+def _rank(name: str) -> tuple[str, int, str]:
+    """I2 before I10, and R2 before W1."""
     digits = "".join(filter(str.isdigit, name))
-    return int(digits or 0), name
+    return name[0] if TRIAL.fullmatch(name) else "", int(digits or 0), name
 
 
 def _number(value: float, form: str = ".2g") -> str:
+    if form == ".2g" and 99.5 <= abs(value) < 1e5:
+        form = ".0f"  # 109, not 1.1e+02
     return "-" if math.isnan(value) else format(value, form)
 
 

@@ -1,0 +1,198 @@
+"""What a comparison is fed: right results, and wrong ones of every kind, each with its reference.
+
+What counts as wrong leaves room for rounding: an error above GENEROUS units of the dtype's
+rounding (eps) of the largest element. What people may want either way is not counted.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from rawattn.check.cases import dtype_of
+
+Float64 = npt.NDArray[np.float64]
+Shape = tuple[int, ...]
+
+GENEROUS = 4.0
+LARGEST = 3.0  # of the data, in standard deviations
+
+PAIRED = ("x = 0", "x = 0.5 ref", "x = 4 ref", "x = -ref")  # also with the arguments swapped
+SWAPPED = ", arguments swapped"
+PLACES = ("rows shifted by one", "transposed at equal size")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a comparison is fed, and what is due: "refuse", "pass", or "either"."""
+
+    name: str
+    kind: str
+    x: np.ndarray
+    ref: np.ndarray
+    due: str = "refuse"
+
+
+def rights(
+    shape: Shape,
+    dtype: str,
+    rng: np.random.Generator | None = None,
+    *,
+    size: float = 1.0,
+    wide: bool = False,
+) -> list[Pair]:
+    """Right results of ``dtype`` with their references, float64 where ``wide``; mildest first."""
+    rng = rng or np.random.default_rng(0)
+    exact = _draw(shape, rng, size)
+    kind = dtype_of(dtype)
+    ref = exact if wide else exact.astype(kind)
+    ulps = eps_of(dtype) * 2.0 ** np.floor(np.log2(np.abs(exact) + np.finfo(np.float64).tiny))
+    rounded = exact + 0.25 * ulps * rng.uniform(-1, 1, shape)
+    accumulator = min(eps_of(dtype), eps_of("float32"))
+    summed = exact + accumulator * np.abs(exact).max() * rng.uniform(-1, 1, shape)
+    same = "the reference rounded to x's dtype" if wide else "the same array"
+    noisy = f"the result of another rounding, off by at most {'0.75' if wide else '1'} ulp"
+    return [
+        Pair(name, "right", x.astype(kind), ref, "pass")
+        for name, x in ((same, exact), (noisy, rounded), ("the same sums in another order", summed))
+    ]
+
+
+def wrongs(
+    shape: Shape,
+    dtype: str,
+    lengths: Sequence[int] | None = None,
+    rng: np.random.Generator | None = None,
+    *,
+    size: float = 1.0,
+    wide: bool = False,
+) -> list[Pair]:
+    """Wrong results of ``dtype``, each made of a right one; and some that may be meant (either).
+
+    ``shape``: (tokens, width), (tokens, heads, width), or (batch, heads, tokens, width) with
+    sequences of one length; else ``lengths`` are those of the sequences.
+    """
+    rng = rng or np.random.default_rng(0)
+    exact = _draw(shape, rng, size)
+    kind = dtype_of(dtype)
+
+    def typed(array: Float64) -> np.ndarray:
+        return array if wide else array.astype(kind)
+
+    ref, x = typed(exact), exact.astype(kind)
+    pairs = []
+    for name, group, changed in _changed(exact, lengths, rng, eps_of(dtype)):
+        wrong = changed if group == "integers" else changed.astype(kind)
+        if error_of(wrong, ref) > GENEROUS * eps_of(dtype):
+            pairs.append(Pair(name, group, wrong, ref))
+            if name in PAIRED:
+                pairs.append(Pair(name + SWAPPED, "swapped", ref, wrong))
+    one_nan, one_inf, all_nan = x.copy(), x.copy(), np.full_like(x, np.nan)
+    middle = tuple(n // 2 for n in shape)
+    one_nan[middle], one_inf[middle] = np.nan, np.inf
+    nans = (("one NaN", one_nan), ("one inf", one_inf), ("all NaN", all_nan))
+    pairs += [Pair(name, "nan", wrong, ref) for name, wrong in nans]
+    equal = np.broadcast_to(exact[:1], shape)
+    shapes = (
+        ("x of shape (1, ...) where ref repeats it", x[:1], typed(equal)),
+        ("an axis too many, x = ref[None]", x[None], ref),
+        ("one too few along the first axis", x[:-1], ref),
+        ("one too many along the first axis", np.concatenate([x, x[:1]]), ref),
+        ("an empty x", x[:0], ref),
+    )
+    pairs += [Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape]
+    zeros = np.zeros_like(exact)
+    pairs.append(Pair("x and ref both 0", "vacuous", zeros.astype(kind), typed(zeros)))
+    nan_ref = ref.copy()
+    nan_ref[middle] = np.nan
+    pairs += [
+        Pair("NaN at the same place of both", "either", one_nan, nan_ref, "either"),
+        Pair("x and ref both empty", "either", x[:0], ref[:0], "either"),
+    ]
+    if not wide:
+        pairs.append(Pair("x of dtype float64", "either", x.astype(np.float64), ref, "either"))
+    return pairs
+
+
+def _changed(
+    exact: Float64, lengths: Sequence[int] | None, rng: np.random.Generator, eps: float
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, kind and values of wrong results of the right shape."""
+    rows, back = _packed(exact)
+    tokens, heads, _ = rows.shape
+    if exact.ndim == 4:
+        lengths = (exact.shape[2],) * exact.shape[0]
+    elif lengths is None:
+        lengths = (tokens // 5, tokens // 3, tokens - tokens // 5 - tokens // 3)
+    if sum(lengths) != tokens:
+        raise ValueError(f"lengths {tuple(lengths)} do not sum to the {tokens} rows")
+    lengths = [length for length in lengths if length]
+    largest = np.abs(rows).max(initial=0.0)
+
+    def spoiled(where: Any, values: Any) -> Float64:
+        changed = rows.copy()
+        changed[where] = values
+        return back(changed)
+
+    for factor in (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0):
+        name = {0.0: "0", -1.0: "-ref"}.get(factor, f"{factor:g} ref")
+        yield f"x = {name}", "scaled", exact * factor
+    yield PLACES[0], "places", back(np.roll(rows, 1, axis=0))
+    axes = (1, 0, 2) if heads > 1 else (2, 1, 0)
+    yield PLACES[1], "places", back(rows.transpose(axes).reshape(rows.shape))
+    if heads > 1:
+        yield "heads swapped", "places", back(rows[:, ::-1])
+    other = _draw(rows.shape, rng, 1.0) * (largest / LARGEST)
+    yield "other data of the same size", "part", back(other)
+    first, second = slice(0, lengths[0]), slice(lengths[0], sum(lengths[:2]))
+    if len(lengths) > 1:
+        taken = rows[first][np.arange(second.stop - second.start) % lengths[0]]
+        yield "a sequence taken from its neighbour", "part", spoiled(second, taken)
+        slope = "the first sequence 1.43 times too large (padded keys)"
+        yield slope, "part", spoiled(first, 1.43 * rows[first])
+    yield "a row of zeros", "row", spoiled(tokens // 2, 0.0)
+    at = np.unravel_index(np.abs(rows).argmax(), rows.shape)
+    for share in (1.0, 0.1, 0.01):
+        name = f"the largest element off by {share:.0%}"
+        yield name, "element", spoiled(at, (1 + share) * rows[at])
+    for share, words in ((0.25, "25%"), (16 * eps, "16 eps")):
+        for sign, way in ((1, "large"), (-1, "small")):
+            name = f"every element too {way} by {words} of the largest"
+            yield name, "offset", exact + sign * share * largest
+    yield "x cut to int32", "integers", exact.astype(np.int32)
+
+
+def _packed(array: Float64) -> tuple[Float64, Callable[[Float64], Float64]]:
+    """``array`` as (tokens, heads, width), and the way back."""
+    shape = array.shape
+    if array.ndim == 2:
+        return array[:, None], lambda rows: rows.reshape(shape)
+    if array.ndim == 3:
+        return array, lambda rows: rows
+    if array.ndim != 4:
+        raise ValueError(f"shape {shape} has {array.ndim} axes, expected 2, 3 or 4")
+    batch, heads, tokens, width = shape
+    rows = array.swapaxes(1, 2).reshape(batch * tokens, heads, width)
+    return rows, lambda rows: rows.reshape(batch, tokens, heads, width).swapaxes(1, 2)
+
+
+def _draw(shape: Shape, rng: np.random.Generator, size: float) -> Float64:
+    return np.asarray(rng.standard_normal(shape).clip(-LARGEST, LARGEST) * size)
+
+
+def eps_of(dtype: str) -> float:
+    return float(ml_dtypes.finfo(dtype_of(dtype)).eps)  # type: ignore[no-untyped-call]
+
+
+def error_of(x: np.ndarray, ref: np.ndarray) -> float:
+    """The largest error in units of the largest element; inf for NaN and other shapes."""
+    if x.shape != ref.shape or not x.size:
+        return math.inf
+    found, wanted = x.astype(np.float64), ref.astype(np.float64)
+    error = float(np.abs(found - wanted).max())
+    largest = float(np.abs(wanted).max())
+    return error / largest if math.isfinite(error) and largest else math.inf
