@@ -250,6 +250,8 @@ def _of_sides(question: Question, judged: dict[str, Saved], read_: dict[str, Sav
     for name, saved in read_.items():
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
+        if question.dlse is not None and "dlse" not in saved.inputs and "q" in saved.inputs:
+            facts.append(f"{name} has no dlse; that of the other side is assumed")
     title = " against ".join(f"{name} ({judged[name].path})" for name in judged)
     if not others:
         title += " against the float64 reference"

@@ -281,6 +281,10 @@ CLASSES: dict[str, BugClass] = {
         "the comparison is vacuous: zeros would pass",
         "data of unit size, a random cotangent, and a check that a wrong result fails",
     ),
+    "rounding": BugClass(
+        "right, but as precise as a coarser dtype than that of the inputs",
+        "the dtype of intermediates, and whether matmuls may run in TF32",
+    ),
     "unknown": BugClass(
         "wrong, in a way that no known bug reproduces",
         "the structure below: where the wrong rows lie, and which identities fail",

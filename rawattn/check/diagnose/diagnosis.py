@@ -19,6 +19,12 @@ from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
 from rawattn.check.diagnose.match import Explained, StageVerdict, judge_stage
 from rawattn.check.diagnose.question import STAGES, Answers, Question
 
+WORDS = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "second": "double backward",
+    "jvp": "forward-mode derivative",
+}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 
 
@@ -92,15 +98,24 @@ def _eps(x: np.ndarray) -> float:
 
 def _sizes(question: Question) -> str:
     q = question
-    lengths = ", ".join(map(str, q.lengths_q[:8])) + (", ..." if q.batch > 8 else "")
-    other = "" if q.lengths_q == q.lengths_k else " queries, other numbers of keys,"
+    lengths = _few(q.lengths_q)
+    if q.lengths_q != q.lengths_k:
+        lengths = f"{lengths} queries on {_few(q.lengths_k)} keys"
+    else:
+        lengths = f"{lengths} tokens"
+    heads = f"{q.num_heads_q} head{'s' if q.num_heads_q > 1 else ''} on {q.num_heads_kv}"
     mask = "causal" if q.causal else "not causal"
     window = "" if q.window == (-1, -1) else f", window {q.window}"
     kind = "block-sparse attention" if q.sparse else "attention"
+    count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
     return (
-        f"{kind} of {q.batch} sequences ({lengths}{other} tokens), {q.num_heads_q} heads on "
-        f"{q.num_heads_kv}, head_dim {q.q.shape[2]}, {mask}{window}, {q.dtype.name}"
+        f"{kind} of {count} ({lengths}), {heads}, head_dim {q.q.shape[2]}, {mask}{window}, "
+        f"{q.dtype.name}"
     )
+
+
+def _few(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
 
 # ---- one side ---------------------------------------------------------------------------------
@@ -129,6 +144,7 @@ def _judge(
         findings = _resolve(question, answers, side, verdicts)
     for verdict in verdicts:
         findings += proofs.of_noise(question, answers, side, verdict)
+        findings += proofs.of_precision(question, side, verdict)
     findings += [*proofs.of_zeros(question, answers, side), *misshapen]
     failing = [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
@@ -178,7 +194,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
     said = tuple(
         f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
-        f"{check.allowed:.1g}" + (f", in {check.where}" if check.where else "")
+        f"{check.allowed:.1g}" + (f", in {check.where}" if check.where not in ("", "all") else "")
         for check in failing[:3]
     )
     return replace(finding, evidence=finding.evidence + said)
@@ -252,20 +268,27 @@ def _findings(
         residual = max(one.fits[tensor].relative for tensor in part.tensors)
         null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
         form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
-        source = f", given {one.prediction.source}" if one.prediction.source else ""
+        source = f", from {one.prediction.source}" if one.prediction.source else ""
+        leaves = (
+            f"The right computation leaves {null:.2g}."
+            if math.isfinite(null)
+            else "The right computation differs in which elements are finite, or not 0."
+        )
+        agree = "agrees" if len(part.tensors) == 1 else "agree"
         evidence.append(
-            f"With this bug{form} planted in the float64 {part.verdict.stage}{source}, "
-            f"{', '.join(part.tensors)} agree to {residual:.2g} of their size: {one.rms:.2g} "
-            f"times the noise of {part.verdict.precision}. The right computation leaves {null:.2g}."
+            f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
+            f"{', '.join(part.tensors)} {agree} to {residual:.2g} of the size: {one.rms:.2g} "
+            f"times the noise of {part.verdict.precision}. {leaves}"
         )
     evidence += _places(question, answers, wrong)
+    where = " and ".join(WORDS[stage] for stage in stages)
     clear = not others and not any(part.verdict.unexplained for part in parts)
     return [
         Finding(
             side=side,
             bug=single,
             title=CLASSES[single].title if single in CLASSES else single,
-            where=f"{' and '.join(stages)}: {', '.join(wrong or tensors)}",
+            where=f"{where}: {', '.join(wrong or tensors)}",
             confidence="high" if clear else "medium",
             evidence=tuple(evidence),
             look_at=CLASSES[single].look_at if single in CLASSES else "",

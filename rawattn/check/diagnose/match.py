@@ -217,7 +217,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
         found = list(bugs_first.bugs(question))
     if stage in ("second", "jvp"):
         wide = [
-            bug if stage in bug.stages else bug.at(stage)
+            bug if stage in bug.stages else bug.at(*bug.stages, stage)
             for bug in found
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
@@ -253,7 +253,7 @@ def _given(question: Question, answers: Answers, stage: str) -> tuple[str, Given
     if stage in ("forward", "jvp"):
         return "", None
     if question.out is not None and question.lse is not None:
-        return "the given out and lse", (question.out, question.lse)
+        return "the out and lse that were passed in", (question.out, question.lse)
     if "out" in answers and "lse" in answers:
         return "its own out and lse", (answers["out"], answers["lse"])
     return "the right out and lse", None
@@ -287,7 +287,7 @@ def rarer_predictions(
             planted = solve(question, "forward", bug)
             other = planted["out"], planted["lse"]
             results = solve(question, stage, bug, given=other)
-            yield Prediction(bug, stage, "the forward's with the bug", other, results)
+            yield Prediction(bug, stage, "those of a forward with the same bug", other, results)
         if "bP" not in bug.steps:
             own = _with_own_softmax(bug)
             results = solve(question, stage, own, given=given)

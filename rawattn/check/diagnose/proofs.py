@@ -111,6 +111,18 @@ def of_noise(
     return in_16_bits(question, answers, side, verdict, verdict.tensors)
 
 
+def of_precision(question: Question, side: str, verdict: StageVerdict) -> list[Finding]:
+    """Right results whose rounding is that of a coarser dtype than they have."""
+    first = ladder(question.dtype)[0].name
+    if not verdict.sound or verdict.precision == first or question.dtype.itemsize < 4:
+        return []
+    said = (
+        f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
+        f"{verdict.precision}; the inputs are {question.dtype.name}"
+    )
+    return [finding(side, "rounding", verdict.stage, "high", (said,))]
+
+
 def in_16_bits(
     question: Question,
     answers: Answers,

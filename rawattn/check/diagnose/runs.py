@@ -83,7 +83,8 @@ class Runs:
         if q.block_scale is not None:
             return self.missing("I7", "a gate")
         step = self.rng.standard_normal((q.batch + 1, q.num_heads_kv, q.k.shape[2]))
-        step *= np.sqrt(np.square(first.x.k[np.isfinite(first.x.k)]).mean())
+        finite = first.x.k[np.isfinite(first.x.k)]
+        step *= np.sqrt(np.square(finite).mean()) if finite.size else 1.0
         step[-1] = 0.0  # rows of no sequence
         k = np.asarray(q.k).astype(np.float64) + step[q.sequence_of("k")]
         one = self.run(k=k.astype(q.dtype))

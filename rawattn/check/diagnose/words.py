@@ -102,7 +102,7 @@ def _identities(checks: Sequence[Check], full: bool) -> list[RenderableType]:
     if checks and not any(TRIAL.fullmatch(check.name) for check in checks):
         some = checks if full else _relevant(checks)
         title = Text("\nidentities that must hold on a side alone", "italic")
-        return [*((title, _ladder(some)) if some else ()), *_rest(checks, some)]
+        return [*((title, _ladder(some)) if some else (Text(),)), *_rest(checks, some)]
     if full and checks:
         return [
             Text("\nwhat it was fed, and how often its verdict was wrong", "italic"),
