@@ -54,8 +54,7 @@ def trial(file: str, index: int, seed: int) -> Trial:
     module = importlib.import_module(file)
     planted = module.PLANTED[index]
     question = _problem(module, planted, seed)
-    calls = itertools.count(1)
-    again = None
+    calls, again = itertools.count(1), None
     if planted.bug == "race":
         again = lambda asked: module.answers(planted, asked, next(calls))  # noqa: E731
     name = f"{planted.bug}: {planted.variant}"
@@ -68,7 +67,7 @@ def right_trial(kind: Any, seed: int) -> Trial:
     """A right implementation on the problem of some plant."""
     module = importlib.import_module("planted")
     planted = module.PLANTED[seed % len(module.PLANTED)]
-    question = next(iter(module.problems(planted, 1, seed)))
+    question = _problem(module, planted, seed)
     return _judge(
         "", f"right: {kind.variant}", (), question, module.right_answers(kind, question), None
     )

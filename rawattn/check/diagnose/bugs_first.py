@@ -164,7 +164,7 @@ def _exactly(count: int) -> Callable[[Question, int], int]:
 def _neighbours(question: Question, tiles: list[int]) -> Iterator[Bug]:
     if len(set(question.lengths_k)) > 1:
         yield Bug("padded-keys", "longest", FIRST, _more_keys(_to_longest, zeros=True))
-    for tile in tiles:
+    for tile in TILES:
         yield Bug("padded-keys", f"tile of {tile}", FIRST, _more_keys(_to_tile(tile), zeros=True))
     if question.batch > 1 or len(question.k) > question.cu_seqlens_k[-1]:
         yield Bug("neighbour-leak", "one key after the end", FIRST, _more_keys(_exactly(1)))

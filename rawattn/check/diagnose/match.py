@@ -346,6 +346,7 @@ class _Stage:
         truth = self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         self.rows = {n: defined(question, n, truth[n]) for n in self.tensors}
+        self.finest = ladder(question.dtype)[0]
         self.distances: dict[tuple[int, str], float] = {}
         self.noisy: dict[tuple[int, str], Answers] = {}  # by prediction and precision
         self.keep: list[Prediction] = []
@@ -370,7 +371,7 @@ class _Stage:
                 rounding=precision.rounding,
                 given=prediction.given,
             )
-        return fit(
+        found = fit(
             self.question,
             name,
             self.found[name],
@@ -379,6 +380,11 @@ class _Stage:
             precision.factor,
             self.rows[name],
         )
+        if (
+            precision.name != self.finest.name
+        ):  # rows that cancel scatter more where operands are coarse
+            found = found._replace(worst=found.worst / 2)
+        return found
 
     def relative(self, prediction: Prediction, name: str) -> float:
         key = (id(prediction), name)

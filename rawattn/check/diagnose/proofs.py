@@ -379,5 +379,6 @@ def _periods(question: Question, name: str, bad: np.ndarray) -> Iterator[tuple[i
         wrong = np.nan_to_num(share) > 0.8
         places = np.nonzero(wrong)[0]
         repeats = np.isin(within % tile, places)[inside].sum() >= 2 * len(places)
-        if repeats and 0 < len(places) < tile and np.all((known > 0.8) | (known < 0.02)):
+        both = (known > 0.8).any() and (known < 0.02).any()
+        if repeats and both and np.all((known > 0.8) | (known < 0.02)):
             yield tile, places
