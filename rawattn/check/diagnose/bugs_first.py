@@ -427,7 +427,10 @@ def _other_outs(question: Question) -> dict[str, Step]:
         return D
 
     def unmasked(c: Context) -> Floats:
-        found = STEPS["softmax"](_with(c, S=c.Y))[1] @ c.V
+        keys, head = c.view.keys, c.view.head_kv  # those too that nobody sees
+        K, V = (np.asarray(x[keys, head], dtype=np.float64) for x in (question.k, question.v))
+        scores = _with(c, S=c.s * times(c.Q, K.T))
+        found = times(STEPS["softmax"](scores)[1], V)
         return np.asarray((c.dO * found).sum(axis=-1) - c.dL)
 
     def nothing(out: Floats) -> Floats:
