@@ -1,6 +1,7 @@
 """Second derivatives and forward mode by loops over tiles, and the same with bugs planted in them.
 
-Separate from rawattn.reference, and from what rawattn-check matches answers with. Every formula
+Long by the list of bugs. Separate from rawattn.reference, and from what rawattn-check matches
+answers with. Every formula
 stands here once, as kernels run it; a bug is a factor in front of one of its terms (``Terms``).
 With s = softmax_scale, a direction A, B, C of q, k, v, and D = rowsum(dO o O) - dL:
 

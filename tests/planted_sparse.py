@@ -1,6 +1,7 @@
 """Block-sparse attention and its gradient by loops over blocks, and the same with bugs in it.
 
-Separate from rawattn.reference, and from what rawattn-check matches answers with. As in a kernel
+Long by the list of bugs. Separate from rawattn.reference, and from what rawattn-check matches
+answers with. As in a kernel
 that gathers, the tile of queries is the heads of one token that read the same selection, and the
 tile of keys a block that the token visits; ``_visits`` has the rules of which those are. A bug is
 an exception to a rule, or a term of a formula left out (``Rules``).

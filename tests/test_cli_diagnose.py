@@ -1,6 +1,6 @@
 """explain, dump and harness, and the diagnosis that diff ends with.
 
-What needs only that something is found runs with a stand-in for ``diagnose``.
+What needs only that something is found runs with a stand-in for ``diagnose``. Long by the commands.
 """
 
 import json

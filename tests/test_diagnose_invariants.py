@@ -1,4 +1,7 @@
-"""The identities of one side hold for right attention of every precision, and fail for wrong."""
+"""The identities of one side hold for right attention of every precision, and fail for wrong.
+
+Long, one identity after the other.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -215,6 +215,7 @@ def warm(archs: tuple[str, ...], text: str) -> None:
 @click.option(
     "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (up to half a minute)."
 )
+@click.option("--full", is_flag=True, help="show every identity and every part.")
 @html_option
 @json_option
 @filter_option
@@ -225,6 +226,7 @@ def diff_command(
     framework: str | None,
     diagnosis: bool,
     html_file: Path | None,
+    full: bool,
     json_file: Path | None,
     text: str,
     quick: bool,
@@ -269,7 +271,17 @@ def diff_command(
         seconds = SECONDS if size == "small" else SECONDS_ON_GPU
         found = explain_failures(judged, failing, other, against=against, seconds=seconds)
     shown = found if diagnosis else None
-    finish(rows, [], began, json_file, title, all_tensors=True, found=shown, html_file=html_file)
+    finish(
+        rows,
+        [],
+        began,
+        json_file,
+        title,
+        all_tensors=True,
+        found=shown,
+        html_file=html_file,
+        full=full,
+    )
 
 
 def other_side(against: str, framework: str) -> Candidate | None:
@@ -289,6 +301,7 @@ def finish(
     all_tensors: bool = False,
     found: Diagnosis | None = None,
     html_file: Path | None = None,
+    full: bool = False,
 ) -> None:
     """Show what was found, write the files, leave with the exit code."""
     console = Console()
@@ -304,7 +317,7 @@ def finish(
         console.print(fault, style="red", markup=False)
     if found is not None and (found.findings or html_file):
         console.print()
-        show(found, html_file)
+        show(found, html_file, full=full)
         console.print()
     console.print(report.summary(rows, built, time.perf_counter() - began))
     if json_file is not None:

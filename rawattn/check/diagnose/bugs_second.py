@@ -1,4 +1,4 @@
-"""The catalogue of bugs in the second derivatives and in forward mode.
+"""The catalogue of bugs in the second derivatives and in forward mode; long as such.
 
 Many are what autograd makes of a first backward pass in which something is a constant to it that
 depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in f = <ddq, dq> + <ddk, dk> +

@@ -2,7 +2,7 @@
 
 Each side is judged on its own: by identities that need no reference (``invariants``), by the bugs
 of the catalogue (``match``), and by proofs from structure for those that nobody can plant
-(``proofs``). What stages have in common is one finding.
+(``proofs``). What stages have in common is one finding. Long by the evidence in words.
 """
 
 import math

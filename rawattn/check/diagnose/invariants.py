@@ -1,4 +1,4 @@
-"""Identities that right attention satisfies, each checked on one side alone: no other side needed.
+"""Identities that right attention satisfies, each checked on one side alone; long by their list.
 
 I1 rows of P sum to 1                    I7 moving all keys alike moves no out
 I2 rows of dS sum to dlse, or to 0       I8 the order of the sequences does not matter

@@ -38,7 +38,7 @@ from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Answers, Qu
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 10, 60  # the nearest bugs, which are tried in pairs with the next ones
-FOR_PAIRS = 4.0  # seconds
+FOR_RARER, FOR_PAIRS = 8.0, 4.0  # seconds
 HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
 FAR = 0.3  # residual of what no rounding explains
 NEAR = 0.05  # residual of a pair that is looked at more closely
@@ -357,7 +357,9 @@ class _Stage:
         if not self.usual:
             self.usual = predictions(self.question, self.answers, self.stage, bugs)
         if every and not self.rarer:
-            self.rarer = list(rarer_predictions(self.question, self.answers, self.stage, bugs))
+            until = time.perf_counter() + FOR_RARER
+            rarer = rarer_predictions(self.question, self.answers, self.stage, bugs)
+            self.rarer = list(itertools.takewhile(lambda _: time.perf_counter() < until, rarer))
         return self.usual + self.rarer
 
     def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:

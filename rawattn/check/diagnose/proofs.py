@@ -1,7 +1,8 @@
 """Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
 
 A cotangent on padding rows that nobody saved, garbage from memory, sums in some unknown order: no
-planted computation gives these numbers, but their structure says enough.
+planted computation gives these numbers, but their structure says enough. Long, one proof after the
+other.
 """
 
 from collections.abc import Callable, Iterator, Sequence

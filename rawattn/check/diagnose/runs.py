@@ -1,7 +1,7 @@
 """Identities between runs: what a function answers to questions that differ in one thing.
 
 I1, I7 to I12 of ``invariants``. Only where a changed input is rounded again, or a result has to be
-a certain number, is there room for more than another order of summation.
+a certain number, is there room for more than another order of summation. Long by their list.
 """
 
 from collections.abc import Callable, Iterator, Mapping

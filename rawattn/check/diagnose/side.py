@@ -1,4 +1,7 @@
-"""One side of a comparison, and how an identity of its numbers is judged."""
+"""One side of a comparison, and how an identity of its numbers is judged.
+
+Long, since what an array may lack decides which identities there are.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""A diagnosis in words: for the terminal, and as plain data for ``--json``."""
+"""A diagnosis in words: for the terminal, and as plain data for ``--json``.
+
+Long, since every part of a diagnosis has its own words.
+"""
 
 import math
 import re
