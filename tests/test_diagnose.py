@@ -6,6 +6,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import planted
@@ -13,11 +14,16 @@ import planted_second
 import planted_sparse
 import pytest
 
+from rawattn.check.cases import dtype_of
 from rawattn.check.diagnose.classes import CLASSES
 from rawattn.check.diagnose.cut import SCORES, cost, cut
 from rawattn.check.diagnose.diagnosis import diagnose, reference_of
 from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.failures import answers_of
 from rawattn.check.diagnose.question import Question
+from rawattn.check.machine import use_simulator
+from rawattn.check.peer import torch_attention
+from rawattn.check.run import own
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import trials
@@ -33,7 +39,7 @@ def question_of(lengths: tuple[int, ...] = (20, 30, 46), dtype: str = "float64")
     total, offsets = sum(lengths), np.concatenate([[0], np.cumsum(lengths)])
 
     def draw(heads: int) -> np.ndarray:
-        return rng.standard_normal((total, heads, 16)).astype(dtype)
+        return rng.standard_normal((total, heads, 16)).astype(dtype_of(dtype))
 
     q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
     return Question(q, k, v, offsets, offsets, causal=True, dout=dout)
@@ -134,3 +140,37 @@ def test_a_large_problem_is_cut() -> None:
     assert part.lengths_q == (40, 30) and "1 to 2" in said
     assert np.allclose(answers["out"], reference_of(part, answers)["out"])
     assert not diagnose(question, right).findings
+
+
+def theirs(dtype: str, **changes: Any) -> Question:
+    """A question with unequal lengths, of which one is 0."""
+    rng = np.random.default_rng(len(dtype))
+    offsets_q, offsets_k = np.array([0, 19, 19, 50, 66]), np.array([0, 33, 40, 80, 96])
+
+    def draw(rows: int, heads: int) -> np.ndarray:
+        return rng.standard_normal((rows, heads, 32)).astype(dtype_of(dtype))
+
+    q, dout, k, v = draw(66, 4), draw(66, 4), draw(96, 2), draw(96, 2)
+    return Question(q, k, v, offsets_q, offsets_k, dout=dout, **changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window": (7, 3)}, {"softmax_scale": 0.5}], ids=str
+)
+def test_torch_is_not_accused(dtype: str, mask: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    question = theirs(dtype, **mask)
+    answers = answers_of(torch_attention(), question)
+    assert set(answers) >= {"out", "dq", "dk", "dv"}
+    assert not [f for f in diagnose(question, answers).findings if f.bug != "rounding"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_our_kernels_are_not_accused(dtype: str) -> None:
+    """The Numba twins, in the simulator where there is no GPU."""
+    use_simulator()
+    question = question_of((11, 0, 17), dtype)
+    for candidate in own("numba", ("atomic_dkv",)):
+        found = diagnose(question, answers_of(candidate, question)).findings
+        assert not [finding for finding in found if finding.bug != "rounding"]
