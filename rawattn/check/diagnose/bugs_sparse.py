@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rawattn.check.diagnose.bugs_first import distances, within
+from rawattn.check.diagnose.bugs_masks import distances, within
 from rawattn.check.diagnose.bugs_second import of, with_values
 from rawattn.check.diagnose.engine import (
     STEPS,

@@ -32,6 +32,12 @@ def exact(x: Floats) -> Floats:
     return x
 
 
+TILES = (8, 16, 32, 64, 128)
+FIRST = ("forward", "backward")
+BACKWARD = ("backward",)
+FORWARD = ("forward",)
+
+
 @dataclass(frozen=True)
 class Rounding:
     """What happens to the result of every ``operation``, to each ``operand`` of a matmul that is a
@@ -292,6 +298,11 @@ PROGRAMS = {
         *("tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG"),
     ),
 }
+
+
+def changed(c: Context, **changes: Any) -> Context:
+    """The same context with other arrays under some names."""
+    return SimpleNamespace(**(vars(c) | changes))
 
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
