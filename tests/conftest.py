@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +33,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def gradients_on() -> None:
+    """Once in a full run, torch's grad mode was off from the middle of a file on, for good.
+
+    Not seen again alone; suspected is a suspended ``no_grad`` that the garbage collector ends.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        warnings.warn("torch's grad mode was off before this test", stacklevel=1)
+        torch.set_grad_enabled(True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
