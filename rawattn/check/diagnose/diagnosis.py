@@ -18,6 +18,7 @@ from rawattn.check.diagnose.engine import empty, solve
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
 from rawattn.check.diagnose.match import Explained, StageVerdict, judge_stage
 from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diff import FLOATING
 
 WORDS = {
     "forward": "forward pass",
@@ -41,14 +42,16 @@ def diagnose(
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. against: the name and the answers of another side, judged in the same way.
     """
-    sides = [(side, answers, call)]
+    sides = [(side, answers, None if call is None else _floating(call))]
     if against is not None:
         sides.append((*against, None))
     findings: list[Finding] = []
     checks: list[Check] = []
     facts: list[str] = []
-    whole, shown = question, answers
+    whole, shown = question, _numbers(answers, side)[0]
     for name, given, again in sides:
+        given, strange = _numbers(given, name)
+        findings += strange
         question, part, fact = cut(whole, given)
         facts += [f"{name}: {fact}"] if fact else []
         found, held, said = _judge(question, part, name, again)
@@ -69,6 +72,22 @@ def diagnose(
         maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
         facts=tuple(facts),
     )
+
+
+def _floating(call: Callable[[Question], Answers]) -> Callable[[Question], Answers]:
+    """``call`` with the floating arrays of its answers alone."""
+    return lambda question: _numbers(call(question), "")[0]
+
+
+def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
+    """The floating arrays among the answers, and what is to be said of others, None for one."""
+    found = {name: np.asarray(x) for name, x in answers.items()}
+    wrong = [name for name, x in found.items() if x.dtype not in FLOATING]
+    gate = wrong == ["dblock_scale"] and answers["dblock_scale"] is None
+    said = [f"{name} is of dtype {found[name].dtype}, expected a floating one" for name in wrong]
+    bug, confidence = ("sparse-gate-gradient-missing", "high") if gate else ("unknown", "low")
+    told = [proofs.finding(side, bug, ", ".join(wrong), confidence, said)] if wrong else []
+    return {name: x for name, x in found.items() if name not in wrong}, told
 
 
 def reference_of(question: Question, answers: Answers) -> Answers:

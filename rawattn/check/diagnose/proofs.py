@@ -58,7 +58,7 @@ def of_race(question: Question, answers: Answers, side: str, call: Call | None) 
     first, second = call(question), call(question)
     found = []
     for name in first:
-        if name not in second:
+        if name not in second or first[name].shape != second[name].shape:
             continue
         one, two = (rows_of(name, np.asarray(x[name])) for x in (first, second))
         rows = np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2)
