@@ -1,5 +1,7 @@
 """What the sparse tests on a GPU share: random selections of blocks, their truth, and calls.
 
+Long, since truth, calls and poison know each other.
+
 A problem is a dense case with blocks of keys that its queries select. Its truth is torch's autograd
 of dense attention with a mask for each item, sequence by sequence: in float64, and in the kernels'
 dtype for the error that is allowed to them. Blocks that nobody selects are full of NaN, and so are

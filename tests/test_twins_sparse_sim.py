@@ -1,7 +1,8 @@
 """The Numba twins of block-sparse attention against the reference, as test_twins_sim.
 
 Each twin is fed by the reference. Keys that no query sees, queries that see no key, and factors of
-slots that do not count are NaN: what a kernel reads there it must not use.
+slots that do not count are NaN: what a kernel reads there it must not use. Long, one twin after the
+other.
 """
 
 import importlib

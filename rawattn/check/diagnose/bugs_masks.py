@@ -13,7 +13,7 @@ import numpy as np
 from rawattn.check.diagnose.engine import (
     BACKWARD,
     FIRST,
-    STEPS,
+    OWN_P,
     TILES,
     Bug,
     See,
@@ -89,8 +89,7 @@ def masks(question: Question) -> Iterator[Bug]:
         open_ = windowed(math.inf, math.inf)
         for name, see in (("all", open_), ("right side", windowed(left, math.inf))):
             yield Bug("mask-missing-in-backward", f"{name}, exp(S - lse)", BACKWARD, see)
-            renormalised = {"bP": lambda c: STEPS["softmax"](c)[1]}
-            yield Bug("mask-missing-in-backward", f"{name}, softmax", BACKWARD, see, renormalised)
+            yield Bug("mask-missing-in-backward", f"{name}, softmax", BACKWARD, see, OWN_P)
 
 
 # ---- padding and neighbours -------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from rawattn.check.diagnose.engine import (
+    OWN_P,
     STEPS,
     Bug,
     Context,
@@ -399,7 +400,7 @@ def _masks(question: Question) -> Iterator[Bug]:
     """
     unmasked: dict[str, Step] = {
         "exp(S - lse)": STEPS["bP"],
-        "softmax": lambda c: STEPS["softmax"](c)[1],
+        "softmax": OWN_P["bP"],
     }
     for text, P in unmasked.items():
         variants: dict[str, dict[str, Step]] = {

@@ -26,6 +26,7 @@ WORDS = {
     "second": "double backward",
     "jvp": "forward-mode derivative",
 }
+CONFIDENCE = ("proved", "high", "medium", "low")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 
 
@@ -187,9 +188,6 @@ def _of_right_shape(
         bug, confidence = ("gradients-swapped", "high") if swapped else ("unknown", "low")
         found.append(proofs.finding(side, bug, ", ".join(wrong), confidence, said))
     return {name: x for name, x in answers.items() if name not in wrong}, found
-
-
-CONFIDENCE = ("proved", "high", "medium", "low")
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.question import STAGES, Answers, Question
-from rawattn.reference.dense import allowed
+from rawattn.reference.dense import allowed, dead_to_inf
 from rawattn.reference.selection import parts
 
 Floats = np.ndarray
@@ -228,12 +228,7 @@ def _softmax(c: Context) -> tuple[Floats, Floats]:
     sums = np.exp(c.S - top[..., None]).sum(axis=-1)
     with np.errstate(divide="ignore"):
         L = np.log(sums) + top
-    return L, c.r(np.exp(c.S - _finite(L)[..., None]))
-
-
-def _finite(L: Floats) -> Floats:
-    """+inf for -inf: exp(S - L) is 0 where nothing is seen."""
-    return np.where(np.isneginf(L), np.inf, L)
+    return L, c.r(np.exp(c.S - dead_to_inf(np, L)[..., None]))
 
 
 def _weighted(c: Context) -> Floats:
@@ -259,7 +254,7 @@ STEPS: dict[str, Step] = {
     "P": lambda c: c.softmax[1],
     "O": lambda c: c.r(times(c.o(c.P), c.V)),
     # backward, with the L and the O that it is given
-    "bP": lambda c: c.r(np.exp(c.S - _finite(c.L)[..., None])),
+    "bP": lambda c: c.r(np.exp(c.S - dead_to_inf(np, c.L)[..., None])),
     "dP": lambda c: c.r(times(c.dO, c.V.T)),
     "D": lambda c: (c.dO * c.O).sum(axis=-1) - c.dL,
     "dS": lambda c: c.r(c.P * (c.dP - c.D[..., None])),
@@ -288,6 +283,7 @@ STEPS: dict[str, Step] = {
     "gV": lambda c: c.r(c.o(c.tP).swapaxes(1, 2) @ c.dO),
     "gG": lambda c: c.tdS * c.Y + c.dS * c.tY,
 }
+OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}  # not from lse
 SCORES = ("Y", "S")
 PROGRAMS = {
     "forward": (*SCORES, "softmax", "L", "P", "O"),

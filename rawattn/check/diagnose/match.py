@@ -24,16 +24,16 @@ import numpy as np
 from rawattn.check.diagnose import bugs_first, bugs_second, bugs_sparse
 from rawattn.check.diagnose.engine import (
     NO_BUG,
-    STEPS,
+    OWN_P,
     Bug,
     Floats,
     Rounding,
-    Step,
     exact,
     solve,
     together,
 )
-from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.structure import by_rows
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 NEAREST = 12  # predictions whose noise is computed, for each tensor
@@ -43,7 +43,6 @@ HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
 FAR = 0.3  # residual of what no rounding explains
 NEAR = 0.05  # residual of a pair that is looked at more closely
 Given = tuple[Floats, Floats] | None
-OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}
 
 
 # ---- precision --------------------------------------------------------------------------------
@@ -115,19 +114,13 @@ def smallest_of(x: np.ndarray) -> float:
     return float(ml_dtypes.finfo(x.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
 
 
-def rows_of(name: str, x: Floats) -> Floats:
-    """(tokens, heads, columns) float64 of any tensor."""
-    x = np.asarray(x).astype(np.float64)
-    return x.T[..., None] if name in BY_ROW else x
-
-
 def defined(question: Question, name: str, right: Floats) -> np.ndarray:
     """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
     sequence = question.sequence_of("k" if name in OF_KEYS else "q")
     inside = sequence >= 0
     if name == "delta":  # what D is without keys, no bug knows
         inside &= np.array([*question.lengths_k, 0])[sequence] > 0
-    return np.asarray(inside[:, None] & ~np.isnan(rows_of(name, right)).any(axis=2))
+    return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
 
 
 def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
@@ -169,7 +162,7 @@ def fit(
     rows: np.ndarray,
 ) -> Fit:
     """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``."""
-    a, b, c = (rows_of(name, x) for x in (found, wanted, rounded))
+    a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
     difference = residual(a, b, rows)
     if not difference.size:
         return Fit(0.0, 0.0, 0.0)
@@ -313,7 +306,7 @@ class Explained(NamedTuple):
 @dataclass(frozen=True)
 class StageVerdict:
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
-    wrong tensors together or (``partial``) for some. ``null``: how the right computation fits.
+    wrong tensors together or for some. ``null``: how the right computation fits.
     ``unexplained``: wrong tensors that nothing fits."""
 
     stage: str
@@ -321,7 +314,6 @@ class StageVerdict:
     tensors: tuple[str, ...]
     right: tuple[str, ...]
     explained: tuple[Explained, ...]
-    partial: bool
     unexplained: tuple[str, ...]
     null: dict[str, Fit]
 
@@ -347,9 +339,8 @@ class _Stage:
         self.tensors = tuple(n for n in self.found if n in truth)
         self.rows = {n: defined(question, n, truth[n]) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
-        self.distances: dict[tuple[int, str], float] = {}
-        self.noisy: dict[tuple[int, str], Answers] = {}  # by prediction and precision
-        self.keep: list[Prediction] = []
+        self.distances: dict[tuple[Prediction, str], float] = {}
+        self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
     def guesses(self, every: bool) -> list[Prediction]:
         """Predictions with each bug; ``every``: the rarer ones too."""
@@ -363,9 +354,8 @@ class _Stage:
         return self.usual + self.rarer
 
     def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:
-        key = (id(prediction), precision.name)
+        key = (prediction, precision.name)
         if key not in self.noisy:
-            self.keep.append(prediction)  # ids stay taken
             self.noisy[key] = solve(
                 self.question,
                 self.stage,
@@ -382,17 +372,15 @@ class _Stage:
             precision.factor,
             self.rows[name],
         )
-        if (
-            precision.name != self.finest.name
-        ):  # rows that cancel scatter more where operands are coarse
+        # rows that cancel scatter more where operands are coarse
+        if precision.name != self.finest.name:
             found = found._replace(worst=found.worst / 2)
         return found
 
     def relative(self, prediction: Prediction, name: str) -> float:
-        key = (id(prediction), name)
+        key = (prediction, name)
         if key not in self.distances:
-            self.keep.append(prediction)
-            a, b = (rows_of(name, x) for x in (self.found[name], prediction.answers[name]))
+            a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
             same = a.shape == b.shape
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
@@ -406,6 +394,11 @@ class _Stage:
         return best
 
 
+def good(fits: dict[str, Fit]) -> tuple[str, ...]:
+    """The tensors that fit."""
+    return tuple(name for name in fits if fits[name].good)
+
+
 def judge_stage(question: Question, answers: Answers, stage: str) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it."""
     work = _Stage(question, answers, stage)
@@ -413,38 +406,33 @@ def judge_stage(question: Question, answers: Answers, stage: str) -> StageVerdic
         return None
     steps = ladder(question.dtype)
     first: dict[str, Fit] = {}
+    best: StageVerdict | None = None
     for precision in steps:
         null = work.right_at(precision)
         first = first or null
-        right = tuple(name for name in work.tensors if null[name].good)
+        right = good(null)
         if len(right) == len(work.tensors):
-            return StageVerdict(stage, precision.name, work.tensors, right, (), False, (), null)
+            return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
         for every in (False, True):
             verdict = _explain(work, work.guesses(every), precision, null, right)
             if verdict is not None and not verdict.unexplained:
                 return verdict
-    guesses = work.guesses(True)
-    pairs = _pairs(work, guesses)
+        if verdict and (best is None or len(verdict.unexplained) < len(best.unexplained)):
+            best = verdict
+    pairs = _pairs(work, work.guesses(True))
     for precision in steps[:2]:
         fitting = _fitting(work, pairs, precision)
         if fitting:
             null = work.right_at(precision)
-            right = tuple(name for name in work.tensors if null[name].good)
+            right = good(null)
             told = tuple(fitting)
-            return StageVerdict(stage, precision.name, work.tensors, right, told, False, (), null)
-    best: StageVerdict | None = None
-    for precision in steps:
-        null = work.right_at(precision)
-        right = tuple(name for name in work.tensors if null[name].good)
-        found = _explain(work, guesses, precision, null, right)
-        if found and (best is None or len(found.unexplained) < len(best.unexplained)):
-            best = found
+            return StageVerdict(stage, precision.name, work.tensors, right, told, (), null)
     if best is not None:
         return best
     null = work.right_at(steps[-1])
-    right = tuple(name for name in work.tensors if null[name].good)
+    right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
-    return StageVerdict(stage, steps[0].name, work.tensors, right, (), False, wrong, first)
+    return StageVerdict(stage, steps[0].name, work.tensors, right, (), wrong, first)
 
 
 def _explain(
@@ -462,21 +450,20 @@ def _explain(
         near += [guess for guess in ranked[:NEAREST] if work.relative(guess, name) < FAR]
     whole_first = sorted(guesses, key=lambda guess: sum(_distances(work, guess)))
     near += [guess for guess in whole_first[:NEAREST] if max(_distances(work, guess)) < FAR]
-    unique = {id(guess): guess for guess in near}
     whole, parts = [], []
-    for guess in unique.values():
+    for guess in dict.fromkeys(near):
         fits = {
             name: work.fit(guess, name, precision)
             for name in work.tensors
             if work.relative(guess, name) < FAR
         }
-        fitting = tuple(name for name in fits if fits[name].good)
+        fitting = good(fits)
         if len(fitting) == len(work.tensors):
             whole.append(Explained(guess, work.tensors, fits))
         elif set(fitting) & set(wrong):
             explained = tuple(name for name in fitting if name in wrong)
             parts.append(Explained(guess, explained, fits))
-    verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), False, wrong, null)
+    verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
     if whole:
         whole.sort(key=lambda e: e.rms)
         return replace(verdict, explained=tuple(whole), unexplained=())
@@ -495,7 +482,7 @@ def _explain(
         chosen += [e for e in best if set(e.tensors) - covered == tensors]
         covered |= tensors
     left = tuple(name for name in wrong if name not in covered)
-    return replace(verdict, explained=tuple(chosen), partial=True, unexplained=left)
+    return replace(verdict, explained=tuple(chosen), unexplained=left)
 
 
 def _distances(work: _Stage, guess: Prediction) -> list[float]:

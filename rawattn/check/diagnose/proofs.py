@@ -32,10 +32,10 @@ from rawattn.check.diagnose.match import (
     ladder,
     predictions,
     relative_residual,
-    rows_of,
     smallest_of,
 )
 from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.structure import by_rows
 
 Call = Callable[[Question], Answers]
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
@@ -56,23 +56,24 @@ def of_race(question: Question, answers: Answers, side: str, call: Call | None) 
     if call is None:
         return []
     first, second = call(question), call(question)
-    found = []
+    found: dict[str, str] = {}
     for name in first:
         if name not in second or first[name].shape != second[name].shape:
             continue
-        one, two = (rows_of(name, np.asarray(x[name])) for x in (first, second))
-        rows = np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2)
+        one, two = (by_rows(name, x[name]) for x in (first, second))
+        rows = np.asarray(np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2))
         changed = relative_residual(one, two, rows)
         eps = eps_of(first[name])
         if changed > 16 * eps:
             bad = (np.abs(one - two).max(axis=2) > 16 * eps * np.abs(one).max(initial=0)) & rows
             places = structure.where(question, name, bad)
-            found.append(
+            found[name] = (
                 f"a second, equal call changes {name} by {changed:.2g} of its size; the order of "
                 f"additions explains about {eps:.1g}" + "".join(f"; {x}" for x in places[:1])
             )
-    names = [text.split(" changes ")[1].split(" ")[0] for text in found]
-    return [finding(side, "race", ", ".join(names), "proved", found)] if found else []
+    if not found:
+        return []
+    return [finding(side, "race", ", ".join(found), "proved", tuple(found.values()))]
 
 
 # ---- zeros ------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def _follows(
     if name not in planted:
         return 0.0
     rows = defined(question, name, right[name])
-    x, base, other = (rows_of(name, a)[rows] for a in (found, right[name], planted[name]))
+    x, base, other = (by_rows(name, a)[rows] for a in (found, right[name], planted[name]))
     with np.errstate(invalid="ignore"):
         error, predicted = (x - base).ravel(), (other - base).ravel()
     if not error.size or not np.isfinite(error).all() or not np.isfinite(predicted).all():
@@ -243,7 +244,7 @@ def of_structure(
 
 
 def _finite_of(name: str, of: Answers) -> Floats:
-    found = rows_of(name, np.asarray(of[name]))
+    found = by_rows(name, of[name])
     return np.where(np.isfinite(found), found, 0.0)
 
 
@@ -252,7 +253,7 @@ Named = tuple[str, str, tuple[str, ...]] | None
 
 def wrong_rows(question: Question, name: str, found: np.ndarray, right: Floats) -> np.ndarray:
     """Rows (tokens, heads) that are off by more than rounding of their size."""
-    a, b = rows_of(name, np.asarray(found)), rows_of(name, right)
+    a, b = by_rows(name, found), by_rows(name, right)
     rows = defined(question, name, right)
     with np.errstate(invalid="ignore"):
         error = np.where(a == b, 0.0, np.abs(a - b))
@@ -272,7 +273,7 @@ def _unrelated(
     said = []
     for name in verdict.tensors:
         rows = defined(question, name, right[name])
-        a, b = (rows_of(name, np.asarray(x))[rows].ravel() for x in (answers[name], right[name]))
+        a, b = (by_rows(name, x)[rows].ravel() for x in (answers[name], right[name]))
         if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
             continue
         if not a.std() or not b.std():
@@ -323,7 +324,7 @@ def _rearranged(
 ) -> Named:
     """The same numbers in another order."""
     for name in verdict.unexplained:
-        a, b = (rows_of(name, np.asarray(x)).ravel() for x in (answers[name], right[name]))
+        a, b = (by_rows(name, x).ravel() for x in (answers[name], right[name]))
         if a.shape != b.shape or not a.size or not np.isfinite([a, b]).all():
             return None
         size = np.sqrt(np.mean(b**2))
