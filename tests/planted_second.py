@@ -38,7 +38,7 @@ class Terms:
 
     ``*_power`` are powers of s. w_of_right: W comes from the right ddO whatever ddout is.
     over_all: P is a softmax over all keys where it has no mask. only_head: the one head of a group
-    that gk and gv get.
+    that gk and gv get. unread: directions that are not read, by the names that ``Question`` has.
     """
 
     tangent: float = 1.0  # E
@@ -63,6 +63,7 @@ class Terms:
     mask_in_rest: bool = True
     over_all: bool = False
     only_head: int | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,31 @@ PLANTED = (
         ("E in units of base 2", {"tangent": LOG2_E}),
     ),
     *_planted("jvp-lse-missing", JVP, ("tlse = 0", {"e_in_ddlse": 0.0})),
+    *_planted(
+        "direction-ignored",
+        SECOND,
+        ("ddq", {"unread": ("tq",)}),
+        ("ddk", {"unread": ("tk",)}),
+        ("ddv", {"unread": ("tv",)}, {}, ("second-value-term-dropped",)),
+        ("all but ddv", {"unread": ("tq", "tk")}),
+        ("all but ddk", {"unread": ("tq", "tv")}),
+        ("all", {"unread": ("tq", "tk", "tv")}),
+    ),
+    *_planted(
+        "direction-ignored",
+        JVP,
+        ("tq", {"unread": ("tq",)}, {}, ("second-frozen-p",)),
+        ("tk", {"unread": ("tk",)}, {}, ("second-frozen-p",)),
+        ("tv", {"unread": ("tv",)}, {}, ("jvp-value-term-dropped",)),
+        ("all but tv", {"unread": ("tq", "tk")}, {}, ("second-frozen-p",)),
+        ("all but tq", {"unread": ("tk", "tv")}),
+    ),
+    *_planted(
+        "direction-ignored",
+        SECOND + JVP,
+        ("of v", {"unread": ("tv",)}),
+        ("of k", {"unread": ("tk",)}),
+    ),
 )
 
 
@@ -217,7 +243,7 @@ def answers(
 
 def jvp(question: Question, terms: Terms, tile: tuple[int, int] = TILE) -> Answers:
     """By an online softmax: the tangents wait, as out does, for the last key."""
-    x = loaded(question)
+    x = loaded(question, terms.unread)
     out, tout = (x.number.zeros(*x.q.shape[:2], x.v.shape[2]) for _ in range(2))
     lse, tlse = (x.number.zeros(*x.q.shape[1::-1]) for _ in range(2))
     lse[:] = -np.inf
@@ -250,7 +276,8 @@ def jvp(question: Question, terms: Terms, tile: tuple[int, int] = TILE) -> Answe
 
 def double_backward(question: Question, terms: Terms, tile: tuple[int, int] = TILE) -> Answers:
     """By two passes over the keys of a tile of queries: the first for ddO and e."""
-    x, s, narrow = loaded(question), question.scale, loaded(question).number.narrow
+    x, s = loaded(question, terms.unread), question.scale
+    narrow = x.number.narrow
     x.out, x.lse = (a.astype(x.number.wide) for a in given(question, tile))
     everything = replace(question, causal=False, window=(-1, -1), out=None, lse=None)
     x.lse_of_all = given(everything, tile)[1] if terms.over_all else x.lse
@@ -309,13 +336,17 @@ def query_tiles(question: Question, tile: tuple[int, int]) -> Iterator[tuple[int
                 yield head, rows, key_tiles
 
 
-def loaded(question: Question) -> SimpleNamespace:
-    """The arrays of ``question`` in a kernel's arithmetic, and zeros where there are none."""
+def loaded(question: Question, unread: tuple[str, ...] = ()) -> SimpleNamespace:
+    """The arrays of ``question`` in a kernel's arithmetic, and zeros where there are none.
+
+    Of those that are ``unread`` there are none.
+    """
     number, q, k, v = Arithmetic(question.dtype), question.q, question.k, question.v
     like = {"q": q, "k": k, "v": v, "tq": q, "tk": k, "tv": v}
     like["dout"] = np.zeros((*q.shape[:2], v.shape[2]))
     like["dlse"] = np.zeros(q.shape[1::-1])
-    arrays = {name: number.load(getattr(question, name), a) for name, a in like.items()}
+    found = {name: None if name in unread else getattr(question, name) for name in like}
+    arrays = {name: number.load(found[name], a) for name, a in like.items()}
     return SimpleNamespace(number=number, scale=question.scale, group=question.group, **arrays)
 
 
@@ -412,10 +443,17 @@ def draw(
     if rng.random() < 0.3 or (masked and not causal):
         window = (int(rng.integers(2, 30)), int(rng.integers(0, 20)))
     packed = draw_packed(rng, dtype, grouped=grouped, dlse=dlse, all_see=masked)
+    direction = draw_direction(rng, dtype, packed)
+    return Question(**packed, **direction, causal=causal, window=window)
+
+
+def draw_direction(
+    rng: np.random.Generator, dtype: np.dtype[Any], packed: Mapping[str, Any]
+) -> dict[str, Array]:
+    """A direction of q, k and v, or now and then of two of them."""
     moved = ("q", "k", "v")
     gone = moved[rng.integers(3)] if rng.random() < 0.15 else None
-    direction = {f"t{n}": normal(rng, dtype, packed[n].shape) for n in moved if n != gone}
-    return Question(**packed, **direction, causal=causal, window=window)
+    return {f"t{n}": normal(rng, dtype, packed[n].shape) for n in moved if n != gone}
 
 
 def draw_packed(

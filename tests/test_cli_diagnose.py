@@ -118,7 +118,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         monkeypatch.setattr(
             module,
             "diagnose",
-            lambda q, a, *, side="candidate", call=None, against=None: found(
+            lambda q, a, *, side="candidate", call=None, against=None, until=None: found(
                 q, a, side=side, call=call, against=against
             ),
         )
@@ -336,7 +336,8 @@ def test_explain_one_file(check: Check, saved: dict[str, Path], stand_in: StandI
 def test_explain_two_files(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
     result = check("explain", saved["right"], saved["wrong"])
     assert result.exit_code == 1 and "B: dq is off" in result.output
-    assert stand_in.calls[0]["side"] == "A" and stand_in.calls[0]["against"][0] == "B"
+    assert [call["side"] for call in stand_in.calls] == ["A", "B"]
+    assert stand_in.calls[0]["question"] is stand_in.calls[1]["question"]
     said = joined(result)
     assert f"A ({saved['right']}) against B ({saved['wrong']})" in said
     assert f"A is {saved['right']}: out, dq, dk" in said and f"B is {saved['wrong']}" in said
@@ -351,6 +352,119 @@ def test_explain_inputs_apart(check: Check, saved: dict[str, Path], stand_in: St
     assert result.exit_code == 1 and "B: dq is off" in result.output
     assert stand_in.calls[0]["side"] == "B" and stand_in.calls[0]["against"] is None
     assert f"A is {saved['inputs']}: inputs alone" in joined(result)
+
+
+def test_explain_judges_each_by_its_own_inputs(check: Check, tmp_path: Path) -> None:
+    """Both are right, and only one has a dlse: no fault, and a fact."""
+    question = replace(question_of(small(CASES["group3"])), out=None, lse=None)
+    assert question.dlse is not None
+    plain = replace(question, dlse=None, tq=None, tk=None, tv=None)
+    paths = [tmp_path / f"{name}.npz" for name in "ab"]
+    for path, asked in zip(paths, (question, plain), strict=True):
+        answers = {n: a for n, a in reference_answers(asked).items() if n in ("out", "dq", "dk")}
+        files.dump(path, asked, answers)
+    for order in (paths, paths[::-1]):
+        result = check("explain", *order)
+        assert result.exit_code == 0, result.output
+        said = f"dlse: only in {paths[0]}; {paths[1]} is judged as a run that had none"
+        assert said in joined(result)
+
+
+def test_explain_of_different_problems(check: Check, tmp_path: Path) -> None:
+    """It is said, and each side is judged by what it was asked."""
+    found = tmp_path / "found.json"
+    for seed, factor in ((0, 1), (1, 4)):
+        question = replace(question_of(small(CASES["group3"]), seed), out=None, lse=None)
+        answers = reference_answers(question)
+        answers = {"out": answers["out"], "dq": factor * answers["dq"]}
+        files.dump(tmp_path / f"{seed}.npz", question, answers)
+    result = check("explain", tmp_path / "0.npz", tmp_path / "1.npz", "--json", found)
+    assert result.exit_code == 1
+    told = [(f["side"], f["bug"]) for f in json.loads(found.read_text())["findings"]]
+    assert told == [("both", "vacuous"), ("B", "output-scale")], result.output
+    said = joined(result)
+    assert "both: the two sides had different inputs" in said and "q differs by up to" in said
+    assert "A: no fault is found" in said
+
+
+def test_explain_of_options_that_differ(
+    check: Check, saved: dict[str, Path], stand_in: StandIn, tmp_path: Path
+) -> None:
+    question, answers = files.load(saved["right"])
+    assert question is not None
+    other = replace(question, causal=not question.causal, softmax_scale=0.5)
+    files.dump(tmp_path / "other.npz", other, answers)
+    result = check("explain", saved["right"], tmp_path / "other.npz")
+    said = joined(result)
+    assert result.exit_code == 1 and "causal is " in said and " and 0.5" in said
+    assert [call["question"].causal for call in stand_in.calls] == [question.causal, other.causal]
+
+
+def test_explain_says_what_it_cannot_judge(check: Check, saved: dict[str, Path]) -> None:
+    entries = dict(np.load(saved["right"]))
+    del entries["dout"]
+    np.savez(saved["right"], **entries)
+    result = check("explain", saved["right"])
+    assert result.exit_code == 1
+    assert "A: not judged, since there is no dout: dq, dk" in joined(result), result.output
+
+
+def test_explain_of_causal_results_that_do_not_say_so(
+    check: Check, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    question, _ = files.load(saved["right"])
+    assert question is not None
+    question = replace(question, causal=True, dlse=None, tq=None, tk=None, tv=None)
+    answers = reference_answers(question)
+    entries = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "cu_seqlens_q")}
+    np.savez(tmp_path / "a.npz", **entries, out=answers["out"], dq=answers["dq"])
+    result = check("explain", tmp_path / "a.npz")
+    assert result.exit_code == 1
+    assert "A: right if causal = True was meant, which is not said" in joined(result)
+    np.savez(tmp_path / "a.npz", **entries, out=answers["out"], dq=4 * answers["dq"])
+    result = check("explain", tmp_path / "a.npz")
+    assert "causal is not said: False is assumed" in joined(result).partition("look at")[0]
+
+
+def test_explain_of_a_scale_that_one_file_does_not_say(check: Check, tmp_path: Path) -> None:
+    """Not a wrong factor: the default may have been meant."""
+    question = replace(question_of(small(CASES["group3"]), clean=True), out=None, lse=None)
+    for name, scale in (("a", 0.5), ("b", None)):
+        asked = replace(question, softmax_scale=scale)
+        answers = {n: a for n, a in reference_answers(asked).items() if n in ("out", "dq", "dk")}
+        files.dump(tmp_path / f"{name}.npz", asked, answers)
+    pair = (tmp_path / "a.npz", tmp_path / "b.npz")
+    assert "softmax_scale is 0.5 and " in joined(check("explain", *pair)), "null is said"
+    entries = dict(np.load(pair[1]))
+    about = json.loads(str(entries["about"]))
+    del about["options"]["softmax_scale"]
+    np.savez(pair[1], **entries | {"about": np.array(json.dumps(about))})
+    said = joined(check("explain", *pair))
+    assert "B: right if softmax_scale = its default was meant, which is not said" in said
+    assert "score-scale" not in said and "A: no fault is found" in said
+
+
+def test_explain_reads_what_others_write(check: Check, tmp_path: Path) -> None:
+    """A batch with heads first, other names, offsets and lse of other forms, nothing packed."""
+    case = Case("own", (24, 24), (24, 24), num_heads_kv=2, group=2, dtype="float32", causal=True)
+    case = replace(case, past_q=0, past_k=0)
+    question = replace(question_of(case, clean=True), out=None, lse=None, dlse=None)
+    question = replace(question, tq=None, tk=None, tv=None)
+    answers = reference_answers(question)
+    own = {n: getattr(question, n) for n in ("q", "k", "v", "dout")} | answers
+    names = {"query": "q", "key": "k", "value": "v", "grad_out": "dout", "o": "out"}
+    names |= {"grad_q": "dq", "k.grad": "dk", "dV": "dv"}
+    entries = {
+        name: own[of].reshape(2, 24, *own[of].shape[1:]).swapaxes(1, 2)
+        for name, of in names.items()
+    }
+    lse = answers["lse"].T.reshape(2, 24, 4)
+    np.savez(tmp_path / "a.npz", **entries, softmax_lse=lse, is_causal=True)
+    result = check("explain", tmp_path / "a.npz")
+    assert result.exit_code == 0, result.output
+    np.savez(tmp_path / "a.npz", query=entries["query"], o=entries["o"], qkv=entries["key"])
+    result = check("explain", tmp_path / "a.npz")
+    assert result.exit_code == 2 and "qkv is not read" in joined(result)
 
 
 def test_explain_says_what_it_did_not_read(
@@ -456,6 +570,32 @@ def test_harness(check: Check, tmp_path: Path) -> None:
     result = check("harness", f"{file}:careless", "--framework", "numpy")
     assert result.exit_code == 1 and "careless: " in result.output
     assert check("harness", f"{file}:nothing").exit_code == 2
+
+
+def test_harness_options(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(COMPARISONS)
+    place, found = f"{tmp_path / 'mine.py'}:careful", tmp_path / "found.json"
+    options = ("--dtype", "bfloat16", "--dtype", "float64", "--size", "0.5", "--size", "2")
+    check("harness", place, *options, "--reference", "float64", "--json", found)
+    facts = json.loads(found.read_text())["facts"]
+    assert facts[0] == "x was bfloat16, float64; ref was float64; arrays of numpy"
+    assert any("at size 0.5" in fact and "at size 2" in fact for fact in facts)
+    assert check("harness", place, *options[:2], "--size", 1).exit_code == 0
+    result = check("harness", place, "--dtype", "float16", "--size", "1e9")
+    assert result.exit_code == 2 and "size 1e+09 is not for float16" in joined(result)
+    assert check("harness", place, "--reference", "golden").exit_code == 2
+    assert check("harness", place, "--dtype", "int8").exit_code == 2
+
+
+def test_harness_of_a_function_of_more(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def close(x, ref, rtol=1e-2, atol=0): return True\ndef golden(x, ref, other): pass\n"
+    )
+    few = ("--dtype", "float32", "--size", 1, "--framework", "numpy")
+    result = check("harness", f"{tmp_path / 'mine.py'}:close", *few)
+    assert result.exit_code == 1 and "harness-accepts-anything" in joined(result)
+    result = check("harness", f"{tmp_path / 'mine.py'}:golden", *few)
+    assert result.exit_code == 2 and "missing a required argument: 'other'" in joined(result)
 
 
 # ---- what diff ends with ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 ``tools/trials.py`` runs many more of the same trials.
 """
 
+import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import planted
-import planted_second
-import planted_sparse
 import pytest
 
 from rawattn.check.cases import dtype_of
@@ -28,7 +27,7 @@ from rawattn.check.run import own
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import trials
 
-MODULES = (planted, planted_second, planted_sparse)
+MODULES = [importlib.import_module(file) for file in trials.FILES]
 NOT_BUGS = {"vacuous", "unknown", "rounding"}
 ALL = [(module.__name__, plant.bug) for module in MODULES for plant in module.PLANTED]
 BY_CLASS = sorted({bug: file for file, bug in ALL}.items())

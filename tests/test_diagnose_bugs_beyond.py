@@ -8,10 +8,13 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import planted_second
+import planted_sparse
 import pytest
 
-from rawattn.check.diagnose import bugs_second, bugs_sparse
+from rawattn.check.diagnose import bugs_second, bugs_sparse, match
 from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.diagnosis import diagnose
 from rawattn.check.diagnose.engine import NO_BUG, solve, together, views_of
 from rawattn.check.diagnose.question import STAGES, Question
 from rawattn.reference import dense, second, sparse
@@ -194,9 +197,15 @@ def test_every_variant_makes_a_difference_in_each_of_its_stages():
 
 
 def test_classes_have_titles_and_all_of_them_have_a_variant():
-    names = {bug.name for question in questions() for bug in catalogue(question)}
+    names = {
+        bug.name
+        for question in questions()
+        for stage in STAGES
+        for bug in match.catalogue(question, stage)
+    }
     assert names <= CLASSES.keys()
-    beyond = {name for name in CLASSES if name.startswith(("second-", "jvp-", "sparse-"))}
+    prefixes = ("direction-", "second-", "jvp-", "sparse-")
+    beyond = {name for name in CLASSES if name.startswith(prefixes)}
     assert beyond <= names
 
 
@@ -223,6 +232,83 @@ def test_what_cannot_matter_is_left_out():
     assert not open_ & {"sparse-sliding-off-by-one", "sparse-counts-ignored"}
     none = names(sparse_question("no slots"))
     assert not none & {"sparse-last-slot-dropped", "sparse-padding-read", "sparse-duplicate-twice"}
+
+
+# ---- directions -------------------------------------------------------------------------------
+
+
+def ignoring(question, stage):
+    """The bugs of ignored directions, by which of them."""
+    return {
+        bug.variant: bug
+        for bug in catalogue(question)
+        if bug.name == "direction-ignored" and stage in bug.stages
+    }
+
+
+@pytest.mark.parametrize("name", ["causal", "no tangent of q", "gate"])
+def test_an_ignored_direction_is_one_of_zeros(name):
+    question = sparse_question(name) if name in SPARSE else dense_question(name)
+    for stage, prefix in (("second", "dd"), ("jvp", "t")):
+        for variant, bug in ignoring(question, stage).items():
+            ignored = [f"t{part.removeprefix(prefix)}" for part in variant.split(" and ")]
+            zeros = {name: np.zeros_like(getattr(question, name)) for name in ignored}
+            found, wanted = solve(question, stage, bug), solve(replace(question, **zeros), stage)
+            for tensor, x in wanted.items():
+                np.testing.assert_allclose(found[tensor], x, 1e-12, 1e-12, err_msg=tensor)
+
+
+def test_directions_are_ignored_one_alone_or_all_but_one_or_all():
+    found = ignoring(sparse_question("gate"), "jvp")
+    assert [variant.count(" and ") for variant in found] == [0, 0, 0, 0, 2, 2, 2, 2, 3]
+    assert list(ignoring(dense_question("no tangent of k"), "second")) == [
+        "ddq",
+        "ddv",
+        "ddq and ddv",
+    ]
+
+
+def diagnosed(module, variant):
+    """The first bug that a diagnosis names where a direction is ignored."""
+    plants = (one for one in module.PLANTED if one.bug == "direction-ignored")
+    planted = next(one for one in plants if one.variant == variant)
+    question = next(module.problems(planted, 1, seed=0))
+    findings = diagnose(question, module.answers(planted, question)).findings
+    return next(finding for finding in findings if finding.bug != "rounding")
+
+
+@pytest.mark.parametrize(
+    ("module", "variant", "first", "alternatives"),
+    [
+        (planted_second, "ddq", "direction-ignored", ()),
+        (planted_second, "ddv", "second-value-term-dropped", ("direction-ignored",)),
+        (planted_second, "tv", "jvp-value-term-dropped", ("direction-ignored",)),
+        (planted_second, "of v", "direction-ignored", ()),
+        (
+            planted_sparse,
+            "of the gate, second jvp alone",
+            "sparse-gate-gradient-missing",
+            ("direction-ignored",),
+        ),
+    ],
+)
+def test_what_an_ignored_direction_is_called(module, variant, first, alternatives):
+    """By the term that goes with it where it is in one alone; of several stages, by itself."""
+    found = diagnosed(module, variant)
+    assert (found.bug, found.alternatives) == (first, alternatives)
+
+
+# ---- the planted implementation ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_planted_block_sparse_derivatives_are_right_without_a_bug(seed):
+    rng = np.random.default_rng(seed)
+    question = planted_sparse.draw(rng, np.dtype("float64"), gate=seed % 2 == 1, moved=True)
+    found, wanted = planted_sparse.answers(None, question), reference(question)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x, 1e-10, 1e-10, err_msg=name)
 
 
 # ---- constants in a first backward pass -------------------------------------------------------

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.files import dump, load, load_two, merge, read
+from rawattn.check.diagnose.files import dump, load, read
+from rawattn.check.diagnose.pairs import load_two
 from rawattn.check.diagnose.question import Answers, Question
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -328,6 +329,22 @@ def test_bits_of_bfloat16(how: str, save: Callable[..., Path]) -> None:
     assert any("bits of bfloat16" in note for note in read(path).notes) == how.endswith("int16")
 
 
+def test_bits_of_float16(save: Callable[..., Path]) -> None:
+    wanted = problem(dtype=np.float16)
+    entries = {
+        n: a.view(np.uint16) if a.dtype == np.float16 else a for n, a in plain(wanted).items()
+    }
+    assert_same(load(save(**entries, dtype="float16")), wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+def test_bits_in_wider_integers_are_refused(dtype: Any, save: Callable[..., Path]) -> None:
+    question, _ = problem(dtype=BFLOAT16)
+    q, k, v = (getattr(question, n).view(np.uint16).astype(dtype) for n in "qkv")
+    with pytest.raises(ValueError, match=r"q has u?int.. numbers above 4096; if they are the bits"):
+        load(save(q=q, k=k, v=v))
+
+
 def test_integers_and_other_byte_orders(save: Callable[..., Path]) -> None:
     q = np.arange(24).reshape(4, 1, 6)
     question, _ = load(save(q=q, k=q.astype(">f4"), v=q.astype(np.longdouble), out=q))
@@ -358,6 +375,28 @@ def test_unknown_names_are_noted(save: Callable[..., Path]) -> None:
     assert "causal is not said: False is assumed" in notes and "max_seqlen" not in notes
 
 
+def test_what_is_guessed_is_noted(save: Callable[..., Path]) -> None:
+    """What strangers leave out: the 0 in front, the end, lengths, heads."""
+    q = np.random.default_rng(0).standard_normal((2, 16, 3, 4))
+    rows = q.reshape(32, 3, 4)
+
+    def notes(**entries: Any) -> str:
+        return "\n".join(read(save(**entries)).notes)
+
+    said = notes(q=rows, k=rows, v=rows, cu_seqlens=np.array([5, 20]))
+    assert "cu_seqlens_q begins at 5: is a 0 in front missing?" in said
+    assert "cu_seqlens_k ends at 20: k has 32 rows" in said
+    padded_k = q.copy()
+    padded_k[0, 11:] = 0
+    assert "if padded, save lengths=[11, 16]" in notes(q=q, k=padded_k, v=q, layout="bshd")
+    entries = {"q": q, "k": padded_k, "v": q, "layout": "bshd", "lengths": np.array([11, 16])}
+    assert "padded" not in notes(**entries)
+    assert "q of shape (32, 3) is read as one head" in notes(
+        q=rows[:, 0, :3], k=q[0, :, 0, :3], v=q[0, :, 0]
+    )
+    assert "qkv is not read: the name means nothing here; save q, k and v apart" in notes(qkv=q)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -376,6 +415,12 @@ def test_unknown_names_are_noted(save: Callable[..., Path]) -> None:
         ({"alibi_slopes": np.ones(4)}, "alibi_slopes is not 0: there is no reference"),
         ({"o": np.ones(4)}, "o is a second entry for out; leave one of them out"),
         ({"q": np.ones(4)}, r"q, k and v have shapes \(4,\)"),
+        (dict.fromkeys("qkv", np.ones(4)), "flat ones need a reshape"),
+        (
+            {"q": np.ones((3, 8)), "k": np.ones((3, 4)), "v": np.ones((3, 4))},
+            "not those of one head; if heads are",
+        ),
+        ({"k": np.ones((19, 4, 6)), "v": np.ones((19, 4, 10))}, "It has fewer heads than k: save"),
         ({"about": "{"}, "about is not JSON text"),
     ],
 )
@@ -409,6 +454,7 @@ def test_what_is_no_npz(tmp_path: Path, save: Callable[..., Path]) -> None:
 
 
 def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
+    """The second one has no q, k and v: it is judged by those of the first."""
     wanted = problem((20,) * 3, (20,) * 3, causal=True)
     question = wanted[0]
     entries = plain(wanted)
@@ -417,61 +463,145 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
     other = {n: batched(a, 3, True) for n, a in gradients.items() if a.ndim == 3}
     other |= {"dlse": rows_batched(question.dlse, 3), "is_causal": True}
     two = save("b.npz", **other, layout="bhtd")
-    for first, second in ((one, two), (two, one)):
-        a, b, found = load_two(first, second)
-        assert_same((found, a.answers | b.answers), wanted)
-    assert "dq" not in load_two(one, two)[0].answers
+    for swapped in (False, True):
+        pair = load_two(*((two, one) if swapped else (one, two)))
+        a, b = pair.sides[::-1] if swapped else pair.sides
+        of_a, of_b = pair.questions[::-1] if swapped else pair.questions
+        assert_same((of_b, a.answers | b.answers), wanted)
+        assert "dq" not in a.answers and not pair.apart
+        assert of_a is not None and of_a.dlse is None and same(of_a.dout, question.dout)
+        assert "dout is not said: that of" in "\n".join(a.notes)
+        assert pair.notes == (f"dlse: only in {two}; {one} is judged as a run that had none",)
 
 
 def test_two_files_with_equal_inputs(save: Callable[..., Path]) -> None:
     wanted = problem()
     wide = {n: a.astype(np.float64) if a.ndim > 1 else a for n, a in plain(wanted).items()}
-    a, b, found = load_two(save("a.npz", **plain(wanted)), save("b.npz", **wide))
-    assert found is not None and found.dtype == np.float32, "the first one's where values agree"
-    assert b.answers["dq"].dtype == np.float64
-    neither = save("c.npz", **wanted[1])
-    assert load_two(neither, neither)[2] is None
-    assert merge(a, read(neither)) is not None
+    one = save("a.npz", **plain(wanted), causal=True)
+    pair = load_two(one, save("b.npz", **wide))
+    first, second = pair.questions
+    assert first is not None and second is not None
+    assert (first.dtype, second.dtype) == (np.float32, np.float64), "each by its own"
+    assert second.causal and not pair.apart and not pair.notes
+    assert pair.sides[1].notes == (f"causal is not said: that of {one} is assumed",)
+    alike = load_two(one, save("c.npz", **plain(wanted)))
+    assert alike.questions[0] is alike.questions[1], "computed once"
+    unsaid = load_two(save("d.npz", **wanted[1]), save("e.npz", **plain(wanted))).sides
+    assert [saved.unsaid for saved in unsaid] == [{"causal": True}] * 2
+    neither = save("d.npz", **wanted[1])
+    assert load_two(neither, neither).questions == (None, None)
+    for question in load_two(neither, one).questions:
+        assert question is not None and same(question.dlse, wanted[0].dlse) and question.causal
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "apart"),
     [
-        ({"q": 1.5}, r"q differs \(by up to 0\.5"),
-        ({"q": BFLOAT16}, r"one is the other rounded to bfloat16; give both sides the rounded"),
-        ({"causal": True}, r"causal differs \((True and False|False and True)\)"),
-        ({"cu_seqlens_q": np.array([0, 4, 14, 17])}, r"cu_seqlens_q differs \(by up to 1"),
-        ({"dlse": None}, ""),
+        ({"q": 0.5}, "q differs by up to 0.5, in 408 of 408 numbers"),
+        ({"q": 0.5, "dout": None}, "q differs by up to"),
+        ({"k": np.zeros((20, 2, 6)), "v": np.zeros((20, 2, 10))}, "k has shape"),
+        ({"dout": 1.0}, "dout differs by up to 1"),
+        ({"dlse": 1.0}, "dlse differs by up to 1"),
+        ({"tk": 1.0}, "tk differs by up to 1"),
+        ({"causal": True}, "causal is False and True"),
+        ({"window": np.array([3, -1])}, "window is (-1, -1) and (3, -1)"),
+        ({"softmax_scale": 0.5}, "softmax_scale is 0.408248 and 0.5"),
+        (
+            {"cu_seqlens_q": np.array([0, 4, 14, 17])},
+            "cu_seqlens_q is [0, 5, 14, 17] and [0, 4, 14",
+        ),
     ],
 )
 def test_two_files_of_different_problems(
-    change: dict[str, Any], message: str, save: Callable[..., Path]
+    change: dict[str, Any], apart: str, save: Callable[..., Path]
 ) -> None:
-    entries = plain(problem(), causal=False)
+    entries = plain(problem(), causal=False, window=np.array([-1, -1]), softmax_scale=6**-0.5)
     one = save("a.npz", **entries)
     for name, value in change.items():
         if value is None:
             del entries[name]
-        elif isinstance(value, np.dtype):
-            entries[name] = entries[name].astype(value)
-        elif isinstance(value, float):
-            entries[name] = entries[name] + np.float32(value - 1)
+        elif isinstance(value, float) and name != "softmax_scale":
+            entries[name] = entries[name] + np.float32(value)
         else:
             entries[name] = value
+    for name in ("dk", "dv", "tk") if "k" in change else ():
+        del entries[name]
+    if "k" in change:
+        entries["cu_seqlens_k"] = np.array([0, 7, 11, 20])
+    pair = load_two(one, save("b.npz", **entries))
+    assert any(text.startswith(apart) for text in pair.apart), pair.apart
+    first, second = pair.questions
+    assert first is not None and second is not None and first is not second
+    assert same(first.dout, problem()[0].dout)
+    if "q" in change:
+        assert same(second.q, first.q + np.float32(0.5))
+        assert ("dout" in change) == (second.dout is None), "not that of another problem"
+
+
+def test_a_missing_dlse_is_none(save: Callable[..., Path]) -> None:
+    wanted = problem()
+    one = save("a.npz", **plain(wanted))
+    entries = plain(wanted)
+    del entries["dlse"], entries["dout"]
     two = save("b.npz", **entries)
-    if not message:
-        assert load_two(one, two)[2] is not None
-        return
-    for pair in ((one, two), (two, one)):
-        with pytest.raises(ValueError, match=message):
-            load_two(*pair)
+    for pair in (load_two(one, two), load_two(two, one)):
+        dlses = {str(s.path): q.dlse for s, q in zip(pair.sides, pair.questions, strict=True) if q}
+        assert dlses[str(two)] is None and same(dlses[str(one)], wanted[0].dlse)
+        assert not pair.apart and len(pair.notes) == 1 and "dlse: only in" in pair.notes[0]
+    zero = plain(wanted, dlse=0 * wanted[0].dlse)
+    assert not load_two(save("c.npz", **zero), two).notes, "0 is none"
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+def test_rounded_inputs_are_the_same(dtype: np.dtype, save: Callable[..., Path]) -> None:
+    wanted = problem()
+    wanted[0].q[0, 0, 0] = 1e6  # inf in float16
+    with np.errstate(over="ignore"):
+        small = {n: a.astype(dtype) for n, a in plain(wanted).items() if a.ndim == 3}
+    del small["dout"], small["tk"]
+    bits = {f"{n}_bf16" if dtype == BFLOAT16 else n: a for n, a in small.items()}
+    bits = {n: a.view(np.uint16) if dtype == BFLOAT16 else a for n, a in bits.items()}
+    rest = {n: a for n, a in plain(wanted).items() if a.ndim < 3}
+    with np.errstate(over="ignore"):
+        pair = load_two(save("a.npz", **plain(wanted)), save("b.npz", **rest, **bits))
+    second = pair.questions[1]
+    assert not pair.apart and second is not None and second.dtype == dtype
+    assert second.dout is not None and second.dout.dtype == dtype, "rounded with the others"
+    assert f"q, k, v, dout, tk: the same but for rounding (float32 and {dtype})" in pair.notes
+    other = load_two(save("a.npz", **plain(wanted, q=wanted[0].q * 1.5)), save("b.npz", **bits))
+    assert other.apart[0].startswith("q ")
+
+
+def test_rows_of_no_sequence_are_no_difference(save: Callable[..., Path]) -> None:
+    question, _ = problem((5,), (5,))
+    entries = {"q": question.q, "k": question.k, "v": question.v, "cu_seqlens": np.array([0, 4])}
+    one = save("a.npz", **entries)
+    entries["q"] = question.q.copy()
+    entries["q"][4] = np.nan
+    assert not load_two(one, save("b.npz", **entries)).apart
+    entries["q"][3] = np.nan
+    apart = load_two(one, save("b.npz", **entries)).apart
+    assert apart == ("q is NaN or inf at other places, in 24 of 96 numbers",)
+
+
+def test_many_offsets_are_not_shown(save: Callable[..., Path]) -> None:
+    question, _ = problem((40,), (40,))
+    entries = {"q": question.q, "k": question.k, "v": question.v}
+    ends = [np.arange(0, 41, step) for step in (4, 2)]
+    other = ends[0].copy()
+    other[3] += 1
+    one, two, three = (
+        save(f"{n}.npz", **entries, cu_seqlens=offsets) for n, offsets in enumerate((*ends, other))
+    )
+    assert load_two(one, two).apart[0] == "cu_seqlens_q is of 10 sequences and of 20"
+    assert load_two(one, three).apart[0] == "cu_seqlens_q differs from entry 3 on (12 and 13)"
 
 
 def test_offsets_alone_must_agree_too(save: Callable[..., Path]) -> None:
     wanted = problem()
     one = save("a.npz", **plain(wanted))
     two = save("b.npz", **wanted[1], cu_seqlens_q=np.array([0, 4, 14, 17]))
-    with pytest.raises(ValueError, match="cu_seqlens_q differs"):
+    with pytest.raises(ValueError, match=r"not about the same problem: cu_seqlens_q is \[0, 4"):
         load_two(one, two)
 
 

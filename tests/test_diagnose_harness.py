@@ -11,7 +11,7 @@ from rawattn.check.cases import dtype_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness import DTYPES, SHAPES, SIZES, examine, load_compare
 from rawattn.check.diagnose.harness_causes import HARNESS
-from rawattn.check.diagnose.harness_pairs import GENEROUS, rights, wrongs
+from rawattn.check.diagnose.harness_pairs import GENEROUS, range_of, rights, wrongs
 from rawattn.check.diff import judge
 
 Compare = Callable[[Any, Any], Any]
@@ -238,9 +238,46 @@ def test_rawattns_rule_on_small_data() -> None:
         assert finding(diagnosis, "harness-atol-only").where == "float16, size 0.0001"
 
 
-@pytest.mark.parametrize("answer", [np.True_, np.array(True), np.array([True]), 1])
+@pytest.mark.parametrize("answer", [np.True_, np.array(True), np.array([True]), 1, np.int8(1)])
 def test_scalars_are_verdicts(answer: Any) -> None:
-    assert bugs(examine(lambda x, ref: answer)) == ["harness-accepts-anything"]
+    found = examine(lambda x, ref: answer, dtypes=("float32",), sizes=(1.0,))
+    assert bugs(found) == ["harness-accepts-anything"]
+
+
+def test_verdicts_of_torch(one_thread: None) -> None:
+    torch = pytest.importorskip("torch")
+
+    def close(x: Any, ref: Any, rtol: float = 0.0, atol: float = 1e-2) -> Any:
+        return torch.isclose(x, ref.to(x.dtype), rtol=rtol, atol=atol).all()
+
+    found = examine(close, "torch", dtypes=("bfloat16",), sizes=(1.0,), shapes=SHAPES[:1])
+    assert not {"harness-raises", "harness-accepts-anything"} & set(bugs(found))
+    assert "of 1 wrong" not in found.title and "arrays of torch" in found.facts[0]
+
+
+@pytest.mark.parametrize(
+    ("compare", "message"),
+    [
+        (lambda x, ref: difference(x, ref).max(), "a number (float64), which is no verdict"),
+        (lambda x, ref: np.array(0.5, dtype_of("bfloat16")), "a number (bfloat16)"),
+        (lambda x, ref: float(difference(x, ref).max()), "compare it with a limit"),
+        (lambda x, ref: 7, "a number (int64), which is no verdict"),
+        (lambda x, ref: "right", "it returned a str, which is no verdict"),
+        (lambda x, ref: x == ref, "an array of shape (96, 32), not one verdict; .all() makes it"),
+    ],
+)
+def test_what_is_no_verdict(compare: Compare, message: str) -> None:
+    """A number is no verdict: that of no error would be False."""
+    found = examine(compare, dtypes=("float32",), sizes=(1.0,))
+    assert bugs(found) == ["harness-raises"] and message in said(found, "harness-raises")
+
+
+def test_a_coroutine_is_no_verdict() -> None:
+    async def later(x: Any, ref: Any) -> bool:
+        return True
+
+    found = examine(later, dtypes=("float32",), sizes=(1.0,))
+    assert "it returned a coroutine, which is no verdict" in said(found, "harness-raises")
 
 
 def test_other_ways_to_fail() -> None:
@@ -346,6 +383,15 @@ def test_bad_arguments() -> None:
         examine(sound, reference="wide")
     with pytest.raises(ValueError, match="expected 2, 3 or 4"):
         examine(sound, shapes=((2, 2, 2, 2, 2),))
+    for size in (0.0, -1.0, 1e9, float("nan")):
+        with pytest.raises(ValueError, match=r"is not for float16: it must lie between 6\.1e-05"):
+            examine(sound, dtypes=("float16",), sizes=(1.0, size))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_the_ends_of_a_dtype(dtype: str) -> None:
+    """At the smallest and the largest sizes a sound comparison is still found sound."""
+    assert examine(sound, dtypes=(dtype,), sizes=range_of(dtype)).sound
 
 
 def test_findings_speak_plainly() -> None:
@@ -360,7 +406,16 @@ def test_comparisons_from_files(tmp_path: Path) -> None:
         "def close(x, ref): return True\n"
         "def close_backward(x, ref): return False\n"
         "only_backward = close_backward\n"
+        "def tolerant(x, ref, rtol=1e-2, *more, atol=0, **rest): return True\n"
+        "def strict(x, ref, *, rtol): return True\n"
+        "def three(x, ref, golden): return True\n"
+        "from numpy import array_equal, add\n"
     )
+    for name in ("tolerant", "array_equal", "add"):
+        assert load_compare(f"{file}:{name}")
+    for name, lack in (("strict", "rtol"), ("three", "golden")):
+        with pytest.raises(ValueError, match=rf"called as {name}\(x, ref\): .* '{lack}'"):
+            load_compare(f"{file}:{name}")
     assert load_compare(f"{file}:close")(0, 0) is True
     assert load_compare(f"{file}:close_backward")(0, 0) is False
     for name in ("other", "only"):

@@ -244,7 +244,7 @@ def test_colours_of_the_map() -> None:
     read = Reader(page(replace(WHOLE, maps=(Map("dq", "", powers, "head", "token"),))))
     drawn = [[path["d"] for path in read.paths(f"h{n}")][-1] for n in range(8)]
     assert drawn == [f"M{n} 0h1v1h-1z" for n in range(8)]
-    assert "Largest error: 10^400.0 times the allowed one, at head 0, token 7." in read.text
+    assert "Largest error: 10^400 times the allowed one, at head 0, token 7." in read.text
 
 
 def test_long_maps_keep_their_worst_cell_and_their_sequences() -> None:
@@ -254,7 +254,10 @@ def test_long_maps_keep_their_worst_cell_and_their_sequences() -> None:
     read = Reader(page(replace(WHOLE, maps=(given,))))
     drawn = read.paths("h5")[-1]["d"]
     assert re.fullmatch(r"M4321 5h\d+v1h-\d+z", drawn)
-    assert "501 times the allowed one, at token 4321, head 5 (row 0 of sequence 2)" in read.text
+    assert (
+        "501 times the allowed one, at token 4321, head 5, which is token 0 of sequence 2"
+        in read.text
+    )
     assert "Reduced" in read.text
     assert [path["d"] for path in read.paths("cut")] == ["M4321 0V8"]
 
@@ -277,6 +280,33 @@ def test_slopes_of_any_size(slope: float) -> None:
     places = [float(y) for y in re.findall(r"[\d.]+ (-?[\d.]+)h0", read.paths("dots")[-1]["d"])]
     assert all(0 <= y <= 200 for y in places)
     assert len(read.paths("cross")) > 0
+
+
+def test_parts_that_say_no_more_are_one_line() -> None:
+    """Parts of what is right are left out; parts that all say what their whole says are one."""
+    levels = (
+        Level("out", "all", "all", 1.0, 1e-8, 1e-7),
+        *(Level("out", "sequence", f"sequence {n}", 1.0, 1e-8, 1e-7) for n in range(3)),
+        Level("dq", "all", "all", 5.66, 1e-8, 3.0),
+        *(Level("dq", "head", f"head {n}", 5.66, 1e-8, 3.0) for n in range(4)),
+        *(Level("dq", "sequence", f"sequence {n}", 5.66, 1e-8, 3.0) for n in range(3)),
+        *(Level("dk", "head", f"kv head {n}", 5.66, 1e-8, 3.0) for n in range(2)),
+    )
+    given = Diagnosis("", (PADDED,), levels=levels)
+    read = Reader(page(given))
+    assert "all 4 alike" in read.text and "head 3" not in read.text
+    assert "kv head 1" in read.text, "there is no whole to be like"
+    assert len(read.paths("dots")) == 2, "a chart of dq, and the legend"
+    read = Reader(page(given, full=True))
+    assert "head 3" in read.text and "alike" not in read.text
+    assert len(read.paths("dots")) == 3
+
+
+def test_lines_of_several_tokens() -> None:
+    given = Map("out", "", np.eye(8), "line of 3 tokens", "head", (0, 4))
+    text = Reader(page(replace(WHOLE, maps=(given,)))).text
+    assert "10 times the allowed one, at line 0, head 0, which is line 0 of sequence 0." in text
+    assert "head (across), line of 3 tokens (down)" in text
 
 
 def test_one_sequence_needs_no_chart() -> None:

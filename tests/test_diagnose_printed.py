@@ -126,6 +126,11 @@ def test_masks() -> None:
         assert (verdicts["manual", name], verdicts["cuda", name]) == ("FAIL", "pass")
     rows = {level.key: level for level in diagnosis.levels if level.tensor.startswith("dQ")}
     assert rows["3"].error == 0 and rows["1"].error > 0.9
+    seen = {level.key: level for level in diagnosis.levels if level.tensor.startswith("dS")}
+    assert [f"{seen[row].slope:.3f}" for row in "123"] == ["0.427", "0.806", "1.000"]
+    assert all(seen[row].residual < 2e-3 for row in "123")
+    assert seen["visible entries"].error == pytest.approx(0.26718)
+    assert seen["masked entries"].error == 1.7371 and math.isnan(seen["masked entries"].slope)
 
 
 def test_masks_later() -> None:
@@ -405,6 +410,26 @@ def test_unmasked_p_elided() -> None:
     assert finding.confidence == "high"
 
 
+def test_slopes_are_those_of_visible_entries() -> None:
+    """Only where a mask is evident, and of a quantity that it makes 0."""
+    a = Attention(3, 40, 40)
+    free = a.softmax(a.S) * (a.dP - a.delta)
+    levels = explain_log(log_of("digits", {"dS": free}, {"dS": a.dS})).levels
+    share = (a.softmax(a.S) * a.seen).sum(1)[[1, 2, 37, 38, 39]]  # of row 0 the print has zeros
+    slopes = [level.slope for level in levels if level.level == "row" and level.key != "0"]
+    assert slopes == pytest.approx(share, rel=1e-4)
+    assert [level.key for level in levels[:2]] == ["visible entries", "masked entries"]
+    for name, one, other, causal in (
+        ("dS", a.dS, 2 * a.dS, False),
+        ("dS", free, 2 * free, True),
+        ("dQ", a.dS, 2 * a.dS, True),
+    ):
+        levels = explain_log(log_of("digits", {name: one}, {name: other}, causal)).levels
+        assert levels[0].key == "printed entries" and levels[1].level == "row"
+    levels = explain_log(log_of("digits", {"dS": a.dS}, {"dS": 2 * a.dS})).levels
+    assert levels[0].key == "visible entries" and levels[1].level == "row", "both are masked"
+
+
 def test_no_mask_at_all() -> None:
     """P and D of one unmasked softmax: dS is sound in itself, so the sides disagree on the mask."""
     a, free = Attention(1), Attention(1, causal=False)
@@ -497,7 +522,7 @@ def test_other_relations() -> None:
     broken = a.out.copy()
     broken[5] = np.nan
     finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": broken})))
-    assert finding.side == "kernel" and "rows 5" in finding.where
+    assert finding.side == "kernel" and "row 5" in finding.where
     assert "dead-rows" in finding.alternatives
     factors = np.linspace(1.2, 2.0, 8)[:, None]
     finding = only(explain_log(log_of("digits", {"out": a.out}, {"out": a.out / factors})))
@@ -507,7 +532,10 @@ def test_other_relations() -> None:
     assert (finding.bug, finding.confidence) == ("unknown", "low")
     half = np.where(np.arange(8)[:, None] < 4, a.out, noise)
     finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": half})))
-    assert any("rows that agree: 0, 1, 2, 3" in line for line in finding.evidence)
+    assert any(
+        "equal in rows 0, 1, 2, 3, different in rows 4, 5, 6, 7" in line
+        for line in finding.evidence
+    )
     finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": 0 * a.out})))
     assert any("0 in all printed entries" in line for line in finding.evidence)
     leaky = only(explain_log(f"P_kernel: {torch_like(a.P * 0.8)}"))
@@ -544,20 +572,20 @@ def test_errors_alone(text: str, bug: str) -> None:
 @pytest.mark.parametrize(
     "first, second, pairs",
     [
-        ("dq_ref", "dq_kernel", 1),
-        ("dq", "dq_ref", 1),
-        ("foo_dq", "barbar_dq", 1),
-        ("q_grad", "k_grad", 0),
-        ("dq_ref", "dk_kernel", 0),
-        ("dq_ref", "dv_ref", 0),
-        ("torch dq", "triton dq", 1),
-        ("first", "second", 1),
+        ("dq_ref", "dq_kernel", "1 pair"),
+        ("dq", "dq_ref", "1 pair"),
+        ("foo_dq", "barbar_dq", "1 pair"),
+        ("q_grad", "k_grad", "no pairs"),
+        ("dq_ref", "dk_kernel", "no pairs"),
+        ("dq_ref", "dv_ref", "no pairs"),
+        ("torch dq", "triton dq", "1 pair"),
+        ("first", "second", "1 pair"),
     ],
 )
-def test_pairs_by_name(first: str, second: str, pairs: int) -> None:
+def test_pairs_by_name(first: str, second: str, pairs: str) -> None:
     a = torch_like(np.random.default_rng(9).standard_normal((3, 4)))
     diagnosis = explain_log(f"{first}: {a}\n{second}: {a}\nmax abs err: 1e-5")
-    assert f"{pairs} pairs compared" in diagnosis.facts[0]
+    assert diagnosis.facts[0] == f"2 printed tensors and 1 number; {pairs} compared"
 
 
 def test_given_names() -> None:
@@ -574,7 +602,7 @@ def test_prints_of_unlike_shape() -> None:
     diagnosis = explain_log(f"dq_ref: tensor({full})\ndq_kernel: {torch_like(values)}")
     assert diagnosis.sound and "36 entries" in diagnosis.facts[1]
     other = explain_log(f"dq_ref: {torch_like(values)}\ndq_kernel: {torch_like(values[:3])}")
-    assert "0 pairs" in other.facts[0]
+    assert other.facts[0] == "2 printed tensors; no pairs compared"
 
 
 def test_torch_prints() -> None:

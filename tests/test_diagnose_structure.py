@@ -1,20 +1,24 @@
 """Where wrong rows lie is said rightly; slopes, residuals and pictures are those of the errors."""
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from rawattn.check.diagnose.findings import Level
 from rawattn.check.diagnose.question import Question
 from rawattn.check.diagnose.structure import (
     HIGHEST,
     LOWEST,
+    alike,
     bad_rows,
     fit,
     levels,
     maps,
     named,
+    off,
     padded_ratio,
     places,
     slope_by_sequence,
@@ -71,12 +75,12 @@ ROWS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "of every sequence, the last 3 rows": ({}, "dq", lambda i, n: n - 1 - i < 3),
     "of every sequence, all but the last row": ({}, "dq", lambda i, n: i < n - 1),
     "of every sequence, all but the first 12 rows": ({}, "dq", lambda i, n: i >= 12),
-    "of every sequence, the last n % 16 rows (n: its length)": (
+    "of every sequence, the last n % 16 of its n rows": (
         {},
         "out",
         lambda i, n: i >= n - n % 16,
     ),
-    "of every sequence, the last n % 32 keys (n: its length)": (
+    "of every sequence, the last n % 32 of its n keys": (
         {},
         "dv",
         lambda i, n: i >= n - n % 32,
@@ -91,27 +95,28 @@ ROWS: dict[str, tuple[dict[str, Any], str, Any]] = {
         "out",
         lambda i, n: i + np.where(n == 64, -14, np.where(n == 47, -17, 0)) < 0,
     ),
-    "of every sequence, the rows that see one key alone": (
+    "of every sequence, the rows that see one key alone (here: the first row)": (
         {"causal": True},
         "dq",
         lambda i, n: i == 0,
     ),
-    "of every sequence, the rows that see more than one key": (
+    "of every sequence, the rows that see more than one key (here: all but the first row)": (
         {"causal": True},
         "dq",
         lambda i, n: i > 0,
     ),
-    "of every sequence, the rows that do not see every key": (
+    "of every sequence, the rows that do not see every key (here: all but the last row)": (
         {"causal": True},
         "dq",
         lambda i, n: i < n - 1,
     ),
-    "of every sequence, the rows that see 17 keys or more": (
+    "of every sequence, the rows that see 17 keys or more (here: all but the first 16 rows)": (
         {"causal": True},
         "out",
         lambda i, n: i >= 16,
     ),
-    "of every sequence, the rows that do not see the first 16 keys": (
+    "of every sequence, the rows that do not see the first 16 keys "
+    "(here: all but the first 25 rows)": (
         {"window": (9, 9)},
         "out",
         lambda i, n: i >= 25,
@@ -128,7 +133,7 @@ def test_rows(sentence: str) -> None:
     bad = wrong(i, n) & (i >= 0)
     said = where(question, tensor, everywhere(bad, heads))
     assert sentence in said, said
-    if "16 rows (n" in sentence:
+    if "n % 16 of" in sentence:
         assert said[1].endswith("(all but the longest; those whose length is no multiple of 16)")
 
 
@@ -144,6 +149,32 @@ def test_keys_that_no_query_sees() -> None:
     assert "of every sequence, the keys that some query sees" in said
 
 
+def test_one_sequence_and_one_head() -> None:
+    """There is no product to explain, and no sequence to name."""
+    question = asked((20,))
+    wrong = np.zeros((22, 1), dtype=bool)
+    wrong[:20] = True
+    assert where(question, "out", wrong) == ("every row is wrong",)
+    wrong[3:] = False
+    assert where(question, "out", wrong) == ("3 of 20 rows are wrong", "the first 3 rows")
+
+
+def test_nothing_is_said_twice() -> None:
+    """All rows but a few are wrong: the count says it. One head of one sequence is no plural."""
+    wrong = everywhere(where_in(asked())[0] >= 0)
+    wrong[[5, 30, 99], [0, 2, 3]] = False
+    assert where(asked(), "out", wrong) == ("641 of 644 rows are wrong (161 tokens in 4 heads)",)
+    wrong[:] = False
+    wrong[20:84, 3] = True
+    said = where(asked(), "out", wrong)
+    assert said[1:3] == ("only head 3 of 4", "only sequence 1 (those of length 64 or more)")
+    assert said[3:] == ("every row of that sequence in that head",)
+    shares = (1, 17, 33, 49)
+    rows = np.isin(where_in(asked())[0], shares)
+    told = where(asked(), "dq", everywhere(rows))
+    assert told[1:] == ("of every sequence, the rows i with i % 16 in 1",), "it is in i % 32 too"
+
+
 def test_some_rows_right_by_chance() -> None:
     """They are counted; a pattern must not lack a wrong row."""
     question = asked()
@@ -151,7 +182,7 @@ def test_some_rows_right_by_chance() -> None:
     bad = everywhere((i >= n - n % 16) & (i >= 0))
     count = int(bad.sum())
     bad[18, 1] = False
-    rows = f"of every sequence, the last n % 16 rows (n: its length) ({count - 1} of {count})"
+    rows = f"of every sequence, the last n % 16 of its n rows ({count - 1} of {count})"
     assert rows in where(question, "out", bad)
     bad[3, 1] = True
     assert where(question, "out", bad)[-1] == (
@@ -165,7 +196,7 @@ def test_sequences() -> None:
         question = asked(**changes)
         wrong = np.isin(question.sequence_of("q"), sequences)
         said = where(question, "out", everywhere(wrong[:, None]))
-        assert said[2:] == ("every row there",)
+        assert said[2:] == ("every row of those sequences",)
         return said[1]
 
     assert of(0, 2, 3).startswith("only sequences 0, 2, 3 (all but the longest; ")
@@ -184,14 +215,17 @@ def test_sequences() -> None:
 def test_heads() -> None:
     question = asked()
     for heads, sentence in (
-        ((1, 2), "those whose key/value head is another one by head % num_heads_kv"),
+        ((1, 2), "those that head % num_heads_kv gives another key/value head"),
         ((1, 3), "all but the first of every group; the last of every group"),
         ((0, 2), "all but the last of every group; the first of every group"),
     ):
         wrong = np.zeros((163, 4), dtype=bool)
         wrong[:, heads] = True
         said = where(question, "out", wrong)
-        assert said[1:] == (f"only {named('head', heads)} of 4 ({sentence})", "every row there")
+        assert said[1:] == (
+            f"only {named('head', heads)} of 4 ({sentence})",
+            "every row of those heads",
+        )
     wrong = np.zeros((163, 2), dtype=bool)
     wrong[:5, 1] = True
     assert where(question, "dv", wrong)[1] == "only kv head 1 of 2"
@@ -205,7 +239,8 @@ def test_neighbours_tile() -> None:
     for start, before in zip(starts, LENGTHS[:-1], strict=True):
         bad[start : start + -before % 32] = True
     assert where(question, "dk", bad)[-1] == (
-        "of every sequence, the first keys, as many as its forerunner lacks to a multiple of 32"
+        "of every sequence, the first keys, as many as the one before lacks to a multiple of 16 "
+        "(here: the first keys, as many as the one before lacks to a multiple of 32)"
     )
 
 
@@ -302,6 +337,19 @@ def test_padded_keys_follow_the_prediction() -> None:
     assert padded_ratio(448, 1856, np.exp(1 / 18)) == pytest.approx(3.973, abs=1e-3)
 
 
+def test_parts_like_their_whole() -> None:
+    """To within what the whole leaves unexplained."""
+    whole = Level("dq", "all", "all", 0.8, 0.45, 1.0)
+    assert alike([whole, replace(whole, slope=0.9, residual=0.35)], whole) and alike([], whole)
+    assert not alike([whole, replace(whole, slope=1.0, residual=0.0)], whole)
+    exact = replace(whole, slope=100.0, residual=1e-8)
+    assert alike([replace(exact, slope=101.0)], exact)
+    assert not alike([replace(exact, slope=103.0)], exact)
+    assert not alike([replace(exact, slope=np.nan)], exact)
+    assert off(whole) and off(replace(whole, slope=np.nan)) and off(replace(whole, slope=1.0))
+    assert not off(replace(whole, slope=1.01, residual=0.004))
+
+
 # ---- pictures ---------------------------------------------------------------------------------
 
 
@@ -319,7 +367,7 @@ def test_maps() -> None:
     assert dq.shape == (163, 4) and found[1].boundaries == (0, 20, 84, 114)
     assert dq[100, 2] == pytest.approx(2.0) and dq[0, 0] == LOWEST
     assert dk[50, 1] == HIGHEST and np.isnan(dk[-1]).all() and np.isnan(dq[-2:]).all()
-    assert (found[0].rows, found[0].columns) == ("tokens", "kv heads")
+    assert (found[0].rows, found[0].columns) == ("token", "kv head")
 
 
 def test_long_maps_and_those_of_scores() -> None:
@@ -333,9 +381,9 @@ def test_long_maps_and_those_of_scores() -> None:
     found = maps(question, answers, reference, {"out": 0.1, "dS": 0.1})
     assert [picture.tensor for picture in found] == ["out", "dS"]
     assert found[0].values.shape == (501, 4) and found[0].boundaries == (0, 233)
-    assert found[0].rows == "tokens, 3 to a line"
+    assert found[0].rows == "line of 3 tokens"
     assert np.argwhere(found[0].values > 0).tolist() == [[1234 // 3, 3]]
-    assert found[1].caption == "errors of dS by query and key, head 2"
+    assert found[1].caption == "errors by query and key, head 2"
     assert np.argwhere(found[1].values > 0).tolist() == [[150, 150]]
 
 

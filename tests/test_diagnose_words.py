@@ -93,7 +93,7 @@ def test_slopes_are_those_that_explain() -> None:
     assert "head 0" not in text, "slopes by head leave as much as that of all"
     assert "0.3333" in text and "31.0%" in text
     assert "out" not in text.split(), "right"
-    assert "dk" in text.split() and "inf%" in text and "nan" not in text
+    assert "dk" in text.split() and " inf " in text and "nan" not in text
     everything = shown(WHOLE, full=True)
     assert "sequence 11" in everything and "head 3" in everything and "out" in everything.split()
 
@@ -102,7 +102,7 @@ def test_slopes_of_single_numbers_say_nothing() -> None:
     """A row of lse has one number for each head: some slope always fits."""
     whole = Level("lse", "all", "", 1.1, 0.3, 6.0)
     rows = [Level("lse", "row", f"sequence 0, row {i}", 1.0 + i, 0.0, 1.0) for i in range(9)]
-    heads = [Level("lse", "head", str(h), 1.1, 0.29, 6.0) for h in range(2)]
+    heads = [Level("lse", "head", str(h), 1.1 + h, 0.29, 6.0) for h in range(2)]
     text = shown(Diagnosis("", (PADDED,), levels=(whole, *rows, *heads)))
     assert "head 1" in text and "row 1" not in text
     rows = [replace(row, tensor="dS") for row in rows]
@@ -111,9 +111,59 @@ def test_slopes_of_single_numbers_say_nothing() -> None:
     assert "row 1" in text and "head 1" not in text
 
 
+def test_parts_that_say_no_more_are_one_line() -> None:
+    """Equal to their whole, as a forgotten factor makes them, or all about as bad."""
+    for slope, residual in ((5.66, 0.0), (0.81, 0.48)):
+        whole = Level("dq", "all", "all", slope, residual, 9.0)
+        heads = [Level("dq", "head", f"head {h}", slope + 0.01 * h, residual, 9) for h in range(3)]
+        sequences = [Level("dq", "sequence", f"sequence {b}", slope, residual, 9) for b in range(2)]
+        rows = [Level("dq", "row", f"row {i}", slope, residual, 9.0) for i in range(5)]
+        diagnosis = Diagnosis("", (PADDED,), levels=(whole, *heads, *sequences, *rows))
+        text = shown(diagnosis)
+        assert "all (alike in each sequence and head)" in text and "--full shows all" in text
+        assert "head 1" not in text and "sequence 1" not in text and "row 1" not in text
+        text = shown(diagnosis, full=True)
+        assert "head 1" in text and "sequence 1" in text and "row 1" in text
+        assert "alike" not in text and "--full" not in text
+        other = replace(sequences[1], slope=1.0, residual=0.0)
+        text = shown(replace(diagnosis, levels=(whole, *heads, sequences[0], other)))
+        assert "all (alike in each head)" in text and "sequence 1" in text
+
+
+def test_parts_without_entries_are_left_out() -> None:
+    """A row of zeros on both sides has neither slope nor error."""
+    levels = (
+        Level("dS", "all", "visible entries", 0.9, 0.3, 1.0),
+        Level("dS", "all", "masked entries", NAN, NAN, 2.0),
+        Level("dS", "row", "0", NAN, NAN, 0.0),
+        Level("dS", "row", "1", 0.5, 0.0, 1.0),
+    )
+    text = shown(Diagnosis("", (PADDED,), levels=levels))
+    parts = ("visible entries", "masked entries", "row 1")
+    assert all(part in text for part in parts) and "row 0" not in text
+
+
+def test_a_label_is_never_broken() -> None:
+    text = shown(Diagnosis("", (replace(PADDED, title="long words " * 6),)), 80)
+    assert "\n   [high confidence; padded-keys]\n" in text
+
+
+def test_a_sentence_stands_once() -> None:
+    repeated = replace(
+        PADDED, evidence=("dv: every key is wrong", "other", "dv: every key is wrong")
+    )
+    assert shown(Diagnosis("", (repeated,))).count("every key is wrong") == 1
+
+
+def test_sides_of_one_outcome_share_a_line() -> None:
+    both = tuple(replace(check, side=side) for check in CHECKS[2:5] for side in "AB")
+    text = shown(Diagnosis("", (PADDED,), both))
+    assert "A and B pass I2, I3\n" in text and "A and B have nothing to check I10 with\n" in text
+
+
 def test_parts_may_say_what_they_are() -> None:
     level = Level("dq", "sequence", "sequence 3 (9 tokens)", 2.0, 0.0, 1.0)
-    text = shown(Diagnosis("", (PADDED,), levels=(Level("dq", "all", "all", 2, 0, 1), level)))
+    text = shown(Diagnosis("", (PADDED,), levels=(Level("dq", "all", "all", 1, 0.3, 1), level)))
     assert " sequence 3 (9 tokens) " in text and "all all" not in text
 
 

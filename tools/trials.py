@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SHARE = 0.95
-FILES = ("planted", "planted_second", "planted_sparse")
 TESTS = Path(__file__).resolve().parents[1] / "tests"
+FILES = sorted(file.stem for file in TESTS.glob("planted*.py"))
 
 
 class Trial(NamedTuple):

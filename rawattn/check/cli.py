@@ -54,7 +54,7 @@ from rawattn.variants import serves
 QUICK_CASES = ("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40")
 QUICK_SPARSE = tuple(f"sparse-{name}" for name in ("edges-open", "counts", "no-own", "gate"))
 ARCHS_EACH = 1  # architectures a row is compiled for in a run without a GPU
-SECONDS_ON_GPU = 6.0  # SECONDS for a candidate that runs there
+SECONDS_ON_GPU = 4.0  # SECONDS for a candidate that runs there
 
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write all of it."

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rawattn.check.candidate import Candidate, Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard
-from rawattn.check.diagnose import words
+from rawattn.check.diagnose import harness, words
 from rawattn.check.diagnose.diagnosis import diagnose
 from rawattn.check.diagnose.failures import (
     answers_of,
@@ -27,12 +27,12 @@ from rawattn.check.diagnose.failures import (
     question_of,
     reference_answers,
 )
-from rawattn.check.diagnose.files import Saved, dump, load_two, read
-from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.harness import examine, load_compare
+from rawattn.check.diagnose.files import Saved, dump, read
+from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.page import page
+from rawattn.check.diagnose.pairs import Pair, load_two
 from rawattn.check.diagnose.printed import explain_log
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.question import STAGES, Answers, Question
 from rawattn.check.machine import default_framework, use_simulator
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
@@ -54,6 +54,36 @@ def _integers(
     except ValueError:
         raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from None
 
+
+DIFFERENT = Finding(
+    side="both",
+    bug="vacuous",
+    title="the two sides had different inputs, so that comparing their results says nothing",
+    where="the inputs of A and of B",
+    confidence="proved",
+    evidence=(),
+    look_at="what each side was given: save both from one run, with the very inputs of it",
+)
+
+UNJUDGED = Finding(
+    side="",
+    bug="vacuous",
+    title="",
+    where="",
+    confidence="proved",
+    evidence=("without the cotangent or direction that they are of they cannot be computed again",),
+    look_at="what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction",
+)
+
+NOT_SAID = Finding(
+    side="",
+    bug="vacuous",
+    title="",
+    where="",
+    confidence="high",
+    evidence=(),
+    look_at="what was meant: save it too",
+)
 
 html_option = click.option("--html", "html_file", type=File, help="write it as one page to FILE.")
 json_option = click.option("--json", "json_file", type=File, help="write all of it.")
@@ -88,7 +118,9 @@ def explain_command(
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
     causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names. A
     single file is compared with the float64 attention of its inputs. With B.npz both sides are
-    judged; one of the two must have the inputs. `rawattn-check dump` writes such a file.
+    judged, each by its own inputs; a file without q, k, v has those of the other. What a file with
+    q, k, v does not say (dout, causal) is taken from the other where these are equal, except dlse.
+    `rawattn-check dump` writes such a file.
     """
     if bool(files) == bool(log_file) or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE")
@@ -166,12 +198,36 @@ def dump_command(
 @click.command("harness")
 @click.argument("compare", metavar="FILE.py:COMPARE")
 @framework_option
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(DTYPES),
+    help=f"of x, more than once for several; {', '.join(harness.DTYPES)} by default.",
+)
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=float,
+    help="standard deviation of the data, more than once for several; "
+    f"{', '.join(f'{size:g}' for size in harness.SIZES)} by default.",
+)
+@click.option(
+    "--reference",
+    type=click.Choice(harness.REFERENCES),
+    help="what ref is: an exact float64 array, or a result of the same dtype as x; by default that "
+    "of the two with which fewer right results are refused.",
+)
 @click.option("--full", is_flag=True, help="show everything that was tried.")
 @html_option
 @json_option
 def harness_command(
     compare: str,
     framework: str | None,
+    dtypes: tuple[str, ...],
+    sizes: tuple[float, ...],
+    reference: str | None,
     full: bool,
     html_file: Path | None,
     json_file: Path | None,
@@ -179,13 +235,20 @@ def harness_command(
     """Show which wrong results a comparison function lets pass.
 
     COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It
-    is fed wrong results (scaled, shifted, zeroed, NaN, of another shape) and right ones.
+    is fed wrong results (scaled, shifted, zeroed, NaN, of another shape) and right ones. What else
+    it takes, such as tolerances, must have defaults.
     """
     try:
-        function = load_compare(compare)
+        diagnosis = harness.examine(
+            harness.load_compare(compare),
+            framework or default_framework(),
+            dtypes=dtypes or harness.DTYPES,
+            sizes=sizes or harness.SIZES,
+            reference=reference,
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    finish(examine(function, framework or default_framework()), html_file, json_file, full=full)
+    finish(diagnosis, html_file, json_file, full=full)
 
 
 def finish(
@@ -203,7 +266,7 @@ def show(diagnosis: Diagnosis, html_file: Path | None, *, full: bool = False) ->
     """Show a diagnosis on the terminal, and write its page."""
     Console().print(words.render(diagnosis, full=full))
     if html_file is not None:
-        html_file.write_text(page(diagnosis), encoding="utf-8")
+        html_file.write_text(page(diagnosis, full=full), encoding="utf-8")
 
 
 def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:
@@ -222,40 +285,77 @@ def _of_files(one: str, other: str | None = None) -> Diagnosis:
     try:
         if other is None:
             saved = read(one)
-            sides, question = {"A": saved}, saved.question
+            pair = Pair((saved,), (saved.question,))
         else:
-            a, b, question = load_two(one, other)
-            sides = {"A": a, "B": b}
+            pair = load_two(one, other)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    paths = " and ".join(saved.path for saved in sides.values())
-    if question is None:
+    paths = " and ".join(saved.path for saved in pair.sides)
+    questions = [question for question in pair.questions if question is not None]
+    if not questions:
+        notes = [note for saved in pair.sides for note in saved.notes]
         raise click.UsageError(
             f"{paths}: there is no q, k and v. Save them with the results: without its inputs no "
-            "result can be computed again"
+            "result can be computed again" + "".join(f"; {note}" for note in notes)
         )
-    judged = {name: saved for name, saved in sides.items() if saved.answers}
-    if not judged:
+    if not any(saved.answers for saved in pair.sides):
         raise click.UsageError(
             f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
         )
-    return _of_sides(question, judged, sides)
+    judged = {
+        name: _of_side(name, saved, question)
+        for name, saved, question in zip("AB", pair.sides, questions, strict=False)
+        if saved.answers
+    }
+    return _joined(pair, judged)
 
 
-def _of_sides(question: Question, judged: dict[str, Saved], read_: dict[str, Saved]) -> Diagnosis:
-    first, *others = judged
-    against = (others[0], judged[others[0]].answers) if others else None
-    diagnosis = diagnose(question, judged[first].answers, side=first, against=against)
-    facts = []
-    for name, saved in read_.items():
+def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
+    """The diagnosis of a file; what it lacks to be judged in full is a finding."""
+    diagnosis = diagnose(question, saved.answers, side=name)
+    if diagnosis.findings and saved.unsaid:
+        other = diagnose(replace(question, **saved.unsaid), saved.answers, side=name)
+        if other.sound:
+            meant = ", ".join(f"{option} = {value}" for option, value in saved.unsaid.items())
+            title = f"right if {meant.replace('None', 'its default')} was meant, which is not said"
+            finding = replace(NOT_SAID, side=name, title=title, where=saved.path)
+            return replace(other, findings=(replace(finding, evidence=saved.notes),))
+    found = list(diagnosis.findings)
+    if found:
+        found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
+    for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
+        names = ", ".join(tensor for tensor in STAGES[stage] if tensor in saved.answers)
+        if names and stage not in question.stages:
+            title = f"not judged, since there is no {needed}: {names}"
+            found.append(replace(UNJUDGED, side=name, title=title, where=saved.path))
+    return replace(diagnosis, findings=tuple(found))
+
+
+def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
+    """One diagnosis of both sides, with the pictures of the first one that is wrong."""
+    found = list(judged.values())
+    shown = next((diagnosis for diagnosis in found if diagnosis.findings), found[0])
+    findings = [finding for diagnosis in found for finding in diagnosis.findings]
+    if pair.apart:
+        findings.insert(0, replace(DIFFERENT, evidence=pair.apart))
+    facts = [fact for diagnosis in found for fact in diagnosis.facts]
+    if len({diagnosis.facts[0] for diagnosis in found}) > 1:
+        facts = [f"{name}: {diagnosis.facts[0]}" for name, diagnosis in judged.items()]
+        facts += [fact for diagnosis in found for fact in diagnosis.facts[1:]]
+    titles = []
+    for name, saved in zip("AB", pair.sides, strict=False):
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
-        if question.dlse is not None and "dlse" not in saved.inputs and "q" in saved.inputs:
-            facts.append(f"{name} has no dlse; that of the other side is assumed")
-    title = " against ".join(f"{name} ({judged[name].path})" for name in judged)
-    if not others:
-        title += " against the float64 reference"
-    return replace(diagnosis, title=title, facts=(*diagnosis.facts, *facts))
+        titles += [f"{name} ({saved.path})"] if name in judged else []
+    titles += ["the float64 reference"] if len(titles) == 1 else []
+    return Diagnosis(
+        title=" against ".join(titles),
+        findings=tuple(findings),
+        checks=tuple(check for diagnosis in found for check in diagnosis.checks),
+        levels=shown.levels,
+        maps=shown.maps,
+        facts=tuple(dict.fromkeys((*facts, *pair.notes))),
+    )
 
 
 def _results(candidate: Candidate, question: Question) -> Answers:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rawattn.check.diagnose import bugs_inputs
 from rawattn.check.diagnose.bugs_masks import masks, neighbours
 from rawattn.check.diagnose.bugs_numbers import of_backward, of_scores
 from rawattn.check.diagnose.bugs_tiles import dead_rows, tiles
@@ -29,11 +30,12 @@ def bugs(question: Question) -> Iterator[Bug]:
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     sizes = [tile for tile in TILES if tile < 2 * longest]
     yield from masks(question)
-    yield from neighbours(question, sizes)
+    yield from neighbours(question, list(TILES))
     yield from bugs_anywhere(question)
     for size in sizes:
         yield from tiles(question, size)
     yield from dead_rows(question)
+    yield from bugs_inputs.bugs(question)
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:

@@ -16,6 +16,7 @@ Long by the catalogue.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -27,12 +28,19 @@ from rawattn.check.diagnose.engine import (
     Floats,
     Step,
     View,
+    changed,
 )
 from rawattn.check.diagnose.question import Question
 from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
 LOG2_E = 1 / math.log(2)
+TAKES = {  # of the direction of an input: its name in a context, and the steps that take it
+    "q": ("tQ", ("tY", "gK")),
+    "k": ("tK", ("tY", "gQ")),
+    "v": ("tV", ("tO", "tdP")),
+    "block_scale": ("tG", ("E", "tdY")),
+}
 
 
 def bugs(question: Question) -> Iterator[Bug]:
@@ -42,6 +50,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from _row_terms()
     yield from _scales(question)
     yield from _terms_of_the_direction(question)
+    yield from _ignored_directions(question)
     yield from _lse(question)
     if question.group > 1:
         yield from _groups()
@@ -123,7 +132,7 @@ def with_values(name: str, **values: Step) -> Step:
     """A step that takes these values for those of the context."""
 
     def step(c: Context) -> Floats:
-        other = type(c)(**(vars(c) | {key: value(c) for key, value in values.items()}))
+        other = changed(c, **{key: value(c) for key, value in values.items()})
         return np.asarray(STEPS[name](other))
 
     return step
@@ -312,11 +321,9 @@ def _terms_of_the_direction(question: Question) -> Iterator[Bug]:
     name = "second-direct-term-dropped"
     gQ, gK = {"gQ": _gQ(1.0, 0.0)}, {"gK": _gK(1.0, 0.0)}
     if question.tk is not None:
-        yield from of(name, SECOND, {"dS ddk of gq": gQ, "all of ddk": gQ | {"tY": _tY(1.0, 0.0)}})
+        yield from of(name, SECOND, {"dS ddk of gq": gQ})
     if question.tq is not None:
-        yield from of(
-            name, SECOND, {"dS^T ddq of gk": gK, "all of ddq": gK | {"tY": _tY(0.0, 1.0)}}
-        )
+        yield from of(name, SECOND, {"dS^T ddq of gk": gK})
     if question.tq is not None and question.tk is not None:
         yield from of(name, SECOND, {"both": gQ | gK})
     if question.tv is not None:
@@ -334,6 +341,25 @@ def _terms_of_the_direction(question: Question) -> Iterator[Bug]:
             },
         )
         yield from of("jvp-value-term-dropped", JVP, {"P tv": {"tO": without}})
+
+
+def _ignored_directions(question: Question) -> Iterator[Bug]:
+    """One direction is taken for zeros, or all but one, or all of them."""
+    given = [name for name in TAKES if getattr(question, f"t{name}") is not None]
+    for count in range(1, len(given) + 1):
+        if 1 < count < len(given) - 1:
+            continue
+        for ignored in combinations(given, count):
+            zeros = {TAKES[name][0]: _zeros_for(TAKES[name][0]) for name in ignored}
+            takers = dict.fromkeys(step for name in ignored for step in TAKES[name][1])
+            steps = {step: with_values(step, **zeros) for step in takers}
+            for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
+                variant = " and ".join(f"{prefix}{name}" for name in ignored)
+                yield Bug("direction-ignored", variant, stages, steps=steps)
+
+
+def _zeros_for(name: str) -> Step:
+    return lambda c: np.zeros_like(getattr(c, name))
 
 
 def _lse(question: Question) -> Iterator[Bug]:

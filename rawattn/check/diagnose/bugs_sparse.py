@@ -469,7 +469,8 @@ def _of_heads(of_head: np.ndarray, gate_of_head: np.ndarray) -> Views:
 
 def _gate(question: Question) -> Iterator[Bug]:
     none = {name: _nothing for name in GRADIENTS}
-    yield Bug("sparse-gate-gradient-missing", "", BACKWARD + SECOND, steps=none)
+    for stages in (BACKWARD, SECOND):  # each alone, too
+        yield Bug("sparse-gate-gradient-missing", "", stages, steps=none)
     if question.tblock_scale is not None:
         yield from _without_direction()
     heads = question.num_heads_q // _indices_of(question).shape[1]
@@ -496,7 +497,8 @@ def _nothing(c: Context) -> Floats:
 def _without_direction() -> Iterator[Bug]:
     name, text = "sparse-gate-gradient-missing", "its direction ignored"
     E, tdY = ({step: with_values(step, tG=lambda c: 0.0)} for step in ("E", "tdY"))
-    yield Bug(name, text, SECOND + JVP, steps=E | tdY)
+    yield Bug(name, text, SECOND, steps=E | tdY)
+    yield Bug(name, text, JVP, steps=E)
     yield from of(
         name,
         SECOND,

@@ -49,7 +49,7 @@ CLASSES: dict[str, BugClass] = {
         "the window argument, and the bounds of the loop over key tiles",
     ),
     "neighbour-leak": BugClass(
-        "keys of a neighbouring sequence are seen",
+        "rows of a neighbouring sequence are seen",
         "the mask of the last key tile, and the ends that are read from cu_seqlens",
     ),
     "offsets-shifted": BugClass(
@@ -64,10 +64,43 @@ CLASSES: dict[str, BugClass] = {
         "rows whose first key tile is masked as a whole are NaN",
         "the running maximum: -inf minus -inf is NaN until a key has been seen",
     ),
+    # ---- what the softmax is taken over ----
+    "mask-inverted": BugClass(
+        "the mask is inverted: what must be hidden is seen, and the other way round",
+        "whether True in the mask means seen or hidden",
+    ),
+    "mask-fill": BugClass(
+        "masked scores are finite numbers, so that masked keys have weight",
+        "the number that stands for -inf, its sign, and whether it is added or put in their place",
+    ),
+    "denominator": BugClass(
+        "the softmax denominator has terms of no key",
+        "the row sum: what it begins with, and whether masked keys and sinks are added to it",
+    ),
+    "partial-merge": BugClass(
+        "results of parts of the keys are merged with wrong weights",
+        "the merge of partial results: weights exp(lse of the part - lse of all), natural logs",
+    ),
+    "dropout": BugClass(
+        "weights are dropped at random",
+        "dropout that is left on: a model in training mode, dropout_p",
+    ),
+    "score-bias": BugClass(
+        "a bias is added to the scores",
+        "ALiBi or another bias by position that is left on",
+    ),
+    "softcap": BugClass(
+        "the scores are capped by a tanh",
+        "a softcap that is left on",
+    ),
+    "rotary": BugClass(
+        "rotary embeddings are applied to what must not be rotated, or not undone",
+        "where q and k are rotated, and their gradients rotated back",
+    ),
     # ---- numbers ----
     "output-scale": BugClass(
-        "softmax_scale is missing, or there twice, where dq or dk is stored",
-        "the epilogue: dq = s dS K and dk = s dS^T Q, once each",
+        "softmax_scale is missing, or there more than once, in dq or dk",
+        "the epilogue: dq = s dS K and dk = s dS^T Q, once each, and not inside of the loop",
     ),
     "score-scale": BugClass(
         "the scores are multiplied by a wrong factor",
@@ -94,8 +127,8 @@ CLASSES: dict[str, BugClass] = {
         "rows with large scores overflow: subtract the maximum before exp",
     ),
     "accumulates-in-16-bit": BugClass(
-        "sums run in 16 bits",
-        "the accumulators: float32, whatever the operands",
+        "sums run in 16 bits, or row statistics are kept in them",
+        "the accumulators, delta and lse: float32, whatever the operands",
     ),
     "head-dim-tail": BugClass(
         "the last columns of head_dim are left out",
@@ -110,7 +143,7 @@ CLASSES: dict[str, BugClass] = {
         "the preprocess pass, and whether its result reaches the kernel",
     ),
     "delta-of-another-out": BugClass(
-        "the row term D is made from another output than the forward's",
+        "the row term D is not that of its row: of another output, or of a part of it",
         "which out the preprocess pass gets, and which rows and heads it reads",
     ),
     "lse-gradient-dropped": BugClass(
@@ -127,7 +160,7 @@ CLASSES: dict[str, BugClass] = {
         "the map of grouped heads: h // group, not h % num_heads_kv",
     ),
     "gqa-group-not-summed": BugClass(
-        "dk and dv hold one head of each group, not the sum",
+        "dk or dv holds one head of each group, not the sum",
         "the store of dk and dv: heads of a group write to one place, and must add up",
     ),
     "gradients-swapped": BugClass(
@@ -135,12 +168,16 @@ CLASSES: dict[str, BugClass] = {
         "the order in which gradients are returned",
     ),
     "transposed": BugClass(
-        "the result is stored in another layout",
+        "a result is stored in another layout",
         "the order of tokens, heads and columns: a view where a transpose was meant",
     ),
     "tail-tile-dropped": BugClass(
         "the last, partial tile is left out",
         "the number of tiles: round up, and mask the rest",
+    ),
+    "tail-rows-stored": BugClass(
+        "rows past a sequence's end are stored over the next sequence's first rows",
+        "the guard of the stores of out and lse: row < seqlen_q",
     ),
     "tile-skipped": BugClass(
         "a tile of keys is skipped",
@@ -156,7 +193,8 @@ CLASSES: dict[str, BugClass] = {
     ),
     "tile-period": BugClass(
         "rows are wrong by their place in a tile",
-        "shared-memory indices, swizzles, and rows that nobody initialises",
+        "what goes by the place in a tile: loop bounds, masks, row statistics, shared-memory "
+        "indices, rows that nobody initialises",
     ),
     "race": BugClass(
         "two equal calls give different numbers",
@@ -165,6 +203,47 @@ CLASSES: dict[str, BugClass] = {
     "other-data": BugClass(
         "the result has nothing to do with these inputs",
         "where the numbers come from: other weights, another seed, an old file",
+    ),
+    # ---- what is read ----
+    "arguments-swapped": BugClass(
+        "two arrays stand in each other's place",
+        "the order of arguments and of saved tensors",
+    ),
+    "input-layout": BugClass(
+        "an input is read in another layout than it has",
+        "the order of axes, strides and integer width of that input",
+    ),
+    "statistics-misplaced": BugClass(
+        "row statistics (lse, delta, W) are read at other rows' places",
+        "the index of lse and delta: head * total_q + cu_seqlens[b] + row",
+    ),
+    "stale-tile": BugClass(
+        "a product takes rows of one operand from another tile, or in another order",
+        "the stage or buffer that this product reads, and the barrier before it",
+    ),
+    "softmax-axis": BugClass(
+        "the softmax, or its derivative, sums over queries in place of keys",
+        "the axis of the row maximum, the row sum and of sum(P o dP)",
+    ),
+    "pairs-dropped": BugClass(
+        "some pairs of query and key tiles add nothing to the gradients",
+        "the bounds of the backward loop: where the first tile starts and the last one ends",
+    ),
+    "gqa-reduction-map": BugClass(
+        "dk and dv are summed over the query heads of another group",
+        "the view of the heads in the reduction: (num_heads_kv, group), not the other way round",
+    ),
+    "constant-factor": BugClass(
+        "a result is a constant times the right one",
+        "what scales it last; a workspace that is not zeroed; a sum that is taken twice",
+    ),
+    "underflow-in-16-bit": BugClass(
+        "an intermediate is too small for 16 bits",
+        "dS or P stored in float16: scale the loss, or keep them in a dtype of wider range",
+    ),
+    "wrong-keys": BugClass(
+        "queries see other keys than they should",
+        "the bounds of the loop over keys, and the comparison of query and key index in it",
     ),
     # ---- second order ----
     "second-frozen-p": BugClass(
@@ -180,7 +259,7 @@ CLASSES: dict[str, BugClass] = {
         "the preprocess pass of the second backward",
     ),
     "second-e-omitted": BugClass(
-        "the tangent of P is not centred: e is missing",
+        "the tangent of P is not centred: e is missing or wrong",
         "P' = P o (E - e), where e is the row's mean of E under P",
     ),
     "second-scale": BugClass(
@@ -191,9 +270,9 @@ CLASSES: dict[str, BugClass] = {
         "the terms of dS with ddk in gq and ddq in gk are missing",
         "gq = s (dS' K + dS ddk), gk = s (dS'^T Q + dS^T ddq)",
     ),
-    "second-value-term-dropped": BugClass(
+    "second-value-term-dropped": BugClass(  # both terms: as direction-ignored, of ddv
         "the terms with ddv are missing",
-        "P ddv in ddout, and dout ddv^T in the tangent of dP",
+        "P ddv in ddout, and dout ddv^T in the tangent of dP; if both, ddv on its way there",
     ),
     "second-group-not-summed": BugClass(
         "gk and gv hold one head of each group, not the sum",
@@ -208,12 +287,12 @@ CLASSES: dict[str, BugClass] = {
         "set P to 0 where the mask forbids, before any product",
     ),
     "jvp-e-omitted": BugClass(
-        "the tangent of P is not centred",
+        "the tangent of P is not centred: e is missing or wrong",
         "P' = P o (E - e)",
     ),
-    "jvp-value-term-dropped": BugClass(
+    "jvp-value-term-dropped": BugClass(  # as direction-ignored, of tv
         "the tangent lacks P tv",
-        "tout = P' V + P tv",
+        "tout = P' V + P tv, and tv on its way there",
     ),
     "jvp-scale": BugClass(
         "softmax_scale is missing, or there twice, in the tangent of the scores",
@@ -241,8 +320,8 @@ CLASSES: dict[str, BugClass] = {
         "indices below 0 or past the last block name nothing",
     ),
     "sparse-gate-gradient-missing": BugClass(
-        "the gate has no gradient",
-        "dblock_scale: the sum over a block's keys of dS s (q . k)",
+        "the gate has no gradient",  # or ddblock_scale none: as direction-ignored, of the gate
+        "dblock_scale: the sum over a block's keys of dS s (q . k); its own direction beyond that",
     ),
     "sparse-gate-not-summed": BugClass(
         "the gate's gradient holds one head of the group, not the sum",
@@ -272,9 +351,38 @@ CLASSES: dict[str, BugClass] = {
         "a slot of the selection is left out",
         "the loop over num_selected",
     ),
+    "sparse-list-cut": BugClass(
+        "the list of named blocks ends too early",
+        "the loop over slots: padding (-1) must be skipped, not end it",
+    ),
+    "sparse-gate-order": BugClass(
+        "factors of blocks stand at other blocks than they belong to",
+        "the sort of the named blocks: block_scale must be permuted with them",
+    ),
+    "sparse-gate-on-p": BugClass(
+        "block_scale is applied otherwise than as a factor of the scores",
+        "where the factor is applied: before the softmax",
+    ),
+    "sparse-tile-union": BugClass(
+        "queries see blocks that only other queries of their tile named",
+        "the membership test of a query where its tile walks the union of the lists",
+    ),
+    "sparse-masked-block-resets": BugClass(
+        "a block that is masked as a whole resets the row",
+        "the online softmax where a block adds nothing: its maximum is -inf",
+    ),
+    "sparse-inverted-lists": BugClass(
+        "the lists from blocks back to queries are wrong: dk and dv miss queries or have others",
+        "the building of those lists: counts and fills skip the same entries, and bases are exact",
+    ),
     "sparse-counts-ignored": BugClass(
         "block_counts is ignored",
         "slots from block_counts on name nothing",
+    ),
+    # ---- second order, where no class above names the term ----
+    "direction-ignored": BugClass(
+        "a direction is taken for zeros, as if it were not given",
+        "each of ddq, ddk and ddv, or tq, tk and tv, on its way to the kernel: a wrong name, None",
     ),
     # ---- no bug of the kernel ----
     "vacuous": BugClass(
@@ -287,6 +395,6 @@ CLASSES: dict[str, BugClass] = {
     ),
     "unknown": BugClass(
         "wrong, in a way that no known bug reproduces",
-        "the structure below: where the wrong rows lie, and which identities fail",
+        "where the wrong rows lie, and which identities fail",
     ),
 }

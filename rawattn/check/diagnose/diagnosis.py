@@ -27,6 +27,7 @@ WORDS = {
     "jvp": "forward-mode derivative",
 }
 CONFIDENCE = ("proved", "high", "medium", "low")
+GENERIC = ("wrong-keys",)  # what other names say more exactly
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 
 
@@ -37,11 +38,13 @@ def diagnose(
     side: str = "candidate",
     call: Callable[[Question], Answers] | None = None,
     against: tuple[str, Answers] | None = None,
+    until: float = math.inf,
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
-    inputs. against: the name and the answers of another side, judged in the same way.
+    inputs. against: the name and the answers of another side, judged in the same way. until: by
+    time.perf_counter(); from then on only the usual bugs are tried.
     """
     sides = [(side, answers, None if call is None else _floating(call))]
     if against is not None:
@@ -55,7 +58,7 @@ def diagnose(
         findings += strange
         question, part, fact = cut(whole, given)
         facts += [f"{name}: {fact}"] if fact else []
-        found, held, said = _judge(question, part, name, again)
+        found, held, said = _judge(question, part, name, again, until)
         if name == side or (found and not findings):
             shown = part
         findings += found
@@ -146,28 +149,31 @@ def _judge(
     answers: Answers,
     side: str,
     call: Callable[[Question], Answers] | None,
+    until: float,
 ) -> tuple[list[Finding], list[Check], list[str]]:
     answers, misshapen = _of_right_shape(question, answers, side)
+    findings, answers = proofs.of_race(question, answers, side, call)
     verdicts = [
         verdict
         for stage in question.stages
-        if (verdict := judge_stage(question, answers, stage)) is not None
+        if (verdict := judge_stage(question, answers, stage, until=until)) is not None
     ]
     checks = list(invariants.checks(question, answers, side, call=call))
-    facts = [
-        f"{side}: {', '.join(v.tensors)} right, with rounding as of {v.precision}"
-        for v in verdicts
-        if v.sound
-    ]
-    findings = proofs.of_race(question, answers, side, call)
-    if not findings:
-        findings = _resolve(question, answers, side, verdicts)
+    facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
+    findings += _resolve(question, answers, side, verdicts)
     for verdict in verdicts:
         findings += proofs.of_noise(question, answers, side, verdict)
         findings += proofs.of_precision(question, side, verdict)
     findings += [*proofs.of_zeros(question, answers, side), *misshapen]
     failing = [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
+
+
+def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdict]) -> str:
+    wrong = [one.stage for one in verdicts if not one.sound]
+    given = f" for {verdict.source}" if "forward" in wrong and verdict.source else ""
+    names = ", ".join(verdict.tensors)
+    return f"{side}: {names} right{given}, with rounding as of {verdict.precision}"
 
 
 def _of_right_shape(
@@ -200,9 +206,9 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
         old = found[one.bug]
         found[one.bug] = replace(
             old,
-            where=f"{old.where}; {one.where}",
+            where="; ".join(dict.fromkeys((old.where, one.where))),
             confidence=min(old.confidence, one.confidence, key=CONFIDENCE.index),
-            evidence=old.evidence + one.evidence,
+            evidence=tuple(dict.fromkeys(old.evidence + one.evidence)),
             alternatives=tuple(name for name in old.alternatives if name in one.alternatives),
         )
     return sorted(found.values(), key=lambda one: CONFIDENCE.index(one.confidence))
@@ -211,7 +217,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
     said = tuple(
         f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
-        f"{check.allowed:.1g}" + (f", in {check.where}" if check.where not in ("", "all") else "")
+        f"{check.allowed:.2g}" + (f", in {check.place}" if check.place else "")
         for check in failing[:3]
     )
     return replace(finding, evidence=finding.evidence + said)
@@ -243,11 +249,11 @@ def _resolve(
             findings += proofs.of_structure(question, answers, side, verdict)
 
     def merit(name: str, left: Sequence[_Part]) -> tuple[float, ...]:
-        """More parts first, then bugs of the wrong stages alone, then the finer fit."""
+        """More parts first, then the order of classes, then bugs of the wrong stages alone."""
         here = [part for part in left if name in part.best]
         own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
         worst = max(part.best[name].rms for part in here)
-        return -len(here), not own, worst > 1.5, ORDER.get(name, len(ORDER)), worst
+        return -len(here), worst > 1.5, ORDER.get(name, len(ORDER)), not own, worst
 
     left = list(parts)
     found: list[Finding] = []
@@ -255,7 +261,7 @@ def _resolve(
         names = {name for part in left for name in part.best}
         best = min(names, key=lambda name: merit(name, left))
         here = [part for part in left if best in part.best]
-        others = set.intersection(*(set(part.best) for part in here)) - {best}
+        others = set.intersection(*(set(part.best) for part in here)) - {best, *GENERIC}
         found += _findings(question, answers, side, best, here, sorted(others, key=_order))
         left = [part for part in left if best not in part.best]
     return found + findings

@@ -19,6 +19,7 @@ from rawattn.check.diagnose.question import STAGES, Question
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding")
+OPTIONAL = ("softmax_scale", "sliding")  # may be None
 RESULTS = (*(name for names in STAGES.values() for name in names), *MATRICES)
 INTEGERS = (*LENGTHS, "block_indices", "block_counts", "layout", "dtype")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
@@ -70,6 +71,8 @@ HARMLESS = (
 )
 # They change what is computed into something that there is no reference for.
 FOREIGN = ("dropout_p", "dropout", "softcap", "logits_soft_cap", "alibi_slopes", "bias", "sinks")
+PACKED = {"qkv": "q, k and v", "kv": "k and v"}  # arrays of several that are not taken apart
+LARGE = 4096  # an integer beyond it is no result, but the bits of one
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
 
 
@@ -138,6 +141,7 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
                 near = difflib.get_close_matches(name, _MEANT, n=1)
                 hint = f"; is it {_MEANT[near[0]]}?" if near else ""
                 hint = "; say lengths, causal or window instead" if "mask" in name else hint
+                hint = f"; save {PACKED[name]} apart" if name in PACKED else hint
                 notes.append(f"{entry} is not read: the name means nothing here{hint}")
             continue
         if meant in found and not np.array_equal(found[meant], array):
@@ -151,6 +155,8 @@ def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in OPTIONS:
         if arrays.get(name) is None:
+            if name in arrays and name in OPTIONAL:
+                found[name] = None  # said to be none, so that of another file does not count
             continue
         value = np.asarray(arrays[name])
         read, want = _OPTION_OF[name]
@@ -182,21 +188,32 @@ _OPTION_OF: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 
 def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
     """Bring numbers to a float dtype: bits that are bfloat16, and 16-bit numbers widened."""
+    said = "" if dtype is None else str(np.asarray(dtype).item()).removeprefix("torch.")
+    bits = []
     for name, array in arrays.items():
         if name in INTEGERS or name in OPTIONS:
             continue
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # as numpy.save writes bfloat16
             arrays[name] = array.view(BFLOAT16)
         elif array.dtype in (np.uint16, np.int16):
-            arrays[name] = array.view(BFLOAT16)
-            notes.append(f"{name} has 16-bit integers: read as the bits of bfloat16")
+            arrays[name] = array.view(np.float16 if said == "float16" else BFLOAT16)
+            bits.append(name)
         elif array.dtype != BFLOAT16 and array.dtype.kind not in "fiub":
             raise ValueError(f"{name} has dtype {array.dtype}; it must be a real floating one")
+        elif array.dtype.kind in "iu" and np.abs(array.astype(np.float64)).max(initial=0) > LARGE:
+            raise ValueError(
+                f"{name} has {array.dtype} numbers above {LARGE}; if they are the bits of "
+                "bfloat16, save them as uint16"
+            )
         elif array.dtype.kind in "iub" or array.dtype.itemsize > 8:
             arrays[name] = array.astype(np.float64)
         elif array.dtype != BFLOAT16:
             arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-    said = "" if dtype is None else str(np.asarray(dtype).item()).removeprefix("torch.")
+    if bits and not said:
+        notes.append(
+            f"{', '.join(bits)}: 16-bit integers, read as the bits of bfloat16 (not so with an "
+            "entry dtype='float16')"
+        )
     floats = {n: a for n, a in arrays.items() if n not in INTEGERS and n not in OPTIONS}
     for narrow in (BFLOAT16, np.dtype(np.float16)):
         fit = {n for n, a in floats.items() if a.dtype.itemsize > 2 and _fits(a, narrow)}

@@ -77,11 +77,11 @@ def explain_failure(
     ``until`` by time.perf_counter().
     """
     alike, itself = small(case), candidate.fit(case)
-    best = _asked(candidate, question_of(candidate.fit(alike), clean=True), other, against)
+    best = _asked(candidate, question_of(candidate.fit(alike), clean=True), other, against, until)
     tried = ["a small problem of its kind"]
     if not _named(best) and _pairs(case) <= PAIRS and time.perf_counter() < until:
         tried.append("the case itself")
-        own = _asked(candidate, question_of(itself), other, against)
+        own = _asked(candidate, question_of(itself), other, against, until)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
@@ -174,7 +174,11 @@ def reference_answers(question: Question) -> Answers:
 
 
 def _asked(
-    candidate: Candidate, question: Question, other: Candidate | None, against: str
+    candidate: Candidate,
+    question: Question,
+    other: Candidate | None,
+    against: str,
+    until: float,
 ) -> Diagnosis:
     """The diagnosis of what ``candidate``, and ``other`` if there is one, say to ``question``."""
     sides = {SIDE: candidate} | ({} if other is None else {against: other})
@@ -196,7 +200,7 @@ def _asked(
         return Diagnosis(candidate.name, tuple(findings))
     (side, answers), *rest = given
     call, rival = partial(answers_of, sides[side]), rest[0] if rest else None
-    diagnosis = diagnose(question, answers, side=side, call=call, against=rival)
+    diagnosis = diagnose(question, answers, side=side, call=call, against=rival, until=until)
     return replace(diagnosis, findings=(*findings, *diagnosis.findings))
 
 

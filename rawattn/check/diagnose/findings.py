@@ -37,6 +37,11 @@ class Check:
     verdict: str
     where: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where it fails, unless that is everywhere."""
+        return self.where.removeprefix("all").removeprefix(": ")
+
 
 @dataclass(frozen=True)
 class Level:

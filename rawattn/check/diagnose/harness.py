@@ -1,10 +1,12 @@
 """Would this comparison notice? A comparison function is fed wrong results, and right ones.
 
 ``compare(x, ref)`` says whether x is right: by its truth value, or by an AssertionError. What it is
-fed is in ``harness_pairs``; what it means that some of it passes, in ``harness_causes``.
+fed is in ``harness_pairs``; what it means that some of it passes, in ``harness_causes``. Long
+by the many ways in which such a function may answer.
 """
 
 import contextlib
+import inspect
 import io
 import itertools
 import math
@@ -26,24 +28,44 @@ from rawattn.check.diagnose.harness_causes import (
     name_causes,
     where_of,
 )
-from rawattn.check.diagnose.harness_pairs import GENEROUS, Pair, Shape, error_of, rights, wrongs
+from rawattn.check.diagnose.harness_pairs import (
+    GENEROUS,
+    Pair,
+    Shape,
+    error_of,
+    range_of,
+    rights,
+    wrongs,
+)
 from rawattn.check.transfer import Array, to_framework, to_numpy
 
 Compare = Callable[[Array, Array], Any]
 
 DTYPES = ("float32", "float16", "bfloat16")
+REFERENCES = ("float64", "same")
 SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the last two: gradients of a loss that is a mean
 SHAPES: tuple[Shape, ...] = ((96, 32), (96, 4, 16), (2, 4, 24, 16))
 
 
 def load_compare(place: str) -> Compare:
-    """The comparison at ``FILE.py:NAME``. ValueError where there is none."""
+    """The comparison at ``FILE.py:NAME``. ValueError where there is none that takes two arrays."""
     found = load(place, "numpy")
     function = found.forward
     if function is None and found.name.endswith(("backward", "jvp")):  # a name says its kind there
         function = found.double_backward or found.backward or found.jvp
     if function is None:
         raise ValueError(f"{place.rpartition(':')[0]} has no function {found.name!r}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # functions of C have none
+        return function
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{found.name}{signature} cannot be called as {found.name}(x, ref): {error}. Name a "
+            "function of two arrays, which gives the rest itself"
+        ) from error
     return function
 
 
@@ -62,8 +84,15 @@ def examine(
     sizes: standard deviations of the data. reference: "float64", or "same" for x's dtype; without
     it the one with which the comparison refuses fewer right results.
     """
-    if reference not in (None, "float64", "same"):
+    if reference not in (None, *REFERENCES):
         raise ValueError(f"reference is {reference!r}, expected 'float64', 'same' or None")
+    for dtype, size in itertools.product(dtypes, sizes):
+        least, most = range_of(dtype)
+        if not least <= size <= most:
+            raise ValueError(
+                f"size {size:g} is not for {dtype}: it must lie between {least:.2g} and "
+                f"{most:.2g}, so that the data is neither 0 nor inf"
+            )
     trials: list[Trial] = []
     steps: Steps = {}
     with _quiet():
@@ -89,7 +118,7 @@ def examine(
             if shape == shapes[0]:
                 steps[dtype, size] = _sensitivity(compare, framework, fed[0], dtype)
     name = getattr(compare, "__name__", type(compare).__name__)
-    facts = _facts(trials, steps, wide)
+    facts = _facts(trials, steps, framework, wide)
     found = tuple(name_causes(trials, steps))
     return Diagnosis(_title(name, trials), found, tuple(_checks(trials)), facts=facts)
 
@@ -128,10 +157,18 @@ def _truth(result: Any) -> bool:
         return True
     shape = getattr(result, "shape", None)
     if shape is not None and math.prod(shape) != 1:
-        raise TypeError(f"it returned an array of shape {tuple(shape)}, not one verdict")
+        raise TypeError(
+            f"it returned an array of shape {tuple(shape)}, not one verdict; .all() makes it one"
+        )
     if shape is None and not isinstance(result, bool | int | float):
-        raise TypeError(f"it returned a {type(result).__name__}, which is no verdict")
-    return bool(result) if shape is None else bool(to_numpy(result).reshape(())[()])
+        kind = "a coroutine" if inspect.iscoroutine(result) else f"a {type(result).__name__}"
+        raise TypeError(f"it returned {kind}, which is no verdict")
+    value = np.asarray(to_numpy(result)).reshape(())
+    if value.dtype.kind not in "biu" or value not in (0, 1):
+        raise TypeError(
+            f"it returned a number ({value.dtype}), which is no verdict; compare it with a limit"
+        )
+    return bool(value)
 
 
 def _sensitivity(compare: Compare, framework: str, right: Pair, dtype: str) -> float:
@@ -176,10 +213,11 @@ def _title(name: str, trials: Iterable[Trial]) -> str:
     return f"the comparison {name}: {', '.join(counts)}"
 
 
-def _facts(trials: Sequence[Trial], steps: Steps, wide: bool) -> tuple[str, ...]:
+def _facts(trials: Sequence[Trial], steps: Steps, framework: str, wide: bool) -> tuple[str, ...]:
     dtypes = dict.fromkeys(dtype for dtype, _ in steps)
     facts = [
-        f"x was {', '.join(dtypes)}; ref was {'float64' if wide else 'of the same dtype'}",
+        f"x was {', '.join(dtypes)}; ref was {'float64' if wide else 'of the same dtype'}; "
+        f"arrays of {framework}",
         "size: the standard deviation of the data; wrong: an error above "
         f"{GENEROUS:g} eps of the dtype times the largest element",
     ]

@@ -26,7 +26,8 @@ HARNESS: dict[str, BugClass] = {
     ),
     "harness-raises": BugClass(
         "the comparison breaks down on right results",
-        "the message: dtypes that it cannot mix, or an array where one verdict is due (.all())",
+        "the message: arrays that it does not take (--framework), dtypes that it cannot mix "
+        "(--reference), or an array where one verdict is due (.all())",
     ),
     "harness-magnitude-only": BugClass(
         "only the size of the values is compared, not the values",

@@ -1,7 +1,8 @@
 """What a comparison is fed: right results, and wrong ones of every kind, each with its reference.
 
 What counts as wrong leaves room for rounding: an error above GENEROUS units of the dtype's
-rounding (eps) of the largest element. What people may want either way is not counted.
+rounding (eps) of the largest element. What people may want either way is not counted. Long by the
+kinds.
 """
 
 import math
@@ -186,6 +187,12 @@ def _draw(shape: Shape, rng: np.random.Generator, size: float) -> Float64:
 
 def eps_of(dtype: str) -> float:
     return float(ml_dtypes.finfo(dtype_of(dtype)).eps)  # type: ignore[no-untyped-call]
+
+
+def range_of(dtype: str) -> tuple[float, float]:
+    """The sizes of data for which wrong results of a dtype are finite and its normal numbers."""
+    info = ml_dtypes.finfo(dtype_of(dtype))  # type: ignore[no-untyped-call]
+    return float(info.tiny), float(info.max) / 64
 
 
 def error_of(x: np.ndarray, ref: np.ndarray) -> float:

@@ -7,6 +7,8 @@ I4 dv sums to dout                       I10 second derivatives are symmetric
 I5 <q, dq> = <k, dk>                     I11 a factor of q is one of softmax_scale
 I6 <v, dv> = <out, dout>                 I12 running again gives the same bits
 
+I1 has three names, by the P that it is about: "I1" a saved one, "I1 lse" that of the scores and a
+saved lse, "I1 out" the weights that out was made with, seen where v is 1 and in the range of out.
 Some stand for more: I2 without dS is about the sum of dk over the keys, which is softmax_scale
 times that of dlse q; I3 is about every row whose results are known without a softmax; I10 is also
 the derivatives of I2, I4, I5 and I6 in the given direction. All hold for block-sparse attention,
@@ -82,28 +84,28 @@ def _forward(one: Side, out: str, lse: str) -> Iterator[Check]:
     noise, x, y = one.noise, one.x, one.answers
     text = f"exp(scores - {lse}) sums to 1 over the keys of a row"
     if why := one.lacks(lse):
-        yield one.missing("I1", text, why)
+        yield one.missing("I1 lse", text, why)
     else:
         yield _mass(one, text, y[lse], coarse=one.dtypes[lse].itemsize == 2)
     text = f"{out} lies between the smallest and the largest v of its sequence"
     if why := one.lacks(out):
-        yield one.missing("I1", text, why)
+        yield one.missing("I1 out", text, why)
         return
     low, high = _range_of_v(one)
     beyond = np.maximum(np.maximum(low - y[out], y[out] - high), 0.0)  # NaN stays NaN
-    yield one.rows("I1", text, beyond, noise["out"] + y[out] ** 2, np.abs(y[out]), one.alive)
+    yield one.rows("I1 out", text, beyond, noise["out"] + y[out] ** 2, np.abs(y[out]), one.alive)
     text = f"a query with one key: {out} is its v"
     rounding = (1 + noise["mass"]) * _of_key(one, x.v**2)
     yield from _known(one, text, out, _of_key(one, x.v), rounding)
 
 
 def _mass(one: Side, text: str, lse: Float64, *, coarse: bool = False) -> Check:
-    """I1 from an lse (total_q, num_heads_q, 1); ``coarse``: rounded to 16 bits."""
+    """I1 of an lse (total_q, num_heads_q, 1); ``coarse``: rounded to 16 bits."""
     exact, noise = one.noise["lse"], one.noise["mass"]
     noise = noise + lse**2 if coarse else noise
     looked = one.alive & ~np.isnan(exact[..., 0])
     size = np.full_like(lse, np.inf)
-    return one.rows("I1", text, np.expm1(exact - lse), noise, size, looked)
+    return one.rows("I1 lse", text, np.expm1(exact - lse), noise, size, looked)
 
 
 def _range_of_v(one: Side) -> tuple[Float64, Float64]:

@@ -79,7 +79,7 @@ def frame_of(inputs: Arrays, layout: str, notes: list[str]) -> Frame:
     if not (dims == k.ndim == v.ndim and dims in GUESSED):
         raise ValueError(
             f"q, k and v have shapes {q.shape}, {k.shape} and {v.shape}; they must have three axes "
-            "(tokens, heads, head_dim), or four with a batch"
+            "(tokens, heads, head_dim), or four with a batch; flat ones need a reshape"
         )
     tried = (layout,) if len(layout) == dims else GUESSED[dims]
     found, refused = [], []
@@ -88,21 +88,48 @@ def frame_of(inputs: Arrays, layout: str, notes: list[str]) -> Frame:
             found.append(_reading(inputs, letters))
         except ValueError as error:
             refused.append(f"as {letters}: {error}")
+    if not found and dims == 2:
+        raise ValueError(
+            f"q, k and v have shapes {q.shape}, {k.shape} and {v.shape}, not those of one head; "
+            "if heads are side by side, reshape to (tokens, heads, head_dim)"
+        )
     if not found:
         raise ValueError("; ".join(refused))
+    if dims == 2:
+        notes.append(f"the heads are not said: q of shape {q.shape} is read as one head")
     if len(found) == 1:
+        _note_rows(found[0], inputs, notes)
         return found[0]
     clear = [f for f in found if f.heads["q"] * CLEARLY_MORE <= f.seqlen["k"]]
     if len(clear) != 1 and dims == 4:
         raise ValueError(
             f"q of shape {q.shape} may be {' or '.join(tried)}; say which in an entry "
-            "layout='bthd' (batch, tokens, heads, head_dim) or 'bhtd'"
+            "layout='bthd' (batch, tokens, heads, head_dim) or 'bhtd', or another such as 'tbhd'"
         )
     chosen = clear[0] if len(clear) == 1 else found[0]
     letters = chosen.letters[dims]
     size = f"{chosen.heads['q']} heads, {chosen.seqlen['q']} tokens"
     notes.append(f"layout is not said: {letters} is assumed ({size})")
+    _note_rows(chosen, inputs, notes)
     return chosen
+
+
+def _note_rows(frame: Frame, inputs: Arrays, notes: list[str]) -> None:
+    """Rows that offsets leave out, and rows that look like padding and are none for the offsets."""
+    for side in "qk":
+        first, last = (int(n) for n in frame.offsets[side][[0, -1]])
+        if first:
+            notes.append(f"cu_seqlens_{side} begins at {first}: is a 0 in front missing?")
+        if last < frame.total(side):
+            notes.append(f"cu_seqlens_{side} ends at {last}: {side} has {frame.total(side)} rows")
+    if frame.letters.keys() != {4} or any(name in inputs for name in LENGTHS):
+        return
+    rows = np.any(_ordered(inputs["k"], frame.letters[4]) != 0, axis=(2, 3))
+    lengths = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in rows]
+    if min(lengths, default=0) < frame.seqlen["k"]:
+        notes.append(
+            f"lengths are not said, and k ends in zeros: if padded, save lengths={lengths}"
+        )
 
 
 def _reading(inputs: Arrays, letters: str) -> Frame:
@@ -184,10 +211,13 @@ def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.nd
         expected = (frame.total(side), *allowed_heads[-1:], *(() if width == "none" else (dim,)))
     for form in forms:
         return np.ascontiguousarray(form)
-    hint = ""
+    hint, heads_k = "", frame.heads["k"]
     if side == "k" and frame.heads["q"] != frame.heads["k"] and frame.heads["q"] in array.shape:
         group = frame.heads["q"] // frame.heads["k"]
         hint = f". It has a head for each query head: sum over the {group} heads of a group"
+    elif side == "k" and name not in ("k", "v") and array.ndim > 2:
+        if any(0 < n < heads_k and heads_k % n == 0 for n in array.shape[-3:-1]):
+            hint = ". It has fewer heads than k: save k and v as they were before the repeat"
     raise ValueError(
         f"{name} has shape {array.shape}; it must be {expected}, or that of the batched q with "
         f"batch {frame.batch} and {frame.seqlen[side]} rows each{hint}"

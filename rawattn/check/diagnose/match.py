@@ -21,7 +21,18 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose import bugs_first, bugs_second, bugs_sparse
+from rawattn.check.diagnose import (
+    bugs_first,
+    bugs_lists,
+    bugs_second,
+    bugs_sparse,
+    bugs_tangents,
+    inferred_blocks,
+    inferred_inputs,
+    inferred_keys,
+    inferred_numbers,
+    inferred_terms,
+)
 from rawattn.check.diagnose.engine import (
     NO_BUG,
     OWN_P,
@@ -37,12 +48,17 @@ from rawattn.check.diagnose.structure import by_rows
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 NEAREST = 12  # predictions whose noise is computed, for each tensor
-IN_PAIRS, PARTNERS = 10, 60  # the nearest bugs, which are tried in pairs with the next ones
+IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
+MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
 FOR_RARER, FOR_PAIRS = 8.0, 4.0  # seconds
+TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
+OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
+BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
 FAR = 0.3  # residual of what no rounding explains
 NEAR = 0.05  # residual of a pair that is looked at more closely
 Given = tuple[Floats, Floats] | None
+INFERRED = (inferred_numbers, inferred_inputs, inferred_keys, inferred_blocks, inferred_terms)
 
 
 # ---- precision --------------------------------------------------------------------------------
@@ -77,7 +93,8 @@ _FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, t
 def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
     """The precisions that a right computation on such arrays may have, the finest first."""
     if dtype == np.float64:
-        ratio = float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
+        # twice: what it is compared with is rounded as well
+        ratio = 2 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
         fine = Precision("float64", _FLOAT32, ratio)
         return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
     if dtype == np.float32:
@@ -124,9 +141,14 @@ def defined(question: Question, name: str, right: Floats) -> np.ndarray:
 
 
 def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
-    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike."""
+    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
+
+    A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
+    """
     a, b = found[rows], wanted[rows]
     same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if a.shape[-1] > 1:
+        same |= ~np.isfinite(a) & ~np.isfinite(b)
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0.0, a - b)
     return np.where(np.isnan(difference), np.inf, difference)
@@ -205,7 +227,11 @@ class Prediction:
 def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     """All bugs that a stage may have, in the order of preference where they look alike."""
     if question.sparse:
-        found = [*bugs_sparse.bugs(question), *bugs_first.bugs_anywhere(question)]
+        found = [
+            *bugs_sparse.bugs(question),
+            *bugs_lists.bugs(question),
+            *bugs_first.bugs_anywhere(question),
+        ]
     else:
         found = list(bugs_first.bugs(question))
     if stage in ("second", "jvp"):
@@ -215,7 +241,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
         wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
-        found = [*bugs_second.bugs(question), *wide]
+        found = [*bugs_second.bugs(question), *bugs_tangents.bugs(question), *wide]
         if stage == "second":  # kernels that make ddout's row term of the out that they are given
             by_out = {"tO": bugs_second.by_given_out}
             found += [
@@ -270,9 +296,10 @@ def rarer_predictions(
     if stage in ("forward", "jvp"):
         return
     source, given = _given(question, answers, stage)
+    wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
-        if bug is NO_BUG and given is not None:
-            results = solve(question, stage)
+        if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
+            results = solve(question, stage, bug)
             yield Prediction(bug, stage, "the right out and lse", None, results)
         if not _of_scores(bug):
             continue
@@ -285,6 +312,17 @@ def rarer_predictions(
             own = _with_own_softmax(bug)
             results = solve(question, stage, own, given=given)
             yield Prediction(own, stage, source, given, results)
+
+
+def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
+    """Whether an out and lse are other numbers than the right ones, by more than rounding."""
+    right = solve(question, "forward")
+    for name, array in zip(("out", "lse"), given, strict=True):
+        found, wanted = (by_rows(name, x) for x in (array, right[name]))
+        rows = defined(question, name, right[name])
+        if relative_residual(found, wanted, rows) > 16 * eps_of(question.q):
+            return True
+    return False
 
 
 class Explained(NamedTuple):
@@ -307,7 +345,8 @@ class Explained(NamedTuple):
 class StageVerdict:
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
     wrong tensors together or for some. ``null``: how the right computation fits.
-    ``unexplained``: wrong tensors that nothing fits."""
+    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
+    stage for which its right tensors are right."""
 
     stage: str
     precision: str
@@ -316,6 +355,7 @@ class StageVerdict:
     explained: tuple[Explained, ...]
     unexplained: tuple[str, ...]
     null: dict[str, Fit]
+    source: str = ""
 
     @property
     def sound(self) -> bool:
@@ -325,8 +365,8 @@ class StageVerdict:
 class _Stage:
     """The fits of one stage, computed when they are asked for."""
 
-    def __init__(self, question: Question, answers: Answers, stage: str) -> None:
-        self.question, self.stage = question, stage
+    def __init__(self, question: Question, answers: Answers, stage: str, until: float) -> None:
+        self.question, self.stage, self.until = question, stage, until
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.answers = answers
         self.rights = [
@@ -335,11 +375,16 @@ class _Stage:
         ]
         self.usual: list[Prediction] = []
         self.rarer: list[Prediction] = []
+        self.inferred: list[Prediction] | None = None
         truth = self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
-        self.rows = {n: defined(question, n, truth[n]) for n in self.tensors}
+        right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
+        self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
+        self.telling = {name for name in self.tensors if self._tells(name)}
+        self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
+        self.mended: dict[Prediction, float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
     def guesses(self, every: bool) -> list[Prediction]:
@@ -347,11 +392,56 @@ class _Stage:
         bugs = catalogue(self.question, self.stage) if not self.usual or every else ()
         if not self.usual:
             self.usual = predictions(self.question, self.answers, self.stage, bugs)
+        if every and self.inferred is None:
+            self.inferred = self._inferred() if time.perf_counter() < self.until else []
         if every and not self.rarer:
-            until = time.perf_counter() + FOR_RARER
+            until = min(self.until, time.perf_counter() + FOR_RARER)
             rarer = rarer_predictions(self.question, self.answers, self.stage, bugs)
             self.rarer = list(itertools.takewhile(lambda _: time.perf_counter() < until, rarer))
-        return self.usual + self.rarer
+        return self.usual + (self.inferred or []) + self.rarer
+
+    def _inferred(self) -> list[Prediction]:
+        """Predictions with the bugs that the answers themselves tell."""
+        bugs = [
+            bug
+            for of in INFERRED
+            for bug in of.bugs(self.question, self.answers, self.stage)
+            if self.stage in bug.stages
+        ]
+        of = (self.question, self.answers, self.stage, bugs)
+        return [*predictions(*of), *rarer_predictions(*of)]
+
+    def _tells(self, name: str) -> bool:
+        """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
+        found = by_rows(name, self.found[name])[self.rows[name]]
+        with np.errstate(invalid="ignore"):
+            told = (np.isfinite(found) & (found != 0)).any(axis=1)
+        return bool(told.size and told.mean() > TELLING)
+
+    def leaves(self, guess: Prediction, names: set[str]) -> bool:
+        """Whether a bug of a stage with one kernel does nothing to these tensors, which it does not
+        explain, or what is there as far as it is finite; kernels of backward stages may have it
+        each for itself."""
+        if self.stage not in ("forward", "jvp"):
+            return True
+        right = self.rights[0].answers
+        return all(
+            np.allclose(guess.answers[name], right[name], equal_nan=True)
+            or self._finite_part(guess, name) < FAR
+            for name in names
+        )
+
+    def _finite_part(self, guess: Prediction, name: str) -> float:
+        """The residual in rows that are finite, of both."""
+        a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
+        finite = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
+        return relative_residual(a, b, finite) if finite.any() else math.inf
+
+    def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
+        """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
+        told = [one for one in explained if self.telling & set(one.fits)]
+        zeros = [one for one in explained if one not in told]
+        return told + (zeros if len({one.name for one in zeros}) <= OF_ZEROS else [])
 
     def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:
         key = (prediction, precision.name)
@@ -385,12 +475,31 @@ class _Stage:
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
 
+    def mends(self, prediction: Prediction) -> float:
+        """Share of the rows that are wrong which agree with a prediction."""
+        if prediction not in self.mended:
+            shares = []
+            for name in self.tensors:
+                wrong = ~self._agree(self.rights[0], name)
+                if wrong.any():
+                    shares.append(float(self._agree(prediction, name)[wrong].mean()))
+            self.mended[prediction] = float(np.mean(shares)) if shares else 0.0
+        return self.mended[prediction]
+
+    def _agree(self, prediction: Prediction, name: str) -> np.ndarray:
+        a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
+        if a.shape != b.shape:
+            return np.zeros(int(self.rows[name].sum()), dtype=bool)
+        error = np.abs(residual(a, b, self.rows[name])).max(axis=1, initial=0)
+        size = np.abs(_finite(b[self.rows[name]])).max(axis=1, initial=0)
+        return np.asarray(error <= max(1e-3, 8 * eps_of(self.found[name])) * size)
+
     def right_at(self, precision: Precision) -> dict[str, Fit]:
         """The best fit of the right computation, by tensor."""
         best = {}
         for name in self.tensors:
-            fits = [self.fit(right, name, precision) for right in self.rights]
-            best[name] = min(fits, key=lambda f: (not f.good, f.rms))
+            fits = [(self.fit(right, name, precision), right.source) for right in self.rights]
+            best[name], self.sources[name] = min(fits, key=lambda f: (not f[0].good, f[0].rms))
         return best
 
 
@@ -399,12 +508,23 @@ def good(fits: dict[str, Fit]) -> tuple[str, ...]:
     return tuple(name for name in fits if fits[name].good)
 
 
-def judge_stage(question: Question, answers: Answers, stage: str) -> StageVerdict | None:
-    """What is wrong with a stage; None where there is nothing of it."""
-    work = _Stage(question, answers, stage)
+def judge_stage(
+    question: Question, answers: Answers, stage: str, *, until: float = math.inf
+) -> StageVerdict | None:
+    """What is wrong with a stage; None where there is nothing of it.
+
+    From ``until`` on, by time.perf_counter(), only the usual bugs are tried.
+    """
+    work = _Stage(question, answers, stage, until)
     if not work.tensors:
         return None
-    steps = ladder(question.dtype)
+    verdict = _verdict(work, ladder(question.dtype))
+    sources = {work.sources[name] for name in verdict.right}
+    return replace(verdict, source=sources.pop() if len(sources) == 1 else "")
+
+
+def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
+    stage = work.stage
     first: dict[str, Fit] = {}
     best: StageVerdict | None = None
     for precision in steps:
@@ -450,7 +570,9 @@ def _explain(
         near += [guess for guess in ranked[:NEAREST] if work.relative(guess, name) < FAR]
     whole_first = sorted(guesses, key=lambda guess: sum(_distances(work, guess)))
     near += [guess for guess in whole_first[:NEAREST] if max(_distances(work, guess)) < FAR]
-    whole, parts = [], []
+    null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
+    whole: list[Explained] = []
+    parts: list[Explained] = []
     for guess in dict.fromkeys(near):
         fits = {
             name: work.fit(guess, name, precision)
@@ -458,11 +580,16 @@ def _explain(
             if work.relative(guess, name) < FAR
         }
         fitting = good(fits)
-        if len(fitting) == len(work.tensors):
+        explained = tuple(
+            name
+            for name in wrong
+            if name in fitting and work.relative(guess, name) < BETTER * null_of[name]
+        )
+        if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
-        elif set(fitting) & set(wrong):
-            explained = tuple(name for name in fitting if name in wrong)
+        elif explained and work.leaves(guess, set(wrong) - set(explained)):
             parts.append(Explained(guess, explained, fits))
+    whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
     if whole:
         whole.sort(key=lambda e: e.rms)
@@ -490,24 +617,33 @@ def _distances(work: _Stage, guess: Prediction) -> list[float]:
 
 
 def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
-    """Two bugs at once, where all tensors come near."""
+    """Two bugs at once, where all tensors come near.
+
+    One of two is a bug that leaves less than the right computation does, or that sets some rows
+    (of a head, of a sequence) right.
+    """
 
     def total(guess: Prediction) -> float:
         # how much is wrong still, tensor by tensor; a bug that does harm to one may be half of two
         return sum(min(distance, 2.0) for distance in _distances(work, guess))
 
-    ranked = sorted(guesses, key=total)
-    if not ranked or total(ranked[0]) > HELPS * total(work.rights[0]):
-        return []
-    bugs = list({id(guess.bug): guess.bug for guess in ranked}.values())
+    nearest, mended = sorted(guesses, key=total), sorted(guesses, key=lambda g: -work.mends(g))
+    most = HELPS * total(work.rights[0])
+    first = [guess for guess in nearest[:IN_PAIRS] if total(guess) < most]
+    first += [guess for guess in mended[:IN_PAIRS] if work.mends(guess) > MENDED]
+    second = first + nearest[:PARTNERS] + [g for g in mended[:PARTNERS] if work.mends(g) > MENDED]
+    bugs, others = (list({id(g.bug): g.bug for g in some}.values()) for some in (first, second))
     found: list[Prediction] = []
-    until = time.perf_counter() + FOR_PAIRS
-    for i, j in itertools.combinations(range(min(len(bugs), PARTNERS)), 2):
-        if i >= IN_PAIRS or bugs[i].name == bugs[j].name:
+    until = min(work.until, time.perf_counter() + FOR_PAIRS)
+    tried: set[frozenset[int]] = set()
+    for one, other in itertools.product(bugs, others):
+        pair = frozenset((id(one), id(other)))
+        if one.name == other.name or pair in tried:
             continue
-        orders = [(bugs[i], bugs[j])]
-        if bugs[i].see is not None and bugs[j].see is not None:
-            orders.append((bugs[j], bugs[i]))
+        tried.add(pair)
+        orders = [(one, other)]
+        if one.see is not None and other.see is not None:
+            orders.append((other, one))
         both = [b for b in itertools.starmap(together, orders) if b and work.stage in b.stages]
         for guess in predictions(work.question, work.answers, work.stage, both):
             if all(work.relative(guess, name) < NEAR for name in work.tensors):
@@ -524,4 +660,4 @@ def _fitting(work: _Stage, guesses: Sequence[Prediction], precision: Precision) 
         fits = {name: work.fit(guess, name, precision) for name in work.tensors}
         if all(one.good for one in fits.values()):
             found.append(Explained(guess, work.tensors, fits))
-    return sorted(found, key=lambda e: e.rms)
+    return sorted(work.telling_ones(found), key=lambda e: e.rms)

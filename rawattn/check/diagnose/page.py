@@ -8,7 +8,8 @@ sheet alone, once for light and once for dark screens; every colour has a word o
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import count, pairwise
 from typing import TypeVar
@@ -17,6 +18,8 @@ import numpy as np
 
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
 from rawattn.check.diagnose.question import STAGES
+from rawattn.check.diagnose.structure import alike, off
+from rawattn.check.diagnose.words import readable
 
 ARRAYS = {"q", "k", "v", "dout", "dlse", *(name for names in STAGES.values() for name in names)}
 Item = TypeVar("Item")
@@ -154,20 +157,21 @@ details { margin: .4rem 0; } summary { cursor: pointer; font-size: .92rem; paddi
 """
 
 
-def page(diagnosis: Diagnosis, *, predicted: Curves | None = None) -> str:
+def page(diagnosis: Diagnosis, *, predicted: Curves | None = None, full: bool = False) -> str:
     """The page as HTML text; to be written as UTF-8.
 
     predicted: curves that a bug predicts for the slopes by sequence; each has a slope for every
-    sequence in order, and stands in every chart.
+    sequence in order, and stands in every chart. full: slopes of parts that say nothing too.
     """
     verdict, tone = _verdict(diagnosis)
+    levels = diagnosis.levels if full else _telling(diagnosis.levels)
     sections = (
         _opening(diagnosis, verdict, tone),
         *(_finding(finding) for finding in diagnosis.findings),
         _maps(diagnosis.maps),
-        _charts([level for level in diagnosis.levels if level.level == "sequence"], predicted),
+        _charts([level for level in levels if level.level == "sequence"], predicted),
         _ladder(diagnosis.checks),
-        _slopes(diagnosis.levels),
+        _slopes(levels if full else _merged(levels)),
         _section("What was compared", _list(diagnosis.facts)) if diagnosis.facts else "",
     )
     title = ": ".join(part for part in (diagnosis.title, verdict) if part)
@@ -239,7 +243,7 @@ def _finding(finding: Finding) -> str:
         ("Where", _text(finding.where)),
         ("Look at", _text(finding.look_at)),
         ("Confidence", confidence),
-        ("Evidence", _list(finding.evidence)),
+        ("Evidence", _list(tuple(dict.fromkeys(finding.evidence)))),
         ("Looks the same", _list(finding.alternatives)),
         ("Class", f"<code>{_text(finding.bug)}</code>"),
     )
@@ -341,20 +345,29 @@ def _worst(values: np.ndarray, given: Map, starts: list[int]) -> str:
     if not there:
         return "No data."
     row, column = np.unravel_index(int(np.nanargmax(values)), values.shape)
-    place = f"{given.rows} {row}, {given.columns} {column}"
+    place = f"{_numbered(given.rows, int(row))}, {_numbered(given.columns, int(column))}"
     sequence = bisect_right(starts, int(row)) - 1
     if len(starts) > 1 and sequence >= 0:
-        place += f" (row {int(row) - starts[sequence]} of sequence {sequence})"
+        within = _numbered(given.rows, int(row) - starts[sequence])
+        place += f", which is {within} of sequence {sequence}"
     above = int(np.count_nonzero(values > 0))
     most = f"Largest error: {_times(float(values[row, column]))}, at {place}."
     return _text(f"{most} Above what is allowed: {above:,} of {there:,}.")
 
 
+def _numbered(what: str, index: int) -> str:
+    """ "token 7", and of "line of 3 tokens" "line 7"."""
+    return f"{what.partition(' of ')[0]} {index}"
+
+
 def _times(power: float) -> str:
     if power == math.inf:
         return "infinite"
-    number = f"10^{power:.1f}" if power > 5 else format(10.0**power, ",.0f" if power > 2 else ".2g")
-    return f"{number} times the allowed one"
+    if power > 9:
+        return f"10^{power:.0f} times the allowed one"
+    if power < 2:
+        return f"{10**power:.2g} times the allowed one"
+    return f"{round(10**power, 2 - math.floor(power)):,.0f} times the allowed one"
 
 
 def _edges(
@@ -611,11 +624,12 @@ def _ladder(checks: Sequence[Check]) -> str:
 def _rung(check: Check) -> str:
     tone = VERDICTS.get(check.verdict, "none")
     verdict = "no data" if check.verdict == "-" else check.verdict
-    where = f'<span class="where">{_text(check.where)}</span>' if check.where else ""
+    place = check.place
+    where = f'<span class="where">{_text(place)}</span>' if place else ""
     return (
         f'<tr><td class="mark {tone}">{_text(verdict)}</td><th scope="row">{_text(check.name)}</th>'
-        f'<td class="words">{_text(check.text)}{where}</td>{_cell(check.value, ".1e")}'
-        f'{_cell(check.allowed, ".1e")}<td class="rung {tone}">{_gauge(check)}</td></tr>\n'
+        f'<td class="words">{_text(check.text)}{where}</td>{_cell(readable(check.value))}'
+        f'{_cell(readable(check.allowed))}<td class="rung {tone}">{_gauge(check)}</td></tr>\n'
     )
 
 
@@ -632,6 +646,37 @@ def _gauge(check: Check) -> str:
         f'<path class="limit" d="M52 1V11"/><circle cx="{52 + 12.5 * decades:.1f}" cy="6" r="3.2"/>'
         "</svg>"
     )
+
+
+def _by_tensor_and_kind(levels: Sequence[Level]) -> Iterator[tuple[Level | None, list[Level]]]:
+    """The levels of one tensor and kind together, with the one of the whole tensor."""
+    whole = {level.tensor: level for level in reversed(levels) if level.level == "all"}
+    groups: dict[tuple[str, str], list[Level]] = {}
+    for level in levels:
+        groups.setdefault((level.tensor, level.level), []).append(level)
+    for (tensor, kind), group in groups.items():
+        yield (None if kind == "all" else whole.get(tensor)), group
+
+
+def _telling(levels: Sequence[Level]) -> list[Level]:
+    """Without the parts of tensors that agree as a whole and in each of these parts."""
+    return [
+        level
+        for whole, group in _by_tensor_and_kind(levels)
+        if whole is None or off(whole) or not alike(group, whole)
+        for level in group
+    ]
+
+
+def _merged(levels: Sequence[Level]) -> list[Level]:
+    """One line for parts that all say what their whole says."""
+    merged: list[Level] = []
+    for whole, group in _by_tensor_and_kind(levels):
+        if whole is None or len(group) == 1 or not alike(group, whole):
+            merged += group
+        else:
+            merged.append(replace(whole, level=group[0].level, key=f"all {len(group)} alike"))
+    return merged
 
 
 def _slopes(levels: Sequence[Level]) -> str:
@@ -669,8 +714,8 @@ def _slopes(levels: Sequence[Level]) -> str:
 def _slope(level: Level) -> str:
     return (
         f'<tr><th scope="row">{_text(level.tensor)}</th><td>{_text(level.key or level.level)}</td>'
-        f"{_cell(level.slope, '.5g')}{_cell(level.residual, '.1e')}{_cell(level.error, '.1e')}"
-        "</tr>\n"
+        f"{_cell(readable(level.slope, '.5g'))}{_cell(readable(level.residual, '.1%'))}"
+        f"{_cell(readable(level.error))}</tr>\n"
     )
 
 
@@ -713,10 +758,7 @@ def _list(items: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{_text(item)}</li>' for item in items)}</ul>"
 
 
-def _cell(value: float, form: str) -> str:
-    shown = (
-        format(value, form) if math.isfinite(value) else "-" if math.isnan(value) else f"{value}"
-    )
+def _cell(shown: str) -> str:
     return f'<td class="number">{shown}</td>'
 
 

@@ -21,7 +21,7 @@ from rawattn.check.diagnose.printed_rows import Log, causal_of, identities, what
 from rawattn.check.diagnose.printed_rules import differs
 from rawattn.check.diagnose.printed_tensor import SIXTEEN_BIT, Number, Printed
 from rawattn.check.diagnose.printed_text import read_log
-from rawattn.check.diagnose.printed_words import finding_of
+from rawattn.check.diagnose.printed_words import counted, finding_of
 
 RANKS = ("proved", "high", "medium", "low")
 
@@ -63,8 +63,9 @@ def explain_log(
     if not findings and not pairs and all(check.verdict != "pass" for check in checks):
         findings += _nothing(printed, figures, facts)
     alone = [p.title for p in printed if p.start not in _compared(pairs)]
-    counts = f"{len(printed)} printed tensors, {len(figures)} numbers; {len(pairs)} pairs compared"
-    facts = [counts, *facts]
+    figures_too = f" and {counted(len(figures), 'number')}" if figures else ""
+    tensors, compared_ = counted(len(printed), "printed tensor"), counted(len(pairs), "pair")
+    facts = [f"{tensors}{figures_too}; {compared_} compared", *facts]
     if alone:
         facts.append("without a partner to compare with: " + ", ".join(dict.fromkeys(alone)))
     if log.lengths:
@@ -98,15 +99,25 @@ def _compared(pairs: Iterable[Pair]) -> set[int]:
 
 
 def _levels(pair: Pair) -> Iterator[Level]:
-    """Slopes of the first side over the second, of all and of every printed row."""
-    parts: list[tuple[str, str, tuple[int, ...]]] = [("all", "printed entries", ())]
+    """Slopes of the first side over the second, of all and of every printed row; where a mask is
+    evident, of the entries that it leaves, and then the error of the others."""
+    parts: list[tuple[str, str, tuple[int, ...]]] = [("all", "", ())]
     if len(pair.rows) <= 64:
         parts += [("row", label, index) for label, index in pair.rows]
-    for level, key, index in parts:
-        fit = pair.fit(index)
+    seen = np.ones(pair.finite.shape, dtype=np.bool_)
+    if pair.masked and pair.visible is not None:
+        seen = pair.visible
+    for level, label, index in parts:
+        chosen = np.zeros_like(seen)
+        chosen[index] = seen[index]
+        fit = pair.fit(chosen)
         slope, residual = (fit.slope, fit.residual) if fit else (math.nan, math.nan)
-        error = float(pair.difference[index].max(initial=0.0))
+        error = float(pair.difference[chosen].max(initial=0.0))
+        key = label or ("printed entries" if seen.all() else "visible entries")
         yield Level(pair.title, level, key, slope, residual, error)
+        masked = float(pair.difference[~seen].max(initial=0.0))
+        if level == "all" and masked:
+            yield Level(pair.title, level, "masked entries", math.nan, math.nan, masked)
 
 
 def _judged(pairs: Sequence[Pair], log: Log) -> tuple[list[Finding], list[str]]:

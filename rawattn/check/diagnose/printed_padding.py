@@ -86,7 +86,7 @@ def _padded(pair: Pair, side: str, ratio: float, error: float, log: Log) -> Find
         f"1/9: {abs(expected[n] - ratio) / error:.1f} standard errors from the measured "
         f"{ratio:.4g}, which asks for m = {implied[n]:.4g}",
         f"{plain:.0f}, such as a count of heads or sequences, lies {gap:.1f} standard errors away; "
-        f"{longest}/{n} = {longest / n:.4g}, as of a cotangent on rows of padding, {rest:.0f}",
+        f"{longest}/{n} = {longest / n:.4g}, as a cotangent on rows of padding gives, {rest:.0f}",
         _curve(log.lengths, UNIT_SCORES if hits else implied[n]),
         f"{side} has the smaller values: it is the side that attends to padding",
     ]

@@ -102,6 +102,38 @@ class Pair:
         alike = self.within(self.noise * entry).all()
         return bool(alike) and spread <= factor * self.noise * self.size
 
+    @cached_property
+    def visible(self) -> Flags | None:
+        """Which printed entries a causal mask allows; matrices elided alike are taken as square."""
+        if self.a.values.ndim < 2:
+            return None
+        rows, columns = self.a.places[-2:]
+        size_rows, size_columns = self.a.sizes[-2:]
+        if size_rows is not None and size_columns is not None:
+            shown = columns <= rows[:, None] + size_columns - size_rows
+        elif size_rows is None and size_columns is None and np.array_equal(rows, columns):
+            order = np.arange(rows.size)
+            shown = order <= order[:, None]
+        else:
+            return None
+        return np.asarray(np.broadcast_to(shown, self.a.values.shape))
+
+    @cached_property
+    def hidden(self) -> tuple[float, float] | None:
+        """The largest entry of each side where a causal mask would give 0; None where it may not,
+        or nothing tells where it would."""
+        if self.kind not in ("dS", "P") or self.causal is False or self.visible is None:
+            return None
+        above = ~self.visible
+        one, other = (float(np.abs(p.values[above]).max(initial=0.0)) for p in (self.a, self.b))
+        return one, other
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask is evident: one side at least is 0 where a causal one hides the key."""
+        sides = zip((self.a, self.b), self.hidden or (), strict=False)
+        return any(hidden <= 2 * p.units.max() for p, hidden in sides)
+
     def fit(self, where: Flags | tuple[int, ...] = ()) -> Fit | None:
         """None where one side is zero or little more than the last printed digit."""
         chosen = self.finite[where]

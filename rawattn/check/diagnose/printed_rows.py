@@ -10,7 +10,7 @@ from rawattn.check.diagnose.findings import Check
 from rawattn.check.diagnose.printed_pairs import Pair
 from rawattn.check.diagnose.printed_tensor import SIXTEEN_BIT, Flags, Float64, Printed
 from rawattn.check.diagnose.printed_text import printed_shapes
-from rawattn.check.diagnose.printed_words import few, listed, small
+from rawattn.check.diagnose.printed_words import listed, rows_named, small
 
 PART_WORDS = frozenset({"tile", "block", "partial", "chunk", "slice", "sub"})
 DTYPE_WORDS = {
@@ -58,7 +58,7 @@ class Rows:
     def evidence(self) -> tuple[str, str]:
         title, left = self.printed.title, np.abs(self.inside)
         return (
-            f"rows of {title} must sum to 0 and sum to {listed(self.sums.ravel())} (rounding "
+            f"rows of {title} must sum to 0, but sum to {listed(self.sums.ravel())} (rounding "
             f"excuses {self.allowed.max():.1g})",
             f"{title}: each row up to the diagonal does sum to 0 (off by {small(left.max())} at "
             f"most, by {small(left[:, 0].max())} in the first row, which sees one key): D is that "
@@ -68,7 +68,7 @@ class Rows:
     @property
     def where(self) -> str:
         wrong = np.unique(np.nonzero(np.abs(self.sums) > self.allowed)[1])
-        return f"{self.printed.title}, rows {few([str(row) for row in wrong])}"
+        return f"{self.printed.title}, {rows_named([str(row) for row in wrong])}"
 
 
 def rows_of(printed: Printed) -> Rows | None:

@@ -12,7 +12,7 @@ from rawattn.check.diagnose.printed_padding import constant_factor
 from rawattn.check.diagnose.printed_pairs import CONSTANT, Fit, Pair
 from rawattn.check.diagnose.printed_rows import Log, Rows, first_row
 from rawattn.check.diagnose.printed_tensor import Flags
-from rawattn.check.diagnose.printed_words import few, finding_of, listed
+from rawattn.check.diagnose.printed_words import few, finding_of, listed, rows_named
 
 
 def differs(pair: Pair, log: Log) -> Finding:
@@ -31,7 +31,7 @@ def _not_finite(pair: Pair) -> Finding | None:
     worse = int(broken[1].sum() > broken[0].sum())
     title = (pair.a, pair.b)[worse].title
     rows = [label for label, index in pair.rows if broken[worse][index].any()]
-    where = f"{title}, rows {few(rows)}" if rows else title
+    where = f"{title}, {rows_named(rows)}" if rows else title
     count = f"{broken[worse].sum()} printed entries of {title} are NaN or infinite"
     return finding_of(
         pair.sides[worse],
@@ -48,18 +48,17 @@ def _not_finite(pair: Pair) -> Finding | None:
 
 def _unmasked(pair: Pair, log: Log) -> Finding | None:
     """One side masks dS (or P), the other one does not."""
-    inside = _visible_places(pair)
-    if pair.kind not in ("dS", "P") or pair.causal is False or inside is None:
+    inside, hidden = pair.visible, pair.hidden
+    if inside is None or hidden is None or not pair.masked:
         return None
-    outside = [float(np.abs(p.values[~inside]).max(initial=0.0)) for p in (pair.a, pair.b)]
-    bad = int(outside[1] > outside[0])
+    bad = int(hidden[1] > hidden[0])
     p, other = (pair.b, pair.a) if bad else (pair.a, pair.b)
-    if outside[1 - bad] > 2 * other.units.max() or outside[bad] <= 2 * p.units.max():
+    if hidden[bad] <= 2 * p.units.max():
         return None
     side, own, right = pair.sides[bad], log.rows.get(p.start), log.rows.get(other.start)
     shares, about_shares = _shares(pair, inside, bad)
     evidence = [
-        f"{p.title} above the diagonal: up to {outside[bad]:.3g}, where masked keys must give 0; "
+        f"{p.title} above the diagonal: up to {hidden[bad]:.3g}, where masked keys must give 0; "
         f"{other.title}: 0",
         *about_shares,
     ]
@@ -96,22 +95,6 @@ def _unmasked(pair: Pair, log: Log) -> Finding | None:
     )
 
 
-def _visible_places(pair: Pair) -> Flags | None:
-    """Which printed entries a causal mask allows; matrices elided alike are taken as square."""
-    if pair.a.values.ndim < 2:
-        return None
-    rows, columns = pair.a.places[-2:]
-    size_rows, size_columns = pair.a.sizes[-2:]
-    if size_rows is not None and size_columns is not None:
-        shown = columns <= rows[:, None] + size_columns - size_rows
-    elif size_rows is None and size_columns is None and np.array_equal(rows, columns):
-        order = np.arange(rows.size)
-        shown = order <= order[:, None]
-    else:
-        return None
-    return np.asarray(np.broadcast_to(shown, pair.a.values.shape))
-
-
 def _shares(pair: Pair, inside: Flags, bad: int) -> tuple[bool, list[str]]:
     """The unmasked side over the other one on visible keys, by row: a constant where only the
     denominator of P differs, and 1 in the row that sees all."""
@@ -126,7 +109,7 @@ def _shares(pair: Pair, inside: Flags, bad: int) -> tuple[bool, list[str]]:
     if not ratios or not constant:
         return False, []
     names = " / ".join((pair.b.title, pair.a.title) if bad else (pair.a.title, pair.b.title))
-    words = f"{names} on the visible entries is constant in each row: {listed(ratios, 3)}"
+    words = f"{names} on the visible entries is constant in each row ({listed(ratios, 3)})"
     if all(abs(ratio - 1) <= CONSTANT for ratio in ratios):
         return True, [f"{words}: P = exp(S - lse) with the masked lse, but without the mask"]
     if max(ratios) <= 1 + CONSTANT and abs(ratios[-1] - 1) <= CONSTANT:
@@ -233,7 +216,8 @@ def _structure(pair: Pair, fit: Fit | None, log: Log) -> Finding:
     equal = [label for label, index in pair.rows if alike[index].all()]
     unlike = [label for label, index in pair.rows if not alike[index].all()]
     if equal:
-        evidence.append(f"rows that agree: {few(equal)}; that do not: {few(unlike)}")
+        differ = f"different in {rows_named(unlike)}"
+        evidence.append(f"{pair.title}: equal in {rows_named(equal)}, {differ}")
     elif fit is not None:
         evidence.append(f"no constant factor: a slope of {fit.slope:.3g} leaves {fit.residual:.0%}")
     firsts = [first_row(p) for p in (pair.a, pair.b)]
@@ -251,7 +235,7 @@ def _structure(pair: Pair, fit: Fit | None, log: Log) -> Finding:
     return finding_of(
         side,
         "unknown",
-        f"{pair.title}, rows {few(unlike)}" if unlike else pair.title,
+        f"{pair.title}, {rows_named(unlike)}" if unlike else pair.title,
         "low",
         evidence,
         alternatives,

@@ -30,5 +30,13 @@ def small(value: float) -> str:
     return "0" if value < 1e-12 else f"{value:.1g}"
 
 
+def rows_named(labels: Sequence[str]) -> str:
+    return f"row{'' if len(labels) == 1 else 's'} {few(labels)}"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
 def few(words: Sequence[str]) -> str:
     return ", ".join(words[:12]) + (f" and {len(words) - 12} more" if len(words) > 12 else "")

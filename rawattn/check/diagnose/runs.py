@@ -1,7 +1,8 @@
 """Identities between runs: what a function answers to questions that differ in one thing.
 
-I1, I7 to I12 of ``invariants``. Only where a changed input is rounded again, or a result has to be
-a certain number, is there room for more than another order of summation. Long by their list.
+"I1 out" and I7 to I12 of ``invariants``. Only where a changed input is rounded again, or a result
+has to be a certain number, is there room for more than another order of summation. Long by their
+list.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from rawattn.check.transfer import Array
 Call = Callable[[Question], Answers]
 
 TEXTS = {
-    "I1": "out is 1 where v is 1",
+    "I1 out": "out is 1 where v is 1",
     "I7": "moving all keys of a sequence by one vector moves lse alone",
     "I8": "the sequences in another order give the same",
     "I9": "other numbers in the neighbours change nothing",
@@ -48,7 +49,7 @@ class Runs:
 
     def checks(self) -> Iterator[Check]:
         tests = (
-            *(("I1", self.ones), ("I7", self.moved_keys), ("I8", self.other_order)),
+            *(("I1 out", self.ones), ("I7", self.moved_keys), ("I8", self.other_order)),
             *(("I9", self.other_neighbours), ("I10", self.symmetry)),
             *(("I11", self.scaled), ("I12", self.again)),
         )
@@ -72,10 +73,10 @@ class Runs:
 
     def ones(self) -> Check:
         if why := self.first.lacks("out"):
-            return self.missing("I1", why)
+            return self.missing("I1 out", why)
         one = self.run(v=np.ones_like(self.question.v))
         off, size = one.answers["out"] - 1.0, np.full_like(one.answers["out"], np.inf)
-        return one.rows("I1", TEXTS["I1"], off, one.noise["mass"], size, one.alive)
+        return one.rows("I1 out", TEXTS["I1 out"], off, one.noise["mass"], size, one.alive)
 
     def moved_keys(self) -> Check:
         """The keys are rounded once more after they moved, as the noise of the new ones allows."""

@@ -17,6 +17,7 @@ from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, 
 
 TILES = (16, 32, 64, 128)
 FEW = 5  # rows and tiles that have levels of their own
+CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 PATTERNS = 3  # sentences on rows
 COVERED = 0.9  # share of a pattern that must be wrong: a wrong row may be right by chance
 PIXELS = 512  # of a map, at most, each way
@@ -76,6 +77,21 @@ def fit(found: Float64, wanted: Float64) -> tuple[float, float, float]:
     slope = float((x / size_y) @ (y / size_y))
     rest = float(np.linalg.norm(x - slope * y))
     return slope, rest / size_x if size_x else 0.0, error
+
+
+def off(level: Level) -> bool:
+    """Whether more than rounding is between the two sides."""
+    return not (abs(level.slope - 1) < CLOSE and level.residual < CLOSE)
+
+
+def alike(parts: Sequence[Level], whole: Level) -> bool:
+    """Whether ``parts`` say no more than ``whole``: equal but for what it leaves unexplained."""
+    allowed = max(CLOSE, whole.residual / 3)
+    return all(
+        abs(part.slope - whole.slope) <= allowed * max(1.0, abs(whole.slope))
+        and abs(part.residual - whole.residual) <= allowed
+        for part in parts
+    )
 
 
 def slope_by_sequence(
@@ -283,13 +299,17 @@ class _Pattern:
         self.sequences[self.within[self.there]] = True
 
     def sentences(self) -> Iterator[str]:
-        wrong, rows = int(self.bad.sum()), int(self.there.sum()) * self.bad.shape[1]
+        wrong, tokens, heads = int(self.bad.sum()), int(self.there.sum()), self.bad.shape[1]
         if not wrong:
             return
-        if wrong == rows:
-            yield f"every {self.row} is wrong, in every sequence and head"
+        if wrong == tokens * heads:
+            counts = {"sequence": self.sequences.sum(), "head": heads}
+            several = " and ".join(word for word, count in counts.items() if count > 1)
+            there = f", in every {several}" if several else ""
+            yield f"every {self.row} is wrong{there}"
             return
-        yield f"{wrong} of {rows} are wrong ({self.row}s times heads)"
+        product = f" ({tokens} tokens in {heads} {self.head}s)" if heads > 1 else ""
+        yield f"{wrong} of {tokens * heads} {self.row}s are wrong{product}"
         yield from self.heads()
         yield from self.in_sequences()
         yield from self.rows()
@@ -301,7 +321,7 @@ class _Pattern:
             return
         facts: dict[str, Bools] = {}
         if self.head == "head" and q.group > 1:
-            facts["those whose key/value head is another one by head % num_heads_kv"] = (
+            facts["those that head % num_heads_kv gives another key/value head"] = (
                 heads % q.num_heads_kv != heads // q.group
             )
             facts["all but the first of every group"] = heads % q.group > 0
@@ -319,12 +339,13 @@ class _Pattern:
         lengths = np.array(_lengths(self.question, self.side))
         lengths_q, lengths_k = (np.array(_lengths(self.question, side)) for side in "qk")
         number, first, last = (np.arange(len(bad)), *np.flatnonzero(there)[[0, -1]])
+        begin = np.flatnonzero(bad)[0]
         facts = {
             "all but the longest": lengths_k < lengths_k.max(),
             "those with unequal numbers of queries and keys": lengths_q != lengths_k,
             "all but the first": number > first,
             "all but the last": number < last,
-            f"all from number {np.flatnonzero(bad)[0]} on": number >= np.flatnonzero(bad)[0],
+            f"all from number {begin} on": (number >= begin) & (begin > first + 1),
         }
         for tile in TILES:
             facts[f"those whose length is no multiple of {tile}"] = lengths % tile > 0
@@ -339,36 +360,52 @@ class _Pattern:
         """Which rows, of all sequences or of those that are touched, in the heads that are.
 
         All wrong rows must be in a pattern, and most of its rows wrong. Those with about as few
-        rows as any are told.
+        rows as any are told; texts of the same rows share a sentence.
         """
         wrong = int(self.bad.sum())
         touched = self.there & self.bad_sequences[self.within]
         all_touched = touched[:, None] & self.bad_heads
-        for scope, words in ((self.there, "every sequence"), (touched, "those sequences")):
+        all_sequences = "of every sequence, " if self.sequences.sum() > 1 else ""
+        these = f"of {_those('sequence', self.bad_sequences)}, "
+        for scope, words in ((self.there, all_sequences), (touched, these)):
             whole = scope[:, None] & self.bad_heads
-            matches: list[tuple[int, str]] = []
+            found: list[tuple[Bools, list[str]]] = []
             for text, pattern in self.patterns():
                 mask = pattern & whole
-                size = int(mask.sum())
                 says_nothing = not (all_touched & ~mask).any()
-                if wrong < COVERED * size or says_nothing or (self.bad & ~mask).any():
+                if wrong < COVERED * mask.sum() or says_nothing or (self.bad & ~mask).any():
                     continue
-                share = "" if wrong == size else f" ({wrong} of {size})"
-                matches.append((size, f"of {words}, {text}{share}"))
-            if matches:
-                matches.sort(key=lambda match: match[0])
-                least = matches[0][0]
-                yield from [text for size, text in matches if size <= 1.01 * least][:PATTERNS]
+                known = [texts for other, texts in found if (other == mask).all()]
+                if known:
+                    known[0].append(text)
+                else:
+                    found.append((mask, [text]))
+            if found:
+                found.sort(key=lambda match: int(match[0].sum()))
+                most = 1.01 * found[0][0].sum()
+                few = [match for match in found if match[0].sum() <= most][:PATTERNS]
+                for mask, (text, *others) in few:
+                    yield f"{words}{text}{self.in_brackets(mask, others[: PATTERNS - 1])}"
                 return
-        size = int(all_touched.sum())
-        if wrong >= COVERED * size:
-            share = "" if wrong == size else f" ({wrong} of {size})"
-            restricted = not (self.bad_heads.all() and (touched == self.there).all())
-            yield f"every {self.row} there{share}" if restricted else f"nearly every {self.row}"
+        if wrong >= COVERED * all_touched.sum():
+            those = []
+            if (touched != self.there).any():
+                those.append(_those("sequence", self.bad_sequences))
+            if not self.bad_heads.all():
+                those.append(_those(self.head, self.bad_heads))
+            if those:  # else it would say what the count has said
+                yield f"every {self.row} of {' in '.join(those)}{self.in_brackets(all_touched)}"
             return
         token = int(np.flatnonzero(self.bad.any(axis=1))[0])
         first = f"{self.row} {self.i[token]} of sequence {self.within[token]}"
         yield f"no pattern of rows, tiles or lengths fits; the first wrong one is {first}"
+
+    def in_brackets(self, mask: Bools, others: Sequence[str] = ()) -> str:
+        """How many rows of a pattern are wrong if not all are, and what else these rows are."""
+        wrong, size = int(self.bad.sum()), int(mask.sum())
+        said = [f"{wrong} of {size}"] if wrong < size else []
+        said += [f"here: {', or '.join(others)}"] if others else []
+        return f" ({'; '.join(said)})" if said else ""
 
     def patterns(self) -> Iterator[tuple[str, Bools]]:
         """Sentences that may be true, each with the rows (tokens, 1 or heads) it would be true of.
@@ -384,21 +421,26 @@ class _Pattern:
             yield "the keys that some query sees", reach.seen
         elif reach.count.shape == self.bad.shape:
             yield from self.by_keys(reach)
-        yield f"the first {self.some(at.max() + 1)}", i <= at.max()
-        yield f"the last {self.some(left.max() + 1)}", n - 1 - i <= left.max()
-        if at.min():
+        sizes = np.unique(self.n[self.there])
+        half = sizes[0] / 2 if len(sizes) == 1 else np.inf  # the first 3 are all but the last 17
+        if at.max() < half:
+            yield f"the first {self.some(at.max() + 1)}", i <= at.max()
+        if left.max() < half:
+            yield f"the last {self.some(left.max() + 1)}", n - 1 - i <= left.max()
+        if 0 < at.min() < half:
             yield f"all but the first {self.some(at.min())}", i >= at.min()
-        if left.min():
+        if 0 < left.min() < half:
             yield f"all but the last {self.some(left.min())}", n - 1 - i >= left.min()
         lengths = np.array([0, *_lengths(self.question, self.side)])
         before = lengths[self.within][:, None]
         for tile in TILES:
-            yield f"the last n % {tile} {row}s (n: its length)", i >= n - n % tile
+            yield f"the last n % {tile} of its n {row}s", i >= n - n % tile
             if self.side == "k":
-                text = f"the first keys, as many as its forerunner lacks to a multiple of {tile}"
+                text = f"the first keys, as many as the one before lacks to a multiple of {tile}"
                 yield text, i < -before % tile
-            residues = np.unique(at % tile)
-            if len(residues) <= tile // 2 and self.n.max() > tile:
+            residues, of_half = np.unique(at % tile), np.unique(at % (tile // 2))
+            says_more = tile == TILES[0] or len(residues) < 2 * len(of_half)
+            if says_more and len(residues) <= tile // 2 and self.n.max() > tile:
                 text = f"the {row}s i with i % {tile} in {named('', residues)}"
                 yield text, np.isin(i % tile, residues)
 
@@ -427,6 +469,10 @@ class _Pattern:
         return self.row if number == 1 else f"{number} {self.row}s"
 
 
+def _those(word: str, chosen: Bools) -> str:
+    return f"that {word}" if chosen.sum() == 1 else f"those {word}s"
+
+
 def _only(what: str, facts: Mapping[str, Bools], bad: Bools, there: Bools) -> str:
     """Which places are bad, with the first two facts that hold for them and for no others."""
     same = [fact for fact, mask in facts.items() if ((mask & there) == bad).all()]
@@ -444,10 +490,9 @@ def _token_map(question: Question, tensor: str, picture: Float64) -> Map:
     side = side_of(tensor)
     step = -(-len(picture) // PIXELS)
     head = _head_word(question, tensor, picture.shape[1])
-    rows = "tokens" if step == 1 else f"tokens, {step} to a line"
+    rows = "token" if step == 1 else f"line of {step} tokens"
     starts = tuple(sorted({start // step for start in _starts(question, side)}))
-    caption = f"errors of {tensor} by token and head"
-    return Map(tensor, caption, _pooled(picture, step, 1), rows, f"{head}s", starts)
+    return Map(tensor, "errors by token and head", _pooled(picture, step, 1), rows, head, starts)
 
 
 def _square_map(
@@ -464,10 +509,10 @@ def _square_map(
     steps = [-(-size // PIXELS) for size in error.shape[1:]]
     values = _pooled(_decades(error[head], allowances["dS"]), *steps)
     rows, columns = (
-        what if step == 1 else f"{what}, {step} to a line"
-        for what, step in zip(("queries", "keys"), steps, strict=True)
+        one if step == 1 else f"line of {step} {many}"
+        for one, many, step in zip(("query", "key"), ("queries", "keys"), steps, strict=True)
     )
-    yield Map("dS", f"errors of dS by query and key, head {head}", values, rows, columns)
+    yield Map("dS", f"errors by query and key, head {head}", values, rows, columns)
 
 
 def _pooled(picture: Float64, *steps: int) -> Float64:

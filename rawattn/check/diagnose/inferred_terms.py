@@ -1,0 +1,113 @@
+"""Which terms do the gradients hold? Read off dq, dk and dv, and planted as a bug.
+
+A gradient is a sum of known terms, each with a coefficient of 1: least squares tell those that it
+has. Rows (``inferred_rows``) and pairs of tiles (``inferred_pairs``) are asked for.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from rawattn.check.diagnose import (
+    inferred_deltas,
+    inferred_lists,
+    inferred_masks,
+    inferred_narrow,
+    inferred_online,
+    inferred_pairs,
+    inferred_rows,
+)
+from rawattn.check.diagnose.engine import PROGRAMS, STEPS, Bug, Context, Floats, solve
+from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question
+
+GRADIENTS = {"backward": ("dq", "dk", "dv"), "second": ("gq", "gk", "gv")}
+WRONG = {2: 0.02, 4: 1e-3, 8: 1e-3}  # of the size, by the bytes of the inputs
+
+
+def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+    """Bugs read off the answers of ``stage``; none where nothing can be read."""
+    if not _finite(answers, STAGES[stage]):
+        return
+    contexts = contexts_of(question, answers, stage)
+    if not contexts:
+        return
+    online: list[Bug] = []
+    if stage in ("forward", "jvp"):
+        online = list(inferred_online.bugs(question, answers, stage, contexts))
+    yield from online
+    if stage in ("jvp", "second") and not online:
+        yield from inferred_rows.of_tangents(question, answers, stage, contexts)
+    there = [name for name in GRADIENTS.get(stage, ()) if name in answers]
+    wrong = frozenset(name for name in there if _wrong(question, answers, contexts, name))
+    if not wrong:
+        return
+    if question.sparse:
+        lists = list(inferred_lists.bugs(question, answers, stage, contexts, wrong))
+        yield from lists
+        if lists:
+            return
+    for term in inferred_rows.terms(question, stage, contexts):
+        yield from inferred_rows.bugs_of(question, answers, stage, contexts, term, wrong)
+    if stage == "backward":
+        yield from inferred_deltas.bugs(question, answers, contexts, wrong)
+        yield from inferred_masks.bugs(question, answers, contexts, wrong)
+        yield from inferred_narrow.bugs(question, answers, contexts, wrong)
+    if not question.sparse:
+        yield from inferred_pairs.bugs(question, answers, stage, contexts, wrong)
+
+
+def followed(
+    question: Question, answers: Answers, stage: str, noise: dict[str, float]
+) -> list[inferred_narrow.Followed]:
+    """What the errors of a right backward pass follow; ``noise`` of tensors as ``Fit.rms``."""
+    if stage != "backward" or not _finite(answers, STAGES[stage]):
+        return []
+    contexts = contexts_of(question, answers, stage)
+    return inferred_narrow.followed(question, answers, contexts, noise) if contexts else []
+
+
+def _finite(answers: Answers, names: Iterable[str]) -> bool:
+    """Whether nothing is NaN, and no gradient infinite."""
+    found = [answers[name] for name in names if name in answers]
+    return all(bool((np.isfinite(x) | np.isneginf(x)).all()) for x in found)
+
+
+def contexts_of(question: Question, answers: Answers, stage: str) -> list[Context]:
+    """The views with the right results of all steps, ``right`` by the names of gradients."""
+    found: list[Context] = []
+    last = PROGRAMS[stage][-1]
+
+    def kept(c: Context) -> Floats:
+        found.append(c)
+        return np.asarray(STEPS[last](c))
+
+    solve(
+        question,
+        stage,
+        Bug("", stages=(stage,), steps={last: kept}),
+        given=_given(question, answers),
+    )
+    for c in found:
+        c.right = inferred_rows.right_of(c)
+    return found
+
+
+def _given(question: Question, answers: Answers) -> tuple[Floats, Floats] | None:
+    if question.out is not None and question.lse is not None:
+        return question.out, question.lse
+    if "out" in answers and "lse" in answers:
+        return answers["out"], answers["lse"]
+    return None
+
+
+def _wrong(question: Question, answers: Answers, contexts: list[Context], name: str) -> bool:
+    error, size = 0.0, 0.0
+    for c in contexts:
+        right = c.right[name]
+        if name in OF_KEYS:
+            found = answers[name][c.view.keys, c.view.head_kv]
+        else:
+            found = answers[name][c.view.rows[None], c.view.heads[:, None]]
+        error += float(((found.astype(np.float64) - right) ** 2).sum())
+        size += float((right**2).sum())
+    return bool(np.sqrt(error) > WRONG[question.dtype.itemsize] * np.sqrt(size))
