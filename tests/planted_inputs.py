@@ -44,6 +44,9 @@ class Odd:
     head_of: Callable[[int, Question], int] | None = None  # whose dk and dv a query head adds to
     over_queries: bool = False  # the softmax's derivative
     over_heads: bool = False  # attention between the heads of a token
+    first_masked: bool = False  # the first tile of queries of every tile of keys, and no other
+    lse_by_key: int = 0  # row j % so many of a tile of queries, for key j
+    lost: bool = False  # some tiles of keys in dq
     factors: Mapping[str, Callable[[Question], float]] = field(default_factory=dict)
     stores: Mapping[str, Store] = field(default_factory=dict)
 
@@ -139,6 +142,53 @@ def by_index(index: Callable[[int, int, int], tuple[int, int]], *names: str) -> 
     return change
 
 
+def pages_in_a_row(size: int, *names: str) -> Change:
+    """Pages are given out in turn to the sequences, and every second one of a sequence is taken
+    to be the one after its first."""
+
+    def change(arrays: Arrays, question: Question) -> Arrays:
+        found = dict(arrays)
+        sides = bounds("k", question)
+        table = [
+            (b, first)
+            for first in range(0, max(question.lengths_k), size)
+            for b, (start, stop) in enumerate(sides)
+            if first < stop - start
+        ]
+        for name in names:
+            x, memory = arrays[name], np.zeros((len(table), size, *arrays[name].shape[1:]))
+            for number, (b, first) in enumerate(table):
+                start, stop = sides[b]
+                part = x[start + first : min(start + first + size, stop)]
+                memory[number, : len(part)] = part
+            found[name] = x.copy()
+            for b, first in table:
+                if first // size % 2:
+                    number = min(table.index((b, first - size)) + 1, len(table) - 1)
+                    start, stop = sides[b][0] + first, min(sides[b][0] + first + size, sides[b][1])
+                    found[name][start:stop] = memory[number, : stop - start]
+        return found
+
+    return change
+
+
+def with_strides(name: str, of_head: Callable[[Question], int]) -> Change:
+    """Every head at a multiple of another width."""
+
+    def change(arrays: Arrays, question: Question) -> Arrays:
+        x = arrays[name]
+        tokens, heads, columns = x.shape
+        flat, found = x.ravel(), np.zeros_like(x)
+        for token in range(tokens):
+            for head in range(heads):
+                at = token * heads * columns + head * of_head(question)
+                part = flat[at : at + columns]
+                found[token, head, : len(part)] = part
+        return arrays | {name: found}
+
+    return change
+
+
 def halves_swapped(name: str, bit: int) -> Change:
     """Halves of the columns exchanged in rows that have ``bit``: a swizzle undone wrongly."""
 
@@ -184,6 +234,19 @@ def from_the_end(array: Array, name: str, question: Question) -> Array:
         if pads < stop - start:
             wrong[start : stop - pads] = array[start + pads : stop]
     return wrong
+
+
+def heads_of_groups_apart(array: Array, name: str, question: Question) -> Array:
+    """The i-th query head of a key/value head as head i * num_heads_kv + head_kv."""
+    found = np.zeros_like(array)
+    for head in range(question.num_heads_q):
+        head_kv, i = divmod(head, question.group)
+        to = i * question.num_heads_kv + head_kv
+        if name == "lse":
+            found[to] = array[head]
+        else:
+            found[:, to] = array[:, head]
+    return found
 
 
 def halves_of_columns(array: Array, name: str, question: Question) -> Array:
@@ -244,6 +307,36 @@ PLANTED: tuple[Planted, ...] = (
         ("blocks of 8 by 8 of V", FORWARD, {"in_blocks": 8}, _EVEN),
         ("a swizzle of k", BOTH, {"read": halves_swapped("k", 4)}, {"head_dims": (16, 32, 64)}),
         (
+            "v, heads at multiples of the head_dim of q",
+            BOTH,
+            {"read": with_strides("v", lambda question: question.q.shape[2])},
+            {"head_dims": (32,), "head_dims_v": (64,), "heads_kv": (2, 3)},
+        ),
+        (
+            "q, heads at multiples of the head_dim of v",
+            BOTH,
+            {"read": with_strides("q", lambda question: question.v.shape[2])},
+            {"head_dims": (64,), "head_dims_v": (32,), "heads_kv": (2, 3)},
+        ),
+        (
+            "every second page of 16 keys",
+            FORWARD,
+            {"read": pages_in_a_row(16, "k", "v")},
+            {"lengths": (40, 90), "over": 40, "batch": (2, 3), "masks": ("open",)},
+        ),
+        (
+            "every second page of 32 keys, of values alone, causal",
+            FORWARD,
+            {"read": pages_in_a_row(32, "v")},
+            {
+                "lengths": (60, 110),
+                "over": 64,
+                "batch": (2, 3),
+                "masks": ("causal",),
+                "lengths_k": ("equal",),
+            },
+        ),
+        (
             "heads for tokens",
             FORWARD,
             {"over_heads": True},
@@ -264,6 +357,13 @@ PLANTED: tuple[Planted, ...] = (
             BACKWARD,
             {"read": by_index(lambda h, b, i: (h + 1, b + i), "lse")},
             _HEADS,
+        ),
+        ("lse of a transposed tile", BACKWARD, {"lse_by_key": 32}, {"lengths": (20, 70)}),
+        (
+            "lse of a transposed tile of fewer keys",
+            BACKWARD,
+            {"lse_by_key": 16, "tile_n": 16},
+            {"lengths": (40, 70)},
         ),
         (
             "delta of the first sequence",
@@ -328,6 +428,8 @@ PLANTED: tuple[Planted, ...] = (
     *_planted(
         "transposed",
         ("dq in sequences", BACKWARD, {"stores": {"dq": heads_before_tokens}}, _HEADS),
+        ("lse, heads of groups", FORWARD, {"stores": {"lse": heads_of_groups_apart}}, _HEADS),
+        ("out, heads of groups", FORWARD, {"stores": {"out": heads_of_groups_apart}}, _HEADS),
         ("out padded", FORWARD, {"stores": {"out": padded_heads_before_tokens}}, _HEADS),
         (
             "dv, halves of columns",
@@ -348,6 +450,12 @@ PLANTED: tuple[Planted, ...] = (
     ),
     *_planted(
         "mask-missing-in-backward",
+        (
+            "the first tile of 16 queries masked, of 32 keys",
+            BACKWARD,
+            {"first_masked": True, "tile_m": 16},
+            {"masks": ("causal",), "lengths": (40, 90), "over": 40},
+        ),
         ("in tiles of 32", BACKWARD, {"masked": False}, {"masks": ("causal",), "over": 40}),
         (
             "in tiles of 16 by 64",
@@ -360,6 +468,16 @@ PLANTED: tuple[Planted, ...] = (
         "neighbour-leak",
         ("queries up to 32", BACKWARD, {"queries_past": 32}, {"lengths": (20, 60)}),
         ("queries up to 64", BACKWARD, {"queries_past": 64, "tile_m": 64}, {"lengths": (20, 90)}),
+    ),
+    *_planted(
+        "pairs-dropped",
+        ("lost updates of dq", BACKWARD, {"lost": True}, _LONG | {"masks": ("open",)}),
+        (
+            "lost updates of dq, causal",
+            BACKWARD,
+            {"lost": True, "tile_m": 16},
+            _LONG | {"masks": ("causal",)},
+        ),
     ),
     *_planted(
         "softmax-axis",
@@ -520,9 +638,16 @@ def backward(question: Question, odd: Odd, given: tuple[Array, Array]) -> Answer
                     inside = (np.arange(odd.tile_m) + i * odd.tile_m < end - start)[:, None]
                     inside = inside & (np.arange(odd.tile_n) + j * odd.tile_n < last - first)
                     inside = inside & ~np.isneginf(L[i])[:, None]
+                    statistics = np.repeat(L[i][:, None], odd.tile_n, axis=1)
+                    if odd.lse_by_key:
+                        of_key = np.arange(odd.tile_n) % odd.lse_by_key
+                        statistics = np.repeat(L[i][of_key][None], odd.tile_m, axis=0)
+                        there = i * odd.tile_m + of_key < end - start
+                        statistics[:, ~there] = np.inf
                     with np.errstate(over="ignore", invalid="ignore"):
-                        weights = np.exp(S - L[i][:, None])
-                    P[i] = np.where(masks[i][j] & inside if odd.masked else inside, weights, 0.0)
+                        weights = np.exp(S - statistics)
+                    masked = i == loop[0] if odd.first_masked else odd.masked
+                    P[i] = np.where(masks[i][j] & inside if masked else inside, weights, 0.0)
                     dP[i] = dO[i] @ V[j].T
                 sums = sum((p * dp).sum(axis=0) for p, dp in zip(P, dP, strict=True))
                 for i in loop:
@@ -536,6 +661,8 @@ def backward(question: Question, odd: Odd, given: tuple[Array, Array]) -> Answer
                     dK += rounded(question, picked(odd, "dK", dS, loop, place)).T @ Q[i]
                     k = picked(odd, "dQ", K, everywhere, j)
                     rows = slice(i * odd.tile_m, (i + 1) * odd.tile_m)
+                    if odd.lost and (i * 5 + j * 3 + head * 7 + b) % 4 == 1:
+                        continue
                     dQ[rows] += rounded(question, dS[i]) @ k
                 here = slice(first + j * odd.tile_n, min(first + (j + 1) * odd.tile_n, last))
                 count = here.stop - here.start

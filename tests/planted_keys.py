@@ -40,6 +40,7 @@ class Row(NamedTuple):
     lengths_q: list[int]
     lengths_k: list[int]
     total_k: int
+    group: int
 
     def sees(self, j: int) -> bool:
         return self.p - self.left <= j <= self.p + self.right
@@ -219,6 +220,28 @@ def tail_of_another(tile: int) -> Sight:
     return sight
 
 
+def packed_group(rows: int, tile: int) -> Sight:
+    """Causal by rows that are every head of every query; cut at the end of the last key tile."""
+
+    def sight(x: Row) -> Keys:
+        last = min(x.i // rows * rows + rows, x.n) + x.m - x.n
+        stop = -(-last // tile) * tile
+        return own(x, range(min(x.group * x.i + x.head % x.group + 1, stop)))
+
+    return sight
+
+
+def left_edge_in_first_tile(rows: int, tile: int) -> Sight:
+    """The left edge of the window is masked in the first key tile of a tile of queries alone."""
+
+    def sight(x: Row) -> Keys:
+        first = max(x.p - x.i % rows - x.left, 0) // tile * tile
+        last = x.p + x.right
+        return own(x, [j for j in range(last + 1) if x.sees(j) or j >= first + tile])
+
+    return sight
+
+
 def _window_left(by: Callable[[Row], int]) -> Sight:
     return where(lambda x, j: max(by(x), 0) <= j <= x.p + x.right)
 
@@ -317,7 +340,13 @@ PLANTED: tuple[Planted, ...] = (
         "neighbour-leak", "as many rows as the longest", longest_rows, "open", also=("wrong-keys",)
     ),
     Planted("neighbour-leak", "window into the neighbours", unclamped, "window"),
-    Planted(_WRONG, "tail rows of the sequence before", tail_of_another(32), "open"),
+    Planted(
+        _WRONG,
+        "tail rows of the sequence before",
+        tail_of_another(32),
+        "open",
+        also=("tail-rows-stored",),
+    ),
     Planted(
         _WRONG,
         "no mask in the tail tile",
@@ -326,6 +355,10 @@ PLANTED: tuple[Planted, ...] = (
     ),
     Planted("causal-dropped", "in every second head", some_heads_open),
     Planted(_WRONG, "a span of its own by row", irregular_span),
+    Planted(_WRONG, "packed heads", packed_group(16, 32), heads=(4, 8)),
+    Planted(_WRONG, "packed heads, 8 by 16", packed_group(8, 16), heads=(4, 8)),
+    Planted(_WRONG, "left edge in the first tile", left_edge_in_first_tile(32, 16), "window"),
+    Planted(_WRONG, "left edge in the first of 8", left_edge_in_first_tile(16, 8), "window"),
     Planted(_WRONG, "documents", by_document, "open", lengths=(20, 48), dims=(32,), heads=(4,)),
     Planted(_WRONG, "backward alone: five more", where(lambda x, j: j <= x.p + 5), **_BACK),
     Planted("mask-missing-in-backward", "in the own tile", tile_of_own_open(16), **_BACK),
@@ -364,6 +397,24 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "tail-rows-stored", "of no key", right_keys, stages=("forward",), stored="none", tile=64
     ),
+    Planted(
+        "tail-rows-stored", "out of its queries", right_keys, stages=("forward",), stored="next"
+    ),
+    Planted(
+        "tail-rows-stored",
+        "out of its queries, 64",
+        right_keys,
+        "open",
+        stages=("forward",),
+        stored="next",
+        tile=64,
+    ),
+    Planted(
+        "rows-not-written", "out and lse", right_keys, stages=("forward",), stored="never", tile=16
+    ),
+    Planted(
+        "rows-not-written", "dq", right_keys, "open", stages=("backward",), stored="never", tile=16
+    ),
 )
 
 
@@ -379,7 +430,9 @@ def rows_of(question: Question) -> Iterator[Row]:
         for head in range(question.num_heads_q):
             for i in range(n):
                 at = b, i, head, i + m - n, n, m
-                yield Row(*at, *starts, *sides, lengths_q, lengths_k, len(question.k))
+                yield Row(
+                    *at, *starts, *sides, lengths_q, lengths_k, len(question.k), question.group
+                )
 
 
 def answers(planted: Planted | None, question: Question, chance: int = 0) -> Answers:
@@ -426,7 +479,10 @@ def answers(planted: Planted | None, question: Question, chance: int = 0) -> Ans
             lse[x.head, token] = np.log(weights.sum()) + S.max()
             P = narrow(weights / weights.sum() * factors(x, len(rows), "forward"))
             out[token, x.head] = P @ V
-    if planted and planted.stored:
+    if planted and "forward" in stages and planted.stored == "never":
+        out[never_run(planted, question)] = 0.0
+        lse[:, never_run(planted, question)] = 0.0
+    elif planted and "forward" in stages and planted.stored:
         _store_tails(planted, question, out, lse)
     wide = FLOAT64 if question.dtype == FLOAT64 else FLOAT32
     found = {"out": out.astype(question.dtype), "lse": lse.astype(wide)}
@@ -455,7 +511,19 @@ def answers(planted: Planted | None, question: Question, chance: int = 0) -> Ans
         np.add.at(dk, (rows[there], head_kv), of_key[there])
         of_value = narrow(P * kept_or_not)[:, None] * own_dout
         np.add.at(dv, (rows[there], head_kv), of_value[there])
+    if planted and "backward" in stages and planted.stored == "never":
+        dq[never_run(planted, question)] = 0.0
     return found | {n: y.astype(question.dtype) for n, y in (("dq", dq), ("dk", dk), ("dv", dv))}
+
+
+def never_run(planted: Planted, question: Question) -> list[int]:
+    """Rows of q, where tiles are counted by the offsets, as if these began at tiles."""
+    found: list[int] = []
+    for b in range(question.batch):
+        start, end = (int(question.cu_seqlens_q[b + by]) for by in (0, 1))
+        tiles = -(-end // planted.tile) - -(-start // planted.tile)
+        found += range(min(start + tiles * planted.tile, end), end)
+    return found
 
 
 def _store_tails(planted: Planted, question: Question, out: Array, lse: Array) -> None:
@@ -466,6 +534,13 @@ def _store_tails(planted: Planted, question: Question, out: Array, lse: Array) -
         end = int(question.cu_seqlens_q[b + 1])
         keys = slice(int(question.cu_seqlens_k[b]), int(question.cu_seqlens_k[b + 1]))
         for row in range(end, min(end + -question.lengths_q[b] % planted.tile, stop)):
+            if planted.stored == "next":
+                for head in range(question.num_heads_q):
+                    k = np.asarray(question.k, dtype=np.float64)[keys, head // question.group]
+                    q = np.asarray(question.q, dtype=np.float64)[row, head]
+                    P = np.exp(question.scale * (k @ q - (k @ q).max()))
+                    out[row, head] = P / P.sum() @ v[keys, head // question.group]
+                continue
             out[row], lse[:, row] = 0.0, -np.inf
             if planted.stored == "zeros":
                 for head in range(question.num_heads_q):

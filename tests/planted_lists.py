@@ -27,7 +27,9 @@ class Rules:
     is taken for. end: of the last block. gate: what block_scale does. order: of the slots, not of
     their factors. tile: so many queries have the blocks of ``shared``. resets: own block "first" or
     "last" in a loop that a masked block resets. lists: what is wrong with those of dk and dv.
-    place: where keys are.
+    place: where keys are. blocks: of which length they are counted. skip: own blocks that a
+    comparison hides. gate_of: what the factor is indexed by. statistics: whose lse and delta dk and
+    dv read.
     """
 
     stop: str = ""
@@ -42,6 +44,10 @@ class Rules:
     resets: str = ""
     lists: str = ""
     place: str = ""
+    blocks: str = "seqlen_k"
+    skip: str = ""
+    gate_of: str = "slot"
+    statistics: str = "own"
 
 
 class Visit(NamedTuple):
@@ -144,6 +150,22 @@ PLANTED = (
     *_planted("sparse-inverted-lists", BACKWARD, _OWN, no_own=Rules(lists="own")),
     *_planted("offsets-shifted", BOTH, {}, keys_of_the_first=Rules(place="first")),
     *_planted("wrong-keys", BOTH, {}, block_size_doubled=Rules(place="double")),
+    *_planted("wrong-keys", BOTH, {}, blocks_of_twice_the_size=Rules(place="wide")),
+    *_planted("wrong-keys", FORWARD, _CAUSAL, blocks_of_twice_the_size=Rules(place="wide")),
+    *_planted("wrong-keys", BOTH, {}, as_many_as_of_seqlen_q=Rules(blocks="seqlen_q")),
+    *_planted("offsets-shifted", BOTH, {}, of_the_packed_array=Rules(place="packed")),
+    *_planted("neighbour-leak", BOTH, _CAUSAL, of_the_packed_array=Rules(place="packed leak")),
+    *_planted("sparse-own-block-missing", BOTH, _OWN | _CAUSAL, at_its_first=Rules(skip="first")),
+    *_planted("sparse-own-block-missing", BOTH, _OWN | _CAUSAL, of_the_row=Rules(own="row")),
+    *_planted("sparse-gate-order", BOTH, _GATE, by_block=Rules(gate_of="block")),
+    *_planted("input-layout", BOTH, {}, indices_as_words_of_rows=Rules(read="row words")),
+    *_planted(
+        "statistics-misplaced",
+        BACKWARD,
+        {"grouped": True},
+        of_the_groups_first_head=Rules(statistics="first"),
+        of_the_groups_last_head=Rules(statistics="last"),
+    ),
 )
 
 
@@ -179,6 +201,10 @@ def _indices(question: Question, rules: Rules) -> Array:
     if rules.read == "words":
         words = np.frombuffer(indices.astype("<i8").tobytes(), dtype="<i4")
         found = words[: indices.size].reshape(indices.shape)
+    elif rules.read == "row words":
+        for t, h in np.ndindex(tokens, heads):
+            words = np.frombuffer(indices[t, h].astype("<i8").tobytes(), dtype="<i4")
+            found[t, h] = words[:slots]
     elif rules.read == "tsh":
         flat = indices.reshape(-1)
         for t, h, s in np.ndindex(indices.shape):
@@ -215,9 +241,9 @@ def _slots(
         block = named[slot]
         if block < 0 and rules.stop == "negative":
             break
-        if not 0 <= block < blocks and rules.place == "":
+        if not 0 <= block < blocks and rules.place not in ("first", "double"):
             continue
-        if block < 0:
+        if block < 0 or (rules.blocks == "seqlen_q" and block >= blocks):
             continue
         before = [other for other, _ in found]
         if rules.compared == "last":
@@ -229,10 +255,10 @@ def _slots(
                 break
             continue
         found.append((block, slot))
-    if question.own and own >= 0:
+    if question.own and 0 <= own < blocks:
         if rules.own == "slots":
             found += [(own, -1)] * len(order)
-        elif rules.place or own not in [block for block, _ in found]:
+        elif rules.place in ("first", "double") or own not in [block for block, _ in found]:
             found.append((own, -1))
     return found
 
@@ -246,33 +272,42 @@ def _visits(question: Question, rules: Rules) -> dict[tuple[int, int, int], list
         zip(question.lengths_q, question.lengths_k, strict=True)
     ):
         start_q, start_k = int(question.cu_seqlens_q[b]), int(question.cu_seqlens_k[b])
-        blocks = -(-length_k // size)
+        blocks = -(-(length_q if rules.blocks == "seqlen_q" else length_k) // size)
         for head in range(indices.shape[1]):
             places = [i + length_k - length_q for i in range(length_q)]
+            owns = [place // size for place in places]
+            if rules.own == "row":
+                owns = [i // size for i in range(length_q)]
             lists = [
-                _slots(question, rules, indices, start_q + i, head, place // size, blocks)
-                if length_k
-                else []
-                for i, place in enumerate(places)
+                _slots(question, rules, indices, start_q + i, head, own, blocks) if length_k else []
+                for i, own in enumerate(owns)
             ]
-            lists = _shared(question, rules, lists, [place // size for place in places])
+            lists = _shared(question, rules, lists, owns)
             for i, entries in enumerate(lists):
-                own, place = places[i] // size, places[i]
+                own, place = owns[i], places[i]
                 visits = []
                 for block, slot in entries:
+                    if rules.skip == "first" and block * size >= place:
+                        continue
                     width = 2 * size if rules.place == "double" and slot >= 0 else size
+                    width = 2 * size if rules.place == "wide" else width
                     end = len(question.k) if rules.end == "total" and slot >= 0 else start_k
                     end = end if rules.end == "total" and slot >= 0 else start_k + length_k
                     first = start_k + block * width
-                    stop = min(first + size, end)
+                    stop = min(first + (width if rules.place == "wide" else size), end)
+                    if rules.place.startswith("packed"):
+                        first = start_k // size * size + block * size
+                        stop = min(first + size, end)
+                        first = first if "leak" in rules.place else max(first, start_k)
                     cut = question.causal or (slot < 0 and block == own and not united)
                     last = start_k + place if cut else stop - 1
                     if rules.place == "first":
                         first, stop, last = (x - start_k for x in (first, stop, last))
                     gate = question.block_scale
-                    factor = (
-                        1.0 if gate is None or slot < 0 else float(gate[start_q + i, head, slot])
-                    )
+                    of = slot if rules.gate_of == "slot" else min(block, indices.shape[2] - 1)
+                    factor = 1.0
+                    if gate is not None and slot >= 0:
+                        factor = float(gate[start_q + i, head, of])
                     if first < stop:
                         visits.append(Visit(block, slot, first, stop, last, factor))
                 if rules.place == "double":
@@ -376,17 +411,17 @@ def backward(question: Question, rules: Rules, out: Array, lse: Array) -> Answer
     per = question.num_heads_q // question.block_indices.shape[1]
     lists = _visits(question, rules)
 
-    def pairs(visit: Visit, t: int, head: int) -> tuple[Array, Array, Array, Array]:
-        """P, P as dv has it, dY, and the gradient of the factor."""
+    def pairs(visit: Visit, t: int, head: int, row: int) -> tuple[Array, Array, Array, Array]:
+        """P, P as dv has it, dY, and the gradient of the factor; ``row``: whose lse and delta."""
         Y = _tile(question, x, visit, t, head)
         seen, g = ~np.isneginf(Y), visit.factor
         Y = np.where(seen, Y, 0.0)
         with np.errstate(over="ignore"):
-            P = np.exp(_gated(rules, Y, g) - lse[head, t]) if lse[head, t] > -np.inf else 0 * Y
+            P = np.exp(_gated(rules, Y, g) - lse[row, t]) if lse[row, t] > -np.inf else 0 * Y
         P = np.where(seen, P, 0.0)
         dP = x.v[visit.first : visit.stop, head // question.group] @ x.dout[t, head]
         on_p = g if rules.gate == "P" else 1.0
-        dS = P * (on_p * dP - D[head, t])
+        dS = P * (on_p * dP - D[row, t])
         inner = {"scores": g, "P": 1.0, "exp": 1.0, "twice": g * g}[rules.gate]
         of_gate = {"scores": dS * Y, "P": P * dP, "exp": dS / g, "twice": 2 * g * dS * Y}
         return P, narrow(on_p * P), narrow(inner * dS), of_gate[rules.gate]
@@ -394,14 +429,16 @@ def backward(question: Question, rules: Rules, out: Array, lse: Array) -> Answer
     for (_, t, selection), visits in lists.items():
         for head in range(selection * per, (selection + 1) * per):
             for visit in visits:
-                _, _, dY, of_gate = pairs(visit, t, head)
+                _, _, dY, of_gate = pairs(visit, t, head, head)
                 rows = slice(visit.first, visit.stop)
                 dq[t, head] += s * (dY @ x.k[rows, head // question.group])
                 if visit.slot >= 0:
                     dgate[t, selection, visit.slot] += of_gate.sum()
     for t, selection, visit in _inverted(question, rules, lists):
         for head in range(selection * per, (selection + 1) * per):
-            _, P, dY, _ = pairs(visit, t, head)
+            group = head // question.group * question.group
+            row = {"own": head, "first": group, "last": group + question.group - 1}
+            _, P, dY, _ = pairs(visit, t, head, row[rules.statistics])
             rows = slice(visit.first, visit.stop)
             dk[rows, head // question.group] += s * np.outer(dY, x.q[t, head])
             dv[rows, head // question.group] += np.outer(P, x.dout[t, head])

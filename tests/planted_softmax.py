@@ -282,6 +282,50 @@ class Merged(Kernel):
         return top + np.log(total) / factor, O / np.where(total == 0, 1, total)[:, None]
 
 
+class BySums(Merged):
+    """Parts of as many tiles, weighted by row sums without their maxima."""
+
+    def __init__(self, parts: int, tile: int, lse_too: bool) -> None:
+        super().__init__("sums", parts, tile)
+        self.lse_too = lse_too
+
+    def softmax(self, head: Head, S: Array) -> tuple[Array, Array]:
+        L, _ = attended(S, head.V)
+        top, total, O = -np.inf, 0.0, 0.0  # noqa: E741
+        size = -(-(-(-S.shape[1] // self.tile)) // self.parts) * self.tile  # noqa: B002
+        for start in range(0, S.shape[1], size):
+            part = S[:, start : start + size]
+            most = part.max(axis=1)
+            weights = exp(part - finite(most)[:, None])
+            total = total + weights.sum(axis=1)
+            O = O + weights @ head.V[start : start + size]  # noqa: E741
+            top = np.maximum(top, most)
+        return (finite(top) + np.log(total) if self.lse_too else L), O / np.where(
+            total == 0, 1, total
+        )[:, None]
+
+
+class NotReset(Kernel):
+    """The row sum begins with what the head before has left in the same row."""
+
+    def __init__(self, tile: int) -> None:
+        self.tile, self.left = tile, np.zeros(0)
+
+    def softmax(self, head: Head, S: Array) -> tuple[Array, Array]:
+        if head.h == 0:
+            self.left = np.zeros(0)
+        top = S.max(axis=1)
+        left = np.zeros(len(S))
+        left[: len(self.left)] = self.left[: len(S)]
+        moved = exp(S[:, : self.tile].max(axis=1) - finite(top))
+        weights = exp(S - finite(top)[:, None])
+        total = weights.sum(axis=1) + left * moved
+        self.left = total
+        return finite(top) + np.log(total), weights @ head.V / np.where(total == 0, 1, total)[
+            :, None
+        ]
+
+
 class OfRing(Merged):
     """A backward pass that has statistics of one part of the keys alone."""
 
@@ -331,6 +375,7 @@ _CAUSAL = _needs(masks=("causal",))
 _OPEN = _needs(masks=("open",))
 _PADDED = _needs(masks=("open",), lengths_k=("equal",))
 _HEADS = _needs(groups=(2, 3), heads_kv=(1, 2))
+_SEVERAL = _needs(heads_kv=(3, 4), masks=("causal", "open"), lengths=(20, 40))
 _LONG = _needs(lengths=(33, 60), lengths_k=("equal",))
 
 _KEYS = ("wrong-keys",)
@@ -367,6 +412,10 @@ PLANTED: tuple[Planted, ...] = (
     Planted("denominator", "masked late, 16", FORWARD, MaskedLate(16), _CAUSAL),
     Planted("denominator", "masked late, 24", FORWARD, MaskedLate(24), _CAUSAL),
     Planted("denominator", "sums of lanes", FORWARD, OfLanes(), _OPEN),
+    Planted("denominator", "not reset", FORWARD, NotReset(16), _SEVERAL),
+    Planted("denominator", "not reset, tiles of 8", FORWARD, NotReset(8), _SEVERAL),
+    Planted("partial-merge", "by sums, 3 of 16", FORWARD, BySums(3, 16, False), _LONG),
+    Planted("partial-merge", "by sums, 2 of 16, lse", FORWARD, BySums(2, 16, True), _LONG),
     Planted("partial-merge", "lse not updated", FORWARD, Merged("stale", 3), _OPEN),
     Planted("partial-merge", "base 2", FORWARD, Merged("base 2", 2), _ANY),
     Planted("partial-merge", "the largest lse", FORWARD, Merged("largest", 4), _ANY),

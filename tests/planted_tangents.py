@@ -27,7 +27,8 @@ class Rules:
     head h % num_heads_kv, at rows of the first sequence, and with heads before tokens. order: the
     directions that stand in the place of tq, tk and tv. operand: one product with another array.
     power: of softmax_scale in front of a term of gq or gk. row_term: which is read in another
-    layout. skips: whether the pass over keys begins too late.
+    layout. skips: whether the pass over keys begins too late. product: that which reads a direction
+    of another head, and which. overwritten: a gradient that every tile stores anew.
     """
 
     tile: tuple[int, int] = (32, 16)
@@ -41,6 +42,8 @@ class Rules:
     power: tuple[str, int] = ("", 0)
     row_term: tuple[str, str] = ("", "")
     skips: bool = False
+    product: tuple[str, str] = ("", "")
+    overwritten: str = ""
 
 
 _GROUPED = {"grouped": True}
@@ -81,6 +84,23 @@ PLANTED = (
         _GROUPED | {"heads": 2},
         ("ddk", {"by_remainder": ("tk",)}),
         ("ddk and ddv", {"by_remainder": ("tk", "tv")}),
+    ),
+    *_planted(
+        "gqa-head-map",
+        SECOND,
+        _GROUPED | {"heads": 2},
+        ("ddq of the group's first head in gk", {"product": ("dS ddq", "first")}),
+        ("ddq of head h // group in gk", {"product": ("dS ddq", "kv")}),
+        ("ddk of head h % num_heads_kv in gq", {"product": ("dS ddk", "remainder")}),
+        ("ddv of head 0 in dout ddv^T", {"product": ("dout ddv", "zero")}),
+        ("q of the group's first head in gk", {"product": ("dS' q", "first")}),
+    ),
+    *_planted(
+        "tile-overwrites",
+        SECOND,
+        {"whole": True},
+        ("gq", {"overwritten": "gq"}),
+        ("gk", {"overwritten": "gk", "tile": (16, 16)}),
     ),
     *_planted(
         "input-layout",
@@ -254,6 +274,7 @@ def double_backward(question: Question, rules: Rules) -> Answers:
     W = (x.dout * ddout).sum(axis=2).T
     name, layout = rules.row_term
     D, W = (_misread(a, layout) if name == one else a for one, a in (("D", D), ("W", W)))
+    by_head = bool(rules.product[0])
     powers = {"tdS k": 1, "dS ddk": 1, "tdS q": 1, "dS ddq": 1} | dict([rules.power])
     for head, rows, keys, mask in pairs:
         if rules.skips and not _comes_to(question, rules, rows, keys):
@@ -264,13 +285,29 @@ def double_backward(question: Question, rules: Rules) -> Answers:
         Q, tQ, dO, ddO = (a[rows, head] for a in (x.q, x.tq, x.dout, ddout))
         tP = P * (E - ddlse[head, rows, None])
         Z = dO @ V.T - D[head, rows, None]
+        tQ = x.tq[rows, _other_head(question, rules, "dS ddq", head, head)]
+        tV = x.tv[keys, _other_head(question, rules, "dout ddv", head, kv)] if by_head else tV
         tZ = (ddO @ V.T if rules.operand == "ddout v^T" else dO @ tV.T) - W[head, rows, None]
         dS, tdS = narrow(P * Z), narrow(tP * Z + P * tZ)
+        tK = x.tk[keys, _other_head(question, rules, "dS ddk", head, kv)] if by_head else tK
+        Q = x.q[rows, _other_head(question, rules, "dS' q", head, head)]
         moved = K if rules.operand == "k for ddk" else tK
+        if rules.overwritten == "gq":
+            gq[rows, head] = 0
+        elif rules.overwritten == "gk" and head % x.group == 0:
+            gk[keys, kv] = 0
         gq[rows, head] += s ** powers["tdS k"] * (tdS @ K) + s ** powers["dS ddk"] * (dS @ moved)
         gk[keys, kv] += s ** powers["tdS q"] * (tdS.T @ Q) + s ** powers["dS ddq"] * (dS.T @ tQ)
         gv[keys, kv] += narrow(tP).T @ (ddO if rules.operand == "ddout in gv" else dO)
     return x.number.store({"ddout": ddout, "ddlse": ddlse, "gq": gq, "gk": gk, "gv": gv})
+
+
+def _other_head(question: Question, rules: Rules, product: str, head: int, right: int) -> int:
+    """The head of which a product reads something, where it should be ``right``."""
+    name, which = rules.product
+    group, heads_kv = question.group, question.num_heads_kv
+    others = {"first": head - head % group, "kv": head // group, "zero": 0}
+    return (others | {"remainder": head % heads_kv})[which] if name == product else right
 
 
 def _misread(a: Array, layout: str) -> Array:

@@ -88,6 +88,8 @@ class Forward:
     sums: tuple[str, ...] = ()
     tile_n: int = 16
     backwards: bool = False
+    late: bool = False  # the new tile, which is there already, is rescaled too
+    power: float = 1.0  # of the factor
 
 
 @dataclass(frozen=True)
@@ -408,6 +410,10 @@ PLANTED: tuple[Planted, ...] = (
         {"lengths": (40, 120), "masks": ("open",)},
         ("out by the row 8 before", Forward(lambda i: i & ~8, ("out",))),
         ("out by the row 8 before, from the last", Forward(lambda i: i & ~8, ("out",), 32, True)),
+        ("out after P V is added", Forward(lambda i: i, ("out",), late=True)),
+        ("out after P V, from the last", Forward(lambda i: i, ("out",), 32, True, late=True)),
+        ("row_sum after the sum is added", Forward(lambda i: i, ("row_sum",), late=True)),
+        ("out rescaled twice", Forward(lambda i: i, ("out",), power=2.0)),
         stages=("forward",),
     ),
     *_planted(
@@ -532,7 +538,7 @@ def forward(question: Question, kernel: Forward, *, moved: bool = False) -> Answ
             factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
             other = np.ones_like(factor)
             if kernel.factor is not None:
-                other = factor[kernel.factor(np.arange(n))]
+                other = factor[kernel.factor(np.arange(n))] ** kernel.power
             P = np.exp(S[:, tile] - safe)
             more = {
                 "row_sum": P.sum(axis=1, keepdims=True),
@@ -541,7 +547,9 @@ def forward(question: Question, kernel: Forward, *, moved: bool = False) -> Answ
                 "tout": x.narrow(P * E[:, tile]) @ V[tile] + x.narrow(P) @ tV[tile],
             }
             sums = {
-                name: sums[name] * (other if name in kernel.sums else factor) + part
+                name: (sums[name] + part) * other
+                if kernel.late and name in kernel.sums
+                else sums[name] * (other if name in kernel.sums else factor) + part
                 for name, part in more.items()
             }
             top = new

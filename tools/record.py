@@ -21,15 +21,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "records"
 SUFFIXES = {".py", ".cu", ".cuh"}
+DIAGNOSIS = Path("rawattn", "check", "diagnose")
 
 Record = dict[str, Any]
 
 
 def sources_hash(root: Path = ROOT) -> str:
-    """sha256 over the relative paths and contents of what runs: rawattn/ and kernels_cu/."""
+    """sha256 over the relative paths and contents of what runs: rawattn/ and kernels_cu/.
+
+    Without the diagnosis of rawattn-check, which explains wrong results and makes none.
+    """
     digest = hashlib.sha256()
     files = [f for top in ("rawattn", "kernels_cu") for f in (root / top).rglob("*")]
-    for file in sorted(f for f in files if f.suffix in SUFFIXES):
+    files = [f for f in files if f.suffix in SUFFIXES and root / DIAGNOSIS not in f.parents]
+    for file in sorted(files):
         content = file.read_bytes()
         digest.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)

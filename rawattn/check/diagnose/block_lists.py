@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from rawattn.check.diagnose.engine import (
     views_of,
 )
 from rawattn.check.diagnose.question import Question
-from rawattn.reference.dense import allowed
 
 OWN = -1  # slot of the own block
 
@@ -147,32 +147,63 @@ class Different:
         return b"".join(x.tobytes() for x in key)
 
 
-def walking(change: Walk) -> Views:
-    """The views of the changed lists; with factors, each mention of a block has its own keys."""
+class Entry(NamedTuple):
+    """One entry of the lists of a view: block and slot (heads, n, 1), of rows i (n, 1) with places
+    (n, 1) among the keys, and all keys (m,), counted from the sequence's first one."""
+
+    block: np.ndarray
+    slot: np.ndarray
+    i: np.ndarray
+    place: np.ndarray
+    key: np.ndarray
+    first: int  # the sequence's offset in k
+
+
+Cover = Callable[[Entry], np.ndarray]  # the keys that an entry has: bool, (heads, n, m)
+
+
+def walking(change: Walk, cover: Cover | None = None, before: bool = False) -> Views:
+    """The views of the changed lists; with factors, each mention of a block has its own keys.
+
+    cover: other keys of a block, uncut. before: up to a block of keys before the sequence too.
+    """
 
     def others(question: Question) -> tuple[Question, Sequence[View]]:
         lists = change(lists_of(question))
-        return question, [_view(question, view, lists) for view in views_of(question)]
+        found = [_view(question, view, lists, cover, before) for view in views_of(question)]
+        return question, found
 
     return others
 
 
-def _view(question: Question, view: View, lists: Lists) -> View:
+def _view(
+    question: Question, view: View, lists: Lists, cover: Cover | None, with_before: bool
+) -> View:
     length_q, length_k = question.lengths_q[view.sequence], question.lengths_k[view.sequence]
-    block = np.arange(length_k) // question.block_size
-    not_after = allowed(length_q, length_k, (-1, 0))
+    first = int(question.cu_seqlens_k[view.sequence])
+    before = min(question.block_size, first) if with_before else 0
+    key = np.concatenate([np.arange(length_k), np.arange(-before, 0)])
+    keys = np.concatenate([view.keys, first + key[length_k:]])
+    i = np.arange(length_q)[:, None]
+    place = i + length_k - length_q
+    block = key // question.block_size
+    not_after = key <= place
 
     def of(x: np.ndarray) -> np.ndarray:
         """(heads, n, entries)"""
         return np.asarray(x[view.rows][:, view.selections].swapaxes(0, 1))
 
     blocks, slots, counts, wholes = map(of, (lists.block, lists.slot, lists.times, lists.whole))
-    shape = (len(view.heads), length_q, length_k)
+    shape = (len(view.heads), length_q, len(key))
     gated = question.block_scale is not None or question.tblock_scale is not None
     weights, slot_of_key = [np.zeros(shape)], [np.full(shape, OWN)]
     for entry in range(blocks.shape[2]):
-        seen = (blocks[..., entry, None] == block) & (counts[..., entry, None] > 0)
-        seen &= not_after | wholes[..., entry, None]
+        one, slot_of_one = blocks[..., entry, None], slots[..., entry, None]
+        if cover is None:
+            seen = (one == block) & (not_after | wholes[..., entry, None])
+        else:
+            seen = cover(Entry(one, slot_of_one, i, place, key, first))
+        seen = seen & (counts[..., entry, None] > 0)
         if not seen.any():
             continue
         times, slot = (np.broadcast_to(x[..., entry, None], shape) for x in (counts, slots))
@@ -184,11 +215,11 @@ def _view(question: Question, view: View, lists: Lists) -> View:
         if seen.any():
             weights.append(np.where(seen, times, 0.0))
             slot_of_key.append(np.where(seen, slot, OWN))
-    found = replace(view, weight=weights[0], slot=slot_of_key[0])
+    found = replace(view, keys=keys, weight=weights[0], slot=slot_of_key[0])
     for weight, slot_of in zip(weights[1:], slot_of_key[1:], strict=True):
         found = replace(
             found,
-            keys=np.concatenate([found.keys, view.keys]),
+            keys=np.concatenate([found.keys, keys]),
             weight=np.concatenate([found.weight, weight], axis=2),
             slot=np.concatenate([np.asarray(found.slot), slot_of], axis=2),
         )

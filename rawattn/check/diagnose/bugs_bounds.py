@@ -25,6 +25,14 @@ from rawattn.check.diagnose.engine import (
 from rawattn.check.diagnose.question import STAGES, Question
 
 ALL = tuple(STAGES)
+SOME_TILES = (
+    "which tiles of the backward loop are masked: every one that the diagonal crosses, which are "
+    "several where the tiles of the two sides differ in size"
+)
+QUERIES = (
+    "the last tile of queries in the kernel of dk and dv: rows past the end of the sequence must "
+    "be masked, or their q, dout, lse and delta loaded such that P is 0"
+)
 
 
 def in_tiles(question: Question) -> Iterator[Bug]:
@@ -43,7 +51,30 @@ def in_tiles(question: Question) -> Iterator[Bug]:
             yield Bug("mask-missing-in-backward", f"{text}, {form}", BACKWARD, see, steps)
 
 
-def _whole_tiles(rows: int, keys: int) -> See:
+def in_some_tiles(question: Question) -> Iterator[Bug]:
+    """A backward pass that masks the first or the last tile of its loop alone, where the diagonal
+    crosses several, since the tiles of one side are the larger ones."""
+    if question.mask_window == (-1, -1):
+        return
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    sizes = [tile for tile in (8, *TILES) if tile < 2 * longest]
+    pairs = [(rows, keys) for rows, keys in itertools.permutations(sizes, 2)]
+    for rows, keys in sorted(pairs, key=lambda pair: abs(math.log(pair[0] / pair[1]))):
+        loop, of = ("query", "key") if rows < keys else ("key", "query")
+        for last in (False, True):
+            see = _whole_tiles(rows, keys, last)
+            end = "last" if last else "first"
+            text = f"masked is the {end} {loop} tile of {min(rows, keys)} alone of those that a "
+            text += f"{of} tile of {max(rows, keys)} visits"
+            for form, steps in (("exp(S - lse)", {}), ("softmax", OWN_P)):
+                form = f"{text}, {form}"
+                yield Bug("mask-missing-in-backward", form, BACKWARD, see, steps, None, SOME_TILES)
+
+
+def _whole_tiles(rows: int, keys: int, masked_at_end: bool | None = None) -> See:
+    """Tiles with a visible pair are seen as a whole; all, or all but the last (the first) of those
+    of the smaller side that a tile of the larger side visits."""
+
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         found = []
         for view in views:
@@ -51,7 +82,13 @@ def _whole_tiles(rows: int, keys: int) -> See:
             padded = np.zeros((len(view.weight), -(-n // rows) * rows, -(-m // keys) * keys))
             padded[:, :n, :m] = view.weight
             blocks = padded.reshape(len(padded), -1, rows, padded.shape[2] // keys, keys)
-            blocks[...] = (blocks > 0).any(axis=(2, 4), keepdims=True)
+            seen = (blocks > 0).any(axis=(2, 4), keepdims=True)
+            axis = 1 if rows < keys else 3
+            masked = np.zeros_like(seen)
+            if masked_at_end is not None:
+                number = np.cumsum(seen, axis=axis)
+                masked = number == (number.max(axis=axis, keepdims=True) if masked_at_end else 1)
+            blocks[...] = np.where(masked, blocks, seen)
             found.append(replace(view, weight=padded[:, :n, :m].copy()))
         return found
 
@@ -70,8 +107,8 @@ def leaking_queries(question: Question) -> Iterator[Bug]:
     for text, more in forms.items():
         see = _more_queries(more)
         inside: dict[str, Step] = {"dQ": _own_dq}
-        yield Bug("neighbour-leak", f"{text}, in dk and dv", BACKWARD, see, inside)
-        yield Bug("neighbour-leak", f"{text}, in dq too", BACKWARD, see)
+        for form, steps in (("in dk and dv", inside), ("in dq too", {})):
+            yield Bug("neighbour-leak", f"{text}, {form}", BACKWARD, see, steps, None, QUERIES)
 
 
 def _to_tile(tile: int) -> Callable[[int], int]:

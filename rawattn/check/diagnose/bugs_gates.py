@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from rawattn.check.diagnose.block_lists import (
+    OWN,
     Different,
     Lists,
     Walk,
@@ -50,6 +51,7 @@ def gates_in_other_order(question: Question) -> Iterator[Bug]:
             walk = _reordered(order, before)
             if different(walk(lists_of(question))):
                 yield Bug("sparse-gate-order", f"{text}{when}", ALL, see=instead(walking(walk)))
+    yield from _by_number(question, different)
     x = np.asarray(question.block_scale)
     readings: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "(T, H, S) as (T, S, H)": _scale_axes((0, 2, 1), back=True),
@@ -100,6 +102,61 @@ def _reordered(order: Order, counted_before: bool) -> Walk:
         return walked(lists, there & first_of(named, there), named)
 
     return walk
+
+
+def _by_number(question: Question, different: Different) -> Iterator[Bug]:
+    """The block's number in place of the slot's; the gradient at that place, or at its own."""
+    name, last = "sparse-gate-order", np.asarray(question.block_scale).shape[2] - 1
+    if last < 0:
+        return
+    places: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "the last one for those behind": lambda block: np.minimum(block, last),
+        "modulo their number": lambda block: block % (last + 1),
+        "1 for those behind": lambda block: np.where(block <= last, block, OWN),
+    }
+    for text, place in places.items():
+        for rest, own in (("", False), (", of the own block too", True)):
+            if own and not question.own:
+                continue
+            form = f"by the block's number in place of the slot's, {text}{rest}"
+            walk = _placed(place, own)
+            if different(walk(lists_of(question))):
+                yield Bug(name, form, ALL, see=instead(walking(walk)))
+                steps = _gate_of_blocks(place, own)
+                yield Bug(name, f"{form}; the gradient at its slot", ALL, steps=steps)
+    text = "by the block's number in place of the slot's, on in memory for those behind"
+    yield Bug(name, text, ALL, steps=_gate_of_blocks(lambda block: block, False))
+
+
+def _placed(place: Callable[[np.ndarray], np.ndarray], own: bool) -> Walk:
+    def walk(lists: Lists) -> Lists:
+        there = (lists.slot != OWN) | own
+        slot = np.where(there & (lists.block >= 0), place(lists.block), lists.slot)
+        return replace(lists, slot=slot)
+
+    return walk
+
+
+def _gate_of_blocks(place: Callable[[np.ndarray], np.ndarray], own: bool) -> dict[str, Step]:
+    """Factors by the number of the key's block, from the scores on."""
+
+    def S(c: Context) -> Floats:
+        view, question = c.view, c.question
+        if view.slot is None:  # of the sliding branch
+            return np.asarray(STEPS["S"](c))
+        scale = np.asarray(question.block_scale)
+        block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+        slot = place(np.maximum(block, 0))
+        start = (
+            view.rows[None, :, None] * scale.shape[1] + np.asarray(view.selections)[:, None, None]
+        )
+        at = np.clip(start * scale.shape[2] + slot, 0, max(scale.size - 1, 0))
+        found = scale.reshape(-1)[at].astype(np.float64)
+        gated = ((np.asarray(view.slot) >= 0) | own) & (slot >= 0) & (view.keys >= 0)
+        c.G = np.where(gated, found, 1.0)
+        return np.asarray(STEPS["S"](c))
+
+    return {"S": S}
 
 
 def _scale_axes(order: tuple[int, int, int], back: bool) -> Callable[[np.ndarray], np.ndarray]:

@@ -8,9 +8,14 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 
 from rawattn.check.diagnose import bugs_heads, reading
-from rawattn.check.diagnose.bugs_bounds import in_tiles, leaking_queries, other_offsets
-from rawattn.check.diagnose.bugs_layouts import misread
-from rawattn.check.diagnose.bugs_statistics import misplaced, other_sums
+from rawattn.check.diagnose.bugs_bounds import (
+    in_some_tiles,
+    in_tiles,
+    leaking_queries,
+    other_offsets,
+)
+from rawattn.check.diagnose.bugs_layouts import misread, strided
+from rawattn.check.diagnose.bugs_statistics import along_keys, misplaced, other_sums
 from rawattn.check.diagnose.engine import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.question import Question
 
@@ -42,8 +47,13 @@ def candidates(
         yield from other_sums()
     if stage == "backward":
         if not {"dq", "dk", "dv"} & right:
+            yield from in_some_tiles(question)
             yield from in_tiles(question)
+        if not {"dq", "dk"} & right:
+            yield from along_keys(question)
         yield from leaking_queries(question)
+    if not {"dq", "dk"} & right:
+        yield from strided(question, stage, right)
     layouts = iter(()) if {"dq", "dk"} & right else misread(question, stage, right)
     yield from itertools.islice(layouts, COMMONEST)
     if stage == "backward" and not {"dq", "dk"} & right:

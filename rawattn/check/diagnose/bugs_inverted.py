@@ -1,6 +1,6 @@
 """Bugs of the lists from blocks back to queries, which dk and dv, gk and gv are summed by."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,12 +30,16 @@ from rawattn.check.diagnose.engine import (
     views_of,
 )
 from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.reading import delta_of
 
 
 def _counted(step: str, kind: str, operands: Sequence[str]) -> Step:
     def counted(c: Context) -> Floats:
         times = getattr(c.view, kind, None)
-        times = 1.0 if times is None else times
+        if times is None or times.shape[:2] != (len(c.view.heads), len(c.view.rows)):
+            return np.asarray(STEPS[step](c))
+        more = c.view.weight[..., times.shape[2] :]  # keys of another bug
+        times = np.concatenate([times, np.broadcast_to(more, (*times.shape[:2], more.shape[2]))], 2)
         products = {name: getattr(c, name) * times for name in operands}
         return np.asarray(STEPS[step](changed(c, **products)))
 
@@ -86,10 +90,51 @@ def bugs(question: Question) -> Iterator[Bug]:
     for text, change in inversions(question):
         if different(change(lists_of(question))):
             yield from inverted(text, by_walk(change))
+    if question.group > 1:
+        yield from _statistics(question)
     if question.batch > 1:
         for text, own_place in (("", False), (", masked by their own places", True)):
             variant = f"lists of neighbouring sequences share a place{text}"
             yield from inverted(variant, _shared_places(own_place))
+
+
+def _statistics(question: Question) -> Iterator[Bug]:
+    """The pass over keys alone reads lse and delta of another head."""
+    heads, group = np.arange(question.num_heads_q), question.group
+    different: dict[bytes, str] = {heads.tobytes(): ""}
+    for text, of_head in {
+        "the first head of the group": heads // group * group,
+        "the key/value head's number": heads // group,
+        "head h % num_heads_kv": heads % question.num_heads_kv,
+        "the last head of the group": heads // group * group + group - 1,
+    }.items():
+        if different.setdefault(of_head.tobytes(), text) != text:
+            continue
+        for names in (("lse", "delta"), ("lse",), ("delta",)):
+            form = f"{' and '.join(names)} of {text}, for dk and dv"
+            steps = {"dK": _with_statistics("dK", names, of_head)}
+            if "lse" in names:
+                steps["dV"] = _with_statistics("dV", names, of_head)
+            else:
+                form = form.removesuffix(" and dv")
+            yield Bug("statistics-misplaced", form, BACKWARD, steps=steps)
+
+
+def _with_statistics(step: str, names: Sequence[str], of_head: np.ndarray) -> Step:
+    def other(c: Context) -> Floats:
+        heads, rows = of_head[c.view.heads][:, None], c.view.rows
+        P, D = c.P, c.D
+        if "lse" in names:
+            L = np.asarray(c.given[1][heads, rows], dtype=np.float64)
+            P = STEPS["bP"](changed(c, L=L))
+        if "delta" in names:
+            D = delta_of(c)[heads, rows]
+        found = changed(c, P=P, D=D)
+        found.dS = STEPS["dS"](found)
+        found.dY = STEPS["dY"](found)
+        return np.asarray(STEPS[step](found))
+
+    return other
 
 
 def inversions(question: Question) -> Iterator[tuple[str, Walk]]:
@@ -141,17 +186,14 @@ def inversions(question: Question) -> Iterator[tuple[str, Walk]]:
     for text, last in (("first", False), ("last", True)):
         for where, hidden in (("", False), (", hidden ones too", True)):
             yield f"the {text} query of a list is missing{where}", but_for(last, hidden)
-    heads = np.asarray(question.block_indices).shape[1]
-    if heads > 1:
-        for text, of_head in {
-            "those of the first head": np.zeros(heads, dtype=int),
-            "those of the next head": (np.arange(heads) + 1) % heads,
-        }.items():
-            yield text, _lists_of_heads(of_head)
+    if np.asarray(question.block_indices).shape[1] > 1:
+        yield "those of the first head", _lists_of_heads(lambda head: 0 * head)
+        yield "those of the next head", _lists_of_heads(lambda head: np.roll(head, -1))
 
 
-def _lists_of_heads(of_head: np.ndarray) -> Walk:
+def _lists_of_heads(other: Callable[[np.ndarray], np.ndarray]) -> Walk:
     def walk(lists: Lists) -> Lists:
+        of_head = other(np.arange(lists.named.shape[1]))
         return replace(
             lists,
             **{

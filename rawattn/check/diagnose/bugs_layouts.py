@@ -17,6 +17,10 @@ from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Question
 Layout = Callable[[Floats], Floats]  # of (tokens, heads, columns)
 AXES = ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1))
 PADDED = "every padded sequence"
+SWIZZLED = (
+    "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
+    "formula and read by another, a layout of fragments"
+)
 SPREAD = ("", "every sequence", PADDED)
 
 
@@ -120,6 +124,43 @@ def rearrangements(question: Question) -> Iterator[Rearrangement]:
             )
 
 
+def strided(question: Question, stage: str, right: Collection[str]) -> Iterator[Bug]:
+    """An array read with the strides of another one: of another head_dim, or number of heads."""
+    columns = {question.q.shape[2], question.v.shape[2]}
+    heads = {question.num_heads_q, question.num_heads_kv}
+    if (len(columns) == 1 and len(heads) == 1) or {"out", "tout", "gv"} & set(right):
+        return
+    shapes = {name: getattr(question, name).shape[1:] for name in ("q", "k", "v")}
+    shapes |= dict.fromkeys(("dout", "out"), (question.num_heads_q, question.v.shape[2]))
+    names = ["v"] if {"lse", "dv"} & set(right) else ["q", "k", "v"]
+    if stage in ("backward", "second"):
+        names += ["out"] if "dv" in right else ["dout", "out"]
+    for name in names:
+        own_heads, own = shapes[name]
+        for count, tokens, width in itertools.product(heads, columns, columns):
+            if (count, tokens, width) == (own_heads, own, own):
+                continue
+            text = f"{name}: read with strides of {count} * {tokens} a token and {width} a head"
+            change = partial(_with_strides, count * tokens, width)
+            steps = reading.rearranged((name,), change)
+            look_at = f"the strides of {name}, which has {own_heads} heads of {own} columns"
+            yield Bug("input-layout", text, (stage,), None, steps, None, look_at)
+            if name == "dout":
+                steps = {**steps, "D": reading.right_delta}
+                form = f"{text}, but for delta"
+                yield Bug("input-layout", form, (stage,), None, steps, None, look_at)
+
+
+def _with_strides(token: int, head: int, name: str, x: Floats) -> Floats:
+    """What a read with other strides finds, and 0 past the end."""
+    flat = np.asarray(x).astype(np.float64).ravel()
+    t, h, j = np.ogrid[: x.shape[0], : x.shape[1], : x.shape[2]]
+    index = t * token + h * head + j
+    if not flat.size:
+        return np.asarray(x)
+    return np.where(index < flat.size, flat[np.minimum(index, flat.size - 1)], 0.0)
+
+
 def misread(question: Question, stage: str, right: Collection[str]) -> Iterator[Bug]:
     forward: list[tuple[str, ...]] = [("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v")]
     sets = list(forward)
@@ -162,7 +203,7 @@ def rearranged(question: Question, name: str) -> Iterator[tuple[Bug, Bug | None]
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
     for text, of in {} if name in BY_ROW else column_indices(question).items():
         store = stored(partial(_columns_moved, question, of), (name,))
-        yield Bug("transposed", f"{name}: {text}", stages, store=store), None
+        yield Bug("transposed", f"{name}: {text}", stages, None, {}, store, SWIZZLED), None
     for bug, text, change, layout, over in rearrangements(question):
         bug = "transposed" if bug == "input-layout" else bug
         form = f"{name}: {text.replace('read', 'stored')}"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rawattn.check.diagnose import bugs_gates, bugs_inverted
+from rawattn.check.diagnose import block_places, bugs_gates, bugs_inverted
 from rawattn.check.diagnose.block_lists import (
     Different,
     lists_of,
@@ -43,6 +43,7 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug(name, variant, ALL, see=instead(walking(change)))
     yield from _readings(question)
     yield from _keys(question)
+    yield from block_places.bugs(question)
     yield from bugs_inverted.bugs(question)
     yield from bugs_gates.bugs(question)
 
@@ -115,10 +116,10 @@ def _leaking(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         missing = -question.lengths_k[view.sequence] % question.block_size
         stop = int(question.cu_seqlens_k[view.sequence + 1])
         keys = stop + np.arange(min(missing, len(question.k) - stop))
-        if view.slot is None or not len(keys):
+        last = view.keys == stop - 1
+        if view.slot is None or not len(keys) or not last.any():
             found.append(view)
             continue
-        last = view.keys == stop - 1
         weight = np.where(np.asarray(view.slot) >= 0, view.weight, 0.0)[..., last].max(axis=2)
         slot = np.asarray(view.slot)[..., last].max(axis=2)
         shape = (*weight.shape, len(keys))

@@ -17,22 +17,43 @@ from rawattn.check.diagnose.question import Question
 from rawattn.reference.dense import dead_to_inf
 
 LN_2 = np.log(2)
-EQUAL = (2, 3, 4, 5, 6, 8)  # parts of a sequence
+EQUAL = (2, 3, 4, 5, 6, 7, 8)  # parts of a sequence
 TILES = (8, 16, 32, 64, 128)  # keys of a part
+OF_TILES = (16, 32, 64, 128)  # keys of a tile, of which a part has as many as another
 Size = Callable[[int], int]  # of the parts of so many keys
 Merge = Callable[[Floats, Floats], tuple[Floats, Floats]]  # (parts, h, n) lse, O -> L, O
+OfTops = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # lse, O, maximum -> L, O
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Each wrong merge, of every kind of parts."""
+    for parts, size in _kinds(question).items():
+        for text, merge in MERGES.items():
+            steps = _merged(size, _without_tops(merge))
+            yield Bug("partial-merge", f"{text}, {parts}", FORWARD, steps=steps)
+        for text, of_tops in _by_sums().items():
+            steps = _merged(size, of_tops)
+            yield Bug("partial-merge", f"{text}, {parts}", FORWARD, steps=steps)
+        for text, steps in _backward(size).items():
+            yield Bug("partial-merge", f"{text}, {parts}", BACKWARD, steps=steps)
+
+
+def _kinds(question: Question) -> dict[str, Size]:
+    """Parts of as many keys; each once, where several are the same for all sequences."""
     longest = max(question.lengths_k, default=0)
     kinds = {f"{count} equal parts": _equal(count) for count in EQUAL}
     kinds |= {f"parts of {tile} keys": _of_keys(tile) for tile in TILES if tile < longest}
-    for parts, size in kinds.items():
-        for text, merge in MERGES.items():
-            yield Bug("partial-merge", f"{text}, {parts}", FORWARD, steps=_merged(size, merge))
-        for text, steps in _backward(size).items():
-            yield Bug("partial-merge", f"{text}, {parts}", BACKWARD, steps=steps)
+    for tile in (tile for tile in OF_TILES if tile < longest):
+        kinds |= {
+            f"{count} parts of as many tiles of {tile} keys": _of_tiles(count, tile)
+            for count in EQUAL
+        }
+    found: dict[tuple[int, ...], str] = {}
+    for text, size in kinds.items():
+        sizes = tuple(min(size(m), m) for m in question.lengths_k)
+        if sizes != question.lengths_k:
+            found.setdefault(sizes, text)
+    return {text: kinds[text] for text in found.values()}
 
 
 def _equal(count: int) -> Size:
@@ -41,6 +62,10 @@ def _equal(count: int) -> Size:
 
 def _of_keys(tile: int) -> Size:
     return lambda m: tile
+
+
+def _of_tiles(count: int, tile: int) -> Size:
+    return lambda m: -(-m // (count * tile)) * tile  # whole tiles, as many in every part
 
 
 # ---- forward ----------------------------------------------------------------------------------
@@ -53,9 +78,9 @@ def _parts(c: Context, size: Size) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _of_parts(c: Context, size: Size) -> tuple[Floats, Floats]:
-    """lse and out of every part: (parts, heads, n) and one more axis."""
-    lses, outs = [], []
+def _of_parts(c: Context, size: Size) -> tuple[Floats, Floats, Floats]:
+    """lse, out and maximum of every part: (parts, heads, n), one more axis of out."""
+    lses, outs, tops = [], [], []
     for part in _parts(c, size):
         S = c.S[..., part]
         top = S.max(axis=-1)
@@ -65,10 +90,15 @@ def _of_parts(c: Context, size: Size) -> tuple[Floats, Floats]:
         P = c.r(np.exp(S - dead_to_inf(np, L)[..., None]))
         lses.append(L)
         outs.append(c.r(times(c.o(P), c.V[part])))
-    return np.stack(lses), np.stack(outs)
+        tops.append(top)
+    return np.stack(lses), np.stack(outs), np.stack(tops)
 
 
-def _merged(size: Size, merge: Merge) -> dict[str, Step]:
+def _without_tops(merge: Merge) -> OfTops:
+    return lambda lses, outs, tops: merge(lses, outs)
+
+
+def _merged(size: Size, merge: OfTops) -> dict[str, Step]:
     def softmax(c: Context) -> tuple[Floats, Floats]:
         with np.errstate(all="ignore"):
             L, c.merged = merge(*_of_parts(c, size))
@@ -237,6 +267,43 @@ MERGES: dict[str, Merge] = {
 }
 
 
+def _by_sums() -> dict[str, OfTops]:
+    """Merges of row sums, each taken against the maximum of its part."""
+    right = "sum(part) exp(maximum(part) - largest)"
+    weights: dict[str, Callable[[Floats, Floats], Floats]] = {
+        "sum(part)": lambda sums, scales: sums,
+        "exp(maximum(part) - largest)": lambda sums, scales: scales,
+        right: lambda sums, scales: sums * scales,
+    }
+    lse_forms: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
+        "lse right": lambda lses, top, total: _whole(lses),
+        "lse = largest + log(their sum)": lambda lses, top, total: top + np.log(total),
+        "lse = log(their sum)": lambda lses, top, total: np.log(total),
+    }
+
+    def of(above: str, below: str, form: str) -> OfTops:
+        def merge(lses: Floats, outs: Floats, tops: Floats) -> tuple[Floats, Floats]:
+            there = ~np.isneginf(lses)
+            largest = np.where(there, tops, -np.inf).max(axis=0)
+            largest = np.where(np.isneginf(largest), 0.0, largest)
+            sums, scales = _exp(lses - tops), np.where(there, np.exp(tops - largest), 0.0)
+            total = weights[below](sums, scales).sum(axis=0)
+            found = _weighted(weights[above](sums, scales), outs)
+            L = lse_forms[form](lses, largest, total)
+            L = np.where(np.isneginf(lses).all(axis=0), -np.inf, L)
+            return L, found / np.where(total == 0, 1.0, total)[..., None]
+
+        return merge
+
+    return {
+        f"weights {above}, divided by the sum of {below}; {form}": of(above, below, form)
+        for above in weights
+        for below in weights
+        for form in lse_forms
+        if not (below == right and (above == right or form != "lse right"))
+    }
+
+
 # ---- backward ---------------------------------------------------------------------------------
 
 
@@ -244,14 +311,14 @@ def _backward(size: Size) -> dict[str, dict[str, Step]]:
     """Statistics of each part in the place of those of all keys."""
 
     def P(c: Context) -> Floats:
-        lses, _ = _of_parts(c, size)
+        lses, _, _ = _of_parts(c, size)
         found = np.zeros(np.broadcast_shapes(c.S.shape))
         for part, L in zip(_parts(c, size), lses, strict=True):
             found[..., part] = np.exp(c.S[..., part] - dead_to_inf(np, L)[..., None])
         return np.asarray(c.r(found))
 
     def dS(c: Context) -> Floats:
-        _, outs = _of_parts(c, size)
+        _, outs, _ = _of_parts(c, size)
         D = np.zeros(np.broadcast_shapes(c.S.shape))
         for part, out in zip(_parts(c, size), outs, strict=True):
             D[..., part] = ((c.dO * out).sum(axis=-1) - c.dL)[..., None]

@@ -68,7 +68,8 @@ def of_scores(question: Question) -> Iterator[Bug]:
     yield Bug("lse-without-max", "", FORWARD, steps={"L": lambda c: c.softmax[0] - _top(c)})
     yield Bug("lse-without-max", "the maximum alone", FORWARD, steps={"L": _top})
     unscaled = {"L": lambda c: c.softmax[0] - _top(c) + _top(c) / c.s}
-    yield Bug("lse-without-max", "unscaled maximum", FORWARD, steps=unscaled)
+    look_at = "the maximum in lse: it is that of q . k, not yet multiplied by softmax_scale"
+    yield Bug("lse-without-max", "unscaled maximum", FORWARD, None, unscaled, None, look_at)
     yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
     yield Bug("not-normalised", "by lse", FORWARD, steps={"O": lambda c: np.exp(c.S) @ c.V})
     for dtype in ("float32", "float16"):
@@ -162,9 +163,13 @@ def of_backward(question: Question) -> Iterator[Bug]:
         "by log2(e)": {"dQ": lambda c: LOG2_E * STEPS["dQ"](c), "dK": _log2_e(STEPS["dK"])},
         "by ln 2": {"dQ": lambda c: STEPS["dQ"](c) / LOG2_E, "dK": _ln_2(STEPS["dK"])},
     }
+    base = "the factor between exp2 and exp: q (or k) times softmax_scale log2(e) goes into the "
+    base += "scores, and the gradient has to be made of q times softmax_scale alone"
     for text, of_both in scaled.items():
         for tensors, steps in by_tensor(of_both):
-            yield Bug("output-scale", f"{tensors}, {text}", BACKWARD, steps=steps)
+            told = base if text.startswith("by ") else ""
+            form = f"{tensors}, {text}"
+            yield Bug("output-scale", form, BACKWARD, steps=steps, look_at=told)
     yield Bug("delta-omitted", "", BACKWARD, steps={"D": lambda c: np.zeros(c.dO.shape[:2]) - c.dL})
     if question.dlse is not None:
         yield Bug("delta-omitted", "dlse too", BACKWARD, steps={"D": lambda c: 0.0 * c.L})

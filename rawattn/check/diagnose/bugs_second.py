@@ -370,7 +370,9 @@ def _lse(question: Question) -> Iterator[Bug]:
         both = without | {"tL": _zero_rows}
         yield from of(name, SECOND, {"dlse of D": without, "dlse of D, ddlse = 0": both})
         plus = {"D": lambda c: _without_dlse(c) + c.dL}
-        yield from of("lse-gradient-sign", SECOND, {"D + dlse": plus})
+        twice = {"D": lambda c: STEPS["D"](c) - c.dL}
+        text = "dlse counts twice: D = dout . out - 2 dlse"
+        yield from of("lse-gradient-sign", SECOND, {"D + dlse": plus, text: twice})
     yield from of("jvp-lse-missing", JVP, {"tlse = 0": {"tL": _zero_rows}})
     in_base_2: dict[str, Step] = {"tL": lambda c: LOG2_E * c.e}
     L: dict[str, Step] = {"L": lambda c: LOG2_E * c.softmax[0]}

@@ -20,6 +20,15 @@ from rawattn.check.diagnose.engine import (
 )
 from rawattn.check.diagnose.question import Question
 
+FRAGMENTS = (
+    "the division of out at the end: which row of a fragment the row sum in a register belongs to "
+    "(lse itself is stored rightly)"
+)
+ALONG_KEYS = (
+    "the transposed tile S^T of the kernel of dk and dv: lse and delta belong to its columns, the "
+    "queries, and not to its rows, the keys"
+)
+SIZES = (8, *TILES)
 Place = Callable[[View], tuple[np.ndarray, np.ndarray]]  # heads (n, 1) and rows, -1 for none
 
 
@@ -132,7 +141,8 @@ def other_sums() -> Iterator[Bug]:
     for text, index in row_indices().items():
         for name in ("row sum", "lse"):
             steps = {"O": _by_another(index, name == "lse")}
-            yield Bug("statistics-misplaced", f"{name}: {text}", FORWARD, steps=steps)
+            form = f"out is divided by the {name} of another row: {text}"
+            yield Bug("statistics-misplaced", form, FORWARD, None, steps, None, FRAGMENTS)
 
 
 def _by_another(index: Index, by_lse: bool) -> Step:
@@ -147,3 +157,40 @@ def _by_another(index: Index, by_lse: bool) -> Step:
         return np.asarray(STEPS["O"](c) * factor[..., None])
 
     return O
+
+
+# ---- a tile that is transposed ----------------------------------------------------------------
+
+
+def along_keys(question: Question) -> Iterator[Bug]:
+    """S^T in tiles: its rows are keys, and lse or delta of a tile are taken by the row."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    sizes = [size for size in SIZES if size < 2 * longest]
+    for rows in sizes:
+        for period in (size for size in sizes if size <= rows):
+            text = f"tile of {rows} queries, by the key j % {period}"
+            for names in (("lse",), ("lse", "delta"), ("delta",)):
+                steps: dict[str, Step] = {}
+                if "lse" in names:
+                    steps["bP"] = partial(_P_by_key, rows, period)
+                if "delta" in names:
+                    steps["dS"] = partial(_dS_by_key, rows, period)
+                form = f"{' and '.join(names)} of the {text}"
+                yield Bug("statistics-misplaced", form, BACKWARD, None, steps, None, ALONG_KEYS)
+
+
+def _by_key(rows: int, period: int, x: Floats, keys: int, past: float) -> Floats:
+    """Numbers of rows (heads, n), of the row of its tile that a pair's key counts: (heads, n, m);
+    ``past`` the end of the sequence."""
+    n = x.shape[1]
+    row = np.arange(n)[:, None] // rows * rows + np.arange(keys)[None, :] % period
+    return np.where(row < n, x[:, np.minimum(row, n - 1)], past)
+
+
+def _P_by_key(rows: int, period: int, c: Context) -> Floats:
+    L = np.where(np.isneginf(c.L), np.inf, c.L)
+    return np.asarray(c.r(np.exp(c.S - _by_key(rows, period, L, c.S.shape[2], np.inf))))
+
+
+def _dS_by_key(rows: int, period: int, c: Context) -> Floats:
+    return np.asarray(c.r(c.P * (c.dP - _by_key(rows, period, c.D, c.S.shape[2], 0.0))))

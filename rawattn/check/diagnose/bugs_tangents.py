@@ -43,7 +43,9 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from _offsets(question)
     yield from _layouts(question)
     yield from _swapped(question)
+    yield from _products_of_other_heads(question)
     if question.dout is not None:
+        yield from _overwritten(question)
         yield from _operands(question)
         yield from _scaled_terms(question)
         yield from _row_terms(question)
@@ -100,6 +102,48 @@ def _no_rescale(question: Question) -> Iterator[Bug]:
             yield Bug(name, f"both of them, {at}", JVP, steps=e | tO)
 
 
+def _overwritten(question: Question) -> Iterator[Bug]:
+    """A gradient that the loop stores and does not add to: it holds one tile alone."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    sizes = [question.block_size] if question.sparse else [t for t in TILES if 8 < t < longest]
+    loops = {
+        "gq": ("key", ("gQ",)),
+        "gk and gv": ("query", ("gK", "gV")),
+        "gk": ("query", ("gK",)),
+        "gv": ("query", ("gV",)),
+    }
+    for tile in sizes:
+        for tensor, (loop, steps_of) in loops.items():
+            for which, last in (("last", True), ("first", False)):
+                kept = _one_tile(tile, last, loop == "key")
+                steps = {name: _but_for(name, kept) for name in steps_of}
+                verb = "hold" if "and" in tensor else "holds"
+                text = f"{tensor} {verb} the {which} {loop} tile alone, tile of {tile}"
+                yield Bug("tile-overwrites", text, SECOND, steps=steps)
+
+
+def _one_tile(tile: int, last: bool, of_keys: bool) -> Step:
+    """The last, or first, tile of keys that a tile of queries sees, or the other way round."""
+
+    def part(c: Context) -> Floats:
+        n, m = c.P.shape[1:]
+        seen = np.broadcast_to(c.W > 0, c.P.shape)
+        i, j = np.arange(n)[:, None] // tile, np.arange(m) // tile
+        pairs = np.zeros((len(seen), -(-n // tile), -(-m // tile)), dtype=bool)
+        head, row, key = np.nonzero(seen)
+        pairs[head, row // tile, key // tile] = True
+        axis = 2 if of_keys else 1
+        number = np.arange(pairs.shape[axis])
+        number = number if of_keys else number[:, None]
+        ends = np.where(pairs, number, -1).max(axis=axis, keepdims=True, initial=-1)
+        if not last:
+            far = pairs.shape[axis]
+            ends = np.where(pairs, number, far).min(axis=axis, keepdims=True, initial=far)
+        return np.asarray((pairs & (number == ends))[:, i, j])
+
+    return part
+
+
 def _grown(tile: int, backwards: bool) -> Step:
     """exp(final maximum - maximum after a tile), for each key of the tile."""
 
@@ -144,13 +188,80 @@ def _head_maps(question: Question) -> Iterator[Bug]:
     maps = {"h % num_heads_kv": heads % heads_kv, "0": 0 * heads}
     given = [name for name in _given(question) if name != "q"]
     for text, of_head in maps.items():
-        for names in ([name] for name in given) if len(given) == 1 else (["k"], ["v"], ["k", "v"]):
+        for names in ([name] for name in given) if len(given) < 2 else (["k"], ["v"], ["k", "v"]):
             steps = reading(_of_other_heads(tuple(names), of_head))
             for stages in (SECOND, JVP):
                 variant = f"{_named(names, stages[0])} of head {text}"
                 yield Bug("gqa-head-map", variant, stages, _each_head, steps)
     steps = reading(_right_heads, "Y")
     yield Bug("gqa-reduction-map", "h % num_heads_kv", SECOND, _sums_of_others, steps)
+
+
+def _products_of_other_heads(question: Question) -> Iterator[Bug]:
+    """One product alone, or all, read a direction, or another array, of another head."""
+    name, group, heads_kv = "gqa-head-map", question.group, question.num_heads_kv
+    heads, given = np.arange(question.num_heads_q), _given(question)
+    if group == 1:
+        return
+    different: dict[bytes, str] = {heads.tobytes(): ""}
+    for text, of_head in {
+        "the first head of the group": heads // group * group,
+        "head h // group": heads // group,
+        "head h % num_heads_kv": heads % heads_kv,
+        "the last head of the group": heads // group * group + group - 1,
+    }.items():
+        if different.setdefault(of_head.tobytes(), text) != text:
+            continue
+        for array, (step, where) in OF_QUERIES:
+            if not array.startswith("t") or "q" in given:
+                other = _other_rows_of_queries(array, step, of_head)
+                read = {"tQ": "ddq", "Q": "q", "dO": "dout"}[array]
+                yield Bug(name, f"{read} of {text} in {where}", SECOND, steps={step: other})
+        if "q" in given:
+            steps = {step: _other_rows_of_queries("tQ", step, of_head) for step in ("tY", "gK")}
+            yield Bug(name, f"ddq of {text}", SECOND, steps=steps)
+            yield Bug(name, f"tq of {text}", JVP, steps={"tY": steps["tY"]})
+    if heads_kv == 1:
+        return
+    for text, of_head in {"h % num_heads_kv": heads % heads_kv, "0": 0 * heads}.items():
+        for direction, step, where in OF_KEYS_IN:
+            if direction in given:
+                step_of = _with_other_keys(direction, step, of_head)
+                variant = f"dd{direction} of head {text} in {where}"
+                yield Bug(name, variant, SECOND, _each_head, {step: step_of})
+                if step in ("tY", "tO"):
+                    text_of = f"t{direction} of head {text} in {where}"
+                    yield Bug(name, text_of, JVP, _each_head, {step: step_of})
+
+
+OF_QUERIES = (  # arrays of queries, and where they are read
+    ("tQ", ("gK", "dS^T ddq of gk")),
+    ("tQ", ("tY", "E")),
+    ("Q", ("gK", "dS'^T q of gk")),
+    ("dO", ("gV", "gv")),
+    ("dO", ("tdP", "dout ddv^T")),
+    ("dO", ("w", "W")),
+)
+OF_KEYS_IN = (
+    ("k", "gQ", "dS ddk of gq"),
+    ("k", "tY", "E"),
+    ("v", "tO", "ddout"),
+    ("v", "tdP", "dout ddv^T"),
+)
+
+
+def _other_rows_of_queries(name: str, step: str, of_head: np.ndarray) -> Step:
+    def other(c: Context) -> Floats:
+        x = {"tQ": c.question.tq, "Q": c.question.q, "dO": c.question.dout}[name]
+        found = x[c.view.rows[None], of_head[c.view.heads][:, None]].astype(np.float64)
+        return np.asarray(STEPS[step](changed(c, **{name: found})))
+
+    return other
+
+
+def _with_other_keys(direction: str, step: str, of_head: np.ndarray) -> Step:
+    arrays = _of_other_heads((direction,), of_head)
+    return lambda c: STEPS[step](changed(c, **arrays(c)))
 
 
 def _each_head(question: Question, views: tuple[View, ...]) -> Sequence[View]:

@@ -119,7 +119,7 @@ CLASSES: dict[str, BugClass] = {
         "the epilogue of the forward pass",
     ),
     "no-rescale": BugClass(
-        "an accumulator is not rescaled when the running maximum moves",
+        "an accumulator is not rescaled, or wrongly, when the running maximum moves",
         "the online softmax: out and row_sum times exp(old max - new max) at every tile",
     ),
     "no-max-subtraction": BugClass(
@@ -151,7 +151,7 @@ CLASSES: dict[str, BugClass] = {
         "D = dout . out - dlse",
     ),
     "lse-gradient-sign": BugClass(
-        "the cotangent of lse enters with the wrong sign",
+        "the cotangent of lse enters with the wrong sign, or twice",
         "D = dout . out - dlse",
     ),
     # ---- heads, layout, tiles ----
@@ -174,6 +174,10 @@ CLASSES: dict[str, BugClass] = {
     "tail-tile-dropped": BugClass(
         "the last, partial tile is left out",
         "the number of tiles: round up, and mask the rest",
+    ),
+    "rows-not-written": BugClass(
+        "some rows are never written",
+        "the number of tiles that are launched, and the bound of the stores",
     ),
     "tail-rows-stored": BugClass(
         "rows past a sequence's end are stored over the next sequence's first rows",

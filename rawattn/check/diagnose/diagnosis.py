@@ -6,6 +6,7 @@ of the catalogue (``match``), and by proofs from structure for those that nobody
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ import numpy as np
 from rawattn.check.diagnose import invariants, proofs, structure
 from rawattn.check.diagnose.classes import CLASSES
 from rawattn.check.diagnose.cut import cut
-from rawattn.check.diagnose.engine import empty, solve
+from rawattn.check.diagnose.engine import Bug, empty, solve
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
-from rawattn.check.diagnose.match import Explained, StageVerdict, judge_stage
+from rawattn.check.diagnose.match import Explained, StageVerdict, beside, judge_stage
 from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.unjudged import without
 from rawattn.check.diff import FLOATING
 
 WORDS = {
@@ -28,9 +30,11 @@ WORDS = {
 }
 CONFIDENCE = ("proved", "high", "medium", "low")
 GENERIC = ("wrong-keys",)  # what other names say more exactly
+WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 
 
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything
 def diagnose(
     question: Question,
     answers: Answers,
@@ -153,14 +157,22 @@ def _judge(
 ) -> tuple[list[Finding], list[Check], list[str]]:
     answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
-    verdicts = [
-        verdict
-        for stage in question.stages
-        if (verdict := judge_stage(question, answers, stage, until=until)) is not None
-    ]
+    judged, unjudged = without(question, answers)
+    verdicts: list[StageVerdict] = []
+    hints: list[Bug] = []
+    for stage in question.stages:
+        verdict = judge_stage(question, judged, stage, until=until, hints=hints)
+        if verdict is not None:
+            here = [one.prediction.bug for one in verdict.explained[:1]]
+            for known in (*hints, *here) if verdict.unexplained else ():
+                verdict = beside(question, judged, verdict, known, until)
+            verdicts.append(verdict)
+            if verdict.explained and not verdict.unexplained:
+                hints.append(verdict.explained[0].prediction.bug)
     checks = list(invariants.checks(question, answers, side, call=call))
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
-    findings += _resolve(question, answers, side, verdicts)
+    facts += [f"{side}: {fact}" for fact in unjudged]
+    findings += _resolve(question, judged, side, verdicts)
     for verdict in verdicts:
         findings += proofs.of_noise(question, answers, side, verdict)
         findings += proofs.of_precision(question, side, verdict)
@@ -215,12 +227,29 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
+    """The finding with the identities that fail for its tensors as evidence."""
+    tensors = _tensors(finding.where)
+    failing = [check for check in failing if not tensors or _about(check) & tensors]
     said = tuple(
         f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
         f"{check.allowed:.2g}" + (f", in {check.place}" if check.place else "")
         for check in failing[:3]
     )
     return replace(finding, evidence=finding.evidence + said)
+
+
+def _tensors(text: str) -> set[str]:
+    """The tensors that a text names."""
+    return {name for names in STAGES.values() for name in names} & set(WORD.findall(text))
+
+
+def _about(check: Check) -> set[str]:
+    """The tensors that fail with an identity: of those that it names, the last stage's."""
+    named = _tensors(check.text)
+    if check.name == "I10" and not named:
+        named = set(STAGES["second"])
+    stages = ("second", "jvp", "backward", "forward")
+    return next((named & set(STAGES[one]) for one in stages if named & set(STAGES[one])), named)
 
 
 class _Part:
@@ -253,7 +282,7 @@ def _resolve(
         here = [part for part in left if name in part.best]
         own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
         worst = max(part.best[name].rms for part in here)
-        return -len(here), worst > 1.5, ORDER.get(name, len(ORDER)), not own, worst
+        return -len(here), worst > 1.5, _order(name), not own, worst
 
     left = list(parts)
     found: list[Finding] = []
@@ -268,7 +297,9 @@ def _resolve(
 
 
 def _order(name: str) -> int:
-    return ORDER.get(name, len(ORDER))
+    """The place of a class; of two at once that of the later one, behind all classes."""
+    single = name.split(" + ")
+    return max(ORDER.get(one, len(ORDER)) for one in single) + len(ORDER) * (len(single) - 1)
 
 
 def _findings(
@@ -305,6 +336,7 @@ def _findings(
         )
     evidence += _places(question, answers, wrong)
     where = " and ".join(WORDS[stage] for stage in stages)
+    told = "; ".join(dict.fromkeys(filter(None, (one.prediction.bug.look_at for one in chosen))))
     clear = not others and not any(part.verdict.unexplained for part in parts)
     return [
         Finding(
@@ -314,7 +346,7 @@ def _findings(
             where=f"{where}: {', '.join(wrong or tensors)}",
             confidence="high" if clear else "medium",
             evidence=tuple(evidence),
-            look_at=CLASSES[single].look_at if single in CLASSES else "",
+            look_at=told or (CLASSES[single].look_at if single in CLASSES else ""),
             alternatives=tuple(others),
         )
         for single in name.split(" + ")
@@ -331,4 +363,5 @@ def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> lis
     if not math.isfinite(allowed):
         return []
     bad = structure.bad_rows(question, name, answers[name], reference[name], allowed)
-    return [f"{name}: {sentence}" for sentence in structure.where(question, name, bad)[:3]]
+    told = structure.where(question, name, bad)[:3]
+    return [f"{name}: {sentence}" for sentence in told if not sentence.startswith("no pattern")]

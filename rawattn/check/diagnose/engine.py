@@ -11,7 +11,7 @@ Long, since the derivatives up to the second share the steps that a bug may repl
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +75,10 @@ Store = Callable[[Question, Answers], Answers]
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages."""
+    """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages.
+
+    look_at: where to look, if the form tells more than its class does.
+    """
 
     name: str
     variant: str = ""
@@ -83,6 +86,7 @@ class Bug:
     see: See | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
     store: Store | None = None
+    look_at: str = ""
 
     def at(self, *stages: str) -> "Bug":
         """The same in other stages."""
@@ -90,6 +94,23 @@ class Bug:
 
 
 NO_BUG = Bug("right")
+
+
+@dataclass(frozen=True, eq=False)
+class Assuming(Question):
+    """A question whose right answers have ``assumed`` in them: a bug that is known to be there,
+    so that others are looked for beside it."""
+
+    assumed: Bug = NO_BUG
+
+
+def assuming(question: Question, bug: Bug) -> Assuming:
+    """``question`` with ``bug`` in what counts as right."""
+    return Assuming(**{f.name: getattr(question, f.name) for f in fields(Question)}, assumed=bug)
+
+
+def _assumed(question: Question) -> Bug:
+    return question.assumed if isinstance(question, Assuming) else NO_BUG
 
 
 def together(one: Bug, other: Bug) -> Bug | None:
@@ -141,6 +162,9 @@ class _Identity:
 @lru_cache(maxsize=8)
 def _views(key: _Identity, sliding: bool) -> tuple[View, ...]:
     question = key.question
+    if isinstance(question, Assuming) and question.assumed.see is not None:
+        plain = replace(question, assumed=NO_BUG)
+        return tuple(question.assumed.see(plain, views_of(plain, sliding)))
     if question.sparse and not sliding:
         return tuple(_sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
@@ -304,7 +328,7 @@ def changed(c: Context, **changes: Any) -> Context:
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
     """Set every step's result under its name; "bP" is P."""
     for name in names:
-        step = bug.steps.get(name, STEPS[name])
+        step = bug.steps.get(name) or c.assumed.get(name, STEPS[name])
         setattr(c, "P" if name == "bP" else name, step(c))
 
 
@@ -331,7 +355,9 @@ def solve(
     if stage == "forward" and question.sliding is not None:
         found = _stage(question, stage, planted, True, rounding, None)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
-    return planted.store(question, answers) if planted.store else answers
+    for one in (planted, _assumed(question)):
+        answers = one.store(question, answers) if one.store else answers
+    return answers
 
 
 def _stage(
@@ -423,6 +449,7 @@ def _context(
 
     q = question
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
+    c.assumed = _assumed(q).steps
     c.r, c.o = rounding.operation, rounding.operand
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
     c.dO, c.dL = of_q(q.dout), of_row(q.dlse)
@@ -514,7 +541,8 @@ def _delta(question: Question, given: tuple[Floats, Floats] | None) -> Floats:
     found = np.zeros(question.q.shape[1::-1])
     dout = np.asarray(question.dout)[inside].astype(np.float64)
     out = np.asarray(given[0])[inside].astype(np.float64)
-    found[:, inside] = (dout * out).sum(axis=-1).T
-    if question.dlse is not None:
-        found[:, inside] -= np.asarray(question.dlse)[:, inside]
+    with np.errstate(invalid="ignore", over="ignore"):
+        found[:, inside] = (dout * out).sum(axis=-1).T
+        if question.dlse is not None:
+            found[:, inside] -= np.asarray(question.dlse)[:, inside]
     return found

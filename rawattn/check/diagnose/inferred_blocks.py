@@ -49,6 +49,7 @@ WHOLE = 0.25  # distance of a count from a whole number
 LEFT = {2: 0.05, 4: 2e-3, 8: 2e-3}  # of the size of a row's answers, by the bytes of the inputs
 READ = 0.95  # share of the rows that must be read
 ALL_OR_NONE = 0.8  # share of wrong rows in which all blocks count alike: no matter of lists
+MOST = 1e6  # times that a block may count
 EXPLAINS = 0.98  # share of the differences
 
 
@@ -116,6 +117,18 @@ def _ended(question: Question, answers: Answers) -> Iterator[Bug]:
     first queries of all lists, hidden ones among them or not."""
     if "dv" not in answers:
         return
+    with np.errstate(over="ignore", invalid="ignore"):
+        found, whole = _left_by_number(question, answers)
+    for hidden, off in found.items():
+        number = int(np.argmin(off))
+        if off[-1] > 0 and off[number] <= LEFT[question.dtype.itemsize] ** 2 * whole < off[-1]:
+            text = f"the lists end after {number} queries"
+            yield from inverted(text, by_walk(_first_queries(number, hidden)))
+
+
+def _left_by_number(question: Question, answers: Answers) -> tuple[dict[bool, Floats], float]:
+    """Squares of what every number of queries leaves of dv, hidden ones among them or not; and
+    those of dv."""
     size, lists = question.block_size, lists_of(question)
     named = {hidden: lists.multiplicity(hidden) > 0 for hidden in (False, True)}
     longest = max(question.lengths_q, default=0)
@@ -137,11 +150,7 @@ def _ended(question: Question, answers: Answers) -> Iterator[Bug]:
                 off = ((sums - dv[keys]) ** 2).sum(axis=(1, 2))
                 found[hidden] = found.get(hidden, np.zeros(longest + 1)) + off
             whole += float((dv[keys] ** 2).sum())
-    for hidden, off in found.items():
-        number = int(np.argmin(off))
-        if off[-1] > 0 and off[number] <= LEFT[question.dtype.itemsize] ** 2 * whole < off[-1]:
-            text = f"the lists end after {number} queries"
-            yield from inverted(text, by_walk(_first_queries(number, hidden)))
+    return found, whole
 
 
 def _first_queries(number: int, hidden: bool) -> Walk:
@@ -263,9 +272,21 @@ def read(question: Question, answers: Answers, stage: str) -> Seen | None:
                 return None
             rows, good = rows + len(found.read), good + int(found.read.sum())
             told = found.sure & found.read[:, None]
-            counts[c.view.rows, one] = np.where(told, found.counts, right[c.view.rows, one])
-            sure[c.view.rows, one] = told
+            blind = _see_nothing(c, here, arrays)
+            of_rows = np.where(told, found.counts, right[c.view.rows, one])
+            counts[c.view.rows, one] = np.where(blind, 0, of_rows)
+            sure[c.view.rows, one] = told | blind
     return Seen(counts, sure) if rows and good >= READ * rows else None
+
+
+def _see_nothing(c: Context, heads: np.ndarray, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows (n, 1) whose heads all have an lse of -inf and an out of 0."""
+    rows, of_heads = c.view.rows[None], c.view.heads[heads][:, None]
+    if len(arrays) != 2:
+        return np.zeros((len(c.view.rows), 1), dtype=bool)
+    nothing = np.isneginf(arrays[1][of_heads, rows].astype(np.float64))
+    nothing &= (arrays[0][rows, of_heads] == 0).all(axis=2)
+    return np.asarray(nothing.all(axis=0))[:, None]
 
 
 def _contexts(question: Question, stage: str, given: Given, right: bool = False) -> list[Context]:
@@ -301,7 +322,8 @@ def _equations(
         wanted = arrays[0][rows, of_heads].astype(np.float64)
     design = np.zeros((len(view.rows), int(heads.sum()), values.shape[1], parts))
     for number in np.unique(part):
-        of_part = times(weights * (part == number), values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            of_part = times(weights * (part == number), values)
         design[..., number] = of_part.swapaxes(0, 1)
     numbers = design.shape[1] * design.shape[2]
     shape = len(view.rows), numbers
@@ -340,7 +362,7 @@ def _solved(design: Floats, wanted: Floats, left: float) -> _Solved | None:
     noise = np.maximum(noise, 1e-7 * whole_size)
     error = noise[:, None] * np.sqrt(np.maximum(inverse[:, place, place], 0.0)) / scale
     count = solution / scale
-    whole = np.rint(count)
+    whole = np.rint(np.clip(np.nan_to_num(count, nan=-1.0), -1, MOST))
     sure = there & (error < SURE)
     near = (np.abs(count - whole) < WHOLE) & (whole >= 0)
     fits = noise <= left * np.maximum(whole_size, np.abs(design).max(axis=(1, 2), initial=0))
@@ -351,6 +373,9 @@ def _solved(design: Floats, wanted: Floats, left: float) -> _Solved | None:
 def _all_or_none(seen: Seen, right: np.ndarray, wrong: np.ndarray) -> bool:
     """Whether rows are wrong as a whole: then they are scaled, or not stored."""
     rows = wrong.any(axis=2)
+    dead = (seen.sure & (seen.counts == 0)).all(axis=2)
+    if (rows & ~dead).any():  # rows that see nothing tell little
+        rows = rows & ~dead
     there = seen.sure & (right > 0)
     ratio = np.where(there, seen.counts / np.maximum(right, 1), np.nan)[rows]
     extra = (seen.sure & (right == 0) & (seen.counts > 0)).any(axis=2)[rows]
@@ -382,7 +407,8 @@ def _in_words(question: Question, lists: Lists, seen: Seen, right: np.ndarray) -
         for name, text, where in features:
             inside = (what & where).sum() / what.sum()
             share = (what & where).sum() / max((where & seen.sure).sum(), 1)
-            if inside >= EXPLAINS and share > most:
+            exactly = name != "sparse-tile-union" or share >= EXPLAINS
+            if inside >= EXPLAINS and share > most and exactly:
                 best, words, most = name, f"{verb} {text}", share
         said.append((best, words))
     names = {name for name, _ in said}
@@ -465,6 +491,8 @@ class _Holds:
         other = np.broadcast_to(named.max(axis=1, keepdims=True), self.shape) > 0
         name = "sparse-other-heads-selection"
         yield name, "blocks that another head of the same token names", other & (named == 0)
+        unnamed = self.blocks((self.number < lists.blocks) & (self.number != lists.own))
+        yield "wrong-keys", "blocks that they did not name", unnamed & (named == 0)
         for size in (2, 4, 8, 16, 32, 64, 128):
             tile = np.arange(len(named)) // size
             of_tile = np.zeros_like(named)

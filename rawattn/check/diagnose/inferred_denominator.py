@@ -32,6 +32,10 @@ DIFFER = 0.02  # numbers that are not the same
 PERIODS = (2, 4, 8, 16, 32, 64)
 MOST = 256  # keys of a tile
 MOST_TOLD = 3  # explanations
+CARRIED = (8, 16, 32, 64, 128, 256)  # keys of a first tile, against whose maximum a sum is
+CARRY = 1e-4  # that two logarithms of the same sum may be apart
+MOSTLY = 0.7  # of the rows
+ROWS = 4  # that do not have the same number by chance
 Mass = Floats  # (num_heads_q, total_q): E divided by exp(L)
 
 
@@ -54,7 +58,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         if mass is None:
             continue
         exact = lse if of_out and of_lse and lse is not None and _same(lse, out) else mass
-        for extra in _explained(question, right["lse"], np.where(seen, exact, 0.0)):
+        known = _explained(question, right["lse"], np.where(seen, exact, 0.0))
+        if not known and of_out and of_lse and (exact is lse or "lse" not in answers):
+            known = _left_over(question, right["lse"], np.where(seen, exact, 0.0))
+        for extra in known:
             yield _planted(extra, of_out, of_lse)
     if "out" in answers and out is None:
         yield from _by_columns(question, answers, right, seen)
@@ -129,7 +136,7 @@ def _explained(question: Question, L: Floats, mass: Mass) -> list[Extra]:
         (_off(np.where(np.isfinite(L), extra.mass, 0.0), wanted), number, extra)
         for number, extra in enumerate(_ideas(question, L, wanted))
     ]
-    least = min(off for off, _, _ in told)
+    least = min((off for off, _, _ in told), default=math.inf)
     as_near = [one for one in told if one[0] < min(NEAR, 2 * least + 1e-6)]
     return [extra for _, _, extra in sorted(as_near, key=lambda one: one[1])][:MOST_TOLD]
 
@@ -332,6 +339,55 @@ def _modulo(modulus: int, residue: int) -> Of:
         return np.asarray((weights * (view.weight > 0))[..., here].sum(axis=2))
 
     return of
+
+
+# ---- what other rows leave --------------------------------------------------------------------
+
+
+def _left_over(question: Question, L: Floats, mass: Mass) -> list[Extra]:
+    """E by row where nothing of the row itself explains it: never below 0, not the same for all
+    rows, and in rows whose maximum does not move too, so that it is no sum that is not rescaled."""
+    wrong = mass > DIFFER
+    if mass.min(initial=0.0) < -DIFFER:
+        return []
+    steady = np.zeros((2, *mass.shape), dtype=bool)
+    with np.errstate(all="ignore"):
+        found = L + np.log1p(mass)
+    carried, sums = np.zeros((len(CARRIED), *mass.shape)), np.full(mass.shape, np.nan)
+    for view, S in _scores(question):
+        here = view.heads[:, None], view.rows
+        constant = np.ptp(mass[here], axis=1) <= DIFFER * mass[here].max(axis=1)
+        if len(view.rows) >= ROWS and (constant & wrong[here].any(axis=1)).any():
+            return []
+        S = np.where(view.weight > 0, S, -np.inf)
+        top = S.max(axis=2)
+        seen = view.weight > 0
+        first, last = seen.argmax(axis=2), seen.shape[2] - 1 - seen[..., ::-1].argmax(axis=2)
+        most = S.argmax(axis=2)
+        steady[0][here], steady[1][here] = most == first, most == last
+        with np.errstate(all="ignore"):
+            sums[here] = found[here] - top
+            extra = np.log(mass[here]) + L[here]
+            for number, tile in enumerate(CARRIED):
+                carried[number][here] = extra - S[..., :tile].max(axis=2)
+    if not all((wrong & x).any() for x in steady):
+        return []
+    text = (
+        "the row sum is too large, by a number of its own in every row, while the numerator is "
+        "right: out * exp(lse) is"
+    )
+    rows = wrong & np.isfinite(L)
+    known = np.sort(sums[np.isfinite(sums)])
+    for number, tile in enumerate(CARRIED):
+        x = carried[number][rows]
+        place = np.clip(np.searchsorted(known, x), 1, max(len(known) - 1, 1))
+        if len(known) > 1 and np.isfinite(x).all():
+            apart = np.minimum(np.abs(known[place] - x), np.abs(known[place - 1] - x))
+            if (apart < CARRY).mean() > MOSTLY:
+                text += "; what is added is the sum of another row, left there by the work item "
+                text += f"before (first tile of {tile} keys)"
+                break
+    return [Extra("denominator", text, mass)]
 
 
 # ---- columns that are divided by different sums -----------------------------------------------

@@ -12,7 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose import bugs_heads, bugs_inputs, bugs_layouts, bugs_operands
+from rawattn.check.diagnose import (
+    bugs_heads,
+    bugs_inputs,
+    bugs_layouts,
+    bugs_operands,
+    inferred_pages,
+)
 from rawattn.check.diagnose.bugs_masks import masks
 from rawattn.check.diagnose.engine import (
     FIRST,
@@ -67,6 +73,8 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             forward = _Work(question, answers, "forward", None)
             yield from (bug for bug in _of_forward(forward) if stage in bug.stages)
         yield from work.constants()
+        if stage == "forward":
+            yield from inferred_pages.bugs(question, work.found)
         yield from _of_forward(work) if stage == "forward" else work.rearranged()
         if stage == "backward" and question.group > 1:
             yield from work.reductions()
@@ -202,6 +210,9 @@ class _Work:
         """A result whose rows, or numbers, are in other places."""
         for name in sorted(self.wrong):
             here, known = {name: self.truth[name]}, False
+            if (order := self._heads_moved(name)) is not None:
+                yield order
+                continue
             if _spread(self.found[name]) > 10 * _spread(self.truth[name]):
                 continue
             for bug, then in bugs_layouts.rearranged(self.question, name):
@@ -211,13 +222,55 @@ class _Work:
                     yield bug
                     if then is not None:
                         yield then
-            if not known and (moved := self._moved(name)) is not None:
+            if (not known or name in BY_ROW) and (moved := self._moved(name)) is not None:
                 yield moved
+
+    def _heads_moved(self, name: str) -> Bug | None:
+        """Every head as the head of the right result that it equals: in another order."""
+        a, b = (by_rows(name, x)[self.inside[name]] for x in (self.found[name], self.truth[name]))
+        finite = (np.isfinite(a) & np.isfinite(b)).all(axis=(1, 2))
+        a, b = a[finite], b[finite]
+        tokens, heads, width = a.shape
+        if heads < 2 or tokens * width < 4 or 2 * len(a) < len(finite):
+            return None
+        allowed = max(8 * _noise(self.found[name]), 1e-3)
+        x, y = (part.swapaxes(0, 1).reshape(heads, -1) for part in (a, b))
+        error = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1) - 2 * (x @ y.T)
+        own = np.square(b - b.mean(axis=1, keepdims=True)).sum(axis=(0, 2))
+        order = error.argmin(axis=1)
+        fits = error[np.arange(heads), order] <= allowed**2 * np.maximum(own.mean(), own[order])
+        if not fits.all() or (order == np.arange(heads)).all():
+            return None
+        question = self.question
+        group = heads // question.num_heads_kv
+        forms = {
+            "h is stored as h % group * num_heads_kv + h // group": np.argsort(
+                [h % group * question.num_heads_kv + h // group for h in range(heads)]
+            ),
+            "h is stored as h // num_heads_kv + h % num_heads_kv * group": np.argsort(
+                [
+                    h // question.num_heads_kv + h % question.num_heads_kv * group
+                    for h in range(heads)
+                ]
+            ),
+            "reversed": np.arange(heads)[::-1],
+        }
+        known = [text for text, of in forms.items() if np.array_equal(of, order)]
+        listed = ", ".join(map(str, order[:16])) + (", ..." if heads > 16 else "")
+        text = f"{name}: heads in another order: {listed}" + "".join(f" ({x})" for x in known[:1])
+
+        def store(question: Question, answers: Answers) -> Answers:
+            x = answers[name]
+            return answers | {name: x[order] if name in BY_ROW else x[:, order]}
+
+        look_at = f"the number of the head by which {name} is stored: head_kv * group + i for the "
+        look_at += "i-th query head of a key/value head"
+        return Bug("transposed", text, (self.stage,), store=store, look_at=look_at)
 
     def _moved(self, name: str) -> Bug | None:
         """Each row as the row of the right result that it equals: another one, not the same."""
         if name in BY_ROW:
-            return None
+            return self._tokens_moved(name)
         a, b = (by_rows(name, x) for x in (self.found[name], self.truth[name]))
         tokens, heads, width = a.shape
         if (
@@ -248,6 +301,29 @@ class _Work:
             return answers | {name: there.reshape(answers[name].shape)}
 
         return Bug(bug, text, (self.stage,), store=store)
+
+    def _tokens_moved(self, name: str) -> Bug | None:
+        """Each token's statistics, of all heads, as those of the token that they equal."""
+        x, y = (by_rows(name, of)[..., 0] for of in (self.found[name], self.truth[name]))
+        tokens, heads = x.shape
+        finite = np.isfinite(x) & np.isfinite(y)
+        if heads < 4 or tokens > 6000 or not finite.all():
+            return None
+        distance = np.square(y).sum(axis=1)[None, :] - 2 * (x @ y.T)
+        nearest = distance.argmin(axis=1)
+        error = np.abs(x - y[nearest]).max(axis=1)
+        fits = error <= 8 * _noise(self.found[name]) * np.abs(y).max(initial=0)
+        nearest = np.where(self.inside[name], nearest, np.arange(tokens))
+        moved = nearest != np.arange(tokens)
+        several = len(np.unique(nearest[moved])) > max(moved.sum() // 2, 1)
+        if not fits[self.inside[name]].all() or not several:
+            return None
+        text = f"{name}: tokens in another order, {int(moved.sum())} of {tokens}"
+
+        def store(question: Question, answers: Answers) -> Answers:
+            return answers | {name: answers[name][:, nearest]}
+
+        return Bug("offsets-shifted", text, (self.stage,), store=store)
 
     # ---- maps of heads ----
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from rawattn.check.diagnose import key_counts, key_rows, key_spans
-from rawattn.check.diagnose.engine import FIRST, Bug, Floats, See, View, solve
+from rawattn.check.diagnose import key_counts, key_groups, key_rows, key_spans, key_unwritten
+from rawattn.check.diagnose.engine import FIRST, NO_BUG, Bug, Floats, See, View, solve
 from rawattn.check.diagnose.key_patterns import patterns
 from rawattn.check.diagnose.key_place import Pattern, Place, right_pattern
 from rawattn.check.diagnose.key_sums import Sums, given_to_backward, size_of, some_heads, sums_of
@@ -33,7 +33,9 @@ UNSURE = 2  # patterns that explain a part alone, which may be half of two bugs
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs read off the answers of ``stage``; none where nothing can be read."""
-    if question.sparse:
+    unwritten = list(key_unwritten.bugs(question, answers, stage))
+    yield from unwritten
+    if question.sparse or (unwritten and _explained(question, answers, stage, unwritten[0])):
         return
     if stage == "jvp":
         answers = {name.removeprefix("jvp "): x for name, x in answers.items() if "jvp " in name}
@@ -65,6 +67,19 @@ def _read(asked: _Asked, stage: str) -> tuple[tuple[Bug, ...], bool]:
     wrong = wrong_rows(question, answers, stage)
     if wrong is None or not wrong.any():
         return (), False
+    if stage != "forward":
+        return _keys(question, answers, stage, wrong)
+    stored = tuple(key_rows.bugs(question, answers, wrong))
+    if _out_alone(question, answers):
+        return stored or tuple(key_counts.dropout(question, answers, stage)), True
+    found, enough = _keys(question, answers, stage, wrong)
+    return (*stored, *found), enough or bool(stored)
+
+
+def _keys(
+    question: Question, answers: Answers, stage: str, wrong: np.ndarray
+) -> tuple[tuple[Bug, ...], bool]:
+    """The bugs of other keys than the right ones, that explain the ``wrong`` rows."""
     stages = (*FIRST, "second", "jvp")
     patterns_found, exact = nearest(question, answers, stage)
 
@@ -80,15 +95,25 @@ def _read(asked: _Asked, stage: str) -> tuple[tuple[Bug, ...], bool]:
             found.append(Bug(name(p), text, stages, planted(p, wrong)))
     if exact:  # where several are the same function, the plainest one's class
         return tuple(bug for bug in found if bug.name == found[0].name), True
+    by_group = tuple(key_groups.bugs(question, answers, stage, exact_of(answers, stage)))
+    if by_group:
+        return by_group, True
     makers = [key_counts.bugs(question, answers, wrong, stage)]
     if stage == "forward":
-        makers.insert(0, key_rows.bugs(question, answers, wrong))
-        makers.insert(1, key_spans.bugs(question, answers, wrong))
+        makers.insert(0, key_spans.bugs(question, answers, wrong))
     for maker in makers:
         more = tuple(maker)
         if more:
             return (*found, *more), True
     return tuple(found), False
+
+
+def _out_alone(question: Question, answers: Answers) -> bool:
+    """Whether lse is right, and so are the keys: what is wrong comes after the row sums."""
+    if not {"out", "lse"} <= set(answers):
+        return False
+    of_lse = wrong_rows(question, {"lse": answers["lse"]}, "forward")
+    return of_lse is not None and not of_lse.any()
 
 
 def planted(pattern: Pattern, wrong: np.ndarray | None = None) -> See:
@@ -111,14 +136,23 @@ def planted(pattern: Pattern, wrong: np.ndarray | None = None) -> See:
     return see
 
 
-def wrong_rows(question: Question, answers: Answers, stage: str) -> np.ndarray | None:
-    """Rows (total_q, heads) that the right keys do not explain; None where nothing can be said."""
+def _explained(question: Question, answers: Answers, stage: str, bug: Bug) -> bool:
+    """Whether a bug of the forward pass leaves nothing to explain."""
+    left = wrong_rows(question, answers, stage, bug) if stage == "forward" else None
+    return left is not None and not left.any()
+
+
+def wrong_rows(
+    question: Question, answers: Answers, stage: str, bug: Bug = NO_BUG
+) -> np.ndarray | None:
+    """Rows (total_q, heads) that the right keys, or a ``bug``, do not explain; None where nothing
+    can be said."""
     names = [n for n in (("out", "lse") if stage == "forward" else ("dq",)) if n in answers]
     if not names:
         return None
     found = np.zeros(question.q.shape[:2], dtype=bool)
     given = given_to_backward(question, answers) if stage == "backward" else None
-    right = solve(question, stage, given=given)
+    right = solve(question, stage, bug, given=given)
     for name in names:
         a, b = (
             by_rows(name, np.asarray(x, dtype=np.float64)) for x in (answers[name], right[name])

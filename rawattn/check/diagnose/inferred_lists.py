@@ -16,7 +16,7 @@ from rawattn.reference.dense import dead_to_inf
 
 EXPLAINED = {2: 0.15, 4: 0.02, 8: 0.02}  # of what is wrong may be left, at most; by bytes
 MOST = 4  # times that a query is in a list
-RIDGE = 1e-9
+RIDGE, TINY = 1e-9, 1e-300
 
 Counts = dict[tuple[int, int], Floats]  # by sequence and kv head: (heads, queries, keys)
 
@@ -53,15 +53,17 @@ def bugs(
     counts: Counts = {}
     left, whole, lost, more, others = 0.0, 0.0, 0, 0, 0
     for c in contexts:
-        pairs = _pairs(question, c)
+        with np.errstate(over="ignore", invalid="ignore"):
+            pairs = _pairs(question, c)
         often = np.zeros(pairs.P.shape)
         for start in range(0, len(c.view.keys), question.block_size):
             keys = slice(start, start + question.block_size)
-            read = _read(answers, c, pairs, keys, often, sorted(wrong))
+            with np.errstate(over="ignore", invalid="ignore"):
+                read = _read(answers, c, pairs, keys, often, sorted(wrong))
             left, whole = left + read.left, whole + read.whole
             lost, more, others = lost + read.lost, more + read.more, others + read.others
         counts[c.view.sequence, c.view.head_kv] = often
-    if left > EXPLAINED[question.dtype.itemsize] ** 2 * whole:
+    if not left <= EXPLAINED[question.dtype.itemsize] ** 2 * whole:
         return
     words = (
         f"the lists of blocks lack {lost} of their queries, have {more} more than once, and "
@@ -113,7 +115,7 @@ def _read(
         often[:, rows, keys] = named[..., None]
         return _Read(rest, rest)
     gram = design @ design.T
-    gram += RIDGE * float(np.trace(gram)) / len(gram) * np.eye(len(gram))
+    gram += max(RIDGE * float(np.trace(gram)) / len(gram), TINY) * np.eye(len(gram))
     count = np.clip(np.rint(usual + np.linalg.solve(gram, design @ wanted_more)), 0, MOST)
     rest = wanted - count @ design
     for place, one in enumerate(of_selection):

@@ -14,6 +14,8 @@ from rawattn.check.diagnose.engine import TILES, Bug, Context, Floats, Step, tim
 from rawattn.check.diagnose.question import Answers, Question
 
 Rows = Callable[[np.ndarray], np.ndarray]  # another row for each
+# of the factors of all steps and the number of one: what old sums and new terms are multiplied by
+Way = Callable[[Sequence[Floats], int], tuple[Floats, Floats]]
 
 FITS = 0.1  # of what is wrong may be left on the view that is looked at
 
@@ -25,6 +27,52 @@ ROWS: dict[str, Rows] = {
     "row i // 4 * 4": lambda i: i & ~3,
     "row i // 16 * 16": lambda i: i & ~15,
 }
+
+
+def _once(factors: Sequence[Floats], step: int) -> Floats:
+    return np.ones_like(factors[step])
+
+
+def _by_last(last: bool) -> Way:
+    """The factor of the step before; ``last``: at the last step its own."""
+
+    def way(factors: Sequence[Floats], step: int) -> tuple[Floats, Floats]:
+        other = step if last and step == len(factors) - 1 else max(step - 1, 0)
+        return factors[other], _once(factors, step)
+
+    return way
+
+
+def _power(x: float) -> Way:
+    return lambda factors, step: (factors[step] ** x, _once(factors, step))
+
+
+def _of_rows(rows: Rows) -> Way:
+    def way(factors: Sequence[Floats], step: int) -> tuple[Floats, Floats]:
+        n = factors[step].shape[1]
+        return factors[step][:, np.minimum(rows(np.arange(n)), n - 1)], _once(factors, step)
+
+    return way
+
+
+def _not(factors: Sequence[Floats], step: int) -> tuple[Floats, Floats]:
+    return _once(factors, step), _once(factors, step)
+
+
+WAYS: dict[str, Way] = {
+    "rescaled after the new tile is added": lambda factors, step: (factors[step], factors[step]),
+    "rescaled after the new tile is added, by 0 at the first one": lambda factors, step: (
+        factors[step],
+        factors[step] * (step > 0),
+    ),
+    "by the factor of the tile before": _by_last(False),
+    "by the factor of the tile before, at the last tile by its own": _by_last(True),
+    "rescaled twice": _power(2),
+    "by the reciprocal of the factor": _power(-1),
+    "by exp2 of natural units": _power(np.log(2)),
+    "by exp of units of base 2": _power(1 / np.log(2)),
+}
+WAYS |= {f"by the factor of {text}": _of_rows(rows) for text, rows in ROWS.items()}
 UNSCALED = {
     "forward": (("out",), ("row_sum",), ("out", "row_sum")),
     "jvp": (("e",), ("tout",), ("e", "tout"), ("out",), ("row_sum",), ("out", "tout")),
@@ -58,20 +106,21 @@ def bugs(
     sizes = [tile for tile in TILES if tile < len(c.view.keys)]
     for tile, backwards in product(sizes, (False, True)):
         order = f"tile of {tile}" + (", from the last" if backwards else "")
-        tries: list[tuple[str, tuple[str, ...], Rows | None]] = []
+        tries: list[tuple[str, tuple[str, ...], Way]] = []
         if stage == "jvp":
             tries += [
-                (" and ".join(SUMS.get(s, s) for s in sums), sums, None) for sums in UNSCALED[stage]
+                (" and ".join(SUMS.get(s, s) for s in sums), sums, _not) for sums in UNSCALED[stage]
             ]
-        for place, other in ROWS.items():
-            tries += [
-                (f"{' and '.join(sums)} by the factor of {place}", sums, other)
-                for sums in UNSCALED["forward"]
-            ]
-        for words, sums, rows in tries:
-            found = _online(c, tile, backwards, sums, rows)
+        tries += [
+            (f"{' and '.join(sums)} {words}", sums, way)
+            for words, way in WAYS.items()
+            for sums in UNSCALED["forward"]
+        ]
+        tiles = _tiles(c, tile, backwards)
+        for words, sums, way in tries:
+            found = _online(c, tiles, sums, way)
             if _error(c, answers, there, found) < FITS * errors[worst]:
-                steps = _steps(stage, tile, backwards, sums, rows)
+                steps = _steps(stage, tile, backwards, sums, way)
                 yield Bug("no-rescale", f"{words}, {order}", (stage,), steps=steps)
 
 
@@ -98,42 +147,54 @@ def _error(c: Context, answers: Answers, names: dict[str, str], sums: _Sums) -> 
     return float(np.sqrt(total))
 
 
-def _online(
-    c: Context,
-    tile: int,
-    backwards: bool,
-    unscaled: tuple[str, ...],
-    rows: Rows | None,
-) -> _Sums:
-    """The sums, those of ``unscaled`` rescaled by the factor of other ``rows``, or not at all."""
+class _Tiles(NamedTuple):
+    """What every tile of keys adds to the sums, and the right factors."""
+
+    added: list[dict[str, Floats]]
+    factors: list[Floats]
+    top: Floats
+
+
+def _tiles(c: Context, tile: int, backwards: bool) -> _Tiles:
     heads, n, m = c.S.shape
-    top = np.full((heads, n), -np.inf)
-    sums = {"row_sum": np.zeros((heads, n, 1)), "out": np.zeros((heads, n, c.V.shape[1]))}
-    moved = hasattr(c, "E")
-    if moved:
-        sums |= {"e": np.zeros((heads, n, 1)), "tout": np.zeros((heads, n, c.V.shape[1]))}
-    E = np.where(c.W > 0, c.E, 0.0) if moved else None
-    there = None if rows is None else np.minimum(rows(np.arange(n)), n - 1)
+    found = _Tiles([], [], np.full((heads, n), -np.inf))
+    E = np.where(c.W > 0, c.E, 0.0) if hasattr(c, "E") else None
     starts = range(0, m, tile)
     for start in reversed(starts) if backwards else starts:
         keys = slice(start, start + tile)
-        new = np.maximum(top, c.S[..., keys].max(axis=-1))
+        new = np.maximum(found.top, c.S[..., keys].max(axis=-1))
         safe = np.where(np.isneginf(new), 0.0, new)
-        factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)[..., None]
+        found.factors.append(
+            np.exp(np.where(np.isneginf(found.top), safe, found.top) - safe)[..., None]
+        )
         weights = np.exp(c.S[..., keys] - safe[..., None])
         more = {"row_sum": weights.sum(axis=-1, keepdims=True), "out": times(weights, c.V[keys])}
         if E is not None:
             moving = weights * E[..., keys]
             more["e"] = moving.sum(axis=-1, keepdims=True)
             more["tout"] = times(moving, c.V[keys]) + times(weights, c.tV[keys])
-        for name, x in more.items():
-            other = np.ones_like(factor) if there is None else factor[:, there]
-            sums[name] = sums[name] * (other if name in unscaled else factor) + x
-        top = new
+        found.added.append(more)
+        found = found._replace(top=new)
+    return found
+
+
+def _online(c: Context, tiles: _Tiles, wrong: tuple[str, ...], way: Way) -> _Sums:
+    """The sums, the ``wrong`` ones rescaled in another ``way``."""
+    top, moved = tiles.top, hasattr(c, "E")
+    sums: dict[str, Floats] = {}
+    with np.errstate(all="ignore"):
+        for name, first in tiles.added[0].items():
+            sums[name] = np.zeros_like(first)
+            for step, factor in enumerate(tiles.factors):
+                if name in wrong:
+                    old, new = way(tiles.factors, step)
+                    sums[name] = sums[name] * old + tiles.added[step][name] * new
+                else:
+                    sums[name] = sums[name] * factor + tiles.added[step][name]
     total = np.where(sums["row_sum"] == 0, 1.0, sums["row_sum"])
-    with np.errstate(divide="ignore"):
+    with np.errstate(all="ignore"):
         lse = np.log(sums["row_sum"][..., 0]) + np.where(np.isneginf(top), 0.0, top)
-    out = sums["out"] / total
+        out = sums["out"] / total
     if not moved:
         return _Sums(out, lse, np.zeros_like(lse), np.zeros_like(out))
     e = sums["e"] / total
@@ -144,15 +205,15 @@ def _steps(
     stage: str,
     tile: int,
     backwards: bool,
-    unscaled: tuple[str, ...],
-    rows: Rows | None,
+    wrong: tuple[str, ...],
+    way: Way,
 ) -> dict[str, Step]:
     def lse(c: Context) -> Floats:
-        c.online = _online(c, tile, backwards, unscaled, rows)
+        c.online = _online(c, _tiles(c, tile, backwards), wrong, way)
         return np.asarray(c.online.lse)
 
     def e(c: Context) -> Floats:
-        c.online = _online(c, tile, backwards, unscaled, rows)
+        c.online = _online(c, _tiles(c, tile, backwards), wrong, way)
         c.O, c.L = c.online.out, c.online.lse
         return np.asarray(c.online.e)
 

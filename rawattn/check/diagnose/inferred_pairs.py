@@ -35,6 +35,11 @@ WEIGHTS = {
     "gk": ("gK", "tdY", "dY"),
     "gv": ("gV", "tP"),
 }
+LOST = tuple(
+    f"the sum into {name} by {others} that run at once: an atomic add, or one after the other; "
+    "a plain load, add and store loses what was added meanwhile (another call may lose others)"
+    for name, others in (("dq", "key tiles"), ("dk or dv", "heads of a group, or query tiles,"))
+)
 SEVERAL = {  # what is said of all tiles where these are said of one or another
     "the first ones of": {"the first", "all but the last", "the first ones", "every"},
     "the last ones of": {"the last", "all but the first", "the last ones", "every"},
@@ -200,15 +205,17 @@ def _planted(
     )
     shared = left <= EXPLAINED[question.dtype.itemsize] ** 2 * whole
     steps: dict[str, Step] = {}
-    bug = ""
+    bug = look_at = ""
     said: list[str] = []
     for name in reads:
         counts = one if shared else reads[name].counts
         steps |= _steps(name, counts, size)
         if not shared or not said:
             bug, words = _named(question, contexts, counts, reads[name].known, size)
+            if bug == "pairs-dropped" and "are left out" in words and len(reads) == 1:
+                words, look_at = f"lost updates: {words}", LOST[name in OF_KEYS]
             said.append(words if shared else f"{name}: {words}")
-    yield Bug(bug, "; ".join(said), (stage,), steps=steps)
+    yield Bug(bug, "; ".join(said), (stage,), None, steps, None, look_at)
 
 
 def _consensus(reads: Mapping[str, Read]) -> Counts:

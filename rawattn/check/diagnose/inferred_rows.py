@@ -135,7 +135,7 @@ def _rows_in_words(question: Question, rows: np.ndarray) -> str:
     inside = np.flatnonzero(question.sequence_of("q") >= 0)
     if len(tokens) and tokens[-1] - tokens[0] + 1 == len(tokens) and tokens[-1] == inside[-1]:
         return f"from token {tokens[0]} on"
-    said = structure.where(question, "dq", rows.T)
+    said = [x for x in structure.where(question, "dq", rows.T) if not x.startswith("no pattern")]
     return "in some rows: " + "; ".join(said[-2:])
 
 

@@ -72,7 +72,7 @@ class Sample:
         rows = slice(int(offsets[self.sequence]), int(offsets[self.sequence + 1]))
         if every_head:
             return x[rows]
-        step = 1 if name in OF_KEYS else q.group
+        step = x.shape[1] // q.num_heads_kv
         return x[rows, self.head_kv * step : (self.head_kv + 1) * step]
 
     def _left(self, name: str, wanted: Floats, every_head: bool = False) -> Floats:

@@ -29,7 +29,7 @@ Counts = Mapping[tuple[int, int], Floats]  # by sequence and head
 
 def bugs(question: Question, answers: Answers, wrong: np.ndarray, stage: str) -> Iterator[Bug]:
     """Dropout, and the mask as the ``wrong`` rows (total_q, heads) tell."""
-    yield from _dropout(question, answers, stage)
+    yield from dropout(question, answers, stage)
     if stage == "forward" and "out" in answers:
         yield from _as_it_is(question, answers, wrong)
 
@@ -107,7 +107,7 @@ def _flipped(system: System, counts: Floats, tolerance: float) -> Floats:
 # ---- dropout ----------------------------------------------------------------------------------
 
 
-def _dropout(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+def dropout(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """0 or 1 / (1 - p) in front of every P, by head."""
     sources = ["out"] if stage == "forward" else ["dq"]
     if stage == "forward" and question.dout is not None:
@@ -303,9 +303,18 @@ def _mask_of(
     whole = np.clip(np.round(solved), 0, 3)
     near = (np.abs(solved - whole) < 2 * CLEAR) | ~clear
     whole = np.where(clear | near, whole, place.seen)
-    fits = alone(whole) < tolerance
+    fits = (alone(whole) < tolerance) & (whole.any(axis=1) | _nothing(answers, rows))
     good = fits & (near.mean(axis=1) > 0.9)
     return [row if told else None for row, told in zip(whole, good, strict=True)]
+
+
+def _nothing(answers: Answers, rows: np.ndarray) -> np.ndarray:
+    """Rows whose lse says that they see no key."""
+    if "lse" not in answers:
+        return np.zeros(len(rows), dtype=bool)
+    return np.asarray(
+        np.isneginf(np.asarray(answers["lse"], dtype=np.float64)[:, rows]).any(axis=0)
+    )
 
 
 def _shared(

@@ -141,6 +141,8 @@ def _every(step: int, remainder: int) -> Iterator[Pattern]:
 def order_of(name: str, parts: int, m: int) -> Ints:
     """Which key lies at each place of k, in an order that ``name`` and ``parts`` say."""
     key = np.arange(m)
+    if not m:
+        return key
     if name == "zigzag":
         size = max(-(-m // (2 * parts)), 1)
         chunks = [c for rank in range(parts) for c in (rank, 2 * parts - 1 - rank)]

@@ -275,7 +275,8 @@ def _rounded_starts(text: str, at: Bound, tile: int, left: int) -> Iterator[Patt
 def _first_tiles(text: str, at: Bound, rows: int, size: int) -> Iterator[Pattern]:
     """Loops by tiles whose first tile is another one."""
     where = "" if text == "i" else f", places counted as {text}"
-    shape = f"tile{where}; tiles of {rows} queries by {size} keys"
+    of_tiles = f"tiles of {rows} queries by {size} keys"
+    shape = f"tile{where}; {of_tiles}"
 
     def first(x: Place) -> Ints:
         return np.asarray(at(x) - x.i % rows - x.left)
@@ -284,6 +285,13 @@ def _first_tiles(text: str, at: Bound, rows: int, size: int) -> Iterator[Pattern
         f"that of the tile's first query's window, rounded down to a {shape}",
         lambda x: floor(first(x), size),
     )
+    for count, tiles in ((1, "first tile"), (2, "first two tiles")):
+        yield _masked_first(
+            f"row i sees the left edge of its window in the {tiles} alone, where the tile's first "
+            f"query has it, and every key from there to its own; {of_tiles}{where}",
+            lambda x: floor(np.maximum(first(x), 0), size),
+            count * size,
+        )
     yield beginning(
         f"its own, and not before that of the tile's first query, rounded up to a {shape}",
         lambda x: np.maximum(x.low, ceil(first(x), size)),
@@ -296,6 +304,10 @@ def _first_tiles(text: str, at: Bound, rows: int, size: int) -> Iterator[Pattern
         f"its own, and not before that of the tile's last query, rounded down to a {shape}",
         lambda x: np.maximum(x.low, floor(first(x) + rows - 1, size)),
     )
+
+
+def _masked_first(text: str, start: Bound, masked: int) -> Pattern:
+    return own(text, lambda x: x.seen | ((x.j >= start(x) + masked) & (x.j < x.high)))
 
 
 # ---- windows ----------------------------------------------------------------------------------

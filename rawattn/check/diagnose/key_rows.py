@@ -1,67 +1,133 @@
 """Rows past a sequence's end that are stored: over the first rows of the next sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine import FORWARD, Bug, Store, solve
+from rawattn.check.diagnose.engine import FORWARD, Bug, Floats, Store, solve
 from rawattn.check.diagnose.key_place import ROWS, Place
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.key_sums import wide
+from rawattn.check.diagnose.question import BY_ROW, Answers, Question
+from rawattn.check.diagnose.structure import by_rows
 
 NEAR = 0.03  # of the size: what is looked at more closely
+QUERIES = ("the next sequence's queries", "queries of zeros", "the last query again", "no key")
+
+
+class _Tail(NamedTuple):
+    """Rows of q that the last tile of ``sequence`` covers beyond its end."""
+
+    sequence: int
+    rows: np.ndarray
 
 
 def bugs(question: Question, answers: Answers, wrong: np.ndarray) -> Iterator[Bug]:
     """Those that explain all ``wrong`` rows (total_q, heads)."""
+    rows = np.flatnonzero(wrong.any(axis=1))
     right = solve(question, "forward")
+    names = tuple(name for name in ("out", "lse") if name in answers)
+    found: dict[tuple[str, bytes], tuple[int, Bug]] = {}
     for tile in (8, *ROWS):
-        rows = overwritten(question, tile)
-        if not len(rows) or np.setdiff1d(np.flatnonzero(wrong.any(axis=1)), rows[:, 0]).size:
+        tails = list(_tails(question, tile))
+        if not tails or np.setdiff1d(rows, np.concatenate([tail.rows for tail in tails])).size:
             continue
-        for text, empty in (("of a query of zeros", False), ("without any key", True)):
-            store = _stored(tile, empty)
-            planted = store(question, right)
-            if all(
-                _near(name, answers[name], planted[name], rows)
-                for name in ("out", "lse")
-                if name in answers
-            ):
-                yield Bug("tail-rows-stored", f"rows {text}, tile of {tile}", FORWARD, store=store)
+        for text in QUERIES:
+            stored = [(tail, _stored(question, tail, text)) for tail in tails]
+            for over in (names, *((name,) for name in names if len(names) > 1)):
+                chosen = _chosen(stored, answers, right, over, rows)
+                if chosen:
+                    after = ", ".join(str(tail.sequence) for tail, _ in reversed(chosen))
+                    said = f"rows of {text}, tile of {tile}, after sequence {after}"
+                    said += "" if over == names else f"; {over[0]} alone"
+                    bug = Bug("tail-rows-stored", said, FORWARD, store=_store(chosen, over))
+                    there = np.concatenate([tail.rows for tail, _ in chosen])
+                    missing = sum(len(tail.rows) for tail in tails) - len(there)
+                    key = text, there.tobytes()
+                    if key not in found or missing < found[key][0]:
+                        found[key] = missing, bug
+                    break
+    yield from (bug for _, bug in sorted(found.values(), key=lambda one: one[0]))
 
 
-def overwritten(question: Question, tile: int) -> np.ndarray:
-    """Rows (rows, 2) of q that the tail of a tile covers, and whose sequence's, the first last."""
-    found = []
-    last = int(question.cu_seqlens_q[-1])
+def _tails(question: Question, tile: int) -> Iterator[_Tail]:
+    """The last sequence first, since its tail is stored first where sequences come in order."""
     for b in reversed(range(question.batch)):
         n, end = question.lengths_q[b], int(question.cu_seqlens_q[b + 1])
-        stop = min(end + -n % tile, last)
-        found += [(row, b) for row in range(end, stop)]
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+        rows = np.arange(end, min(end + -n % tile, int(question.cu_seqlens_q[-1])))
+        if len(rows):
+            yield _Tail(b, rows)
 
 
-def _stored(tile: int, empty: bool) -> Store:
+def _chosen(
+    stored: Sequence[tuple[_Tail, Answers]],
+    answers: Answers,
+    right: Answers,
+    names: Sequence[str],
+    wrong: np.ndarray,
+) -> list[tuple[_Tail, Answers]]:
+    """What of these tails is there; nothing unless all ``wrong`` rows are."""
+    found = []
+    for tail, values in stored:
+        near = np.all([_near(name, answers, values, right, tail) for name in names], axis=0)
+        if np.isin(tail.rows[near], wrong).any():
+            part = {name: x[:, near] if name in BY_ROW else x[near] for name, x in values.items()}
+            found.append((tail._replace(rows=tail.rows[near]), part))
+    covered = [tail.rows for tail, _ in found]
+    return [] if not found or np.setdiff1d(wrong, np.concatenate(covered)).size else found
+
+
+def _stored(question: Question, tail: _Tail, text: str) -> Answers:
+    """out and lse of the rows of a tail, with the keys of its sequence."""
+    b, heads = tail.sequence, np.arange(question.num_heads_q)
+    place = Place(question, b, tail.rows - int(question.cu_seqlens_q[b]))
+    n, m = len(tail.rows), place.m
+    seen = place.seen & (text != "no key")
+    queries = tail.rows
+    if text == "the last query again":
+        queries = np.full(n, int(question.cu_seqlens_q[b + 1]) - 1)
+        last = Place(question, b, np.array([place.n - 1]))
+        seen = np.repeat(last.seen, n, axis=0)
+    q = wide(question.q)[queries] * (text != "queries of zeros")
+    own = slice(place.start_k, place.start_k + m)
+    k, v = (wide(x)[own][:, heads // question.group] for x in (question.k, question.v))
+    S = np.einsum("rhd,chd->hrc", q, k, optimize=True) * question.scale
+    S = np.where(seen, S, -np.inf)
+    top = S.max(axis=2, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0.0, top)
+    P = np.exp(S - top[..., None])
+    sums = P.sum(axis=2)
+    out = np.einsum("hrc,chd->rhd", P / np.where(sums == 0, 1.0, sums)[..., None], v, optimize=True)
+    with np.errstate(divide="ignore"):
+        return {"out": out, "lse": top + np.log(sums)}
+
+
+def _store(chosen: Sequence[tuple[_Tail, Answers]], names: Sequence[str]) -> Store:
     def store(question: Question, answers: Answers) -> Answers:
         found = {name: x.copy() for name, x in answers.items()}
-        v = np.asarray(question.v, dtype=np.float64)
-        heads = np.arange(question.num_heads_q) // question.group
-        for row, b in overwritten(question, tile):
-            place = Place(question, int(b), np.array([row - question.cu_seqlens_q[b]]))
-            keys = place.keys[:0] if empty else place.keys[place.seen[0]]
-            if "out" in found:
-                found["out"][row] = v[keys].mean(axis=0)[heads] if len(keys) else 0.0
-            if "lse" in found:
-                found["lse"][:, row] = np.log(len(keys)) if len(keys) else -np.inf
+        for tail, stored in chosen:
+            for name in names:
+                if name in BY_ROW:
+                    found[name][:, tail.rows] = stored[name]
+                else:
+                    found[name][tail.rows] = stored[name]
         return found
 
     return store
 
 
-def _near(name: str, found: np.ndarray, planted: np.ndarray, rows: np.ndarray) -> bool:
-    axis = int(name == "lse")
-    a = np.take(np.asarray(found, dtype=np.float64), rows[:, 0], axis=axis)
-    b = np.take(planted, rows[:, 0], axis=axis)
-    with np.errstate(invalid="ignore"):
-        off = np.where(a == b, 0.0, np.abs(a - b))
-    size = float(np.sqrt(np.mean(planted[np.isfinite(planted)] ** 2)))
-    return bool(np.isfinite(off).all() and off.max() < NEAR * size)
+def _near(name: str, answers: Answers, stored: Answers, right: Answers, tail: _Tail) -> np.ndarray:
+    """Which of these rows are what is stored there rather than the right ones."""
+    found, wanted = (
+        by_rows(name, np.asarray(x[name], dtype=np.float64))[tail.rows] for x in (answers, right)
+    )
+    finite = wanted[np.isfinite(wanted)]
+    size = float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
+
+    def off(x: Floats) -> Floats:
+        with np.errstate(invalid="ignore"):
+            difference = np.where(found == x, 0.0, np.abs(found - x))
+        return np.asarray(np.nan_to_num(difference, nan=np.inf).max(axis=(1, 2)))
+
+    of_stored = off(by_rows(name, stored[name]))
+    return np.asarray((of_stored < NEAR * size) & (of_stored < off(wanted)))

@@ -67,7 +67,8 @@ def bugs(question: Question, answers: Answers, wrong: np.ndarray) -> Iterator[Bu
 def _in_words(question: Question, spans: Spans, rows: np.ndarray) -> str:
     """What the wrong ``rows`` see, by sequences where these are simple."""
     sequence = question.sequence_of("q")
-    told = []
+    told: list[str] = []
+    single = False
     for b in np.unique(sequence[rows])[:FEW]:
         here = rows[sequence[rows] == b]
         i = here - int(question.cu_seqlens_q[b])
@@ -75,10 +76,11 @@ def _in_words(question: Question, spans: Spans, rows: np.ndarray) -> str:
         low, high = (_line(x[here] - first, i) for x in (spans.low, spans.high - 1))
         if low and high:
             told.append(f"row i of sequence {b} sees keys {low} .. {high}")
-        else:
+        elif not single:
+            single = True
             some = here[np.linspace(0, len(here) - 1, min(len(here), 3)).astype(int)]
             told += [_span(question, spans, int(row)) for row in some]
-    return ", ".join(told)
+    return ", ".join(told) + (", and so on" if single else "")
 
 
 def _line(x: np.ndarray, i: np.ndarray) -> str:

@@ -13,6 +13,13 @@ def _words(question: Question) -> np.ndarray:
     return indices.reshape(-1).view("<i4")[: indices.size].reshape(indices.shape).astype(np.int64)
 
 
+def _words_of_rows(question: Question) -> np.ndarray:
+    """The same for every token and head, which start where they should."""
+    indices = np.ascontiguousarray(question.block_indices).astype("<i8")
+    words = indices.view("<i4") if indices.size else np.repeat(indices, 2, axis=2)
+    return words[..., : indices.shape[2]].astype(np.int64)
+
+
 def _pairs_of_words(question: Question) -> np.ndarray:
     """int32 as int64: two a number; behind the end there is nothing."""
     indices = np.ascontiguousarray(question.block_indices).astype("<i4")
@@ -81,6 +88,7 @@ def _other_rows(by: int) -> Callable[[Question], np.ndarray]:
 
 READINGS: dict[str, Callable[[Question], np.ndarray | None]] = {
     "int64 as int32": _words,
+    "int64 as int32, each row from its start": _words_of_rows,
     "int32 as int64": _pairs_of_words,
     "(T, H, S) as (T, S, H)": _axes((0, 2, 1), back=True),
     "(T, S, H) as (T, H, S)": _axes((0, 2, 1), back=False),
@@ -96,6 +104,7 @@ READINGS: dict[str, Callable[[Question], np.ndarray | None]] = {
 
 USUAL_READINGS = (
     "int64 as int32",
+    "int64 as int32, each row from its start",
     "(T, H, S) as (T, S, H)",
     "(T, H, S) as (H, T, S)",
     "one for every query head",

@@ -12,7 +12,6 @@ from rawattn.check.diagnose.block_lists import (
     Lists,
     Walk,
     first_of,
-    lists_of,
     walked,
 )
 from rawattn.check.diagnose.list_readings import READINGS
@@ -59,6 +58,63 @@ def walks(question: Question) -> Family:
         name = "sparse-masked-block-resets"
         for text, own_first in (("the own block first", True), ("the own block last", False)):
             yield name, text, _reset(own_first)
+    yield from fewer_blocks(question)
+    if question.own:
+        yield from skipped(question)
+
+
+def fewer_blocks(question: Question) -> Family:
+    """Sequences that are taken to have fewer blocks."""
+    size, sequence = question.block_size, question.sequence_of("q")
+    lengths_q, lengths_k = (np.array([*n, 0]) for n in (question.lengths_q, question.lengths_k))
+    longest = max(question.lengths_q, default=0)
+    numbers = {
+        "seqlen_q": -(-lengths_q // size),
+        "seqlen_q, rounded down": lengths_q // size,
+        "seqlen_k, rounded down": lengths_k // size,
+        "the longest seqlen_q": np.full_like(lengths_q, -(-longest // size)),
+    }
+    for text, number in numbers.items():
+        for rest, own in (("", False), (", but for the own block", True)):
+            if question.own or own:
+                of_token = number[sequence][:, None, None]
+                yield (
+                    "wrong-keys",
+                    f"the number of blocks is that of {text}{rest}",
+                    (partial(_fewer, of_token, own)),
+                )
+
+
+def _fewer(number: np.ndarray, own: bool, lists: Lists) -> Lists:
+    there = lists.exists & (lists.named < number)
+    found = walked(lists, there & first_of(lists.named, there))
+    return replace(found, times=found.times * ((found.block < number) | own))
+
+
+def skipped(question: Question) -> Family:
+    """Blocks that a comparison takes for hidden ones."""
+    size, sequence = question.block_size, question.sequence_of("q")
+    lengths_q, lengths_k = (np.array([*n, 0]) for n in (question.lengths_q, question.lengths_k))
+    starts = np.array([*np.asarray(question.cu_seqlens_q)[:-1], 0])
+    number = (np.arange(len(sequence)) - starts[sequence])[:, None, None]
+    place = number + (lengths_k - lengths_q)[sequence][:, None, None]
+    comparisons: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "where the query is its first one": lambda block: block * size >= place,
+        "where the query is its first one, but not the sequence's": lambda block: (
+            (block * size >= place) & (place > 0)
+        ),
+        "but where the query is its last one": lambda block: (block + 1) * size - 1 > place,
+        "named or not": lambda block: block >= place // size,
+        "that lies behind the query's number, without seqlen_k - seqlen_q": lambda block: (
+            block * size > number
+        ),
+    }
+    for text, hidden in comparisons.items():
+        yield "sparse-own-block-missing", text, partial(_skipping, hidden)
+
+
+def _skipping(hidden: Callable[[np.ndarray], np.ndarray], lists: Lists) -> Lists:
+    return replace(lists, times=lists.times * ~hidden(lists.block))
 
 
 def rarer_walks(question: Question) -> Family:
@@ -171,7 +227,6 @@ def counts(question: Question) -> Family:
     if question.block_counts is None:
         return
     name = "sparse-counts-ignored"
-    limit = np.asarray(question.block_counts)[..., None]
 
     def limited(there: Callable[[Lists], np.ndarray]) -> Walk:
         def walk(lists: Lists) -> Lists:
@@ -182,21 +237,27 @@ def counts(question: Question) -> Family:
 
     def of_named(lists: Lists) -> np.ndarray:
         exists = (lists.named >= 0) & (lists.named < lists.blocks)
-        return np.cumsum(exists, axis=2) <= limit
+        return np.asarray(np.cumsum(exists, axis=2) <= _counts_of(lists)[..., None])
 
-    def of_others(other: np.ndarray) -> Walk:
-        return limited(lambda lists: np.arange(lists.named.shape[2]) < other[..., None])
+    def of_others(other: Callable[[np.ndarray], np.ndarray]) -> Walk:
+        return limited(
+            lambda lists: np.arange(lists.named.shape[2]) < other(_counts_of(lists))[..., None]
+        )
 
     yield name, "it counts named blocks, not slots", limited(of_named)
-    heads = limit.shape[1]
-    if heads > 1:
-        given = limit[..., 0]
-        swapped = given.reshape(-1).reshape(heads, -1).T
-        yield "input-layout", "block_counts, (T, H) as (H, T)", of_others(swapped)
-        turned = np.ascontiguousarray(given.T).reshape(given.shape)
-        yield "input-layout", "block_counts, (H, T) as (T, H)", of_others(turned)
-        first = np.broadcast_to(given[:, :1], given.shape)
-        yield name, "that of the first head for all", of_others(first)
+    if np.asarray(question.block_indices).shape[1] > 1:
+        swapped = of_others(lambda given: given.reshape(given.shape[::-1]).T)
+        yield "input-layout", "block_counts, (T, H) as (H, T)", swapped
+        turned = of_others(lambda given: given.T.reshape(given.shape))
+        yield "input-layout", "block_counts, (H, T) as (T, H)", turned
+        first = of_others(lambda given: np.broadcast_to(given[:, :1], given.shape))
+        yield name, "that of the first head for all", first
+
+
+def _counts_of(lists: Lists) -> np.ndarray:
+    """block_counts, for every head of the lists."""
+    counts = np.asarray(lists.question.block_counts)
+    return np.asarray(np.broadcast_to(counts, lists.named.shape[:2]))
 
 
 def tiles(question: Question, sizes: Sequence[int]) -> Family:
@@ -252,18 +313,28 @@ def other_indices(question: Question) -> Family:
     for text, read in READINGS.items():
         indices = read(question)
         if indices is not None and indices.shape == np.asarray(question.block_indices).shape:
-            yield "input-layout", f"block_indices, {text}", _other_slots(indices)
-    indices = np.asarray(question.block_indices).astype(np.int64)
+            yield "input-layout", f"block_indices, {text}", _other_slots(partial(_read, read))
     for text, by in (("one more", 1), ("one less", -1)):
-        there = np.where(indices >= 0, indices + by, -1)
-        yield "wrong-keys", f"blocks are numbered {text}", _other_slots(there)
-    last = lists_of(question).blocks - 1
-    there = np.where((indices >= 0) & (indices <= last), last - indices, -1)
-    yield "wrong-keys", "blocks are counted from the end", _other_slots(there)
+        yield "wrong-keys", f"blocks are numbered {text}", _other_slots(partial(_more, by))
+    yield "wrong-keys", "blocks are counted from the end", _other_slots(_from_the_end)
 
 
-def _other_slots(indices: np.ndarray) -> Walk:
+def _read(read: Callable[[Question], np.ndarray | None], lists: Lists) -> np.ndarray:
+    found = read(lists.question)
+    return lists.named if found is None or found.shape != lists.named.shape else found
+
+
+def _more(by: int, lists: Lists) -> np.ndarray:
+    return np.where(lists.named >= 0, lists.named + by, -1)
+
+
+def _from_the_end(lists: Lists) -> np.ndarray:
+    return np.where(lists.is_block, lists.blocks - 1 - lists.named, -1)
+
+
+def _other_slots(read: Callable[[Lists], np.ndarray]) -> Walk:
     def walk(lists: Lists) -> Lists:
+        indices = read(lists)
         there = replace(lists, named=indices).exists
         return walked(lists, there & first_of(indices, there), indices)
 
@@ -294,7 +365,8 @@ def _union(tile: np.ndarray, hidden: bool = True, cut: bool = False) -> Walk:
 
 def _union_of_heads(lists: Lists) -> Lists:
     seen, heads = lists.multiplicity(hidden=True) > 0, lists.question.num_heads_kv
-    of_group = seen.reshape(len(seen), heads, -1, seen.shape[2]).any(axis=2)
+    shape = len(seen), heads, seen.shape[1] // heads, seen.shape[2]
+    of_group = seen.reshape(shape).any(axis=2)
     return _shared(lists, np.repeat(of_group, seen.shape[1] // heads, axis=1))
 
 

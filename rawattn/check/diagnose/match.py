@@ -11,6 +11,7 @@ rounding makes there, found by rounding the prediction's own operations.
 Long, since choosing among bugs and measuring a fit know each other.
 """
 
+import contextlib
 import itertools
 import math
 import time
@@ -39,6 +40,7 @@ from rawattn.check.diagnose.engine import (
     Bug,
     Floats,
     Rounding,
+    assuming,
     exact,
     solve,
     together,
@@ -283,10 +285,17 @@ def predictions(
 ) -> list[Prediction]:
     """What the stage gives with each bug, given what it was given."""
     source, given = _given(question, answers, stage)
-    return [
-        Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
-        for bug in bugs
-    ]
+    found = ((bug, _planted(question, stage, bug, given)) for bug in bugs)
+    return [Prediction(bug, stage, source, given, x) for bug, x in found if x is not None]
+
+
+def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Answers | None:
+    """What the stage gives with a bug; None where it cannot be planted on views that another bug
+    has changed."""
+    try:
+        return solve(question, stage, bug, given=given)
+    except (IndexError, ValueError):
+        return None
 
 
 def rarer_predictions(
@@ -299,19 +308,22 @@ def rarer_predictions(
     wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
         if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
-            results = solve(question, stage, bug)
-            yield Prediction(bug, stage, "the right out and lse", None, results)
+            results = _planted(question, stage, bug, None)
+            if results is not None:
+                yield Prediction(bug, stage, "the right out and lse", None, results)
         if not _of_scores(bug):
             continue
         if "forward" in bug.stages:
-            planted = solve(question, "forward", bug)
-            other = planted["out"], planted["lse"]
-            results = solve(question, stage, bug, given=other)
-            yield Prediction(bug, stage, "those of a forward with the same bug", other, results)
+            planted = _planted(question, "forward", bug, None)
+            other = None if planted is None else (planted["out"], planted["lse"])
+            results = _planted(question, stage, bug, other)
+            if results is not None:
+                yield Prediction(bug, stage, "those of a forward with the same bug", other, results)
         if "bP" not in bug.steps:
             own = _with_own_softmax(bug)
-            results = solve(question, stage, own, given=given)
-            yield Prediction(own, stage, source, given, results)
+            results = _planted(question, stage, own, given)
+            if results is not None:
+                yield Prediction(own, stage, source, given, results)
 
 
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
@@ -365,8 +377,16 @@ class StageVerdict:
 class _Stage:
     """The fits of one stage, computed when they are asked for."""
 
-    def __init__(self, question: Question, answers: Answers, stage: str, until: float) -> None:
+    def __init__(
+        self,
+        question: Question,
+        answers: Answers,
+        stage: str,
+        until: float,
+        hints: Sequence[Bug] = (),
+    ) -> None:
         self.question, self.stage, self.until = question, stage, until
+        self.hints = [bug for bug in hints if stage in bug.stages]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.answers = answers
         self.rights = [
@@ -391,7 +411,8 @@ class _Stage:
         """Predictions with each bug; ``every``: the rarer ones too."""
         bugs = catalogue(self.question, self.stage) if not self.usual or every else ()
         if not self.usual:
-            self.usual = predictions(self.question, self.answers, self.stage, bugs)
+            every_bug = [*self.hints, *bugs]
+            self.usual = predictions(self.question, self.answers, self.stage, every_bug)
         if every and self.inferred is None:
             self.inferred = self._inferred() if time.perf_counter() < self.until else []
         if every and not self.rarer:
@@ -402,14 +423,13 @@ class _Stage:
 
     def _inferred(self) -> list[Prediction]:
         """Predictions with the bugs that the answers themselves tell."""
-        bugs = [
-            bug
-            for of in INFERRED
-            for bug in of.bugs(self.question, self.answers, self.stage)
-            if self.stage in bug.stages
-        ]
-        of = (self.question, self.answers, self.stage, bugs)
-        return [*predictions(*of), *rarer_predictions(*of)]
+        bugs: list[Bug] = []
+        for of in INFERRED:
+            with contextlib.suppress(IndexError, ValueError):  # beside a bug that changes the views
+                bugs += of.bugs(self.question, self.answers, self.stage)
+        bugs = [bug for bug in bugs if self.stage in bug.stages]
+        given = (self.question, self.answers, self.stage, bugs)
+        return [*predictions(*given), *rarer_predictions(*given)]
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -509,13 +529,19 @@ def good(fits: dict[str, Fit]) -> tuple[str, ...]:
 
 
 def judge_stage(
-    question: Question, answers: Answers, stage: str, *, until: float = math.inf
+    question: Question,
+    answers: Answers,
+    stage: str,
+    *,
+    until: float = math.inf,
+    hints: Sequence[Bug] = (),
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
-    From ``until`` on, by time.perf_counter(), only the usual bugs are tried.
+    From ``until`` on, by time.perf_counter(), only the usual bugs are tried. hints: the bugs that
+    other stages have.
     """
-    work = _Stage(question, answers, stage, until)
+    work = _Stage(question, answers, stage, until, hints)
     if not work.tensors:
         return None
     verdict = _verdict(work, ladder(question.dtype))
@@ -629,9 +655,12 @@ def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
 
     nearest, mended = sorted(guesses, key=total), sorted(guesses, key=lambda g: -work.mends(g))
     most = HELPS * total(work.rights[0])
-    first = [guess for guess in nearest[:IN_PAIRS] if total(guess) < most]
+    first = [guess for guess in guesses if guess.bug in work.hints]
+    second = list(nearest) if first else []  # with a bug that is known to be there, try any other
+    first += [guess for guess in nearest[:IN_PAIRS] if total(guess) < most]
     first += [guess for guess in mended[:IN_PAIRS] if work.mends(guess) > MENDED]
-    second = first + nearest[:PARTNERS] + [g for g in mended[:PARTNERS] if work.mends(g) > MENDED]
+    second = first + nearest[:PARTNERS] + second
+    second += [guess for guess in mended[:PARTNERS] if work.mends(guess) > MENDED]
     bugs, others = (list({id(g.bug): g.bug for g in some}.values()) for some in (first, second))
     found: list[Prediction] = []
     until = min(work.until, time.perf_counter() + FOR_PAIRS)
@@ -661,3 +690,30 @@ def _fitting(work: _Stage, guesses: Sequence[Prediction], precision: Precision) 
         if all(one.good for one in fits.values()):
             found.append(Explained(guess, work.tensors, fits))
     return sorted(work.telling_ones(found), key=lambda e: e.rms)
+
+
+# ---- beside a bug that is known ------------------------------------------------------------------
+
+
+def beside(
+    question: Question, answers: Answers, verdict: StageVerdict, known: Bug, until: float
+) -> StageVerdict:
+    """The same verdict, with what explains more if ``known`` is there too, as in another stage."""
+    if verdict.stage not in known.stages or time.perf_counter() > until:
+        return verdict
+    again = judge_stage(assuming(question, known), answers, verdict.stage, until=until)
+    if again is None or len(again.unexplained) >= len(verdict.unexplained):
+        return verdict
+    explained = []
+    alone = tuple(name for name in again.right if name not in verdict.right)
+    if alone:
+        guess = predictions(question, answers, verdict.stage, [known])
+        fits = {name: again.null[name] for name in alone}
+        explained = [Explained(one, alone, fits) for one in guess]
+    for one in again.explained:
+        bug = one.prediction.bug
+        both = replace(
+            bug, name=f"{known.name} + {bug.name}", variant=f"{known.variant} + {bug.variant}"
+        )
+        explained.append(one._replace(prediction=replace(one.prediction, bug=both)))
+    return replace(verdict, explained=tuple(explained), unexplained=again.unexplained)

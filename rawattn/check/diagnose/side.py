@@ -221,7 +221,7 @@ class Side:
         verdict, where = "pass", ""
         if bad.any():
             verdict, where = "FAIL", _where(bad, looked, within, self.question)
-            where += ", NaN" if np.isnan(off[bad]).any() else ""
+            where = ", ".join(filter(None, (where, "NaN" * bool(np.isnan(off[bad]).any()))))
         elif not (looked[..., None] & (size > allowed)).any():
             verdict, where = "vacuous", "zeros would pass"
         return Check(self.name, name, text, value, float(allowed[worst]), verdict, where)
