@@ -226,11 +226,6 @@ PLANTS = (
         DENSE,
     ),
     Plant(
-        "the tile of the diagonal is not masked",
-        ("wrong-keys",),
-        ((FORWARD, "if (mask.cuts(row0, BLOCK_M, n * BLOCK_N, BLOCK_N)) {", "if (false) {"),),
-    ),
-    Plant(
         "window without its left side",
         ("window-dropped",),
         (
@@ -308,11 +303,6 @@ PLANTS = (
         DENSE,
     ),
     Plant(
-        "the mask is missing in the backward pass",
-        ("mask-missing-in-backward",),
-        ((BACKWARD_KV, "if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {", "if (false) {"),),
-    ),
-    Plant(
         "dq holds its last tile",
         ("tile-overwrites",),
         ((BACKWARD_Q, "clear(rdS);\n", "clear(rdS);\n    clear(rdQ);\n"),),
@@ -386,7 +376,7 @@ PLANTS = (
     ),
     Plant(
         "second: one head of the group",
-        ("second-group-not-summed",),
+        ("second-group-not-summed", "gqa-group-not-summed"),
         ((SECOND_KV, "end_head = head + group;", "end_head = head + 1;"),),
         double_backward=True,
     ),
@@ -434,7 +424,7 @@ PLANTS = (
     ),
     Plant(
         "sparse: the own block of the next query",
-        ("wrong-keys",),
+        ("sparse-own-block-missing",),
         ((LISTS, "? position / sizes.block_size", "? (position + 1) / sizes.block_size"),),
         SELECTED,
     ),

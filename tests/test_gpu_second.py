@@ -414,5 +414,7 @@ def test_any_lengths_strides_heads_masks_and_directions(data: st.DataObject) -> 
     results |= zip(DOUBLE_BACKWARD, second, strict=True)
     for name, array in results.items():
         verdict = expected.targets[name].judge(to_numpy(array))
-        # Lengths of 0 and 1 alone may leave a result so small that zeros would pass.
-        assert verdict.verdict in ("pass", "vacuous"), (name, verdict)
+        # Lengths of 0 and 1 alone may leave a result so small that zeros would pass, or nothing but
+        # the roundings of terms that cancel.
+        cancels = verdict.allowed == 0 and verdict.error < 1e-6
+        assert cancels or verdict.verdict in ("pass", "vacuous"), (name, verdict)

@@ -228,7 +228,7 @@ class _Work:
     def _heads_moved(self, name: str) -> Bug | None:
         """Every head as the head of the right result that it equals: in another order."""
         a, b = (by_rows(name, x)[self.inside[name]] for x in (self.found[name], self.truth[name]))
-        finite = (np.isfinite(a) & np.isfinite(b)).all(axis=(1, 2))
+        finite = np.asarray((np.isfinite(a) & np.isfinite(b)).all(axis=(1, 2)))
         a, b = a[finite], b[finite]
         tokens, heads, width = a.shape
         if heads < 2 or tokens * width < 4 or 2 * len(a) < len(finite):

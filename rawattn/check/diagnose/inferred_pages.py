@@ -59,7 +59,7 @@ class _Read:
         K = np.where((keys < 0)[:, None], 0.0, np.asarray(q.k[keys, 0]).astype(np.float64))
         Q = np.asarray(q.q[rows[None], heads[:, None]]).astype(np.float64)
         lse = np.asarray(self.answers["lse"])[heads[:, None], rows[None]].astype(np.float64)
-        return np.exp(q.scale * (Q @ K.T) - lse[..., None])
+        return np.asarray(np.exp(q.scale * (Q @ K.T) - lse[..., None]))
 
     def _terms(self, rows: np.ndarray, block: int, pages: Sequence[Page]) -> Floats:
         """What pages add at the place of a block: (pages, equations)."""
