@@ -460,6 +460,8 @@ PLANTED: tuple[Planted, ...] = (
             "mean, a mask that is added",
             "fb",
             _MEAN | {"uniform_dead": "flows"} | _OWN,
+            {},
+            ("mask-fill",),
         ),
     ),
     *_planted(

@@ -410,7 +410,13 @@ PLANTED: tuple[Planted, ...] = (
         tile=64,
     ),
     Planted(
-        "rows-not-written", "out and lse", right_keys, stages=("forward",), stored="never", tile=16
+        "rows-not-written",
+        "out and lse",
+        right_keys,
+        stages=("forward",),
+        stored="never",
+        tile=16,
+        also=("tail-tile-dropped",),
     ),
     Planted(
         "rows-not-written", "dq", right_keys, "open", stages=("backward",), stored="never", tile=16

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import ml_dtypes
 import numpy as np
-from planted import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Needs, difference, draw
+from planted import BFLOAT16, FLOAT32, FLOAT64, Needs, difference, draw
 
 from rawattn.check.diagnose.question import STAGES, Answers, Question
 
@@ -244,7 +244,10 @@ PLANTED: tuple[Planted, ...] = (
         ("every second column", _delta(lambda r: (r.dout * r.out)[..., ::2].sum(2)), _LONG),
         ("out with a residual", _delta(with_residual)),
         ("dout of the row before", _delta(lambda r: (np.roll(r.dout, 1, 1) * r.out).sum(2))),
-        ("over the queries", Backward(dS=by_queries), {"lengths_k": ("equal",)}),
+        (
+            *("over the queries", Backward(dS=by_queries), {"lengths_k": ("equal",)}),
+            ("softmax-axis",),
+        ),
         ("of 3 shards", Backward(dS=by_shards(3)), {"masks": ("open",)}),
         ("of 2 shards", Backward(dS=by_shards(2)), {"masks": ("open",)}),
         ("in dk alone, of half the columns", _delta(lambda r: 0.5 * r.delta, "dk"), _LONG),
@@ -382,7 +385,6 @@ PLANTED: tuple[Planted, ...] = (
         "underflow-in-16-bit",
         _FINE | {"dlse": 0.0},
         ("dS in float16", Backward(kept=of_dtype(np.float16))),
-        ("dS in float16, float16", Backward(kept=of_dtype(np.float16)), {"dtypes": (FLOAT16,) * 3}),
         dout=1e-6,
     ),
     *_planted(

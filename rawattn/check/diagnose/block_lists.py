@@ -1,7 +1,7 @@
 """The lists of blocks that tokens walk in block-sparse attention, and the views that they show."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -244,5 +244,6 @@ def split(right: View, of_k: View) -> Split:
     weight = ((rows > 0) | (of_k.weight > 0)).astype(np.float64)
     slot = np.asarray(of_k.slot).copy()
     slot[..., :m] = np.where(right.weight > 0, np.asarray(right.slot), slot[..., :m])
-    found = vars(right) | {"keys": of_k.keys, "weight": weight, "slot": slot}
+    found = {field.name: getattr(right, field.name) for field in fields(View)}
+    found |= {"keys": of_k.keys, "weight": weight, "slot": slot}
     return Split(**found, of_q=rows, of_k=of_k.weight)

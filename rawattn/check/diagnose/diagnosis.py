@@ -173,10 +173,11 @@ def _judge(
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
     facts += [f"{side}: {fact}" for fact in unjudged]
     findings += _resolve(question, judged, side, verdicts)
+    zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
-        findings += proofs.of_noise(question, answers, side, verdict)
+        findings += [] if zeros else proofs.of_noise(question, answers, side, verdict)
         findings += proofs.of_precision(question, side, verdict)
-    findings += [*proofs.of_zeros(question, answers, side), *misshapen]
+    findings += [*zeros, *misshapen]
     failing = [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
 

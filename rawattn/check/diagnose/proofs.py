@@ -346,8 +346,10 @@ def _stale_max(
 def _unrelated(
     question: Question, answers: Answers, right: Answers, verdict: StageVerdict
 ) -> Named:
-    """No tensor of the stage has anything in common with the right one, nor has out or lse."""
-    if verdict.right or _of_these_inputs(question, answers):
+    """No tensor of the stage has anything in common with the right one."""
+    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(question, answers)):
+        return None
+    if verdict.stage != "forward" and len(verdict.tensors) == 1:  # a product may be at fault
         return None
     said = []
     for name in verdict.tensors:
