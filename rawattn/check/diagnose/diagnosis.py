@@ -7,6 +7,7 @@ of the catalogue (``match``), and by proofs from structure for those that nobody
 
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ WORDS = {
     "jvp": "forward-mode derivative",
 }
 CONFIDENCE = ("proved", "high", "medium", "low")
+SECONDS = 20.0  # after so long nothing but the usual bugs is tried
 GENERIC = ("wrong-keys",)  # what other names say more exactly
 WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
@@ -42,14 +44,15 @@ def diagnose(
     side: str = "candidate",
     call: Callable[[Question], Answers] | None = None,
     against: tuple[str, Answers] | None = None,
-    until: float = math.inf,
+    until: float | None = None,
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. against: the name and the answers of another side, judged in the same way. until: by
-    time.perf_counter(); from then on only the usual bugs are tried.
+    time.perf_counter(), SECONDS from now by default; from then on only the usual bugs are tried.
     """
+    until = time.perf_counter() + SECONDS if until is None else until
     sides = [(side, answers, None if call is None else _floating(call))]
     if against is not None:
         sides.append((*against, None))

@@ -571,8 +571,9 @@ def _noise(x: np.ndarray) -> float:
 
 
 def _spread(x: np.ndarray) -> float:
-    finite = np.asarray(x).astype(np.float64)
-    return float(np.square(finite[np.isfinite(finite)]).mean()) if x.size else 0.0
+    wide = np.asarray(x).astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    return float(np.square(finite).mean()) if finite.size else 0.0
 
 
 def _fitted(
