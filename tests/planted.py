@@ -1044,21 +1044,39 @@ def _other(question: Question) -> Question:
     return replace(question, **drawn, out=None, lse=None)
 
 
-def problems(planted: Planted, count: int, seed: int) -> Iterator[Question]:
-    """``count`` questions on which ``planted`` shows: dtypes in turn, out and lse given or not."""
-    found, name = 0, f"{planted.bug}, {planted.variant}"
+def showing(
+    name: str,
+    count: int,
+    seed: int,
+    drawn: Callable[[np.random.Generator, int], Question],
+    shown: Callable[[Question], bool],
+) -> Iterator[Question]:
+    """The first ``count`` that are ``shown`` of questions ``drawn``, whose number goes with rng."""
+    found = 0
     for attempt in counted():
         if found == count:
             return
         if attempt >= 30 * (found + 4):
             raise RuntimeError(f"{name}: shows on no problem")
         rng = np.random.default_rng((seed, crc32(name.encode()), attempt))
-        turn, place = divmod(found, len(planted.needs.dtypes))
-        given = (seed + turn + place) % 2 == 1
-        question = draw(planted.needs, rng, planted.needs.dtypes[place], given=given)
-        if not planted.bug or shows(planted, question):
+        question = drawn(rng, found)
+        if shown(question):
             found += 1
             yield question
+
+
+def problems(planted: Planted, count: int, seed: int) -> Iterator[Question]:
+    """``count`` questions on which ``planted`` shows: dtypes in turn, out and lse given or not."""
+
+    def drawn(rng: np.random.Generator, number: int) -> Question:
+        turn, place = divmod(number, len(planted.needs.dtypes))
+        given = (seed + turn + place) % 2 == 1
+        return draw(planted.needs, rng, planted.needs.dtypes[place], given=given)
+
+    def shown(question: Question) -> bool:
+        return not planted.bug or shows(planted, question)
+
+    return showing(f"{planted.bug}, {planted.variant}", count, seed, drawn, shown)
 
 
 def shows(planted: Planted, question: Question) -> bool:

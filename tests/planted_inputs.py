@@ -3,14 +3,15 @@
 Separate from what rawattn-check matches answers with: nothing of it is used here. ``Odd`` says what
 is wrong; with its fields as they are by default nothing is. ``problems`` and ``answers`` are those
 of ``planted``, for these plants.
+
+Long by the table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count as counted
+from functools import partial
 from itertools import pairwise
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import planted
@@ -703,19 +704,13 @@ def written_of(
 
 def problems(plant: Planted, count: int, seed: int) -> Iterator[Question]:
     """``count`` questions on which ``plant`` shows: dtypes in turn."""
-    found, name = 0, f"{plant.bug}, {plant.variant}"
-    for attempt in counted():
-        if found == count:
-            return
-        if attempt >= 30 * (found + 4):
-            raise RuntimeError(f"{name}: shows on no problem")
-        rng = np.random.default_rng((seed, crc32(name.encode()), attempt))
-        question = planted.draw(
-            replace(plant.needs, dtypes=()), rng, plant.needs.dtypes[found % 3], given=False
-        )
-        if shows(plant, question):
-            found += 1
-            yield question
+
+    def drawn(rng: np.random.Generator, number: int) -> Question:
+        needs, dtype = replace(plant.needs, dtypes=()), plant.needs.dtypes[number % 3]
+        return planted.draw(needs, rng, dtype, given=False)
+
+    name = f"{plant.bug}, {plant.variant}"
+    return planted.showing(name, count, seed, drawn, partial(shows, plant))
 
 
 def shows(plant: Planted, question: Question) -> bool:

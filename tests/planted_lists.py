@@ -3,6 +3,8 @@
 Separate from rawattn.reference, and from what rawattn-check matches answers with. A token of a head
 makes its list of visits (``_visits``), softmax and gradients go visit by visit; dk and dv go key
 block by key block, over the lists turned round (``_inverted``), as kernels do.
+
+Long by the table of bugs.
 """
 
 from collections.abc import Iterator

@@ -2,17 +2,18 @@
 
 Separate from what rawattn-check matches answers with. A bug is a subclass of ``Kernel`` that does
 one step of it differently. As autograd has it, the backward pass gets out and lse of the forward.
+
+Long by the bugs.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count as counted
+from functools import partial
 from math import log
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
-from planted import FLOAT64, Array, Needs, difference, draw
+from planted import FLOAT64, Array, Needs, difference, draw, showing
 
 from rawattn.check.diagnose.question import STAGES, Answers, Question
 
@@ -494,19 +495,14 @@ def _backward(kernel: Kernel, head: Head, found: Answers, h: int, rows: slice, k
 
 def problems(planted: Planted, count: int, seed: int) -> Iterator[Question]:
     """``count`` questions on which ``planted`` shows: dtypes in turn."""
-    found, name = 0, f"{planted.bug}, {planted.variant}"
-    for attempt in counted():
-        if found == count:
-            return
-        if attempt >= 30 * (found + 4):
-            raise RuntimeError(f"{name}: shows on no problem")
-        rng = np.random.default_rng((seed, crc32(name.encode()), attempt))
-        dtype = planted.needs.dtypes[found % len(planted.needs.dtypes)]
-        given = "forward" not in planted.stages and bool((seed + found) % 2)
-        question = draw(planted.needs, rng, dtype, given=given)
-        if shows(planted, question):
-            found += 1
-            yield question
+
+    def drawn(rng: np.random.Generator, number: int) -> Question:
+        dtype = planted.needs.dtypes[number % len(planted.needs.dtypes)]
+        given = "forward" not in planted.stages and bool((seed + number) % 2)
+        return draw(planted.needs, rng, dtype, given=given)
+
+    name = f"{planted.bug}, {planted.variant}"
+    return showing(name, count, seed, drawn, partial(shows, planted))
 
 
 def shows(planted: Planted, question: Question) -> bool:

@@ -9,14 +9,14 @@ Long by the table of bugs.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count as counted
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import ml_dtypes
 import numpy as np
-from planted import BFLOAT16, FLOAT32, FLOAT64, Needs, difference, draw
+from planted import BFLOAT16, FLOAT32, FLOAT64, Needs, difference, draw, showing
 
 from rawattn.check.diagnose.question import STAGES, Answers, Question
 
@@ -777,18 +777,13 @@ def answers(planted: Planted | None, question: Question, chance: int = 0) -> Ans
 
 def problems(planted: Planted, count: int, seed: int) -> Iterator[Question]:
     """``count`` questions on which ``planted`` shows: dtypes in turn, out and lse given or not."""
-    found, name = 0, f"{planted.bug}, {planted.variant}"
-    for attempt in counted():
-        if found == count:
-            return
-        if attempt >= 30 * (found + 4):
-            raise RuntimeError(f"{name}: shows on no problem")
-        rng = np.random.default_rng((seed, crc32(name.encode()), attempt))
-        place = found % len(planted.needs.dtypes)
-        question = _drawn(planted, rng, planted.needs.dtypes[place], given=(seed + found) % 2 == 1)
-        if shows(planted, question):
-            found += 1
-            yield question
+
+    def drawn(rng: np.random.Generator, number: int) -> Question:
+        dtype = planted.needs.dtypes[number % len(planted.needs.dtypes)]
+        return _drawn(planted, rng, dtype, given=(seed + number) % 2 == 1)
+
+    name = f"{planted.bug}, {planted.variant}"
+    return showing(name, count, seed, drawn, partial(shows, planted))
 
 
 def _drawn(planted: Planted, rng: np.random.Generator, dtype: Any, *, given: bool) -> Question:

@@ -1,6 +1,8 @@
 """The diagnosis on GPU candidates: our kernels are not accused, and bugs planted in them are named.
 
 A plant is a line of the CUDA sources put in place of another, as a slip of the pen would do it.
+
+Long by the table of plants.
 """
 
 import shutil

@@ -12,6 +12,7 @@ from rawattn.check.diagnose.engine import (
     BACKWARD,
     FIRST,
     FORWARD,
+    LOG2_E,
     STEPS,
     Bug,
     Context,
@@ -24,8 +25,6 @@ from rawattn.check.diagnose.engine import (
 from rawattn.check.diagnose.question import OF_SLOTS, Answers, Question
 
 # ---- numbers ----------------------------------------------------------------------------------
-
-LOG2_E = 1 / math.log(2)
 
 
 def _times(factor: float, everywhere: bool) -> dict[str, Step]:

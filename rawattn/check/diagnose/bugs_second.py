@@ -21,6 +21,7 @@ from itertools import combinations
 import numpy as np
 
 from rawattn.check.diagnose.engine import (
+    LOG2_E,
     OWN_P,
     STEPS,
     Bug,
@@ -34,7 +35,6 @@ from rawattn.check.diagnose.question import Question
 from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
-LOG2_E = 1 / math.log(2)
 TAKES = {  # of the direction of an input: its name in a context, and the steps that take it
     "q": ("tQ", ("tY", "gK")),
     "k": ("tK", ("tY", "gQ")),

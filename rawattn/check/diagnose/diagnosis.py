@@ -104,12 +104,9 @@ def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
 def reference_of(question: Question, answers: Answers) -> Answers:
     """The right values of what there is, a backward pass given the out and lse that it had."""
     found: Answers = {}
-    given = None
-    if question.out is not None and question.lse is not None:
-        given = question.out, question.lse
     for stage in question.stages:
         if any(name in answers for name in STAGES[stage]):
-            found |= solve(question, stage, given=given)
+            found |= solve(question, stage, given=question.passed)
     return {name: found[name] for name in answers if name in found}
 
 

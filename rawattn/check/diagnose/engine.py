@@ -32,6 +32,7 @@ def exact(x: Floats) -> Floats:
     return x
 
 
+LOG2_E = 1 / math.log(2)
 TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)

@@ -18,17 +18,15 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, lse_dtype, make
-from rawattn.check.diagnose.diagnosis import diagnose
+from rawattn.check.diagnose.diagnosis import CONFIDENCE, diagnose
 from rawattn.check.diagnose.engine import solve
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.question import BY_ROW, OF_SLOTS, STAGES, Answers, Question
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
-from rawattn.check.transfer import Array
 
 SIDE = "candidate"
-SURE = ("proved", "high", "medium", "low")
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 12.0  # after so long no further problem is begun
@@ -166,7 +164,7 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
 
 def reference_answers(question: Question) -> Answers:
     """What the float64 reference says to ``question``, rounded as right results are."""
-    given = _given(question)
+    given = question.passed
     answers: Answers = {}
     for stage in question.stages:
         answers |= solve(question, stage, given=given if stage in ("backward", "second") else None)
@@ -265,7 +263,7 @@ def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagno
             said.setdefault((finding.side, finding.bug, what), []).append(shown)
     findings, first = [], found[0][1] if found else Diagnosis(title, ())
     for place, alike in enumerate(sorted(said.values(), key=_rank)):
-        best = min(alike, key=lambda shown: SURE.index(shown.finding.confidence))
+        best = min(alike, key=lambda shown: CONFIDENCE.index(shown.finding.confidence))
         more = f"shown by {_few([str(case) for shown in alike for case in shown.cases])}"
         findings.append(replace(best.finding, evidence=(*best.finding.evidence, more)))
         first = first if place else best.diagnosis
@@ -277,7 +275,7 @@ def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagno
 
 def _rank(alike: Sequence[_Shown]) -> tuple[bool, int, int]:
     """Bugs before what has no name, then by confidence, then by how often they are shown."""
-    sure = min(SURE.index(shown.finding.confidence) for shown in alike)
+    sure = min(CONFIDENCE.index(shown.finding.confidence) for shown in alike)
     return alike[0].finding.bug in NAMELESS, sure, -len(alike)
 
 
@@ -307,7 +305,7 @@ def _pairs(case: Case) -> int:
 
 def _expected(question: Question) -> Expected:
     """``question`` in the form in which candidates are run, with the shapes of results alone."""
-    q, given = question, _given(question)
+    q, given = question, question.passed
     if given is None:
         right = solve(question, "forward")
         given = right["out"], right["lse"]
@@ -335,12 +333,6 @@ def _expected(question: Question) -> Expected:
 
 
 _NOWHERE = np.zeros(0, dtype=np.int64)
-
-
-def _given(question: Question) -> tuple[Array, Array] | None:
-    """The out and lse that backward passes were given; None for their own forward's."""
-    out, lse = question.out, question.lse
-    return None if out is None or lse is None else (out, lse)
 
 
 def _case(question: Question) -> Case:

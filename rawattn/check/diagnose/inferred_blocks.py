@@ -5,6 +5,8 @@ the blocks that it saw are 1, and those of exp(S - lse) V are out; s dS K of the
 how often every block was seen solves linear equations, many more than there are blocks, and must
 be a whole number. Then it is looked up among the known ways to walk lists (``bugs_lists``), or,
 where none has just these blocks, told in words from what the lists hold.
+
+Long by the words, which stand beside the numbers that they tell.
 """
 
 from collections.abc import Iterator, Sequence

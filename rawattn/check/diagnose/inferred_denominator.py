@@ -4,6 +4,8 @@ factor, and off lse.
 A row of out is c times the right one where the row sum is off by E = exp(L) (1 / c - 1), for the
 right lse L; a wrong lse says E as well, E = exp(lse) - exp(L). What E is the same for, or a sum of,
 says which line is wrong.
+
+Long by what the mass may be.
 """
 
 import math

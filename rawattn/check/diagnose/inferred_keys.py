@@ -16,7 +16,7 @@ from rawattn.check.diagnose import key_counts, key_groups, key_rows, key_spans, 
 from rawattn.check.diagnose.engine import FIRST, NO_BUG, Bug, Floats, See, View, solve
 from rawattn.check.diagnose.key_patterns import patterns
 from rawattn.check.diagnose.key_place import Pattern, Place, right_pattern
-from rawattn.check.diagnose.key_sums import Sums, given_to_backward, size_of, some_heads, sums_of
+from rawattn.check.diagnose.key_sums import Sums, out_and_lse, size_of, some_heads, sums_of
 from rawattn.check.diagnose.question import Answers, Question
 from rawattn.check.diagnose.structure import by_rows
 
@@ -151,7 +151,7 @@ def wrong_rows(
     if not names:
         return None
     found = np.zeros(question.q.shape[:2], dtype=bool)
-    given = given_to_backward(question, answers) if stage == "backward" else None
+    given = out_and_lse(question, answers) if stage == "backward" else None
     right = solve(question, stage, bug, given=given)
     for name in names:
         a, b = (

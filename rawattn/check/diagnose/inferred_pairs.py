@@ -3,6 +3,8 @@
 dq of a tile of queries is the sum of what every tile of keys adds, dk and dv of a tile of keys that
 of every tile of queries and head: least squares tell how often each of them is there. It must be 0,
 1 or 2 times, or a power of softmax_scale that grows by one from tile to tile.
+
+Long by the patterns in words.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from rawattn.check.diagnose.engine import NO_BUG, Bug, Floats, View, solve
-from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question, given_to_backward
 from rawattn.check.diagnose.structure import by_rows
 
 MOST = 80 * 80 * 2  # scores of a sample: what is longer is taken where it shows much more
@@ -28,13 +28,7 @@ Given = tuple[Floats, Floats] | None
 
 def given_to(question: Question, answers: Answers, stage: str) -> Given:
     """The out and lse that a stage was given, as far as they are known."""
-    if stage in ("forward", "jvp"):
-        return None
-    if question.out is not None and question.lse is not None:
-        return question.out, question.lse
-    if "out" in answers and "lse" in answers:
-        return answers["out"], answers["lse"]
-    return None
+    return None if stage in ("forward", "jvp") else given_to_backward(question, answers)
 
 
 class Sample:

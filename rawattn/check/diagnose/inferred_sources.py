@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine import Context, Floats
+from rawattn.check.diagnose.engine import LOG2_E, Context, Floats
 from rawattn.check.diagnose.question import Question
 
 Ints = np.ndarray
 SHIFTS = (1, 2, 4, 8, 16, 32, 64, 128)
-LOG2_E = float(np.log2(np.e))
 
 
 @dataclass(frozen=True)

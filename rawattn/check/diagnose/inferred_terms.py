@@ -1,7 +1,8 @@
 """Which terms do the gradients hold? Read off dq, dk and dv, and planted as a bug.
 
 A gradient is a sum of known terms, each with a coefficient of 1: least squares tell those that it
-has. Rows (``inferred_rows``) and pairs of tiles (``inferred_pairs``) are asked for.
+has. This module asks those that read one kind of term each: rows, pairs of tiles, lists, masks,
+rescaling, narrow dtypes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from rawattn.check.diagnose import (
     inferred_rows,
 )
 from rawattn.check.diagnose.engine import PROGRAMS, STEPS, Bug, Context, Floats, solve
-from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question, given_to_backward
 
 GRADIENTS = {"backward": ("dq", "dk", "dv"), "second": ("gq", "gk", "gv")}
 WRONG = {2: 0.02, 4: 1e-3, 8: 1e-3}  # of the size, by the bytes of the inputs
@@ -85,19 +86,11 @@ def contexts_of(question: Question, answers: Answers, stage: str) -> list[Contex
         question,
         stage,
         Bug("", stages=(stage,), steps={last: kept}),
-        given=_given(question, answers),
+        given=given_to_backward(question, answers),
     )
     for c in found:
         c.right = inferred_rows.right_of(c)
     return found
-
-
-def _given(question: Question, answers: Answers) -> tuple[Floats, Floats] | None:
-    if question.out is not None and question.lse is not None:
-        return question.out, question.lse
-    if "out" in answers and "lse" in answers:
-        return answers["out"], answers["lse"]
-    return None
 
 
 def _wrong(question: Question, answers: Answers, contexts: list[Context], name: str) -> bool:

@@ -12,8 +12,8 @@ import numpy as np
 
 from rawattn.check.diagnose.engine import FIRST, Bug, Context, Floats, See, Step, View, times
 from rawattn.check.diagnose.key_place import Place
-from rawattn.check.diagnose.key_sums import given_to_backward, scores, wide
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.key_sums import out_and_lse, scores, wide
+from rawattn.check.diagnose.question import Answers, Question, given_to_backward
 from rawattn.check.diagnose.structure import named
 
 MOST = 60_000_000  # equations times unknowns of all rows
@@ -120,7 +120,7 @@ def dropout(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         if found is not None:
             counts, kept = found
             text = f"p = {1 - 1 / kept:.2g}" if kept > 1.005 else "kept ones are not rescaled"
-            steps = _with_counts(counts, own_out=not _given(question, answers))
+            steps = _with_counts(counts, own_out=given_to_backward(question, answers) is None)
             yield Bug("dropout", text, FIRST, steps=steps)
             return
 
@@ -196,8 +196,8 @@ def _weights(
     P = np.exp(S - np.where(np.isfinite(top), top, 0.0))
     P /= np.maximum(P.sum(axis=1, keepdims=True), 1e-300)
     k, v = (wide(x)[own, head // question.group] for x in (question.k, question.v))
-    given = given_to_backward(question, answers)[0]
-    if not _given(question, answers) and "out" in answers:
+    given = out_and_lse(question, answers)[0]
+    if given_to_backward(question, answers) is None and "out" in answers:
         given = answers["out"]
     parts, wanted = [], []
     if "out" in names:
@@ -214,12 +214,6 @@ def _weights(
         parts.append(weight[:, None] * k.T[None] * size)
         wanted.append(dq * size)
     return System(np.concatenate(parts, axis=1), np.concatenate(wanted, axis=1))
-
-
-def _given(question: Question, answers: Answers) -> bool:
-    """Whether it is known which out and lse a backward pass had."""
-    passed = question.out is not None and question.lse is not None
-    return passed or ("out" in answers and "lse" in answers)
 
 
 def _with_counts(counts: Counts, own_out: bool) -> dict[str, Step]:

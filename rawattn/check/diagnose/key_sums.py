@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine import Floats, solve
 from rawattn.check.diagnose.key_place import Pattern, Place
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.question import Answers, Question, given_to_backward
 
 Ints = np.ndarray
 
@@ -158,19 +158,18 @@ def _forward(question: Question, answers: Answers, place: Place, heads: Ints) ->
     return found.part(finite)
 
 
-def given_to_backward(question: Question, answers: Answers) -> tuple[Floats, Floats]:
-    """The out and the lse that a backward pass had, most likely."""
-    if question.out is not None and question.lse is not None:
-        return np.asarray(question.out), np.asarray(question.lse)
-    if "out" in answers and "lse" in answers:
-        return answers["out"], answers["lse"]
+def out_and_lse(question: Question, answers: Answers) -> tuple[Floats, Floats]:
+    """The out and the lse that a backward pass had, most likely; else the right ones."""
+    given = given_to_backward(question, answers)
+    if given is not None:
+        return given
     right = solve(question, "forward")
     return right["out"], right["lse"]
 
 
 def _backward(question: Question, answers: Answers, place: Place, heads: Ints) -> Sums | None:
     rows, of_head = place.start_q + place.rows, heads // question.group
-    out, lse = given_to_backward(question, answers)
+    out, lse = out_and_lse(question, answers)
     S = scores(question, place, heads)
     dout = wide(question.dout)[rows][:, heads]
     dP = np.einsum("rhd,chd->hrc", dout, wide(question.v)[:, of_head], optimize=True)

@@ -45,7 +45,7 @@ from rawattn.check.diagnose.engine import (
     solve,
     together,
 )
-from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.question import OF_KEYS, STAGES, Answers, Question, given_to_backward
 from rawattn.check.diagnose.structure import by_rows
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
@@ -273,11 +273,11 @@ def _given(question: Question, answers: Answers, stage: str) -> tuple[str, Given
     """What out and lse the stage was given, most likely."""
     if stage in ("forward", "jvp"):
         return "", None
-    if question.out is not None and question.lse is not None:
-        return "the out and lse that were passed in", (question.out, question.lse)
-    if "out" in answers and "lse" in answers:
-        return "its own out and lse", (answers["out"], answers["lse"])
-    return "the right out and lse", None
+    given = given_to_backward(question, answers)
+    if given is None:
+        return "the right out and lse", None
+    passed = question.passed is not None
+    return "the out and lse that were passed in" if passed else "its own out and lse", given
 
 
 def predictions(

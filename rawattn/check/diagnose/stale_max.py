@@ -4,15 +4,13 @@ A kernel's maximum need not be that of the row: it may be older, where a small g
 rescaling. But it always is one of the row's own scores, by which it is recognised.
 """
 
-import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.engine import Floats, solve, views_of
+from rawattn.check.diagnose.engine import LOG2_E, Floats, solve, views_of
 from rawattn.check.diagnose.question import Answers, Question
 
-LOG2_E = 1 / math.log(2)
 SHARE = 0.97  # of the wrong rows must have such a score
 ROWS = 16  # that must be wrong for it to be no chance
 

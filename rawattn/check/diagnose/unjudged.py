@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine import Context, Floats, solve
 from rawattn.check.diagnose.inferred_terms import contexts_of
-from rawattn.check.diagnose.question import OF_KEYS, Answers, Question
+from rawattn.check.diagnose.question import OF_KEYS, Answers, Question, given_to_backward
 
 LARGE = 256.0  # P that multiplies rounding by too much
 NAMES = ("dq", "dk", "dv")
@@ -20,7 +20,7 @@ NAMES = ("dq", "dk", "dv")
 
 def without(question: Question, answers: Answers) -> tuple[Answers, list[str]]:
     """The answers with right values in such rows, and what is to be said of them."""
-    given = _given(question, answers)
+    given = given_to_backward(question, answers)
     names = [name for name in NAMES if name in answers]
     if given is None or question.dout is None or question.sparse or not names:
         return answers, []
@@ -73,14 +73,6 @@ def _error(found: np.ndarray, wanted: Floats, rows: np.ndarray) -> float:
         return 0.0
     left = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
     return float(np.nan_to_num(np.minimum(left, 1.0), nan=1.0).mean())
-
-
-def _given(question: Question, answers: Answers) -> tuple[Floats, Floats] | None:
-    if question.out is not None and question.lse is not None:
-        return question.out, question.lse
-    if "out" in answers and "lse" in answers:
-        return answers["out"], answers["lse"]
-    return None
 
 
 def _large(question: Question, contexts: list[Context], far: np.ndarray) -> dict[str, np.ndarray]:
