@@ -10,7 +10,7 @@ numba, no cupy, and compiles nothing.
 from rawattn.api import backward, backward_preprocess, forward
 from rawattn.api_second import double_backward, jvp
 from rawattn.api_sparse import sparse_backward, sparse_double_backward, sparse_forward, sparse_jvp
-from rawattn.block_table import BlockTable, block_table
+from rawattn.tables import BlockTable, block_table
 
 __all__ = [
     "BlockTable",

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from rawattn import api, arrays, call, checks, passes_sparse
 from rawattn.arrays import Array, Framework, View
-from rawattn.block_table import BlockTable, Source, named_blocks, selection_given
 from rawattn.call import Inputs, Window
 from rawattn.passes_sparse import Passed
 from rawattn.problem import Problem, Selection
 from rawattn.reference import sparse
+from rawattn.tables import BlockTable, Source, named_blocks, selection_given
 
 _OPEN = (-1, -1)
 

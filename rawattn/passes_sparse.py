@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from rawattn import call, variants
 from rawattn.arrays import Framework, View
-from rawattn.block_table import Lists, Source, lists_of
 from rawattn.call import Inputs, Parts
 from rawattn.ops import backward_preprocess as preprocess_op
 from rawattn.ops import sparse_backward_kv as kv_op
@@ -20,6 +19,7 @@ from rawattn.ops import sparse_double_backward_q as double_q_op
 from rawattn.ops import sparse_forward as forward_op
 from rawattn.ops import sparse_postprocess as postprocess_op
 from rawattn.problem import Problem, Selection
+from rawattn.tables import Lists, Source, lists_of
 
 Passed = tuple[View, View, View, View | None]  # dout, out, lse and dlse
 Direction = tuple[Parts, View | None]  # and like block_scale

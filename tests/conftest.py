@@ -9,20 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.shared.device import device_arch
+
 MARKERS = {
     "gpu": "needs a CUDA device",
     "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
 }
-
-
-def device_arch() -> int:
-    """Compute capability of device 0 as a number (90 for 9.0), 0 without a usable GPU."""
-    try:
-        from cupy.cuda import Device, is_available
-    except ImportError:
-        return 0
-    return int(Device(0).compute_capability) if is_available() else 0
 
 
 @pytest.fixture

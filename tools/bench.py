@@ -17,13 +17,13 @@ from typing import Any
 
 import click
 
-from cases import SUITES, WORK
-from host import first_call_times, host_times
-from machine import describe
-from plots import plot
+from measure.cases import SUITES, WORK
+from measure.host import first_call_times, host_times
+from measure.machine import describe
+from measure.plots import plot
+from measure.tables import markdown_tables, print_tables, splice
+from measure.timing import DEFAULT_PEERS, LEAD_CYCLES, measure, wanted
 from rawattn.variants import METHODS
-from tables import markdown_tables, print_tables, splice
-from timing import DEFAULT_PEERS, LEAD_CYCLES, measure, wanted
 
 
 @click.command()

@@ -113,10 +113,10 @@ def run_sanitizer() -> dict[str, int | None]:
 
 def run_bench(suites: list[str], budget: float) -> Record:
     """The suites beside the peers that are importable, each backward method, and host times."""
-    from cases import SUITES
-    from host import first_call_times, host_times
+    from measure.cases import SUITES
+    from measure.host import first_call_times, host_times
+    from measure.timing import measure
     from rawattn.variants import METHODS
-    from timing import measure
 
     cases = [case for name in suites for case in SUITES[name]()]
     rows = measure(cases, methods=METHODS, budget=budget)
@@ -125,7 +125,7 @@ def run_bench(suites: list[str], budget: float) -> Record:
 
 def update(options: argparse.Namespace) -> int:
     """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed."""
-    from machine import describe
+    from measure.machine import describe
 
     head = describe() | {"sources": sources_hash()}
     path = record_path(head["gpu"])

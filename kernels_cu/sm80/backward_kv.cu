@@ -9,7 +9,7 @@
 //             ^T x dO, Q -> dV, dK      Grid: (tiles of keys, upper bound; kv heads).
 //
 // Without cfg::ATOMIC this is the first half of the deterministic backward, before backward_q.
-// Twin: rawattn/ops/backward_kv_numba.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2.
+// Twin: rawattn/kernels_numba/backward_kv.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"
 #include "sm80/gradient.cuh"

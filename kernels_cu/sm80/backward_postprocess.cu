@@ -3,7 +3,7 @@
 //
 //   A CTA owns BLOCK_M rows of one head; a warp turns whole units of 16 rows, through shared memory
 //   so that global rows are written 16 bytes at a time. Grid: (tiles of rows, upper bound; heads).
-// Twin: rawattn/ops/backward_postprocess_numba.py.
+// Twin: rawattn/kernels_numba/backward_postprocess.py.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"
 #include "sm80/tile_mma.cuh"

@@ -3,7 +3,7 @@
 //   LANES lanes own one row of one head: each reads 16 bytes of O and dO at a time and sums up.
 //   Grid: (rows / BLOCK_M; query heads); all CTAs together zero the workspace.
 //
-// Twin: rawattn/ops/backward_preprocess_numba.py.
+// Twin: rawattn/kernels_numba/backward_preprocess.py.
 // Source: FlashAttention-2, arXiv 2307.08691, algorithm 2, line 4.
 #include "base/workspace.cuh"
 

@@ -9,7 +9,7 @@
 //             ^T x Q, dO -> dK, dV      Grid: (tiles of queries, upper bound; query heads).
 //
 // Without cfg::ATOMIC this is the second half of the deterministic backward, after backward_kv.
-// Twin: rawattn/ops/backward_q_numba.py.
+// Twin: rawattn/kernels_numba/backward_q.py.
 // Source: FlashAttention, arXiv 2205.14135, algorithm 4, loops exchanged.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"

@@ -3,7 +3,7 @@
 //
 //   A CTA owns BLOCK_M tokens of one selection head; a warp takes one item after the other. Blocks
 //   come from indices, from a mask, or from a pattern. Grid: (tiles of tokens; selection heads).
-// Twin: rawattn/ops/block_lists_numba.py.
+// Twin: rawattn/kernels_numba/block_lists.py.
 #include "base/selection.cuh"
 #include "base/varlen.cuh"
 

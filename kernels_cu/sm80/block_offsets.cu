@@ -3,7 +3,7 @@
 //   A CTA takes room for its lists, and for their segments, at once. Lists lie in the order in which
 //   CTAs come, which changes nothing that is computed from them. Should cu_seqlens not ascend, there
 //   are more items than places: what has none is left out. Grid: (runs of NUM_WARPS x 32 lists).
-// Twin: rawattn/ops/block_offsets_numba.py.
+// Twin: rawattn/kernels_numba/block_offsets.py.
 #include "base/selection.cuh"
 
 using cfg::NUM_WARPS;

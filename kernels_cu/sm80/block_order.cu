@@ -6,7 +6,7 @@
 //
 // Items are copied first: should cu_seqlens not ascend, a list has an item twice, and no place may
 // stay unwritten.
-// Twin: rawattn/ops/block_order_numba.py.
+// Twin: rawattn/kernels_numba/block_order.py.
 #include "base/selection.cuh"
 
 using cfg::NUM_WARPS;

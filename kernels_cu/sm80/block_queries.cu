@@ -2,7 +2,7 @@
 //
 //   A CTA owns BLOCK_M tokens of one selection head; a thread takes one item after the other.
 //   Grid: (tiles of tokens; selection heads).
-// Twin: rawattn/ops/block_queries_numba.py.
+// Twin: rawattn/kernels_numba/block_queries.py.
 #include "base/selection.cuh"
 #include "base/varlen.cuh"
 

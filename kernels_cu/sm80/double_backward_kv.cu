@@ -12,7 +12,7 @@
 //     ^T x dO, Q, ddQ -> gV, gK         Grid: (tiles of keys, upper bound; kv heads).
 //
 // Without cfg::ATOMIC this is the first half of the deterministic form; the second is
-// double_backward_q. Twin: rawattn/ops/double_backward_kv_numba.py. Source: the derivative of
+// double_backward_q. Twin: rawattn/kernels_numba/double_backward_kv.py. Source: the derivative of
 // FlashAttention-2's backward, arXiv 2307.08691, algorithm 2; rawattn/reference has the equations.
 #include "base/varlen.cuh"
 #include "base/workspace.cuh"

@@ -10,7 +10,7 @@
 //            +-------------+
 //
 // K and ddK arrive by cp.async behind the products with V; V and ddV behind S and E.
-// Twin: rawattn/ops/double_backward_out_numba.py. Source: the derivative of FlashAttention-2's
+// Twin: rawattn/kernels_numba/double_backward_out.py. Source: the derivative of FlashAttention-2's
 // backward, arXiv 2307.08691, algorithm 2; rawattn/reference has the equations.
 #include "base/softmax.cuh"
 #include "base/varlen.cuh"

@@ -8,7 +8,7 @@
 //   queries  | -> dS, tdS  |    -> gQ   Grid: (tiles of queries, upper bound; query heads).
 //            +-------------+
 //
-// Twin: rawattn/ops/double_backward_q_numba.py. Source: the derivative of FlashAttention's
+// Twin: rawattn/kernels_numba/double_backward_q.py. Source: the derivative of FlashAttention's
 // backward, arXiv 2205.14135, algorithm 4, loops exchanged; rawattn/reference has the equations.
 #include "base/varlen.cuh"
 #include "sm80/tangent.cuh"

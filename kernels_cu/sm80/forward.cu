@@ -6,7 +6,7 @@
 //   queries  +-----------+             come first. Grid: (tiles of queries; query heads).
 //
 // K and V arrive by cp.async: V loads behind S = Q K^T, the next K behind softmax and P V.
-// Twin: rawattn/ops/forward_numba.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
+// Twin: rawattn/kernels_numba/forward.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
 #include "base/mask.cuh"
 #include "base/softmax.cuh"
 #include "base/varlen.cuh"

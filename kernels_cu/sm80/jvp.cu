@@ -9,7 +9,7 @@
 //            +-------------+    -> tO     Grid: (tiles of queries; query heads; PIECES).
 //
 // K and tK arrive by cp.async behind softmax and the products with V; V and tV behind S and E.
-// Twin: rawattn/ops/jvp_numba.py. Source: the tangent of softmax, by the tiles of FlashAttention-2,
+// Twin: rawattn/kernels_numba/jvp.py. Source: the tangent of softmax, by the tiles of FlashAttention-2,
 // arXiv 2307.08691, algorithm 1.
 #include "base/mask.cuh"
 #include "base/softmax.cuh"

@@ -12,7 +12,7 @@
 // With dk_accum a CTA takes a segment of work, queries of one chunk, whose Q, dO and dQ stay in the
 // L2 cache, and adds dK and dV atomically; without, all queries of its keys in order, and dK and dV
 // are written: deterministic.
-// Twin: rawattn/ops/sparse_backward_kv_numba.py. Source: native sparse attention, arXiv 2502.11089;
+// Twin: rawattn/kernels_numba/sparse_backward_kv.py. Source: native sparse attention, arXiv 2502.11089;
 // FlashAttention-2, arXiv 2307.08691, algorithm 2.
 #include "sm80/gradient.cuh"
 #include "sm80/sparse_gather.cuh"

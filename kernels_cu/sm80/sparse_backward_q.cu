@@ -8,7 +8,7 @@
 //            +-------------+                   Grid: (tiles of tokens; selection heads).
 //
 // The second half of the deterministic backward, after sparse_backward_kv.
-// Twin: rawattn/ops/sparse_backward_q_numba.py. Source: native sparse attention, arXiv 2502.11089;
+// Twin: rawattn/kernels_numba/sparse_backward_q.py. Source: native sparse attention, arXiv 2502.11089;
 // FlashAttention, arXiv 2205.14135, algorithm 4, loops exchanged.
 #include "sm80/sparse_walk.cuh"
 

@@ -13,7 +13,7 @@
 //            +-------------+            Grid: (parts of blocks of keys; kv heads).
 //     ^T x dO, Q, ddQ -> gV, gK
 //
-// Twin: rawattn/ops/sparse_double_backward_kv_numba.py. Source: native sparse attention,
+// Twin: rawattn/kernels_numba/sparse_double_backward_kv.py. Source: native sparse attention,
 // arXiv 2502.11089; rawattn/reference/sparse.py has the equations.
 #include "sm80/sparse_gather.cuh"
 #include "sm80/tangent.cuh"

@@ -11,7 +11,7 @@
 //            +-------------+                   Grid: (tiles of tokens; selection heads).
 //
 // Without dout (forward mode) there is no second pass, and D and W are left out.
-// Twin: rawattn/ops/sparse_double_backward_out_numba.py. Source: native sparse attention,
+// Twin: rawattn/kernels_numba/sparse_double_backward_out.py. Source: native sparse attention,
 // arXiv 2502.11089; rawattn/reference/sparse.py has the equations.
 #include "base/softmax.cuh"
 #include "sm80/sparse_walk.cuh"

@@ -11,7 +11,7 @@
 //   rows     |  -> dS, tdS |    -> gQ          Grid: (tiles of tokens; selection heads).
 //            +-------------+
 //
-// Twin: rawattn/ops/sparse_double_backward_q_numba.py. Source: native sparse attention,
+// Twin: rawattn/kernels_numba/sparse_double_backward_q.py. Source: native sparse attention,
 // arXiv 2502.11089; rawattn/reference/sparse.py has the equations.
 #include "sm80/sparse_walk.cuh"
 #include "sm80/tangent.cuh"

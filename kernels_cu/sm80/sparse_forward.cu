@@ -7,7 +7,7 @@
 //   rows     +-----------+                     the producers load each block once for all.
 //                                              Grid: (tiles of tokens; selection heads).
 //
-// Twin: rawattn/ops/sparse_forward_numba.py. Source: native sparse attention, arXiv 2502.11089,
+// Twin: rawattn/kernels_numba/sparse_forward.py. Source: native sparse attention, arXiv 2502.11089,
 // section 3.4; FlashAttention-2, arXiv 2307.08691, algorithm 1.
 #include "base/softmax.cuh"
 #include "sm80/sparse_walk.cuh"

@@ -2,7 +2,7 @@
 //                     add_rows to 16-bit rows.
 //
 //   A thread turns 16 columns of a row. Grid: (runs of 32 * NUM_WARPS such groups).
-// Twin: rawattn/ops/sparse_postprocess_numba.py.
+// Twin: rawattn/kernels_numba/sparse_postprocess.py.
 #include "base/ptx.cuh"
 
 constexpr int NUM_THREADS = cfg::NUM_WARPS * WARP_SIZE;

@@ -32,7 +32,7 @@ def launch(
 ) -> None:
     """dk and dv; with dq_accum (zeroed) also dQ / softmax_scale, by atomic adds into it."""
     if variant.family == "numba":
-        from rawattn.ops import backward_kv_numba
+        from rawattn.kernels_numba import backward_kv as backward_kv_numba
 
         backward_kv_numba.launch(
             variant,

@@ -37,7 +37,7 @@ def launch(
 ) -> None:
     """grad = scale * accum, rows past cu_seqlens[-1] zero."""
     if variant.family == "numba":
-        from rawattn.ops import backward_postprocess_numba
+        from rawattn.kernels_numba import backward_postprocess as backward_postprocess_numba
 
         backward_postprocess_numba.launch(
             variant, problem, accum, cu_seqlens, grad, scale=scale, stream=stream

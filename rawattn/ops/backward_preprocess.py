@@ -26,7 +26,7 @@ def launch(
 ) -> None:
     """delta = rowsum(out * dout) - dlse, and zeros to dq_accum; dlse and dq_accum may be absent."""
     if variant.family == "numba":
-        from rawattn.ops import backward_preprocess_numba
+        from rawattn.kernels_numba import backward_preprocess as backward_preprocess_numba
 
         backward_preprocess_numba.launch(
             variant, problem, out, dout, dlse, delta, dq_accum, stream=stream

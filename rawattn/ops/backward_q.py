@@ -32,7 +32,7 @@ def launch(
 ) -> None:
     """dq; with the (zeroed) accums also dK / softmax_scale and dV, by atomic adds into them."""
     if variant.family == "numba":
-        from rawattn.ops import backward_q_numba
+        from rawattn.kernels_numba import backward_q as backward_q_numba
 
         backward_q_numba.launch(
             variant,

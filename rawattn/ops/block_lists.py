@@ -38,7 +38,7 @@ def launch(
 ) -> None:
     """blocks, slots and counts of every item; adds to lengths (zeroed) where there is one."""
     if variant.family == "numba":
-        from rawattn.ops import block_lists_numba
+        from rawattn.kernels_numba import block_lists as block_lists_numba
 
         block_lists_numba.launch(
             variant,

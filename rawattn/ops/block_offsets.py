@@ -31,7 +31,7 @@ def launch(
 ) -> None:
     """starts of all lists, their segments into ``work`` (filled with -1); ``cursor`` is zeroed."""
     if variant.family == "numba":
-        from rawattn.ops import block_offsets_numba
+        from rawattn.kernels_numba import block_offsets as block_offsets_numba
 
         block_offsets_numba.launch(
             variant,

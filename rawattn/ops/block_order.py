@@ -33,7 +33,7 @@ def launch(
 ) -> None:
     """Each list of ``unsorted`` ascending into ``queries``, its slots beside."""
     if variant.family == "numba":
-        from rawattn.ops import block_order_numba
+        from rawattn.kernels_numba import block_order as block_order_numba
 
         block_order_numba.launch(
             variant,

@@ -35,7 +35,7 @@ def launch(
 ) -> None:
     """Every item into its blocks' lists, in any order; counts in ``cursor``."""
     if variant.family == "numba":
-        from rawattn.ops import block_queries_numba
+        from rawattn.kernels_numba import block_queries as block_queries_numba
 
         block_queries_numba.launch(
             variant,

@@ -37,7 +37,7 @@ def launch(
 ) -> None:
     """gk and gv; with gq_accum (zeroed) also gQ / softmax_scale, by atomic adds into it."""
     if variant.family == "numba":
-        from rawattn.ops import double_backward_kv_numba
+        from rawattn.kernels_numba import double_backward_kv as double_backward_kv_numba
 
         double_backward_kv_numba.launch(
             variant,

@@ -38,7 +38,7 @@ def launch(
 ) -> None:
     """ddout and ddlse; delta, ddelta and zeros in gq_accum for the kernels of gq, gk and gv."""
     if variant.family == "numba":
-        from rawattn.ops import double_backward_out_numba
+        from rawattn.kernels_numba import double_backward_out as double_backward_out_numba
 
         double_backward_out_numba.launch(
             variant,

@@ -35,7 +35,7 @@ def launch(
 ) -> None:
     """gq, without atomics."""
     if variant.family == "numba":
-        from rawattn.ops import double_backward_q_numba
+        from rawattn.kernels_numba import double_backward_q as double_backward_q_numba
 
         double_backward_q_numba.launch(
             variant,

@@ -28,7 +28,7 @@ def launch(
 ) -> None:
     """out, lse of packed q, k, v; the device is current, every check has been made."""
     if variant.family == "numba":
-        from rawattn.ops import forward_numba
+        from rawattn.kernels_numba import forward as forward_numba
 
         forward_numba.launch(
             variant, problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, stream=stream

@@ -33,7 +33,7 @@ def launch(
 ) -> None:
     """out and lse, and their tangents tout and tlse in direction (tq, tk, tv); None is zero."""
     if variant.family == "numba":
-        from rawattn.ops import jvp_numba
+        from rawattn.kernels_numba import jvp as jvp_numba
 
         jvp_numba.launch(
             variant,

@@ -54,7 +54,7 @@ def launch(
     into dblock_scale (zeroed).
     """
     if variant.family == "numba":
-        from rawattn.ops import sparse_backward_kv_numba
+        from rawattn.kernels_numba import sparse_backward_kv as sparse_backward_kv_numba
 
         sparse_backward_kv_numba.launch(
             variant,

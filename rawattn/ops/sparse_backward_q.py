@@ -42,7 +42,7 @@ def launch(
 ) -> None:
     """dq, without atomics."""
     if variant.family == "numba":
-        from rawattn.ops import sparse_backward_q_numba
+        from rawattn.kernels_numba import sparse_backward_q as sparse_backward_q_numba
 
         sparse_backward_q_numba.launch(
             variant,

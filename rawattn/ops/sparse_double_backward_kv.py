@@ -52,7 +52,9 @@ def launch(
 ) -> None:
     """gk, gv and the gradient of block_scale (zeroed before), without atomics."""
     if variant.family == "numba":
-        from rawattn.ops import sparse_double_backward_kv_numba
+        from rawattn.kernels_numba import (
+            sparse_double_backward_kv as sparse_double_backward_kv_numba,
+        )
 
         sparse_double_backward_kv_numba.launch(
             variant,

@@ -53,7 +53,9 @@ def launch(
     Without dout the direction's ddout and ddlse alone: forward mode behind ``sparse_forward``.
     """
     if variant.family == "numba":
-        from rawattn.ops import sparse_double_backward_out_numba
+        from rawattn.kernels_numba import (
+            sparse_double_backward_out as sparse_double_backward_out_numba,
+        )
 
         sparse_double_backward_out_numba.launch(
             variant,

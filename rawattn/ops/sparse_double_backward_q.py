@@ -48,7 +48,7 @@ def launch(
 ) -> None:
     """gq, without atomics."""
     if variant.family == "numba":
-        from rawattn.ops import sparse_double_backward_q_numba
+        from rawattn.kernels_numba import sparse_double_backward_q as sparse_double_backward_q_numba
 
         sparse_double_backward_q_numba.launch(
             variant,

@@ -40,7 +40,7 @@ def launch(
 ) -> None:
     """out, lse over the blocks of ``blocks``; ``block_scale`` are factors or None."""
     if variant.family == "numba":
-        from rawattn.ops import sparse_forward_numba
+        from rawattn.kernels_numba import sparse_forward as sparse_forward_numba
 
         sparse_forward_numba.launch(
             variant,

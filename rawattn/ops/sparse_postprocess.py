@@ -42,7 +42,7 @@ def launch(
 ) -> None:
     """grad = scale * accum, in grad's dtype."""
     if variant.family == "numba":
-        from rawattn.ops import sparse_postprocess_numba
+        from rawattn.kernels_numba import sparse_postprocess as sparse_postprocess_numba
 
         sparse_postprocess_numba.launch(variant, problem, accum, grad, scale=scale, stream=stream)
         return

@@ -1,0 +1,48 @@
+"""grad = scale * accum: sums of atomic adds to a gradient in the caller's dtype.
+
+Every thread strides over the elements.
+CUDA twin: kernels_cu/sm80/sparse_postprocess.cu.
+"""
+
+import functools
+from typing import Any
+
+from rawattn.arrays import View
+from rawattn.kernels_numba.common import Array, accumulator, cuda, encoder, run
+from rawattn.problem import Problem
+from rawattn.variants import Variant
+
+THREADS = 128
+ELEMENTS = 16  # of a thread, about
+
+
+def launch(
+    variant: Variant, problem: Problem, accum: View, grad: View, *, scale: float, stream: int
+) -> None:
+    """Queue the kernel that fills ``grad`` (rows, heads, size) from ``accum`` of that shape."""
+    rows, heads, columns = grad.shape
+    run(
+        compiled(problem.dtype),
+        (rows * heads * columns // (THREADS * ELEMENTS) + 1, 1),
+        THREADS,
+        problem,
+        (accum, grad),
+        (rows, heads, scale),
+        written=(grad,),
+        stream=stream,
+    )
+
+
+@functools.cache
+def compiled(dtype: str) -> Any:
+    """The kernel for gradients of ``dtype``."""
+    real, encode = accumulator(dtype), encoder(dtype)
+
+    def kernel(accum: Array, grad: Array, total_rows: int, num_heads: int, scale: float) -> None:
+        columns = grad.shape[2]
+        for e in range(cuda.grid(1), total_rows * num_heads * columns, cuda.gridsize(1)):
+            pair, column = e // columns, e % columns
+            row, head = pair // num_heads, pair % num_heads
+            grad[row, head, column] = encode(accum[row, head, column] * real(scale))
+
+    return cuda.jit(kernel)

@@ -1,0 +1,175 @@
+"""The diagnosis as a whole: planted bugs are named, right implementations are not accused.
+
+``tools/trials.py`` runs many more of the same trials.
+"""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn.check.cases import dtype_of
+from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.cut import SCORES, cost, cut
+from rawattn.check.diagnose.diagnosis import diagnose, reference_of
+from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.failures import answers_of
+from rawattn.check.diagnose.question import Question
+from rawattn.check.machine import use_simulator
+from rawattn.check.peer import torch_attention
+from rawattn.check.run import own
+from tests.diagnose.planted import first as planted
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import trials
+
+MODULES = [importlib.import_module(file) for file in trials.FILES]
+NOT_BUGS = {"vacuous", "unknown", "rounding"}
+ALL = [(module.__name__, plant.bug) for module in MODULES for plant in module.PLANTED]
+BY_CLASS = sorted({bug: file for file, bug in ALL}.items())
+
+
+def question_of(lengths: tuple[int, ...] = (20, 30, 46), dtype: str = "float64") -> Question:
+    rng = np.random.default_rng(0)
+    total, offsets = sum(lengths), np.concatenate([[0], np.cumsum(lengths)])
+
+    def draw(heads: int) -> np.ndarray:
+        return rng.standard_normal((total, heads, 16)).astype(dtype_of(dtype))
+
+    q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
+    return Question(q, k, v, offsets, offsets, causal=True, dout=dout)
+
+
+def test_every_class_is_planted() -> None:
+    assert {bug for _, bug in ALL} == set(CLASSES) - NOT_BUGS
+    assert len(BY_CLASS) >= 36
+
+
+@pytest.mark.parametrize(("bug", "file"), BY_CLASS, ids=[bug for bug, _ in BY_CLASS])
+def test_names_the_planted_bug(bug: str, file: str) -> None:
+    """One variant and problem of each class; another one for each class and file."""
+    module = sys.modules[file]
+    indices = [i for i, plant in enumerate(module.PLANTED) if plant.bug == bug]
+    found = trials.trial(file, indices[len(bug) % len(indices)], seed=len(file))
+    assert found.right, found
+
+
+@pytest.mark.parametrize("kind", planted.RIGHT, ids=lambda kind: kind.variant)
+def test_does_not_accuse_what_is_right(kind: planted.Planted) -> None:
+    found = trials.right_trial(kind, seed=len(kind.variant))
+    assert found.right, found
+
+
+def test_two_bugs_are_both_named() -> None:
+    question = question_of()
+    right = solve(question, "forward") | solve(question, "backward")
+    wrong = right | {"dq": right["dq"] * 4, "lse": right["lse"] / np.log(2)}
+    del wrong["out"]  # so that the backward pass has the right ones
+    named = {finding.bug for finding in diagnose(question, wrong).findings}
+    assert named == {"output-scale", "lse-base-2"}
+
+
+def test_both_sides_are_judged() -> None:
+    question = question_of()
+    right = solve(question, "forward") | solve(question, "backward")
+    wrong = right | {"dk": right["dk"] / question.scale}
+    found = diagnose(question, right, side="A", against=("B", wrong))
+    assert [(finding.side, finding.bug) for finding in found.findings] == [("B", "output-scale")]
+    assert any(level.tensor == "dk" and level.slope == pytest.approx(4) for level in found.levels)
+
+
+def test_zeros_on_both_sides_are_vacuous() -> None:
+    """Gradients too small for float16: a comparison of them compares zeros."""
+    question = question_of(dtype="float16")
+    question = replace(question, dout=question.dout.astype(np.float64) * 1e-12)
+    right = {name: x for name, x in solve(question, "backward").items() if name != "delta"}
+    found = diagnose(question, {name: x.astype(np.float16) for name, x in right.items()})
+    assert [finding.bug for finding in found.findings] == ["vacuous"]
+
+
+def test_an_array_of_another_shape_is_said() -> None:
+    question = question_of()
+    found = diagnose(question, solve(question, "forward") | {"dq": np.zeros((3, 4, 16))})
+    assert [finding.bug for finding in found.findings] == ["unknown"]
+    assert "dq has shape (3, 4, 16), not (96, 4, 16)" in found.findings[0].evidence[0]
+
+
+def test_an_intermediate_held_constant() -> None:
+    """The first backward of seed 001's fast modes: P was saved, and has no derivative."""
+    torch = pytest.importorskip("torch")
+    question = replace(question_of((24,)), causal=False)
+    rng = np.random.default_rng(1)
+    of_q, of_k, of_v = (rng.standard_normal(x.shape) for x in (question.q, question.k, question.v))
+    question = replace(question, tq=of_q, tk=of_k, tv=of_v)
+
+    def by_head(x: np.ndarray, repeats: int = 1) -> "torch.Tensor":
+        tensor = torch.from_numpy(x.swapaxes(0, 1).copy()).repeat_interleave(repeats, 0)
+        return tensor.requires_grad_()
+
+    q, dout = by_head(question.q), by_head(question.dout)
+    k, v = by_head(question.k, 2), by_head(question.v, 2)
+    s = question.scale
+    P = torch.softmax(s * q @ k.mT, -1)
+    out = P @ v
+    P, delta = P.detach(), (dout * out).sum(-1, keepdim=True).detach()
+    dS = P * (dout @ v.mT - delta)
+    first = s * dS @ k, s * dS.mT @ q, P.mT @ dout
+    moved = by_head(of_q), by_head(of_k, 2), by_head(of_v, 2)
+    ddout, gq, gk, gv = torch.autograd.grad(first, (dout, q, k, v), moved)
+
+    def back(x: "torch.Tensor", group: int = 1) -> np.ndarray:
+        array = x.numpy().reshape(-1, group, *x.shape[1:]).sum(axis=1)
+        return np.ascontiguousarray(array.swapaxes(0, 1))
+
+    answers = {"ddout": back(ddout), "gq": back(gq), "gk": back(gk, 2), "gv": back(gv, 2)}
+    finding = diagnose(question, answers).findings[0]
+    assert finding.bug in ("second-frozen-p", "second-frozen-delta")
+    assert "held constant" in finding.title
+
+
+def test_a_large_problem_is_cut() -> None:
+    question = question_of((700, 40, 30, 700))
+    right = solve(question, "forward")
+    part, answers, said = cut(question, right)
+    assert sum(cost(part, b) for b in range(part.batch)) <= SCORES
+    assert part.lengths_q == (40, 30) and "1 to 2" in said
+    assert np.allclose(answers["out"], reference_of(part, answers)["out"])
+    assert not diagnose(question, right).findings
+
+
+def theirs(dtype: str, **changes: Any) -> Question:
+    """A question with unequal lengths, of which one is 0."""
+    rng = np.random.default_rng(len(dtype))
+    offsets_q, offsets_k = np.array([0, 19, 19, 50, 66]), np.array([0, 33, 40, 80, 96])
+
+    def draw(rows: int, heads: int) -> np.ndarray:
+        return rng.standard_normal((rows, heads, 32)).astype(dtype_of(dtype))
+
+    q, dout, k, v = draw(66, 4), draw(66, 4), draw(96, 2), draw(96, 2)
+    return Question(q, k, v, offsets_q, offsets_k, dout=dout, **changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window": (7, 3)}, {"softmax_scale": 0.5}], ids=str
+)
+def test_torch_is_not_accused(dtype: str, mask: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    question = theirs(dtype, **mask)
+    answers = answers_of(torch_attention(), question)
+    assert set(answers) >= {"out", "dq", "dk", "dv"}
+    assert not [f for f in diagnose(question, answers).findings if f.bug != "rounding"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_our_kernels_are_not_accused(dtype: str) -> None:
+    """The Numba twins, in the simulator where there is no GPU."""
+    use_simulator()
+    question = question_of((11, 0, 17), dtype)
+    for candidate in own("numba", ("atomic_dkv",)):
+        found = diagnose(question, answers_of(candidate, question)).findings
+        assert not [finding for finding in found if finding.bug != "rounding"]

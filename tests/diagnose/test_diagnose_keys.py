@@ -1,0 +1,109 @@
+"""Queries that see other keys than they should: found from the numbers, and named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose import inferred_keys
+from rawattn.check.diagnose.diagnosis import diagnose
+from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.key_patterns import patterns
+from rawattn.check.diagnose.key_place import Place, right_pattern
+from rawattn.check.diagnose.question import Answers, Question
+from rawattn.reference.dense import allowed
+from tests.diagnose.planted import first as planted
+from tests.diagnose.planted import keys as planted_keys
+from tests.diagnose.planted.keys import PLANTED, Planted, answers, problems
+
+CATALOGUED = ("length of sequence 0", "a half alone", "odd tiles of 16 at the end")
+WHOLE = ("own tile of 16 open", "boundaries of another batch, causal", "p = 0.1")
+QUIET = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+def small(plant: Planted) -> Planted:
+    """The same on shorter sequences."""
+    low, high = plant.lengths
+    dims = (64,) if plant.bug == "dropout" else (32,)
+    return replace(plant, lengths=(low, min(high, max(low + 16, 48))), heads=(2,), dims=dims)
+
+
+def distance(wrong: Answers, planted_ones: Answers, names: tuple[str, ...]) -> float:
+    """The largest residual over the size."""
+    found = 0.0
+    for name in names:
+        a, b = (np.asarray(x[name], dtype=np.float64) for x in (wrong, planted_ones))
+        finite = np.isfinite(a)
+        if not np.array_equal(a[~finite], b[~finite]):
+            return float("inf")
+        a, b = a[finite], b[finite]
+        if not np.isfinite(b).all():
+            return float("inf")
+        found = max(found, float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+    return found
+
+
+def test_it_is_separate() -> None:
+    text = Path(planted_keys.__file__).read_text()
+    imports = [line for line in text.splitlines() if line.startswith(("from raw", "import raw"))]
+    assert [line.split()[1] for line in imports] == ["rawattn.check.diagnose.question"]
+    assert len({(plant.bug, plant.variant) for plant in PLANTED}) == len(PLANTED)
+
+
+@QUIET
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.variant)
+def test_reads_the_keys_off_the_answers(plant: Planted) -> None:
+    question = next(problems(small(plant), 1, seed=PLANTED.index(plant)))
+    wrong = answers(small(plant), question)
+    stage = plant.stages[-1]
+    given = question.out, question.lse
+    if question.out is None:
+        given = wrong["out"], wrong["lse"]
+    names = ("out", "lse") if stage == "forward" else ("dq", "dk", "dv")
+    bugs = list(inferred_keys.bugs(question, wrong, stage))
+    assert bugs or plant.variant in CATALOGUED
+    assert len(bugs) <= 25
+    noise = 0.02 if question.dtype.itemsize == 2 else 1e-4
+    fitting = {
+        bug.name
+        for bug in bugs
+        if distance(wrong, solve(question, stage, bug, given=given), names) < noise
+    }
+    assert fitting & {plant.bug, *plant.also} or plant.variant in CATALOGUED
+
+
+@pytest.mark.parametrize("variant", WHOLE)
+def test_names_them(variant: str) -> None:
+    plant = small(next(plant for plant in PLANTED if plant.variant == variant))
+    question = next(problems(plant, 1, seed=2))
+    findings = diagnose(question, answers(plant, question)).findings
+    assert [finding.bug for finding in findings] == [plant.bug]
+
+
+@QUIET
+@pytest.mark.parametrize("kind", planted.RIGHT, ids=lambda kind: kind.variant)
+def test_finds_nothing_in_what_is_right(kind: planted.Planted) -> None:
+    question = next(planted.problems(kind, 1, seed=3))
+    right = planted.right_answers(kind, question)
+    for stage in question.stages:
+        assert not list(inferred_keys.bugs(question, right, stage))
+
+
+def test_patterns_are_of_the_places_asked_for() -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((22, 2, 8)), rng.standard_normal((31, 1, 8))
+    offsets_q, offsets_k = np.array([0, 9, 22]), np.array([0, 11, 31])
+    for window, causal in (((-1, -1), False), ((-1, -1), True), ((3, 2), False)):
+        question = Question(q, k, k, offsets_q, offsets_k, causal=causal, window=window)
+        place = Place(question, 1, np.array([0, 5, 12]))
+        texts = set()
+        for pattern in patterns(question):
+            keys, weight = pattern.of(place)
+            assert np.broadcast_to(weight, (3, len(keys))).min(initial=0) >= 0
+            assert not len(keys) or (keys.min() >= -1 and keys.max() < 31), pattern.text
+            texts.add(pattern.text)
+        assert len(texts) == len(list(patterns(question)))
+        keys, weight = right_pattern().of(place)
+        assert (keys == np.arange(11, 31)).all()
+        assert (weight == allowed(13, 20, question.mask_window)[place.rows]).all()

@@ -1,0 +1,381 @@
+"""The tools as far as they go without a GPU: cases, tables, records, logs read right."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dump_sass
+import record
+import sanitize
+import visits
+import visits_sparse
+from measure import cases, plots, tables
+from rawattn.problem import Problem, Selection
+from rawattn.variants import SPARSE_STEMS, TABLE, select
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(case: str, direction: str, ours_ms: float, **peers: float) -> dict[str, Any]:
+    return {
+        "suite": tables.CASES[case].suite,
+        "case": case,
+        "direction": direction,
+        "kernels": "sm80",
+        "ours_ms": ours_ms,
+        "ours_tflops": 1.0,
+        "peers": peers,
+    }
+
+
+RESULT = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "versions": {"torch": "2.13.0"},
+    "bench": [
+        row("d64_s512_f", "forward", 1.0, sdpa_flash=2.0, fa4=0.5),
+        row("d64_s512_f", "backward", 2.0, sdpa_flash=2.0),
+        row("d256_s512_f", "forward", 1.0, sdpa_flash=8.0),
+    ],
+    "host": {"rawattn.forward, CuPy": 12.34},
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A small tree of sources, and a record of them in ``records``."""
+    for name in ("rawattn/api.py", "kernels_cu/sm80/forward.cu", "rawattn/notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "records").mkdir()
+    text = json.dumps({"sources": record.sources_hash(tmp_path)})
+    (tmp_path / "records" / "h200.json").write_text(text)
+    return tmp_path
+
+
+def test_suites_hold_the_tokens_they_name() -> None:
+    suites = {name: suite() for name, suite in cases.SUITES.items()}
+    assert {name: len(suite) for name, suite in suites.items()} == {
+        "paper": 24,
+        "varlen": 12,
+        "seed": 5,
+        "second": 10,
+        "second_length": 7,
+        "sparse": 16,
+        "sparse_local": 8,
+        "sparse_length": 9,
+    }
+    assert {case.total for case in suites["paper"]} == {16384}
+    assert {case.total for case in suites["varlen"]} == {32768}
+    assert len(tables.CASES) == 91, "two cases share a name"
+
+
+def test_the_second_suite_has_the_rows_of_both_directions() -> None:
+    rows = [direction for case in cases.second() for direction in case.directions]
+    assert {direction: rows.count(direction) for direction in rows} == {"second": 8, "jvp": 5}
+    lengths = [case.lengths for case in cases.second_length()]
+    assert lengths[0] == (1024,) and lengths[-1] == (65536,)
+
+
+@pytest.mark.parametrize(("causal", "pairs"), [(False, 9 + 1), (True, 6 + 1)])
+def test_flop_counts_the_allowed_pairs(causal: bool, pairs: int) -> None:
+    case = cases.BenchCase("seed", "tiny", (3, 1), 4, 2, 8, causal)
+    assert case.flop("forward") == 4 * 4 * 8 * pairs
+    assert case.flop("backward") == 2.5 * case.flop("forward")
+    assert case.flop("second") == 7.5 * case.flop("forward")
+    assert case.flop("jvp") == 3 * case.flop("forward")
+
+
+def test_the_sparse_suites_are_of_one_causal_sequence_with_a_selection() -> None:
+    wide, narrow = cases.sparse()[:8], cases.sparse()[8:]
+    assert {(c.num_heads_q, c.num_heads_kv, c.selection) for c in wide} == {
+        (64, 4, cases.Blocks(16, 64))
+    }
+    assert [c.lengths for c in wide[::2]] == [(8192,), (16384,), (32768,), (65536,)]
+    assert {(c.total, c.selection.num_selected, c.selection.block_size) for c in narrow} == {
+        (tokens, *blocks) for tokens in (2048, 8192) for blocks in ((4, 64), (16, 16))
+    }
+    assert all(c.selection.own and (c.num_heads_q, c.num_heads_kv) == (16, 4) for c in narrow)
+    local = [(c.total, c.head_dim, c.selection) for c in cases.sparse_local()]
+    assert local == [(c.total, c.head_dim, replace(c.selection, local=True)) for c in wide]
+    length = cases.sparse_length()
+    assert length[0].total == 1024 and length[-1].total == 262144
+    assert all(c.alone for c in length) and not any(c.alone for c in (*wide, *narrow))
+
+
+@pytest.mark.parametrize(
+    ("own", "pairs"),
+    # blocks of 2 keys; the query's own part, then up to one or two whole blocks before it
+    [(False, (1 + 2) + (2 + 1) + (2 + 2) + (2 + 1)), (True, (1 + 2) + (2 + 1) + (2 + 2) + (4 + 1))],
+)
+def test_flop_counts_the_pairs_of_selected_blocks(own: bool, pairs: int) -> None:
+    blocks = cases.Blocks(2, 2, own=own)
+    case = cases.BenchCase("sparse", "tiny", (5,), 4, 2, 8, True, selection=blocks)
+    assert case.flop("forward") == 4 * 4 * 8 * pairs
+    assert case.flop("backward") == 2.5 * case.flop("forward")
+
+
+def test_ratios_are_of_the_fastest_peer() -> None:
+    forward, backward, _ = RESULT["bench"]
+    assert tables.ratio(forward, ["sdpa_flash"]) == 2.0
+    assert tables.ratio(forward) == 0.5
+    assert tables.ratio(backward, ["torch_varlen"]) is None
+    assert tables.geometric_mean([2.0, None, 8.0]) == pytest.approx(4.0)
+    assert tables.geometric_mean([None]) is None
+
+
+def test_tables_put_forward_and_backward_in_a_cell() -> None:
+    header, first, second = tables.case_grid(RESULT["bench"], ["sdpa_flash"])
+    flop = tables.CASES["d64_s512_f"].flop("forward")
+    assert header[:4] == ["case", "ours", "sdpa_flash", "fa4"]
+    assert first[1] == f"{flop / 1e9:.0f} / {2.5 * flop / 2e9:.0f}"
+    assert first[-2:] == ["2.00 / 1.00", "0.50 / 1.00"]
+    assert second[3] == "" and second[-1] == "8.00 / -"
+
+
+def test_the_summary_leaves_head_dim_256_out_of_the_last_line() -> None:
+    lines = tables.summary_grid(RESULT["bench"], ["sdpa_flash"])[1:]
+    assert lines == [
+        ["paper", f"{math.sqrt(16):.2f} / 1.00", f"{math.sqrt(4):.2f} / 1.00"],
+        ["all with head_dim <= 128", "2.00 / 1.00", "0.50 / 1.00"],
+    ]
+
+
+SECOND = {
+    **RESULT,
+    "bench": [
+        row("b1_h1_t8192_d64_f", "second", 0.5, torch_math=2.0)
+        | {"ours_gib": 0.0123, "peers_gib": {"torch_math": 1.8}},
+        row("b1_h1_t8192_d64_f", "jvp", 0.1, torch_math=3.0, jvp_flash_attention=0.4)
+        | {"ours_gib": 0.01, "peers_gib": {"torch_math": 0.5, "jvp_flash_attention": 0.01}},
+        row("b1_h1_t8192_d64_c", "second", 0.4, torch_math=2.0)
+        | {"ours_gib": 0.0123, "peers_gib": {"torch_math": 1.9}},
+        row("t16384", "second", 40.0, torch_math=177.0)
+        | {"ours_gib": 1.2, "peers_gib": {"torch_math": 97.4}},
+        row("t65536", "second", 640.0)
+        | {"ours_gib": 4.8, "peers_gib": {}, "errors": {"torch_math": "OutOfMemoryError: 64 GiB"}},
+    ],
+}
+
+
+def test_second_order_has_a_line_for_each_direction() -> None:
+    grids = tables.grids(SECOND, ["sdpa_flash"])
+    assert list(grids) == ["second", "second_length", "host"]
+    header, *lines = grids["second"]
+    assert header[2:6] == ["ours ms", "ours TFLOP/s", "torch_math ms", "jvp_flash_attention ms"]
+    assert header[6:] == ["ours to best", "ours GiB", "torch_math GiB", "jvp_flash_attention GiB"]
+    assert [line[1] for line in lines] == ["second", "second", "jvp"]
+    assert lines[0][2:] == ["0.500", "1", "2.00", "", "4.00", "0.0123", "1.80", ""]
+    assert lines[2][4:7] == ["3.00", "0.400", "4.00"]
+    assert grids["second_length"][2][2:] == ["640", "1", "out of memory", "", "4.80", ""]
+    assert "t65536 second torch_math" not in tables.markdown_tables(SECOND, [])["second_length"]
+
+
+SPARSE = {
+    **RESULT,
+    "bench": [
+        row("g16_t8192_d64", "forward", 0.5, fla_nsa=1.0, sdpa_cudnn=1.25)
+        | {"ours_gib": 0.1, "peers_gib": {}},
+        row("g16_t8192_d64", "backward", 2.0, fla_nsa=4.0, sdpa_cudnn=3.0)
+        | {"methods": {"two_pass": 3.0}, "ours_gib": 0.2, "peers_gib": {}},
+        row("g4_t2048_d64_4x64", "forward", 0.1, lucidrains_triton=0.25),
+        row("local_t8192_d64", "forward", 0.25, fla_nsa=2.0),
+        row("sparse_t1024", "forward", 0.25) | {"ours_gib": 0.1, "peers_gib": {}},
+        row("sparse_t1024", "backward", 0.75) | {"ours_gib": 0.3, "peers_gib": {}},
+        row("sparse_t2048", "forward", 0.5) | {"ours_gib": 0.2, "peers_gib": {}},
+        row("sparse_t2048", "backward", 1.5) | {"ours_gib": 0.6, "peers_gib": {}},
+    ],
+}
+
+
+def test_sparse_suites_are_in_milliseconds_with_a_ratio_for_each_peer() -> None:
+    grids = tables.grids(SPARSE, ["sdpa_flash"])
+    assert list(grids) == ["sparse", "sparse_local", "sparse_length", "host"]
+    header, wide, narrow, means = grids["sparse"]
+    assert header[:4] == ["case", "ours ms", "two_pass ms", "fla_nsa ms"]
+    assert wide[1:4] == ["0.500 / 2.00", "- / 3.00", "1.00 / 4.00"]
+    ratios = dict(zip(header[6:], zip(wide[6:], narrow[6:], means[6:], strict=True), strict=True))
+    assert ratios == {
+        "ours to fla_nsa": ("2.00 / 2.00", "", "2.00 / 2.00"),
+        "ours to sdpa_cudnn": ("2.50 / 1.50", "", "2.50 / 1.50"),
+        "ours to lucidrains_triton": ("", "2.50 / -", "2.50 / -"),
+    }
+    assert grids["sparse_local"][-1] == ["geometric mean", "", "", "8.00 / -"]
+    assert grids["sparse_length"][1] == ["sparse_t1024", "forward", "0.250", "1", "", "0.100"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.01234, "0.0123"), (1.236, "1.24"), (97.4, "97.4"), (1640, "1640")],
+)
+def test_three_digits_without_an_exponent(value: float, text: str) -> None:
+    assert tables.three_digits(value) == text
+
+
+def test_markdown_goes_between_its_markers_alone() -> None:
+    text = "a\n<!-- bench:host -->\nold\n<!-- /bench:host -->\nb\n"
+    body = tables.markdown_tables(RESULT, ["sdpa_flash"])["host"]
+    spliced = tables.splice(text, "host", body)
+    assert spliced.startswith("a\n<!-- bench:host -->\nNVIDIA H200, driver 580.1, torch 2.13.0.")
+    assert "| rawattn.forward, CuPy | 12.3 |" in spliced and spliced.endswith("-->\nb\n")
+    assert "old" not in spliced
+    with pytest.raises(ValueError, match="no place for the table 'paper'"):
+        tables.splice(text, "paper", body)
+
+
+def test_bench_shows_a_record(tmp_path: Path) -> None:
+    source = tmp_path / "record.json"
+    source.write_text(json.dumps(RESULT))
+    command = [sys.executable, ROOT / "tools/bench.py", "--from", source]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    assert "d64_s512_f" in shown and "2.00 / 1.00" in shown
+
+
+def test_rows_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = plots.plot(RESULT["bench"] + SECOND["bench"] + SPARSE["bench"], tmp_path)
+    names = ["paper_d64.png", "paper_d256.png"]
+    names += ["sparse.png", "sparse_local.png", "second_length.png", "sparse_length.png"]
+    assert [path.name for path in paths] == names
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+@pytest.mark.parametrize("change", ["rawattn/api.py", "kernels_cu/sm80/forward.cu", "rawattn/b.py"])
+def test_a_record_is_stale_once_a_source_changes(sources: Path, change: str) -> None:
+    assert record.check(sources / "records", sources) == 0
+    (sources / change).write_text("changed")
+    assert record.check(sources / "records", sources) == 1
+
+
+def test_a_record_outlives_what_is_no_source_and_is_missed(sources: Path) -> None:
+    (sources / "rawattn" / "notes.txt").write_text("changed")
+    assert record.check(sources / "records", sources) == 0
+    (sources / "records" / "h200.json").unlink()
+    assert record.check(sources / "records", sources) == 1
+
+
+def test_renaming_a_source_changes_the_hash(sources: Path) -> None:
+    before = record.sources_hash(sources)
+    (sources / "rawattn/api.py").rename(sources / "rawattn/apis.py")
+    assert record.sources_hash(sources) != before
+
+
+def test_check_needs_nothing_but_python() -> None:
+    command = [sys.executable, "-S", "-I", str(ROOT / "tools/record.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode in (0, 1) and not run.stderr
+    assert "h200.json" in run.stdout or "no GPU record" in run.stdout
+
+
+def test_parts_merge_while_the_sources_are_the_same() -> None:
+    old = {"sources": "a", "tests": {"passed": 1}, "bench": RESULT["bench"]}
+    faster = row("d64_s512_f", "forward", 0.5)
+    merged = record.merge(old, {"sources": "a", "sanitizer": {}, "bench": [faster]})
+    assert merged["tests"] == {"passed": 1} and merged["sanitizer"] == {}
+    assert merged["bench"] == [faster, *RESULT["bench"][1:]]
+    fresh = {"sources": "b", "tests": {"passed": 2}}
+    assert record.merge(old, fresh) == fresh and record.merge(None, fresh) == fresh
+
+
+def test_records_are_named_after_the_gpu() -> None:
+    assert record.record_path("NVIDIA H200").name == "h200.json"
+    assert record.record_path("NVIDIA GeForce RTX 4090").name == "geforce-rtx-4090.json"
+
+
+def test_junit_counts_errors_as_failures(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    junit.write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
+    )
+    assert record.count_tests(junit) == {"passed": 3, "failed": 3, "skipped": 3}
+
+
+@pytest.mark.parametrize(
+    ("log", "errors"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 1 error\n", 1),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", 3),
+        ("Segmentation fault\n", None),
+    ],
+)
+def test_the_sanitizers_summary_is_read(log: str, errors: int | None) -> None:
+    assert sanitize.errors_in(log) == errors
+
+
+def fake_sanitizer(folder: Path, body: str) -> None:
+    path = folder / "compute-sanitizer"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the stand-in is a shell script")
+@pytest.mark.parametrize(
+    ("body", "errors"),
+    [
+        ("echo 'ERROR SUMMARY: 0 errors'", 0),
+        ("echo 'ERROR SUMMARY: 7 errors'; exit 1", 7),
+        ("echo 'ERROR SUMMARY: 0 errors'; exit 3", None),
+        ("exit 0", None),
+    ],
+)
+def test_a_tool_that_ends_badly_is_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, errors: int | None
+) -> None:
+    fake_sanitizer(tmp_path, body)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sanitize.run_tool("memcheck", 60)["errors"] == errors
+
+
+def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = set()
+    for visit in visits.visits():
+        monkeypatch.setenv("RAWATTN_VARIANT", visit.row)
+        d = visit.head_dim
+        problem = Problem(visit.dtype, 4, 204, 209, 2, 1, d, d, -1, -1, d**-0.5, 90, 0)
+        for stem in {row.stem for row in TABLE} - {*SPARSE_STEMS}:
+            visited.add(select(stem, problem, backend=visit.backend).name)
+    for sparse in visits_sparse.sparse_visits():
+        monkeypatch.setenv("RAWATTN_VARIANT", sparse.row)
+        d, (heads_q, heads_kv, heads) = sparse.head_dim, sparse.heads
+        sizes = (4, 204, 209, heads_q, heads_kv, d, d)
+        problem = Problem(sparse.dtype, *sizes, -1, 0, d**-0.5, 90, 0)
+        selection = Selection(heads, 3, sparse.block_size, True, 256)
+        for stem in SPARSE_STEMS:
+            row = select(stem, problem, backend=sparse.backend, selection=selection)
+            visited.add(row.name)
+    assert visited == {row.name for row in TABLE}
+
+
+def test_every_kind_of_sparse_problem_is_visited_with_and_without_a_gate() -> None:
+    sparse = visits_sparse.sparse_visits()
+    usual = [visit for visit in sparse if visit.row and visit.steps == visits_sparse.STEPS]
+    for name, values in (
+        ("head_dim", visits.HEAD_DIMS),
+        ("heads", visits_sparse.HEADS),
+        ("block_size", visits_sparse.BLOCK_SIZES),
+        ("source", visits_sparse.SOURCES),
+        ("causal", (False, True)),
+        ("own", (False, True)),
+    ):
+        seen = {(getattr(visit, name), visit.gate) for visit in usual}
+        assert seen == {(value, gate) for value in values for gate in (False, True)}, name
+
+
+def test_opcodes_are_counted_without_modifiers_and_predicates() -> None:
+    sass = """
+        /*0090*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;   /* 0x000fe200 */
+        /*00a0*/              @!P0 LDSM.16.M88.4 R4, [R2] ;
+        /*00b0*/             @!UP1 HMMA.16816.F32 R4, R8, R12, R4 ;
+        .L_x_1:
+    """
+    assert dump_sass.histogram(sass) == {"HMMA": 2, "LDSM": 1}

@@ -1,0 +1,214 @@
+"""Benchmark rows as tables, for the terminal and in markdown."""
+
+import math
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from measure.cases import FIRST_ORDER, SUITES, WORK, BenchCase
+
+Row = dict[str, Any]
+Grid = list[list[str]]  # the header, then the lines
+CASES: dict[str, BenchCase] = {case.name: case for suite in SUITES.values() for case in suite()}
+DENSE_SUITES = ("paper", "varlen", "seed")  # in TFLOP/s; the others in milliseconds
+SPARSE_SUITES = ("sparse", "sparse_local")
+
+
+def ratio(row: Row, peers: Iterable[str] | None = None) -> float | None:
+    """How many times faster ours is than the fastest of ``peers`` (None: of all of them)."""
+    times = [ms for name, ms in row["peers"].items() if peers is None or name in peers]
+    return min(times) / row["ours_ms"] if times else None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Over the values that are there, None when there is none."""
+    logs = [math.log(value) for value in values if value is not None]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _pair(values: Iterable[float | None], digits: int) -> str:
+    shown = ["-" if value is None else f"{value:.{digits}f}" for value in values]
+    return "" if set(shown) == {"-"} else " / ".join(shown)
+
+
+def case_grid(rows: list[Row], against: list[str]) -> Grid:
+    """TFLOP/s, forward / backward, one line a case, one column a contender; then the ratios."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    methods = list(dict.fromkeys(name for row in rows for name in row.get("methods", {})))
+    header = ["case", "ours", *methods, *names, f"ours to {' or '.join(against)}", "ours to best"]
+    grid = [header]
+    for case, group in groupby(rows, key=lambda row: row["case"]):
+        by_direction = {row["direction"]: row for row in group}
+        both = [by_direction.get(direction) for direction in FIRST_ORDER]
+
+        def rates(name: str, both: list[Row | None] = both, case: str = case) -> str:
+            return _pair((tflops(CASES[case], row, name) for row in both), 0)
+
+        grid.append(
+            [
+                case,
+                *map(rates, ("ours", *methods, *names)),
+                _pair((row and ratio(row, against) for row in both), 2),
+                _pair((row and ratio(row) for row in both), 2),
+            ]
+        )
+    return grid
+
+
+def tflops(case: BenchCase, row: Row | None, name: str) -> float | None:
+    """The rate of one contender in a row, None where it was not measured."""
+    if row is None:
+        return None
+    ms = _times(row).get(name)
+    return None if ms is None else case.flop(row["direction"]) / ms * 1e-9
+
+
+def _times(row: Row) -> dict[str, float]:
+    return {"ours": row["ours_ms"], **row["peers"], **row.get("methods", {})}
+
+
+def line_grid(rows: list[Row]) -> Grid:
+    """One line a case and direction: milliseconds, TFLOP/s of ours, the ratio, memory."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    header = ["case", "direction", "ours ms", "ours TFLOP/s", *(f"{name} ms" for name in names)]
+    grid = [[*header, "ours to best", "ours GiB", *(f"{name} GiB" for name in names)]]
+    for row in sorted(rows, key=lambda row: list(WORK).index(row["direction"])):
+        memory = row["peers_gib"]
+        grid.append(
+            [
+                row["case"],
+                row["direction"],
+                three_digits(row["ours_ms"]),
+                f"{row['ours_tflops']:.0f}",
+                *(_peer_ms(row, name) for name in names),
+                _pair([ratio(row)], 2),
+                three_digits(row["ours_gib"]),
+                *(three_digits(memory[n]) if n in memory else "" for n in names),
+            ]
+        )
+    return grid
+
+
+def time_grid(rows: list[Row]) -> Grid:
+    """Milliseconds, forward / backward, one line a case; how many times faster ours is than each
+    peer, and the geometric means of that."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    methods = list(dict.fromkeys(name for row in rows for name in row.get("methods", {})))
+    header = ["case", *(f"{name} ms" for name in ("ours", *methods, *names))]
+    grid = [[*header, *(f"ours to {name}" for name in names)]]
+
+    def cell(both: list[Row | None], name: str) -> str:
+        times = [row and _times(row).get(name) for row in both]
+        shown = ["-" if ms is None else three_digits(ms) for ms in times]
+        return "" if set(shown) == {"-"} else " / ".join(shown)
+
+    for case, group in groupby(rows, key=lambda row: row["case"]):
+        by_direction = {row["direction"]: row for row in group}
+        both = [by_direction.get(direction) for direction in FIRST_ORDER]
+        ratios = (_pair((row and ratio(row, [name]) for row in both), 2) for name in names)
+        grid.append([case, *(cell(both, name) for name in ("ours", *methods, *names)), *ratios])
+    by_direction = [[row for row in rows if row["direction"] == d] for d in FIRST_ORDER]
+    means = (
+        _pair((geometric_mean(ratio(row, [name]) for row in rs) for rs in by_direction), 2)
+        for name in names
+    )
+    return [*grid, ["geometric mean", *[""] * (len(header) - 1), *means]] if names else grid
+
+
+def three_digits(value: float) -> str:
+    """0.0123, 1.23, 123, 1234: three significant digits, never an exponent."""
+    places = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(0, places)}f}"
+
+
+def _peer_ms(row: Row, name: str) -> str:
+    if name in row["peers"]:
+        return three_digits(row["peers"][name])
+    return "out of memory" if "OutOfMemory" in row.get("errors", {}).get(name, "") else ""
+
+
+def summary_grid(rows: list[Row], against: list[str]) -> Grid:
+    """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128."""
+    rows = [row for row in rows if row["suite"] in DENSE_SUITES]
+    groups = {suite: [row for row in rows if row["suite"] == suite] for suite in SUITES}
+    groups["all with head_dim <= 128"] = [r for r in rows if CASES[r["case"]].head_dim <= 128]
+    grid = [["cases", f"ours to {' or '.join(against)}", "ours to best"]]
+    for name, members in groups.items():
+        by_direction = [[r for r in members if r["direction"] == d] for d in FIRST_ORDER]
+        if members:
+            grid.append(
+                [
+                    name,
+                    _pair(
+                        (geometric_mean(ratio(r, against) for r in rs) for rs in by_direction), 2
+                    ),
+                    _pair((geometric_mean(ratio(r) for r in rs) for rs in by_direction), 2),
+                ]
+            )
+    return grid
+
+
+def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
+    """Every table that ``result`` has the numbers for, by the name of its markers."""
+    rows = result.get("bench", [])
+    tables = {}
+    for suite in SUITES:
+        if members := [row for row in rows if row["suite"] == suite]:
+            if suite in DENSE_SUITES:
+                tables[suite] = case_grid(members, against)
+            else:
+                tables[suite] = (time_grid if suite in SPARSE_SUITES else line_grid)(members)
+    if {row["suite"] for row in rows} & {*DENSE_SUITES}:
+        tables["summary"] = summary_grid(rows, against)
+    for name, unit, digits in (("host", "us per call", 1), ("first_call", "seconds", 2)):
+        if times := result.get(name):
+            lines = [[what, f"{time:.{digits}f}"] for what, time in times.items()]
+            tables[name] = [["", unit], *lines]
+    return tables
+
+
+def machine_line(result: dict[str, Any]) -> str:
+    """On what the numbers were measured."""
+    versions = result["versions"]
+    known = [f"{name} {versions[name]}" for name in ("torch", "cupy-cuda13x") if name in versions]
+    return ", ".join([result["gpu"], f"driver {result['driver']}", *known])
+
+
+def print_tables(result: dict[str, Any], against: list[str]) -> None:
+    """The tables, and the peers that failed, to the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=200)
+    for name, (header, *lines) in grids(result, against).items():
+        table = Table(*header, title=f"{name}: {machine_line(result)}")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    failures = {
+        f"{row['case']} {row['direction']} {peer}: {error}"
+        for row in result.get("bench", [])
+        for peer, error in row.get("errors", {}).items()
+    }
+    for failure in sorted(failures):
+        console.print(failure, markup=False)
+
+
+def markdown_tables(result: dict[str, Any], against: list[str]) -> dict[str, str]:
+    """The tables as markdown, by the name of their markers."""
+    bodies = {}
+    for name, (header, *lines) in grids(result, against).items():
+        table = [header, ["---"] * len(header), *lines]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in table)
+        bodies[name] = f"{machine_line(result)}.\n\n{text}"
+    return bodies
+
+
+def splice(text: str, name: str, body: str) -> str:
+    """``text`` with ``body`` between the markers of ``name``; ValueError when it has none."""
+    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"no place for the table {name!r}: expected {start} ... {end}")
+    return pattern.sub(lambda _: f"{start}\n{body}\n{end}", text, count=1)
