@@ -334,12 +334,12 @@ def _sparse_smem_bytes(variant: Variant, d: int, dv: int, blocks: Blocks) -> int
     items = m // max(blocks[0], 1)
     if variant.stem == "sparse_backward_kv":
         tiles = (n + stages * m) * (d + dv) + 2 * m * max(n, 32)
-        return 2 * tiles + 4 * ((2 * stages + 4) * m + 3 * _multiple(2 * items, 4))
+        return _multiple(2 * tiles + 4 * ((2 * stages + 4) * m + 3 * _multiple(2 * items, 4)), 128)
     if variant.stem == "sparse_double_backward_kv":
         tiles = (2 * n + m) * (d + dv) + m * d + 3 * m * max(n, 32)
-        return 2 * tiles + 4 * (8 * m + 2 * _multiple(2 * items, 4))
+        return _multiple(2 * tiles + 4 * (8 * m + 2 * _multiple(2 * items, 4)), 128)
     fixed, stage = _ring_bytes(variant, d, dv, blocks)
-    return fixed + ring_stages(variant, d, dv, blocks) * stage
+    return _multiple(fixed + ring_stages(variant, d, dv, blocks) * stage, 128)
 
 
 def _multiple(number: int, of: int) -> int:

@@ -8,7 +8,7 @@
 #include "base/ptx.cuh"
 
 template <int ROWS_, int COLS_>
-struct Tile {
+struct alignas(128) Tile {
   static constexpr int ROWS = ROWS_, COLS = COLS_;
   static constexpr int PANEL = COLS % 64 == 0 ? 64 : 32;
   static constexpr int ROW_BYTES = PANEL * ELEMENT_BYTES;
@@ -18,6 +18,9 @@ struct Tile {
   static_assert(COLS % 32 == 0, "a tile's columns (cfg::HEAD_DIM or BLOCK_N) divide by 32");
   static_assert(ROWS % 16 == 0, "a tile's rows (cfg::BLOCK_M or BLOCK_N) divide by 16");
 
+  char bytes[BYTES];
+
+  __device__ __forceinline__ uint32_t address() const { return smem_address(bytes); }
   // byte offset of 16-byte chunk `chunk` of row `row`
   static __device__ __forceinline__ int offset(int row, int chunk) {
     constexpr int PER_PANEL = PANEL / 8;
@@ -71,11 +74,15 @@ struct SquareReader {
                  row + (ROWS_FIRST ? lane() & 15 : (lane() & 7) + ((lane() >> 4) << 3)),
                  col / 8 + (ROWS_FIRST ? lane() >> 4 : (lane() >> 3) & 1)) {}
 
-  // rows 16 * row16 .. + 15, columns 16 * col16 .. + 15; of a tile of the same shape that lies
-  // `behind` bytes further on, by the same address and an immediate offset
-  __device__ __forceinline__ void load(uint32_t (&r)[4], int row16, int col16,
-                                       int behind = 0) const {
-    const uint32_t address = lane_row.at(row16 * 16, col16 * 2) + behind;
+  // rows 16 * row16 .. + 15, columns 16 * col16 .. + 15
+  __device__ __forceinline__ void load(uint32_t (&r)[4], int row16, int col16) const {
+    load_at(r, lane_row.at(row16 * 16, col16 * 2));
+  }
+  // the same square of the tile behind, which holds the tangent of this one
+  __device__ __forceinline__ void load_tangent(uint32_t (&r)[4], int row16, int col16) const {
+    load_at(r, lane_row.at(row16 * 16, col16 * 2) + TileT::BYTES);
+  }
+  static __device__ __forceinline__ void load_at(uint32_t (&r)[4], uint32_t address) {
     if constexpr (TRANS) {
       ldmatrix_x4_trans(r, address);
     } else {
@@ -92,19 +99,19 @@ using OperandB = SquareReader<TileT, false, false, SPAN>;  // B = X^T, stored X[
 template <class TileT, int SPAN = TileT::COLS>
 using OperandBT = SquareReader<TileT, true, true, SPAN>;  // B = X, stored X[k][n]
 
-// Rows of a packed tensor into a tile: row r of the tile is token first + r, from `first_col` on;
-// rows at or past `valid_rows` and columns at or past WIDTH are filled with zeros (so that nothing
-// of a neighbour, NaN included, gets in). Panel by panel: a thread keeps its chunk and swizzle, so
-// that its addresses differ by constants.
-template <class TileT, int WIDTH, int NUM_THREADS>
-__device__ __forceinline__ void load_tile_async(uint32_t tile_address, const uint16_t* gX,
-                                                int64_t token_stride, int valid_rows,
-                                                int first_col = 0) {
+// Rows of one head of a packed tensor into a tile: row r of the tile is token `token` + r, from
+// column `first_col` on. Rows at or past `valid_rows` and columns at or past WIDTH are filled with
+// zeros, so that nothing of a neighbour, NaN included, gets in. PADDED columns are what all tiles
+// of a row have together. Panel by panel: a thread keeps its chunk and swizzle, so that its
+// addresses differ by constants.
+template <class TileT, int WIDTH, int PADDED = TileT::COLS>
+__device__ __forceinline__ void load_rows(uint32_t tile_address, const Tensor& x, int64_t token,
+                                          int head, int valid_rows, int first_col = 0) {
   constexpr int PER_PANEL = TileT::PANEL / 8;
   constexpr int STEP = NUM_THREADS / PER_PANEL;  // rows at once
   static_assert(STEP % 8 == 0, "cfg::NUM_WARPS: the swizzle repeats after 8 rows");
   const int row = threadIdx.x / PER_PANEL, chunk = threadIdx.x % PER_PANEL;
-  const uint16_t* src = gX + row * token_stride + first_col + chunk * 8;
+  const uint16_t* src = x.at(token, head) + row * x.token_stride + first_col + chunk * 8;
   const uint32_t dst = tile_address + TileT::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < ceil_div(TileT::ROWS, STEP); ++i) {
@@ -112,12 +119,12 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile_address, const uin
 #pragma unroll
     for (int panel = 0; panel < TileT::COLS / TileT::PANEL; ++panel) {
       if (TileT::ROWS % STEP == 0 || row + i * STEP < TileT::ROWS) {
-        const bool valid = valid_row && (WIDTH % TileT::COLS == 0 ||
-                                         first_col + panel * TileT::PANEL + chunk * 8 < WIDTH);
+        const bool valid =
+            valid_row && (WIDTH == PADDED || first_col + panel * TileT::PANEL + chunk * 8 < WIDTH);
         cp_async(dst + panel * TileT::PANEL_BYTES + i * STEP * TileT::ROW_BYTES,
                  src + panel * TileT::PANEL, valid);
       }
     }
-    src += STEP * token_stride;
+    src += STEP * x.token_stride;
   }
 }

@@ -149,7 +149,7 @@ __device__ __forceinline__ void red_add(float* address, float x) {
   asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(address), "f"(x) : "memory");
 }
 // Four at consecutive addresses, 16-byte aligned: one instruction from 9.0 on
-__device__ __forceinline__ void red_add_four(float* address, const float (&x)[4]) {
+__device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3])
@@ -159,10 +159,3 @@ __device__ __forceinline__ void red_add_four(float* address, const float (&x)[4]
   for (int e = 0; e < 4; ++e) red_add(address + e, x[e]);
 #endif
 }
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(x[0]),
-               "f"(x[1]), "f"(x[2]), "f"(x[3])
-               : "memory");
-}
-#endif

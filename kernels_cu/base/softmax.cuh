@@ -95,8 +95,15 @@ struct OnlineSoftmax {
     }
   }
 
-  // the whole row's sum, in every lane of the row
+  // the whole row's sum, in every lane of the row: 0 of a row without keys, NaN of one that saw NaN
   __device__ __forceinline__ float total(int i, int half) const {
     return sum_of_row(row_sum[i][half]);
   }
+  // the natural logarithm of the sum of exp(softmax_scale S); `sum` is total(i, half)
+  __device__ __forceinline__ float lse(int i, int half, float sum, float softmax_scale) const {
+    return sum == 0.0f ? -INF : row_max[i][half] * softmax_scale + lg2_approx(sum) * LN2;
+  }
 };
+
+// The factor that makes probabilities of sums; 0 for a row without keys
+__device__ __forceinline__ float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }

@@ -12,7 +12,6 @@
 constexpr int UNIT = 16;
 
 // Zeros to a whole workspace, a multiple of 4 floats, by all CTAs of a grid (x, y) together.
-template <int NUM_THREADS>
 __device__ __forceinline__ void zero_workspace(float* data, int64_t size) {
   const int64_t threads = static_cast<int64_t>(gridDim.x) * gridDim.y * NUM_THREADS;
   const int64_t cta = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -53,3 +52,16 @@ struct Workspace {
 #endif
   }
 };
+
+// A product of a warp, rows `row0` + `row` .. of a sequence from column `col` on, added to its units;
+// none at or past `valid_rows`, counted from `row0`: that unit may belong to the next sequence
+template <int COLS, int MT, int NT>
+__device__ __forceinline__ void add_units(const Workspace<COLS>& sums, const float (&c)[MT][NT][4],
+                                          int row0, int row, int col, int valid_rows) {
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+    if (row + i * 16 >= valid_rows) break;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) sums.add((row0 + row) / UNIT + i, col / 8 + j, c[i][j]);
+  }
+}

@@ -10,18 +10,20 @@
 //
 // Without cfg::ATOMIC this is the first half of the deterministic backward, before backward_q.
 // Twin: rawattn/kernels_numba/backward_kv.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2.
-#include "base/varlen.cuh"
+#include "base/statistics.cuh"
+#include "base/store.cuh"
+#include "base/tiles.cuh"
 #include "base/workspace.cuh"
-#include "sm80/gradient.cuh"
-#include "sm80/tile_mma.cuh"
+#include "sm80/products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_STAGES, cfg::NUM_WARPS;
-constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
+using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_STAGES;
 
-using CutS = Cut<BLOCK_M, BLOCK_N / cfg::PIECES, cfg::WARPS_M_S, NUM_WARPS>;
-using CutK = Cut<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV, NUM_WARPS>;
-using CutV = Cut<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV, NUM_WARPS>;
-using CutQ = Cut<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ, NUM_WARPS>;
+using WarpS = WarpTile<BLOCK_M, BLOCK_N / cfg::PIECES, cfg::WARPS_M_S>;
+using WarpK = WarpTile<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV>;
+using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV>;
+using WarpQ = WarpTile<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ>;
+static_assert(WarpS::EVERY && WarpK::EVERY && WarpV::EVERY && WarpQ::EVERY,
+              "cfg::WARPS_M_S, WARPS_N_KV, WARPS_M_DQ: each warp gets whole 16 x 16 squares");
 
 using TileQ = Tile<BLOCK_M, HEAD_DIM>;
 using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
@@ -30,16 +32,16 @@ using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
 using TileP = Tile<BLOCK_M, BLOCK_N>;
 
 struct SmemPlan {
-  static constexpr int K = 0;  // dK overlaps K at the end, dV overlaps V
-  static constexpr int V = K + TileK::BYTES;
-  static constexpr int Q = V + TileV::BYTES;
-  static constexpr int DO = Q + NUM_STAGES * TileQ::BYTES;
-  static constexpr int P = DO + NUM_STAGES * TileO::BYTES;
-  static constexpr int DS = P + TileP::BYTES;
-  static constexpr int STATISTICS = DS + TileP::BYTES;  // [stage][L, D][BLOCK_M]
-  static constexpr int BYTES = STATISTICS + NUM_STAGES * 2 * BLOCK_M * sizeof(float);
+  TileK k;  // dK at the end
+  TileV v;  // dV at the end
+  TileQ q[NUM_STAGES];
+  TileO dout[NUM_STAGES];
+  TileP p, ds;
+  struct {
+    float lse[BLOCK_M], delta[BLOCK_M];
+  } rows[NUM_STAGES];
 };
-static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and SmemPlan differ");
+static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
 struct Args {
   Tensor q;                 // (total_q, num_heads_q, head_dim)
@@ -53,32 +55,22 @@ struct Args {
   Tensor dv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
-  int batch;
-  int total_q;
-  int total_k;
-  int num_heads_q;
-  int num_heads_kv;
-  int window_left;
-  int window_right;
-  float softmax_scale;
+  Sizes sizes;
 };
 
 // Q, dO, L and D of tile m of a head's queries into a stage. Rows past the sequence's end are zeros
 // in all four: P is 1 there and adds nothing.
-__device__ __forceinline__ void load_queries(const Args& args, char* smem, Sequence queries,
-                                             int head, int m, int stage) {
+__device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
+                                             const Sequence& queries, int head, int m, int stage) {
   const int row0 = m * BLOCK_M, valid_rows = queries.length - row0;
   const int first_row = queries.start + row0;
-  const uint32_t s0 = smem_address(smem);
-  load_tile_async<TileQ, cfg::WIDTH, NUM_THREADS>(s0 + SmemPlan::Q + stage * TileQ::BYTES,
-                                                  args.q.at(first_row, head), args.q.token_stride,
-                                                  valid_rows);
-  load_tile_async<TileO, cfg::WIDTH_V, NUM_THREADS>(s0 + SmemPlan::DO + stage * TileO::BYTES,
-                                                    args.dout.at(first_row, head),
-                                                    args.dout.token_stride, valid_rows);
-  const int64_t first = static_cast<int64_t>(head) * args.total_q + first_row;
+  load_rows<TileQ, cfg::WIDTH>(smem.q[stage].address(), args.q, first_row, head, valid_rows);
+  load_rows<TileO, cfg::WIDTH_V>(smem.dout[stage].address(), args.dout, first_row, head,
+                                 valid_rows);
+  const int64_t first = static_cast<int64_t>(head) * args.sizes.total_q + first_row;
+  const uint32_t rows = smem_address(&smem.rows[stage]);
   for (int i = threadIdx.x; i < 2 * BLOCK_M; i += NUM_THREADS) {
-    cp_async_4(s0 + SmemPlan::STATISTICS + (stage * 2 * BLOCK_M + i) * sizeof(float),
+    cp_async_4(rows + i * sizeof(float),
                (i < BLOCK_M ? args.lse : args.delta) + first + i % BLOCK_M,
                i % BLOCK_M < valid_rows);
   }
@@ -86,134 +78,110 @@ __device__ __forceinline__ void load_queries(const Args& args, char* smem, Seque
 }
 
 // P and dS of this tile into shared memory, cfg::PIECES times BLOCK_N / PIECES columns
-__device__ __forceinline__ void make_p_and_ds(char* smem, int stage, const Mask& mask,
-                                              const CutS& cut, int row0, int col0,
+__device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const Mask& mask,
+                                              const WarpS& warp, int row0, int col0,
                                               float scale_log2) {
   const int lane = threadIdx.x % WARP_SIZE;
-  const uint32_t s0 = smem_address(smem);
-  const OperandA<TileQ> queries(s0 + SmemPlan::Q + stage * TileQ::BYTES, cut.row);
-  const OperandA<TileO> gradients(s0 + SmemPlan::DO + stage * TileO::BYTES, cut.row);
-  const float* lse = reinterpret_cast<const float*>(smem + SmemPlan::STATISTICS) +
-                     stage * 2 * BLOCK_M + cut.row + lane / 4;
-  const float* delta = lse + BLOCK_M;
-  const auto one = [](int, int) { return 1.0f; };
+  const OperandA<TileQ> queries(smem.q[stage].address(), warp.row);
+  const OperandA<TileO> gradients(smem.dout[stage].address(), warp.row);
+  const float* lse = smem.rows[stage].lse + warp.row + lane / 4;
+  const float* delta = smem.rows[stage].delta + warp.row + lane / 4;
 #pragma unroll 1
   for (int piece = 0; piece < BLOCK_N; piece += BLOCK_N / cfg::PIECES) {
-    const int col = piece + cut.col;
-    float rP[CutS::MT][CutS::NT][4], rdS[CutS::MT][CutS::NT][4];
+    const int col = piece + warp.col;
+    float rP[WarpS::MT][WarpS::NT][4], rdS[WarpS::MT][WarpS::NT][4];
     clear(rP);
-    multiply_xyt<HEAD_DIM>(rP, queries, OperandB<TileK>(s0 + SmemPlan::K, col));
+    multiply_xyt<HEAD_DIM>(rP, queries, OperandB<TileK>(smem.k.address(), col));  // S = Q K^T
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
-      apply_mask(rP, mask, row0 + cut.row + lane / 4, col0 + col + lane % 4 * 2);
+      apply_mask(rP, mask, row0 + warp.row + lane / 4, col0 + col + lane % 4 * 2);
     }
-    scores_to_p(rP, load_lse_log2<CutS::MT>(lse, 0, BLOCK_M), scale_log2);
-    store_tile<TileP>(smem + SmemPlan::P, rP, cut.row, col, one);
+    scores_to_p(rP, load_lse_log2<WarpS::MT>(lse, 0, BLOCK_M), scale_log2);
+    store_tile(smem.p, rP, warp.row, col);
     clear(rdS);
-    multiply_xyt<HEAD_DIM_V>(rdS, gradients, OperandB<TileV>(s0 + SmemPlan::V, col));
+    multiply_xyt<HEAD_DIM_V>(rdS, gradients,
+                             OperandB<TileV>(smem.v.address(), col));  // dP = dO V^T
     // L is read again rather than kept: registers are what this loop is short of
-    const auto lse_log2 = load_lse_log2<CutS::MT>(lse, 0, BLOCK_M);
-    dp_to_ds(rdS, rP, load_delta<CutS::MT>(delta, 0, lse_log2));
-    store_tile<TileP>(smem + SmemPlan::DS, rdS, cut.row, col, one);
+    const auto lse_log2 = load_lse_log2<WarpS::MT>(lse, 0, BLOCK_M);
+    dp_to_ds(rdS, rP, load_delta<WarpS::MT>(delta, 0, lse_log2));
+    store_tile(smem.ds, rdS, warp.row, col);
   }
 }
 
 // dQ of this tile of queries: dS K, added to the workspace
-__device__ __forceinline__ void add_dq(const Workspace<HEAD_DIM>& sums, uint32_t sdS, uint32_t sK,
-                                       const CutQ& cut, int row0, int valid_rows) {
-  float rdQ[CutQ::MT][CutQ::NT][4];
+__device__ __forceinline__ void add_dq(const Workspace<HEAD_DIM>& sums, const SmemPlan& smem,
+                                       const WarpQ& warp, int row0, int valid_rows) {
+  float rdQ[WarpQ::MT][WarpQ::NT][4];
   clear(rdQ);
-  multiply_xy<BLOCK_N>(rdQ, OperandA<TileP>(sdS, cut.row),
-                       OperandBT<TileK, CutQ::SPAN_N>(sK, 0, cut.col));
-#pragma unroll
-  for (int i = 0; i < CutQ::MT; ++i) {
-    if (cut.row + i * 16 >= valid_rows) break;  // the unit may belong to the next sequence
-#pragma unroll
-    for (int j = 0; j < CutQ::NT; ++j) {
-      sums.add((row0 + cut.row) / UNIT + i, cut.col / 8 + j, rdQ[i][j]);
-    }
-  }
+  multiply_xy<BLOCK_N>(rdQ, OperandA<TileP>(smem.ds.address(), warp.row),
+                       OperandBT<TileK, WarpQ::SPAN_N>(smem.k.address(), 0, warp.col));
+  add_units(sums, rdQ, row0, warp.row, warp.col, valid_rows);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     backward_kv(const __grid_constant__ Args args) {
-  extern __shared__ __align__(1024) char smem[];
-  const TileOfSequence tile =
-      find_tile(args.cu_seqlens_k, args.batch, args.total_k, BLOCK_N, blockIdx.x);
-  const int kv_head = blockIdx.y, group = args.num_heads_q / args.num_heads_kv;
-  const int col0 = tile.block * BLOCK_N, valid_cols = min(BLOCK_N, tile.length - col0);
-  const int first_col = tile.start + col0;
-  uint16_t* gdK = args.dk.at(first_col, kv_head);
-  uint16_t* gdV = args.dv.at(first_col, kv_head);
-  Sequence queries{0, 0};
-  if (tile.batch_index >= 0) {
-    queries = sequence_at(args.cu_seqlens_q, tile.batch_index, args.total_q);
-  }
-  const Mask mask{queries.length, tile.length, args.window_left, args.window_right};
-  const int m_begin = mask.first_query(col0) / BLOCK_M;
-  const int m_end = ceil_div(mask.end_query(col0 + valid_cols - 1), BLOCK_M);
-  if (m_end <= m_begin) {  // nobody sees these keys, or they belong to no sequence
-    zero_rows<cfg::WIDTH, NUM_THREADS>(gdK, args.dk.token_stride, valid_cols);
-    zero_rows<cfg::WIDTH_V, NUM_THREADS>(gdV, args.dv.token_stride, valid_cols);
+  extern __shared__ __align__(1024) char shared[];
+  SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
+  const KeyTile tile = find_key_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
+                                                       args.sizes, blockIdx.x, blockIdx.y);
+  if (tile.dead()) {
+    zero_rows<cfg::WIDTH>(args.dk, tile.first_col, tile.kv_head, tile.valid_cols);
+    zero_rows<cfg::WIDTH_V>(args.dv, tile.first_col, tile.kv_head, tile.valid_cols);
     return;
   }
+  const int warp = threadIdx.x / WARP_SIZE, group = args.sizes.group();
+  const WarpS warp_s(warp);
+  const WarpK warp_k(warp);
+  const WarpV warp_v(warp);
+  const WarpQ warp_q(warp);
+  load_rows<TileK, cfg::WIDTH>(smem.k.address(), args.k, tile.first_col, tile.kv_head,
+                               tile.valid_cols);
+  load_rows<TileV, cfg::WIDTH_V>(smem.v.address(), args.v, tile.first_col, tile.kv_head,
+                                 tile.valid_cols);
+  int head = tile.kv_head * group, m = tile.m_begin;
+  load_queries(args, smem, tile.queries, head, m, 0);
 
-  const uint32_t sK = smem_address(smem), sV = sK + SmemPlan::V, sP = sK + SmemPlan::P;
-  const uint32_t sdS = sK + SmemPlan::DS, sQ = sK + SmemPlan::Q, sdO = sK + SmemPlan::DO;
-  const int warp = threadIdx.x / WARP_SIZE;
-  const CutS cut_s(warp);
-  const CutK cut_k(warp);
-  const CutV cut_v(warp);
-  const CutQ cut_q(warp);
-  load_tile_async<TileK, cfg::WIDTH, NUM_THREADS>(sK, args.k.at(first_col, kv_head),
-                                                  args.k.token_stride, valid_cols);
-  load_tile_async<TileV, cfg::WIDTH_V, NUM_THREADS>(sV, args.v.at(first_col, kv_head),
-                                                    args.v.token_stride, valid_cols);
-  int head = kv_head * group, m = m_begin;
-  load_queries(args, smem, queries, head, m, 0);
-
-  const float scale_log2 = args.softmax_scale * LOG2E;
-  float rdK[CutK::MT][CutK::NT][4], rdV[CutV::MT][CutV::NT][4];
+  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
+  float rdK[WarpK::MT][WarpK::NT][4], rdV[WarpV::MT][WarpV::NT][4];
   clear(rdK);
   clear(rdV);
   int stage = 0;
   for (const int end_head = head + group; head < end_head;) {
     const int row0 = m * BLOCK_M;
-    const bool last_of_head = m + 1 == m_end;  // then the next head of the group begins
-    const int next_m = last_of_head ? m_begin : m + 1, next_head = head + last_of_head;
+    const bool last_of_head = m + 1 == tile.m_end;  // then the next head of the group begins
+    const int next_m = last_of_head ? tile.m_begin : m + 1, next_head = head + last_of_head;
     cp_async_wait<0>();
     __syncthreads();  // Q and dO are here; every warp has left P, dS and the other stage
     if (NUM_STAGES == 2 && next_head < end_head) {
-      load_queries(args, smem, queries, next_head, next_m, stage ^ 1);
+      load_queries(args, smem, tile.queries, next_head, next_m, stage ^ 1);
     }
-    const uint32_t sQ_now = sQ + stage * TileQ::BYTES, sdO_now = sdO + stage * TileO::BYTES;
-    make_p_and_ds(smem, stage, mask, cut_s, row0, col0, scale_log2);
+    make_p_and_ds(smem, stage, tile.mask, warp_s, row0, tile.col0, scale_log2);
     __syncthreads();  // P and dS are whole
 
-    multiply_xty<BLOCK_M>(rdV, OperandAT<TileP, CutV::SPAN_M>(sP, 0, cut_v.row),
-                          OperandBT<TileO, CutV::SPAN_N>(sdO_now, 0, cut_v.col));
+    multiply_xty<BLOCK_M>(  // dV += P^T dO
+        rdV, OperandAT<TileP, WarpV::SPAN_M>(smem.p.address(), 0, warp_v.row),
+        OperandBT<TileO, WarpV::SPAN_N>(smem.dout[stage].address(), 0, warp_v.col));
     if constexpr (cfg::ATOMIC) {
-      const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.total_q, args.batch, queries.start,
-                                     tile.batch_index);
-      add_dq(sums, sdS, sK, cut_q, row0, queries.length - row0);
+      const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
+                                     tile.queries.start, tile.batch_index);
+      add_dq(sums, smem, warp_q, row0, tile.queries.length - row0);
     }
-    multiply_xty<BLOCK_M>(rdK, OperandAT<TileP, CutK::SPAN_M>(sdS, 0, cut_k.row),
-                          OperandBT<TileQ, CutK::SPAN_N>(sQ_now, 0, cut_k.col));
+    multiply_xty<BLOCK_M>(  // dK += dS^T Q
+        rdK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp_k.row),
+        OperandBT<TileQ, WarpK::SPAN_N>(smem.q[stage].address(), 0, warp_k.col));
     if constexpr (NUM_STAGES == 2) {
       stage ^= 1;
     } else if (next_head < end_head) {
       __syncthreads();  // every warp has left Q and dO
-      load_queries(args, smem, queries, next_head, next_m, 0);
+      load_queries(args, smem, tile.queries, next_head, next_m, 0);
     }
     head = next_head, m = next_m;
   }
 
   __syncthreads();  // every warp has left K and V: dK and dV take their place
-  store_tile<TileK>(smem + SmemPlan::K, rdK, cut_k.row, cut_k.col,
-                    [&](int, int) { return args.softmax_scale; });
-  store_tile<TileV>(smem + SmemPlan::V, rdV, cut_v.row, cut_v.col, [](int, int) { return 1.0f; });
+  store_tile(smem.k, rdK, warp_k.row, warp_k.col,
+             [&](int, int) { return args.sizes.softmax_scale; });
+  store_tile(smem.v, rdV, warp_v.row, warp_v.col);
   __syncthreads();  // both are whole
-  write_rows<TileK, cfg::WIDTH, NUM_THREADS, BLOCK_N>(gdK, args.dk.token_stride, smem + SmemPlan::K,
-                                                      0, valid_cols, threadIdx.x);
-  write_rows<TileV, cfg::WIDTH_V, NUM_THREADS, BLOCK_N>(
-      gdV, args.dv.token_stride, smem + SmemPlan::V, 0, valid_cols, threadIdx.x);
+  write_rows<cfg::WIDTH>(args.dk, tile.first_col, tile.kv_head, smem.k, tile.valid_cols);
+  write_rows<cfg::WIDTH_V>(args.dv, tile.first_col, tile.kv_head, smem.v, tile.valid_cols);
 }

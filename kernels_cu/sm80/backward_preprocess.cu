@@ -7,7 +7,6 @@
 // Source: FlashAttention-2, arXiv 2307.08691, algorithm 2, line 4.
 #include "base/workspace.cuh"
 
-constexpr int NUM_THREADS = cfg::NUM_WARPS * WARP_SIZE;
 constexpr int ROWS = cfg::BLOCK_M;                                   // rows of a CTA
 constexpr int LANES = cfg::HEAD_DIM_V <= 64 ? 8 : 16;                // lanes of a row
 constexpr int STEPS = (cfg::WIDTH_V + LANES * 8 - 1) / (LANES * 8);  // 16-byte chunks of a lane
@@ -61,5 +60,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
       args.delta[index] = sum - (args.dlse ? args.dlse[index] : 0.0f);
     }
   }
-  if (args.dq_accum) zero_workspace<NUM_THREADS>(args.dq_accum, args.dq_accum_size);
+  if (args.dq_accum) zero_workspace(args.dq_accum, args.dq_accum_size);
 }

@@ -8,7 +8,8 @@
 #include "base/varlen.cuh"
 
 using cfg::BLOCK_M, cfg::NUM_WARPS;
-constexpr int MOST_SELECTED = 1024;  // that are ranked in shared memory
+constexpr int MOST_SELECTED = 1024;            // that are ranked in shared memory
+enum Source : int { INDICES, MASK, PATTERN };  // what a selection is given as: tables.Kind
 
 struct Args {
   const void* block_indices;  // (total_q, num_heads_sel, num_selected) int32, or uint8 if a mask
@@ -19,16 +20,9 @@ struct Args {
   int* slots;                 // (num_heads_sel, total_q, width)
   int* counts;                // (num_heads_sel, total_q)
   int* lengths;               // (chunks, num_heads_kv, units), zeroed, or null
-  int batch;
-  int total_q;
-  int total_k;
-  int num_heads_q;
-  int num_heads_kv;
-  int window_left;
-  int window_right;
-  float softmax_scale;
-  SelectionSizes sizes;
-  int source;         // 0 indices, 1 mask, 2 pattern
+  Sizes sizes;
+  SelectionSizes selection;
+  int source;         // INDICES, MASK or PATTERN
   int global_blocks;  // of the pattern: blocks 0 .., then the own block and those before it
 };
 
@@ -51,7 +45,7 @@ __device__ __forceinline__ void put(const Args& args, const Item& item, int plac
 __device__ __forceinline__ int named(const Args& args, const Item& item, int slot, int own,
                                      int count) {
   int block;
-  if (args.source == 0) {
+  if (args.source == INDICES) {
     block = static_cast<const int*>(args.block_indices)[item.row + slot];
   } else {
     block = slot < args.global_blocks ? slot : own - (slot - args.global_blocks);
@@ -63,7 +57,7 @@ __device__ __forceinline__ int named(const Args& args, const Item& item, int slo
 // are ranked in the item's slots, which are then looked up again.
 __device__ __forceinline__ int sort_named(const Args& args, const Item& item, int* candidates,
                                           int own, int count) {
-  const int lane = threadIdx.x % WARP_SIZE, selected = args.sizes.num_selected;
+  const int lane = threadIdx.x % WARP_SIZE, selected = args.selection.num_selected;
   const int total = selected + (item.own >= 0);  // the own block stands behind all that are named
   int* slots = args.slots + item.list;
   const bool many = selected > MOST_SELECTED;
@@ -108,12 +102,13 @@ __device__ __forceinline__ int sort_named(const Args& args, const Item& item, in
 // From a mask, which is in order as it stands
 __device__ __forceinline__ int compact_mask(const Args& args, const Item& item, int count) {
   const int lane = threadIdx.x % WARP_SIZE;
-  const int end = max(args.sizes.num_selected, item.own + 1);
+  const int end = max(args.selection.num_selected, item.own + 1);
   const unsigned char* mask = static_cast<const unsigned char*>(args.block_indices) + item.row;
   int kept = 0;
   for (int first = 0; first < end; first += WARP_SIZE) {
     const int block = first + lane;
-    const bool marked = block < min(min(args.sizes.num_selected, count), item.limit) && mask[block];
+    const bool marked =
+        block < min(min(args.selection.num_selected, count), item.limit) && mask[block];
     const unsigned some = __ballot_sync(0xffffffff, marked || block == item.own);
     if (some >> lane & 1) {
       const int place = kept + __popc(some & ((1u << lane) - 1));
@@ -126,44 +121,45 @@ __device__ __forceinline__ int compact_mask(const Args& args, const Item& item, 
 }
 
 // After 9.0 the compiler of CUDA 13.5 takes too few registers on its own, and spills.
-extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE, __CUDA_ARCH__ < 1000 ? 0 : 1)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, __CUDA_ARCH__ < 1000 ? 0 : 1)
     block_lists(const __grid_constant__ Args args) {
   __shared__ int candidates[NUM_WARPS][MOST_SELECTED + 1];
   const TileOfSequence tile =
-      find_tile(args.cu_seqlens_q, args.batch, args.total_q, BLOCK_M, blockIdx.x);
-  const SelectionSizes& sizes = args.sizes;
+      find_tile(args.cu_seqlens_q, args.sizes.batch, args.sizes.total_q, BLOCK_M, blockIdx.x);
+  const SelectionSizes& selection = args.selection;
   const int head_sel = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   Sequence keys{0, 0};
-  if (tile.batch_index >= 0) keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.total_k);
-  const int num_blocks = ceil_div(keys.length, sizes.block_size);
+  if (tile.batch_index >= 0)
+    keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.sizes.total_k);
+  const int num_blocks = ceil_div(keys.length, selection.block_size);
   const int end = min((tile.block + 1) * BLOCK_M, tile.length);
   for (int i = tile.block * BLOCK_M + warp; i < end; i += NUM_WARPS) {
     const int64_t token = tile.start + i;
-    const int64_t at = static_cast<int64_t>(head_sel) * args.total_q + token;
+    const int64_t at = static_cast<int64_t>(head_sel) * args.sizes.total_q + token;
     const int position = i + keys.length - tile.length;
-    const int own = position >= 0 && tile.batch_index >= 0 ? position / sizes.block_size : -1;
+    const int own = position >= 0 && tile.batch_index >= 0 ? position / selection.block_size : -1;
     Item item;
-    item.row = (token * sizes.num_heads_sel + head_sel) * sizes.num_selected;
-    item.list = at * sizes.width;
-    item.limit = args.window_right >= 0 ? own + 1 : num_blocks;
-    item.own = sizes.width > sizes.num_selected ? own : -1;
+    item.row = (token * selection.num_heads_sel + head_sel) * selection.num_selected;
+    item.list = at * selection.width;
+    item.limit = args.sizes.window_right >= 0 ? own + 1 : num_blocks;
+    item.own = selection.width > selection.num_selected ? own : -1;
     item.histogram = nullptr;
     if (args.lengths) {
-      const int ratio = sizes.num_heads_sel / args.num_heads_kv;
-      const int units = units_of(args.total_k, args.batch, sizes.block_size);
-      const int64_t list = token / sizes.chunk * args.num_heads_kv + head_sel / ratio;
-      item.histogram =
-          args.lengths + list * units + unit_of(keys.start, tile.batch_index, 0, sizes.block_size);
+      const int ratio = selection.num_heads_sel / args.sizes.num_heads_kv;
+      const int units = units_of(args.sizes, selection.block_size);
+      const int64_t list = token / selection.chunk * args.sizes.num_heads_kv + head_sel / ratio;
+      item.histogram = args.lengths + list * units +
+                       first_tile(keys.start, tile.batch_index, selection.block_size);
     }
     int kept = 0;
     if (tile.batch_index >= 0) {
       const int count = args.block_counts
-                            ? args.block_counts[token * sizes.num_heads_sel + head_sel]
-                            : sizes.num_selected;
-      kept = args.source == 1 ? compact_mask(args, item, count)
-                              : sort_named(args, item, candidates[warp], own, count);
+                            ? args.block_counts[token * selection.num_heads_sel + head_sel]
+                            : selection.num_selected;
+      kept = args.source == MASK ? compact_mask(args, item, count)
+                                 : sort_named(args, item, candidates[warp], own, count);
     }
-    for (int place = kept + lane; place < sizes.width; place += WARP_SIZE) {
+    for (int place = kept + lane; place < selection.width; place += WARP_SIZE) {
       args.blocks[item.list + place] = END;
       args.slots[item.list + place] = OWN;
     }

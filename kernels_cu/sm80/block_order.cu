@@ -20,26 +20,19 @@ struct Args {
   const int* unsorted_slots;  // of the same shape
   int* queries;               // of the same shape
   int* query_slots;           // of the same shape
-  int batch;
-  int total_q;
-  int total_k;
-  int num_heads_q;
-  int num_heads_kv;
-  int window_left;
-  int window_right;
-  float softmax_scale;
-  SelectionSizes sizes;
+  Sizes sizes;
+  SelectionSizes selection;
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     block_order(const __grid_constant__ Args args) {
   __shared__ uint32_t bitmaps[NUM_WARPS][WORDS];
   __shared__ int before[NUM_WARPS][WORDS];  // marks in the words before a word
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int units = units_of(args.total_k, args.batch, args.sizes.block_size);
-  const int chunks = max(1, ceil_div(args.total_q, args.sizes.chunk));
+  const int units = units_of(args.sizes, args.selection.block_size);
+  const int chunks = chunks_of(args.sizes, args.selection);
   const int64_t list = static_cast<int64_t>(blockIdx.x) * NUM_WARPS + warp;
-  if (list >= static_cast<int64_t>(chunks) * args.num_heads_kv * units) return;
+  if (list >= static_cast<int64_t>(chunks) * args.sizes.num_heads_kv * units) return;
   const int length = args.lengths[list];
   if (length == 0) return;
   const int start = args.starts[list];
@@ -58,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
     }
     return;
   }
-  const int64_t chunk = list / (static_cast<int64_t>(args.num_heads_kv) * units);
-  const int64_t items =
-      static_cast<int64_t>(args.sizes.chunk) * (args.sizes.num_heads_sel / args.num_heads_kv);
+  const int64_t chunk = list / (static_cast<int64_t>(args.sizes.num_heads_kv) * units);
+  const int64_t items = static_cast<int64_t>(args.selection.chunk) *
+                        (args.selection.num_heads_sel / args.sizes.num_heads_kv);
   uint32_t* bitmap = bitmaps[warp];
   int marks = 0;
   for (int64_t first = chunk * items; first < (chunk + 1) * items; first += SPAN) {

@@ -17,39 +17,35 @@ struct Args {
   int* cursor;              // (2 + lists,): behind the first two, how many each list has so far
   int* unsorted;            // (num_heads_sel * total_q * width,)
   int* unsorted_slots;      // of the same shape
-  int batch;
-  int total_q;
-  int total_k;
-  int num_heads_q;
-  int num_heads_kv;
-  int window_left;
-  int window_right;
-  float softmax_scale;
-  SelectionSizes sizes;
+  Sizes sizes;
+  SelectionSizes selection;
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP_SIZE)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     block_queries(const __grid_constant__ Args args) {
   const TileOfSequence tile =
-      find_tile(args.cu_seqlens_q, args.batch, args.total_q, BLOCK_M, blockIdx.x);
+      find_tile(args.cu_seqlens_q, args.sizes.batch, args.sizes.total_q, BLOCK_M, blockIdx.x);
   if (tile.batch_index < 0) return;
-  const SelectionSizes& sizes = args.sizes;
-  const Sequence keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.total_k);
-  const int units = units_of(args.total_k, args.batch, sizes.block_size);
-  const int first_unit = unit_of(keys.start, tile.batch_index, 0, sizes.block_size);
-  const int head_sel = blockIdx.y, ratio = sizes.num_heads_sel / args.num_heads_kv;
-  const int64_t places = static_cast<int64_t>(sizes.num_heads_sel) * args.total_q * sizes.width;
-  const int rows = min(BLOCK_M, tile.length - tile.block * BLOCK_M);
-  for (int i = threadIdx.x; i < rows * sizes.width; i += NUM_WARPS * WARP_SIZE) {
-    const int64_t token = tile.start + tile.block * BLOCK_M + i / sizes.width;
+  const SelectionSizes& selection = args.selection;
+  const Sequence keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.sizes.total_k);
+  const int units = units_of(args.sizes, selection.block_size);
+  const int first_unit = first_tile(keys.start, tile.batch_index, selection.block_size);
+  const int head_sel = blockIdx.y, ratio = selection.num_heads_sel / args.sizes.num_heads_kv;
+  const int64_t places =
+      static_cast<int64_t>(selection.num_heads_sel) * args.sizes.total_q * selection.width;
+  const int rows = tile.valid_rows(BLOCK_M);
+  for (int i = threadIdx.x; i < rows * selection.width; i += NUM_THREADS) {
+    const int64_t token = tile.start + tile.block * BLOCK_M + i / selection.width;
     const int64_t at =
-        (static_cast<int64_t>(head_sel) * args.total_q + token) * sizes.width + i % sizes.width;
+        (static_cast<int64_t>(head_sel) * args.sizes.total_q + token) * selection.width +
+        i % selection.width;
     const int block = args.blocks[at];
     if (block == END) continue;
     const int64_t list =
-        (token / sizes.chunk * args.num_heads_kv + head_sel / ratio) * units + first_unit + block;
+        (token / selection.chunk * args.sizes.num_heads_kv + head_sel / ratio) * units +
+        first_unit + block;
     const int place = args.starts[list] + atomicAdd(args.cursor + 2 + list, 1);
-    if (place >= places) continue;  // block_offsets found no room for it either
+    if (place < 0 || place >= places) continue;  // block_offsets found no room for it either
     args.unsorted[place] = static_cast<int>(token) * ratio + head_sel % ratio;
     args.unsorted_slots[place] = args.slots[at];
   }

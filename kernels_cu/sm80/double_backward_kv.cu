@@ -14,17 +14,19 @@
 // Without cfg::ATOMIC this is the first half of the deterministic form; the second is
 // double_backward_q. Twin: rawattn/kernels_numba/double_backward_kv.py. Source: the derivative of
 // FlashAttention-2's backward, arXiv 2307.08691, algorithm 2; rawattn/reference has the equations.
-#include "base/varlen.cuh"
+#include "base/store.cuh"
+#include "base/tiles.cuh"
 #include "base/workspace.cuh"
-#include "sm80/tangent.cuh"
+#include "sm80/tangent_products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_WARPS;
-constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
+using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V;
 
-using CutS = Cut<BLOCK_M, BLOCK_N / cfg::PIECES, cfg::WARPS_M_S, NUM_WARPS>;
-using CutK = Cut<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV, NUM_WARPS>;
-using CutV = Cut<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV, NUM_WARPS>;
-using CutQ = Cut<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ, NUM_WARPS>;
+using WarpS = WarpTile<BLOCK_M, BLOCK_N / cfg::PIECES, cfg::WARPS_M_S>;
+using WarpK = WarpTile<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV>;
+using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV>;
+using WarpQ = WarpTile<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ>;
+static_assert(WarpS::EVERY && WarpK::EVERY && WarpV::EVERY && WarpQ::EVERY,
+              "cfg::WARPS_M_S, WARPS_N_KV, WARPS_M_DQ: each warp gets whole 16 x 16 squares");
 
 using TileQ = Tile<BLOCK_M, HEAD_DIM>;
 using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
@@ -33,20 +35,14 @@ using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
 using TileP = Tile<BLOCK_M, BLOCK_N>;
 
 struct SmemPlan {
-  static constexpr int K = 0;  // gK overlaps K at the end, gV overlaps V
-  static constexpr int DDK = K + TileK::BYTES;
-  static constexpr int V = DDK + TileK::BYTES;
-  static constexpr int DDV = V + TileV::BYTES;
-  static constexpr int Q = DDV + TileV::BYTES;
-  static constexpr int DDQ = Q + TileQ::BYTES;
-  static constexpr int DO = DDQ + TileQ::BYTES;
-  static constexpr int TP = DO + TileO::BYTES;
-  static constexpr int DS = TP + TileP::BYTES;
-  static constexpr int TDS = DS + TileP::BYTES;
-  static constexpr int STATISTICS = TDS + TileP::BYTES;  // [L, D, e, W][BLOCK_M]
-  static constexpr int BYTES = STATISTICS + 4 * BLOCK_M * sizeof(float);
+  TileK k, ddk;  // gK takes the place of k at the end
+  TileV v, ddv;  // gV that of v
+  TileQ q, ddq;
+  TileO dout;
+  TileP tp, ds, tds;
+  float terms[4][BLOCK_M];  // L, D, e, W
 };
-static_assert(SmemPlan::BYTES == cfg::SMEM_BYTES, "variants.smem_bytes and SmemPlan differ");
+static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
 struct Args {
   Tensor q;                 // (total_q, num_heads_q, head_dim)
@@ -65,187 +61,142 @@ struct Args {
   Tensor gv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
-  int batch;
-  int total_q;
-  int total_k;
-  int num_heads_q;
-  int num_heads_kv;
-  int window_left;
-  int window_right;
-  float softmax_scale;
+  Sizes sizes;
 };
 
 // Q, ddQ, dO and the row terms of tile m of a head's queries. Rows past the sequence's end are
 // zeros in all of them: P is 1 there and adds nothing.
-__device__ __forceinline__ void load_queries(const Args& args, char* smem, Sequence queries,
-                                             int head, int m) {
+__device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
+                                             const Sequence& queries, int head, int m) {
   const int row0 = m * BLOCK_M, valid_rows = queries.length - row0;
   const int first_row = queries.start + row0;
-  const uint32_t s0 = smem_address(smem);
-  load_tile_async<TileQ, cfg::WIDTH, NUM_THREADS>(s0 + SmemPlan::Q, args.q.at(first_row, head),
-                                                  args.q.token_stride, valid_rows);
+  load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, first_row, head, valid_rows);
   if constexpr (cfg::HAS_TQ) {
-    load_tile_async<TileQ, cfg::WIDTH, NUM_THREADS>(
-        s0 + SmemPlan::DDQ, args.ddq.at(first_row, head), args.ddq.token_stride, valid_rows);
+    load_rows<TileQ, cfg::WIDTH>(smem.ddq.address(), args.ddq, first_row, head, valid_rows);
   }
-  load_tile_async<TileO, cfg::WIDTH_V, NUM_THREADS>(
-      s0 + SmemPlan::DO, args.dout.at(first_row, head), args.dout.token_stride, valid_rows);
-  const int64_t first = static_cast<int64_t>(head) * args.total_q + first_row;
+  load_rows<TileO, cfg::WIDTH_V>(smem.dout.address(), args.dout, first_row, head, valid_rows);
+  const int64_t first = static_cast<int64_t>(head) * args.sizes.total_q + first_row;
+  const uint32_t to = smem_address(smem.terms);
   for (int i = threadIdx.x; i < 4 * BLOCK_M; i += NUM_THREADS) {
     const int term = i / BLOCK_M, row = i % BLOCK_M;
     const float* terms = term == 0   ? args.lse
                          : term == 1 ? args.delta
                          : term == 2 ? args.ddlse
                                      : args.ddelta;
-    cp_async_4(s0 + SmemPlan::STATISTICS + i * sizeof(float), terms + first + row,
-               row < valid_rows);
+    cp_async_4(to + i * sizeof(float), terms + first + row, row < valid_rows);
   }
   cp_async_commit();
 }
 
 // tP, dS and tdS of this tile into shared memory, cfg::PIECES times BLOCK_N / PIECES columns
-__device__ __forceinline__ void make_tiles(char* smem, const Mask& mask, const CutS& cut, int row0,
-                                           int col0, float softmax_scale) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  const uint32_t s0 = smem_address(smem);
-  const OperandA<TileQ> q(s0 + SmemPlan::Q, cut.row);
-  const OperandA<TileO> dout(s0 + SmemPlan::DO, cut.row);
-  const float* lse =
-      reinterpret_cast<const float*>(smem + SmemPlan::STATISTICS) + cut.row + lane / 4;
-  const auto one = [](int, int) { return 1.0f; };
+__device__ __forceinline__ void make_tiles(SmemPlan& smem, const Mask& mask, const WarpS& warp,
+                                           int row0, int col0, float softmax_scale) {
+  constexpr int MT = WarpS::MT, NT = WarpS::NT;
+  const int lane = threadIdx.x % WARP_SIZE, stat_row = warp.row + lane / 4;
+  const OperandA<TileQ> q(smem.q.address(), warp.row);
+  const OperandA<TileO> dout(smem.dout.address(), warp.row);
 #pragma unroll 1
   for (int piece = 0; piece < BLOCK_N; piece += BLOCK_N / cfg::PIECES) {
-    const int col = piece + cut.col;
-    float rP[CutS::MT][CutS::NT][4], rE[CutS::MT][CutS::NT][4];
-    multiply_scores<HEAD_DIM, SmemPlan::DDQ - SmemPlan::Q, SmemPlan::DDK - SmemPlan::K>(
-        rP, rE, q, OperandB<TileK>(s0 + SmemPlan::K, col));
+    const int col = piece + warp.col;
+    float rP[MT][NT][4], rE[MT][NT][4], rdP[MT][NT][4], rX[MT][NT][4];
+    multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(smem.k.address(), col));
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
-      apply_mask(rP, mask, row0 + cut.row + lane / 4, col0 + col + lane % 4 * 2);
+      apply_mask(rP, mask, row0 + stat_row, col0 + col + lane % 4 * 2);
     }
-    scores_to_p(rP, load_lse_log2<CutS::MT>(lse, 0, BLOCK_M), softmax_scale * LOG2E);
-    float rdP[CutS::MT][CutS::NT][4], rX[CutS::MT][CutS::NT][4];
-    multiply_gradients<HEAD_DIM_V, SmemPlan::DDV - SmemPlan::V>(
-        rdP, rX, dout, OperandB<TileV>(s0 + SmemPlan::V, col));
+    scores_to_p(rP, load_lse_log2<MT>(smem.terms[0] + stat_row, 0, BLOCK_M), softmax_scale * LOG2E);
+    multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(smem.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
-    const auto lse_log2 = load_lse_log2<CutS::MT>(lse, 0, BLOCK_M);
-    const RowTerms<CutS::MT> terms{load_delta<CutS::MT>(lse + BLOCK_M, 0, lse_log2),
-                                   load_delta<CutS::MT>(lse + 2 * BLOCK_M, 0, lse_log2),
-                                   load_delta<CutS::MT>(lse + 3 * BLOCK_M, 0, lse_log2)};
-    tangents_of_p_and_ds(rE, rdP, rX, rP, terms, softmax_scale);
+    tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(&smem.terms[0][stat_row]), softmax_scale);
     if constexpr (HAS_E) {
-      store_tile<TileP>(smem + SmemPlan::TP, rE, cut.row, col, one);
-      store_tile<TileP>(smem + SmemPlan::DS, rdP, cut.row, col, one);
+      store_tile(smem.tp, rE, warp.row, col);
+      store_tile(smem.ds, rdP, warp.row, col);
     }
-    store_tile<TileP>(smem + SmemPlan::TDS, rX, cut.row, col, one);
+    store_tile(smem.tds, rX, warp.row, col);
   }
 }
 
 // gQ of this tile of queries: tdS K + dS ddK, added to the workspace
-__device__ __forceinline__ void add_gq(const Workspace<HEAD_DIM>& sums, uint32_t s0,
-                                       const CutQ& cut, int row0, int valid_rows) {
-  float rgQ[CutQ::MT][CutQ::NT][4];
+__device__ __forceinline__ void add_gq(const Workspace<HEAD_DIM>& sums, const SmemPlan& smem,
+                                       const WarpQ& warp, int row0, int valid_rows) {
+  float rgQ[WarpQ::MT][WarpQ::NT][4];
   clear(rgQ);
-  multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(s0 + SmemPlan::TDS, cut.row),
-                       OperandBT<TileK, CutQ::SPAN_N>(s0 + SmemPlan::K, 0, cut.col));
+  multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(smem.tds.address(), warp.row),
+                       OperandBT<TileK, WarpQ::SPAN_N>(smem.k.address(), 0, warp.col));
   if constexpr (cfg::HAS_TK) {
-    multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(s0 + SmemPlan::DS, cut.row),
-                         OperandBT<TileK, CutQ::SPAN_N>(s0 + SmemPlan::DDK, 0, cut.col));
+    multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(smem.ds.address(), warp.row),
+                         OperandBT<TileK, WarpQ::SPAN_N>(smem.ddk.address(), 0, warp.col));
   }
-#pragma unroll
-  for (int i = 0; i < CutQ::MT; ++i) {
-    if (cut.row + i * 16 >= valid_rows) break;  // the unit may belong to the next sequence
-#pragma unroll
-    for (int j = 0; j < CutQ::NT; ++j) {
-      sums.add((row0 + cut.row) / UNIT + i, cut.col / 8 + j, rgQ[i][j]);
-    }
-  }
+  add_units(sums, rgQ, row0, warp.row, warp.col, valid_rows);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     double_backward_kv(const __grid_constant__ Args args) {
-  extern __shared__ __align__(1024) char smem[];
-  const TileOfSequence tile =
-      find_tile(args.cu_seqlens_k, args.batch, args.total_k, BLOCK_N, blockIdx.x);
-  const int kv_head = blockIdx.y, group = args.num_heads_q / args.num_heads_kv;
-  const int col0 = tile.block * BLOCK_N, valid_cols = min(BLOCK_N, tile.length - col0);
-  const int first_col = tile.start + col0;
-  uint16_t* ggK = args.gk.at(first_col, kv_head);
-  uint16_t* ggV = args.gv.at(first_col, kv_head);
-  Sequence queries{0, 0};
-  if (tile.batch_index >= 0) {
-    queries = sequence_at(args.cu_seqlens_q, tile.batch_index, args.total_q);
-  }
-  const Mask mask{queries.length, tile.length, args.window_left, args.window_right};
-  const int m_begin = mask.first_query(col0) / BLOCK_M;
-  const int m_end = ceil_div(mask.end_query(col0 + valid_cols - 1), BLOCK_M);
-  if (m_end <= m_begin) {  // nobody sees these keys, or they belong to no sequence
-    zero_rows<cfg::WIDTH, NUM_THREADS>(ggK, args.gk.token_stride, valid_cols);
-    zero_rows<cfg::WIDTH_V, NUM_THREADS>(ggV, args.gv.token_stride, valid_cols);
+  extern __shared__ __align__(1024) char shared[];
+  SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
+  const KeyTile tile = find_key_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
+                                                       args.sizes, blockIdx.x, blockIdx.y);
+  if (tile.dead()) {
+    zero_rows<cfg::WIDTH>(args.gk, tile.first_col, tile.kv_head, tile.valid_cols);
+    zero_rows<cfg::WIDTH_V>(args.gv, tile.first_col, tile.kv_head, tile.valid_cols);
     return;
   }
-
-  const uint32_t s0 = smem_address(smem);
-  const int warp = threadIdx.x / WARP_SIZE;
-  const CutS cut_s(warp);
-  const CutK cut_k(warp);
-  const CutV cut_v(warp);
-  const CutQ cut_q(warp);
-  const auto load_k = [&](int offset, const Tensor& x) {
-    load_tile_async<TileK, cfg::WIDTH, NUM_THREADS>(s0 + offset, x.at(first_col, kv_head),
-                                                    x.token_stride, valid_cols);
+  const int warp = threadIdx.x / WARP_SIZE, group = args.sizes.group();
+  const WarpS warp_s(warp);
+  const WarpK warp_k(warp);
+  const WarpV warp_v(warp);
+  const WarpQ warp_q(warp);
+  const auto load_k = [&](TileK& to, const Tensor& x) {
+    load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.first_col, tile.kv_head, tile.valid_cols);
   };
-  const auto load_v = [&](int offset, const Tensor& x) {
-    load_tile_async<TileV, cfg::WIDTH_V, NUM_THREADS>(s0 + offset, x.at(first_col, kv_head),
-                                                      x.token_stride, valid_cols);
+  const auto load_v = [&](TileV& to, const Tensor& x) {
+    load_rows<TileV, cfg::WIDTH_V>(to.address(), x, tile.first_col, tile.kv_head, tile.valid_cols);
   };
-  load_k(SmemPlan::K, args.k);
-  if constexpr (cfg::HAS_TK) load_k(SmemPlan::DDK, args.ddk);
-  if constexpr (HAS_E) load_v(SmemPlan::V, args.v);
-  if constexpr (cfg::HAS_TV) load_v(SmemPlan::DDV, args.ddv);
-  int head = kv_head * group, m = m_begin;
-  load_queries(args, smem, queries, head, m);
+  load_k(smem.k, args.k);
+  if constexpr (cfg::HAS_TK) load_k(smem.ddk, args.ddk);
+  if constexpr (HAS_E) load_v(smem.v, args.v);
+  if constexpr (cfg::HAS_TV) load_v(smem.ddv, args.ddv);
+  int head = tile.kv_head * group, m = tile.m_begin;
+  load_queries(args, smem, tile.queries, head, m);
 
-  float rgK[CutK::MT][CutK::NT][4], rgV[CutV::MT][CutV::NT][4];
+  float rgK[WarpK::MT][WarpK::NT][4], rgV[WarpV::MT][WarpV::NT][4];
   clear(rgK);
   clear(rgV);
   for (const int end_head = head + group; head < end_head;) {
     const int row0 = m * BLOCK_M;
-    const bool last_of_head = m + 1 == m_end;  // then the next head of the group begins
-    const int next_m = last_of_head ? m_begin : m + 1, next_head = head + last_of_head;
+    const bool last_of_head = m + 1 == tile.m_end;  // then the next head of the group begins
+    const int next_m = last_of_head ? tile.m_begin : m + 1, next_head = head + last_of_head;
     cp_async_wait<0>();
     __syncthreads();  // Q, ddQ, dO and the row terms are here; every warp has left tP, dS and tdS
-    make_tiles(smem, mask, cut_s, row0, col0, args.softmax_scale);
+    make_tiles(smem, tile.mask, warp_s, row0, tile.col0, args.sizes.softmax_scale);
     __syncthreads();  // tP, dS and tdS are whole
 
     if constexpr (HAS_E) {
-      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, CutV::SPAN_M>(s0 + SmemPlan::TP, 0, cut_v.row),
-                            OperandBT<TileO, CutV::SPAN_N>(s0 + SmemPlan::DO, 0, cut_v.col));
+      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp_v.row),
+                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp_v.col));
     }
-    multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, CutK::SPAN_M>(s0 + SmemPlan::TDS, 0, cut_k.row),
-                          OperandBT<TileQ, CutK::SPAN_N>(s0 + SmemPlan::Q, 0, cut_k.col));
+    multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp_k.row),
+                          OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp_k.col));
     if constexpr (cfg::HAS_TQ) {
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, CutK::SPAN_M>(s0 + SmemPlan::DS, 0, cut_k.row),
-                            OperandBT<TileQ, CutK::SPAN_N>(s0 + SmemPlan::DDQ, 0, cut_k.col));
+      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp_k.row),
+                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp_k.col));
     }
     if (next_head < end_head) {
       __syncthreads();  // every warp has left Q, ddQ and dO: the next ones load behind gQ
-      load_queries(args, smem, queries, next_head, next_m);
+      load_queries(args, smem, tile.queries, next_head, next_m);
     }
     if constexpr (cfg::ATOMIC) {
-      const Workspace<HEAD_DIM> sums(args.gq_accum, head, args.total_q, args.batch, queries.start,
-                                     tile.batch_index);
-      add_gq(sums, s0, cut_q, row0, queries.length - row0);
+      const Workspace<HEAD_DIM> sums(args.gq_accum, head, args.sizes.total_q, args.sizes.batch,
+                                     tile.queries.start, tile.batch_index);
+      add_gq(sums, smem, warp_q, row0, tile.queries.length - row0);
     }
     head = next_head, m = next_m;
   }
 
   __syncthreads();  // every warp has left K and V: gK and gV take their place
-  store_tile<TileK>(smem + SmemPlan::K, rgK, cut_k.row, cut_k.col,
-                    [&](int, int) { return args.softmax_scale; });
-  store_tile<TileV>(smem + SmemPlan::V, rgV, cut_v.row, cut_v.col, [](int, int) { return 1.0f; });
+  store_tile(smem.k, rgK, warp_k.row, warp_k.col,
+             [&](int, int) { return args.sizes.softmax_scale; });
+  store_tile(smem.v, rgV, warp_v.row, warp_v.col);
   __syncthreads();  // both are whole
-  write_rows<TileK, cfg::WIDTH, NUM_THREADS, BLOCK_N>(ggK, args.gk.token_stride, smem + SmemPlan::K,
-                                                      0, valid_cols, threadIdx.x);
-  write_rows<TileV, cfg::WIDTH_V, NUM_THREADS, BLOCK_N>(
-      ggV, args.gv.token_stride, smem + SmemPlan::V, 0, valid_cols, threadIdx.x);
+  write_rows<cfg::WIDTH>(args.gk, tile.first_col, tile.kv_head, smem.k, tile.valid_cols);
+  write_rows<cfg::WIDTH_V>(args.gv, tile.first_col, tile.kv_head, smem.v, tile.valid_cols);
 }

@@ -6,38 +6,19 @@
 #pragma once
 #include "base/selection.cuh"
 #include "base/softmax.cuh"
-#include "base/varlen.cuh"
-#include "sm80/tile_mma.cuh"
+#include "base/store.cuh"
+#include "sm80/products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::BLOCK_SIZE, cfg::GROUP, cfg::NUM_WARPS;
-constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
+using cfg::BLOCK_M, cfg::BLOCK_N, cfg::BLOCK_SIZE, cfg::GROUP;
 constexpr int ITEMS = BLOCK_M / GROUP;
 static_assert(ITEMS > 0, "cfg::BLOCK_M: the rows of one cfg::GROUP fit");
 static_assert(BLOCK_SIZE % BLOCK_N == 0 && BLOCK_N % 16 == 0, "cfg::BLOCK_N divides BLOCK_SIZE");
 
-__device__ constexpr int largest_divisor(int number, int limit) {
-  int divisor = limit < number ? limit : number;
-  while (number % divisor) --divisor;
-  return divisor;
-}
-// A ROWS x COLS product cut into whole 16 x 16 squares, one piece a warp, WARPS_M pieces along the
-// rows where there are so many; warps without a piece have row ROWS.
-template <int ROWS, int COLS, int WARPS_M>
-struct Piece {
-  static constexpr int WANTED_M = largest_divisor(ROWS / 16, WARPS_M);
-  static constexpr int WARPS_N = largest_divisor(COLS / 16, NUM_WARPS / WANTED_M);
-  static constexpr int ALONG_M = largest_divisor(ROWS / 16, NUM_WARPS / WARPS_N);
-  static constexpr int MT = ROWS / ALONG_M / 16, NT = COLS / WARPS_N / 8;
-  static constexpr int SPAN_M = MT * 16, SPAN_N = NT * 8;
-  int row, col;
-  __device__ __forceinline__ explicit Piece(int warp)
-      : row(warp < ALONG_M * WARPS_N ? warp % ALONG_M * SPAN_M : ROWS),
-        col(warp / ALONG_M % WARPS_N * SPAN_N) {}
-  __device__ __forceinline__ bool any() const { return row < ROWS; }
-};
+constexpr int STEP_N = BLOCK_N / cfg::PIECES < 16 ? 16 : BLOCK_N / cfg::PIECES;  // weighed at once
+constexpr int PARTS = BLOCK_SIZE / BLOCK_N;                                      // of a block
 
 // What a CTA works on: BLOCK_N keys of one block, one kv head, and the lists of items that see them
-struct KeyTile {
+struct BlockTile {
   int batch_index, unit, kv_head;
   int key, keys;        // first key of the sequence, and how many
   int first_row;        // of the packed keys
@@ -83,7 +64,7 @@ struct ItemWalk {
 
 // Codes and slots of a tile's items in shared memory, [code, slot][ITEMS]
 struct Items {
-  const int* codes;
+  const int* codes;  // then the slots
   int count;
   int ratio;  // selection heads of a kv head
 
@@ -102,11 +83,14 @@ struct Items {
   }
   __device__ __forceinline__ int slot(int row) const { return codes[ITEMS + row / GROUP]; }
 };
-constexpr int ITEM_INTS = ceil_div(2 * ITEMS, 4) * 4;
+struct alignas(16) ItemCodes {
+  int codes[ITEMS], slots[ITEMS];
+};
 
 // Codes and slots of the walk's tile into shared memory
-__device__ __forceinline__ void load_items(uint32_t address, const int* queries, const int* slots,
-                                           const ItemWalk& walk) {
+__device__ __forceinline__ void load_items(const ItemCodes& to, const int* queries,
+                                           const int* slots, const ItemWalk& walk) {
+  const uint32_t address = smem_address(&to);
   for (int i = threadIdx.x; i < 2 * ITEMS; i += NUM_THREADS) {
     const int item = i % ITEMS;
     const bool valid = item < walk.left;
@@ -116,14 +100,14 @@ __device__ __forceinline__ void load_items(uint32_t address, const int* queries,
 }
 
 // Gathered rows of a packed tensor into a tile
-template <class TileT, int WIDTH>
-__device__ __forceinline__ void gather_rows(uint32_t tile_address, const Tensor& x,
-                                            const Items& items, int kv_head) {
+template <int WIDTH, class TileT>
+__device__ __forceinline__ void gather_rows(const TileT& to, const Tensor& x, const Items& items,
+                                            int kv_head) {
   constexpr int PER_PANEL = TileT::PANEL / 8;
   constexpr int STEP = NUM_THREADS / PER_PANEL;  // rows at once
   static_assert(STEP % 8 == 0, "cfg::NUM_WARPS: the swizzle repeats after 8 rows");
   const int first = threadIdx.x / PER_PANEL, chunk = threadIdx.x % PER_PANEL;
-  const uint32_t dst = tile_address + TileT::offset(first, chunk);
+  const uint32_t dst = to.address() + TileT::offset(first, chunk);
 #pragma unroll
   for (int i = 0; i < ceil_div(TileT::ROWS, STEP); ++i) {
     const int row = first + i * STEP;
@@ -134,7 +118,7 @@ __device__ __forceinline__ void gather_rows(uint32_t tile_address, const Tensor&
 #pragma unroll
     for (int panel = 0; panel < TileT::COLS / TileT::PANEL; ++panel) {
       const bool valid =
-          valid_row && (WIDTH % TileT::COLS == 0 || panel * TileT::PANEL + chunk * 8 < WIDTH);
+          valid_row && (WIDTH == TileT::COLS || panel * TileT::PANEL + chunk * 8 < WIDTH);
       cp_async(dst + panel * TileT::PANEL_BYTES + i * STEP * TileT::ROW_BYTES,
                src + panel * TileT::PANEL, valid);
     }
@@ -142,8 +126,9 @@ __device__ __forceinline__ void gather_rows(uint32_t tile_address, const Tensor&
 }
 
 // Gathered rows of (num_heads_q, total_q) statistics; 0 without an item
-__device__ __forceinline__ void gather_statistic(uint32_t address, const float* statistic,
+__device__ __forceinline__ void gather_statistic(const float (&to)[BLOCK_M], const float* statistic,
                                                  const Items& items, int kv_head, int total_q) {
+  const uint32_t address = smem_address(to);
   for (int row = threadIdx.x; row < BLOCK_M; row += NUM_THREADS) {
     const bool valid = items.valid(row);
     const int64_t at =
@@ -153,13 +138,13 @@ __device__ __forceinline__ void gather_statistic(uint32_t address, const float* 
 }
 
 // Do all rows of a tile see all of its keys? Items are in the order of their tokens.
-__device__ __forceinline__ bool whole(const Items& items, const KeyTile& tile) {
+__device__ __forceinline__ bool whole(const Items& items, const BlockTile& tile) {
   const int first = items.token(0) - tile.queries.start + tile.shift;
   return cfg::HAS_RIGHT && tile.keys == BLOCK_N && first >= tile.key + BLOCK_N - 1;
 }
 
 // Columns that a row may see: [0, limit)
-__device__ __forceinline__ int limit_of(const Items& items, const KeyTile& tile, int row) {
+__device__ __forceinline__ int limit_of(const Items& items, const BlockTile& tile, int row) {
   int end = tile.seqlen_k;
   if (items.valid(row) && (cfg::HAS_RIGHT || items.slot(row) == OWN)) {
     end = min(end, items.token(row) - tile.queries.start + tile.shift + 1);
@@ -170,7 +155,7 @@ __device__ __forceinline__ int limit_of(const Items& items, const KeyTile& tile,
 // -inf to the scores of a warp that its rows may not see; `row` and `col` are those of its piece.
 template <int MT, int NT>
 __device__ __forceinline__ void cut_scores(float (&rS)[MT][NT][4], const Items& items,
-                                           const KeyTile& tile, int row, int col) {
+                                           const BlockTile& tile, int row, int col) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
@@ -189,62 +174,64 @@ __device__ __forceinline__ void cut_scores(float (&rS)[MT][NT][4], const Items& 
   }
 }
 
-// A number of each item's selected block, from a (total_q, num_heads_sel, num_selected) array, for
-// the rows of a warp's piece; `without` where the own block was not selected.
+// Scale of each item's selected block, from a (total_q, num_heads_sel, num_selected) array, for the
+// rows of a warp's part; `without` where the own block was not selected.
 template <int MT>
-__device__ __forceinline__ void gather_factors(float (&factor)[MT][2], const float* factors,
-                                               const Items& items, const KeyTile& tile,
-                                               const SelectionSizes& sizes, int row,
-                                               float without) {
+__device__ __forceinline__ void gather_block_scale(float (&scale)[MT][2], const float* scales,
+                                                   const Items& items, const BlockTile& tile,
+                                                   const SelectionSizes& selection, int row,
+                                                   float without) {
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row + i * 16 + half * 8 + threadIdx.x % WARP_SIZE / 4;
-      factor[i][half] = without;
-      if (factors && items.valid(r) && items.slot(r) != OWN) {
-        const int64_t item = static_cast<int64_t>(items.token(r)) * sizes.num_heads_sel +
+      scale[i][half] = without;
+      if (scales && items.valid(r) && items.slot(r) != OWN) {
+        const int64_t item = static_cast<int64_t>(items.token(r)) * selection.num_heads_sel +
                              items.head_sel(r, tile.kv_head);
-        factor[i][half] = factors[item * sizes.num_selected + items.slot(r)];
+        scale[i][half] = scales[item * selection.num_selected + items.slot(r)];
       }
     }
   }
 }
 
-// This warp's row sums to [column piece][BLOCK_M]
-template <int MT, class PieceT>
-__device__ __forceinline__ void store_factor_sums(float* sums, const float (&row_sum)[MT][2],
-                                                  const PieceT& piece) {
+// This warp's row sums to [its place along the columns][BLOCK_M]
+template <int MT, class WarpT>
+__device__ __forceinline__ void store_scale_sums(float (&sums)[4][BLOCK_M],
+                                                 const float (&row_sum)[MT][2], const WarpT& warp) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_row(row_sum[i][half]);
-      const int row = piece.row + i * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0) sums[piece.col / PieceT::SPAN_N * BLOCK_M + row] = sum;
+      const int row = warp.row + i * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0) sums[warp.col / WarpT::SPAN_N][row] = sum;
     }
   }
 }
 
-// Row sums of a tile's column pieces, [column piece][BLOCK_M], to the gradients of the items'
-// factors: a slot gets its sum from one CTA, or from two where a block is cut in two, whose order
-// does not matter.
-template <int PIECES_N>
-__device__ __forceinline__ void write_factor_gradients(float* gradients, const float* sums,
-                                                       const Items& items, const KeyTile& tile,
-                                                       const SelectionSizes& sizes) {
-  static_assert(BLOCK_SIZE / BLOCK_N <= 2, "cfg::BLOCK_N: two halves of a block at most");
+// Row sums of a tile, from WARPS_N warps along the columns, to the gradients of the items' scales: a
+// slot gets its sum from one CTA, or from two where a block is cut in two, whose order does not
+// matter.
+template <int WARPS_N>
+__device__ __forceinline__ void write_scale_gradients(float* gradients,
+                                                      const float (&sums)[4][BLOCK_M],
+                                                      const Items& items, const BlockTile& tile,
+                                                      const SelectionSizes& selection) {
+  static_assert(WARPS_N <= 4, "cfg::WARPS_M_S: four warps along the keys at most");
+  static_assert(PARTS <= 2, "cfg::BLOCK_N: two halves of a block at most");
   for (int item = threadIdx.x; item < min(items.count, ITEMS); item += NUM_THREADS) {
     const int row = item * GROUP;
     if (items.slot(row) == OWN) continue;
     float sum = 0.0f;
-    for (int i = 0; i < PIECES_N * GROUP; ++i) sum += sums[i / GROUP * BLOCK_M + row + i % GROUP];
-    const int64_t at = (static_cast<int64_t>(items.token(row)) * sizes.num_heads_sel +
+    for (int i = 0; i < WARPS_N * GROUP; ++i) sum += sums[i / GROUP][row + i % GROUP];
+    const int64_t at = (static_cast<int64_t>(items.token(row)) * selection.num_heads_sel +
                         items.head_sel(row, tile.kv_head)) *
-                           sizes.num_selected +
+                           selection.num_selected +
                        items.slot(row);
-    if constexpr (BLOCK_SIZE == BLOCK_N) {
+    if constexpr (PARTS == 1) {
       gradients[at] = sum;
     } else {
       red_add(gradients + at, sum);
@@ -268,7 +255,7 @@ __device__ __forceinline__ void add_rows(const float (&c)[MT][NT][4], int col, R
       for (int j = 0; j < NT; j += 2) {
         const float four[4] = {c[i][j][half * 2], c[i][j][half * 2 + 1], c[i][j + 1][half * 2],
                                c[i][j + 1][half * 2 + 1]};
-        red_add_four(row + col + j * 8 + lane % 4 * 4, four);
+        red_add_v4(row + col + j * 8 + lane % 4 * 4, four);
       }
     }
   }
@@ -277,12 +264,13 @@ __device__ __forceinline__ void add_rows(const float (&c)[MT][NT][4], int col, R
 // The tile of a CTA: BLOCK_N keys, blockIdx.x, of kv head blockIdx.y; queries.length is -1 for keys
 // of no sequence.
 template <class Args>
-__device__ __forceinline__ KeyTile find_key_tile(const Args& args) {
-  constexpr int PARTS = BLOCK_SIZE / BLOCK_N;
+__device__ __forceinline__ BlockTile find_block_tile(const Args& args) {
+  const int unit = blockIdx.x / PARTS;
   const TileOfSequence found =
-      find_tile(args.cu_seqlens_k, args.batch, args.total_k, BLOCK_SIZE, blockIdx.x / PARTS);
-  KeyTile tile;
+      find_tile(args.cu_seqlens_k, args.sizes.batch, args.sizes.total_k, BLOCK_SIZE, unit);
+  BlockTile tile;
   tile.batch_index = found.batch_index;
+  tile.unit = unit;
   tile.kv_head = blockIdx.y;
   tile.key = found.block * BLOCK_SIZE + blockIdx.x % PARTS * BLOCK_N;
   tile.keys = min(BLOCK_N, found.length - tile.key);
@@ -290,29 +278,27 @@ __device__ __forceinline__ KeyTile find_key_tile(const Args& args) {
   tile.seqlen_k = found.length;
   tile.queries = Sequence{0, -1};
   if (found.batch_index >= 0) {
-    tile.unit = unit_of(found.start, found.batch_index, found.block, BLOCK_SIZE);
-    tile.queries = sequence_at(args.cu_seqlens_q, found.batch_index, args.total_q);
+    tile.queries = sequence_at(args.cu_seqlens_q, found.batch_index, args.sizes.total_q);
   }
   tile.shift = found.length - tile.queries.length;
   return tile;
 }
 // The tile and the walk of a segment of work, four ints of block_offsets.cu: one list, or a part.
 template <class Args>
-__device__ __forceinline__ KeyTile find_work(const Args& args, const int4& work, ItemWalk& walk) {
-  constexpr int PARTS = BLOCK_SIZE / BLOCK_N;
-  const int units = units_of(args.total_k, args.batch, BLOCK_SIZE);
-  KeyTile tile;
+__device__ __forceinline__ BlockTile find_work(const Args& args, const int4& work, ItemWalk& walk) {
+  const int units = units_of(args.sizes, BLOCK_SIZE);
+  BlockTile tile;
   tile.unit = work.x % units;
-  tile.kv_head = work.x / units % args.num_heads_kv;
-  tile.batch_index =
-      sequence_of(args.cu_seqlens_k, args.batch, args.total_k, tile.unit, BLOCK_SIZE);
-  const Sequence keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.total_k);
-  const int block = tile.unit - unit_of(keys.start, tile.batch_index, 0, BLOCK_SIZE);
+  tile.kv_head = work.x / units % args.sizes.num_heads_kv;
+  tile.batch_index = sequence_of_tile(args.cu_seqlens_k, args.sizes.batch, args.sizes.total_k,
+                                      BLOCK_SIZE, tile.unit);
+  const Sequence keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.sizes.total_k);
+  const int block = tile.unit - first_tile(keys.start, tile.batch_index, BLOCK_SIZE);
   tile.key = block * BLOCK_SIZE + blockIdx.x % PARTS * BLOCK_N;
-  tile.keys = min(BLOCK_N, keys.length - tile.key);
+  tile.keys = block < 0 ? 0 : min(BLOCK_N, keys.length - tile.key);  // less: offsets fall
   tile.first_row = keys.start + tile.key;
   tile.seqlen_k = keys.length;
-  tile.queries = sequence_at(args.cu_seqlens_q, tile.batch_index, args.total_q);
+  tile.queries = sequence_at(args.cu_seqlens_q, tile.batch_index, args.sizes.total_q);
   tile.shift = keys.length - tile.queries.length;
   walk = ItemWalk{};
   walk.first = work.y;
@@ -321,15 +307,15 @@ __device__ __forceinline__ KeyTile find_work(const Args& args, const int4& work,
 }
 // The walk over all lists of a key tile, chunk after chunk.
 template <class Args>
-__device__ __forceinline__ ItemWalk walk_items(const Args& args, const KeyTile& tile) {
-  const int units = units_of(args.total_k, args.batch, BLOCK_SIZE);
+__device__ __forceinline__ ItemWalk walk_items(const Args& args, const BlockTile& tile) {
+  const int units = units_of(args.sizes, BLOCK_SIZE);
   const int64_t list = static_cast<int64_t>(tile.kv_head) * units + tile.unit;
   ItemWalk walk;
   walk.starts = args.starts + list;
   walk.lengths = args.lengths + list;
-  walk.chunk_stride = static_cast<int64_t>(args.num_heads_kv) * units;
+  walk.chunk_stride = static_cast<int64_t>(args.sizes.num_heads_kv) * units;
   walk.chunk = 0;
-  walk.end_chunk = max(1, ceil_div(args.total_q, args.sizes.chunk));
+  walk.end_chunk = chunks_of(args.sizes, args.selection);
   walk.find_list();
   return walk;
 }

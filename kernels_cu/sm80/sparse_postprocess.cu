@@ -5,7 +5,6 @@
 // Twin: rawattn/kernels_numba/sparse_postprocess.py.
 #include "base/ptx.cuh"
 
-constexpr int NUM_THREADS = cfg::NUM_WARPS * WARP_SIZE;
 constexpr int GROUPS = cfg::HEAD_DIM / 16;  // of a row
 
 struct Args {

@@ -13,7 +13,7 @@
 #pragma once
 #include "sm80/sparse_rows.cuh"
 
-// Slots are wanted for the factors of blocks, and to tell the own block where nothing is causal.
+// Slots are wanted for the scales of blocks, and to tell the own block where nothing is causal.
 constexpr bool HAS_SLOTS = cfg::HAS_SCALE || !cfg::HAS_RIGHT;
 
 // An entry of a consumer's queue: a stage, and which items of the consumer's rows named its block.
@@ -26,34 +26,30 @@ struct Entry {
   __device__ __forceinline__ int stage() const { return word >> 16 & 0x7fff; }
 };
 
-// Queues, barriers and slots of the stages, behind their tiles. Each place of a queue has a barrier
-// that says when its entry is there; a queue never holds more than all stages and the stop, so that
-// no entry is overwritten, and no phase passes, before it was taken.
+// Queues, barriers and slots of the stages. Each place of a queue has a barrier that says when its
+// entry is there; a queue never holds more than all stages and the stop, so that no entry is
+// overwritten, and no phase passes, before it was taken.
 struct Ring {
-  Entry* queues;      // [CONSUMERS][DEPTH]
-  int* slots;         // [NUM_STAGES][ITEMS], of members
-  uint32_t barriers;  // full[NUM_STAGES], empty[NUM_STAGES], posted[CONSUMERS][DEPTH]
   static constexpr int DEPTH = NUM_STAGES + 1;
   static constexpr int PLACES = CONSUMERS * DEPTH;
   static constexpr int BARRIERS = 2 * NUM_STAGES + PLACES;
-  static constexpr int BYTES = (PLACES + BARRIERS) * 8 + NUM_STAGES * ITEMS * 4;
+  Entry queues[PLACES];           // [CONSUMERS][DEPTH]
+  uint64_t barriers[BARRIERS];    // full[NUM_STAGES], empty[NUM_STAGES], posted[CONSUMERS][DEPTH]
+  int slots[NUM_STAGES * ITEMS];  // [NUM_STAGES][ITEMS], of members
 
-  __device__ __forceinline__ explicit Ring(char* smem)
-      : queues(reinterpret_cast<Entry*>(smem)),
-        slots(reinterpret_cast<int*>(smem + (PLACES + BARRIERS) * 8)),
-        barriers(smem_address(smem + PLACES * 8)) {}
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const {
-    return barriers + (NUM_STAGES + stage) * 8;
+  __device__ __forceinline__ uint32_t barrier(int i) const {
+    return smem_address(barriers) + i * sizeof(uint64_t);
   }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(NUM_STAGES + stage); }
   __device__ __forceinline__ uint32_t posted(int place) const {
-    return barriers + (2 * NUM_STAGES + place) * 8;
+    return barrier(2 * NUM_STAGES + place);
   }
   // of a consumer's entry of that number
   static __device__ __forceinline__ int place(int consumer, int number) {
     return consumer * DEPTH + number % DEPTH;
   }
-  __device__ __forceinline__ void post(int consumer, int number, const Entry& entry) const {
+  __device__ __forceinline__ void post(int consumer, int number, const Entry& entry) {
     queues[place(consumer, number)] = entry;
     mbarrier_arrive(posted(place(consumer, number)));
   }
@@ -63,13 +59,13 @@ struct Ring {
   }
   // by all threads; a block-wide sync has to follow
   __device__ __forceinline__ void init() const {
-    for (int i = threadIdx.x; i < BARRIERS; i += NUM_WARPS * WARP_SIZE) {
+    for (int i = threadIdx.x; i < BARRIERS; i += NUM_THREADS) {
       // full: the loads of each lane, and its slots; empty: each lane of each consumer, those who do
       // not want the stage at once; posted: the lane that writes the entry
       const int arrivals = i < NUM_STAGES       ? WARP_SIZE * (HAS_SLOTS ? 2 : 1)
                            : i < 2 * NUM_STAGES ? WARP_SIZE * CONSUMERS
                                                 : 1;
-      mbarrier_init(barriers + i * 8, arrivals);
+      mbarrier_init(barrier(i), arrivals);
     }
   }
 };
@@ -91,21 +87,22 @@ __device__ __forceinline__ uint32_t members_of(const uint32_t (&members)[ITEMS_P
 
 // Keys of a stage, from `key` on, into a tile, by the producer: rows past the last key are zeros. One
 // warp loads for all others, so that a whole tile takes the fewest instructions that there can be.
-template <class TileT, int WIDTH>
-__device__ __forceinline__ void load_keys(uint32_t tile_address, const Tensor& x,
-                                          const QueryTile& tile, int key) {
+template <int WIDTH, class TileT>
+__device__ __forceinline__ void load_keys(const TileT& to, const Tensor& x, const ItemTile& tile,
+                                          int key) {
   constexpr int PER_PANEL = TileT::PANEL / 8;
   constexpr int STEP = WARP_SIZE / PER_PANEL;  // rows at once: 4, or 8 of narrow panels
   constexpr int PANELS = TileT::COLS / TileT::PANEL;
   const int lane = threadIdx.x % WARP_SIZE;
   const int chunk = lane % PER_PANEL, first = lane / PER_PANEL;
+  const uint32_t tile_address = to.address();
   // the swizzle repeats after 8 rows
   const uint32_t dst[2] = {tile_address + TileT::offset(first, chunk),
                            tile_address + TileT::offset(first + STEP % 8, chunk)};
   const int valid_rows = tile.keys.length - key;
   const uint16_t* src = x.at(tile.keys.start + key + first, tile.kv_head) + chunk * 8;
   const int64_t step = STEP * x.token_stride;
-  if (WIDTH % TileT::COLS == 0 && valid_rows >= TileT::ROWS) {
+  if (WIDTH == TileT::COLS && valid_rows >= TileT::ROWS) {
 #pragma unroll
     for (int r = 0; r < TileT::ROWS; r += STEP) {
 #pragma unroll
@@ -122,7 +119,7 @@ __device__ __forceinline__ void load_keys(uint32_t tile_address, const Tensor& x
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) {
       const bool valid = r + first < valid_rows &&
-                         (WIDTH % TileT::COLS == 0 || panel * TileT::PANEL + chunk * 8 < WIDTH);
+                         (WIDTH == TileT::COLS || panel * TileT::PANEL + chunk * 8 < WIDTH);
       cp_async((r & STEP % 8 ? dst[1] : dst[0]) + r / 8 * 8 * TileT::ROW_BYTES +
                    panel * TileT::PANEL_BYTES,
                src + panel * TileT::PANEL, valid);
@@ -131,17 +128,17 @@ __device__ __forceinline__ void load_keys(uint32_t tile_address, const Tensor& x
   }
 }
 
-// The producer's side: merge the items' lists, and load(stage, key) for every stage.
-template <class Load>
-__device__ __forceinline__ void produce(const Ring& ring, const QueryTile& tile, const int* blocks,
-                                        const int* slots, int total_q, int width, Load&& load) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  const int64_t first = static_cast<int64_t>(tile.head_sel) * total_q + tile.first_token;
+// The producer's side: merge the items' lists, and stages[i].load(args, tile, key) for every stage.
+template <class Args, class Stage>
+__device__ __forceinline__ void produce(const Args& args, Ring& ring, const ItemTile& tile,
+                                        Stage (&stages)[NUM_STAGES]) {
+  const int lane = threadIdx.x % WARP_SIZE, width = args.selection.width;
+  const int64_t first = static_cast<int64_t>(tile.head_sel) * args.sizes.total_q + tile.first_token;
   // of this lane's items: the next block, its place in the list, and the block behind it, which is
   // asked for long before it is the next
   int next[ITEMS_PER_LANE], place[ITEMS_PER_LANE], behind[ITEMS_PER_LANE];
   const auto block_at = [&](int i, int at) {
-    return at < width ? blocks[(first + i * WARP_SIZE + lane) * width + at] : END;
+    return at < width ? args.blocks[(first + i * WARP_SIZE + lane) * width + at] : END;
   };
 #pragma unroll
   for (int i = 0; i < ITEMS_PER_LANE; ++i) {
@@ -166,7 +163,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const QueryTile& tile,
       members[i] = __ballot_sync(0xffffffff, member);
       if (member) {
         if constexpr (HAS_SLOTS) {
-          slot[i] = slots[(first + i * WARP_SIZE + lane) * width + place[i]];
+          slot[i] = args.slots[(first + i * WARP_SIZE + lane) * width + place[i]];
         }
         next[i] = behind[i];
         behind[i] = block_at(i, ++place[i] + 1);
@@ -200,7 +197,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const QueryTile& tile,
       if (lane == 0 && others > 0) {
         mbarrier_arrive_no_complete(ring.empty(stage), WARP_SIZE * others);
       }
-      load(stage, key);
+      stages[stage].load(args, tile, key);
       cp_async_mbarrier_arrive_noinc(ring.full(stage));
       if constexpr (HAS_SLOTS) mbarrier_arrive(ring.full(stage));
       if (wanted) {
@@ -214,7 +211,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const QueryTile& tile,
 
 // The consumers' side: body(stage, rows) for every stage that a row of this warp has named.
 template <class Body>
-__device__ __forceinline__ void consume(const Ring& ring, const QueryTile& tile, int warp_row,
+__device__ __forceinline__ void consume(const Ring& ring, const ItemTile& tile, int warp_row,
                                         Body&& body) {
   const int lane = threadIdx.x % WARP_SIZE;
   const int row = warp_row + lane / 4;
@@ -247,3 +244,16 @@ __device__ __forceinline__ void consume(const Ring& ring, const QueryTile& tile,
     mbarrier_arrive(ring.empty(stage));
   }
 }
+
+// What a stage holds without tangents
+template <class TileK, class TileV>
+struct KeyStage {
+  TileK k;
+  TileV v;
+
+  template <class Args>
+  __device__ __forceinline__ void load(const Args& args, const ItemTile& tile, int key) const {
+    load_keys<cfg::WIDTH>(k, args.k, tile, key);
+    load_keys<cfg::WIDTH_V>(v, args.v, tile, key);
+  }
+};

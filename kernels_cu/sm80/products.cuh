@@ -7,6 +7,30 @@
 #pragma once
 #include "base/layout.cuh"
 
+__device__ constexpr int largest_divisor(int number, int limit) {
+  int divisor = limit < number ? limit : number;
+  while (number % divisor) --divisor;
+  return divisor;
+}
+// The part of a ROWS x COLS product that a warp makes: whole 16 x 16 squares. WARPS_M warps lie along
+// the rows where there are so many squares, the rest along the columns; EVERY says that none is
+// left without a part, whose row would be ROWS.
+template <int ROWS, int COLS, int WARPS_M>
+struct WarpTile {
+  static constexpr int WANTED_M = largest_divisor(ROWS / 16, WARPS_M);
+  static constexpr int WARPS_N = largest_divisor(COLS / 16, cfg::NUM_WARPS / WANTED_M);
+  static constexpr int ALONG_M = largest_divisor(ROWS / 16, cfg::NUM_WARPS / WARPS_N);
+  static constexpr bool EVERY = ALONG_M * WARPS_N == cfg::NUM_WARPS;
+  static constexpr int MT = ROWS / ALONG_M / 16, NT = COLS / WARPS_N / 8;
+  static constexpr int SPAN_M = MT * 16, SPAN_N = NT * 8;
+  static_assert(ROWS % 16 == 0 && COLS % 16 == 0, "cfg::BLOCK_M, BLOCK_N: multiples of 16");
+  int row, col;  // of this warp's part
+  __device__ __forceinline__ explicit WarpTile(int warp)
+      : row(EVERY || warp < ALONG_M * WARPS_N ? warp % ALONG_M * SPAN_M : ROWS),
+        col(warp / ALONG_M % WARPS_N * SPAN_N) {}
+  __device__ __forceinline__ bool any() const { return EVERY || row < ROWS; }
+};
+
 template <int MT, int NT>
 __device__ __forceinline__ void clear(float (&c)[MT][NT][4]) {
 #pragma unroll
@@ -103,56 +127,5 @@ __device__ __forceinline__ void multiply_py(float (&c)[MT][NT][4], const float (
     uint32_t a[MT][4];
     to_operand(a, p, k);
     multiply_step(c, a, [&](uint32_t (&b)[4], int j) { y.load(b, k, j); });
-  }
-}
-
-// Accumulators times `scale(i, half)` as 16-bit elements into a tile, from row `row`, a multiple of
-// 8, and column `col`, a multiple of the accumulators' width. Eight rows of a square land in eight
-// different chunks: no bank conflict.
-template <class TileT, int MT, int NT, class Scale>
-__device__ __forceinline__ void store_tile(char* tile, const float (&c)[MT][NT][4], int row,
-                                           int col, Scale&& scale) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  const RowWalker<TileT, NT * 8> lane_row(lane % 4 * 4, row + lane / 4, col / 8);
-#pragma unroll
-  for (int i = 0; i < MT; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = scale(i, half);
-#pragma unroll
-      for (int j = 0; j < NT; ++j) {
-        *reinterpret_cast<uint32_t*>(tile + lane_row.at(i * 16 + half * 8, j)) =
-            cvt_rn_x2(c[i][j][2 * half] * factor, c[i][j][2 * half + 1] * factor);
-      }
-    }
-  }
-}
-
-// Rows [first, first + ROWS) of a tile to a packed tensor, from its column `first_col` on, 16 bytes
-// a lane; rows at or past `valid_rows` and columns at or past WIDTH stay unwritten.
-template <class TileT, int WIDTH, int NUM_THREADS, int ROWS>
-__device__ __forceinline__ void write_rows(uint16_t* gX, int64_t token_stride, const char* tile,
-                                           int first, int valid_rows, int thread,
-                                           int first_col = 0) {
-  constexpr int TOTAL = ROWS * TileT::CHUNKS;
-#pragma unroll
-  for (int i = 0; i < ceil_div(TOTAL, NUM_THREADS); ++i) {
-    const int index = i * NUM_THREADS + thread;
-    const int row = first + index / TileT::CHUNKS, chunk = index % TileT::CHUNKS;
-    if ((TOTAL % NUM_THREADS == 0 || index < TOTAL) && row < valid_rows &&
-        (WIDTH % TileT::COLS == 0 || first_col + chunk * 8 < WIDTH)) {
-      *reinterpret_cast<uint4*>(gX + row * token_stride + first_col + chunk * 8) =
-          *reinterpret_cast<const uint4*>(tile + TileT::offset(row, chunk));
-    }
-  }
-}
-
-// Zeros to rows [0, rows) of a packed tensor.
-template <int WIDTH, int NUM_THREADS>
-__device__ __forceinline__ void zero_rows(uint16_t* gX, int64_t token_stride, int rows) {
-  constexpr int CHUNKS = WIDTH / 8;
-  for (int index = threadIdx.x; index < rows * CHUNKS; index += NUM_THREADS) {
-    *reinterpret_cast<uint4*>(gX + index / CHUNKS * token_stride + index % CHUNKS * 8) =
-        uint4{0, 0, 0, 0};
   }
 }

@@ -1,21 +1,20 @@
-// What both backward kernels do with a tile of scores: P from S and the row statistics, dS from dP.
+// Numbers of a row, L and D, and what they make of scores and of dP: elementwise, on accumulators.
 #pragma once
-#include "base/mask.cuh"
 #include "base/ptx.cuh"
 
-// a ROWS x COLS product cut into WARPS_M x (NUM_WARPS / WARPS_M) pieces, one a warp
-template <int ROWS, int COLS, int WARPS_M, int NUM_WARPS>
-struct Cut {
-  static constexpr int WARPS_N = NUM_WARPS / WARPS_M;
-  static constexpr int MT = ROWS / WARPS_M / 16, NT = COLS / WARPS_N / 8;
-  static_assert(NUM_WARPS % WARPS_M == 0 && ROWS % (WARPS_M * 16) == 0 &&
-                    COLS % (WARPS_N * 16) == 0,
-                "cfg::WARPS_M_S, WARPS_N_KV, WARPS_M_DQ: each warp gets whole 16 x 16 squares");
-  static constexpr int SPAN_M = MT * 16, SPAN_N = NT * 8;
-  int row, col;  // of this warp's piece
-  __device__ __forceinline__ explicit Cut(int warp)
-      : row(warp % WARPS_M * SPAN_M), col(warp / WARPS_M * SPAN_N) {}
-};
+// body(i, j, e) for every element of a warp's accumulators, whose row is that of (i, e / 2)
+template <int MT, int NT, class Body>
+__device__ __forceinline__ void for_each(Body&& body) {
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) body(i, j, e);
+    }
+  }
+}
+
 // One number for each row of a warp's accumulators.
 template <int MT>
 struct PerRow {
@@ -58,30 +57,16 @@ __device__ __forceinline__ PerRow<MT> load_delta(const float* delta, int row,
 template <int MT, int NT>
 __device__ __forceinline__ void scores_to_p(float (&rS)[MT][NT][4], const PerRow<MT>& lse_log2,
                                             float scale_log2) {
-#pragma unroll
-  for (int i = 0; i < MT; ++i) {
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        rS[i][j][e] = ex2_approx(rS[i][j][e] * scale_log2 - lse_log2.value[i][e / 2]);
-      }
-    }
-  }
+  for_each<MT, NT>([&](int i, int j, int e) {
+    rS[i][j][e] = ex2_approx(rS[i][j][e] * scale_log2 - lse_log2.value[i][e / 2]);
+  });
 }
 
 // dP -> dS = P (dP - D)
 template <int MT, int NT>
 __device__ __forceinline__ void dp_to_ds(float (&rdP)[MT][NT][4], const float (&rP)[MT][NT][4],
                                          const PerRow<MT>& delta) {
-#pragma unroll
-  for (int i = 0; i < MT; ++i) {
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        rdP[i][j][e] = rP[i][j][e] * (rdP[i][j][e] - delta.value[i][e / 2]);
-      }
-    }
-  }
+  for_each<MT, NT>([&](int i, int j, int e) {
+    rdP[i][j][e] = rP[i][j][e] * (rdP[i][j][e] - delta.value[i][e / 2]);
+  });
 }

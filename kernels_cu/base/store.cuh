@@ -1,0 +1,84 @@
+// From accumulators to shared tiles, from tiles to packed tensors, 16 bytes a lane.
+#pragma once
+#include "base/layout.cuh"
+
+// Accumulators times `scale(i, half)` as 16-bit elements into a tile, from row `row`, a multiple of
+// 8, and column `col`, a multiple of the accumulators' width. Eight rows of a square land in eight
+// different chunks: no bank conflict.
+template <class TileT, int MT, int NT, class Scale>
+__device__ __forceinline__ void store_tile(TileT& tile, const float (&c)[MT][NT][4], int row,
+                                           int col, Scale&& scale) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  const RowWalker<TileT, NT * 8> lane_row(lane % 4 * 4, row + lane / 4, col / 8);
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = scale(i, half);
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        *reinterpret_cast<uint32_t*>(tile.bytes + lane_row.at(i * 16 + half * 8, j)) =
+            cvt_rn_x2(c[i][j][2 * half] * factor, c[i][j][2 * half + 1] * factor);
+      }
+    }
+  }
+}
+
+// the same, unscaled
+template <class TileT, int MT, int NT>
+__device__ __forceinline__ void store_tile(TileT& tile, const float (&c)[MT][NT][4], int row,
+                                           int col) {
+  store_tile(tile, c, row, col, [](int, int) { return 1.0f; });
+}
+
+// Rows [first, first + ROWS) of a tile to one head of a packed tensor, whose token `token` is row 0,
+// from its column `first_col` on, 16 bytes a lane; rows at or past `valid_rows` and columns at or
+// past WIDTH stay unwritten. PADDED as in load_rows.
+template <int WIDTH, int THREADS, int ROWS, int PADDED, class TileT>
+__device__ __forceinline__ void write_rows_by(const Tensor& x, int64_t token, int head,
+                                              const TileT& tile, int first, int valid_rows,
+                                              int thread, int first_col) {
+  constexpr int TOTAL = ROWS * TileT::CHUNKS;
+  uint16_t* gX = x.at(token, head) + first_col;
+#pragma unroll
+  for (int i = 0; i < ceil_div(TOTAL, THREADS); ++i) {
+    const int index = i * THREADS + thread;
+    const int row = first + index / TileT::CHUNKS, chunk = index % TileT::CHUNKS;
+    if ((TOTAL % THREADS == 0 || index < TOTAL) && row < valid_rows &&
+        (WIDTH == PADDED || first_col + chunk * 8 < WIDTH)) {
+      *reinterpret_cast<uint4*>(gX + row * x.token_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile.bytes + TileT::offset(row, chunk));
+    }
+  }
+}
+// by all threads of the CTA: the whole tile
+template <int WIDTH, class TileT>
+__device__ __forceinline__ void write_rows(const Tensor& x, int64_t token, int head,
+                                           const TileT& tile, int valid_rows) {
+  write_rows_by<WIDTH, NUM_THREADS, TileT::ROWS, TileT::COLS>(x, token, head, tile, 0, valid_rows,
+                                                              threadIdx.x, 0);
+}
+// by one warp: ROWS rows from `first` on, which its lanes have written
+template <int WIDTH, int ROWS, int PADDED = 0, class TileT>
+__device__ __forceinline__ void write_warp_rows(const Tensor& x, int64_t token, int head,
+                                                const TileT& tile, int first, int valid_rows,
+                                                int first_col = 0) {
+  constexpr int COLUMNS = PADDED ? PADDED : TileT::COLS;
+  write_rows_by<WIDTH, WARP_SIZE, ROWS, COLUMNS>(x, token, head, tile, first, valid_rows,
+                                                 threadIdx.x % WARP_SIZE, first_col);
+}
+
+// Zeros to `rows` rows of one head of a packed tensor, from `token` on
+template <int WIDTH>
+__device__ __forceinline__ void zero_rows(const Tensor& x, int64_t token, int head, int rows) {
+  constexpr int CHUNKS = WIDTH / 8;
+  uint16_t* gX = x.at(token, head);
+  for (int index = threadIdx.x; index < rows * CHUNKS; index += NUM_THREADS) {
+    *reinterpret_cast<uint4*>(gX + index / CHUNKS * x.token_stride + index % CHUNKS * 8) =
+        uint4{0, 0, 0, 0};
+  }
+}
+// A number to the same rows of (num_heads_q, total_q) statistics, the first of them at `at`
+__device__ __forceinline__ void fill_statistic(float* statistic, int64_t at, int rows, float x) {
+  for (int row = threadIdx.x; row < rows; row += NUM_THREADS) statistic[at + row] = x;
+}

@@ -1,0 +1,76 @@
+// The tile of queries, or of keys, that a CTA works on, and which tiles of the other side meet it.
+// No shared memory, no barrier.
+#pragma once
+#include "base/mask.cuh"
+#include "base/varlen.cuh"
+
+// BLOCK_M queries of one head. Tiles of keys [n_begin, n_end) hold keys that some of them may see.
+struct QueryTile {
+  int batch_index, head, kv_head;
+  int row0, valid_rows;  // first row within the sequence; how many of them there are
+  int first_row;         // the same row in the packed tensors
+  Sequence keys;
+  Mask mask;
+  int n_begin, n_end;
+
+  // nothing to compute: the rows see no key, belong to no sequence, or do not exist
+  __device__ __forceinline__ bool dead() const { return n_end <= n_begin; }
+  // of the first row, in (num_heads_q, total_q) statistics
+  __device__ __forceinline__ int64_t statistic(const Sizes& sizes) const {
+    return static_cast<int64_t>(head) * sizes.total_q + first_row;
+  }
+};
+
+template <int BLOCK_M, int BLOCK_N>
+__device__ __forceinline__ QueryTile find_query_tile(const int* cu_seqlens_q,
+                                                     const int* cu_seqlens_k, const Sizes& sizes,
+                                                     int number, int head) {
+  const TileOfSequence found = find_tile(cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, number);
+  QueryTile tile{found.batch_index, head, head / sizes.group()};
+  int block = found.block;
+  if (found.batch_index >= 0) {
+    tile.keys = sequence_at(cu_seqlens_k, found.batch_index, sizes.total_k);
+    // with a right bound the last tiles of a sequence are the longest: they start first
+    const int blocks = ceil_div(found.length, BLOCK_M);
+    if (cfg::HAS_RIGHT && block < blocks) block = blocks - 1 - block;
+  }
+  tile.row0 = block * BLOCK_M;
+  tile.valid_rows = min(BLOCK_M, found.length - tile.row0);
+  tile.first_row = found.start + tile.row0;
+  tile.mask = Mask{found.length, tile.keys.length, sizes.window_left, sizes.window_right};
+  if (tile.valid_rows > 0) {
+    tile.n_begin = tile.mask.first_key(tile.row0) / BLOCK_N;
+    tile.n_end = ceil_div(tile.mask.end_key(tile.row0 + tile.valid_rows - 1), BLOCK_N);
+  }
+  return tile;
+}
+
+// BLOCK_N keys of one kv head. Tiles of queries [m_begin, m_end) hold queries that see some of them.
+struct KeyTile {
+  int batch_index, kv_head;
+  int col0, valid_cols;  // first key within the sequence; how many of them there are
+  int first_col;         // the same key in the packed tensors
+  Sequence queries;
+  Mask mask;
+  int m_begin, m_end;
+
+  // nothing to compute: nobody sees the keys, they belong to no sequence, or do not exist
+  __device__ __forceinline__ bool dead() const { return m_end <= m_begin; }
+};
+
+template <int BLOCK_M, int BLOCK_N>
+__device__ __forceinline__ KeyTile find_key_tile(const int* cu_seqlens_q, const int* cu_seqlens_k,
+                                                 const Sizes& sizes, int number, int kv_head) {
+  const TileOfSequence found = find_tile(cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, number);
+  KeyTile tile{found.batch_index, kv_head, found.block * BLOCK_N, found.valid_rows(BLOCK_N)};
+  tile.first_col = found.start + tile.col0;
+  if (found.batch_index >= 0) {
+    tile.queries = sequence_at(cu_seqlens_q, found.batch_index, sizes.total_q);
+  }
+  tile.mask = Mask{tile.queries.length, found.length, sizes.window_left, sizes.window_right};
+  if (tile.valid_cols > 0) {
+    tile.m_begin = tile.mask.first_query(tile.col0) / BLOCK_M;
+    tile.m_end = ceil_div(tile.mask.end_query(tile.col0 + tile.valid_cols - 1), BLOCK_M);
+  }
+  return tile;
+}
