@@ -1,5 +1,6 @@
 """The tools as far as they go without a GPU: cases, tables, records, logs read right."""
 
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+import bench
 import dump_sass
 import sanitize
 import visits
@@ -224,10 +227,10 @@ def test_bench_without_a_gpu_says_so_in_a_line() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, ROOT / "tools/bench.py", "--suite", "seed", "--host"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 1 and not run.stdout
-    assert run.stderr.startswith("Error: no CUDA device") and run.stderr.count("\n") == 1
+    for options in (["--suite", "seed"], ["--host"], ["--old", str(ROOT)]):
+        run = CliRunner().invoke(bench.main, options)
+        assert run.exit_code == 1 and isinstance(run.exception, SystemExit)
+        assert run.output.startswith("Error: no CUDA device") and run.output.count("\n") == 1
 
 
 def test_bench_shows_a_record(tmp_path: Path) -> None:
@@ -241,11 +244,66 @@ def test_bench_shows_a_record(tmp_path: Path) -> None:
 
 def test_rows_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = plots.plot(RESULT["bench"] + SECOND["bench"] + SPARSE["bench"], tmp_path)
-    names = ["paper_d64.png", "paper_d256.png"]
-    names += ["sparse.png", "sparse_local.png", "second_length.png", "sparse_length.png"]
-    assert [path.name for path in paths] == names
-    assert all(path.stat().st_size > 10_000 for path in paths)
+    (path,) = plots.plot(RESULT | {"bench": RESULT["bench"][:1]}, tmp_path)
+    assert path.name == "paper_d64.png" and path.stat().st_size > 10_000
+
+
+def test_a_contender_has_its_colour_and_name_in_every_plot() -> None:
+    colors = pytest.importorskip("matplotlib.colors")
+    rows = [*RESULT["bench"], *SECOND["bench"], *SPARSE["bench"]]
+    rows += [row("docs_d64_f", d, 1.0, fa4=0.5) for d in ("forward", "backward")]
+    drawn = plots.figures(RESULT | {"bench": rows})
+    assert list(drawn) == [
+        *("paper_d64", "paper_d256", "varlen", "sparse", "sparse_local"),
+        *("second_length", "sparse_length"),
+    ]
+    for name, figure in drawn.items():
+        assert "NVIDIA H200, bfloat16" in figure.get_suptitle()
+        note = figure.get_supxlabel()
+        assert ("TFLOP/s" if name.startswith(("paper", "varlen")) else "of a call") in note
+        lines = [line for axis in figure.axes for line in axis.lines]
+        said = {
+            text.get_text().split("\n")[0].split(", dense")[0]: text.get_color()
+            for axis in figure.axes
+            for text in axis.texts
+        }
+        assert all(
+            plots.LOOKS[key][1] == said[label]
+            for key, (label, _) in plots.LOOKS.items()
+            if label in said
+        )
+        assert {line.get_color() for line in lines} == {*said.values()}
+        assert all(axis.get_legend() is None for axis in figure.axes), "a legend covers data"
+        if name == "varlen":
+            (legend,) = figure.legends
+            shown = dict(
+                zip((t.get_text() for t in legend.get_texts()), legend.get_patches(), strict=True)
+            )
+            assert colors.same_color(
+                shown["FlashAttention-4"].get_facecolor(), plots.LOOKS["fa4"][1]
+            )
+            bars = figure.axes[0].patches
+            assert sum(bar.get_x() + bar.get_width() / 2 for bar in bars) == pytest.approx(0)
+        elif lines:
+            labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+            lengths = sorted(
+                {x for axis in figure.axes for line in axis.lines for x in line.get_xdata()}
+            )
+            assert all(math.log2(x).is_integer() for x in lengths)
+            assert labels and all(label.rstrip("k").isdigit() for label in labels)
+    ends = [text.get_text() for text in drawn["second_length"].axes[0].texts]
+    assert any("out of memory" in text for text in ends)
+
+
+def test_names_at_line_ends_do_not_meet() -> None:
+    placed = plots.spread({"a": 0.5, "b": 0.51, "c": 0.2, "d": 0.52, "e": 0.24}, 0.05)
+    ordered = sorted(placed, key=lambda name: placed[name])
+    assert ordered == ["c", "e", "a", "b", "d"]
+    heights = [placed[name] for name in ordered]
+    assert min(y - x for x, y in itertools.pairwise(heights)) > 0.05 - 1e-6
+    assert (
+        placed["b"] == pytest.approx(0.51) and plots.spread({"a": 0.3, "b": 0.5}, 0.1)["a"] == 0.3
+    )
 
 
 @pytest.mark.parametrize(
