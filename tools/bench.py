@@ -4,11 +4,12 @@ Every time is the median GPU time of one call, the L2 cache flushed before it. A
 holds only beside the numbers of the same run. Memory is the most that a contender takes beyond the
 inputs.
 
-    python tools/bench.py --suite paper --suite varlen --suite seed --json bench.json
-    python tools/bench.py --suite second --suite second_length --plot plots
-    python tools/bench.py --suite sparse --suite sparse_local --suite sparse_length
+    python tools/bench.py --suite paper --suite varlen --json bench.json
+    python tools/bench.py --suite paper --sustained 1      # and alone, under continuous load
+    python tools/bench.py --old ../before --suite seed     # beside the sources of another checkout
     python tools/bench.py --host
-    python tools/bench.py --from tools/records/h200.json --markdown README.md --plot plots
+    python tools/bench.py --from tools/records/h200.json \\
+        --markdown README.md --markdown tools/records/README.md --plot plots
 """
 
 import json
@@ -18,20 +19,23 @@ from typing import Any
 import click
 
 from measure.cases import SUITES, WORK
-from measure.host import first_call_times, host_times
-from measure.machine import describe
-from measure.plots import plot
-from measure.tables import markdown_tables, print_tables, splice
-from measure.timing import DEFAULT_PEERS, LEAD_CYCLES, measure, wanted
+from measure.pages import markdown_tables, splice_all
+from measure.tables import old_summary, print_tables
+from measure.timing import DEFAULT_PEERS, LEAD_CYCLES, Plan, measure, wanted
 from rawattn.variants import METHODS
 
+FILE = click.Path(path_type=Path)
+EXISTING = click.Path(exists=True, path_type=Path)
 
-@click.command()
+
+@click.command(help=__doc__.split("\n")[0])
 @click.option(
     "--suite", "suites", multiple=True, type=click.Choice(tuple(SUITES)), help="default: all"
 )
 @click.option(
-    "--peers", default=",".join(DEFAULT_PEERS), show_default=True, help="flex too, on request"
+    "--peers",
+    default=None,
+    help=f"comma-separated; default: {','.join(DEFAULT_PEERS)}; none with --old; flex on request",
 )
 @click.option("--only", default="", help="only cases whose name contains this")
 @click.option(
@@ -52,6 +56,10 @@ from rawattn.variants import METHODS
     help="GPU cycles in which the host queues a round; 0: the host's time counts too",
 )
 @click.option(
+    "--sustained", default=0.0, help="also each contender alone, back to back, for so many seconds"
+)
+@click.option("--heat", default=1.0, show_default=True, help="seconds of products before those")
+@click.option(
     "--budget", default=300.0, show_default=True, help="seconds after which no case starts"
 )
 @click.option(
@@ -62,61 +70,92 @@ from rawattn.variants import METHODS
 )
 @click.option("--host", is_flag=True, help="measure host times instead of the suites")
 @click.option(
-    "--from",
-    "source",
-    type=click.Path(exists=True, path_type=Path),
-    help="show a JSON file or record; measure nothing",
+    "--old", "tree", type=EXISTING, help="a checkout whose rawattn is timed too, host times as well"
 )
-@click.option("--json", "target", type=click.Path(path_type=Path))
+@click.option("--from", "source", type=EXISTING, help="show a JSON file or record; measure nothing")
+@click.option("--json", "target", type=FILE)
 @click.option(
     "--markdown",
-    type=click.Path(exists=True, path_type=Path),
+    "pages",
+    multiple=True,
+    type=EXISTING,
     help="write the tables between this file's markers",
 )
-@click.option("--plot", "plots", type=click.Path(path_type=Path), help="draw into this folder")
+@click.option("--plot", "plots", type=FILE, help="draw into this folder")
 def main(
     suites: tuple[str, ...],
-    peers: str,
     only: str,
     directions: tuple[str, ...],
-    methods: tuple[str, ...],
-    rounds: int,
-    lead: int,
-    budget: float,
     against: str,
-    host: bool,
+    budget: float,
     source: Path | None,
     target: Path | None,
-    markdown: Path | None,
+    pages: tuple[Path, ...],
     plots: Path | None,
+    **how: Any,
 ) -> None:
-    """Measure rawattn beside the peers that are importable, in one run."""
-    missing = 0
     result: dict[str, Any]
     if source:
-        result = json.loads(source.read_text())
-    elif host:
-        result = describe() | {"host": host_times(), "first_call": first_call_times()}
+        result, missing = json.loads(source.read_text()), 0
     else:
         cases = [case for name in suites or SUITES for case in SUITES[name]() if only in case.name]
-        chosen_peers = peers.split(",") if peers else []
-        rows = measure(cases, directions, chosen_peers, methods, rounds, budget, lead)
-        result = describe() | {"bench": rows}
-        missing = len(wanted(cases, directions)) - len(rows)
+        result, missing = run(cases, directions, budget, **how)
     chosen = against.split(",")
     print_tables(result, chosen)
     if target:
         target.write_text(json.dumps(result, indent=1) + "\n")
-    if markdown:
-        text = markdown.read_text()
-        for name, body in markdown_tables(result, chosen).items():
-            text = splice(text, name, body)
-        markdown.write_text(text)
+    if pages:
+        splice_all(pages, markdown_tables(result, chosen))
     if plots:
-        for path in plot(result["bench"], plots):
+        from measure.plots import plot
+
+        for path in plot(result, plots):
             click.echo(path)
     if missing:
         raise click.ClickException(f"{missing} measurements are missing")
+
+
+def run(
+    cases: list[Any],
+    directions: tuple[str, ...],
+    budget: float,
+    *,
+    peers: str | None,
+    host: bool,
+    tree: Path | None,
+    **plan: Any,
+) -> tuple[dict[str, Any], int]:
+    """What was measured, and how many measurements are missing."""
+    require_gpu()
+    from measure.beside import load_old
+    from measure.host import first_call_times, host_times
+    from measure.machine import describe
+
+    old = load_old(tree) if tree else None
+    if host:
+        return describe() | {"host": host_times(old), "first_call": first_call_times()}, 0
+    if peers is None:
+        peers = "" if old else ",".join(DEFAULT_PEERS)
+    chosen = tuple(filter(None, peers.split(",")))
+    rows = measure(cases, directions, Plan(peers=chosen, old=old, **plan), budget)
+    result = describe() | {"bench": rows}
+    if old:
+        result |= {"old": old_summary(rows), "host": host_times(old)}
+    return result, len(wanted(cases, directions)) - len(rows)
+
+
+def require_gpu() -> None:
+    """ClickException in one line where nothing can be measured."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise click.ClickException(
+            "the benchmark needs torch: install it as its site says"
+        ) from None
+    if not torch.cuda.is_available():
+        raise click.ClickException(
+            "no CUDA device that torch can use: measure on a GPU, or show a record with --from"
+        )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """What a GPU showed of these sources, kept in tools/records/<gpu>.json: tests, sanitizer, bench.
 
-    python tools/record.py --tests --sanitizer --bench    # each may run on its own
-    python tools/record.py --check                        # exit 1 when the sources have changed
+    python tools/record.py --tests --sanitizer --bench --host    # or each part on its own:
+    python tools/record.py --tests --shard 2/4                   # a quarter of the tests
+    python tools/record.py --sanitizer racecheck
+    python tools/record.py --bench --suite paper --sustained 1
+    python tools/record.py --check       # exit 1 unless every record counts for these sources
 
 A part is merged into the record of the same GPU while the sources are the same; other sources begin
-a new record. --check needs nothing but Python.
+a new record. A record counts when no test failed, no part of the tests is missing and all four
+sanitizers ended with 0 errors. --check needs nothing but Python.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "records"
 SUFFIXES = {".py", ".cu", ".cuh"}
 DIAGNOSIS = Path("rawattn", "check", "diagnose")
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 Record = dict[str, Any]
 
@@ -41,18 +47,40 @@ def sources_hash(root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
+def faults(record: Record, now: str) -> list[str]:
+    """Why a record does not count for the sources whose hash is ``now``; empty when it does."""
+    tests, sanitizer = record.get("tests"), record.get("sanitizer", {})
+    found = [] if record["sources"] == now else ["the sources have changed since"]
+    if not tests or not tests["passed"]:
+        found.append("no tests")
+    elif tests["failed"]:
+        found.append(f"{tests['failed']} tests failed")
+    if tests and (missing := missing_shards(tests)):
+        found.append(f"tests without shards {', '.join(missing)}")
+    if wrong := [tool for tool in SANITIZERS if sanitizer.get(tool) != 0]:
+        found.append(f"no clean end of {', '.join(wrong)}")
+    return found
+
+
+def missing_shards(tests: Record) -> list[str]:
+    """The shards that are not in a record whose tests were run in parts."""
+    shards = tests.get("shards", {})
+    number = max((int(shard.split("/")[1]) for shard in shards), default=0)
+    return [f"{i}/{number}" for i in range(1, number + 1) if f"{i}/{number}" not in shards]
+
+
 def check(folder: Path = RECORDS, root: Path = ROOT) -> int:
-    """Print whether each record is of the present sources; 0 when all are and there is one."""
+    """Print what each record is worth for the present sources; 0 if there is one and all count."""
     now = sources_hash(root)
     records = sorted(folder.glob("*.json"))
     if not records:
         print(f"no GPU record in {folder.name}/")
-    stale = 0
+    bad = 0
     for path in records:
-        fresh = json.loads(path.read_text())["sources"] == now
-        stale += not fresh
-        print(f"{path.name}: {'fresh' if fresh else 'the sources have changed since'}")
-    return 1 if stale or not records else 0
+        found = faults(json.loads(path.read_text()), now)
+        bad += bool(found)
+        print(f"{path.name}: {'does not count: ' + '; '.join(found) if found else 'counts'}")
+    return 1 if bad or not records else 0
 
 
 def record_path(gpu: str, folder: Path = RECORDS) -> Path:
@@ -62,7 +90,10 @@ def record_path(gpu: str, folder: Path = RECORDS) -> Path:
 
 
 def merge(old: Record | None, new: Record) -> Record:
-    """``new`` parts over ``old``'s when the sources are the same; benchmark rows by their case."""
+    """``new`` parts over ``old``'s when the sources are the same.
+
+    Benchmark rows go by their case, sanitizer results by their tool, tests by their shard.
+    """
     if old is None or old["sources"] != new["sources"]:
         return new
 
@@ -73,7 +104,32 @@ def merge(old: Record | None, new: Record) -> Record:
     rows = {key(row): row for record in (old, new) for row in record.get("bench", [])}
     if rows:
         merged["bench"] = list(rows.values())
+    if "sanitizer" in merged:
+        merged["sanitizer"] = old.get("sanitizer", {}) | new.get("sanitizer", {})
+    shards = new.get("tests", {}).get("shards", {})
+    if shards:
+        earlier = old.get("tests", {}).get("shards", {})
+        number = next(iter(shards)).split("/")[1]
+        same = {shard: counts for shard, counts in earlier.items() if shard.endswith(f"/{number}")}
+        merged["tests"] = add_up(same | shards)
     return merged
+
+
+def add_up(shards: dict[str, dict[str, int]]) -> Record:
+    """The counts of all tests, and those of each shard."""
+    names = ("passed", "failed", "skipped")
+    return {name: sum(s[name] for s in shards.values()) for name in names} | {"shards": shards}
+
+
+def dumps(record: Record) -> str:
+    """JSON with one entry a line, and one row of a list a line, so that differences read well."""
+    lines = []
+    for name, value in record.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        lines.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def count_tests(junit: Path) -> dict[str, int]:
@@ -88,39 +144,50 @@ def count_tests(junit: Path) -> dict[str, int]:
     return counts
 
 
-def run_tests(workers: int) -> dict[str, int]:
-    """The tests marked gpu, in ``workers`` processes; the slow ones, which measure time, alone."""
+def run_tests(workers: int, shard: str = "") -> Record:
+    """The tests marked gpu, in ``workers`` processes; the slow ones, which measure time, alone.
+
+    ``shard``: "2/4" runs the second of four parts, and the counts are those of it.
+    """
     counts = {"passed": 0, "failed": 0, "skipped": 0}
+    part = ["-p", "measure.shard", "--shard", shard] if shard else []
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
     for marks, processes in (("gpu and not slow", workers), ("gpu and slow", 0)):
         with tempfile.TemporaryDirectory() as folder:
             junit = Path(folder) / "junit.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}"]
-            subprocess.run([*command, "-n", str(processes), "--dist", "load"], cwd=ROOT)
+            command += ["-n", str(processes), "--dist", "load", *part]
+            subprocess.run(command, cwd=ROOT, env=environment)
             for outcome, number in count_tests(junit).items():
                 counts[outcome] += number
-    return counts
+    return add_up({shard: counts}) if shard else counts
 
 
-def run_sanitizer() -> dict[str, int | None]:
+def run_sanitizer(tools: tuple[str, ...] = SANITIZERS) -> dict[str, int | None]:
     """Errors by tool, None for a tool that did not end well; its log is printed."""
     from sanitize import sanitize
 
-    results = sanitize()
+    results = sanitize(tools)
     for result in results.values():
         print(result.get("log", ""), end="")
     return {tool: result["errors"] for tool, result in results.items()}
 
 
-def run_bench(suites: list[str], budget: float) -> Record:
-    """The suites beside the peers that are importable, each backward method, and host times."""
+def run_bench(suites: list[str], budget: float, sustained: float) -> Record:
+    """The suites beside the peers that are importable, and each backward method."""
     from measure.cases import SUITES
-    from measure.host import first_call_times, host_times
-    from measure.timing import measure
+    from measure.timing import Plan, measure
     from rawattn.variants import METHODS
 
     cases = [case for name in suites for case in SUITES[name]()]
-    rows = measure(cases, methods=METHODS, budget=budget)
-    return {"bench": rows, "host": host_times(), "first_call": first_call_times()}
+    return {"bench": measure(cases, plan=Plan(methods=METHODS, sustained=sustained), budget=budget)}
+
+
+def run_host() -> Record:
+    """Host times of a call and of a process's first."""
+    from measure.host import first_call_times, host_times
+
+    return {"host": host_times(), "first_call": first_call_times()}
 
 
 def update(options: argparse.Namespace) -> int:
@@ -133,20 +200,22 @@ def update(options: argparse.Namespace) -> int:
 
     def write(part: Record) -> None:
         old = json.loads(path.read_text()) if path.exists() else None
-        path.write_text(json.dumps(merge(old, head | part), indent=1) + "\n")
+        path.write_text(dumps(merge(old, head | part)))
         print(f"{path.name}: {', '.join(part)} written")
 
     good = True
     if options.tests:
-        tests = run_tests(options.workers)
+        tests = run_tests(options.workers, options.shard)
         write({"tests": tests})
         good &= tests["failed"] == 0 < tests["passed"]
-    if options.sanitizer:
-        sanitizer = run_sanitizer()
+    if options.sanitizer is not None:
+        sanitizer = run_sanitizer(tuple(options.sanitizer) or SANITIZERS)
         write({"sanitizer": sanitizer})
         good &= all(errors == 0 for errors in sanitizer.values())
     if options.bench:
-        write(run_bench(options.suite, options.budget))
+        write(run_bench(options.suite, options.budget, options.sustained))
+    if options.host:
+        write(run_host())
     return 0 if good else 1
 
 
@@ -154,18 +223,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare the records to the sources")
     parser.add_argument("--tests", action="store_true")
-    parser.add_argument("--sanitizer", action="store_true")
-    parser.add_argument("--bench", action="store_true")
+    parser.add_argument("--shard", default="", metavar="I/N", help="part I of N of the tests")
     parser.add_argument("--workers", type=int, default=4, help="processes that run the tests")
-    suites = ["paper", "varlen", "seed", "second", "second_length"]
+    parser.add_argument("--sanitizer", nargs="*", metavar="TOOL", choices=SANITIZERS)
+    parser.add_argument("--bench", action="store_true")
+    suites = ["paper", "varlen", "seed", "dims", "many_short", "windows", "second", "second_length"]
     suites += ["sparse", "sparse_local", "sparse_length"]
     parser.add_argument("--suite", nargs="+", default=suites)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of the benchmark")
+    parser.add_argument(
+        "--sustained", type=float, default=0.0, help="seconds of continuous load a contender"
+    )
+    parser.add_argument("--host", action="store_true", help="host times and first calls")
     options = parser.parse_args()
     if options.check:
         return check()
-    if not (options.tests or options.sanitizer or options.bench):
-        parser.error("choose --check, or any of --tests, --sanitizer, --bench")
+    if options.shard and not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
+        parser.error(f"--shard is I/N such as 2/4, was {options.shard}")
+    if not (options.tests or options.sanitizer is not None or options.bench or options.host):
+        parser.error("choose --check, or any of --tests, --sanitizer, --bench, --host")
     return update(options)
 
 

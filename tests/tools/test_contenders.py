@@ -2,19 +2,14 @@
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from measure import (
-    cases,  # noqa: E402
-    contenders,  # noqa: E402
-    peers,  # noqa: E402
-    selections,  # noqa: E402
-    timing,  # noqa: E402
-)
+from measure import cases, contenders, peers, selections, tables, timing  # noqa: E402
 
 
 def case_of(causal):
@@ -232,13 +227,13 @@ def test_a_row_holds_times_and_memory_and_says_who_failed(monkeypatch):
     case = case_of(True)
     data = contenders.make(case, "cpu")
     monkeypatch.setattr(contenders, "make", lambda case: data)
-    monkeypatch.setattr(contenders, "kernels", lambda case, direction: "sm80")
+    monkeypatch.setattr(contenders, "chosen_row", lambda case, direction: ("sm80", "a_row"))
     monkeypatch.setattr(timing, "time_rounds", lambda calls, rounds, lead: dict.fromkeys(calls, 2))
     for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
     names = ["sdpa_flash", "torch_math", "broken", "wrong", "fa4"]
-    row = timing.measure_row(case, "second", names, ("two_pass",), 1)
+    row = timing.measure_row(case, "second", timing.Plan(tuple(names), ("two_pass",), rounds=1))
     assert row["peers"] == {"torch_math": 2} and row["peers_gib"] == {"torch_math": 0.5}
     assert row["ours_ms"] == 2 and row["ours_gib"] == 0.5 and "methods" not in row
     assert row["ours_tflops"] == round(case.flop("second") / 2e9, 1)
@@ -253,12 +248,12 @@ def test_a_dense_peer_beside_a_sparse_case_is_timed_and_not_compared(monkeypatch
     case = sparse_case(group=1)
     data = contenders.make(case, "cpu")
     monkeypatch.setattr(contenders, "make", lambda case: data)
-    monkeypatch.setattr(contenders, "kernels", lambda case, direction: "sm80")
+    monkeypatch.setattr(contenders, "chosen_row", lambda case, direction: ("sm80", "a_row"))
     monkeypatch.setattr(timing, "time_rounds", lambda calls, rounds, lead: dict.fromkeys(calls, 2))
     for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
-    row = timing.measure_row(case, "backward", ["torch_math"], contenders.METHODS, 1)
+    row = timing.measure_row(case, "backward", timing.Plan(("torch_math",), contenders.METHODS, 1))
     assert row["peers"] == {"torch_math": 2} and "errors" not in row
     assert row["methods"] == {"two_pass": 2}
 
@@ -270,3 +265,85 @@ def test_every_case_is_measured_in_the_directions_of_its_suite_or_in_those_asked
         (suite[0], "forward"),
         (suite[0], "second"),
     ]
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa3_fwd"])
+@pytest.mark.parametrize("lengths", [(24, 24), (10, 38)])
+@pytest.mark.parametrize(("causal", "window"), [(False, -1), (True, -1), (True, 5)])
+def test_the_flash_family_gets_arguments_by_which_it_computes_the_same(
+    name, lengths, causal, window, monkeypatch
+):
+    def dense(q, k, v, causal=False, window_size=(-1, -1)):
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+        left, right = (-1, 0) if causal else window_size
+        allowed = (distance <= left if left >= 0 else True) & (
+            -distance <= right if right >= 0 else distance == distance
+        )
+        times = allowed.to(q.dtype).expand(len(q), q.shape[2], -1, -1)
+        return weighted(*(x.transpose(1, 2) for x in (q, k, v)), times).transpose(1, 2), "lse"
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **mask):
+        assert max_seqlen_q == max_seqlen_k == max(lengths) and cu_seqlens_k is cu_seqlens_q
+        spans = pairwise(cu_seqlens_q)
+        parts = [dense(*(x[None, a:b] for x in (q, k, v)), **mask)[0][0] for a, b in spans]
+        return torch.cat(parts), "lse"
+
+    functions = {"flash_attn_func": dense, "flash_attn_varlen_func": varlen}
+    install(monkeypatch, {"flash_attn.cute": functions, "fa3_fwd_interface": functions})
+    case = replace(case_of(causal), lengths=lengths, window=window, dtype="bfloat16")
+    data = contenders.make(case, "cpu")
+    for direction in peers.PEERS[name].directions:
+        contender = contenders.theirs(name, case, data, direction)
+        its = [contender.packed(x) for x in contender.prepare()()]
+        mine = contenders.ours(case, data, direction).prepare()()
+        assert max(timing.distances(mine[: len(its)], its)) < timing.SAME[direction] / 2
+    assert ("backward" in peers.PEERS[name].directions) == (name == "fa4")
+
+
+def test_peers_without_windows_are_not_asked_for_them():
+    case = replace(case_of(True), window=5)
+    data = contenders.make(case, "cpu")
+    for name in ("sdpa_flash", "sdpa_cudnn", "torch_math"):
+        for direction in cases.WORK:
+            assert contenders.theirs(name, case, data, direction) is None
+
+
+def test_under_load_every_contender_runs_alone_behind_calls_that_settle_the_clocks(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0
+
+        def record(self):
+            self.at = len(log)
+
+        def elapsed_time(self, end):
+            return 3.0 * (end.at - self.at)
+
+    monkeypatch.setattr(timing, "heat", lambda seconds: log.append(f"heat {seconds}"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = {name: (lambda name=name: log.append(name)) for name in ("ours", "fa4", "tiny")}
+    guess = {"ours": 5.0, "fa4": 10.0, "tiny": 0.01}
+    times = timing.time_sustained(calls, guess, timing.Plan(sustained=0.15, heat=7))
+    assert log == ["heat 7", *["ours"] * (30 + 10), *["fa4"] * (15 + 5)]
+    assert times == {"ours": 3.0, "fa4": 3.0}
+
+
+def test_a_row_keeps_the_times_under_load_and_those_of_old_sources(monkeypatch):
+    case = case_of(True)
+    data = contenders.make(case, "cpu")
+    monkeypatch.setattr(contenders, "make", lambda case: data)
+    monkeypatch.setattr(contenders, "chosen_row", lambda case, direction: ("sm80", "a_row"))
+    monkeypatch.setattr(timing, "with_memory", lambda contender: (0, contender.prepare()(), 0.5))
+    monkeypatch.setattr(timing, "time_rounds", lambda calls, rounds, lead: dict.fromkeys(calls, 2))
+    monkeypatch.setattr(
+        timing, "time_sustained", lambda calls, guess, plan: dict.fromkeys(calls, 3)
+    )
+    plan = timing.Plan(("torch_math",), ("two_pass",), sustained=1.0, old=contenders.rawattn)
+    row = timing.measure_row(case, "second", plan)
+    assert (row["ours_ms"], row["old_ms"], row["peers"]) == (2, 2, {"torch_math": 2})
+    assert (row["sustained_ms"], row["peers_sustained"]) == (3, {"torch_math": 3})
+    assert (row["kernels"], row["row"], row["ours_gib"]) == ("sm80", "a_row", 0.5)
+    assert tables.sustained_rows([row, {}])[0]["ours_ms"] == 3

@@ -1,5 +1,6 @@
 """The tools as far as they go without a GPU: cases, tables, records, logs read right."""
 
+import itertools
 import json
 import math
 import os
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+import bench
 import dump_sass
-import record
 import sanitize
 import visits
 import visits_sparse
-from measure import cases, plots, tables
+from measure import cases, pages, plots, tables
 from rawattn.problem import Problem, Selection
 from rawattn.variants import SPARSE_STEMS, TABLE, select
 
@@ -48,25 +50,15 @@ RESULT = {
 }
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """A small tree of sources, and a record of them in ``records``."""
-    for name in ("rawattn/api.py", "kernels_cu/sm80/forward.cu", "rawattn/notes.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-    (tmp_path / "records").mkdir()
-    text = json.dumps({"sources": record.sources_hash(tmp_path)})
-    (tmp_path / "records" / "h200.json").write_text(text)
-    return tmp_path
-
-
 def test_suites_hold_the_tokens_they_name() -> None:
     suites = {name: suite() for name, suite in cases.SUITES.items()}
     assert {name: len(suite) for name, suite in suites.items()} == {
         "paper": 24,
         "varlen": 12,
         "seed": 5,
+        "dims": 12,
+        "many_short": 2,
+        "windows": 4,
         "second": 10,
         "second_length": 7,
         "sparse": 16,
@@ -75,7 +67,7 @@ def test_suites_hold_the_tokens_they_name() -> None:
     }
     assert {case.total for case in suites["paper"]} == {16384}
     assert {case.total for case in suites["varlen"]} == {32768}
-    assert len(tables.CASES) == 91, "two cases share a name"
+    assert len(tables.CASES) == 109, "two cases share a name"
 
 
 def test_the_second_suite_has_the_rows_of_both_directions() -> None:
@@ -168,7 +160,7 @@ SECOND = {
 
 def test_second_order_has_a_line_for_each_direction() -> None:
     grids = tables.grids(SECOND, ["sdpa_flash"])
-    assert list(grids) == ["second", "second_length", "host"]
+    assert list(grids) == ["second", "second_length", "summary_second", "host"]
     header, *lines = grids["second"]
     assert header[2:6] == ["ours ms", "ours TFLOP/s", "torch_math ms", "jvp_flash_attention ms"]
     assert header[6:] == ["ours to best", "ours GiB", "torch_math GiB", "jvp_flash_attention GiB"]
@@ -176,7 +168,7 @@ def test_second_order_has_a_line_for_each_direction() -> None:
     assert lines[0][2:] == ["0.500", "1", "2.00", "", "4.00", "0.0123", "1.80", ""]
     assert lines[2][4:7] == ["3.00", "0.400", "4.00"]
     assert grids["second_length"][2][2:] == ["640", "1", "out of memory", "", "4.80", ""]
-    assert "t65536 second torch_math" not in tables.markdown_tables(SECOND, [])["second_length"]
+    assert "t65536 second torch_math" not in pages.markdown_tables(SECOND, [])["second_length"]
 
 
 SPARSE = {
@@ -198,7 +190,7 @@ SPARSE = {
 
 def test_sparse_suites_are_in_milliseconds_with_a_ratio_for_each_peer() -> None:
     grids = tables.grids(SPARSE, ["sdpa_flash"])
-    assert list(grids) == ["sparse", "sparse_local", "sparse_length", "host"]
+    assert list(grids) == ["sparse", "sparse_local", "sparse_length", "summary_sparse", "host"]
     header, wide, narrow, means = grids["sparse"]
     assert header[:4] == ["case", "ours ms", "two_pass ms", "fla_nsa ms"]
     assert wide[1:4] == ["0.500 / 2.00", "- / 3.00", "1.00 / 4.00"]
@@ -222,13 +214,23 @@ def test_three_digits_without_an_exponent(value: float, text: str) -> None:
 
 def test_markdown_goes_between_its_markers_alone() -> None:
     text = "a\n<!-- bench:host -->\nold\n<!-- /bench:host -->\nb\n"
-    body = tables.markdown_tables(RESULT, ["sdpa_flash"])["host"]
-    spliced = tables.splice(text, "host", body)
+    body = pages.markdown_tables(RESULT, ["sdpa_flash"])["host"]
+    spliced = pages.splice(text, "host", body)
     assert spliced.startswith("a\n<!-- bench:host -->\nNVIDIA H200, driver 580.1, torch 2.13.0.")
     assert "| rawattn.forward, CuPy | 12.3 |" in spliced and spliced.endswith("-->\nb\n")
     assert "old" not in spliced
     with pytest.raises(ValueError, match="no place for the table 'paper'"):
-        tables.splice(text, "paper", body)
+        pages.splice(text, "paper", body)
+
+
+def test_bench_without_a_gpu_says_so_in_a_line() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for options in (["--suite", "seed"], ["--host"], ["--old", str(ROOT)]):
+        run = CliRunner().invoke(bench.main, options)
+        assert run.exit_code == 1 and isinstance(run.exception, SystemExit)
+        assert run.output.startswith("Error: no CUDA device") and run.output.count("\n") == 1
 
 
 def test_bench_shows_a_record(tmp_path: Path) -> None:
@@ -242,61 +244,66 @@ def test_bench_shows_a_record(tmp_path: Path) -> None:
 
 def test_rows_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = plots.plot(RESULT["bench"] + SECOND["bench"] + SPARSE["bench"], tmp_path)
-    names = ["paper_d64.png", "paper_d256.png"]
-    names += ["sparse.png", "sparse_local.png", "second_length.png", "sparse_length.png"]
-    assert [path.name for path in paths] == names
-    assert all(path.stat().st_size > 10_000 for path in paths)
+    (path,) = plots.plot(RESULT | {"bench": RESULT["bench"][:1]}, tmp_path)
+    assert path.name == "paper_d64.png" and path.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("change", ["rawattn/api.py", "kernels_cu/sm80/forward.cu", "rawattn/b.py"])
-def test_a_record_is_stale_once_a_source_changes(sources: Path, change: str) -> None:
-    assert record.check(sources / "records", sources) == 0
-    (sources / change).write_text("changed")
-    assert record.check(sources / "records", sources) == 1
+def test_a_contender_has_its_colour_and_name_in_every_plot() -> None:
+    colors = pytest.importorskip("matplotlib.colors")
+    rows = [*RESULT["bench"], *SECOND["bench"], *SPARSE["bench"]]
+    rows += [row("docs_d64_f", d, 1.0, fa4=0.5) for d in ("forward", "backward")]
+    drawn = plots.figures(RESULT | {"bench": rows})
+    assert list(drawn) == [
+        *("paper_d64", "paper_d256", "varlen", "sparse", "sparse_local"),
+        *("second_length", "sparse_length"),
+    ]
+    for name, figure in drawn.items():
+        assert "NVIDIA H200, bfloat16" in figure.get_suptitle()
+        note = figure.get_supxlabel()
+        assert ("TFLOP/s" if name.startswith(("paper", "varlen")) else "of a call") in note
+        lines = [line for axis in figure.axes for line in axis.lines]
+        said = {
+            text.get_text().split("\n")[0].split(", dense")[0]: text.get_color()
+            for axis in figure.axes
+            for text in axis.texts
+        }
+        assert all(
+            plots.LOOKS[key][1] == said[label]
+            for key, (label, _) in plots.LOOKS.items()
+            if label in said
+        )
+        assert {line.get_color() for line in lines} == {*said.values()}
+        assert all(axis.get_legend() is None for axis in figure.axes), "a legend covers data"
+        if name == "varlen":
+            (legend,) = figure.legends
+            shown = dict(
+                zip((t.get_text() for t in legend.get_texts()), legend.get_patches(), strict=True)
+            )
+            assert colors.same_color(
+                shown["FlashAttention-4"].get_facecolor(), plots.LOOKS["fa4"][1]
+            )
+            bars = figure.axes[0].patches
+            assert sum(bar.get_x() + bar.get_width() / 2 for bar in bars) == pytest.approx(0)
+        elif lines:
+            labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+            lengths = sorted(
+                {x for axis in figure.axes for line in axis.lines for x in line.get_xdata()}
+            )
+            assert all(math.log2(x).is_integer() for x in lengths)
+            assert labels and all(label.rstrip("k").isdigit() for label in labels)
+    ends = [text.get_text() for text in drawn["second_length"].axes[0].texts]
+    assert any("out of memory" in text for text in ends)
 
 
-def test_a_record_outlives_what_is_no_source_and_is_missed(sources: Path) -> None:
-    (sources / "rawattn" / "notes.txt").write_text("changed")
-    assert record.check(sources / "records", sources) == 0
-    (sources / "records" / "h200.json").unlink()
-    assert record.check(sources / "records", sources) == 1
-
-
-def test_renaming_a_source_changes_the_hash(sources: Path) -> None:
-    before = record.sources_hash(sources)
-    (sources / "rawattn/api.py").rename(sources / "rawattn/apis.py")
-    assert record.sources_hash(sources) != before
-
-
-def test_check_needs_nothing_but_python() -> None:
-    command = [sys.executable, "-S", "-I", str(ROOT / "tools/record.py"), "--check"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode in (0, 1) and not run.stderr
-    assert "h200.json" in run.stdout or "no GPU record" in run.stdout
-
-
-def test_parts_merge_while_the_sources_are_the_same() -> None:
-    old = {"sources": "a", "tests": {"passed": 1}, "bench": RESULT["bench"]}
-    faster = row("d64_s512_f", "forward", 0.5)
-    merged = record.merge(old, {"sources": "a", "sanitizer": {}, "bench": [faster]})
-    assert merged["tests"] == {"passed": 1} and merged["sanitizer"] == {}
-    assert merged["bench"] == [faster, *RESULT["bench"][1:]]
-    fresh = {"sources": "b", "tests": {"passed": 2}}
-    assert record.merge(old, fresh) == fresh and record.merge(None, fresh) == fresh
-
-
-def test_records_are_named_after_the_gpu() -> None:
-    assert record.record_path("NVIDIA H200").name == "h200.json"
-    assert record.record_path("NVIDIA GeForce RTX 4090").name == "geforce-rtx-4090.json"
-
-
-def test_junit_counts_errors_as_failures(tmp_path: Path) -> None:
-    junit = tmp_path / "junit.xml"
-    junit.write_text(
-        '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
+def test_names_at_line_ends_do_not_meet() -> None:
+    placed = plots.spread({"a": 0.5, "b": 0.51, "c": 0.2, "d": 0.52, "e": 0.24}, 0.05)
+    ordered = sorted(placed, key=lambda name: placed[name])
+    assert ordered == ["c", "e", "a", "b", "d"]
+    heights = [placed[name] for name in ordered]
+    assert min(y - x for x, y in itertools.pairwise(heights)) > 0.05 - 1e-6
+    assert (
+        placed["b"] == pytest.approx(0.51) and plots.spread({"a": 0.3, "b": 0.5}, 0.1)["a"] == 0.3
     )
-    assert record.count_tests(junit) == {"passed": 3, "failed": 3, "skipped": 3}
 
 
 @pytest.mark.parametrize(

@@ -3,52 +3,18 @@
 from dataclasses import dataclass, replace
 
 # Log-normal document lengths (mean about 1200), 32768 tokens in all.
+# fmt: off
 DOCUMENTS = (
-    *(
-        3399,
-        543,
-        83,
-        1285,
-        247,
-        180,
-        1090,
-        1683,
-        355,
-        487,
-        401,
-        874,
-        310,
-        2188,
-        250,
-        823,
-        414,
-        1057,
-    ),
-    *(
-        299,
-        161,
-        1055,
-        3123,
-        1863,
-        1580,
-        882,
-        2576,
-        201,
-        330,
-        713,
-        355,
-        1223,
-        196,
-        882,
-        1253,
-        80,
-        327,
-    ),
+    3399, 543, 83, 1285, 247, 180, 1090, 1683, 355, 487, 401, 874, 310, 2188, 250, 823, 414, 1057,
+    299, 161, 1055, 3123, 1863, 1580, 882, 2576, 201, 330, 713, 355, 1223, 196, 882, 1253, 80, 327,
 )
+# fmt: on
 # One long document among many short ones.
 SKEWED = (24576, *(64,) * 128)
 # Eight sequences of unequal, short length.
 EIGHT = (1856, 704, 1280, 1664, 320, 1344, 960, 832)
+# Many sequences that fill less than a tile each, none of a tile's own length.
+SHORT = (33, 35) * 4096
 
 # Matrix products of each direction in units of the forward's two: 5, 15 and 6.
 WORK = {"forward": 1.0, "backward": 2.5, "second": 7.5, "jvp": 3.0}
@@ -84,6 +50,7 @@ class BenchCase:
 
     ``directions``: what its suite measures of it, of the names in WORK. ``selection``: block-sparse
     attention, whose selections belong to kv heads. ``alone``: no peer is measured beside ours.
+    ``window``: a query sees so many keys before its own, causally; -1 is all of them.
     """
 
     suite: str
@@ -97,6 +64,7 @@ class BenchCase:
     directions: tuple[str, ...] = FIRST_ORDER
     selection: Blocks | None = None
     alone: bool = False
+    window: int = -1
 
     @property
     def total(self) -> int:
@@ -116,6 +84,8 @@ class BenchCase:
     def _pairs(self, seqlen: int) -> int:
         if self.selection:
             return self.selection.pairs(seqlen)
+        if self.window >= 0:
+            return sum(min(i, self.window) + 1 for i in range(seqlen))
         return seqlen * (seqlen + 1) // 2 if self.causal else seqlen**2
 
 
@@ -171,6 +141,51 @@ def seed() -> list[BenchCase]:
     ]
     two = BenchCase("seed", "triton_b2h4t2048d128", (2048, 2048), 4, 4, 128, False, "float16")
     return [*eight, two]
+
+
+def dims() -> list[BenchCase]:
+    """The other native head_dims on sequences of 2048 and 8192 tokens; 2048 or 12 * head_dim in all
+    heads."""
+    return [
+        BenchCase(
+            "dims",
+            f"d{head_dim}_s{seqlen}_{'c' if causal else 'f'}",
+            (seqlen,) * (16384 // seqlen),
+            heads,
+            heads,
+            head_dim,
+            causal,
+        )
+        for head_dim, heads in ((32, 64), (96, 12), (192, 12))
+        for seqlen in (2048, 8192)
+        for causal in (False, True)
+    ]
+
+
+def many_short() -> list[BenchCase]:
+    """8192 sequences of 33 and 35 tokens in turn: finding a sequence is most of the work."""
+    return [
+        BenchCase("many_short", f"short_d{head_dim}", SHORT, 16, 16, head_dim, True)
+        for head_dim in (64, 128)
+    ]
+
+
+def windows() -> list[BenchCase]:
+    """One sequence of 16384 tokens, causal windows of 128 and 1024 keys."""
+    return [
+        BenchCase(
+            suite="windows",
+            name=f"window{window}_d{head_dim}",
+            lengths=(16384,),
+            num_heads_q=2048 // head_dim,
+            num_heads_kv=2048 // head_dim,
+            head_dim=head_dim,
+            causal=True,
+            window=window,
+        )
+        for window in (128, 1024)
+        for head_dim in (64, 128)
+    ]
 
 
 def second() -> list[BenchCase]:
@@ -261,6 +276,9 @@ SUITES = {
     "paper": paper,
     "varlen": varlen,
     "seed": seed,
+    "dims": dims,
+    "many_short": many_short,
+    "windows": windows,
     "second": second,
     "second_length": second_length,
     "sparse": sparse,

@@ -2,13 +2,15 @@
 
 The backward of a peer is ``torch.autograd.grad`` over a graph built once, its second backward the
 same over the graph of the first, with respect to dout, q, k and v, and its forward mode that of
-dual tensors. Ours are rawattn's own functions, one call each.
+dual tensors. Ours are rawattn's own functions, one call each; ``api`` is the package that has them,
+this one or an older one beside it.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -74,15 +76,15 @@ def make(case: BenchCase, device: str = "cuda") -> Data:
     return Data(*tensors, cu_seqlens, block_indices(case, generator) if case.selection else None)
 
 
-def _function(name: str, case: BenchCase, data: Data) -> Callable[..., Any]:
+def _function(api: ModuleType, name: str, case: BenchCase, data: Data) -> Callable[..., Any]:
     """rawattn's function of that name, or the block-sparse one, with what the case says of it.
 
     A selection is given as it comes: every call makes its own table of it.
     """
     if case.selection is None:
-        return partial(getattr(rawattn, name), causal=case.causal)
+        return partial(getattr(api, name), causal=case.causal, window=(case.window, -1))
     return partial(
-        getattr(rawattn, f"sparse_{name}"),
+        getattr(api, f"sparse_{name}"),
         block_indices=data.block_indices,
         block_size=case.selection.block_size,
         include_own_block=case.selection.own,
@@ -90,25 +92,27 @@ def _function(name: str, case: BenchCase, data: Data) -> Callable[..., Any]:
     )
 
 
-def _our_forward(case: BenchCase, data: Data, _method: str | None) -> Call:
-    function = _function("forward", case, data)
+def _our_forward(api: ModuleType, case: BenchCase, data: Data, _method: str | None) -> Call:
+    function = _function(api, "forward", case, data)
     return lambda: function(data.q, data.k, data.v, data.cu_seqlens, return_lse=True)
 
 
-def _our_backward(case: BenchCase, data: Data, method: str | None) -> Call:
-    function = _function("backward", case, data)
-    out, lse = _our_forward(case, data, None)()
+def _our_backward(api: ModuleType, case: BenchCase, data: Data, method: str | None) -> Call:
+    function = _function(api, "backward", case, data)
+    out, lse = _our_forward(api, case, data, None)()
     inputs = (data.dout, data.q, data.k, data.v, out, lse, data.cu_seqlens)
     if case.selection is None:
         return lambda: function(*inputs, method=method)
     return lambda: function(*inputs, deterministic=method == DETERMINISTIC)
 
 
-def _our_second(case: BenchCase, data: Data, _method: str | None) -> Call:
-    function = _function("double_backward", case, data)
-    out, lse = _our_forward(case, data, None)()
+def _our_second(api: ModuleType, case: BenchCase, data: Data, _method: str | None) -> Call:
+    function = _function(api, "double_backward", case, data)
+    out, lse = _our_forward(api, case, data, None)()
     first = (data.dout, data.q, data.k, data.v, out, lse, data.cu_seqlens)
-    _function("backward", case, data)(*first)  # its memory counts, as its graph does for a peer
+    _function(api, "backward", case, data)(
+        *first
+    )  # its memory counts, as its graph does for a peer
     inputs = (data.ddq, data.ddk, data.ddv, *first)
 
     def call() -> tuple[Tensor, ...]:
@@ -118,8 +122,8 @@ def _our_second(case: BenchCase, data: Data, _method: str | None) -> Call:
     return call
 
 
-def _our_jvp(case: BenchCase, data: Data, _method: str | None) -> Call:
-    function = _function("jvp", case, data)
+def _our_jvp(api: ModuleType, case: BenchCase, data: Data, _method: str | None) -> Call:
+    function = _function(api, "jvp", case, data)
     inputs = (data.q, data.k, data.v, data.ddq, data.ddk, data.ddv, data.cu_seqlens)
     return lambda: function(*inputs)
 
@@ -160,7 +164,7 @@ def _jvp(attention: Attention, data: Data) -> Call:
 class Direction:
     """How to compute it, by rawattn and by a peer; its ``results`` are compared."""
 
-    ours: Callable[[BenchCase, Data, str | None], Call]
+    ours: Callable[[ModuleType, BenchCase, Data, str | None], Call]
     theirs: Callable[[Attention, Data], Call]
     results: int  # how many leading tensors of what both give
     stem: str  # the kernel whose family stands for it, dense and block-sparse
@@ -181,9 +185,16 @@ def methods_of(case: BenchCase, methods: Iterable[str]) -> list[str]:
     return [name for name in methods if case.selection is None or name == DETERMINISTIC]
 
 
-def ours(case: BenchCase, data: Data, direction: str, method: str | None = None) -> Contender:
+def ours(
+    case: BenchCase,
+    data: Data,
+    direction: str,
+    method: str | None = None,
+    api: ModuleType = rawattn,
+) -> Contender:
     """rawattn on torch tensors; ``method`` as ``rawattn.backward`` takes it."""
-    return Contender(partial(DIRECTIONS[direction].ours, case, data, method), lambda x: x)
+    prepare = partial(DIRECTIONS[direction].ours, api, case, data, method)
+    return Contender(prepare, lambda x: x)
 
 
 def theirs(name: str, case: BenchCase, data: Data, direction: str) -> Contender | None:
@@ -202,8 +213,8 @@ def theirs(name: str, case: BenchCase, data: Data, direction: str) -> Contender 
     return Contender(prepare, partial(layout.back, case), same=not (case.selection and peer.dense))
 
 
-def kernels(case: BenchCase, direction: str) -> str:
-    """The kernel family that ours runs on for this case: sm80, sm90 or numba."""
+def chosen_row(case: BenchCase, direction: str) -> tuple[str, str]:
+    """The kernel family that ours runs on, sm80, sm90 or numba, and its row's name."""
     major, minor = torch.cuda.get_device_capability()
     problem = Problem(
         dtype=case.dtype,
@@ -214,14 +225,15 @@ def kernels(case: BenchCase, direction: str) -> str:
         num_heads_kv=case.num_heads_kv,
         head_dim=case.head_dim,
         head_dim_v=case.head_dim,
-        window_left=-1,
+        window_left=case.window,
         window_right=0 if case.causal else -1,
         softmax_scale=case.head_dim**-0.5,
         arch=10 * major + minor,
         device=torch.cuda.current_device(),
     )
     if case.selection is None:
-        return select(DIRECTIONS[direction].stem, problem).family
+        row = select(DIRECTIONS[direction].stem, problem)
+        return row.family, row.name
     blocks = case.selection
     selection = Selection(
         num_heads_sel=case.num_heads_kv,
@@ -230,4 +242,5 @@ def kernels(case: BenchCase, direction: str) -> str:
         own=blocks.own,
         chunk=default_chunk(case.total, problem.group, case.head_dim),
     )
-    return select(DIRECTIONS[direction].sparse_stem, problem, selection=selection).family
+    row = select(DIRECTIONS[direction].sparse_stem, problem, selection=selection)
+    return row.family, row.name

@@ -1,11 +1,14 @@
 """What the host spends: microseconds per call, and seconds of the first call of a process."""
 
+import importlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
+from types import ModuleType
 
 from measure.cases import BenchCase
 
@@ -25,39 +28,45 @@ print(time.perf_counter() - began)
 """
 
 
-def host_times() -> dict[str, float]:
-    """Microseconds one call occupies the host, on a problem so small that the GPU keeps up."""
+def host_times(old: ModuleType | None = None) -> dict[str, float]:
+    """Microseconds one call occupies the host, on a problem so small that the GPU keeps up.
+
+    The calls take turns, QUEUE at a time, those of an ``old`` rawattn among them; the time is that
+    of the median turn.
+    """
     import cupy
     import torch
 
     import rawattn
     from measure.contenders import make
     from measure.peers import torch_varlen_call
-    from rawattn.torch import varlen_attn
 
     case = BenchCase("host", "host", (128,) * 4, 2, 2, 64, causal=True)
     data = make(case)
-    q, k, v, cu_seqlens = data.q, data.k, data.v, data.cu_seqlens
-    cq, ck, cv, ccu = map(cupy.from_dlpack, (q, k, v, cu_seqlens))
-    theirs = torch_varlen_call(case, cu_seqlens)
-    calls = {
-        "rawattn.forward, CuPy": lambda: rawattn.forward(cq, ck, cv, ccu, causal=True),
-        "rawattn.forward, torch": lambda: rawattn.forward(q, k, v, cu_seqlens, causal=True),
-        "rawattn.torch.varlen_attn": lambda: varlen_attn(q, k, v, cu_seqlens, causal=True),
-        "torch varlen_attn": lambda: theirs(q, k, v),
-    }
-    times = {}
+    tensors = (data.q, data.k, data.v, data.cu_seqlens)
+    arrays = tuple(map(cupy.from_dlpack, tensors))
+    calls = {"torch varlen_attn": partial(torch_varlen_call(case, data.cu_seqlens), *tensors[:3])}
+    for mark, api in (("", rawattn), ("old ", old)):
+        if api is not None:
+            adapter = importlib.import_module(f"{api.__name__}.torch")
+            calls |= {
+                f"{mark}rawattn.forward, CuPy": partial(api.forward, *arrays, causal=True),
+                f"{mark}rawattn.forward, torch": partial(api.forward, *tensors, causal=True),
+                f"{mark}rawattn.torch.varlen_attn": partial(
+                    adapter.varlen_attn, *tensors, causal=True
+                ),
+            }
+    turns: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
-        for name, call in calls.items():
-            queues = []
-            for _ in range(1 + CALLS // QUEUE):
+        for _ in range(1 + CALLS // QUEUE):
+            for name, call in calls.items():
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 for _ in range(QUEUE):
                     call()
-                queues.append((time.perf_counter() - began) / QUEUE)
-            times[name] = round(statistics.mean(queues[1:]) * 1e6, 2)  # the first one warmed up
-    return times
+                turns[name].append((time.perf_counter() - began) / QUEUE)
+    # the first turn warmed up
+    return {name: round(statistics.median(times[1:]) * 1e6, 2) for name, times in turns.items()}
 
 
 def first_call_times() -> dict[str, float]:

@@ -61,7 +61,7 @@ class Peer:
 def _sdpa(backend: str, case: BenchCase) -> tuple[Attention, Layout] | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if not case.equal_lengths:
+    if not case.equal_lengths or case.window >= 0:
         return None
     chosen = getattr(SDPBackend, backend)
     group = case.num_heads_q != case.num_heads_kv
@@ -87,7 +87,7 @@ def sdpa_cudnn(case: BenchCase, _cu_seqlens: Tensor) -> tuple[Attention, Layout]
 
 def torch_math(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout] | None:
     """The mathematics on N x N matrices, which torch differentiates as often as one likes."""
-    if not case.equal_lengths or case.num_heads_q != case.num_heads_kv:
+    if not case.equal_lengths or case.num_heads_q != case.num_heads_kv or case.window >= 0:
         return None
     n, forbidden = case.lengths[0], None
     if case.causal:
@@ -111,17 +111,17 @@ def jvp_flash_attention(case: BenchCase, _cu_seqlens: Tensor) -> tuple[Attention
     return lambda q, k, v: JVPAttn.fwd_dual(q, k, v, causal=case.causal), HEADS_OUTSIDE
 
 
+def _window(case: BenchCase) -> tuple[int, int]:
+    """(left, right) as the flash family spells a causal mask or window, -1 open."""
+    return case.window, 0 if case.causal else -1
+
+
 def torch_varlen_call(case: BenchCase, cu_seqlens: Tensor) -> Callable[..., Tensor]:
     """torch's own varlen_attn as a function of q, k, v, whichever keywords this version has."""
     from torch.nn.attention.varlen import varlen_attn
 
-    names = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = (
-        {"is_causal": case.causal}
-        if "is_causal" in names
-        else {"window_size": (-1, 0 if case.causal else -1)}
-    )
-    if "enable_gqa" in names:
+    options: dict[str, Any] = {"window_size": _window(case)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = case.num_heads_q != case.num_heads_kv
     longest = max(case.lengths)
     return lambda q, k, v: varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
@@ -142,6 +142,8 @@ def flex(case: BenchCase, _cu_seqlens: Tensor) -> tuple[Attention, Layout]:
 
     def allowed(_batch: Any, _head: Any, i: Any, j: Any) -> Any:
         same = document[i] == document[j]
+        if case.window >= 0:
+            same = same & (i - j <= case.window)
         return same & (i >= j) if case.causal else same
 
     mask = torch.compile(create_block_mask)(allowed, None, None, case.total, case.total)
@@ -154,20 +156,25 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+def _flash(
+    case: BenchCase, cu_seqlens: Tensor, dense: Any, varlen: Any
+) -> tuple[Attention, Layout]:
+    """A pair of functions of the flash family: equal lengths as a batch, others packed."""
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.window >= 0:
+        options = {"window_size": _window(case)}
+    if case.equal_lengths:
+        return lambda q, k, v: _first(dense(q, k, v, **options)), BATCHED
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(case.lengths))
+    return lambda q, k, v: _first(varlen(q, k, v, **options)), PACKED
+
+
 def fa4(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout]:
-    """FlashAttention-4 (flash_attn.cute)."""
+    """FlashAttention-4 (flash_attn.cute), forward and backward."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    if case.equal_lengths:
-        return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=case.causal)), BATCHED
-    options = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max(case.lengths),
-        "max_seqlen_k": max(case.lengths),
-        "causal": case.causal,
-    }
-    return lambda q, k, v: _first(flash_attn_varlen_func(q, k, v, **options)), PACKED
+    return _flash(case, cu_seqlens, flash_attn_func, flash_attn_varlen_func)
 
 
 def fa3_fwd(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout] | None:
@@ -176,14 +183,7 @@ def fa3_fwd(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout] | N
 
     if case.dtype != "bfloat16":
         return None
-    if case.equal_lengths:
-        return lambda q, k, v: _first(fa3.flash_attn_func(q, k, v, causal=case.causal)), BATCHED
-    offsets, longest = (cu_seqlens,) * 2, (max(case.lengths),) * 2
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _first(fa3.flash_attn_varlen_func(q, k, v, *offsets, *longest, causal=case.causal))
-
-    return attention, PACKED
+    return _flash(case, cu_seqlens, fa3.flash_attn_func, fa3.flash_attn_varlen_func)
 
 
 def fla_nsa(case: BenchCase, block_indices: Tensor) -> tuple[Attention, Layout] | None:

@@ -1,17 +1,20 @@
-"""Benchmark rows as tables, for the terminal and in markdown."""
+"""Benchmark rows as tables of text, and those on the terminal; pages.py puts them into markdown.
+
+Longer than a module should be, because a reader of one table compares it with the others.
+"""
 
 import math
-import re
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from measure.cases import FIRST_ORDER, SUITES, WORK, BenchCase
+from measure.cases import FIRST_ORDER, SECOND_ORDER, SUITES, WORK, BenchCase
 
 Row = dict[str, Any]
 Grid = list[list[str]]  # the header, then the lines
 CASES: dict[str, BenchCase] = {case.name: case for suite in SUITES.values() for case in suite()}
-DENSE_SUITES = ("paper", "varlen", "seed")  # in TFLOP/s; the others in milliseconds
+DENSE_SUITES = ("paper", "varlen", "seed", "dims")  # in TFLOP/s; the others in milliseconds
+TIME_SUITES = ("many_short", "windows")
 SPARSE_SUITES = ("sparse", "sparse_local")
 
 
@@ -54,6 +57,15 @@ def case_grid(rows: list[Row], against: list[str]) -> Grid:
             ]
         )
     return grid
+
+
+def sustained_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows that were also measured under continuous load, with those times as theirs."""
+    return [
+        {**row, "ours_ms": row["sustained_ms"], "peers": row["peers_sustained"], "methods": {}}
+        for row in rows
+        if row.get("sustained_ms")
+    ]
 
 
 def tflops(case: BenchCase, row: Row | None, name: str) -> float | None:
@@ -129,23 +141,80 @@ def _peer_ms(row: Row, name: str) -> str:
 
 
 def summary_grid(rows: list[Row], against: list[str]) -> Grid:
-    """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128."""
-    rows = [row for row in rows if row["suite"] in DENSE_SUITES]
-    groups = {suite: [row for row in rows if row["suite"] == suite] for suite in SUITES}
+    """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128; then
+    those under continuous load."""
+    suites = (*DENSE_SUITES, *TIME_SUITES)
+    rows = [row for row in rows if row["suite"] in suites]
+    sustained = sustained_rows(rows)
+    groups = {suite: [row for row in rows if row["suite"] == suite] for suite in suites}
     groups["all with head_dim <= 128"] = [r for r in rows if CASES[r["case"]].head_dim <= 128]
+    groups |= {
+        f"{suite}, sustained": [row for row in sustained if row["suite"] == suite]
+        for suite in suites
+    }
     grid = [["cases", f"ours to {' or '.join(against)}", "ours to best"]]
     for name, members in groups.items():
         by_direction = [[r for r in members if r["direction"] == d] for d in FIRST_ORDER]
         if members:
-            grid.append(
-                [
-                    name,
-                    _pair(
-                        (geometric_mean(ratio(r, against) for r in rs) for rs in by_direction), 2
-                    ),
-                    _pair((geometric_mean(ratio(r) for r in rs) for rs in by_direction), 2),
-                ]
+            chosen = (geometric_mean(ratio(r, against) for r in rs) for rs in by_direction)
+            best = (geometric_mean(ratio(r) for r in rs) for rs in by_direction)
+            grid.append([name, _pair(chosen, 2), _pair(best, 2)])
+    return grid
+
+
+def peers_grid(rows: list[Row], directions: tuple[str, ...]) -> Grid:
+    """Geometric means of the ratios to each peer, by suite, the directions in one cell."""
+    rows = [row for row in rows if row["direction"] in directions]
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    grid = [["cases", *(f"ours to {name}" for name in names)]]
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        members = [row for row in rows if row["suite"] == suite]
+        by_direction = [[row for row in members if row["direction"] == d] for d in directions]
+        means = (
+            [geometric_mean(ratio(row, [name]) for row in rs) for rs in by_direction]
+            for name in names
+        )
+        grid.append([suite, *(_pair(mean, 2) for mean in means)])
+    return grid
+
+
+def old_summary(rows: list[Row]) -> list[dict[str, Any]]:
+    """By suite and direction: how many times faster than the old sources, and the worst case."""
+    found = []
+    for suite, direction in dict.fromkeys((row["suite"], row["direction"]) for row in rows):
+        ratios = {
+            row["case"]: row["old_ms"] / row["ours_ms"]
+            for row in rows
+            if (row["suite"], row["direction"]) == (suite, direction) and "old_ms" in row
+        }
+        if ratios:
+            worst = min(ratios, key=lambda case: ratios[case])
+            found.append(
+                {
+                    "suite": suite,
+                    "direction": direction,
+                    "cases": len(ratios),
+                    "old_to_new": round(geometric_mean(ratios.values()) or 0.0, 4),
+                    "worst": round(ratios[worst], 4),
+                    "worst_case": worst,
+                }
             )
+    return found
+
+
+def old_grid(summary: list[dict[str, Any]]) -> Grid:
+    """The same as a table: above 1 the new sources are the faster ones."""
+    header = ["suite", "direction", "cases", "old to new", "worst", "worst case"]
+    lines = ([str(value) for value in line.values()] for line in summary)
+    return [header, *lines]
+
+
+def rows_grid(rows: list[Row]) -> Grid:
+    """Which rows of the table of variants the cases ran on."""
+    grid = [["row", "kernels", "cases"]]
+    for name, family in sorted({(row["row"], row["kernels"]) for row in rows if "row" in row}):
+        members = dict.fromkeys(row["suite"] for row in rows if row.get("row") == name)
+        grid.append([name, family, ", ".join(members)])
     return grid
 
 
@@ -158,13 +227,24 @@ def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
             if suite in DENSE_SUITES:
                 tables[suite] = case_grid(members, against)
             else:
-                tables[suite] = (time_grid if suite in SPARSE_SUITES else line_grid)(members)
-    if {row["suite"] for row in rows} & {*DENSE_SUITES}:
+                timed = (*TIME_SUITES, *SPARSE_SUITES)
+                tables[suite] = (time_grid if suite in timed else line_grid)(members)
+    if sustained := sustained_rows(rows):
+        tables["sustained"] = case_grid(sustained, against)
+    if [row for row in rows if row["suite"] in (*DENSE_SUITES, *TIME_SUITES)]:
         tables["summary"] = summary_grid(rows, against)
+    if members := [row for row in rows if row["suite"].startswith("second")]:
+        tables["summary_second"] = peers_grid(members, SECOND_ORDER)
+    if members := [row for row in rows if row["suite"] in SPARSE_SUITES]:
+        tables["summary_sparse"] = peers_grid(members, FIRST_ORDER)
+    if len(variants := rows_grid(rows)) > 1:
+        tables["rows"] = variants
     for name, unit, digits in (("host", "us per call", 1), ("first_call", "seconds", 2)):
         if times := result.get(name):
             lines = [[what, f"{time:.{digits}f}"] for what, time in times.items()]
             tables[name] = [["", unit], *lines]
+    if summary := result.get("old"):
+        tables["old"] = old_grid(summary)
     return tables
 
 
@@ -193,22 +273,3 @@ def print_tables(result: dict[str, Any], against: list[str]) -> None:
     }
     for failure in sorted(failures):
         console.print(failure, markup=False)
-
-
-def markdown_tables(result: dict[str, Any], against: list[str]) -> dict[str, str]:
-    """The tables as markdown, by the name of their markers."""
-    bodies = {}
-    for name, (header, *lines) in grids(result, against).items():
-        table = [header, ["---"] * len(header), *lines]
-        text = "\n".join(f"| {' | '.join(line)} |" for line in table)
-        bodies[name] = f"{machine_line(result)}.\n\n{text}"
-    return bodies
-
-
-def splice(text: str, name: str, body: str) -> str:
-    """``text`` with ``body`` between the markers of ``name``; ValueError when it has none."""
-    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"no place for the table {name!r}: expected {start} ... {end}")
-    return pattern.sub(lambda _: f"{start}\n{body}\n{end}", text, count=1)

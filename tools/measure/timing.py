@@ -1,8 +1,15 @@
-"""Time and memory of rawattn beside its peers, in one run, interleaved call by call."""
+"""Time and memory of rawattn beside its peers, in one run, interleaved call by call.
+
+Interleaved calls see a card that is never long busy with one of them; ``sustained`` is the other
+time: each contender alone, back to back, on a card that was brought to its power limit before.
+"""
 
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import click
@@ -15,6 +22,7 @@ LEAD_CYCLES = (
     2_000_000  # about 1 ms in which the host queues a round, so that the GPU never waits for it
 )
 WARM_UP_ROUNDS = 2
+OLD = "old"  # the contender that is an older rawattn
 # Relative distance of two results above which one of them is wrong: derivatives in 16 bits are
 # farther from the truth than values.
 SAME = {"forward": 0.02, "backward": 0.05, "second": 0.05, "jvp": 0.05}
@@ -22,13 +30,32 @@ DEFAULT_PEERS = (
     *("sdpa_flash", "torch_varlen", "sdpa_cudnn", "fa4", "fa3_fwd"),
     *("torch_math", "jvp_flash_attention", "fla_nsa", "lucidrains_triton"),
 )
+SHORTEST_MS = 0.2  # of a call under continuous load: what takes less waits for the host in between
+HEAT_SIZE = 8192  # rows of the square product that heats
 
 Row = dict[str, Any]
+Calls = dict[str, Callable[[], Any]]
 
 
-def time_rounds(
-    calls: dict[str, Callable[[], Any]], rounds: int, lead: int = LEAD_CYCLES
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class Plan:
+    """How a row is measured.
+
+    ``rounds`` of interleaved calls, each queued in ``lead`` GPU cycles (0: the host's time counts
+    too). ``sustained``: seconds of continuous load for each contender, 0 for none, after ``heat``
+    seconds of matrix products. ``old``: an older rawattn, timed as one more contender.
+    """
+
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    methods: tuple[str, ...] = ()
+    rounds: int = 15
+    lead: int = LEAD_CYCLES
+    sustained: float = 0.0
+    heat: float = 1.0
+    old: ModuleType | None = None
+
+
+def time_rounds(calls: Calls, rounds: int, lead: int = LEAD_CYCLES) -> dict[str, float]:
     """Median milliseconds of each call; A, B, C, A, B, C, ... so that all see the same clocks."""
     import torch
 
@@ -48,6 +75,43 @@ def time_rounds(
         name: statistics.median(start.elapsed_time(end) for start, end in pairs[WARM_UP_ROUNDS:])
         for name, pairs in events.items()
     }
+
+
+def heat(seconds: float) -> None:
+    """Keep the tensor cores busy for so long: the power limit then sets the clocks."""
+    import torch
+
+    x = torch.randn(HEAT_SIZE, HEAT_SIZE, device="cuda", dtype=torch.bfloat16)
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        for _ in range(10):
+            x @ x
+        torch.cuda.synchronize()
+
+
+def time_sustained(calls: Calls, guess: dict[str, float], plan: Plan) -> dict[str, float]:
+    """Milliseconds of a call in a queue of nothing else, ``plan.sustained`` seconds long.
+
+    ``guess`` are the times that say how many calls that is. The first quarter goes untimed, in
+    which clocks settle to this contender; calls shorter than SHORTEST_MS are left out.
+    """
+    import torch
+
+    times = {}
+    heat(plan.heat)
+    for name, call in calls.items():
+        if guess[name] < SHORTEST_MS:
+            continue
+        number = max(4, int(plan.sustained * 1e3 / guess[name]))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for index in range(number + number // 3):
+            if index == number // 3:
+                start.record()
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times[name] = start.elapsed_time(end) / number
+    return times
 
 
 def with_memory(contender: Any) -> tuple[Callable[[], Any], tuple[Any, ...], float]:
@@ -76,59 +140,58 @@ def distances(results: Iterable[Any], expected: Iterable[Any]) -> list[float]:
     return [float(vector_norm(mine - its) / vector_norm(its)) for mine, its in pairs]
 
 
-def measure_row(
-    case: BenchCase,
-    direction: str,
-    peers: Iterable[str],
-    methods: Iterable[str],
-    rounds: int,
-    lead: int = LEAD_CYCLES,
-) -> Row:
-    """What records hold of it; ``errors`` says which peers failed, or disagreed, and how."""
-    from measure.contenders import DIRECTIONS, kernels, make, methods_of, ours, theirs
+def measure_row(case: BenchCase, direction: str, plan: Plan) -> Row:
+    """What records hold of it; ``errors`` says which contenders failed, or disagreed, and how."""
+    from measure.contenders import DIRECTIONS, chosen_row, make, methods_of, ours, theirs
     from measure.peers import importable
 
     data, compared = make(case), DIRECTIONS[direction].results
     errors: dict[str, str] = {}
     call, result, gib = with_memory(ours(case, data, direction))
     mine, calls, memory = result[:compared], {"ours": call}, {"ours": gib}
-    for method in methods_of(case, methods) if direction == "backward" else ():
+    for method in methods_of(case, plan.methods) if direction == "backward" else ():
         calls[method] = ours(case, data, direction, method).prepare()
-    for peer in filter(importable, peers):
+    others = {peer: partial(theirs, peer) for peer in filter(importable, plan.peers)}
+    if plan.old:
+        others[OLD] = partial(ours, api=plan.old)
+    for name, contend in others.items():
         try:
-            contender = theirs(peer, case, data, direction)
+            contender = contend(case, data, direction)
             if contender is None:
                 continue
             call, result, gib = with_memory(contender)
             its = map(contender.packed, result[:compared])
             apart = distances(mine, its) if contender.same else []
         except Exception as error:  # foreign code: it may fail in any way, and the rest goes on
-            errors[peer] = f"{type(error).__name__}: {error}"[:200]
+            errors[name] = f"{type(error).__name__}: {error}"[:200]
             continue
         if not all(distance < SAME[direction] for distance in apart):
             shown = ", ".join(f"{distance:.2g}" for distance in apart)
-            errors[peer] = f"its results and ours differ by {shown} of their size"
+            errors[name] = f"its results and ours differ by {shown} of their size"
             continue
-        calls[peer], memory[peer] = call, gib
-    times = {name: round(ms, 5) for name, ms in time_rounds(calls, rounds, lead).items()}
-    memory = {name: round(gib, 4) for name, gib in memory.items()}
-    row: Row = {
-        "suite": case.suite,
-        "case": case.name,
-        "direction": direction,
-        "kernels": kernels(case, direction),
-        "ours_ms": times.pop("ours"),
-        "ours_tflops": 0.0,
-        "peers": {name: ms for name, ms in times.items() if name not in METHODS},
-        "ours_gib": memory.pop("ours"),
-        "peers_gib": memory,
-    }
+        calls[name], memory[name] = call, gib
+    times = time_rounds(calls, plan.rounds, plan.lead)
+    row: Row = {"suite": case.suite, "case": case.name, "direction": direction}
+    row |= dict(zip(("kernels", "row"), chosen_row(case, direction), strict=True))
+    row |= _by_kind(times, "{}_ms", "{}", 5)
     row["ours_tflops"] = round(case.flop(direction) / row["ours_ms"] * 1e-9, 1)
-    if by_method := {name: ms for name, ms in times.items() if name in METHODS}:
+    row |= _by_kind(memory, "{}_gib", "{}_gib", 4)
+    if plan.sustained:
+        timed = {name: call for name, call in calls.items() if name not in METHODS}
+        row |= _by_kind(time_sustained(timed, times, plan), "{}_sustained_ms", "{}_sustained", 5)
+        row["sustained_ms"] = row.pop("ours_sustained_ms", None)
+    if by_method := {name: round(ms, 5) for name, ms in times.items() if name in METHODS}:
         row["methods"] = by_method
     if errors:
         row["errors"] = errors
     return row
+
+
+def _by_kind(values: dict[str, float], own: str, peers: str, digits: int) -> Row:
+    """A row's fields: ours and the old one's each in its own, the peers' in one together."""
+    rounded = {name: round(x, digits) for name, x in values.items() if name not in METHODS}
+    fields = {own.format(name): rounded.pop(name) for name in ("ours", OLD) if name in rounded}
+    return fields | {peers.format("peers"): rounded}
 
 
 def warm_up() -> None:
@@ -148,11 +211,8 @@ def wanted(cases: Iterable[BenchCase], directions: Iterable[str]) -> list[tuple[
 def measure(
     cases: Iterable[BenchCase],
     directions: Iterable[str] = (),
-    peers: Iterable[str] = DEFAULT_PEERS,
-    methods: Iterable[str] = (),
-    rounds: int = 15,
+    plan: Plan | None = None,
     budget: float = 300.0,
-    lead: int = LEAD_CYCLES,
 ) -> list[Row]:
     """The rows that start within ``budget`` seconds; without ``directions``, those of each case."""
     import torch
@@ -165,12 +225,14 @@ def measure(
             click.echo(f"budget of {budget:.0f} s spent: stopped before {name}", err=True)
             break
         try:
-            row = measure_row(case, direction, peers, methods, rounds, lead)
+            row = measure_row(case, direction, plan or Plan())
         except Exception as error:  # one that fails must not cost the run the others
             click.echo(f"{name}: {type(error).__name__}: {error}", err=True)
             continue
         finally:
             torch.cuda.empty_cache()
-        click.echo(f"{name:34} {row['ours_tflops']:6.0f} TFLOP/s {row['ours_gib']:8.3f} GiB")
+        against = f"  {row['old_ms'] / row['ours_ms']:.3f} old/new" if "old_ms" in row else ""
+        measured = f"{row['ours_tflops']:6.0f} TFLOP/s {row['ours_gib']:8.3f} GiB"
+        click.echo(f"{name:34} {measured}{against}")
         rows.append(row)
     return rows
