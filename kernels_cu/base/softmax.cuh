@@ -52,7 +52,7 @@ struct OnlineSoftmax {
         grown |= m * scale_log2 > row_max[i][half] * scale_log2 + rescale_log2;
       }
     }
-    if (__any_sync(0xffffffff, grown)) rescale(block_max, scale_log2, scale_rows);
+    if (__any_sync(0xffffffff, grown)) rescale(block_max, scale_log2, scale_rows, rescale_log2);
   }
 
   // S -> P = exp2(S scale_log2 - maximum) in place, summed up
@@ -79,16 +79,19 @@ struct OnlineSoftmax {
     }
   }
 
+  // Row by row, although a warp does it together: a row's result then hangs on no other row, and is
+  // the same to the last bit in tiles of any height.
   template <class ScaleRows>
   __device__ __forceinline__ void rescale(const float (&block_max)[MT][2], float scale_log2,
-                                          ScaleRows&& scale_rows) {
+                                          ScaleRows&& scale_rows, float rescale_log2) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float m = fmaxf(row_max[i][half], block_max[i][half]);
-        const float factor = m == -INF ? 1.0f : ex2_approx((row_max[i][half] - m) * scale_log2);
-        row_max[i][half] = m;
+        const float old = row_max[i][half], m = block_max[i][half];
+        const bool grown = m * scale_log2 > old * scale_log2 + rescale_log2;
+        const float factor = grown ? ex2_approx((old - m) * scale_log2) : 1.0f;
+        row_max[i][half] = grown ? m : old;
         row_sum[i][half] *= factor;
         scale_rows(i, half, factor);
       }

@@ -37,9 +37,7 @@ struct SmemPlan {
   TileQ q[NUM_STAGES];
   TileO dout[NUM_STAGES];
   TileP p, ds;
-  struct {
-    float lse[BLOCK_M], delta[BLOCK_M];
-  } rows[NUM_STAGES];
+  float terms[NUM_STAGES][2][BLOCK_M];  // L, D
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -68,7 +66,7 @@ __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
   load_rows<TileO, cfg::WIDTH_V>(smem.dout[stage].address(), args.dout, first_row, head,
                                  valid_rows);
   const int64_t first = static_cast<int64_t>(head) * args.sizes.total_q + first_row;
-  const uint32_t rows = smem_address(&smem.rows[stage]);
+  const uint32_t rows = smem_address(smem.terms[stage]);
   for (int i = threadIdx.x; i < 2 * BLOCK_M; i += NUM_THREADS) {
     cp_async_4(rows + i * sizeof(float),
                (i < BLOCK_M ? args.lse : args.delta) + first + i % BLOCK_M,
@@ -84,8 +82,7 @@ __device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const M
   const int lane = threadIdx.x % WARP_SIZE;
   const OperandA<TileQ> queries(smem.q[stage].address(), warp.row);
   const OperandA<TileO> gradients(smem.dout[stage].address(), warp.row);
-  const float* lse = smem.rows[stage].lse + warp.row + lane / 4;
-  const float* delta = smem.rows[stage].delta + warp.row + lane / 4;
+  const float* lse = &smem.terms[stage][0][warp.row + lane / 4];
 #pragma unroll 1
   for (int piece = 0; piece < BLOCK_N; piece += BLOCK_N / cfg::PIECES) {
     const int col = piece + warp.col;
@@ -102,7 +99,7 @@ __device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const M
                              OperandB<TileV>(smem.v.address(), col));  // dP = dO V^T
     // L is read again rather than kept: registers are what this loop is short of
     const auto lse_log2 = load_lse_log2<WarpS::MT>(lse, 0, BLOCK_M);
-    dp_to_ds(rdS, rP, load_delta<WarpS::MT>(delta, 0, lse_log2));
+    dp_to_ds(rdS, rP, load_delta<WarpS::MT>(lse + BLOCK_M, 0, lse_log2));
     store_tile(smem.ds, rdS, warp.row, col);
   }
 }

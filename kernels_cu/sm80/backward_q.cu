@@ -39,7 +39,8 @@ struct SmemPlan {
   TileV v[NUM_STAGES];
   TileP p, ds;  // only with cfg::ATOMIC: what warps exchange for dK and dV
 };
-static_assert((cfg::ATOMIC ? sizeof(SmemPlan) : __builtin_offsetof(SmemPlan, p)) == cfg::SMEM_BYTES,
+constexpr int EXCHANGE_BYTES = 2 * sizeof(TileP);  // of p and ds, which stand last
+static_assert(sizeof(SmemPlan) - (cfg::ATOMIC ? 0 : EXCHANGE_BYTES) == cfg::SMEM_BYTES,
               "the row's shared memory and SmemPlan differ");
 
 struct Args {

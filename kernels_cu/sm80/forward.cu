@@ -5,7 +5,8 @@
 //   BLOCK_M  |  S -> P   |  x V -> O   Key tiles run from the last to the first: the masked ones
 //   queries  +-----------+             come first. Grid: (tiles of queries; query heads).
 //
-// K and V arrive by cp.async: V loads behind S = Q K^T, the next K behind softmax and P V.
+// K and V arrive by cp.async: V loads behind S = Q K^T, the next K behind softmax and P V; the first
+// V with the first K, as many sequences have no second tile. Warps without a row only load.
 // Twin: rawattn/kernels_numba/forward.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
 #include "base/softmax.cuh"
 #include "base/store.cuh"
@@ -124,10 +125,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   float rO[MT][HEAD_DIM_V / 8][4], rS[MT][BLOCK_N / 8][4];
   clear(rO);
   for (int n = tile.n_end - 1; n >= tile.n_begin; --n) {
-    cp_async_wait<0>();
-    __syncthreads();  // K of this tile, and at first Q, is here; every warp has left V
+    const bool first = n == tile.n_end - 1;
+    if (!first) {
+      cp_async_wait<0>();
+      __syncthreads();  // K of this tile is here; every warp has left V
+    }
     load_v(n);
-    if (n == tile.n_end - 1) scores.hold();
+    if (first) {
+      cp_async_wait<1>();
+      __syncthreads();  // Q and the first K are here
+      scores.hold();
+    }
     scores.multiply(rS, smem.k);  // S = Q K^T  [WARP_M, BLOCK_N]
     cp_async_wait<0>();
     __syncthreads();  // V is here; every warp has left K

@@ -27,7 +27,7 @@ struct WarpTile {
   int row, col;  // of this warp's part
   __device__ __forceinline__ explicit WarpTile(int warp)
       : row(EVERY || warp < ALONG_M * WARPS_N ? warp % ALONG_M * SPAN_M : ROWS),
-        col(warp / ALONG_M % WARPS_N * SPAN_N) {}
+        col((EVERY ? warp / ALONG_M : warp / ALONG_M % WARPS_N) * SPAN_N) {}
   __device__ __forceinline__ bool any() const { return EVERY || row < ROWS; }
 };
 

@@ -35,9 +35,7 @@ struct SmemPlan {
   TileQ q[NUM_STAGES];
   TileO dout[NUM_STAGES];
   TileP p, ds;
-  struct {
-    float lse[BLOCK_M], delta[BLOCK_M];
-  } rows[NUM_STAGES];
+  float terms[NUM_STAGES][2][BLOCK_M];  // L, D
   float scale_sums[4][BLOCK_M];  // [place of a warp along the keys][row]
   ItemCodes items[3];
 };
@@ -74,8 +72,8 @@ __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem, c
                                              int kv_head, int stage) {
   gather_rows<cfg::WIDTH>(smem.q[stage], args.q, items, kv_head);
   gather_rows<cfg::WIDTH_V>(smem.dout[stage], args.dout, items, kv_head);
-  gather_statistic(smem.rows[stage].lse, args.lse, items, kv_head, args.sizes.total_q);
-  gather_statistic(smem.rows[stage].delta, args.delta, items, kv_head, args.sizes.total_q);
+  gather_statistic(smem.terms[stage][0], args.lse, items, kv_head, args.sizes.total_q);
+  gather_statistic(smem.terms[stage][1], args.delta, items, kv_head, args.sizes.total_q);
 }
 
 // P and g dS of this tile into shared memory, STEP_N columns at a time; with scales of blocks also
@@ -88,8 +86,7 @@ __device__ __forceinline__ void make_p_and_ds(const Args& args, SmemPlan& smem, 
   const float softmax_scale = args.sizes.softmax_scale;
   const OperandA<TileQ> queries(smem.q[stage].address(), warp.row);
   const OperandA<TileO> gradients(smem.dout[stage].address(), warp.row);
-  const float* lse = smem.rows[stage].lse + warp.row + lane / 4;
-  const float* delta = smem.rows[stage].delta + warp.row + lane / 4;
+  const float* lse = &smem.terms[stage][0][warp.row + lane / 4];
   float scale[MT][2], scale_sum[MT][2] = {};
   if constexpr (cfg::HAS_SCALE) {
     gather_block_scale(scale, args.block_scale, items, tile, args.selection, warp.row, 1.0f);
@@ -114,7 +111,7 @@ __device__ __forceinline__ void make_p_and_ds(const Args& args, SmemPlan& smem, 
     multiply_xyt<HEAD_DIM_V>(rdS, gradients, OperandB<TileV>(smem.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
     const auto lse_log2 = load_lse_log2<MT>(lse, 0, BLOCK_M);
-    dp_to_ds(rdS, rP, load_delta<MT>(delta, 0, lse_log2));
+    dp_to_ds(rdS, rP, load_delta<MT>(lse + BLOCK_M, 0, lse_log2));
     if constexpr (cfg::HAS_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         scale_sum[i][e / 2] += rdS[i][j][e] * rS[i][j][e] * softmax_scale;
