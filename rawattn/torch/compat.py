@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from rawattn.torch.varlen import varlen_attn
+
 
 class AuxRequest(NamedTuple):
     """What to return besides out; torch's own AuxRequest is accepted as well."""
@@ -52,8 +54,6 @@ def varlen_attn_compat(
     total_q). Raises ValueError for what rawattn does not do: ``seqused_k``, ``block_table`` (paged
     caches), ``cu_seq_k=None``, more than one split.
     """
-    from rawattn.torch import varlen_attn  # here: rawattn.torch offers this function as its own
-
     for name, given in (("seqused_k", seqused_k), ("block_table", block_table)):
         if given is not None:
             raise ValueError(

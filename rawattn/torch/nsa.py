@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rawattn.torch.sparse import sparse_attn
+from rawattn.torch.varlen import varlen_attn
 
 MOST_QUERIES = 1024  # of a chunk
 MOST_SCORES = 1 << 27  # compressed scores, of all heads, that exist at a time
@@ -118,8 +119,6 @@ class NativeSparseAttention(nn.Module):
         the lengths, bounds the time that choosing blocks takes: without it, it grows with the
         square of the tokens, though they be many short sequences. It changes no result.
         """
-        from rawattn.torch import varlen_attn  # here: rawattn.torch offers this class as its own
-
         packing = pack(cu_seqlens, x.shape[0], self.compress_length, self.compress_stride)
         q = self.project_q(x).view(x.shape[0], self.num_heads_q, self.head_dim)
         widths = (self.head_dim, self.head_dim_v)
@@ -267,8 +266,6 @@ def attend_compressed(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> tupl
     in such a sequence, as long as the blocks are many, seeing what has ended is plain causality.
     lse has no gradient.
     """
-    from rawattn.torch import varlen_attn
-
     num_heads_q, num_heads_kv = q.shape[1], k.shape[1]
     group, stride, rows = num_heads_q // num_heads_kv, packing.stride, packing.rows
     if rows == 0:
