@@ -10,13 +10,22 @@ selective activation checkpointing:
 
 ``varlen_attn_compat`` has the signature of ``torch.nn.attention.varlen.varlen_attn``.
 
-``sparse_attn`` is attention to selected blocks of keys (``torch_sparse``), ``native_sparse_attend``
-and ``parallel_nsa`` other libraries' signatures of it (``torch_sparse_compat``), and
-``NativeSparseAttention`` a layer that learns what to select (``torch_nsa``).
+``sparse_attn`` is attention to selected blocks of keys (``sparse``), ``native_sparse_attend``
+and ``parallel_nsa`` other libraries' signatures of it (``sparse_compat``), and
+``NativeSparseAttention`` a layer that learns what to select (``nsa``).
 
-The operators have autograd kernels of their own (``torch_autograd``). These cost a third of the
-host time of generated ones, which besides drop the tangents of forward mode, so that a derivative
-would silently be zero, and know nothing of torch.func.
+The operators have autograd kernels of their own (``autograd``). These cost a third of the host
+time of generated ones, which besides drop the tangents of forward mode, so that a derivative would
+silently be zero, and know nothing of torch.func. torch has no public way to write such kernels, so
+they stand on these private parts of it, the same from 2.11, the lower bound, to 2.13:
+
+    torch._C                 _AutoDispatchBelowAutograd, _will_engine_execute_node,
+                             _are_functorch_transforms_active, _len_torch_dispatch_stack,
+                             _is_any_autocast_enabled
+    torch.autograd           forward_ad._current_level, forward_ad._set_fwd_grad_enabled,
+                             and apply of Function's base class
+    torch._functorch.utils   enable_single_level_autograd_function
+    torch._guards            TracingContext
 """
 
 from rawattn.torch.compat import AuxRequest, varlen_attn_compat

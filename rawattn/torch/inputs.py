@@ -66,7 +66,7 @@ def check_call(
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q}
     optional = {"cu_seqlens_k": cu_seqlens_k} | others
     for name, x in (given | {n: x for n, x in optional.items() if x is not None}).items():
-        _check_tensor(name, x)
+        check_tensor(name, x)
         if x.device.type != q.device.type:
             raise TypeError(
                 f"{name} is on device {x.device} beside q on {q.device}: expected all tensors of a "
@@ -80,7 +80,10 @@ def check_call(
             _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
 
 
-def _check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any) -> None:
+    """A dense torch tensor of any device and shape."""
+    if x is None:
+        raise TypeError(f"{name} is None: expected a torch tensor; pass {name}")
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} is a {type(x).__qualname__}: expected a torch tensor; convert it by "
@@ -126,7 +129,8 @@ def is_unseen(q: Any, k: Any, v: Any, block_scale: Tensor | None = None) -> bool
     """
     wanted = torch.is_grad_enabled()
     return (
-        type(q) is Tensor
+        not torch.compiler.is_compiling()  # first: the compiler knows little of the rest
+        and type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
         and not (wanted and (q.requires_grad or k.requires_grad or v.requires_grad))
@@ -138,5 +142,4 @@ def is_unseen(q: Any, k: Any, v: Any, block_scale: Tensor | None = None) -> bool
         and forward_ad._current_level < 0
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
-        and not torch.compiler.is_compiling()
     )

@@ -6,9 +6,10 @@
     torch.ops.rawattn.sparse_jvp                (out, tout, lse, tlse) of tq, tk, tv, tblock_scale
 
 As in ``varlen_ops``, with a fourth input, block_scale; without it, dblock_scale and gblock_scale
-are empty tensors. A selection is block_indices with or without block_counts, of which every operator
-builds the lists that it needs anew: that takes less time than an operator's launch, and saved lists
-would take four times the memory of the indices. Or it is the tensors and numbers of a BlockTable.
+are empty tensors. A selection is block_indices with or without block_counts, of which every
+operator builds the lists that it needs anew: that takes less time than an operator's launch, and
+saved lists would take four times the memory of the indices. Or it is the tensors and numbers of a
+BlockTable.
 """
 
 from typing import Any
@@ -49,6 +50,7 @@ def selection_of(
         checks.same_as_table("causal", causal, table.causal)
         tensors = (getattr(table, name) for name in TABLE)
         return (None, block_counts, *tensors), (table.num_selected, table.chunk)
+    checks.block_size(block_size)
     if block_indices.dtype == torch.int64:  # once, and half of it to save for the backward
         block_indices = block_indices.clamp(-1, 2**31 - 1).int()
     return (block_indices, block_counts, *NO_TABLE), (0, 0)

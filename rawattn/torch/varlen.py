@@ -86,6 +86,8 @@ def varlen_attn(
             raise
     check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, validate)
     left, right = checks.window(window, causal)
+    if not torch.compiler.is_compiling():  # there it may be symbolic
+        softmax_scale = checks.softmax_scale(softmax_scale)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = (causal, left, right, softmax_scale, deterministic, backend)
     out, lse = varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
