@@ -43,6 +43,8 @@ FOREIGN = {
     ),
 }
 
+NEEDED = ("q", "k", "v", "cu_seqlens_q")
+
 
 def refuse_foreign(
     function: str, last: str, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -62,18 +64,24 @@ def refuse_foreign(
 def check_call(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, validate: bool, **others: Any
 ) -> None:
-    """Dense torch tensors on one kind of device, q, k and v packed; ``others`` may be None."""
-    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q}
-    optional = {"cu_seqlens_k": cu_seqlens_k} | others
-    for name, x in (given | {n: x for n, x in optional.items() if x is not None}).items():
+    """Dense torch tensors, all of them meta or none, and q, k and v packed.
+
+    cu_seqlens_k and ``others`` may be None. Of other devices the core says more.
+    """
+    packed = (("q", q), ("k", k), ("v", v))
+    offsets = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    for name, x in (*packed, *offsets, *others.items()):
+        if x is None and name not in NEEDED:
+            continue
         check_tensor(name, x)
-        if x.device.type != q.device.type:
+        if x.is_meta is not q.is_meta:
             raise TypeError(
                 f"{name} is on device {x.device} beside q on {q.device}: expected all tensors of a "
                 f"call on one device; move {name} there"
             )
-    for name in ("q", "k", "v"):
-        checks.rank(name, tuple(given[name].shape))
+    for name, x in packed:
+        if x.dim() != 3:
+            checks.rank(name, tuple(x.shape))
     if validate:
         _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
         if cu_seqlens_k is not None:

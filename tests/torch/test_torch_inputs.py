@@ -189,9 +189,7 @@ def test_no_foreign_keyword_is_ours():
 
 
 def test_lengths_by_position():
-    with pytest.raises(
-        TypeError, match=r"2 positional arguments after cu_seqlens_k.*leave lengths"
-    ):
+    with pytest.raises(TypeError, match=r"2 positional arguments after cu_seqlens_k.*lengths"):
         varlen_attn(*given().values(), 5, 5)
     with pytest.raises(TypeError, match="1 positional arguments after block_indices"):
         sparse_attn(*[*given().values()][:4], blocks(), 16)
