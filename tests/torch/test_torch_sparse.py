@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 import rawattn  # noqa: E402
 from rawattn.torch import sparse_attn, varlen_attn  # noqa: E402
 from rawattn.torch import sparse_ops as torch_sparse_ops  # noqa: E402
-from tests.shared.torch_problems import agree, finite, inner, leaves, offsets  # noqa: E402
+from tests.shared.torch_problems import FAST, agree, finite, inner, leaves, offsets  # noqa: E402
 from tests.shared.torch_sparse_problems import BLOCK, CROSS, MASKS, SELF, SMALL, Problem  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,7 +288,6 @@ def test_second_derivatives_may_be_differentiated_in_their_direction(problem):
 
 @pytest.mark.parametrize("mask", ["plain", "open_no_own"])
 def test_gradcheck_and_gradgradcheck(mask):
-    """Fast mode: in a random direction at a time, of which a wrong entry would spoil each."""
     problem = Problem(mask, SMALL, heads=(2, 1, 1), selected=2)
     *qkv, gate = leaves(problem.inputs)
 
@@ -297,9 +296,9 @@ def test_gradcheck_and_gradgradcheck(mask):
         return out, finite(lse)
 
     inputs = (*qkv, gate)
-    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, **FAST)
     assert torch.autograd.gradgradcheck(
-        function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
+        function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, **FAST
     )
 
 
