@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from rawattn import api, checks
-from rawattn.torch.inputs import (
-    cast_by_autocast,
-    check_call,
-    is_unseen,
-    refuse_foreign,
-)
+from rawattn.torch.inputs import cast_by_autocast, check_call, is_unseen, refuse_foreign
 from rawattn.torch.varlen_ops import varlen_forward
 
 
@@ -41,10 +36,11 @@ def varlen_attn(
     device. cu_seqlens_k defaults to cu_seqlens_q. Meta tensors give the shapes of the results.
 
     ``causal`` aligns the ends of queries and keys; ``window`` is (left, right), inclusive, -1 open;
-    ``softmax_scale`` defaults to head_dim ** -0.5. ``deterministic``, or
-    ``torch.use_deterministic_algorithms(True)``, makes the backward bitwise repeatable.
-    ``backend`` forces "cuda", "numba" or "reference". Under autocast q, k and v are cast to its
-    dtype (float64 is left alone, as by torch's own attention).
+    ``softmax_scale`` defaults to head_dim ** -0.5. ``backend`` forces "cuda", "numba" or
+    "reference". Under autocast q, k and v are cast to its dtype (float64 is left alone, as by
+    torch's own attention). ``deterministic``, or ``torch.use_deterministic_algorithms(True)``,
+    makes the backward bitwise repeatable, and what the jvp gives a sequence independent of the rest
+    of the batch, as it always is of the forward.
 
     Returns out (total_q, num_heads_q, head_dim_v) of q's dtype, with ``return_lse`` also lse
     (num_heads_q, total_q), float32 (float64 for float64 inputs). A query without any allowed key
@@ -65,7 +61,7 @@ def varlen_attn(
         refuse_foreign("varlen_attn", "cu_seqlens_k", lengths, foreign)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast_by_autocast(q, k, v)
-    if is_unseen(q, k, v):
+    if not validate and is_unseen(q, k, v):
         try:
             result: Tensor | tuple[Tensor, Tensor] = api.forward(
                 q,
@@ -78,7 +74,6 @@ def varlen_attn(
                 softmax_scale=softmax_scale,
                 return_lse=return_lse,
                 backend=backend,
-                validate=validate,
             )
             return result
         except (RuntimeError, TypeError):
