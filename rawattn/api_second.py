@@ -159,6 +159,7 @@ def jvp(
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
     max_seqlen: int | None = None,
+    deterministic: bool = False,
     out: Array | None = None,
     tout: Array | None = None,
     backend: str | None = None,
@@ -173,6 +174,8 @@ def jvp(
         as in ``forward``.
     tq, tk, tv: shaped like q, k, v and of their dtype, of any strides (an expanded array need not
         be copied). None is zero, and its products are left out.
+    deterministic: the same kernel for every batch, so that what a sequence gets does not depend on
+        the others. Every run gives the same bits in any case.
     out, tout: arrays to write into, of the shape and dtype of the results; must not overlap an
         input.
 
@@ -208,7 +211,9 @@ def jvp(
                 framework.fill(result, value, stream)
         else:
             targets = tuple(call.target(framework, result, like) for result in results)
-            _launch_jvp(framework, problem, backend, inputs, direction, targets, stream)
+            _launch_jvp(
+                framework, problem, backend, deterministic, inputs, direction, targets, stream
+            )
             for result, target in zip(results, targets, strict=True):
                 if target is not result:
                     framework.copy(result, target, stream)
@@ -280,6 +285,7 @@ def _launch_jvp(
     framework: Framework,
     problem: Problem,
     backend: str | None,
+    deterministic: bool,
     inputs: Inputs,
     direction: Parts,
     results: tuple[View, ...],
@@ -290,7 +296,7 @@ def _launch_jvp(
     q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
     offsets = (offsets_q, offsets_k)
     if any(direction):
-        variant = variants.select("jvp", problem, backend=backend, by_size=True)
+        variant = variants.select("jvp", problem, backend=backend, by_size=not deterministic)
         parts = call.ready_parts(framework, direction, stream)
         jvp_op.launch(
             variant, problem, q, k, v, *parts, out, tout, lse, tlse, *offsets, stream=stream

@@ -15,6 +15,7 @@ MARKERS = {
     "gpu": "needs a CUDA device",
     "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
+    "sweep": "a long sweep, run by .ci/run: leave out with -m 'not sweep'",
 }
 
 
@@ -32,12 +33,16 @@ def one_thread() -> Iterator[None]:
 def gradients_on() -> None:
     """Once in a full run, torch's grad mode was off from the middle of a file on, for good.
 
-    Not seen again alone; suspected is a suspended ``no_grad`` that the garbage collector ends.
+    Not seen again alone; suspected is a suspended ``no_grad`` that the garbage collector ends. On
+    CI it is a failure, of the test that comes after.
     """
     torch = sys.modules.get("torch")
     if torch is not None and not torch.is_grad_enabled():
-        warnings.warn("torch's grad mode was off before this test", stacklevel=1)
         torch.set_grad_enabled(True)
+        text = "torch's grad mode was off before this test"
+        if os.environ.get("CI") == "true":
+            pytest.fail(text)
+        warnings.warn(text, stacklevel=1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

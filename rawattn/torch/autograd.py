@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from rawattn.torch.varlen_ops import LIBRARY, Operators
+from rawattn.torch.operators import LIBRARY, Operators
 
 Args = tuple[Any, ...]
 Gradients = tuple[Tensor | None, ...]

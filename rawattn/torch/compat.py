@@ -9,6 +9,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from rawattn.torch.inputs import check_tensor
+from rawattn.torch.varlen import varlen_attn
+
 
 class AuxRequest(NamedTuple):
     """What to return besides out; torch's own AuxRequest is accepted as well."""
@@ -52,8 +55,6 @@ def varlen_attn_compat(
     total_q). Raises ValueError for what rawattn does not do: ``seqused_k``, ``block_table`` (paged
     caches), ``cu_seq_k=None``, more than one split.
     """
-    from rawattn.torch import varlen_attn  # here: rawattn.torch offers this function as its own
-
     for name, given in (("seqused_k", seqused_k), ("block_table", block_table)):
         if given is not None:
             raise ValueError(
@@ -70,8 +71,20 @@ def varlen_attn_compat(
             f"varlen_attn_compat: num_splits={num_splits} is not supported, only None and 1: the "
             "keys of a query are never split"
         )
-    if window_size is not None and len(window_size) != 2:
-        raise ValueError(f"varlen_attn_compat: window_size is (left, right), was {window_size!r}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
+        if x.dim() != 3:
+            raise ValueError(
+                f"varlen_attn_compat: {name} has shape {tuple(x.shape)}: expected 3 dimensions, "
+                "(tokens, heads, head_dim); join batch and length"
+            )
+    try:
+        left, right = (-1, -1) if window_size is None else window_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"varlen_attn_compat: window_size is {window_size!r}: expected two integers (left, "
+            "right), inclusive, or None; pass (-1, -1) for no window"
+        ) from None
     num_heads_q, num_heads_kv = query.shape[1], key.shape[1]
     if num_heads_q != num_heads_kv and not enable_gqa:
         raise ValueError(
@@ -83,7 +96,6 @@ def varlen_attn_compat(
             f"varlen_attn_compat: {num_heads_q} query heads are not a multiple of kv heads "
             f"({num_heads_kv})"
         )
-    left, right = (-1, -1) if window_size is None else window_size
     return varlen_attn(
         query,
         key,

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rawattn.torch.inputs import check_tensor
 from rawattn.torch.sparse import sparse_attn
+from rawattn.torch.varlen import varlen_attn
 
 MOST_QUERIES = 1024  # of a chunk
 MOST_SCORES = 1 << 27  # compressed scores, of all heads, that exist at a time
@@ -116,10 +118,17 @@ class NativeSparseAttention(nn.Module):
 
         cu_seqlens is (batch + 1,) int32 or int64 on x's device. ``max_seqlen``, an upper bound of
         the lengths, bounds the time that choosing blocks takes: without it, it grows with the
-        square of the tokens, though they be many short sequences. It changes no result.
+        square of the tokens, though they be many short sequences. It changes no result. Raises
+        ValueError or TypeError for an x or cu_seqlens of another kind or shape.
         """
-        from rawattn.torch import varlen_attn  # here: rawattn.torch offers this class as its own
-
+        check_tensor("x", x)
+        check_tensor("cu_seqlens", cu_seqlens)
+        if x.dim() != 2 or x.shape[1] != self.project_q.in_features:
+            raise ValueError(
+                f"NativeSparseAttention: x has shape {tuple(x.shape)}: expected (total, "
+                f"{self.project_q.in_features}), the tokens of all sequences one after the other; "
+                "join batch and length, with the offsets of each sequence in cu_seqlens"
+            )
         packing = pack(cu_seqlens, x.shape[0], self.compress_length, self.compress_stride)
         q = self.project_q(x).view(x.shape[0], self.num_heads_q, self.head_dim)
         widths = (self.head_dim, self.head_dim_v)
@@ -267,8 +276,6 @@ def attend_compressed(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> tupl
     in such a sequence, as long as the blocks are many, seeing what has ended is plain causality.
     lse has no gradient.
     """
-    from rawattn.torch import varlen_attn
-
     num_heads_q, num_heads_kv = q.shape[1], k.shape[1]
     group, stride, rows = num_heads_q // num_heads_kv, packing.stride, packing.rows
     if rows == 0:

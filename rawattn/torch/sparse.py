@@ -1,7 +1,7 @@
 """Block-sparse packed attention for torch, as ``rawattn.torch.varlen_attn`` is the dense one.
 
 Its operators, whose names may be given to selective activation checkpointing, stand in
-``torch_sparse_ops``:
+``sparse_ops``:
 
     torch.ops.rawattn.sparse_forward.default            (out, lse) of q, k, v, block_scale
     torch.ops.rawattn.sparse_backward.default           (dq, dk, dv, dblock_scale) of dout, dlse
@@ -9,12 +9,16 @@ Its operators, whose names may be given to selective activation checkpointing, s
     torch.ops.rawattn.sparse_jvp.default                (out, tout, lse, tlse) of their tangents
 """
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
+from rawattn import api_sparse, checks
 from rawattn.tables import BlockTable
-from rawattn.torch.sparse_ops import compute_forward, selection_of, sparse_forward
-from rawattn.torch.varlen_ops import cast_by_autocast, is_unseen
+from rawattn.torch.inputs import cast_by_autocast, check_call, is_unseen, refuse_foreign
+from rawattn.torch.sparse_ops import selection_of, sparse_forward
+from rawattn.torch.varlen import varlen_attn
 
 Window = int | tuple[int, int] | None
 
@@ -25,7 +29,7 @@ def sparse_attn(
     v: Tensor,
     cu_seqlens: Tensor,
     block_indices: Tensor | BlockTable,
-    *,
+    *lengths: Never,
     cu_seqlens_k: Tensor | None = None,
     block_size: int = 64,
     block_counts: Tensor | None = None,
@@ -38,11 +42,13 @@ def sparse_attn(
     window: Window = None,
     deterministic: bool = False,
     backend: str | None = None,
+    validate: bool = False,
+    **foreign: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of each query to the blocks of keys that it has selected; differentiable twice.
 
-    q, k, v, cu_seqlens, cu_seqlens_k, softmax_scale, deterministic, backend and autocast are as in
-    :func:`rawattn.torch.varlen_attn`.
+    q, k, v, cu_seqlens, cu_seqlens_k, softmax_scale, deterministic, backend, validate and autocast
+    are as in :func:`rawattn.torch.varlen_attn`.
 
     ``block_indices`` is (total_q, num_heads_kv or num_heads_q, num_selected), int32 or int64: the
     numbers of blocks of ``block_size`` (16, 32, 64 or 128) keys, counted from the start of the
@@ -69,28 +75,46 @@ def sparse_attn(
     Derivatives are those of ``varlen_attn``, with respect to block_scale too: twice backwards,
     forwards, and mixed; the same ones do not exist. Raises ValueError, TypeError or RuntimeError.
     """
+    if lengths or foreign:
+        refuse_foreign("sparse_attn", "block_indices", lengths, foreign)
+    listed = isinstance(block_indices, BlockTable)
+    check_call(
+        *(q, k, v, cu_seqlens, cu_seqlens_k, validate),
+        block_indices=None if listed else block_indices,
+        block_counts=block_counts,
+        block_scale=block_scale,
+    )
+    checks.only_beside("window", window is not None, "return_sliding", return_sliding)
     q, k, v = cast_by_autocast(q, k, v)
     if block_scale is not None:
         block_scale = block_scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    kind = (block_size, include_own_block, causal)
-    tensors, numbers = selection_of(block_indices, block_counts, *kind)
-    repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = (*numbers, *kind, softmax_scale, repeatable, backend)
-    inputs = (q, k, v) if block_scale is None else (q, k, v, block_scale)
-    compute = compute_forward if is_unseen(inputs) else sparse_forward
-    out, lse = compute(q, k, v, block_scale, cu_seqlens, cu_seqlens_k, *tensors, *options)
+    if is_unseen(q, k, v, block_scale):
+        out, lse = api_sparse.sparse_forward(
+            *(q, k, v, cu_seqlens, block_indices),
+            cu_seqlens_k=cu_seqlens_k,
+            block_size=block_size,
+            block_counts=block_counts,
+            include_own_block=include_own_block,
+            causal=causal,
+            block_scale=block_scale,
+            softmax_scale=softmax_scale,
+            return_lse=True,
+            backend=backend,
+        )
+    else:
+        kind = (block_size, include_own_block, causal)
+        tensors, numbers = selection_of(block_indices, block_counts, *kind)
+        repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
+        options = (*numbers, *kind, softmax_scale, repeatable, backend)
+        out, lse = sparse_forward(
+            *(q, k, v, block_scale, cu_seqlens, cu_seqlens_k, *tensors, *options)
+        )
     results: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
     if return_sliding:
-        from rawattn.torch import varlen_attn  # here: rawattn.torch offers sparse_attn as its own
-
         sliding = varlen_attn(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens_k,
+            *(q, k, v, cu_seqlens, cu_seqlens_k),
             causal=causal,
-            window=_window(window, block_size),
+            window=checks.sliding_window(window, block_size, causal),
             softmax_scale=softmax_scale,
             return_lse=return_lse,
             deterministic=deterministic,
@@ -98,9 +122,3 @@ def sparse_attn(
         )
         results += (sliding,) if isinstance(sliding, Tensor) else sliding
     return results if len(results) > 1 else out
-
-
-def _window(window: Window, block_size: int) -> tuple[int, int]:
-    if window is None:
-        return block_size - 1, 0
-    return (window, 0) if isinstance(window, int) else window

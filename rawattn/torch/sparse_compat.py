@@ -77,7 +77,7 @@ def native_sparse_attend(
         block_scale=None if sel_scale is None else _packed(sel_scale),
         return_lse=True,
         return_sliding=return_sliding_window_out,
-        window=(block_size, 0),
+        window=(block_size, 0) if return_sliding_window_out else None,
     )
 
     def of_out(out: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def parallel_nsa(
         include_own_block=False,
         softmax_scale=scale,
         return_sliding=window_size > 0,
-        window=(window_size - 1, 0),
+        window=(window_size - 1, 0) if window_size > 0 else None,
     )
     outs = [results] if isinstance(results, Tensor) else [*results]
     selected, *sliding = (out.view(*q.shape[:3], v.shape[3]) for out in outs)

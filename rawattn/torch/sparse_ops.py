@@ -5,10 +5,11 @@
     torch.ops.rawattn.sparse_double_backward    (ddout, ddlse, gq, gk, gv, gblock_scale)
     torch.ops.rawattn.sparse_jvp                (out, tout, lse, tlse) of tq, tk, tv, tblock_scale
 
-As in ``torch_ops``, with a fourth input, block_scale; without it, dblock_scale and gblock_scale are
-empty tensors. A selection is block_indices with or without block_counts, of which every operator
-builds the lists that it needs anew: that takes less time than an operator's launch, and saved lists
-would take four times the memory of the indices. Or it is the tensors and numbers of a BlockTable.
+As in ``varlen_ops``, with a fourth input, block_scale; without it, dblock_scale and gblock_scale
+are empty tensors. A selection is block_indices with or without block_counts, of which every
+operator builds the lists that it needs anew: that takes less time than an operator's launch, and
+saved lists would take four times the memory of the indices. Or it is the tensors and numbers of a
+BlockTable.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from rawattn import api_sparse, checks
 from rawattn.tables import BlockTable
-from rawattn.torch.varlen_ops import Operators, define
+from rawattn.torch.autograd import register
+from rawattn.torch.operators import Operators, define, fake_forward, fake_jvp
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? block_scale"
 DIRECTION = "Tensor? {0}q, Tensor? {0}k, Tensor? {0}v, Tensor? {0}block_scale"
@@ -48,6 +50,7 @@ def selection_of(
         checks.same_as_table("causal", causal, table.causal)
         tensors = (getattr(table, name) for name in TABLE)
         return (None, block_counts, *tensors), (table.num_selected, table.chunk)
+    checks.block_size(block_size)
     if block_indices.dtype == torch.int64:  # once, and half of it to save for the backward
         block_indices = block_indices.clamp(-1, 2**31 - 1).int()
     return (block_indices, block_counts, *NO_TABLE), (0, 0)
@@ -88,7 +91,7 @@ def _is_deterministic(rest: tuple[Any, ...]) -> bool:
 # ---- what they compute ------------------------------------------------------------------------
 
 
-def compute_forward(
+def _compute_forward(
     q: Tensor, k: Tensor, v: Tensor, block_scale: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens, selection, keywords = _keywords(k, rest)
@@ -202,13 +205,6 @@ def _empty(lse: Tensor) -> Tensor:
 # ---- the shapes of their results --------------------------------------------------------------
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    total_q, num_heads_q, _head_dim = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((total_q, num_heads_q, v.shape[2]))
-    return out, q.new_empty((num_heads_q, total_q), dtype=lse_dtype)
-
-
 def _fake_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -225,12 +221,7 @@ def _fake_backward(
 
 
 def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
-    return *_fake_forward(*args[6:9]), *_fake_backward(*args[4:])
-
-
-def _fake_jvp(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    (out, lse), (tout, tlse) = _fake_forward(q, k, v), _fake_forward(q, k, v)
-    return out, tout, lse, tlse
+    return *fake_forward(*args[6:9]), *_fake_backward(*args[4:])
 
 
 # ---- the operators ----------------------------------------------------------------------------
@@ -238,8 +229,8 @@ def _fake_jvp(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
 sparse_forward = define(
     "sparse_attn",
     f"sparse_forward({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)",
-    compute_forward,
-    _fake_forward,
+    _compute_forward,
+    fake_forward,
 )
 sparse_backward = define(
     "sparse_attn",
@@ -260,7 +251,7 @@ sparse_jvp = define(
     f"sparse_jvp({INPUTS}, {DIRECTION.format('t')}, {OPTIONS}) -> "
     "(Tensor out, Tensor tout, Tensor lse, Tensor tlse)",
     _compute_jvp,
-    _fake_jvp,
+    fake_jvp,
 )
 SPARSE = Operators(
     "sparse_attn",
@@ -271,3 +262,4 @@ SPARSE = Operators(
     num_inputs=4,
     num_given=4 + len(TABLE),
 )
+register(SPARSE)

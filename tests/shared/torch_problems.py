@@ -19,6 +19,10 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal_window": {"causal": True, "window": (2, -1)},
 }
 
+# Of gradcheck and gradgradcheck: in a random direction at a time, which a wrong entry spoils; and
+# since that one is a share of a sum, within far less than the default.
+FAST: dict[str, Any] = {"fast_mode": True, "atol": 1e-7, "rtol": 1e-5}
+
 
 def count_calls(monkeypatch):
     """The calls of rawattn's own functions by the adapter: name to arguments and keywords."""

@@ -1,4 +1,4 @@
-"""tools/train_nsa.py: it runs, its verdict tells, and both layers see what they should."""
+"""tools/train/train_nsa.py: it runs, its verdict tells, and both layers see what they should."""
 
 import json
 from dataclasses import replace
@@ -7,13 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import packing  # noqa: E402
+import train_nsa  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
-
-from train import (
-    packing,  # noqa: E402
-    train_nsa,  # noqa: E402
-)
-from train.curves import Curve  # noqa: E402
+from training import Curve  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 from rawattn.torch import varlen_attn  # noqa: E402
 from rawattn.torch import varlen_ops as torch_ops  # noqa: E402
 from tests.shared.torch_problems import (  # noqa: E402
+    FAST,
     LENGTHS,
     MASKS,
     WIDTHS,
@@ -89,7 +90,7 @@ def test_results_have_the_dtype_of_the_inputs(dtype):
 @pytest.mark.parametrize("loss", ["out", "lse", "both"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradcheck(mask, loss):
-    """Small and crooked: shared heads, dim_v != dim, empty sequences, rows without keys."""
+    """Small and crooked: shared heads, empty sequences, rows without keys."""
     *qkv, cu_q, cu_k = tensors(
         (2, 0, 3, 1), (1, 2, 4, 0), heads=2, heads_kv=1, dim=8, dim_v=8, spare=1
     )
@@ -98,7 +99,7 @@ def test_gradcheck(mask, loss):
         out, lse = varlen_attn(q, k, v, cu_q, cu_k, return_lse=True, **MASKS[mask])
         return {"out": (out,), "lse": (finite(lse),), "both": (out, finite(lse))}[loss]
 
-    assert torch.autograd.gradcheck(function, qkv)
+    assert torch.autograd.gradcheck(function, qkv, **FAST)
 
 
 def test_rows_without_keys_are_zero_with_zero_gradients():

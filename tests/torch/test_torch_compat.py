@@ -107,7 +107,7 @@ def test_gradients_and_compile(packed):
         ({"seqused_k": torch.tensor([5, 1, 7])}, "seqused_k .*not supported; pass the keys"),
         ({"block_table": torch.zeros(3, 1)}, "block_table .*not supported; pass the keys"),
         ({"num_splits": 4}, "num_splits=4 is not supported, only None and 1"),
-        ({"window_size": (1, 2, 3)}, r"window_size is \(left, right\)"),
+        ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\): expected two integers"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,7 +1,7 @@
 """Train a critic with a gradient penalty (WGAN-GP) on packed waves, by rawattn and by torch.
 
-    python tools/gradient_penalty.py                  # GPU if there is one, else a tiny model
-    python tools/gradient_penalty.py --device cpu --steps 10 --json curve.json
+    python tools/train/gradient_penalty.py                  # GPU if there is one, else a tiny model
+    python tools/train/gradient_penalty.py --device cpu --steps 10 --json curve.json
 
 The critic, a small transformer, tells waves of unequal length from noise (arXiv 1704.00028). The
 penalty on the norm of its gradient with respect to its input makes every step differentiate a
@@ -16,12 +16,11 @@ from typing import Any
 
 import click
 import torch
+from contest import compare_with_math
+from models import Attention, Size, WaveModel, at_least_float32
+from packing import WavePack, waves
 from torch import Tensor
-
-from train.contest import compare_with_math
-from train.models import Attention, Size, WaveModel, at_least_float32
-from train.packing import WavePack, waves
-from train.training import Autocast, Recipe, dtype_option, options
+from training import Autocast, Recipe, dtype_option, options
 
 WEIGHT = 10.0  # of the penalty
 SIZES = {

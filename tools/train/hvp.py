@@ -1,10 +1,10 @@
 """Hessian-vector products of the packed language model's loss, by rawattn and by torch.
 
-    python tools/hvp.py                               # GPU if there is one, else a tiny model
-    python tools/hvp.py --device cpu --dtype float64 --json hvp.json
+    python tools/train/hvp.py                               # GPU if there is one, else a tiny model
+    python tools/train/hvp.py --device cpu --dtype float64 --json hvp.json
 
-The model of tools/train_packed.py is trained for some steps; then H v, the loss's Hessian times a
-random vector, is taken by double backward and by forward over reverse. Two things are judged:
+The model of train_packed.py is trained for some steps; then H v, the loss's Hessian times a random
+vector, is taken by double backward and by forward over reverse. Two things are judged:
 
     error      the largest, over the model's weights, relative difference of a weight's part of H v
                from central finite differences of the gradient, in float64 by dense mathematics
@@ -26,15 +26,14 @@ from typing import Any
 
 import click
 import torch
+from models import Attention, Size, attend_math, attend_rawattn
+from packing import TextPack, texts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.func import functional_call
-
-from train.models import Attention, Size, attend_math, attend_rawattn
-from train.packing import TextPack, texts
-from train.train_packed import RECIPE, cross_entropy
-from train.training import Autocast, Setting, bar, options, settle, train
+from train_packed import RECIPE, cross_entropy
+from training import Autocast, Setting, bar, options, settle, train
 
 SIZES = {
     "cpu": Size(2, 2, 16, tokens=192, longest=96, steps=20, learning_rate=3e-3),

@@ -1,7 +1,7 @@
 """Train a MeanFlow model of packed waves, whose loss takes a JVP, by rawattn and by torch.
 
-    python tools/meanflow.py                          # GPU if there is one, else a tiny model
-    python tools/meanflow.py --device cpu --steps 20 --json curve.json
+    python tools/train/meanflow.py                          # GPU if there is one, else a tiny model
+    python tools/train/meanflow.py --device cpu --steps 20 --json curve.json
 
 A small transformer u(z, r, t) learns the mean velocity of the flow from waves of unequal length to
 noise (arXiv 2505.13447): its target v - (t - r) du/dt takes the total derivative of u, a JVP with
@@ -17,12 +17,11 @@ from typing import Any
 
 import click
 import torch
+from contest import compare_with_math
+from models import Attention, Size, WaveModel, at_least_float32
+from packing import CHANNELS, WavePack, waves
 from torch import Tensor
-
-from train.contest import compare_with_math
-from train.models import Attention, Size, WaveModel, at_least_float32
-from train.packing import CHANNELS, WavePack, waves
-from train.training import Autocast, Recipe, dtype_option, options
+from training import Autocast, Recipe, dtype_option, options
 
 FLOWS = 0.25  # share of the sequences with r < t; for the others the loss is that of flow matching
 SIZES = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packing import CHANNELS, START, Pack, TextPack
 from torch import Tensor, nn
 
 from rawattn.torch import varlen_attn
-from train.packing import CHANNELS, START, Pack, TextPack
 
 FREQUENCIES = 3  # octaves in which a number that steers a model is given to it
 

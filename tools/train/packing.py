@@ -6,6 +6,7 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -55,8 +56,7 @@ def documents(seed: int, longest: int) -> Iterator[bytes]:
 
     A file of more than ``longest`` bytes becomes several documents, cut at blank lines if possible.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
+    paths = [*_sources()]
     random.Random(seed).shuffle(paths)
     for path in itertools.cycle(paths):
         text = path.read_bytes()
@@ -67,6 +67,12 @@ def documents(seed: int, longest: int) -> Iterator[bytes]:
             text = text[end:]
         if text:
             yield text
+
+
+@cache
+def _sources() -> tuple[Path, ...]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return tuple(p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts)
 
 
 def texts(seed: int, tokens: int, longest: int, device: str) -> Iterator[TextPack]:

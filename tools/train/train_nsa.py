@@ -1,11 +1,11 @@
 """Train a byte-level transformer with native sparse attention, and one with dense, and time both.
 
-    python tools/train_nsa.py                         # GPU if there is one, else a tiny model
-    python tools/train_nsa.py --tokens 65536 --longest 65536 --steps 100
-    python tools/train_nsa.py --layer 65536           # one layer's forward and backward alone
+    python tools/train/train_nsa.py                         # GPU if there is one, else a tiny model
+    python tools/train/train_nsa.py --tokens 65536 --longest 65536 --steps 100
+    python tools/train/train_nsa.py --layer 65536           # one layer's forward and backward alone
 
 The two models differ in the attention layer alone: rawattn.torch's NativeSparseAttention, or
-varlen_attn between projections; the data are those of tools/train_packed.py. The exit code is 0 if
+varlen_attn between projections; the data are those of train_packed.py. The exit code is 0 if
 both losses fall and the sparse model's, over the last tenth of the steps, is at most MARGIN times
 the dense one's, else 1.
 
@@ -26,21 +26,20 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
+from contest import last_loss, learns, show_curves
+from models import Attention, LanguageModel, Size, attend_rawattn
+from packing import Pack, pack, texts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_packed import cross_entropy
+from training import Curve, Recipe, Setting, bar, dtype_option, run_options, settle, train
 
-from measure.timing import time_rounds
 from rawattn.torch import NativeSparseAttention
-from train.curves import Curve, last_loss, learns, show_curves
-from train.models import Attention, LanguageModel, Size, attend_rawattn
-from train.packing import Pack, pack, texts
-from train.train_packed import cross_entropy
-from train.training import Recipe, Setting, bar, dtype_option, run_options, settle, train
 
 MARGIN = 1.1
-ROUNDS = 7  # of the layers' times
+ROUNDS = 5  # of the layers' times
 
 
 @dataclass(frozen=True)
@@ -186,21 +185,20 @@ def layer_times(tokens: int, device: str, dtype: torch.dtype) -> dict[str, float
         name: call_of(make(dim, size).to(device=device, dtype=dtype))
         for name, make in layers.items()
     }
-    if device == "cuda":
-        for call in calls.values():
+    return median_times(calls, device)
+
+
+def median_times(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Milliseconds of each call; A, B, A, B, ... after a round that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(1 + ROUNDS):
+        for name, call in calls.items():
+            began = time.perf_counter()
             call()
-        return time_rounds(calls, ROUNDS)
-    return {name: host_time(call) for name, call in calls.items()}
-
-
-def host_time(call: Callable[[], Any]) -> float:
-    """Median milliseconds of a call that the host computes."""
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: statistics.median(seen[1:]) for name, seen in times.items()}
 
 
 def show_times(console: Console, times: dict[str, float], tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Train a small byte-level transformer on packed documents, by rawattn and by torch's attention.
 
-    python tools/train_packed.py                      # GPU if there is one, else a tiny model
-    python tools/train_packed.py --device cpu --steps 20 --json curve.json
+    python tools/train/train_packed.py                      # GPU if there is one, else a tiny model
+    python tools/train/train_packed.py --device cpu --steps 20 --json curve.json
 
 The documents are the .py files of the running Python's standard library, of very unequal length,
 packed one after the other into batches of a fixed number of tokens. The exit code is 0 if the loss
@@ -13,10 +13,8 @@ from typing import Any
 
 import click
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from train.contest import compare
-from train.models import (
+from contest import compare
+from models import (
     Attention,
     LanguageModel,
     Size,
@@ -24,8 +22,9 @@ from train.models import (
     attend_rawattn,
     torch_attention,
 )
-from train.packing import TextPack, texts
-from train.training import Autocast, Recipe, dtype_option, options
+from packing import TextPack, texts
+from torch import Tensor, nn
+from training import Autocast, Recipe, dtype_option, options
 
 SIZES = {
     "cpu": Size(2, 2, 32, tokens=768, longest=320, steps=60, learning_rate=3e-3),

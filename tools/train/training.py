@@ -10,13 +10,11 @@ from typing import Any
 
 import click
 import torch
+from models import Attention, Size
+from packing import Pack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-
-from train.curves import Curve
-from train.models import Attention, Size
-from train.packing import Pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,6 +43,13 @@ class Setting:
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
+
+
+@dataclass(frozen=True)
+class Curve:
+    name: str
+    losses: list[float]  # of each step
+    seconds: float
 
 
 def perturb(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
