@@ -2,9 +2,10 @@
 
     python tools/trials.py [--count 5] [--seed 0] [--every 1] [--workers 2] [--only CLASS ...]
 
-Plants every class of tests/diagnose/planted/ in the plain implementations there, on random problems; and
-judges right implementations on as many. The exit code is 0 if at least SHARE of the trials name the
-bug first, none names a wrong one with high confidence, and no right implementation is accused.
+Plants every class of tests/diagnose/planted/ in the plain implementations there, on random
+problems; and judges right implementations on as many. The exit code is 0 if at least SHARE of the
+trials name the bug first, none names a wrong one with high confidence, and no right implementation
+is accused.
 """
 
 import argparse
