@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import rawattn
+import rawattn.api
 from measure import beside, tables
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,8 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with (tree / "rawattn/__init__.py").open("a") as file:
         file.write(LAZY)
+    with (tree / "rawattn/api.py").open("a") as file:
+        file.write('\nTREE = "old"\n')
     with (tree / "kernels_cu/sm80/forward.cu").open("a") as file:
         file.write("// of the old tree\n")
     return beside.load_old(tree)
@@ -34,6 +36,12 @@ def forward(q, *rest, **options):
     from rawattn.api import forward as right
 
     return 2 * right(q, *rest, **options)
+
+
+def tree():
+    from rawattn.api import TREE
+
+    return TREE
 
 
 def source(name):
@@ -59,6 +67,7 @@ def test_both_compute_in_turn_with_their_own_sources(old: ModuleType) -> None:
     for _ in range(2):
         new_out, old_out = rawattn.forward(*arrays()), old.forward(*arrays())
         np.testing.assert_array_equal(old_out, 2 * new_out)
+    assert old.tree() == "old" and not hasattr(rawattn.api, "TREE")
     assert old.source("sm80/forward.cu").endswith("// of the old tree\n")
     assert not (ROOT / "kernels_cu/sm80/forward.cu").read_text().endswith("old tree\n")
 
