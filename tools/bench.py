@@ -131,7 +131,10 @@ def run(
     from measure.host import first_call_times, host_times
     from measure.machine import describe
 
-    old = load_old(tree) if tree else None
+    try:
+        old = load_old(tree) if tree else None
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--old") from None
     if host:
         return describe() | {"host": host_times(old), "first_call": first_call_times()}, 0
     if peers is None:

@@ -2,9 +2,10 @@
 
     python tools/trials.py [--count 5] [--seed 0] [--every 1] [--workers 2] [--only CLASS ...]
 
-Plants every class of tests/planted*.py in the plain implementations there, on random problems; and
-judges right implementations on as many. The exit code is 0 if at least SHARE of the trials name the
-bug first, none names a wrong one with high confidence, and no right implementation is accused.
+Plants every class of tests/diagnose/planted/ in the plain implementations there, on random
+problems; and judges right implementations on as many. The exit code is 0 if at least SHARE of the
+trials name the bug first, none names a wrong one with high confidence, and no right implementation
+is accused.
 """
 
 import argparse
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SHARE = 0.95
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-FILES = sorted(file.stem for file in TESTS.glob("planted*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+PLANTED = "tests.diagnose.planted"
+FILES = sorted(f"{PLANTED}.{file.stem}" for file in ROOT.joinpath(*PLANTED.split(".")).glob("*.py"))
 
 
 class Trial(NamedTuple):
@@ -65,7 +67,7 @@ def trial(file: str, index: int, seed: int) -> Trial:
 
 def right_trial(kind: Any, seed: int) -> Trial:
     """A right implementation on the problem of some plant."""
-    module = importlib.import_module("planted")
+    module = importlib.import_module(f"{PLANTED}.first")
     planted = module.PLANTED[seed % len(module.PLANTED)]
     question = _problem(module, planted, seed)
     return _judge(
@@ -99,7 +101,7 @@ def _judge(
 
 def _ready() -> None:
     """In a worker: the tests' modules can be imported, and matmuls keep to one thread."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(ROOT))
 
 
 def run(count: int, workers: int, only: list[str], seed: int, every: int = 1) -> list[Trial]:
@@ -123,7 +125,7 @@ def run(count: int, workers: int, only: list[str], seed: int, every: int = 1) ->
                 partial(trial, file, indices[i % len(indices)], seed + i) for i in range(turns)
             ]
     if not only or "right" in only:
-        kinds = importlib.import_module("planted").RIGHT
+        kinds = importlib.import_module(f"{PLANTED}.first").RIGHT
         jobs += [
             partial(right_trial, kind, seed + i + turn)
             for i, kind in enumerate(kinds)

@@ -1,6 +1,6 @@
 """An old tree beside the present one: each computes with its own sources, whenever it looks."""
 
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import rawattn
+import rawattn.api
 from measure import beside, tables
 
 ROOT = Path(__file__).parents[2]
@@ -18,14 +18,12 @@ ROOT = Path(__file__).parents[2]
 def old(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The sources here, changed: its forward answers twice what it should, its kernels differ."""
     tree = tmp_path_factory.mktemp("old")
-    names = ["git", "ls-files", "-z", "rawattn", "kernels_cu"]
-    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).exists():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (tree / name).write_bytes((ROOT / name).read_bytes())
+    for folder in ("rawattn", "kernels_cu"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with (tree / "rawattn/__init__.py").open("a") as file:
         file.write(LAZY)
+    with (tree / "rawattn/api.py").open("a") as file:
+        file.write('\nTREE = "old"\n')
     with (tree / "kernels_cu/sm80/forward.cu").open("a") as file:
         file.write("// of the old tree\n")
     return beside.load_old(tree)
@@ -38,6 +36,12 @@ def forward(q, *rest, **options):
     from rawattn.api import forward as right
 
     return 2 * right(q, *rest, **options)
+
+
+def tree():
+    from rawattn.api import TREE
+
+    return TREE
 
 
 def source(name):
@@ -63,6 +67,7 @@ def test_both_compute_in_turn_with_their_own_sources(old: ModuleType) -> None:
     for _ in range(2):
         new_out, old_out = rawattn.forward(*arrays()), old.forward(*arrays())
         np.testing.assert_array_equal(old_out, 2 * new_out)
+    assert old.tree() == "old" and not hasattr(rawattn.api, "TREE")
     assert old.source("sm80/forward.cu").endswith("// of the old tree\n")
     assert not (ROOT / "kernels_cu/sm80/forward.cu").read_text().endswith("old tree\n")
 

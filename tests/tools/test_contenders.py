@@ -347,3 +347,25 @@ def test_a_row_keeps_the_times_under_load_and_those_of_old_sources(monkeypatch):
     assert (row["sustained_ms"], row["peers_sustained"]) == (3, {"torch_math": 3})
     assert (row["kernels"], row["row"], row["ours_gib"]) == ("sm80", "a_row", 0.5)
     assert tables.sustained_rows([row, {}])[0]["ours_ms"] == 3
+
+
+def test_rounds_go_forwards_and_backwards(monkeypatch):
+    log, flush = [], torch.zeros(1)
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.enabled = enable_timing
+
+        def record(self):
+            self.at = len(log)
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: flush)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("|"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = {"new": lambda: log.append("n"), "old": lambda: log.extend("oo")}
+    assert timing.time_rounds(calls, 3) == {"new": 1.0, "old": 2.0}
+    assert "".join(log) == "|noo|oon|noo|oon|noo"

@@ -86,6 +86,12 @@ def test_flop_counts_the_allowed_pairs(causal: bool, pairs: int) -> None:
     assert case.flop("jvp") == 3 * case.flop("forward")
 
 
+def test_flop_counts_the_pairs_of_a_window() -> None:
+    case = cases.BenchCase("windows", "tiny", (5, 2), 4, 2, 8, True, window=2)
+    assert case.flop("forward") == 4 * 4 * 8 * ((1 + 2 + 3 + 3 + 3) + (1 + 2))
+    assert {case.window for case in cases.windows()} == {128, 1024}
+
+
 def test_the_sparse_suites_are_of_one_causal_sequence_with_a_selection() -> None:
     wide, narrow = cases.sparse()[:8], cases.sparse()[8:]
     assert {(c.num_heads_q, c.num_heads_kv, c.selection) for c in wide} == {

@@ -4,7 +4,7 @@ Longer than a module should be, because a reader of one table compares it with t
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
@@ -141,24 +141,30 @@ def _peer_ms(row: Row, name: str) -> str:
 
 
 def summary_grid(rows: list[Row], against: list[str]) -> Grid:
-    """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128; then
-    those under continuous load."""
+    """Geometric means of the ratios, forward / backward, by suite and over head_dim <= 128; under
+    continuous load too where that was measured."""
     suites = (*DENSE_SUITES, *TIME_SUITES)
     rows = [row for row in rows if row["suite"] in suites]
-    sustained = sustained_rows(rows)
     groups = {suite: [row for row in rows if row["suite"] == suite] for suite in suites}
     groups["all with head_dim <= 128"] = [r for r in rows if CASES[r["case"]].head_dim <= 128]
-    groups |= {
-        f"{suite}, sustained": [row for row in sustained if row["suite"] == suite]
-        for suite in suites
+    columns: dict[str, tuple[Callable[[list[Row]], list[Row]], list[str] | None]] = {
+        f"ours to {' or '.join(against)}": (list, against),
+        "ours to best": (list, None),
     }
-    grid = [["cases", f"ours to {' or '.join(against)}", "ours to best"]]
+    if sustained_rows(rows):
+        columns["ours to best, sustained"] = (sustained_rows, None)
+    grid = [["cases", *columns]]
     for name, members in groups.items():
-        by_direction = [[r for r in members if r["direction"] == d] for d in FIRST_ORDER]
+        line = [name]
+        for chosen, peers in columns.values():
+            by_direction = (
+                [r for r in chosen(members) if r["direction"] == d] for d in FIRST_ORDER
+            )
+            line.append(
+                _pair((geometric_mean(ratio(r, peers) for r in rs) for rs in by_direction), 2)
+            )
         if members:
-            chosen = (geometric_mean(ratio(r, against) for r in rs) for rs in by_direction)
-            best = (geometric_mean(ratio(r) for r in rs) for rs in by_direction)
-            grid.append([name, _pair(chosen, 2), _pair(best, 2)])
+            grid.append(line)
     return grid
 
 

@@ -56,20 +56,23 @@ class Plan:
 
 
 def time_rounds(calls: Calls, rounds: int, lead: int = LEAD_CYCLES) -> dict[str, float]:
-    """Median milliseconds of each call; A, B, C, A, B, C, ... so that all see the same clocks."""
+    """Median milliseconds of each call; A, B, C, C, B, A, ... so that all see the same clocks and
+    none is always the first of a round."""
     import torch
 
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events: dict[str, list[Any]] = {name: [] for name in calls}
+    order = list(calls.items())
     for _ in range(WARM_UP_ROUNDS + rounds):
         torch.cuda._sleep(lead)
-        for name, call in calls.items():
+        for name, call in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             start.record()
             call()
             end.record()
             events[name].append((start, end))
+        order.reverse()
     torch.cuda.synchronize()
     return {
         name: statistics.median(start.elapsed_time(end) for start, end in pairs[WARM_UP_ROUNDS:])
