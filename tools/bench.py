@@ -19,10 +19,10 @@ import click
 
 from measure.cases import SUITES, WORK
 from measure.host import first_call_times, host_times
-from measure.machine import describe
 from measure.plots import plot
 from measure.tables import markdown_tables, print_tables, splice
 from measure.timing import DEFAULT_PEERS, LEAD_CYCLES, measure, wanted
+from rawattn.check.machine import describe
 from rawattn.variants import METHODS
 
 
