@@ -15,6 +15,7 @@ MARKERS = {
     "gpu": "needs a CUDA device",
     "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
+    "sweep": "a long sweep, run by .ci/run; leave out with -m 'not sweep'",
 }
 
 

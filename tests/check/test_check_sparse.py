@@ -376,6 +376,7 @@ def test_importable_without_gpu_libraries() -> None:
 # ---- somebody's functions ---------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) -> None:
     file = tmp_path / "found.json"
     result = check("diff", "--candidate", candidate(), "--framework", "numpy", "--json", file)
