@@ -1,6 +1,7 @@
 """What rawattn-check shows: tables, and notes below them."""
 
 import math
+import os
 import re
 import sys
 import textwrap
@@ -27,9 +28,8 @@ REASONS = 120  # columns from which on a row and its reason stand in one line
 
 def console() -> Console:
     """Where results are shown: as wide as the terminal, or as $COLUMNS says, or PIPED."""
-    found = Console()
-    narrow = sys.stdout.isatty() or "COLUMNS" in found._environ
-    return found if narrow else Console(width=PIPED)
+    limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if limited else Console(width=PIPED)
 
 
 def case_table(
