@@ -33,7 +33,7 @@ from rawattn.check.options import (
     refuse_no_folders,
 )
 from rawattn.check.outcome import finish
-from rawattn.check.progress import duration, say
+from rawattn.check.progress import counted, duration, say
 from rawattn.check.run import is_quick, jobs, judge_case
 from rawattn.check.sparse import sparse_jobs
 from rawattn.check.workers import processes, work
@@ -97,7 +97,8 @@ def run(json_file: Path | None, text: str, quick: bool) -> None:
     calls: Calls = [partial(judge_case, *job) for job in cases]
     calls += [partial(compile_row, build, name) for build, name in builds]
     weights = [SECONDS_A_CASE] * len(cases) + [SECONDS_A_BUILD] * len(builds)
-    what = f"{len(cases)} cases" + (f" and {len(builds)} builds" if builds else "")
+    kinds = {"case": len(cases), "build": len(builds)}
+    what = " and ".join(counted(number, thing) for thing, number in kinds.items() if number)
     results = begin(what, calls, "judging", weights, known=not arch)
     rows = [row for found in results[: len(cases)] for row in found]
     place = gpu_name() or "no GPU: the simulator"
@@ -125,7 +126,7 @@ def compile_command(archs: tuple[str, ...], json_file: Path | None, text: str) -
         for b in builds
         for arch in archs
     ]
-    what = f"{len(builds)} builds for {', '.join(archs)} with NVRTC {nvrtc()}"
+    what = f"{counted(len(builds), 'form')} of rows for {', '.join(archs)} with NVRTC {nvrtc()}"
     finish([], begin(what, calls, "compiling", [SECONDS_A_BUILD] * len(calls)), began, json_file)
 
 
@@ -182,7 +183,7 @@ def warm(archs: tuple[str, ...], text: str) -> None:
     calls: Calls = [partial(warm_build, b, name) for name in names for b in to_warm(name, text)]
     if not calls:
         raise click.UsageError(why_not_warmed(names, text))
-    what = f"{len(calls)} kernels for {', '.join(names)} with NVRTC {nvrtc()}"
+    what = f"{counted(len(calls), 'kernel')} for {', '.join(names)} with NVRTC {nvrtc()}"
     weights = [SECONDS_A_BUILD] * len(calls)
     faults = [fault for fault in begin(what, calls, "compiling", weights) if fault]
     console = report.console()

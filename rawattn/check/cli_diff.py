@@ -13,7 +13,7 @@ from rawattn.check.machine import default_framework, gpu_name, has_torch, use_si
 from rawattn.check.options import filter_option, html_option, json_option, quick_option
 from rawattn.check.outcome import finish
 from rawattn.check.peer import torch_attention
-from rawattn.check.progress import Steps, say
+from rawattn.check.progress import Steps, counted, say
 from rawattn.check.run import Row, evaluate, is_quick
 from rawattn.check.sparse_cases import standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
@@ -84,7 +84,7 @@ def diff_command(
     if not cases:
         raise click.UsageError(f"no case has {text!r} in its name")
     rows: list[Row] = []
-    say(f"{candidate} on {len(cases)} cases, against {against}")
+    say(f"{candidate} on {counted(len(cases), 'case')}, against {against}")
     with Steps("judging", [1.0] * len(cases)) as steps:
         for i, case in enumerate(cases):
             rows += evaluate(judged, case, other)
@@ -94,7 +94,7 @@ def diff_command(
     failing = [case for case in cases if str(case) in bad]
     found = Diagnosis(title, (), facts=(f"{len(cases) - len(failing)} cases are right",))
     if diagnosis and failing:
-        say(f"{len(failing)} cases are not right; looking for the bug, up to half a minute")
+        say(f"wrong in {counted(len(failing), 'case')}: looking for the bug, up to half a minute")
         seconds = SECONDS if size == "small" else SECONDS_ON_GPU
         found = explain_failures(judged, failing, other, against=against, seconds=seconds)
     shown = found if diagnosis else None

@@ -9,6 +9,7 @@ from rich.progress import Progress
 
 SILENCE = 10.0  # seconds after which a line is due, whatever has ended
 SOON = 1.0  # seconds within which no second line is
+ENOUGH = 0.05  # share of the work after which the rest can be told
 
 
 class Steps:
@@ -54,9 +55,10 @@ class Steps:
 
     def _say(self) -> None:
         self.said = time.monotonic()
-        seconds = self.said - self.began
-        left = seconds * (sum(self.weights) - self.weight) / self.weight if self.weight else 0.0
-        rest = f", about {duration(left)} left" if left else ""
+        seconds, whole = self.said - self.began, sum(self.weights)
+        known = ENOUGH * whole <= self.weight < whole
+        left = seconds * (whole / self.weight - 1) if known else 0.0
+        rest = f", about {duration(left)} left" if known else ""
         say(f"{self.label}: {self.done} of {len(self.weights)} after {duration(seconds)}{rest}")
 
 
@@ -73,3 +75,8 @@ def on_terminal() -> bool:
 def duration(seconds: float) -> str:
     """95 s as "95 s", 130 s as "2 min"."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def counted(number: int, thing: str) -> str:
+    """ "1 build", "2 builds"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -22,7 +22,7 @@ T = TypeVar("T")
 COLOURS = {"pass": "green", "skipped": "yellow", "vacuous": "bold magenta", "FAIL": "bold red"}
 MOST_GRIDS = 6
 PIPED = 200  # columns where no terminal limits them: no line is broken there
-BESIDE_CASE = 64  # columns that the others take at most beside the name of a case
+NUMBERS = 27  # columns of the error, what is allowed and the verdict, with the gaps before them
 REASONS = 120  # columns from which on a row and its reason stand in one line
 
 
@@ -39,20 +39,24 @@ def case_table(
 
     In a narrow ``width`` the names of cases are broken between words.
     """
+    lines = []
+    for _, group in groupby(rows, key=lambda row: (row.case, row.backend)):
+        found = list(group)
+        shown = found if all_tensors else [row for row in found if not row.verdict.ok]
+        lines += shown or [max(found, key=_strain)]
     table = _table(title)
     for column in ("case", "backend", "tensor"):
         table.add_column(column, no_wrap=True)
     for column in ("error", "allowed"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for _, group in groupby(rows, key=lambda row: (row.case, row.backend)):
-        found = list(group)
-        shown = found if all_tensors else [row for row in found if not row.verdict.ok]
-        for row in shown or [max(found, key=_strain)]:
-            numbers = (_number(row.verdict.error), _number(row.verdict.allowed))
-            verdict = Text(row.verdict.verdict, COLOURS[row.verdict.verdict])
-            case = "\n".join(textwrap.wrap(row.case, max(16, width - BESIDE_CASE)))
-            table.add_row(case, row.backend, row.tensor, *numbers, verdict)
+    beside = (max(len(row.backend) for row in lines), max(len(row.tensor) for row in lines))
+    left = width - NUMBERS - sum(max(length, len("backend")) + 1 for length in beside)
+    for row in lines:
+        case = "\n".join(textwrap.wrap(row.case, max(16, left)))
+        numbers = (_number(row.verdict.error), _number(row.verdict.allowed))
+        verdict = Text(row.verdict.verdict, COLOURS[row.verdict.verdict])
+        table.add_row(case, row.backend, row.tensor, *numbers, verdict)
     return table
 
 

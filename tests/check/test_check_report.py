@@ -60,16 +60,19 @@ def test_progress_is_quiet_where_all_ends_at_once(clock, capsys) -> None:
 def test_progress_tells_what_is_left_from_weights_and_speaks_in_long_silences(
     clock, capsys
 ) -> None:
-    with Steps("judging", [9.0, 1.0, 10.0, *[0.0] * 97]) as steps:
+    with Steps("judging", [9.0, 0.5, 10.0, 0.5, *[0.0] * 96]) as steps:
         steps.wait()
         clock[0] = 11
         steps.wait()
         steps.wait()
-        clock[0] = 30
+        clock[0] = 22
+        steps.end(1)  # too little to tell
+        clock[0] = 38
         steps.end(0)
     assert capsys.readouterr().err.splitlines() == [
         "judging: 0 of 100 after 11 s",
-        "judging: 1 of 100 after 30 s, about 37 s left",
+        "judging: 1 of 100 after 22 s",
+        "judging: 2 of 100 after 38 s, about 42 s left",
     ]
 
 
