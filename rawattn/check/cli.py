@@ -1,4 +1,7 @@
-"""The command line of rawattn-check. Exit code 0: all that was judged is right; 1: it is not."""
+"""The command line of rawattn-check. Exit code 0: all that was judged is right; 1: it is not.
+
+Longer than other modules, because the small subcommands with their help texts stand together.
+"""
 
 import os
 import sys

@@ -1,4 +1,7 @@
-"""What rawattn-check shows: tables, and notes below them."""
+"""What rawattn-check shows: tables, and notes below them.
+
+Longer than other modules: a function a table, which share the colours, the widths and the numbers.
+"""
 
 import math
 import os
