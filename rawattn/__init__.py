@@ -25,3 +25,12 @@ __all__ = [
     "sparse_forward",
     "sparse_jvp",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__`` of the installed package, looked up when it is asked for."""
+    if name != "__version__":
+        raise AttributeError(f"module 'rawattn' has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("rawattn")

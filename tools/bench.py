@@ -129,7 +129,7 @@ def run(
     require_gpu()
     from measure.beside import load_old
     from measure.host import first_call_times, host_times
-    from measure.machine import describe
+    from rawattn.check.machine import describe
 
     try:
         old = load_old(tree) if tree else None

@@ -192,7 +192,7 @@ def run_host() -> Record:
 
 def update(options: argparse.Namespace) -> int:
     """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed."""
-    from measure.machine import describe
+    from rawattn.check.machine import describe
 
     head = describe() | {"sources": sources_hash()}
     path = record_path(head["gpu"])

@@ -34,12 +34,13 @@ from rawattn.check.diagnose.pairs import Pair, load_two
 from rawattn.check.diagnose.printed import explain_log
 from rawattn.check.diagnose.question import STAGES, Answers, Question
 from rawattn.check.machine import default_framework, use_simulator
+from rawattn.check.options import NewFile, html_option, json_option
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
 __all__ = ["dump_command", "explain_command", "explain_failure", "explain_failures", "show"]
 
-File = click.Path(dir_okay=False, path_type=Path)
+File = NewFile()
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -53,6 +54,16 @@ def _integers(
         return tuple(int(part) for part in value.strip("[]() ").split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from None
+
+
+def _lengths(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """``_integers`` that count tokens."""
+    lengths = _integers(context, parameter, value)
+    if lengths is not None and min(lengths) < 0:
+        raise click.BadParameter(f"{value!r} has a negative number; tokens are counted from 0 on")
+    return lengths
 
 
 DIFFERENT = Finding(
@@ -85,8 +96,6 @@ NOT_SAID = Finding(
     look_at="what was meant: save it too",
 )
 
-html_option = click.option("--html", "html_file", type=File, help="write it as one page to FILE.")
-json_option = click.option("--json", "json_file", type=File, help="write all of it.")
 framework_option = click.option(
     "--framework",
     type=click.Choice(FRAMEWORKS),
@@ -97,9 +106,7 @@ framework_option = click.option(
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option(
-    "--lengths", callback=_integers, help="tokens of the sequences that the log is about."
-)
+@click.option("--lengths", callback=_lengths, help="tokens of the sequences that the log is about.")
 @click.option("--names", help="with --log: words in the two sides' names, such as manual,cuda.")
 @click.option("--full", is_flag=True, help="show every identity and every part.")
 @html_option
@@ -139,8 +146,8 @@ def explain_command(
 @click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", callback=_integers, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", callback=_integers, help="their keys, where these are other numbers.")
+@click.option("--lengths", callback=_lengths, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", callback=_lengths, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)

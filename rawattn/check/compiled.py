@@ -144,6 +144,16 @@ def arch_number(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
 
 
+def check_arch(name: str) -> str:
+    """``name`` if rows can be compiled for it, else ValueError: "sm_90", or "sm_90a" with what that
+    architecture alone has."""
+    if name not in jit.ARCHS and not (name.endswith("a") and name[:-1] in jit.ARCHS[3:]):
+        raise ValueError(
+            f"no row of the table is compiled for arch {name!r}: say one of {', '.join(jit.ARCHS)}"
+        )
+    return name
+
+
 def warm_build(build: Build, arch: str) -> str:
     """Put the cubin of ``build`` into the cache; what went wrong, or ""."""
     try:

@@ -1,13 +1,15 @@
 """Is this array right? The tolerance rule of rawattn, and where in an array the error sits.
 
     error <= 2 * (error of a dense reference in the same dtype) + atol + drift
-    atol  = 2 * max|(ref + 0.3 - 0.3) - ref|             computed in the candidate's dtype
+    atol  = 2 * max|(ref + c - c) - ref|                 computed in the candidate's dtype
+    c     = 0.3 * max|ref|                               of the tensor that is judged
     drift = eps(accumulator) * sqrt(terms) * max|ref|    terms: the longest sum behind an element
 
-Errors are the largest absolute difference from the float64 reference. ``drift`` is the floor for
-float32 and float64 results: their dense reference sums in blocks, so its error says nothing of an
-honest serial sum, whose roundings walk about sqrt(terms) steps away. The accumulator is float32,
-or float64 for float64 results, so 16-bit results hardly feel it.
+Errors are the largest absolute difference from the float64 reference. Every summand grows with the
+data, so small tensors are judged as sharply as large ones, and a reference of zeros allows zeros
+alone. ``drift`` is the floor for float32 and float64 results: their dense reference sums in blocks,
+so its error says nothing of an honest serial sum, whose roundings walk about sqrt(terms) steps
+away. The accumulator is float32, or float64 for float64 results, so 16-bit results hardly feel it.
 """
 
 import math
@@ -122,16 +124,20 @@ def agree(first: float, second: float, allowed: float, *, zero: bool = False) ->
 
 
 def allowance(reference: Float64, same: Float64, dtype: np.dtype[Any], terms: int) -> float:
-    """The largest error that a result of ``dtype`` may have; 0 where no element is finite."""
+    """The largest error that a result of ``dtype`` may have; 0 where no element is finite, or all
+    of these are 0."""
     finite = np.isfinite(reference)
     exact = reference[finite]
-    if not exact.size:
+    size = float(np.abs(exact).max(initial=0.0))
+    if not size:
         return 0.0
-    typed, shift = exact.astype(dtype), dtype.type(0.3)
-    shifted = ((typed + shift) - shift).astype(np.float64)
-    atol = 2 * np.abs(shifted - typed.astype(np.float64)).max()
+    # By a power of two, which rounds nothing: ref + c may pass the largest float16.
+    unit = math.ldexp(1.0, math.frexp(size)[1] - 1)
+    typed, c = (exact / unit).astype(dtype), dtype.type(0.3 * size / unit)
+    shifted = ((typed + c) - c).astype(np.float64)
+    atol = 2 * unit * np.abs(shifted - typed.astype(np.float64)).max()
     accumulator = np.finfo(np.float64 if dtype == np.float64 else np.float32)
-    drift = accumulator.eps * math.sqrt(terms) * np.abs(exact).max()
+    drift = accumulator.eps * math.sqrt(terms) * size
     return float(2 * np.abs(same[finite] - exact).max() + atol + drift)
 
 

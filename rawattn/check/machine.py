@@ -1,9 +1,13 @@
-"""The machine that is judged on: its GPU, its versions, the simulator in place of a GPU."""
+"""The machine that is judged or measured on: GPU, driver, versions; the simulator for a GPU."""
 
 import importlib
 import importlib.util
 import os
+import platform
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from rawattn.check.transfer import loaded_torch
 
@@ -19,7 +23,7 @@ def gpu_arch() -> int:
 
 
 def gpu_name() -> str:
-    """The name of GPU 0, or "" where CuPy or a GPU is missing."""
+    """The name of GPU 0, "NVIDIA H200" say, or "" where CuPy or a GPU is missing."""
     try:
         runtime = importlib.import_module("cupy.cuda.runtime")
         return str(runtime.getDeviceProperties(0)["name"].decode())
@@ -35,25 +39,51 @@ def use_simulator() -> None:
 
 def default_framework() -> str:
     """ "torch" if a torch that uses the GPU is here, else "numpy"."""
-    if not gpu_name() or importlib.util.find_spec("torch") is None:
+    if not gpu_name() or not has_torch():
         return "numpy"
     return "torch" if loaded_torch().cuda.is_available() else "numpy"
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of what rawattn works with, the driver's CUDA version and the GPU."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found | {"driver": _driver(), "gpu": gpu_name() or "none"}
+def has_torch() -> bool:
+    """Whether torch is installed; it is not imported for that."""
+    return importlib.util.find_spec("torch") is not None
 
 
-def _driver() -> str:
+def driver() -> str:
+    """The driver's version; the newest CUDA it supports where nvidia-smi is missing; "none"."""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=False)
+        if told.returncode == 0 and told.stdout.split():
+            return told.stdout.split()[0]
     try:
         number = int(importlib.import_module("cupy.cuda.runtime").driverGetVersion())
     except Exception:  # no CuPy, or a CuPy without a driver
         return "none"
     return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else "none"
+
+
+def nvrtc() -> str:
+    """The version of the NVRTC that compiles here, "12.9" say, or "none"."""
+    try:
+        error, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except Exception:  # no cuda-bindings, or no library: each release has its own exception class
+        return "none"
+    return "none" if int(error) else f"{major}.{minor}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the NVRTC that is found, and of each installed package that shapes a
+    result or a measurement."""
+    found = {"python": platform.python_version(), "NVRTC": nvrtc()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """The head of every record and of every file with results."""
+    return {"gpu": gpu_name() or "none", "driver": driver(), "versions": versions()}

@@ -1,40 +1,65 @@
-"""What rawattn-check shows: rich tables for people, plain dictionaries for ``--json``."""
+"""What rawattn-check shows: tables, and notes below them.
+
+Longer than other modules: a function a table, which share the colours, the widths and the numbers.
+"""
 
 import math
+import os
+import re
+import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.compiled import Built
-from rawattn.check.machine import versions
 from rawattn.check.run import Row
 from rawattn.variants import TABLE
 
+T = TypeVar("T")
 COLOURS = {"pass": "green", "skipped": "yellow", "vacuous": "bold magenta", "FAIL": "bold red"}
 MOST_GRIDS = 6
+PIPED = 200  # columns where no terminal limits them: no line is broken there
+NUMBERS = 27  # columns of the error, what is allowed and the verdict, with the gaps before them
+REASONS = 120  # columns from which on a row and its reason stand in one line
 
 
-def case_table(rows: Iterable[Row], title: str, *, all_tensors: bool = False) -> Table:
-    """One line for a case and backend: the tensor nearest to its allowance; and all that fail."""
-    table = _table(title)
-    for column in ("case", "backend", "tensor"):
-        table.add_column(column, overflow="fold")
-    for column in ("error", "allowed"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+def console() -> Console:
+    """Where results are shown: as wide as the terminal, or as $COLUMNS says, or PIPED."""
+    limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if limited else Console(width=PIPED)
+
+
+def case_table(
+    rows: Iterable[Row], title: str, width: int = PIPED, *, all_tensors: bool = False
+) -> Table:
+    """One line for a case and backend: the tensor nearest to its allowance; and all that fail.
+
+    In a narrow ``width`` the names of cases are broken between words.
+    """
+    lines = []
     for _, group in groupby(rows, key=lambda row: (row.case, row.backend)):
         found = list(group)
         shown = found if all_tensors else [row for row in found if not row.verdict.ok]
-        for row in shown or [max(found, key=_strain)]:
-            numbers = (_number(row.verdict.error), _number(row.verdict.allowed))
-            verdict = Text(row.verdict.verdict, COLOURS[row.verdict.verdict])
-            table.add_row(row.case, row.backend, row.tensor, *numbers, verdict)
+        lines += shown or [max(found, key=_strain)]
+    table = _table(title)
+    for column in ("case", "backend", "tensor"):
+        table.add_column(column, no_wrap=True)
+    for column in ("error", "allowed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    beside = (max(len(row.backend) for row in lines), max(len(row.tensor) for row in lines))
+    left = width - NUMBERS - sum(max(length, len("backend")) + 1 for length in beside)
+    for row in lines:
+        case = "\n".join(textwrap.wrap(row.case, max(16, left)))
+        numbers = (_number(row.verdict.error), _number(row.verdict.allowed))
+        verdict = Text(row.verdict.verdict, COLOURS[row.verdict.verdict])
+        table.add_row(case, row.backend, row.tensor, *numbers, verdict)
     return table
 
 
@@ -118,54 +143,76 @@ def compile_faults(built: Iterable[Built]) -> list[str]:
     ]
 
 
-def variant_table() -> Table:
-    """The table of kernel variants with the reason for each row."""
-    table = _table("kernel variants; of a kernel the first row that fits is taken")
-    table.add_column("row", no_wrap=True)
-    for column in ("head_dim", "tile", "warps", "stages"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold")
+def sections(rows: Sequence[Row], built: Sequence[Built]) -> Iterator[Table]:
+    """How many results of each step are what, and how many builds of each kernel."""
+    steps = _grouped(rows, _step)
+    if len(steps) > 1:
+        met = [verdict for verdict in COLOURS if any(r.verdict.verdict == verdict for r in rows)]
+        table = _counts("step", "cases", *met)
+        for step, of_step in steps.items():
+            counts = Counter(row.verdict.verdict for row in of_step)
+            cases = len({row.case for row in of_step})
+            table.add_row(step, str(cases), *(str(counts[verdict] or "") for verdict in met))
+        yield table
+    kernels = _grouped(built, _kernel)
+    if len(kernels) > 1:
+        table = _counts("kernel", "builds", "good", "spilled bytes", "s")
+        for kernel, of_kernel in kernels.items():
+            good, spilled = sum(b.ok for b in of_kernel), sum(b.spill_bytes for b in of_kernel)
+            seconds = sum(b.seconds for b in of_kernel)
+            counted = (str(len(of_kernel)), str(good), str(spilled or ""), f"{seconds:.1f}")
+            table.add_row(kernel, *counted)
+        yield table
+
+
+def variant_table(width: int = PIPED) -> Group:
+    """The table of kernel variants with the reason for each row, below it where that is narrow."""
+    names = max(len(v.name) for v in TABLE) + 1
+    lines = [Text("kernel variants; of a kernel the first row that fits is taken")]
+    lines += [Text(f"{'row':{names}} head_dim    tile warps stages why")]
     for v in TABLE:
-        sizes = (f"{v.head_dim}", f"{v.block_m}x{v.block_n}", f"{v.num_warps}", f"{v.num_stages}")
-        table.add_row(v.name, *(("any", "", "", "") if v.family == "numba" else sizes), v.why)
+        tile = f"{v.block_m}x{v.block_n}"
+        sizes = f"{v.head_dim:9} {tile:>7} {v.num_warps:5} {v.num_stages:6}"
+        line = f"{v.name:{names}}{sizes if v.family != 'numba' else 'any'.rjust(9).ljust(30)}"
+        if width >= REASONS:
+            lines.append(Text(f"{line} {v.why}", overflow="fold"))
+        else:
+            why = textwrap.fill(v.why, width - 4, break_on_hyphens=False)
+            lines.append(Text(line.rstrip() + textwrap.indent(f"\n{why}", "    ")))
+    return Group(*lines)
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a JSON object: None for nan and inf, which JSON lacks."""
+    lacks = {n for n, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {name: None if name in lacks else value for name, value in values.items()}
+
+
+def _step(row: Row) -> str:
+    """What a row is about: "numba dense atomic_dq", "numba sparse forward"."""
+    backend, _, step = row.backend.partition("/")
+    kind = "sparse" if row.case.startswith("sparse-") else "dense"
+    return f"{backend} {kind} {step or 'forward'}"
+
+
+def _kernel(built: Built) -> str:
+    """The name of a row up to the architecture that it is written for."""
+    return re.split(r"_(?=sm\d)", built.row)[0]
+
+
+def _grouped(things: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    groups: dict[str, list[T]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
+
+
+def _counts(name: str, *columns: str) -> Table:
+    table = _table("")
+    table.add_column(name, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def as_json(rows: Sequence[Row], built: Sequence[Built]) -> dict[str, Any]:
-    """Everything that was found; numbers that JSON lacks (nan, inf) are null."""
-    results = [
-        {
-            **{"case": row.case, "backend": row.backend, "tensor": row.tensor},
-            **{name: _finite(value) for name, value in asdict(row.verdict).items()},
-            "shares": [
-                {name: _finite(value) for name, value in asdict(share).items()}
-                for share in row.shares
-            ],
-        }
-        for row in rows
-    ]
-    compiled = [asdict(b) | {"ok": b.ok} for b in built]
-    return {"ok": passed(rows, built), "versions": versions(), "rows": results, "compile": compiled}
-
-
-def passed(rows: Sequence[Row], built: Sequence[Built]) -> bool:
-    """Nothing failed, and something was judged."""
-    judged = [row for row in rows if row.verdict.verdict != "skipped"]
-    fine = all(row.verdict.ok for row in judged) and all(b.ok for b in built)
-    return fine and bool(judged or built)
-
-
-def summary(rows: Sequence[Row], built: Sequence[Built], seconds: float) -> Text:
-    """One line: how many of what, and the outcome."""
-    parts = []
-    for verdict in COLOURS:
-        if count := sum(row.verdict.verdict == verdict for row in rows):
-            parts.append(f"{count} {verdict}")
-    if built:
-        parts.append(f"{sum(b.ok for b in built)} of {len(built)} builds are good")
-    good = passed(rows, built)
-    text = f"{'OK' if good else 'FAILED'}: {', '.join(parts)}; {seconds:.1f} s"
-    return Text(text, "bold green" if good else "bold red")
 
 
 def _strain(row: Row) -> float:
@@ -199,7 +246,3 @@ def _shaded(error: float, allowed: float) -> Text:
 def _span(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

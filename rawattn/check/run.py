@@ -20,6 +20,10 @@ from rawattn.variants import METHODS, select
 
 STEPS = (*METHODS, *SECOND_STEPS)  # methods of backward; "jvp", two ways of double_backward
 Job = tuple[Case, str, tuple[str, ...]]  # case, backend, steps beside the forward
+QUICK = (  # cases that stand for all of them
+    *("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40"),
+    *("sparse-edges-open", "sparse-counts", "sparse-no-own", "sparse-gate"),
+)
 Results = dict[str, np.ndarray[Any, Any]]
 
 
@@ -130,6 +134,11 @@ def _has_rows(case: Case, step: str, arch: int) -> bool:
     problem = Problem(case.dtype, 1, 1, 1, *sizes, *case.mask_window, 1.0, arch, 0)
     stems = [stem for stem, _ in SECOND_STEPS.get(step, ())]
     return all(select(stem, problem).family != "numba" for stem in stems)
+
+
+def is_quick(case: Case) -> bool:
+    """Whether ``--quick`` has this case."""
+    return case.name in QUICK
 
 
 def judge_case(case: Case, backend: str, steps: tuple[str, ...]) -> list[Row]:

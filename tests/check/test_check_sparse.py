@@ -376,6 +376,7 @@ def test_importable_without_gpu_libraries() -> None:
 # ---- somebody's functions ---------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) -> None:
     file = tmp_path / "found.json"
     result = check("diff", "--candidate", candidate(), "--framework", "numpy", "--json", file)
@@ -391,7 +392,7 @@ def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) 
 def test_diff_catches(fault: str, check, candidate, tmp_path) -> None:
     name, old, new, tensors = FAULTS[fault]
     file = tmp_path / "found.json"
-    arguments = ("--framework", "numpy", "--filter", SMALL[name], "--json", file)
+    arguments = ("--framework", "numpy", "--no-diagnosis", "--filter", SMALL[name], "--json", file)
     result = check("diff", "--candidate", candidate(old, new), *arguments)
     assert result.exit_code == 1, result.output
     rows = json.loads(file.read_text())["rows"]
@@ -523,7 +524,8 @@ def test_run_judges_sparse_cases(check, tmp_path) -> None:
 
 
 def test_quick_cases_are_cases() -> None:
-    assert set(cli.QUICK_SPARSE) <= {case.name for case, _, _ in sparse.sparse_jobs(0)}
+    names = {case.name for case, _, _ in (*run.jobs(0), *sparse.sparse_jobs(0))}
+    assert set(run.QUICK) <= names
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn.check.cases import DTYPES, Case, dtype_of, standard
+from rawattn.check.cases import DTYPES, HALF, Case, dtype_of, standard
+from rawattn.check.diagnose.harness_pairs import rights, wrongs
 from rawattn.check.diff import agree, allowance, breakdown, judge
 from rawattn.check.expected import Expected, expect
 from rawattn.check.second import HESSIAN, expect_second, inner
@@ -102,11 +103,72 @@ def test_serial_sums_pass_by_the_drift(dtype: str) -> None:
 def test_allowance_is_the_stated_formula() -> None:
     reference, rounded = arrays("float16")
     same = rounded.astype(np.float64)
-    shift = np.float16(0.3)
-    atol = 2 * np.abs((rounded + shift - shift).astype(np.float64) - same).max()
+    c = np.float16(0.3 * np.abs(reference).max())
+    atol = 2 * np.abs((rounded + c - c).astype(np.float64) - same).max()
     drift = np.finfo(np.float32).eps * math.sqrt(100) * np.abs(reference).max()
     by_hand = 2 * np.abs(same - reference).max() + atol + drift
     assert allowance(reference, same, np.dtype(np.float16), 100) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["exact ref", "ref of the dtype"])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_data_of_every_size_is_judged_alike(dtype: str, size: float, wide: bool) -> None:
+    """Right results of other roundings pass; scaled, shifted, swapped, cut ones do not."""
+    for shape in ((40, 3, 64), (96, 32), (2, 3, 40, 16)):
+        pairs = rights(shape, dtype, size=size, wide=wide)
+        pairs += wrongs(shape, dtype, size=size, wide=wide)
+        assert sum(pair.due == "refuse" for pair in pairs) > 25
+        for pair in pairs:
+            reference = pair.ref.astype(np.float64)
+            same = reference.astype(dtype_of(dtype)).astype(np.float64)
+            verdict = judge(pair.x, reference, same, terms=64)
+            assert pair.due == "either" or verdict.ok == (pair.due == "pass"), (pair.name, verdict)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", [-8, 13])
+def test_the_allowance_grows_with_the_data(dtype: str, exponent: int) -> None:
+    reference, rounded = arrays(dtype)
+    kind, same, factor = dtype_of(dtype), rounded.astype(np.float64), 2.0**exponent
+    unit, scaled = (allowance(f * reference, f * same, kind, 64) for f in (1.0, factor))
+    assert scaled == pytest.approx(factor * unit, rel=1e-12)
+
+
+def test_the_largest_numbers_of_a_dtype_have_an_allowance() -> None:
+    """ref + c is beyond float16 here."""
+    reference = np.linspace(-65000.0, 65000.0, 500)
+    right = reference.astype(np.float16)
+    assert judge(right, reference, right).ok
+    assert judge(right * np.float16(0.95), reference, right).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+def test_gradients_of_any_size_are_judged_alike(dtype: str, size: float) -> None:
+    """They grow with dout; right is what keeps P and dS in float32."""
+    t, kind, offsets = expect(CASE).exact, dtype_of(dtype), np.array([0, 31])
+    q, k, v, dout = (x[:31].astype(kind).astype(np.float64) for x in t.tensors)
+    out, lse = dense.forward(q, k, v, offsets, offsets)
+
+    def gradients(rounding: object) -> tuple[np.ndarray, ...]:
+        passed = (size * dout, q, k, v, out.astype(kind), lse)
+        return dense.backward(*passed, offsets, offsets, rounding=rounding)
+
+    for exact, same, right in zip(*map(gradients, (None, kind, np.float32)), strict=True):
+        assert judge(right.astype(kind), exact, same, terms=64).ok
+        for wrong in (0.5 * exact, 0 * exact, -exact, exact[:, ::-1], 1.0625 * exact):
+            assert judge(wrong.astype(kind), exact, same, terms=64).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_reference_of_zeros_allows_zeros_alone(dtype: str) -> None:
+    """However much noise the dense computation makes of them."""
+    zero, kind = np.zeros((4, 2, 8)), dtype_of(dtype)
+    noise = np.full_like(zero, 1e-3)
+    verdict = judge(noise.astype(kind), zero, noise)
+    assert verdict.verdict == "FAIL" and verdict.allowed == 0
+    assert judge(zero.astype(kind), zero, noise).verdict == "vacuous"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,9 +179,9 @@ def test_both_zero_is_vacuous(dtype: str) -> None:
 
 
 def test_reference_below_the_allowance_is_vacuous() -> None:
-    """Zeros would pass: then nothing is shown by passing."""
+    """Zeros would pass, as the dense computation is as wrong: nothing is shown by passing."""
     reference = np.full((4, 2, 8), 1e-5)
-    verdict = judge(reference.astype(ml_dtypes.bfloat16), reference, reference)
+    verdict = judge(reference.astype(ml_dtypes.bfloat16), reference, 0.4 * reference)
     assert verdict.verdict == "vacuous"
 
 

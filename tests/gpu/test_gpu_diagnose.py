@@ -18,7 +18,7 @@ import pytest
 from rawattn import api, api_second, api_sparse, jit
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, standard
-from rawattn.check.cli import SECONDS_ON_GPU
+from rawattn.check.cli_diff import SECONDS_ON_GPU
 from rawattn.check.diagnose.diagnosis import diagnose
 from rawattn.check.diagnose.failures import answers_of, explain_failures, question_of
 from rawattn.check.diagnose.question import Question

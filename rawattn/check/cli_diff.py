@@ -1,0 +1,133 @@
+"""The subcommand diff: somebody's attention function on the standard cases."""
+
+import time
+from pathlib import Path
+
+import click
+
+from rawattn.check.candidate import Candidate, load
+from rawattn.check.cases import Case, standard
+from rawattn.check.diagnose.failures import SECONDS, explain_failures
+from rawattn.check.diagnose.findings import Diagnosis
+from rawattn.check.machine import default_framework, gpu_name, has_torch, use_simulator
+from rawattn.check.options import filter_option, html_option, json_option, quick_option
+from rawattn.check.outcome import finish
+from rawattn.check.peer import torch_attention
+from rawattn.check.progress import Steps, counted, say
+from rawattn.check.run import Row, evaluate, is_quick
+from rawattn.check.sparse_cases import standard_sparse
+from rawattn.check.transfer import FRAMEWORKS
+
+SECONDS_ON_GPU = 4.0  # SECONDS for a candidate that runs there
+
+
+@click.command("diff")
+@click.option("--candidate", required=True, metavar="FILE.py:NAME", help="the function to judge.")
+@click.option(
+    "--against",
+    default="reference",
+    show_default=True,
+    metavar="reference|torch|FILE.py:NAME",
+    help="what to compare it with.",
+)
+@click.option(
+    "--framework",
+    type=click.Choice(FRAMEWORKS),
+    help="arrays the functions get; torch if it has a GPU here, else numpy.",
+)
+@click.option(
+    "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (up to half a minute)."
+)
+@click.option("--full", is_flag=True, help="show every identity and every part.")
+@html_option
+@json_option
+@filter_option
+@quick_option
+def diff_command(
+    candidate: str,
+    against: str,
+    framework: str | None,
+    diagnosis: bool,
+    html_file: Path | None,
+    full: bool,
+    json_file: Path | None,
+    text: str,
+    quick: bool,
+) -> None:
+    """Judge somebody's attention function on the standard cases.
+
+    NAME has the signature of rawattn.forward; NAME_backward, NAME_double_backward and NAME_jvp (as
+    far as the file has them) have those of rawattn's functions. A NAME that ends in one of these
+    words is judged alone. Each is called with the keywords that it names. Functions with a
+    parameter block_indices have the signatures of rawattn.sparse_forward, sparse_backward,
+    sparse_double_backward and sparse_jvp, and are judged on sparse cases. Small cases on a CPU,
+    large ones on a GPU. Errors are shown by tensor, sequence and head. Where something is wrong, a
+    diagnosis follows: which bug it is, with the evidence, from small problems of the kind that
+    failed; with --against, which side.
+    """
+    began = time.perf_counter()
+    use_simulator()
+    refuse_what_is_not_here(framework, against)
+    framework = framework or default_framework()
+    try:
+        judged, other = load(candidate, framework), other_side(against, framework)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if other is not None and other.sparse != judged.sparse:
+        raise click.UsageError(f"of {candidate} and {against} only one is about sparse attention")
+    size = "large" if gpu_name() and framework != "numpy" else "small"
+    cases: list[Case] = [
+        case
+        for case in (standard_sparse(size) if judged.sparse else standard(size))
+        if text in str(case) and (not quick or is_quick(case))
+    ]
+    if not cases:
+        raise click.UsageError(f"no case has {text!r} in its name")
+    rows: list[Row] = []
+    say(f"{candidate} on {counted(len(cases), 'case')}, against {against}")
+    with Steps("judging", [1.0] * len(cases)) as steps:
+        for i, case in enumerate(cases):
+            rows += evaluate(judged, case, other)
+            steps.end(i)
+    title = f"{candidate} against {against}"
+    bad = {row.case for row in rows if row.verdict.verdict in ("FAIL", "vacuous")}
+    failing = [case for case in cases if str(case) in bad]
+    found = Diagnosis(title, (), facts=(f"{len(cases) - len(failing)} cases are right",))
+    if diagnosis and failing:
+        say(f"wrong in {counted(len(failing), 'case')}: looking for the bug, up to half a minute")
+        seconds = SECONDS if size == "small" else SECONDS_ON_GPU
+        found = explain_failures(judged, failing, other, against=against, seconds=seconds)
+    shown = found if diagnosis else None
+    again = f"rawattn-check diff --candidate {candidate}"
+    again += "" if other is None else f" --against {against}"
+    finish(
+        rows,
+        [],
+        began,
+        json_file,
+        title,
+        again=again,
+        all_tensors=True,
+        found=shown,
+        html_file=html_file,
+        full=full,
+    )
+
+
+def refuse_what_is_not_here(framework: str | None, against: str) -> None:
+    """UsageError where every case would fail for want of a GPU or of torch."""
+    if framework == "cupy" and not gpu_name():
+        raise click.UsageError(
+            "--framework cupy needs CuPy and a GPU, and here is none: say --framework numpy, or "
+            "torch for tensors on the CPU"
+        )
+    if "torch" in (framework, against) and not has_torch():
+        option = "--framework torch" if framework == "torch" else "--against torch"
+        raise click.UsageError(f"{option} needs torch, which is not installed: pip install torch")
+
+
+def other_side(against: str, framework: str) -> Candidate | None:
+    """What ``--against`` names; None is the reference."""
+    if against == "reference":
+        return None
+    return torch_attention() if against == "torch" else load(against, framework)
