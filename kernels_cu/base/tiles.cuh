@@ -74,3 +74,22 @@ __device__ __forceinline__ KeyTile find_key_tile(const int* cu_seqlens_q, const 
   }
   return tile;
 }
+
+// The tiles of queries that meet a tile of keys, of one head of its group after the other
+struct QueryWalk {
+  int m_begin, m_end, end_head;
+  int head, m;
+
+  __device__ __forceinline__ QueryWalk(const KeyTile& tile, int group)
+      : m_begin(tile.m_begin),
+        m_end(tile.m_end),
+        end_head((tile.kv_head + 1) * group),
+        head(tile.kv_head * group),
+        m(tile.m_begin) {}
+  __device__ __forceinline__ bool done() const { return head >= end_head; }
+  __device__ __forceinline__ void advance() {
+    const bool last_of_head = m + 1 == m_end;
+    m = last_of_head ? m_begin : m + 1;
+    head += last_of_head;
+  }
+};

@@ -14,22 +14,13 @@
 #include "base/store.cuh"
 #include "base/tiles.cuh"
 #include "base/workspace.cuh"
-#include "sm80/products.cuh"
+#include "sm80/key_warps.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_STAGES;
+using cfg::NUM_STAGES;
 
-using WarpS = WarpTile<BLOCK_M, BLOCK_N / cfg::PIECES, cfg::WARPS_M_S>;
-using WarpK = WarpTile<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV>;
-using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV>;
-using WarpQ = WarpTile<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ>;
-static_assert(WarpS::EVERY && WarpK::EVERY && WarpV::EVERY && WarpQ::EVERY,
+using WarpS = WarpOfScores<BLOCK_N / cfg::PIECES>;
+static_assert(KeyWarps<WarpS>::EVERY,
               "cfg::WARPS_M_S, WARPS_N_KV, WARPS_M_DQ: each warp gets whole 16 x 16 squares");
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-using TileP = Tile<BLOCK_M, BLOCK_N>;
 
 struct SmemPlan {
   TileK k;  // dK at the end
@@ -56,11 +47,12 @@ struct Args {
   Sizes sizes;
 };
 
-// Q, dO, L and D of tile m of a head's queries into a stage. Rows past the sequence's end are zeros
+// Q, dO, L and D of a tile of queries into a stage. Rows past the sequence's end are zeros
 // in all four: P is 1 there and adds nothing.
 __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
-                                             const Sequence& queries, int head, int m, int stage) {
-  const int row0 = m * BLOCK_M, valid_rows = queries.length - row0;
+                                             const Sequence& queries, const QueryWalk& at,
+                                             int stage) {
+  const int head = at.head, row0 = at.m * BLOCK_M, valid_rows = queries.length - row0;
   const int first_row = queries.start + row0;
   load_rows<TileQ, cfg::WIDTH>(smem.q[stage].address(), args.q, first_row, head, valid_rows);
   load_rows<TileO, cfg::WIDTH_V>(smem.dout[stage].address(), args.dout, first_row, head,
@@ -125,59 +117,51 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     zero_rows<cfg::WIDTH_V>(args.dv, tile.first_col, tile.kv_head, tile.valid_cols);
     return;
   }
-  const int warp = threadIdx.x / WARP_SIZE, group = args.sizes.group();
-  const WarpS warp_s(warp);
-  const WarpK warp_k(warp);
-  const WarpV warp_v(warp);
-  const WarpQ warp_q(warp);
+  const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
   load_rows<TileK, cfg::WIDTH>(smem.k.address(), args.k, tile.first_col, tile.kv_head,
                                tile.valid_cols);
   load_rows<TileV, cfg::WIDTH_V>(smem.v.address(), args.v, tile.first_col, tile.kv_head,
                                  tile.valid_cols);
-  int head = tile.kv_head * group, m = tile.m_begin;
-  load_queries(args, smem, tile.queries, head, m, 0);
+  QueryWalk next(tile, args.sizes.group());
+  load_queries(args, smem, tile.queries, next, 0);
 
   const float scale_log2 = args.sizes.softmax_scale * LOG2E;
   float rdK[WarpK::MT][WarpK::NT][4], rdV[WarpV::MT][WarpV::NT][4];
   clear(rdK);
   clear(rdV);
   int stage = 0;
-  for (const int end_head = head + group; head < end_head;) {
-    const int row0 = m * BLOCK_M;
-    const bool last_of_head = m + 1 == tile.m_end;  // then the next head of the group begins
-    const int next_m = last_of_head ? tile.m_begin : m + 1, next_head = head + last_of_head;
+  while (!next.done()) {
+    const int head = next.head, row0 = next.m * BLOCK_M;
+    next.advance();
     cp_async_wait<0>();
     __syncthreads();  // Q and dO are here; every warp has left P, dS and the other stage
-    if (NUM_STAGES == 2 && next_head < end_head) {
-      load_queries(args, smem, tile.queries, next_head, next_m, stage ^ 1);
-    }
-    make_p_and_ds(smem, stage, tile.mask, warp_s, row0, tile.col0, scale_log2);
+    if (NUM_STAGES == 2 && !next.done()) load_queries(args, smem, tile.queries, next, stage ^ 1);
+    make_p_and_ds(smem, stage, tile.mask, warp.s, row0, tile.col0, scale_log2);
     __syncthreads();  // P and dS are whole
 
     multiply_xty<BLOCK_M>(  // dV += P^T dO
-        rdV, OperandAT<TileP, WarpV::SPAN_M>(smem.p.address(), 0, warp_v.row),
-        OperandBT<TileO, WarpV::SPAN_N>(smem.dout[stage].address(), 0, warp_v.col));
+        rdV, OperandAT<TileP, WarpV::SPAN_M>(smem.p.address(), 0, warp.v.row),
+        OperandBT<TileO, WarpV::SPAN_N>(smem.dout[stage].address(), 0, warp.v.col));
     if constexpr (cfg::ATOMIC) {
       const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
                                      tile.queries.start, tile.batch_index);
-      add_dq(sums, smem, warp_q, row0, tile.queries.length - row0);
+      add_dq(sums, smem, warp.q, row0, tile.queries.length - row0);
     }
     multiply_xty<BLOCK_M>(  // dK += dS^T Q
-        rdK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp_k.row),
-        OperandBT<TileQ, WarpK::SPAN_N>(smem.q[stage].address(), 0, warp_k.col));
+        rdK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),
+        OperandBT<TileQ, WarpK::SPAN_N>(smem.q[stage].address(), 0, warp.k.col));
     if constexpr (NUM_STAGES == 2) {
       stage ^= 1;
-    } else if (next_head < end_head) {
+    } else if (!next.done()) {
       __syncthreads();  // every warp has left Q and dO
-      load_queries(args, smem, tile.queries, next_head, next_m, 0);
+      load_queries(args, smem, tile.queries, next, 0);
     }
-    head = next_head, m = next_m;
   }
 
   __syncthreads();  // every warp has left K and V: dK and dV take their place
-  store_tile(smem.k, rdK, warp_k.row, warp_k.col,
+  store_tile(smem.k, rdK, warp.k.row, warp.k.col,
              [&](int, int) { return args.sizes.softmax_scale; });
-  store_tile(smem.v, rdV, warp_v.row, warp_v.col);
+  store_tile(smem.v, rdV, warp.v.row, warp.v.col);
   __syncthreads();  // both are whole
   write_rows<cfg::WIDTH>(args.dk, tile.first_col, tile.kv_head, smem.k, tile.valid_cols);
   write_rows<cfg::WIDTH_V>(args.dv, tile.first_col, tile.kv_head, smem.v, tile.valid_cols);

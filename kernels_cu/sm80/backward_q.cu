@@ -14,23 +14,16 @@
 #include "base/statistics.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
+#include "base/warp_rows.cuh"
 #include "base/workspace.cuh"
 #include "sm80/products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_STAGES;
-constexpr int WARP_M = BLOCK_M / cfg::NUM_WARPS;  // query rows of a warp
-constexpr int MT = WARP_M / 16;
-static_assert(WARP_M % 16 == 0 && MT > 0, "cfg::BLOCK_M: 16 rows or more for each of NUM_WARPS");
+using cfg::NUM_STAGES;
 
 using WarpK = WarpTile<BLOCK_N, HEAD_DIM / cfg::PIECES, cfg::WARPS_N_KV>;
 using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V / cfg::PIECES, cfg::WARPS_N_KV>;
 static_assert(!cfg::ATOMIC || (WarpK::EVERY && WarpV::EVERY),
               "cfg::WARPS_N_KV: each warp gets whole 16 x 16 squares");
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-using TileP = Tile<BLOCK_M, BLOCK_N>;
 
 struct SmemPlan {
   TileQ q;  // dQ at the end

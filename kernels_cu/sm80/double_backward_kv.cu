@@ -17,22 +17,12 @@
 #include "base/store.cuh"
 #include "base/tiles.cuh"
 #include "base/workspace.cuh"
+#include "sm80/key_warps.cuh"
 #include "sm80/tangent_products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-
-using WarpS = WarpTile<BLOCK_M, BLOCK_N / cfg::PIECES, cfg::WARPS_M_S>;
-using WarpK = WarpTile<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV>;
-using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV>;
-using WarpQ = WarpTile<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ>;
-static_assert(WarpS::EVERY && WarpK::EVERY && WarpV::EVERY && WarpQ::EVERY,
+using WarpS = WarpOfScores<BLOCK_N / cfg::PIECES>;
+static_assert(KeyWarps<WarpS>::EVERY,
               "cfg::WARPS_M_S, WARPS_N_KV, WARPS_M_DQ: each warp gets whole 16 x 16 squares");
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-using TileP = Tile<BLOCK_M, BLOCK_N>;
 
 struct SmemPlan {
   TileK k, ddk;  // gK takes the place of k at the end
@@ -64,11 +54,11 @@ struct Args {
   Sizes sizes;
 };
 
-// Q, ddQ, dO and the row terms of tile m of a head's queries. Rows past the sequence's end are
+// Q, ddQ, dO and the row terms of a tile of queries. Rows past the sequence's end are
 // zeros in all of them: P is 1 there and adds nothing.
 __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
-                                             const Sequence& queries, int head, int m) {
-  const int row0 = m * BLOCK_M, valid_rows = queries.length - row0;
+                                             const Sequence& queries, const QueryWalk& at) {
+  const int head = at.head, row0 = at.m * BLOCK_M, valid_rows = queries.length - row0;
   const int first_row = queries.start + row0;
   load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, first_row, head, valid_rows);
   if constexpr (cfg::HAS_TQ) {
@@ -140,11 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     zero_rows<cfg::WIDTH_V>(args.gv, tile.first_col, tile.kv_head, tile.valid_cols);
     return;
   }
-  const int warp = threadIdx.x / WARP_SIZE, group = args.sizes.group();
-  const WarpS warp_s(warp);
-  const WarpK warp_k(warp);
-  const WarpV warp_v(warp);
-  const WarpQ warp_q(warp);
+  const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
   const auto load_k = [&](TileK& to, const Tensor& x) {
     load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.first_col, tile.kv_head, tile.valid_cols);
   };
@@ -155,47 +141,45 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   if constexpr (cfg::HAS_TK) load_k(smem.ddk, args.ddk);
   if constexpr (HAS_E) load_v(smem.v, args.v);
   if constexpr (cfg::HAS_TV) load_v(smem.ddv, args.ddv);
-  int head = tile.kv_head * group, m = tile.m_begin;
-  load_queries(args, smem, tile.queries, head, m);
+  QueryWalk next(tile, args.sizes.group());
+  load_queries(args, smem, tile.queries, next);
 
   float rgK[WarpK::MT][WarpK::NT][4], rgV[WarpV::MT][WarpV::NT][4];
   clear(rgK);
   clear(rgV);
-  for (const int end_head = head + group; head < end_head;) {
-    const int row0 = m * BLOCK_M;
-    const bool last_of_head = m + 1 == tile.m_end;  // then the next head of the group begins
-    const int next_m = last_of_head ? tile.m_begin : m + 1, next_head = head + last_of_head;
+  while (!next.done()) {
+    const int head = next.head, row0 = next.m * BLOCK_M;
+    next.advance();
     cp_async_wait<0>();
     __syncthreads();  // Q, ddQ, dO and the row terms are here; every warp has left tP, dS and tdS
-    make_tiles(smem, tile.mask, warp_s, row0, tile.col0, args.sizes.softmax_scale);
+    make_tiles(smem, tile.mask, warp.s, row0, tile.col0, args.sizes.softmax_scale);
     __syncthreads();  // tP, dS and tdS are whole
 
     if constexpr (HAS_E) {
-      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp_v.row),
-                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp_v.col));
+      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp.v.row),
+                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp.v.col));
     }
-    multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp_k.row),
-                          OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp_k.col));
+    multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp.k.row),
+                          OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp.k.col));
     if constexpr (cfg::HAS_TQ) {
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp_k.row),
-                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp_k.col));
+      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),
+                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp.k.col));
     }
-    if (next_head < end_head) {
+    if (!next.done()) {
       __syncthreads();  // every warp has left Q, ddQ and dO: the next ones load behind gQ
-      load_queries(args, smem, tile.queries, next_head, next_m);
+      load_queries(args, smem, tile.queries, next);
     }
     if constexpr (cfg::ATOMIC) {
       const Workspace<HEAD_DIM> sums(args.gq_accum, head, args.sizes.total_q, args.sizes.batch,
                                      tile.queries.start, tile.batch_index);
-      add_gq(sums, smem, warp_q, row0, tile.queries.length - row0);
+      add_gq(sums, smem, warp.q, row0, tile.queries.length - row0);
     }
-    head = next_head, m = next_m;
   }
 
   __syncthreads();  // every warp has left K and V: gK and gV take their place
-  store_tile(smem.k, rgK, warp_k.row, warp_k.col,
+  store_tile(smem.k, rgK, warp.k.row, warp.k.col,
              [&](int, int) { return args.sizes.softmax_scale; });
-  store_tile(smem.v, rgV, warp_v.row, warp_v.col);
+  store_tile(smem.v, rgV, warp.v.row, warp.v.col);
   __syncthreads();  // both are whole
   write_rows<cfg::WIDTH>(args.gk, tile.first_col, tile.kv_head, smem.k, tile.valid_cols);
   write_rows<cfg::WIDTH_V>(args.gv, tile.first_col, tile.kv_head, smem.v, tile.valid_cols);

@@ -15,18 +15,9 @@
 #include "base/softmax.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
+#include "base/warp_rows.cuh"
 #include "base/workspace.cuh"
 #include "sm80/tangent_products.cuh"
-
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-constexpr int WARP_M = BLOCK_M / cfg::NUM_WARPS;  // query rows of a warp
-constexpr int MT = WARP_M / 16;                   // its m16 tiles
-static_assert(WARP_M % 16 == 0 && MT > 0, "cfg::BLOCK_M: 16 rows or more for each of NUM_WARPS");
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
 
 struct SmemPlan {
   union {

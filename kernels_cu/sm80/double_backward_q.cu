@@ -12,17 +12,8 @@
 // backward, arXiv 2205.14135, algorithm 4, loops exchanged; rawattn/reference has the equations.
 #include "base/store.cuh"
 #include "base/tiles.cuh"
+#include "base/warp_rows.cuh"
 #include "sm80/tangent_products.cuh"
-
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-constexpr int WARP_M = BLOCK_M / cfg::NUM_WARPS;  // query rows of a warp
-constexpr int MT = WARP_M / 16;
-static_assert(WARP_M % 16 == 0 && MT > 0, "cfg::BLOCK_M: 16 rows or more for each of NUM_WARPS");
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
 
 struct SmemPlan {
   TileQ q, ddq;  // gQ takes the place of q at the end: a warp reads and writes its own rows only

@@ -14,18 +14,12 @@
 #include "base/softmax.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
+#include "base/warp_rows.cuh"
 #include "sm80/tangent_products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-constexpr int WARP_M = BLOCK_M / cfg::NUM_WARPS;  // query rows of a warp
-constexpr int MT = WARP_M / 16;                   // its m16 tiles
-constexpr int COLS_V = HEAD_DIM_V / cfg::PIECES;
-static_assert(WARP_M % 16 == 0 && MT > 0, "cfg::BLOCK_M: 16 rows or more for each of NUM_WARPS");
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, COLS_V>;
-using TileO = Tile<BLOCK_M, COLS_V>;
+constexpr int COLS_V = HEAD_DIM_V / cfg::PIECES;  // of this CTA
+using PartV = Tile<BLOCK_N, COLS_V>;
+using PartO = Tile<BLOCK_M, COLS_V>;
 
 struct SmemPlan {
   union {
@@ -33,11 +27,11 @@ struct SmemPlan {
       TileQ q, tq;
     };
     struct {
-      TileO out, tout;  // at the end: a barrier of the loop lies behind every last read of q and tq
+      PartO out, tout;  // at the end: a barrier of the loop lies behind every last read of q and tq
     };
   };
   TileK k, tk;
-  TileV v, tv;
+  PartV v, tv;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -73,7 +67,7 @@ struct Sums {
 
   __device__ __forceinline__ void add_products(const float (&rP)[MT][BLOCK_N / 8][4],
                                                const float (&rPE)[MT][BLOCK_N / 8][4],
-                                               const OperandBT<TileV>& v) {
+                                               const OperandBT<PartV>& v) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k) {
       uint32_t p[MT][4], pe[MT][4];
@@ -149,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.keys.start + n * BLOCK_N, tile.kv_head,
                                  tile.keys.length - n * BLOCK_N);
   };
-  const auto load_v = [&](TileV& to, const Tensor& x, int n) {
-    load_rows<TileV, cfg::WIDTH_V, HEAD_DIM_V>(to.address(), x, tile.keys.start + n * BLOCK_N,
+  const auto load_v = [&](PartV& to, const Tensor& x, int n) {
+    load_rows<PartV, cfg::WIDTH_V, HEAD_DIM_V>(to.address(), x, tile.keys.start + n * BLOCK_N,
                                                tile.kv_head, tile.keys.length - n * BLOCK_N,
                                                blockIdx.z * COLS_V);
   };
@@ -176,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   const float softmax_scale = args.sizes.softmax_scale, scale_log2 = softmax_scale * LOG2E;
   const OperandA<TileQ> q(smem.q.address(), warp_row);
   const OperandB<TileK> k(smem.k.address());
-  const OperandBT<TileV> v(smem.v.address());
+  const OperandBT<PartV> v(smem.v.address());
   OnlineSoftmax<MT> softmax;
   Sums sums{};
   // float16 keeps the exact maximum: P o E must not pass what it holds

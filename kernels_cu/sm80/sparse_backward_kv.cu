@@ -17,17 +17,7 @@
 #include "base/statistics.cuh"
 #include "sm80/sparse_gather.cuh"
 
-using cfg::HEAD_DIM, cfg::HEAD_DIM_V, cfg::NUM_STAGES;
-using WarpS = WarpTile<BLOCK_M, STEP_N, cfg::WARPS_M_S>;
-using WarpK = WarpTile<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV>;
-using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV>;
-using WarpQ = WarpTile<BLOCK_M, HEAD_DIM, cfg::WARPS_M_DQ>;
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-using TileP = Tile<BLOCK_M, (BLOCK_N < 32 ? 32 : BLOCK_N)>;
+using cfg::NUM_STAGES;
 
 struct SmemPlan {
   TileK k;  // dK takes its place at the end
@@ -36,7 +26,7 @@ struct SmemPlan {
   TileO dout[NUM_STAGES];
   TileP p, ds;
   float terms[NUM_STAGES][2][BLOCK_M];  // L, D
-  float scale_sums[4][BLOCK_M];  // [place of a warp along the keys][row]
+  float scale_sums[4][BLOCK_M];         // [place of a warp along the keys][row]
   ItemCodes items[3];
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
@@ -186,12 +176,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     zero_rows<cfg::WIDTH_V>(args.dv, tile.first_row, tile.kv_head, tile.keys);
     return;
   }
-  const int warp = threadIdx.x / WARP_SIZE;
   const int ratio = args.selection.num_heads_sel / args.sizes.num_heads_kv;
-  const WarpS warp_s(warp);
-  const WarpK warp_k(warp);
-  const WarpV warp_v(warp);
-  const WarpQ warp_q(warp);
+  const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
   const auto fetch_items = [&](int buffer) {
     load_items(smem.items[buffer], args.queries, args.query_slots, walk);
   };
@@ -225,23 +211,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_wait<0>();
     __syncthreads();  // rows and items are here; every warp has left P, dS and the other stage
     if (NUM_STAGES == 2 && more) load_next(stage ^ 1);
-    make_p_and_ds(args, smem, items, tile, warp_s, stage);
+    make_p_and_ds(args, smem, items, tile, warp.s, stage);
     __syncthreads();  // P and dS are whole
 
     if constexpr (cfg::HAS_SCALE) {
       write_scale_gradients<WarpS::WARPS_N>(args.dblock_scale, smem.scale_sums, items, tile,
                                             args.selection);
     }
-    if (warp_v.any()) {  // dV += P^T dO
+    if (warp.v.any()) {  // dV += P^T dO
       multiply_xty<BLOCK_M>(
-          rdV, OperandAT<TileP, WarpV::SPAN_M>(smem.p.address(), 0, warp_v.row),
-          OperandBT<TileO, WarpV::SPAN_N>(smem.dout[stage].address(), 0, warp_v.col));
+          rdV, OperandAT<TileP, WarpV::SPAN_M>(smem.p.address(), 0, warp.v.row),
+          OperandBT<TileO, WarpV::SPAN_N>(smem.dout[stage].address(), 0, warp.v.col));
     }
-    if constexpr (cfg::ATOMIC) add_dq(args, smem, items, tile, warp_q);
-    if (warp_k.any()) {  // dK += (g dS)^T Q
+    if constexpr (cfg::ATOMIC) add_dq(args, smem, items, tile, warp.q);
+    if (warp.k.any()) {  // dK += (g dS)^T Q
       multiply_xty<BLOCK_M>(
-          rdK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp_k.row),
-          OperandBT<TileQ, WarpK::SPAN_N>(smem.q[stage].address(), 0, warp_k.col));
+          rdK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),
+          OperandBT<TileQ, WarpK::SPAN_N>(smem.q[stage].address(), 0, warp.k.col));
     }
     if (!more) break;
     if constexpr (NUM_STAGES == 2) {
@@ -255,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   }
 
   __syncthreads();  // every warp has left K and V: dK and dV take their place
-  write_keys<cfg::WIDTH>(args.dk, args.dk_accum, rdK, warp_k, tile, args.sizes.num_heads_kv, smem.k,
+  write_keys<cfg::WIDTH>(args.dk, args.dk_accum, rdK, warp.k, tile, args.sizes.num_heads_kv, smem.k,
                          args.sizes.softmax_scale);
-  write_keys<cfg::WIDTH_V>(args.dv, args.dv_accum, rdV, warp_v, tile, args.sizes.num_heads_kv,
+  write_keys<cfg::WIDTH_V>(args.dv, args.dv_accum, rdV, warp.v, tile, args.sizes.num_heads_kv,
                            smem.v, 1.0f);
 }

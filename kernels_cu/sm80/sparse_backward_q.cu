@@ -12,16 +12,10 @@
 // FlashAttention, arXiv 2205.14135, algorithm 4, loops exchanged.
 #include "sm80/sparse_walk.cuh"
 
-using cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-
 struct SmemPlan {
   TileQ q;  // dQ takes its place at the end: a warp reads and writes its own rows only
   TileO dout;
-  KeyStage<TileK, TileV> stages[NUM_STAGES];
+  KeyStage stages[NUM_STAGES];
   Ring ring;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
@@ -44,8 +38,8 @@ struct Args {
 };
 
 // Rows of this warp: S, dP, dS and dS K of every stage they named
-__device__ __forceinline__ void differentiate(const Args& args, SmemPlan& smem,
-                                              const ItemTile& tile, int warp_row) {
+__device__ __forceinline__ void make_dq(const Args& args, SmemPlan& smem, const ItemTile& tile,
+                                        int warp_row) {
   load_own_rows<cfg::WIDTH>(smem.q, args.q, tile, warp_row);
   load_own_rows<cfg::WIDTH_V>(smem.dout, args.dout, tile, warp_row);
   cp_async_commit();
@@ -60,10 +54,7 @@ __device__ __forceinline__ void differentiate(const Args& args, SmemPlan& smem,
   __syncwarp();  // Q and dO were loaded by this warp's other lanes
   consume(smem.ring, tile, warp_row, [&](int stage, const RowsOfStage& rows) {
     const uint32_t sK = smem.stages[stage].k.address(), sV = smem.stages[stage].v.address();
-    float block_scale[2];
-    if constexpr (cfg::HAS_SCALE) {
-      load_block_scale(block_scale, args.block_scale, tile, rows, warp_row, args.selection, 1.0f);
-    }
+    const BlockScale block_scale(args, tile, rows, warp_row);
 #pragma unroll 1
     for (int col = 0; col < BLOCK_N; col += STEP_N) {
       float rP[1][STEP_N / 8][4], rdS[1][STEP_N / 8][4];
@@ -71,11 +62,11 @@ __device__ __forceinline__ void differentiate(const Args& args, SmemPlan& smem,
       multiply_xyt<HEAD_DIM>(rP, queries, OperandB<TileK>(sK, col));
       clear(rdS);
       multiply_xyt<HEAD_DIM_V>(rdS, gradients, OperandB<TileV>(sV, col));
-      if constexpr (cfg::HAS_SCALE) scale_rows(rP, block_scale);
+      block_scale.apply(rP);
       if (rows.cut) cut_rows(rP, rows, col);
       scores_to_p(rP, lse_log2, softmax_scale * LOG2E);
       dp_to_ds(rdS, rP, delta);
-      if constexpr (cfg::HAS_SCALE) scale_rows(rdS, block_scale);
+      block_scale.apply(rdS);
       multiply_py(rdQ, rdS, OperandBT<TileK>(sK, col));
     }
   });
@@ -94,10 +85,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   }
   smem.ring.init();
   __syncthreads();  // the barriers are there
-  const int warp = threadIdx.x / WARP_SIZE;
-  if (warp < CONSUMERS) {
-    differentiate(args, smem, tile, warp * 16);
-  } else {
-    produce(args, smem.ring, tile, smem.stages);
-  }
+  walk(args, smem, tile, [&](int warp_row) { make_dq(args, smem, tile, warp_row); });
 }

@@ -18,17 +18,6 @@
 #include "sm80/sparse_gather.cuh"
 #include "sm80/tangent_products.cuh"
 
-using cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-using WarpS = WarpTile<BLOCK_M, STEP_N, cfg::WARPS_M_S>;
-using WarpK = WarpTile<BLOCK_N, HEAD_DIM, cfg::WARPS_N_KV>;
-using WarpV = WarpTile<BLOCK_N, HEAD_DIM_V, cfg::WARPS_N_KV>;
-
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-using TileP = Tile<BLOCK_M, (BLOCK_N < 32 ? 32 : BLOCK_N)>;
-
 struct SmemPlan {
   TileK k, ddk;  // gK takes the place of k at the end
   TileV v, ddv;  // gV that of v
@@ -147,11 +136,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     zero_rows<cfg::WIDTH_V>(args.gv, tile.first_row, tile.kv_head, tile.keys);
     return;
   }
-  const int warp = threadIdx.x / WARP_SIZE;
   const int ratio = args.selection.num_heads_sel / args.sizes.num_heads_kv;
-  const WarpS warp_s(warp);
-  const WarpK warp_k(warp);
-  const WarpV warp_v(warp);
+  const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
   const auto load_k = [&](TileK& to, const Tensor& x) {
     load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.first_row, tile.kv_head, tile.keys);
   };
@@ -178,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();  // Q, ddQ, dO and the row terms are here
-    make_tiles(args, smem, items, tile, warp_s);
+    make_tiles(args, smem, items, tile, warp.s);
     __syncthreads();  // tP, dS and tdS are whole
     if constexpr (cfg::HAS_SCALE) {
       if (args.gblock_scale) {
@@ -186,26 +172,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
                                               args.selection);
       }
     }
-    if (HAS_E && warp_v.any()) {  // gV += tP^T dO
-      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp_v.row),
-                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp_v.col));
+    if (HAS_E && warp.v.any()) {  // gV += tP^T dO
+      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp.v.row),
+                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp.v.col));
     }
-    if (warp_k.any()) {  // gK += (g tdS + tg dS)^T Q + (g dS)^T ddQ
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp_k.row),
-                            OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp_k.col));
+    if (warp.k.any()) {  // gK += (g tdS + tg dS)^T Q + (g dS)^T ddQ
+      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp.k.row),
+                            OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp.k.col));
     }
-    if (cfg::HAS_TQ && warp_k.any()) {
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp_k.row),
-                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp_k.col));
+    if (cfg::HAS_TQ && warp.k.any()) {
+      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),
+                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp.k.col));
     }
   }
 
   __syncthreads();  // every warp has left K and V: gK and gV take their place
-  if (warp_k.any()) {
-    store_tile(smem.k, rgK, warp_k.row, warp_k.col,
+  if (warp.k.any()) {
+    store_tile(smem.k, rgK, warp.k.row, warp.k.col,
                [&](int, int) { return args.sizes.softmax_scale; });
   }
-  if (warp_v.any()) store_tile(smem.v, rgV, warp_v.row, warp_v.col);
+  if (warp.v.any()) store_tile(smem.v, rgV, warp.v.row, warp.v.col);
   __syncthreads();  // both are whole
   write_rows<cfg::WIDTH>(args.gk, tile.first_row, tile.kv_head, smem.k, tile.keys);
   write_rows<cfg::WIDTH_V>(args.gv, tile.first_row, tile.kv_head, smem.v, tile.keys);

@@ -15,16 +15,10 @@
 // arXiv 2502.11089; rawattn/reference/sparse.py has the equations.
 #include "sm80/sparse_tangents.cuh"
 
-using cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-
 struct SmemPlan {
   TileQ q, ddq;
   TileO ddout;
-  TangentStage<TileK, TileV> stages[NUM_STAGES];
+  TangentStage stages[NUM_STAGES];
   Ring ring;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
@@ -83,8 +77,8 @@ __device__ __forceinline__ void epilogue(const Args& args, const ItemTile& tile,
 }
 
 // Rows of this warp: S, E and the products with V and ddV of every stage they named
-__device__ __forceinline__ void differentiate(const Args& args, SmemPlan& smem,
-                                              const ItemTile& tile, int warp_row) {
+__device__ __forceinline__ void make_ddout(const Args& args, SmemPlan& smem, const ItemTile& tile,
+                                           int warp_row) {
   load_own_rows<cfg::WIDTH>(smem.q, args.q, tile, warp_row);
   if constexpr (cfg::HAS_TQ) load_own_rows<cfg::WIDTH>(smem.ddq, args.ddq, tile, warp_row);
   cp_async_commit();
@@ -128,10 +122,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   }
   smem.ring.init();
   __syncthreads();  // the barriers are there
-  const int warp = threadIdx.x / WARP_SIZE;
-  if (warp < CONSUMERS) {
-    differentiate(args, smem, tile, warp * 16);
-  } else {
-    produce(args, smem.ring, tile, smem.stages);
-  }
+  walk(args, smem, tile, [&](int warp_row) { make_ddout(args, smem, tile, warp_row); });
 }

@@ -15,16 +15,10 @@
 // arXiv 2502.11089; rawattn/reference/sparse.py has the equations.
 #include "sm80/sparse_tangents.cuh"
 
-using cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-
 struct SmemPlan {
   TileQ q, ddq;  // gQ takes the place of q at the end: a warp reads and writes its own rows only
   TileO dout;
-  TangentStage<TileK, TileV> stages[NUM_STAGES];
+  TangentStage stages[NUM_STAGES];
   Ring ring;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
@@ -71,8 +65,8 @@ __device__ __forceinline__ void add_products(float (&rgQ)[1][NT_Q][4],
 
 // Rows of this warp: the scores, their tangents and the products with K and ddK of every stage they
 // named
-__device__ __forceinline__ void differentiate(const Args& args, SmemPlan& smem,
-                                              const ItemTile& tile, int warp_row) {
+__device__ __forceinline__ void make_gq(const Args& args, SmemPlan& smem, const ItemTile& tile,
+                                        int warp_row) {
   load_own_rows<cfg::WIDTH>(smem.q, args.q, tile, warp_row);
   if constexpr (cfg::HAS_TQ) load_own_rows<cfg::WIDTH>(smem.ddq, args.ddq, tile, warp_row);
   load_own_rows<cfg::WIDTH_V>(smem.dout, args.dout, tile, warp_row);
@@ -121,10 +115,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   }
   smem.ring.init();
   __syncthreads();  // the barriers are there
-  const int warp = threadIdx.x / WARP_SIZE;
-  if (warp < CONSUMERS) {
-    differentiate(args, smem, tile, warp * 16);
-  } else {
-    produce(args, smem.ring, tile, smem.stages);
-  }
+  walk(args, smem, tile, [&](int warp_row) { make_gq(args, smem, tile, warp_row); });
 }

@@ -12,19 +12,13 @@
 #include "base/softmax.cuh"
 #include "sm80/sparse_walk.cuh"
 
-using cfg::HEAD_DIM, cfg::HEAD_DIM_V;
-using TileQ = Tile<BLOCK_M, HEAD_DIM>;
-using TileO = Tile<BLOCK_M, HEAD_DIM_V>;
-using TileK = Tile<BLOCK_N, HEAD_DIM>;
-using TileV = Tile<BLOCK_N, HEAD_DIM_V>;
-
 struct SmemPlan {
   // O takes Q's place where a row lies the same in both: no other warp may still want that of Q
   static constexpr bool OVERLAP = TileQ::PANEL == TileO::PANEL;
   static constexpr int OUT = OVERLAP ? 0 : TileQ::BYTES;
   static constexpr int BYTES = OUT + TileO::BYTES;
   alignas(128) char rows[OVERLAP && TileQ::BYTES > BYTES ? TileQ::BYTES : BYTES];
-  KeyStage<TileK, TileV> stages[NUM_STAGES];
+  KeyStage stages[NUM_STAGES];
   Ring ring;
 
   __device__ __forceinline__ TileQ& q() { return reinterpret_cast<TileQ&>(rows); }
@@ -62,16 +56,13 @@ __device__ __forceinline__ void attend(const Args& args, SmemPlan& smem, const I
   __syncwarp();  // Q was loaded by this warp's other lanes
   consume(smem.ring, tile, warp_row, [&](int stage, const RowsOfStage& rows) {
     const auto& keys = smem.stages[stage];
-    float block_scale[2];
-    if constexpr (cfg::HAS_SCALE) {
-      load_block_scale(block_scale, args.block_scale, tile, rows, warp_row, args.selection, 1.0f);
-    }
+    const BlockScale block_scale(args, tile, rows, warp_row);
 #pragma unroll 1
     for (int col = 0; col < BLOCK_N; col += STEP_N) {
       float rS[1][STEP_N / 8][4];
       clear(rS);
       multiply_xyt<HEAD_DIM>(rS, queries, OperandB<TileK>(keys.k.address(), col));
-      if constexpr (cfg::HAS_SCALE) scale_rows(rS, block_scale);
+      block_scale.apply(rS);
       if (rows.cut) cut_rows(rS, rows, col);
       softmax.update_max(rS, scale_log2,
                          [&](int i, int half, float by) { scale_row(rO, i, half, by); });
@@ -103,10 +94,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   }
   smem.ring.init();
   __syncthreads();  // the barriers are there
-  const int warp = threadIdx.x / WARP_SIZE;
-  if (warp < CONSUMERS) {
-    attend(args, smem, tile, warp * 16);
-  } else {
-    produce(args, smem.ring, tile, smem.stages);
-  }
+  walk(args, smem, tile, [&](int warp_row) { attend(args, smem, tile, warp_row); });
 }

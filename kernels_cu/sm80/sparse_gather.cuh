@@ -7,15 +7,16 @@
 #include "base/selection.cuh"
 #include "base/softmax.cuh"
 #include "base/store.cuh"
-#include "sm80/products.cuh"
+#include "sm80/key_warps.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::BLOCK_SIZE, cfg::GROUP;
+using cfg::BLOCK_SIZE, cfg::GROUP;
 constexpr int ITEMS = BLOCK_M / GROUP;
 static_assert(ITEMS > 0, "cfg::BLOCK_M: the rows of one cfg::GROUP fit");
 static_assert(BLOCK_SIZE % BLOCK_N == 0 && BLOCK_N % 16 == 0, "cfg::BLOCK_N divides BLOCK_SIZE");
 
 constexpr int STEP_N = BLOCK_N / cfg::PIECES < 16 ? 16 : BLOCK_N / cfg::PIECES;  // weighed at once
-constexpr int PARTS = BLOCK_SIZE / BLOCK_N;                                      // of a block
+using WarpS = WarpOfScores<STEP_N>;
+constexpr int PARTS = BLOCK_SIZE / BLOCK_N;  // of a block
 
 // What a CTA works on: BLOCK_N keys of one block, one kv head, and the lists of items that see them
 struct BlockTile {

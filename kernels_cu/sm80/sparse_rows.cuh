@@ -5,11 +5,12 @@
 //   of it knows two of them, 16 w + lane / 4 and the one 8 further down.
 #pragma once
 #include "base/selection.cuh"
+#include "base/shapes.cuh"
 #include "base/statistics.cuh"
 #include "base/store.cuh"
 #include "sm80/products.cuh"
 
-using cfg::BLOCK_M, cfg::BLOCK_N, cfg::BLOCK_SIZE, cfg::GROUP, cfg::NUM_STAGES, cfg::NUM_WARPS;
+using cfg::BLOCK_SIZE, cfg::GROUP, cfg::NUM_STAGES, cfg::NUM_WARPS;
 constexpr int CONSUMERS = BLOCK_M / 16;  // warps of 16 rows
 constexpr int ITEMS = BLOCK_M / GROUP;
 constexpr int ITEMS_PER_LANE = ceil_div(ITEMS, WARP_SIZE);
@@ -176,8 +177,23 @@ __device__ __forceinline__ void load_block_scale(float (&scale)[2], const float*
     }
   }
 }
-template <int NT>
-__device__ __forceinline__ void scale_rows(float (&c)[1][NT][4], const float (&scale)[2]) {
-  scale_row(c, 0, 0, scale[0]);
-  scale_row(c, 0, 1, scale[1]);
-}
+// That scale, where blocks have one
+struct BlockScale {
+  float value[2];
+
+  template <class Args>
+  __device__ __forceinline__ BlockScale(const Args& args, const ItemTile& tile,
+                                        const RowsOfStage& rows, int warp_row) {
+    if constexpr (cfg::HAS_SCALE) {
+      load_block_scale(value, args.block_scale, tile, rows, warp_row, args.selection, 1.0f);
+    }
+  }
+  // g S, or g dS
+  template <int NT>
+  __device__ __forceinline__ void apply(float (&c)[1][NT][4]) const {
+    if constexpr (cfg::HAS_SCALE) {
+      scale_row(c, 0, 0, value[0]);
+      scale_row(c, 0, 1, value[1]);
+    }
+  }
+};

@@ -5,7 +5,6 @@
 #include "sm80/tangent_products.cuh"
 
 // What a stage holds: keys and values, and what the direction adds right behind each
-template <class TileK, class TileV>
 struct TangentStage {
   TileK k, ddk;
   TileV v, ddv;

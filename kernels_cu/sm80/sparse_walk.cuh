@@ -246,7 +246,6 @@ __device__ __forceinline__ void consume(const Ring& ring, const ItemTile& tile, 
 }
 
 // What a stage holds without tangents
-template <class TileK, class TileV>
 struct KeyStage {
   TileK k;
   TileV v;
@@ -257,3 +256,16 @@ struct KeyStage {
     load_keys<cfg::WIDTH_V>(v, args.v, tile, key);
   }
 };
+
+// The roles of the warps: the last one loads, consume(warp_row) is what each of the others does with
+// its rows. The ring's barriers are there.
+template <class Args, class Plan, class Consume>
+__device__ __forceinline__ void walk(const Args& args, Plan& smem, const ItemTile& tile,
+                                     Consume&& consume) {
+  const int warp = threadIdx.x / WARP_SIZE;
+  if (warp < CONSUMERS) {
+    consume(warp * 16);
+  } else {
+    produce(args, smem.ring, tile, smem.stages);
+  }
+}
