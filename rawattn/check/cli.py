@@ -19,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from rawattn import env
+from rawattn.build import ARCHS
 from rawattn.check import report
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import standard
@@ -48,7 +49,6 @@ from rawattn.check.sparse import sparse_jobs
 from rawattn.check.sparse_cases import standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 from rawattn.check.workers import work
-from rawattn.jit import ARCHS
 from rawattn.variants import serves
 
 QUICK_CASES = ("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40")
@@ -104,7 +104,7 @@ def run(json_file: Path | None, text: str, quick: bool) -> None:
         if text in f"{case} {backend}" and (not quick or case.name in QUICK_CASES + QUICK_SPARSE)
     ]
     sample = [] if arch else sample_builds(1 if quick else ARCHS_EACH)
-    builds = [(build, name) for build, name in sample if text in build.variant.name]
+    builds = [(build, name) for build, name in sample if text in build.row.name]
     if not cases and not builds:
         raise click.UsageError(f"no case and no row has {text!r} in its name")
     calls: list[partial[Any]] = [partial(judge_case, *job) for job in cases]
@@ -127,12 +127,12 @@ def compile_command(archs: tuple[str, ...], json_file: Path | None, text: str) -
     warning C75xx (the compiler had to serialise asynchronous matmuls).
     """
     began = time.perf_counter()
-    builds = [build for build in standard_builds(every=True) if text in build.variant.name]
+    builds = [build for build in standard_builds(every=True) if text in build.row.name]
     if not builds:
         raise click.UsageError(f"no row has {text!r} in its name")
     archs = archs or ARCHS
     calls = [
-        partial(compile_row, b, arch, strict=serves(b.variant, arch_number(arch)))
+        partial(compile_row, b, arch, strict=serves(b.row, arch_number(arch)))
         for b in builds
         for arch in archs
     ]
@@ -186,7 +186,7 @@ def warm(archs: tuple[str, ...], text: str) -> None:
         partial(warm_build, build, name)
         for name in names
         for build in library_builds(name)
-        if text in build.variant.name
+        if text in build.row.name
     ]
     if not calls:
         raise click.UsageError(f"no row has {text!r} in its name")

@@ -125,9 +125,11 @@ def variant_table() -> Table:
     for column in ("head_dim", "tile", "warps", "stages"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for v in TABLE:
-        sizes = (f"{v.head_dim}", f"{v.block_m}x{v.block_n}", f"{v.num_warps}", f"{v.num_stages}")
-        table.add_row(v.name, *(("any", "", "", "") if v.family == "numba" else sizes), v.why)
+    for row in TABLE:
+        cfg, width = row.cfg, "any" if row.kernel.any_width else f"{row.head_dim}"
+        tile, warps = f"{cfg.block_m}x{cfg.block_n}", f"{cfg.threads // 32}"
+        sizes = (width, tile, warps, f"{cfg.num_stages}")
+        table.add_row(row.name, *(("any", "", "", "") if row.family == "numba" else sizes), row.why)
     return table
 
 
