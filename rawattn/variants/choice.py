@@ -97,8 +97,8 @@ def _select(
         sums = f" and sums kept as {workspace!r}" if workspace else ""
         raise ValueError(
             f"no {'Numba' if backend == 'numba' else 'CUDA'} row of {stem} fits head_dim "
-            f"{head_dim} and head_dim_v {head_dim_v}{sparse if blocks != NO_BLOCKS else ''}{sums} into the "
-            f"{smem_limit(arch) // KIB} KiB of shared memory of compute capability "
+            f"{head_dim} and head_dim_v {head_dim_v}{sparse if blocks != NO_BLOCKS else ''}{sums} "
+            f"into the {smem_limit(arch) // KIB} KiB of shared memory of compute capability "
             f"{arch / 10:.1f}. Use backend=None or backend='numba'."
         )
     names = _names(preferred)
