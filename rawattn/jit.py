@@ -233,4 +233,4 @@ def _write(file: Path, compiled: Compiled) -> None:
     except OSError as error:
         if temporary is not None:
             os.unlink(temporary)
-        _no_cache(f"{error}")
+        _no_cache(f"{error.strerror}: {file.parent if temporary is None else file}")

@@ -26,7 +26,17 @@ from rawattn.variants import METHODS, Row
 from rawattn.variants.steps import STEPS as STEPS_OF_METHODS
 from tests.shared.gpu_arrays import Far, bits, moved
 from tests.shared.gpu_drawn import draw_case, lay_out
-from tests.shared.gpu_problems import ARCH, chosen, judge, mask_of, poisoned, sized, warm
+from tests.shared.gpu_problems import (
+    ARCH,
+    built,
+    chosen,
+    judge,
+    kernels_of,
+    mask_of,
+    poisoned,
+    sized,
+    warm,
+)
 
 cupy = pytest.importorskip("cupy")
 
