@@ -231,7 +231,7 @@ def backward(
                 framework.fill(grad, 0.0, stream)
         else:
             targets = tuple(call.target(framework, grad, like) for grad in grads)
-            method = variants.method_of(problem, method, deterministic)
+            method = variants.method_of(method, deterministic)
             _launch_backward(
                 framework, problem, backend, method, inputs, cotangent, passed, targets, stream
             )

@@ -176,6 +176,12 @@ def arch_of(device: int) -> int:
 
 
 @cache
+def sms_of(device: int) -> int:
+    """Multiprocessors of a CUDA ordinal, 0 for the CPU."""
+    return 0 if device < 0 else int(_cupy().cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@cache
 def has_cuda_device() -> bool:
     """Whether CuPy, a driver and at least one device are there."""
     try:

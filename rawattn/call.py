@@ -111,6 +111,7 @@ def pose(
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         arch=arrays.arch_of(device),
         device=device,
+        num_sms=arrays.sms_of(device),
     )
 
 

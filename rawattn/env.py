@@ -1,5 +1,6 @@
 """Every RAWATTN_* environment variable: its default and its meaning. Read at the moment of use."""
 
+import difflib
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +32,19 @@ SYNC = Variable(
 VARIABLES = (CACHE_DIR, NO_CACHE, DUMP, LOG, LINEINFO, CHECK_SPILLS, VARIANT, SYNC)
 
 
+# What os.environ keeps: its own lookup of an unset name raises and catches two exceptions, which
+# would be felt in every launch.
+_PRESENT = getattr(os.environ, "_data", os.environ)
+_KEYS = {
+    variable: variable.name if _PRESENT is os.environ else os.environ.encodekey(variable.name)
+    for variable in VARIABLES
+}
+
+
 def value(variable: Variable) -> str:
     """The variable's present value, its default when unset."""
+    if _KEYS[variable] not in _PRESENT:
+        return variable.default
     return os.environ.get(variable.name, variable.default)
 
 
@@ -49,3 +61,13 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("rawattn", appauthor=False))
+
+
+def unknown() -> dict[str, str]:
+    """The RAWATTN_* names in the environment that mean nothing, each with the nearest that does.
+
+    "" where none is near.
+    """
+    names = [variable.name for variable in VARIABLES]
+    strange = [name for name in os.environ if name.startswith("RAWATTN_") and name not in names]
+    return {name: next(iter(difflib.get_close_matches(name, names, 1)), "") for name in strange}

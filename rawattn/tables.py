@@ -340,6 +340,7 @@ def _pose(
         softmax_scale=1.0,
         arch=arrays.arch_of(offsets_q.device),
         device=offsets_q.device,
+        num_sms=arrays.sms_of(offsets_q.device),
     )
     return problem, shape
 

@@ -1,13 +1,16 @@
 """The machine code of a row of the variants table, and how often each instruction stands in it.
 
-    python tools/dump_sass.py forward_sm80_d128_128x64_s1 --arch sm_90 --out sass
+    python tools/dump_sass.py forward_sm80_d128_128x64 --arch sm_90 --out sass
 
-Needs no GPU, only cuobjdump or nvdisasm on PATH (both are in NVIDIA's toolkit).
+Needs no GPU, only cuobjdump or nvdisasm: of NVIDIA's toolkit on PATH, or of the packages
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm in this environment.
 """
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rawattn import jit
+from rawattn.build import builds
 from rawattn.variants import TABLE
 
 # What an attention kernel is read for: products, copies, atomics, exponentials, spills.
@@ -50,15 +54,24 @@ def histogram(sass: str) -> Counter[str]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of a cubin; RuntimeError when no disassembler is on PATH."""
+    """SASS of a cubin; RuntimeError when there is no disassembler."""
     for tool, options in (("cuobjdump", ["-sass"]), ("nvdisasm", [])):
-        if path := shutil.which(tool):
+        if path := _found(tool):
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(cubin)
                 file.flush()
                 command = [path, *options, file.name]
                 return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    raise RuntimeError("no disassembler: put cuobjdump or nvdisasm of NVIDIA's toolkit on PATH")
+    raise RuntimeError(
+        "no disassembler: put cuobjdump or nvdisasm of NVIDIA's toolkit on PATH, or install "
+        "nvidia-cuda-cuobjdump or nvidia-cuda-nvdisasm"
+    )
+
+
+def _found(tool: str) -> str | None:
+    """A program on PATH or in one of NVIDIA's packages, which keep theirs in nvidia/*/bin."""
+    kept = [str(folder) for path in sys.path for folder in Path(path).glob("nvidia/*/bin")]
+    return shutil.which(tool) or shutil.which(tool, path=os.pathsep.join(kept))
 
 
 @click.command()
@@ -68,8 +81,12 @@ def disassemble(cubin: bytes) -> str:
 def main(row: str, arch: str, out: Path | None) -> None:
     """The instructions of ROW, as compiled for --arch, counted by opcode."""
     console = Console()
-    for number, build in enumerate(b for b in jit.all_builds(TABLE) if b.variant.name == row):
-        sass = disassemble(jit.compile_build(build, arch).cubin)
+    [chosen] = [r for r in TABLE if r.name == row]
+    for number, build in enumerate(builds(chosen)):
+        try:
+            sass = disassemble(jit.compile_build(build, arch).cubin)
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
         counts = histogram(sass)
         title = f"{row} {arch} {build.dtype}, {sum(counts.values())} instructions"
         table = Table("opcode", "count", "what", title=title)

@@ -14,17 +14,15 @@ import ml_dtypes
 import numpy as np
 
 import rawattn
-from rawattn.check.compiled import SECOND_STEPS
-from rawattn.variants import METHODS, SPARSE_STEMS, TABLE, Variant
+from rawattn.variants import METHODS, TABLE, Row
+from rawattn.variants.steps import SECOND, STEPS, Step
 
-SECOND = tuple(SECOND_STEPS)  # the jvp, double_backward, and that deterministic
-# which steps run the kernel of a stem; forward and the rest run in every visit
-STEPS_OF = {
-    **{"forward": (), "backward_preprocess": METHODS[2:], "backward_postprocess": METHODS[:1]},
-    **{"backward_kv": METHODS[::2], "backward_q": METHODS[1:]},
-    **{"jvp": SECOND[:1], "double_backward_out": SECOND[1:2]},
-    **{"double_backward_kv": SECOND[1:], "double_backward_q": SECOND[2:]},
-}
+
+def steps_of(stem: str, steps: Mapping[str, tuple[Step, ...]]) -> tuple[str, ...]:
+    """The steps beside the forward, which runs in every visit, that run the kernel of a stem."""
+    return tuple(name for name in steps if stem in [step.stem for step in steps[name]])
+
+
 DIRECTIONS = ("q", "k", "v", "qk", "qv", "kv")  # the parts that are not None
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 # Unequal lengths, an empty side, a lone token, and more than one tile of either side.
@@ -60,13 +58,13 @@ class Visit:
     direction: str = "qkv"
 
 
-def usual_rows(sparse: bool) -> tuple[str, list[Variant]]:
+def usual_rows(sparse: bool) -> tuple[str, list[Row]]:
     """The first rows of every stem and head_dim with commas between, and the other CUDA rows.
 
     The problems are small, and the rows for such must not take the place of the usual ones.
     """
-    rows = [r for r in TABLE if r.family != "numba" and (r.stem in SPARSE_STEMS) == sparse]
-    first = {(row.stem, row.head_dim): row for row in reversed(rows) if not row.max_ctas}
+    rows = [r for r in TABLE if r.family != "numba" and r.kernel.sparse == sparse]
+    first = {(row.stem, row.head_dim): row for row in reversed(rows) if not row.when.max_ctas}
     rest = [row for row in rows if row is not first[row.stem, row.head_dim]]
     return ",".join(row.name for row in first.values()), rest
 
@@ -84,7 +82,7 @@ def visits() -> list[Visit]:
             Visit(dtype, head_dim, masks[1], row=usual_names, steps=METHODS),
         ]
     others = [
-        Visit("float16", row.head_dim, MASKS[1], row=row.name, steps=STEPS_OF[row.stem])
+        Visit("float16", row.head_dim, MASKS[1], row=row.name, steps=steps_of(row.stem, STEPS))
         for row in rest
     ]
     twins = [

@@ -10,19 +10,10 @@ from typing import Any
 import numpy as np
 
 import rawattn
-from visits import HEAD_DIMS, LENGTHS_K, LENGTHS_Q, Arrays, read, usual_rows
+from rawattn.variants.steps import SPARSE_STEPS
+from visits import HEAD_DIMS, LENGTHS_K, LENGTHS_Q, Arrays, read, steps_of, usual_rows
 
-BACKWARD = ("sparse/atomic", "sparse/two_pass")
-BEYOND = ("sparse/jvp", "sparse/second")
-STEPS = (*BACKWARD, *BEYOND)
-# which steps run the kernel of a stem; the forward and its lists run in every visit
-STEPS_OF = {
-    **{"block_lists": (), "block_offsets": BACKWARD[:1], "block_queries": BACKWARD[:1]},
-    **{"block_order": BACKWARD[:1], "sparse_forward": (), "sparse_backward_kv": BACKWARD},
-    **{"sparse_backward_q": BACKWARD[1:], "sparse_postprocess": BACKWARD[:1]},
-    **{"sparse_double_backward_out": BEYOND},
-    **{"sparse_double_backward_kv": BEYOND[1:], "sparse_double_backward_q": BEYOND[1:]},
-}
+STEPS = {f"sparse/{name}": steps for name, steps in SPARSE_STEPS.items()}
 SOURCES = ("indices", "counts", "mask", "pattern")
 NUM_SELECTED = 3
 # Query heads, kv heads and selection heads: a selection for 2, 1, 16 and 4 query heads.
@@ -44,7 +35,7 @@ class SparseVisit:
     source: str = "indices"
     backend: str | None = None
     row: str = ""
-    steps: tuple[str, ...] = STEPS
+    steps: tuple[str, ...] = tuple(STEPS)
     lengths_q: tuple[int, ...] = LENGTHS_Q
     lengths_k: tuple[int, ...] = LENGTHS_K
 
@@ -73,8 +64,8 @@ def sparse_visits() -> list[SparseVisit]:
         )
     ]
     others = [
-        SparseVisit("float16", row.head_dim, 64, gate=gate, row=row.name, steps=STEPS_OF[row.stem])
-        for row in rest
+        SparseVisit("float16", row.head_dim, 64, gate=gate, row=row.name, steps=steps)
+        for row, steps in ((row, steps_of(row.stem, STEPS)) for row in rest)
         for gate in (False, True)
     ]
     twins = [
@@ -82,7 +73,9 @@ def sparse_visits() -> list[SparseVisit]:
         for i, dtype in enumerate(("float16", "bfloat16", "float32", "float64"))
     ]
     chunks = [
-        replace(plain, backend=backend, steps=BACKWARD[:1], lengths_q=(260,), lengths_k=(270,))
+        replace(
+            plain, backend=backend, steps=("sparse/atomic",), lengths_q=(260,), lengths_k=(270,)
+        )
         for plain in (SparseVisit("float16", 32, 64, (64, 1, 1), gate=True, source="mask"),)
         for backend in (None, "numba")
     ]
@@ -168,6 +161,6 @@ def run(visit: SparseVisit, arrays: Arrays) -> dict[str, Any]:
                 of_q, of_k, of_v, *passed, ddblock_scale=of_gate, **options
             )
         else:
-            exact = step == "sparse/two_pass"
+            exact = step == "sparse/deterministic"
             results[step] = rawattn.sparse_backward(*passed, deterministic=exact, **options)
     return results

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rawattn import env
+from rawattn.build import ARCHS, Build
 from rawattn.check import report
 from rawattn.check.cli_diagnose import dump_command, explain_command, harness_command
 from rawattn.check.cli_diff import diff_command
@@ -40,7 +41,6 @@ from rawattn.check.progress import counted, duration, say
 from rawattn.check.run import is_quick, jobs, judge_case
 from rawattn.check.sparse import sparse_jobs
 from rawattn.check.workers import processes, work
-from rawattn.jit import ARCHS, Build
 from rawattn.variants import TABLE, serves
 
 ARCHS_EACH = 1  # architectures a row is compiled for in a run without a GPU
@@ -91,9 +91,9 @@ def run(json_file: Path | None, text: str, quick: bool) -> None:
         if text in f"{case} {backend}" and (not quick or is_quick(case))
     ]
     sample = [] if arch else sample_builds(ARCHS_EACH)
-    builds = [(build, name) for build, name in sample if text in build.variant.name]
+    builds = [(build, name) for build, name in sample if text in build.row.name]
     if quick:  # the first row of each kernel
-        firsts = {build.variant.stem: (build, name) for build, name in reversed(builds)}
+        firsts = {build.row.stem: (build, name) for build, name in reversed(builds)}
         builds = list(reversed(firsts.values()))
     if not cases and not builds:
         raise click.UsageError(f"no case and no row has {text!r} in its name")
@@ -120,12 +120,12 @@ def compile_command(archs: tuple[str, ...], json_file: Path | None, text: str) -
     warning C75xx (the compiler had to serialise asynchronous matmuls).
     """
     began = time.perf_counter()
-    builds = [build for build in standard_builds(every=True) if text in build.variant.name]
+    builds = [build for build in standard_builds(every=True) if text in build.row.name]
     if not builds:
         raise click.UsageError(f"no row has {text!r} in its name")
     archs = archs or ARCHS
     calls: Calls = [
-        partial(compile_row, b, arch, strict=serves(b.variant, arch_number(arch)))
+        partial(compile_row, b, arch, strict=serves(b.row, arch_number(arch)))
         for b in builds
         for arch in archs
     ]
@@ -199,14 +199,14 @@ def warm(archs: tuple[str, ...], text: str) -> None:
 def to_warm(arch: str, text: str) -> list[Build]:
     """The builds of usual calls on ``arch`` whose rows are named, and those of a row that is named
     in full; where that is none, those of all named rows that serve."""
-    usual = [build for build in library_builds(arch) if text in build.variant.name]
-    met = {build.variant.name for build in usual}
+    usual = [build for build in library_builds(arch) if text in build.row.name]
+    met = {build.row.name for build in usual}
     return usual + [
         build
         for build in standard_builds(every=True)
-        if (text == build.variant.name or (not usual and text in build.variant.name))
-        and build.variant.name not in met
-        and serves(build.variant, arch_number(arch))
+        if (text == build.row.name or (not usual and text in build.row.name))
+        and build.row.name not in met
+        and serves(build.row, arch_number(arch))
     ]
 
 

@@ -7,41 +7,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from rawattn import jit
+from rawattn.build import ARCHS, NO_DIRECTION, WHOLE, Build, builds, distinct
 from rawattn.check.cases import HALF
-from rawattn.jit import Build
 from rawattn.problem import Problem, Selection
-from rawattn.variants import (
-    HEAD_DIMS,
-    LIST_STEMS,
-    SPARSE_STEMS,
-    TABLE,
-    method_of,
-    select,
-    serves,
-)
+from rawattn.variants import HEAD_DIMS, NO_BLOCKS, TABLE, method_of, select, serves
+from rawattn.variants.steps import SECOND, SPARSE_STEPS, STEPS, Step
 
-# kernels, and whether they add atomically: of each call, of each method of backward, and of each
-# step beyond first derivatives, which takes a direction
-SHARED_STEPS = (("forward", False), ("backward_preprocess", False), ("backward_postprocess", False))
-METHOD_STEPS = {
-    "atomic_dq": (("backward_kv", True),),
-    "atomic_dkv": (("backward_q", True),),
-    "two_pass": (("backward_kv", False), ("backward_q", False)),
-}
-SECOND_STEPS = {
-    "jvp": (("jvp", False),),
-    "second/atomic": (("double_backward_out", False), ("double_backward_kv", True)),
-    "second/two_pass": (
-        *(("double_backward_out", False), ("double_backward_kv", False)),
-        ("double_backward_q", False),
-    ),
-}
-SPARSE_SECOND = tuple(stem for stem in SPARSE_STEMS if stem.startswith("sparse_double_backward"))
-SECOND_STEMS = (
-    *dict.fromkeys(stem for steps in SECOND_STEPS.values() for stem, _ in steps),
-    *SPARSE_SECOND,
-)
-WHOLE = (True, True, True)
+ARCH_NUMBERS = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)  # compute capabilities from 8.0 on
 HEADS_A_SELECTION, KEYS_A_BLOCK = 16, 64  # what native sparse attention is published with
 
 
@@ -73,7 +45,7 @@ class Built:
 
 def standard_builds(*, every: bool) -> list[Build]:
     """The builds that stand for the table: every form of each CUDA row, or the first alone."""
-    forms = [jit.builds(row) for row in TABLE if row.family != "numba"]
+    forms = [builds(row) for row in TABLE if row.family != "numba"]
     return [build for form in forms for build in (form if every else form[:1])]
 
 
@@ -83,8 +55,8 @@ def sample_builds(archs_each: int) -> list[tuple[Build, str]]:
     met: Counter[tuple[str, str]] = Counter()
     sample = []
     for build in standard_builds(every=False):
-        row = build.variant
-        meant = [arch for arch in jit.ARCHS if serves(row, arch_number(arch))]
+        row = build.row
+        meant = [arch for arch in ARCHS if serves(row, arch_number(arch))]
         times = {arch: (met[row.stem, arch], met["", arch]) for arch in meant}
         for arch in sorted(meant, key=times.__getitem__)[:archs_each]:
             met.update([(row.stem, arch), ("", arch)])
@@ -92,56 +64,57 @@ def sample_builds(archs_each: int) -> list[tuple[Build, str]]:
     return sample
 
 
-def library_builds(arch: str) -> Iterator[Build]:
+def library_builds(arch: str) -> list[Build]:
     """What calls on ``arch`` need: native head_dims, causal or not, default and two_pass.
 
     Beyond first derivatives: a direction of three parts, large problems and small ones. Of
     block-sparse attention: see ``sparse_builds``.
     """
-    yield from sparse_builds(arch)
-    second = dict.fromkeys(kernel for steps in SECOND_STEPS.values() for kernel in steps)
+    return distinct((*sparse_builds(arch), *_dense_builds(arch)))
+
+
+def _dense_builds(arch: str) -> Iterator[Build]:
+    methods = dict.fromkeys((method_of(None, False), "two_pass", *SECOND))
+    steps = dict.fromkeys((Step("forward"), *(step for name in methods for step in STEPS[name])))
     for head_dim, dtype, right in product(HEAD_DIMS, HALF, (-1, 0)):
         sizes = (1, 1, 1, 1, 1, head_dim, head_dim)
         problem = Problem(dtype, *sizes, -1, right, 1.0, arch_number(arch), 0)
-        fixed = (dtype, head_dim, head_dim, False, right == 0)
-        default = METHOD_STEPS[method_of(problem, None, False)]
-        for stem, atomic in (*SHARED_STEPS, *default, *METHOD_STEPS["two_pass"]):
-            yield Build(select(stem, problem, backend="cuda"), *fixed, atomic)
-        for stem, atomic in second:
-            rows = dict.fromkeys(select(stem, problem, by_size=small) for small in (False, True))
-            for row in rows:
+        for step in steps:
+            rows = [select(step.stem, problem, by_size=small) for small in (False, True)]
+            for row in dict.fromkeys(rows):
+                direction = WHOLE if row.kernel.directed else NO_DIRECTION
+                fixed = (dtype, head_dim, head_dim, False, right == 0, step.atomic, direction)
                 if row.family != "numba":  # the widest tiles do not fit every GPU
-                    yield Build(row, *fixed, atomic, WHOLE)
+                    yield Build(row, *fixed)
 
 
 def sparse_builds(arch: str) -> Iterator[Build]:
     """What causal calls of block-sparse attention on ``arch`` need, with the blocks of the paper
     and no factors of blocks: native head_dims, both backward passes, a direction of three parts."""
-    blocks = (HEADS_A_SELECTION, KEYS_A_BLOCK)
     selection = Selection(1, 16, KEYS_A_BLOCK, True, 256)
+    steps = dict.fromkeys(step for name in SPARSE_STEPS for step in SPARSE_STEPS[name])
     for head_dim, dtype in product(HEAD_DIMS, HALF):
         sizes = (1, 1, 1, HEADS_A_SELECTION, 1, head_dim, head_dim)
         problem = Problem(dtype, *sizes, -1, 0, 1.0, arch_number(arch), 0)
-        for stem in SPARSE_STEMS:
-            row = select(stem, problem, selection=selection)
-            if row.family == "numba":  # the widest tiles do not fit every GPU
-                continue
-            fixed = (row, dtype, head_dim, head_dim, False, True)
-            if stem in LIST_STEMS:  # one build serves every problem
-                if (head_dim, dtype) == (HEAD_DIMS[0], HALF[0]):
-                    yield Build(row, "bfloat16", 32, 32, False, False, False)
-            elif stem == "sparse_postprocess":
-                yield Build(*fixed, False)
-            elif stem in SPARSE_SECOND:
-                yield Build(*fixed, False, WHOLE, blocks)
-            else:
-                for atomic in (False, True) if stem == "sparse_backward_kv" else (False,):
-                    yield Build(*fixed, atomic, jit.NO_DIRECTION, blocks)
+        for step in steps:
+            row = select(step.stem, problem, selection=selection)
+            direction = WHOLE if row.kernel.directed else NO_DIRECTION
+            blocks = (HEADS_A_SELECTION, KEYS_A_BLOCK) if row.kernel.sparse else NO_BLOCKS
+            fixed = (dtype, head_dim, head_dim, False, True, step.atomic, direction, blocks)
+            if row.family != "numba":  # the widest tiles do not fit every GPU
+                yield Build(row, *fixed)
 
 
 def arch_number(arch: str) -> int:
-    """90 for "sm_90" and for "sm_90a"."""
-    return int(re.sub(r"\D", "", arch))
+    """90 for "sm_90" and for "sm_90a"; ValueError for what no kernel is compiled for."""
+    found = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if not found or int(found[1]) not in ARCH_NUMBERS:
+        known = ", ".join(f"sm_{number}" for number in ARCH_NUMBERS)
+        raise ValueError(
+            f"no kernel is compiled for {arch!r}: expected one of {known}, with a or f behind it "
+            f"or not. Older GPUs run the Numba kernels."
+        )
+    return int(found[1])
 
 
 def check_arch(name: str) -> str:
@@ -165,7 +138,7 @@ def warm_build(build: Build, arch: str) -> str:
 
 def compile_row(build: Build, arch: str, *, strict: bool = False) -> Built:
     """Compile one specialisation for one arch, without the cache; ``strict`` as in Built.ok."""
-    name = (build.variant.name, describe(build), arch)
+    name = (build.row.name, describe(build), arch)
     try:
         compiled = jit.compile_build(build, arch)
     except (RuntimeError, ImportError) as error:

@@ -171,8 +171,8 @@ def variant_table(width: int = PIPED) -> Group:
     lines = [Text("kernel variants; of a kernel the first row that fits is taken")]
     lines += [Text(f"{'row':{names}} head_dim    tile warps stages why")]
     for v in TABLE:
-        tile = f"{v.block_m}x{v.block_n}"
-        sizes = f"{v.head_dim:9} {tile:>7} {v.num_warps:5} {v.num_stages:6}"
+        tile = f"{v.cfg.block_m}x{v.cfg.block_n}"
+        sizes = f"{v.head_dim:9} {tile:>7} {v.cfg.threads // 32:5} {v.cfg.num_stages:6}"
         line = f"{v.name:{names}}{sizes if v.family != 'numba' else 'any'.rjust(9).ljust(30)}"
         if width >= REASONS:
             lines.append(Text(f"{line} {v.why}", overflow="fold"))

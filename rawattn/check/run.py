@@ -8,7 +8,6 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import HALF, Case, standard
-from rawattn.check.compiled import SECOND_STEPS
 from rawattn.check.diff import Share, Verdict
 from rawattn.check.expected import Expected, expect
 from rawattn.check.machine import gpu_name
@@ -17,8 +16,8 @@ from rawattn.check.sparse import own_sparse
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.problem import Problem
 from rawattn.variants import METHODS, select
+from rawattn.variants.steps import SECOND, STEPS
 
-STEPS = (*METHODS, *SECOND_STEPS)  # methods of backward; "jvp", two ways of double_backward
 Job = tuple[Case, str, tuple[str, ...]]  # case, backend, steps beside the forward
 QUICK = (  # cases that stand for all of them
     *("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40"),
@@ -98,7 +97,7 @@ def own(backend: str, steps: tuple[str, ...]) -> list[Candidate]:
         name = f"{backend}/{step}"
         if step == "jvp":
             candidates.append(make(name, jvp=partial(api_second.jvp, backend=backend)))
-        elif step in SECOND_STEPS:
+        elif step in SECOND:
             second = partial(api_second.double_backward, backend=backend)
             second = partial(second, deterministic=step == "second/two_pass")
             symmetry = gpu or step == "second/atomic"
@@ -123,8 +122,8 @@ def jobs(arch: int) -> list[Job]:
     raw = [case for case in standard("large") if case.dtype in HALF and arch >= 80]
     return [
         *((case, "cuda", tuple(s for s in STEPS if _has_rows(case, s, arch))) for case in raw),
-        *((case, "numba", STEPS) for case in standard("large") if case not in raw),
-        *((case, "numba", STEPS) for _, case in small),
+        *((case, "numba", tuple(STEPS)) for case in standard("large") if case not in raw),
+        *((case, "numba", tuple(STEPS)) for _, case in small),
     ]
 
 
@@ -132,8 +131,7 @@ def _has_rows(case: Case, step: str, arch: int) -> bool:
     """Whether the table has CUDA rows for ``step``: the widest tiles do not fit every GPU."""
     sizes = (case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v)
     problem = Problem(case.dtype, 1, 1, 1, *sizes, *case.mask_window, 1.0, arch, 0)
-    stems = [stem for stem, _ in SECOND_STEPS.get(step, ())]
-    return all(select(stem, problem).family != "numba" for stem in stems)
+    return all(select(stem, problem).family != "numba" for stem, _ in STEPS[step])
 
 
 def is_quick(case: Case) -> bool:

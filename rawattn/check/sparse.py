@@ -8,14 +8,8 @@ from rawattn.check.machine import gpu_name
 from rawattn.check.sparse_cases import SparseCase, standard_sparse
 from rawattn.problem import Problem, Selection
 from rawattn.variants import select
+from rawattn.variants.steps import SPARSE_STEPS, Step
 
-# kernels of attention that the steps beside the forward launch
-SPARSE_STEPS = {
-    "atomic": ("sparse_backward_kv", "sparse_postprocess"),
-    "deterministic": ("sparse_backward_kv", "sparse_backward_q"),
-    "jvp": ("sparse_forward", "sparse_double_backward_out"),
-    "second": tuple(f"sparse_double_backward_{part}" for part in ("out", "kv", "q")),
-}
 # What the simulator gets beside the forward of a few small cases: each step meets every dtype.
 SIMULATED = {
     "atomic": ("edges-open", "group4", "query-heads-open", "dim-40"),
@@ -77,10 +71,10 @@ def _steps_with_rows(case: SparseCase, arch: int) -> tuple[str, ...] | None:
     blocks = (case.num_heads_sel, case.num_selected, case.block_size)
     selection = Selection(*blocks, case.own, 256)
 
-    def served(stems: tuple[str, ...]) -> bool:
-        rows = [select(stem, problem, selection=selection) for stem in stems]
+    def served(steps: tuple[Step, ...]) -> bool:
+        rows = [select(stem, problem, selection=selection) for stem, _ in steps]
         return all(row.family != "numba" for row in rows)
 
-    if not served(("sparse_forward",)):
+    if not served((Step("sparse_forward"),)):
         return None
-    return tuple(step for step, stems in SPARSE_STEPS.items() if served(stems))
+    return tuple(name for name, steps in SPARSE_STEPS.items() if served(steps))

@@ -61,7 +61,7 @@ def selection_sizes(selection: Selection) -> tuple[int, ...]:
 
 def query_tiles(variant: Variant, problem: Problem, selection: Selection) -> int:
     """CTAs along the tokens of a kernel of the RING_STEMS: the most that there can be."""
-    return problem.total_q // (variant.block_m // selection.group(problem)) + problem.batch + 1
+    return problem.total_q // (variant.cfg.block_m // selection.group(problem)) + problem.batch + 1
 
 
 def key_tiles(variant: Variant, problem: Problem, selection: Selection) -> int:

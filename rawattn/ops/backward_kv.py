@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import layout, pointer, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
@@ -65,6 +65,6 @@ def launch(
         cu_seqlens_k.ptr,
         *sizes(problem),
     )
-    tiles = problem.total_k // variant.block_n + problem.batch + 1
-    kernel = jit.kernel(variant, problem, atomic=dq_accum is not None)
+    tiles = problem.total_k // variant.cfg.block_n + problem.batch + 1
+    kernel = loaded.kernel(variant, problem, atomic=dq_accum is not None)
     kernel.launch((tiles, problem.num_heads_kv, 1), arguments, stream)

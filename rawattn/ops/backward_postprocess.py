@@ -3,7 +3,7 @@
 import struct
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.problem import Problem
 from rawattn.variants import Variant, tile_widths
 
@@ -54,8 +54,8 @@ def launch(
         num_heads,
         scale,
     )
-    tiles = total_rows // variant.block_m + problem.batch + 1
+    tiles = total_rows // variant.cfg.block_m + problem.batch + 1
     of_v = dim != problem.head_dim
     head_dims = (problem.head_dim, problem.head_dim_v)
-    kernel = jit.kernel(variant, problem, head_dims=head_dims[::-1] if of_v else head_dims)
+    kernel = loaded.kernel(variant, problem, head_dims=head_dims[::-1] if of_v else head_dims)
     kernel.launch((tiles, num_heads, 1), arguments, stream)

@@ -3,7 +3,7 @@
 import struct
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.problem import Problem
 from rawattn.variants import Variant
 
@@ -44,5 +44,5 @@ def launch(
         problem.num_heads_q,
         dq_accum.shape[0] if dq_accum else 0,
     )
-    grid = (-(-problem.total_q // variant.block_m), problem.num_heads_q, 1)
-    jit.kernel(variant, problem).launch(grid, arguments, stream)
+    grid = (-(-problem.total_q // variant.cfg.block_m), problem.num_heads_q, 1)
+    loaded.kernel(variant, problem).launch(grid, arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     layout,
@@ -71,7 +71,7 @@ def launch(
         source,
         global_blocks,
     )
-    tiles = problem.total_q // variant.block_m + problem.batch + 1
+    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
     grid = (tiles, selection.num_heads_sel, 1)
-    kernel = jit.kernel(variant, problem)
+    kernel = loaded.kernel(variant, problem)
     kernel.launch(grid, arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     layout,
@@ -54,6 +54,6 @@ def launch(
         selection.segment(problem),
     )
     lists = selection.lists(problem)
-    grid = (-(-lists // (32 * variant.num_warps)), 1, 1)
-    kernel = jit.kernel(variant, problem)
+    grid = (-(-lists // variant.cfg.threads), 1, 1)
+    kernel = loaded.kernel(variant, problem)
     kernel.launch(grid, arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     layout,
@@ -58,6 +58,6 @@ def launch(
         *sizes(problem),
         *selection_sizes(selection),
     )
-    grid = (-(-selection.lists(problem) // variant.num_warps), 1, 1)
-    kernel = jit.kernel(variant, problem)
+    grid = (-(-selection.lists(problem) // (variant.cfg.threads // 32)), 1, 1)
+    kernel = loaded.kernel(variant, problem)
     kernel.launch(grid, arguments, stream)

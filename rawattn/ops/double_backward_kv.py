@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import layout, pointer, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
@@ -81,6 +81,6 @@ def launch(
         *sizes(problem),
     )
     direction = (ddq is not None, ddk is not None, ddv is not None)
-    tiles = problem.total_k // variant.block_n + problem.batch + 1
-    kernel = jit.kernel(variant, problem, atomic=gq_accum is not None, direction=direction)
+    tiles = problem.total_k // variant.cfg.block_n + problem.batch + 1
+    kernel = loaded.kernel(variant, problem, atomic=gq_accum is not None, direction=direction)
     kernel.launch((tiles, problem.num_heads_kv, 1), arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import layout, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
@@ -75,6 +75,6 @@ def launch(
         *sizes(problem),
     )
     direction = (ddq is not None, ddk is not None, ddv is not None)
-    tiles = problem.total_q // variant.block_m + problem.batch + 1
-    kernel = jit.kernel(variant, problem, direction=direction)
+    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
+    kernel = loaded.kernel(variant, problem, direction=direction)
     kernel.launch((tiles, problem.num_heads_q, 1), arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import layout, sizes, tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant
@@ -44,5 +44,5 @@ def launch(
         cu_seqlens_k.ptr,
         *sizes(problem),
     )
-    tiles = problem.total_q // variant.block_m + problem.batch + 1
-    jit.kernel(variant, problem).launch((tiles, problem.num_heads_q, 1), arguments, stream)
+    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
+    loaded.kernel(variant, problem).launch((tiles, problem.num_heads_q, 1), arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     key_tiles,
@@ -112,7 +112,7 @@ def launch(
     else:
         parts = selection.block_size // block_keys(variant, selection.block_size)
         grid = ((work.shape[0] if work else 0) * parts, 1, 1)
-    kernel = jit.kernel(
+    kernel = loaded.kernel(
         variant,
         problem,
         atomic=dq_accum is not None,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     key_tiles,
@@ -113,7 +113,7 @@ def launch(
     )
     direction = (ddq is not None, ddk is not None, ddv is not None)
     grid = (key_tiles(variant, problem, selection), problem.num_heads_kv, 1)
-    kernel = jit.kernel(
+    kernel = loaded.kernel(
         variant, problem, direction=direction, selection=selection, scaled=block_scale is not None
     )
     kernel.launch(grid, arguments, stream)

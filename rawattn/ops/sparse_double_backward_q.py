@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     layout,
@@ -99,7 +99,7 @@ def launch(
     )
     direction = (ddq is not None, ddk is not None, ddv is not None)
     grid = (query_tiles(variant, problem, selection), selection.num_heads_sel, 1)
-    kernel = jit.kernel(
+    kernel = loaded.kernel(
         variant, problem, direction=direction, selection=selection, scaled=block_scale is not None
     )
     kernel.launch(grid, arguments, stream)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import (
     SELECTION,
     layout,
@@ -74,5 +74,5 @@ def launch(
         *selection_sizes(selection),
     )
     grid = (query_tiles(variant, problem, selection), selection.num_heads_sel, 1)
-    kernel = jit.kernel(variant, problem, selection=selection, scaled=block_scale is not None)
+    kernel = loaded.kernel(variant, problem, selection=selection, scaled=block_scale is not None)
     kernel.launch(grid, arguments, stream)

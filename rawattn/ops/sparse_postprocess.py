@@ -3,7 +3,7 @@
 import struct
 from typing import TYPE_CHECKING
 
-from rawattn import jit
+from rawattn import launch as loaded
 from rawattn.ops.arguments import tensor
 from rawattn.problem import Problem
 from rawattn.variants import Variant, tile_widths
@@ -49,8 +49,8 @@ def launch(
     rows, heads, width = accum.shape
     arguments = _ARGS.pack(accum.ptr, *tensor(grad), rows, heads, scale)
     groups = rows * heads * (width // _GROUP)
-    kernel = jit.kernel(variant, problem, head_dims=_head_dims(problem, grad.shape[2]))
-    kernel.launch((-(-groups // (32 * variant.num_warps)), 1, 1), arguments, stream)
+    kernel = loaded.kernel(variant, problem, head_dims=_head_dims(problem, grad.shape[2]))
+    kernel.launch((-(-groups // variant.cfg.threads), 1, 1), arguments, stream)
 
 
 def _head_dims(problem: Problem, width: int) -> tuple[int, int]:

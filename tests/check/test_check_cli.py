@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from rawattn import api, api_second, env, jit
+from rawattn.build import ARCHS, NO_DIRECTION, Build
 from rawattn.check import cli, compiled, machine, outcome, run
 from rawattn.check.cases import DTYPES, standard
 from rawattn.variants import TABLE, serves
@@ -412,7 +413,7 @@ def test_compile_condemns(
     build = compiled.standard_builds(every=False)[0]
     for is_strict, good in ((False, lenient), (True, strict)):
         built = compiled.compile_row(build, "sm_90a", strict=is_strict)
-        assert built.ok is good and built.row == build.variant.name
+        assert built.ok is good and built.row == build.row.name
         with pytest.raises(SystemExit) as leaving:
             outcome.finish([], [built], 0.0, None)
         assert leaving.value.code == (0 if good else 1)
@@ -422,51 +423,58 @@ def test_compile_condemns(
 def test_standard_builds_cover_the_table() -> None:
     cuda = {row.name for row in TABLE if row.family != "numba"}
     for every in (False, True):
-        assert {b.variant.name for b in compiled.standard_builds(every=every)} == cuda
+        assert {b.row.name for b in compiled.standard_builds(every=every)} == cuda
 
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_sample_builds_cover_the_table_and_the_architectures(each: int) -> None:
     sample = compiled.sample_builds(each)
     assert len(sample) == len(set(sample)) <= each * len(compiled.standard_builds(every=False))
-    assert {b.variant.name for b, _ in sample} == {r.name for r in TABLE if r.family != "numba"}
-    assert all(serves(build.variant, compiled.arch_number(arch)) for build, arch in sample)
+    assert {b.row.name for b, _ in sample} == {r.name for r in TABLE if r.family != "numba"}
+    assert all(serves(build.row, compiled.arch_number(arch)) for build, arch in sample)
     for stem in ("forward", "backward_kv", "jvp", "double_backward_out", "double_backward_kv"):
-        assert {arch for build, arch in sample if build.variant.stem == stem} == set(jit.ARCHS)
+        assert {arch for build, arch in sample if build.row.stem == stem} == set(ARCHS)
 
 
 def test_forms_tell_specialisations_apart() -> None:
     builds = compiled.standard_builds(every=True)
-    assert len({(b.variant.name, compiled.describe(b)) for b in builds}) == len(builds)
+    assert len({(b.row.name, compiled.describe(b)) for b in builds}) == len(builds)
     row = next(row for row in TABLE if row.stem == "double_backward_kv")
-    build = jit.Build(row, "bfloat16", 64, 64, False, True, True, (True, False, True))
+    build = Build(row, "bfloat16", 64, 64, False, True, True, (True, False, True))
     assert compiled.describe(build) == "bf16 ra qv"
-    assert compiled.describe(replace(build, direction=jit.NO_DIRECTION)) == "bf16 ra"
+    assert compiled.describe(replace(build, direction=NO_DIRECTION)) == "bf16 ra"
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_library_builds_are_what_calls_ask_for(arch: str) -> None:
     builds = list(compiled.library_builds(arch))
     assert len(builds) == len(set(builds))
-    assert all(serves(build.variant, compiled.arch_number(arch)) for build in builds)
-    second = {b for b in builds if b.variant.stem in compiled.SECOND_STEMS}
+    assert all(serves(build.row, compiled.arch_number(arch)) for build in builds)
+    second = {b for b in builds if b.row.kernel.directed}
     assert {b.direction for b in second} == {(True, True, True)}
-    assert {b.direction for b in set(builds) - second} == {jit.NO_DIRECTION}
-    wide = {b.variant.stem for b in second if b.head_dim == 256}
+    assert {b.direction for b in set(builds) - second} == {NO_DIRECTION}
+    wide = {b.row.stem for b in second if b.head_dim == 256}
     assert ("double_backward_kv" in wide) == (arch == "sm_90"), "99 KiB hold no row"
-    assert {b.atomic for b in second if b.variant.stem == "double_backward_kv"} == {True, False}
-    small = {b.variant.name for b in builds if b.variant.max_ctas}
+    assert {b.atomic for b in second if b.row.stem == "double_backward_kv"} == {True, False}
+    small = {b.row.name for b in builds if b.row.when.max_ctas}
     assert arch == "sm_89" or small, "rows for small problems too"
+
+
+@pytest.mark.parametrize("arch", ["foo", "sm_75", "sm_999", "90", "sm_90x", "compute_90"])
+def test_an_arch_that_nothing_is_compiled_for_is_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match=rf"for '{arch}': expected one of sm_80, .*sm_121"):
+        compiled.arch_number(arch)
+    assert compiled.arch_number("sm_90") == compiled.arch_number("sm_90a") == 90
 
 
 def test_warm_fills_the_cache(check, tmp_path, monkeypatch) -> None:
     pytest.importorskip("cuda.core")
     monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
     builds = list(compiled.library_builds("sm_90"))
-    stems = {build.variant.stem for build in builds}
+    stems = {build.row.stem for build in builds}
     assert stems == {row.stem for row in TABLE}
     assert {build.dtype for build in builds} == {"float16", "bfloat16"}
-    build = next(build for build in builds if build.variant.stem == "backward_preprocess")
+    build = next(build for build in builds if build.row.stem == "backward_preprocess")
     assert compiled.warm_build(build, "sm_90") == ""
     assert len(list((tmp_path / "cache").rglob("*.cubin"))) == 1
 

@@ -103,8 +103,8 @@ def test_quick_takes_a_row_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cli, "begin", begin)
     CliRunner().invoke(cli.main, ["--quick"])
     builds = [call.args[0] for call in asked if call.func is compiled.compile_row]
-    kernels = [build.variant.stem for build in builds]
-    every = [build.variant.stem for build in compiled.standard_builds(every=False)]
+    kernels = [build.row.stem for build in builds]
+    every = [build.row.stem for build in compiled.standard_builds(every=False)]
     assert kernels == list(dict.fromkeys(every)), "each once, in the order of the table"
     cases = [call.args[0] for call in asked if call.func is run.judge_case]
     assert {case.name for case in cases} == set(run.QUICK) and len(cases) == len(run.QUICK)

@@ -13,17 +13,11 @@ import rawattn
 import sanitize
 import visits
 import visits_sparse
-from rawattn.check.compiled import METHOD_STEPS, SECOND_STEPS, SHARED_STEPS
 from rawattn.problem import Problem, Selection
-from rawattn.variants import METHODS, SPARSE_STEMS, TABLE, select
+from rawattn.variants import METHODS, TABLE, select
+from rawattn.variants.steps import LISTS, SECOND, STEPS, Step
 
-TABLE_STEMS = ("block_lists", "block_offsets", "block_queries", "block_order")
-SPARSE_STEPS = {
-    "sparse/atomic": ("sparse_backward_kv", "sparse_postprocess"),
-    "sparse/two_pass": ("sparse_backward_kv", "sparse_backward_q"),
-    "sparse/jvp": ("sparse_forward", "sparse_double_backward_out"),
-    "sparse/second": tuple(f"sparse_double_backward_{part}" for part in ("out", "kv", "q")),
-}
+LIST_STEMS = tuple(step.stem for step in LISTS)
 
 
 class OnDevice(np.ndarray):
@@ -47,13 +41,9 @@ class Recorder:
         dtype = "bfloat16" if q.dtype == ml_dtypes.bfloat16 else str(q.dtype)
         sizes = (len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         problem = Problem(dtype, 4, *sizes, -1, -1, 1.0, 90, 0)
-        kernels = (METHOD_STEPS | SECOND_STEPS).get(step, SHARED_STEPS[:1])
-        shared = [name for name, _ in SHARED_STEPS[1:]] if step in METHODS else []
-        if step == "second/atomic":
-            shared = ["backward_postprocess"]
         by_size = step in ("jvp", "second/atomic")  # as api_second selects
-        for stem in [name for name, _ in kernels] + shared:
-            row = select(stem, problem, backend=options["backend"], by_size=by_size)
+        for kernel in STEPS.get(step, (Step("forward"),)):
+            row = select(kernel.stem, problem, backend=options["backend"], by_size=by_size)
             self.rows.add(row.name)
         zeros = np.zeros_like(q).view(OnDevice)
         if step == self.spoilt:
@@ -89,9 +79,9 @@ class Recorder:
         sizes = (len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         problem = Problem(dtype, 4, *sizes, -1, -1, 1.0, 90, 0)
         selection = Selection(*chosen.shape[1:], options["block_size"], True, 256)
-        stems = SPARSE_STEPS.get(step, ("block_lists", "sparse_forward"))
-        for stem in stems if step in ("sparse_forward", "sparse/jvp") else (*TABLE_STEMS, *stems):
-            row = select(stem, problem, backend=options["backend"], selection=selection)
+        forward = (Step("block_lists"), Step("sparse_forward"))
+        for kernel in visits_sparse.STEPS.get(step, forward):
+            row = select(kernel.stem, problem, backend=options["backend"], selection=selection)
             self.rows.add(row.name)
             self.sparse.add((row.name, step, gate is not None))
         zeros = np.zeros_like(q).view(OnDevice)
@@ -106,7 +96,7 @@ class Recorder:
         return out, np.full(q.shape[1::-1], -np.inf).view(OnDevice)
 
     def sparse_backward(self, dout: Any, *rest: Any, deterministic: bool, **options: Any) -> Any:
-        step = "sparse/two_pass" if deterministic else "sparse/atomic"
+        step = "sparse/deterministic" if deterministic else "sparse/atomic"
         return (*(self.run_sparse(step, rest[:3], rest[-1], options),) * 3, None)
 
     def sparse_jvp(self, q: Any, k: Any, v: Any, *rest: Any, tblock_scale: Any, **options: Any):
@@ -142,10 +132,10 @@ def test_every_sparse_row_runs_in_each_of_its_steps_with_and_without_a_gate(
     recorder: Recorder,
 ) -> None:
     visits_sparse.visit_sparse()
-    rows = {row.name: row.stem for row in TABLE if row.stem in SPARSE_STEMS}
+    rows = {row.name: row.stem for row in TABLE if row.kernel.sparse}
     for name, stem in rows.items():
-        steps = [step for step, stems in SPARSE_STEPS.items() if stem in stems]
-        for step in steps if stem != "sparse_forward" else ["sparse_forward"]:
+        steps = visits.steps_of(stem, visits_sparse.STEPS)
+        for step in steps if stem not in ("sparse_forward", "block_lists") else ["sparse_forward"]:
             gates = {
                 gate for row, with_step, gate in recorder.sparse if (row, with_step) == (name, step)
             }
@@ -176,18 +166,14 @@ def test_a_result_that_is_not_finite_ends_the_visit(
 
 
 def test_most_visits_are_to_the_rows_that_large_problems_get() -> None:
-    small = {row.name for row in TABLE if row.max_ctas}
+    small = {row.name for row in TABLE if row.when.max_ctas}
     alone = [visit.row for visit in visits.visits() if small & set(visit.row.split(","))]
     assert set(alone) == small
 
 
-def test_steps_are_those_of_the_table() -> None:
-    assert set(visits.SECOND) == set(SECOND_STEPS)
-    assert {*visits.STEPS_OF, *visits_sparse.STEPS_OF} == {row.stem for row in TABLE}
-    assert set(visits_sparse.STEPS_OF) == {*SPARSE_STEMS}
-    for stem, steps in visits_sparse.STEPS_OF.items():
-        assert stem in TABLE_STEMS or all(stem in SPARSE_STEPS[step] for step in steps)
-    kernels = {**METHOD_STEPS, **SECOND_STEPS}
-    for stem, steps in visits.STEPS_OF.items():
-        for step in steps:
-            assert stem.endswith("process") or stem in [name for name, _ in kernels[step]]
+def test_every_kernel_beside_the_forwards_is_in_a_step() -> None:
+    met = {
+        step.stem for steps in (STEPS, visits_sparse.STEPS) for s in steps.values() for step in s
+    }
+    assert met | {"forward"} == {row.stem for row in TABLE}
+    assert set(STEPS) == {*METHODS, *SECOND} and visits.SECOND == SECOND

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from rawattn import api_sparse, jit
+from rawattn import api_sparse
+from rawattn.build import WHOLE, Build
 from rawattn.check import cli, compiled, run, sparse
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import DTYPES, HALF
@@ -22,7 +23,7 @@ from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.sparse_tensors import PADDING, WIDE, make_sparse, seen
-from rawattn.variants import SPARSE_STEMS
+from rawattn.variants.steps import SPARSE_STEPS
 
 SIZES = ("small", "large")
 SMALL = {case.name.removeprefix("sparse-"): case for case in standard_sparse("small")}
@@ -443,7 +444,7 @@ def test_diff_refuses_to_compare_sparse_with_dense(check, candidate) -> None:
     ],
 )
 def test_a_wrong_kernel_fails(broken: str, tensors: str, monkeypatch) -> None:
-    right, case, steps = getattr(api_sparse, broken), SMALL["gate"], tuple(sparse.SPARSE_STEPS)
+    right, case, steps = getattr(api_sparse, broken), SMALL["gate"], tuple(SPARSE_STEPS)
 
     def wrong(*args, **kwargs):
         results = right(*args, **kwargs)
@@ -465,7 +466,7 @@ def test_the_reference_reads_nothing_of_blocks_that_nobody_sees(name: str) -> No
     case = SMALL[name]
     there = make_sparse(case)
     assert np.isnan(there.k.astype(np.float64)[case.healthy("k")]).any()
-    rows = run.judge_case(case, "reference", tuple(sparse.SPARSE_STEPS))
+    rows = run.judge_case(case, "reference", tuple(SPARSE_STEPS))
     assert len(rows) > 10 and all(row.verdict.ok for row in rows), rows
 
 
@@ -489,7 +490,7 @@ def test_a_second_call_must_give_the_same_bits(noise: float) -> None:
 
 def test_deterministic_steps_are_asked_for_and_repeated_on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(sparse, "gpu_name", lambda: "some GPU")
-    _, *steps = sparse.own_sparse("cuda", tuple(sparse.SPARSE_STEPS))
+    _, *steps = sparse.own_sparse("cuda", tuple(SPARSE_STEPS))
     assert [step.repeat for step in steps] == [False, True, False, True]
     assert [step.backward.keywords["deterministic"] for step in steps[:2]] == [False, True]
     assert steps[3].symmetry and all(step.framework == "cupy" for step in steps)
@@ -500,7 +501,7 @@ def test_the_simulator_meets_every_step_with_every_dtype() -> None:
     wanted = sum(len(chosen) for chosen in sparse.SIMULATED.values())
     assert len(jobs) == wanted, "every name is that of a case"
     met = {(case.dtype, step) for case, _, steps in jobs for step in steps}
-    assert met == set(product(DTYPES, sparse.SPARSE_STEPS))
+    assert met == set(product(DTYPES, SPARSE_STEPS))
     assert {backend for _, backend, _ in jobs} == {"numba"}
 
 
@@ -510,7 +511,7 @@ def test_a_gpu_meets_every_case(arch: int) -> None:
     assert {case for case, _, _ in jobs} == {c for size in SIZES for c in standard_sparse(size)}
     raw = {(case, step) for case, backend, steps in jobs if backend == "cuda" for step in steps}
     assert bool(raw) == (arch >= 80) and all(case.dtype in HALF for case, _ in raw)
-    assert all(set(steps) == set(sparse.SPARSE_STEPS) for _, b, steps in jobs if b == "numba")
+    assert all(set(steps) == set(SPARSE_STEPS) for _, b, steps in jobs if b == "numba")
 
 
 def test_run_judges_sparse_cases(check, tmp_path) -> None:
@@ -531,17 +532,16 @@ def test_quick_cases_are_cases() -> None:
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_sparse_builds_are_what_calls_ask_for(arch: str) -> None:
     builds = list(compiled.sparse_builds(arch))
-    assert builds and len(builds) == len(set(builds))
-    assert {build.variant.stem for build in builds} <= set(SPARSE_STEMS)
+    assert builds
     for build in builds:
-        assert any(build.blocks) == (
-            build.variant.stem.startswith("sparse") and "post" not in build.variant.stem
-        )
-        assert (build.direction == compiled.WHOLE) == (build.variant.stem in compiled.SPARSE_SECOND)
-    assert {b.atomic for b in builds if b.variant.stem == "sparse_backward_kv"} == {True, False}
+        kernel = build.row.kernel
+        assert kernel.sparse or kernel.stem == "backward_preprocess"
+        assert any(build.blocks) == kernel.sparse
+        assert (build.direction == WHOLE) == kernel.directed
+    assert {b.atomic for b in builds if b.row.stem == "sparse_backward_kv"} == {True, False}
 
 
 def test_forms_of_sparse_rows() -> None:
-    row = next(b.variant for b in compiled.sparse_builds("sm_90") if any(b.blocks))
-    build = jit.Build(row, "float16", 64, 64, False, True, True, (True,) * 3, (16, 64), True)
+    row = next(b.row for b in compiled.sparse_builds("sm_90") if any(b.blocks))
+    build = Build(row, "float16", 64, 64, False, True, True, (True,) * 3, (16, 64), True)
     assert compiled.describe(build) == "f16 ra qkv 16x64 s"

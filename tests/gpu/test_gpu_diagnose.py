@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rawattn import api, api_second, api_sparse, jit
+from rawattn import api, api_second, api_sparse, build, jit, launch
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, standard
 from rawattn.check.cli_diff import SECONDS_ON_GPU
@@ -24,8 +24,9 @@ from rawattn.check.diagnose.failures import answers_of, explain_failures, questi
 from rawattn.check.diagnose.question import Question
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import STEPS, own
-from rawattn.check.sparse import SPARSE_STEPS, own_sparse
+from rawattn.check.sparse import own_sparse
 from rawattn.check.sparse_cases import SparseCase
+from rawattn.variants.steps import SPARSE_STEPS
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -437,18 +438,13 @@ PLANTS = (
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A copy of the CUDA sources that kernels are built from while the test runs."""
     folder = tmp_path / "kernels_cu"
-    shutil.copytree(jit.sources_root(), folder)
-    monkeypatch.setattr(jit, "sources_root", lambda: folder)
+    shutil.copytree(build.sources_root(), folder)
+    for module in (build, jit):
+        monkeypatch.setattr(module, "sources_root", lambda: folder)
     monkeypatch.setenv("RAWATTN_NO_CACHE", "1")
-    _forget()
+    launch.forget()
     yield folder
-    _forget()
-
-
-def _forget() -> None:
-    """Kernels that were built from other sources."""
-    jit._kernel.cache_clear()
-    jit._closure.cache_clear()
+    launch.forget()
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=str)

@@ -17,16 +17,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rawattn import api, jit, variants
+from rawattn import api, variants
+from rawattn.build import Build
 from rawattn.check.cases import HALF, Case, Tensors, dtype_of
-from rawattn.check.compiled import METHOD_STEPS
 from rawattn.check.expected import Expected, expect
 from rawattn.check.transfer import to_numpy
-from rawattn.jit import Build
-from rawattn.variants import METHODS, Variant
+from rawattn.variants import METHODS, Row
+from rawattn.variants.steps import STEPS as STEPS_OF_METHODS
 from tests.shared.gpu_arrays import Far, bits, moved
 from tests.shared.gpu_drawn import draw_case, lay_out
-from tests.shared.gpu_problems import ARCH, chosen, judge, mask_of, poisoned, sized, warm
+from tests.shared.gpu_problems import (
+    ARCH,
+    built,
+    chosen,
+    judge,
+    kernels_of,
+    mask_of,
+    poisoned,
+    sized,
+    warm,
+)
 
 cupy = pytest.importorskip("cupy")
 
@@ -105,7 +115,7 @@ def cases() -> Iterator[Case]:
         yield plain("many", many, causal=True)
 
 
-def forced() -> Iterator[tuple[Variant, Case, str]]:
+def forced() -> Iterator[tuple[Row, Case, str]]:
     """Rows that this arch can run, and would not run by itself."""
     for row in variants.TABLE:
         if row.family == "numba" or row.stem not in STEPS_OF:
@@ -127,7 +137,7 @@ FORCED_IDS = [f"{row.name}-{case}-{step}" for row, case, step in FORCED]
 # ---- builds ahead of time ---------------------------------------------------------------------
 
 
-def builds(case: Case, step: str, row: Variant | None = None) -> Iterator[Build]:
+def builds(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
     """What a step of a case compiles, where ``row`` takes the place of its stem's default."""
     d, dv = case.head_dim, case.head_dim_v
     left, right = (side >= 0 for side in case.mask_window)
@@ -139,8 +149,8 @@ def builds(case: Case, step: str, row: Variant | None = None) -> Iterator[Build]
     if step == "forward":
         yield build("forward")
         return
-    yield build("backward_preprocess")
-    yield from (build(stem, atomic) for stem, atomic in METHOD_STEPS[step])
+    kernels = [kernel for kernel in STEPS_OF_METHODS[step] if kernel.stem != "backward_postprocess"]
+    yield from (build(kernel.stem, kernel.atomic) for kernel in kernels)
     of_qk, of_v = (d, dv), (dv, d)  # the gathered tensor's own head_dim comes first
     gathered = {"atomic_dq": {of_qk}, "atomic_dkv": {of_qk, of_v}, "two_pass": set()}[step]
     yield from (build("backward_postprocess", dims=dims) for dims in gathered)
@@ -159,17 +169,10 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_builds_are_those_that_a_call_asks_for(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = set(), jit.Kernel
-
-    def kernel(build: Build, arch: str) -> jit.Kernel:
-        asked.add(build)
-        return real(build, arch)
-
-    monkeypatch.setattr(jit, "Kernel", kernel)
-    jit._kernel.cache_clear()
+    asked = built(monkeypatch)
     case = next(case for case in CASES if case.head_dim != case.head_dim_v)
     run_step(*prepared(case), step)
-    assert asked == set(builds(case, step))
+    assert asked == kernels_of(builds(case, step))
 
 
 # ---- running and judging ----------------------------------------------------------------------
@@ -217,7 +220,7 @@ def test_step(case: Case, step: str) -> None:
 
 
 @pytest.mark.parametrize(("row", "case", "step"), FORCED, ids=FORCED_IDS)
-def test_other_row(row: Variant, case: Case, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_row(row: Row, case: Case, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAWATTN_VARIANT", row.name)
     assert chosen(row.stem, case) is row
     expected, t = prepared(case)

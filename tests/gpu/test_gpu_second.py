@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import jit, variants
+from rawattn import variants
 from rawattn.check.cases import HALF, Case, make
 from rawattn.check.second import expect_second
 from rawattn.check.transfer import to_numpy
-from rawattn.variants import Variant
+from rawattn.variants import Row
 from tests.shared.gpu_arrays import Far, bits, moved
 from tests.shared.gpu_drawn import draw_case, lay_out
 from tests.shared.gpu_problems import (
@@ -33,10 +33,12 @@ from tests.shared.gpu_problems import (
     Posed,
     along,
     builds_of,
+    built,
     chosen,
     faults,
     inner,
     judge,
+    kernels_of,
     place,
     poisoned,
     pose,
@@ -114,19 +116,12 @@ def test_500_problems(chunk: Chunk) -> None:
 
 
 def test_builds_are_those_that_a_call_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = set(), jit.Kernel
-
-    def kernel(build: jit.Build, arch: str) -> jit.Kernel:
-        asked.add(build)
-        return real(build, arch)
-
-    monkeypatch.setattr(jit, "Kernel", kernel)
-    jit._kernel.cache_clear()
+    asked = built(monkeypatch)
     posed = pose(next(CHUNKS[-1].cases()))
     run_jvp(posed)
     for deterministic in (False, True):
         run_double_backward(posed, deterministic=deterministic)
-    assert asked == set(builds_of(posed.case))
+    assert asked == kernels_of(builds_of(posed.case))
 
 
 # ---- symmetry ---------------------------------------------------------------------------------
@@ -282,11 +277,11 @@ def check_agreement(posed: Posed, results: dict[str, Any], others: dict[str, Any
 # ---- rows of the table ------------------------------------------------------------------------
 
 
-def rows_and_cases() -> Iterator[tuple[Variant, Case]]:
+def rows_and_cases() -> Iterator[tuple[Row, Case]]:
     """Every row that this arch can run, on lengths that cross its tiles."""
     rows = [row for row in variants.TABLE if row.stem in STEMS and row.family != "numba"]
     for i, row in enumerate(row for row in rows if variants.serves(row, ARCH)):
-        m, n = row.block_m, row.block_n
+        m, n = row.cfg.block_m, row.cfg.block_n
         lengths = (m - 1, 2 * m + 1, 1, m, 0), (2 * n + 1, n + 1, n, n - 1, 3)
         changes = {"dtype": HALF[i % 2], "group": 3, "num_heads_kv": 1, **sized(row.head_dim)}
         yield row, poisoned("row-causal", *lengths, causal=True, **changes)
@@ -303,7 +298,7 @@ FORMS = {  # deterministic or not: what uses a stem
 
 
 @pytest.mark.parametrize(("row", "case"), ROWS, ids=[f"{r.name}-{c}" for r, c in ROWS])
-def test_row(row: Variant, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row(row: Row, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAWATTN_VARIANT", row.name)
     assert chosen(row.stem, case) is row
     posed = pose(case)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.check.transfer import to_numpy
-from rawattn.variants import Variant
+from rawattn.variants import Row
 from tests.shared.gpu_arrays import assert_close, bits, moved
 from tests.shared.gpu_drawn import draw_case, lay_out
 from tests.shared.gpu_problems import faults, judge, place, poisoned, sized
@@ -186,7 +186,7 @@ OTHER_ROWS = other_rows(FIRST, ("forward", "backward"))
 
 
 @pytest.mark.parametrize("row", OTHER_ROWS, ids=[row.name for row in OTHER_ROWS])
-def test_other_row(row: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAWATTN_VARIANT", row.name)
     sparse = next(fitting(row), None)
     assert sparse is not None, "a row that serves nothing"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rawattn.check.transfer import to_numpy
-from rawattn.variants import Variant
+from rawattn.variants import Row
 from tests.shared.gpu_arrays import bits
 from tests.shared.gpu_problems import faults, judge, sized
 from tests.shared.gpu_sparse import (
@@ -72,7 +72,7 @@ OTHER_ROWS = other_rows(SECOND, ("double",))
 
 
 @pytest.mark.parametrize("row", OTHER_ROWS, ids=[row.name for row in OTHER_ROWS])
-def test_other_row(row: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAWATTN_VARIANT", row.name)
     sparse = next(fitting(row), None)
     assert sparse is not None, "a row that serves nothing"

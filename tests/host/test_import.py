@@ -31,10 +31,12 @@ ARROWS = {
     "checks": set(),
     "env": set(),
     "reference": set(),
-    "variants": {"problem"},
+    "variants": {"env", "problem"},
+    "build": {"variants"},
     "arrays": {"checks"},
-    "jit": {"env", "problem", "variants"},
-    "ops": {"arrays", "jit", "problem", "variants"},
+    "jit": {"build", "env"},
+    "launch": {"build", "env", "jit", "problem", "variants"},
+    "ops": {"arrays", "launch", "problem", "variants"},
     "call": {"arrays", "checks", "problem"},
     "api": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
     "api_second": {"arrays", "call", "ops", "problem", "reference", "variants"},
@@ -182,6 +184,11 @@ def test_cuda_arrows() -> None:
                 assert not name.startswith("sm"), f"base/{path.name} includes {name}"
         if path.name != "ptx.cuh":
             assert not re.search(r"\basm\b", path.read_text()), f"asm in {path.name}"
+
+
+def test_what_a_row_is_made_of_is_a_leaf() -> None:
+    for name in ("problem.py", "env.py", "variants/row.py", "variants/steps.py"):
+        assert not [name for name, _ in imports(PACKAGE / name) if name.startswith("rawattn")]
 
 
 # ---- the twins --------------------------------------------------------------------------------

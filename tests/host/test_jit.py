@@ -1,4 +1,4 @@
-"""From a row of the table to a cubin: prelude, cache key, cache on disk, what a refusal says.
+"""From a build to a cubin: cache key, cache on disk, what a refusal says.
 
 Long, since each of these has its ways to go wrong, and all of them start from the same build.
 """
@@ -17,25 +17,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from rawattn import build as build_module
 from rawattn import jit
-from rawattn.jit import Build
-from rawattn.variants import (
-    LIST_STEMS,
-    NO_BLOCKS,
-    RING_STEMS,
-    SPARSE_STEMS,
-    TABLE,
-    Variant,
-    block_keys,
-    ring_stages,
-    smem_bytes,
-)
+from rawattn.build import INCLUDE, Build, prelude, source
+from rawattn.variants import TABLE, Row
+from rawattn.variants.row import Sm90
 
 ROWS = {row.name: row for row in TABLE}
 SMALL = Build(ROWS["backward_preprocess_sm80"], "bfloat16", 64, 64, False, False, False)
 FORWARD = Build(ROWS["forward_sm80_d64_128x64"], "bfloat16", 64, 64, False, True, False)
-# no kernel sees these
-HOST_ONLY = ("name", "why", "stem", "family", "head_dim", "min_smem_kib", "max_arch", "max_ctas")
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of POSIX")
 
 
@@ -58,11 +48,12 @@ def nvrtc() -> None:
 def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A copy of the CUDA sources that a test may edit, in the place of the real one."""
     copy = tmp_path / "sources"
-    shutil.copytree(jit.sources_root(), copy)
-    monkeypatch.setattr(jit, "sources_root", lambda: copy)
-    jit._closure.cache_clear()
+    shutil.copytree(build_module.sources_root(), copy)
+    for module in (build_module, jit):
+        monkeypatch.setattr(module, "sources_root", lambda: copy)
+    source.cache_clear()
     yield copy
-    jit._closure.cache_clear()
+    source.cache_clear()
 
 
 @pytest.fixture
@@ -81,80 +72,13 @@ def compiles(monkeypatch: pytest.MonkeyPatch, nvrtc: None) -> list[Build]:
 
 def edit(path: Path, change: Callable[[str], str]) -> None:
     path.write_text(change(path.read_text()))
-    jit._closure.cache_clear()
-
-
-# --- prelude and builds ------------------------------------------------------------------------
-
-
-def constants(build: Build) -> dict[str, tuple[str, str]]:
-    """The prelude's constants: name -> (type, value)."""
-    found = re.findall(r"^constexpr (\w+) (\w+) = (\w+);$", jit.prelude(build), re.MULTILINE)
-    return {name: (kind, value) for kind, name, value in found}
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in TABLE if row.family != "numba"], ids=lambda r: r.name
-)
-def test_prelude_names_every_choice_of_a_row(row: Variant) -> None:
-    blocks = (16, 64) if row.stem in SPARSE_STEMS else NO_BLOCKS
-    d = row.head_dim
-    given = constants(Build(row, "float16", d, d, False, True, False, blocks=blocks))
-    of_blocks = {"block_n": block_keys(row, 64)} if row.stem in SPARSE_STEMS else {}
-    if row.stem in RING_STEMS:
-        of_blocks["num_stages"] = ring_stages(row, d, d, blocks)
-    for field in fields(Variant):
-        value = of_blocks.get(field.name, getattr(row, field.name))
-        if field.name not in HOST_ONLY:
-            kind = "bool" if isinstance(value, bool) else "int"
-            assert given[field.name.upper()] == (kind, str(value).lower())
-    assert given["SMEM_BYTES"] == ("int", str(smem_bytes(row, d, d, False, blocks)))
-
-
-def test_prelude_spells_blocks_and_leaves_registers_to_their_factors() -> None:
-    row = next(row for row in TABLE if row.stem == "sparse_forward" and row.min_ctas > 1)
-    build = Build(row, "float16", 64, 64, False, True, False, blocks=(4, 16))
-    plain, scaled = constants(build), constants(replace(build, scaled=True))
-    assert plain["GROUP"] == ("int", "4") and plain["BLOCK_SIZE"] == ("int", "16")
-    assert plain["HAS_SCALE"] == ("bool", "false") and scaled["HAS_SCALE"] == ("bool", "true")
-    assert int(scaled["MIN_CTAS"][1]) == row.min_ctas - 1 == int(plain["MIN_CTAS"][1]) - 1
-
-
-def test_prelude_spells_widths_dtype_and_masks() -> None:
-    given = constants(Build(FORWARD.variant, "bfloat16", 40, 72, False, True, True))
-    assert given["WIDTH"] == ("int", "40") and given["HEAD_DIM"] == ("int", "64")
-    assert given["WIDTH_V"] == ("int", "72") and given["HEAD_DIM_V"] == ("int", "96")
-    assert given["BF16"] == ("bool", "true") and given["ATOMIC"] == ("bool", "true")
-    assert given["HAS_LEFT"] == ("bool", "false") and given["HAS_RIGHT"] == ("bool", "true")
-    assert constants(replace(FORWARD, dtype="float16"))["BF16"] == ("bool", "false")
-
-
-def test_builds_cover_masks_dtypes_and_the_atomic_form() -> None:
-    for row in TABLE:
-        if row.family == "numba":
-            continue
-        made = jit.builds(row)
-        if row.stem in LIST_STEMS:
-            assert len(made) == 1
-            continue
-        assert {build.dtype for build in made} == {"float16", "bfloat16"}
-        sparse = row.stem in SPARSE_STEMS
-        masks = {(False, False), (False, True) if sparse else (True, True)}
-        assert {(build.has_left, build.has_right) for build in made} >= masks
-        assert {build.scaled for build in made} == ({True, False} if sparse else {False})
-        assert len({build.blocks for build in made}) == (3 if sparse else 1)
-        atomic = ("backward_kv", "backward_q", "double_backward_kv", "sparse_backward_kv")
-        accumulates = row.stem in atomic
-        assert {build.atomic for build in made} == ({True, False} if accumulates else {False})
-        directed = row.stem == "jvp" or "double_backward" in row.stem
-        directions = {(True, True, True), (True, False, False)} if directed else {(False,) * 3}
-        assert {build.direction for build in made} == directions
+    source.cache_clear()
 
 
 # --- the key -----------------------------------------------------------------------------------
 
 BUILD_CHANGES = {
-    "variant": replace(FORWARD.variant, unroll_k=2),
+    "row": replace(FORWARD.row, cfg=replace(FORWARD.row.cfg, unroll_k=2)),
     "dtype": "float16",
     "head_dim": 56,
     "head_dim_v": 56,
@@ -164,9 +88,11 @@ BUILD_CHANGES = {
     "direction": (True, False, True),
     "blocks": (4, 16),
     "scaled": True,
+    "args_bytes": 160,
 }
+READ_BY = {"atomic": "backward_kv", "direction": "jvp"}  # what forward does not read
 SPARSE = Build(
-    *(next(row for row in TABLE if row.stem == "sparse_forward"), "bfloat16", 64, 64),
+    *(next(row for row in TABLE if row.stem == "sparse_backward_kv"), "bfloat16", 64, 64),
     *(False, True, False),
     blocks=(16, 64),
 )
@@ -176,24 +102,29 @@ def test_every_field_of_a_build_has_a_change_here() -> None:
     assert set(BUILD_CHANGES) == {field.name for field in fields(Build)}
 
 
-@pytest.mark.parametrize("name", BUILD_CHANGES)
-def test_key_follows_every_field_of_a_build(name: str, nvrtc: None) -> None:
-    build = SPARSE if name == "blocks" else FORWARD
+@pytest.mark.parametrize("name", [name for name in BUILD_CHANGES if name != "args_bytes"])
+def test_key_follows_every_field_that_the_source_reads(name: str, nvrtc: None) -> None:
+    build = SPARSE if name in ("blocks", "scaled") else FORWARD
+    if name in READ_BY:
+        row = next(row for row in TABLE if row.stem == READ_BY[name])
+        build = Build(row, "float16", row.head_dim, row.head_dim, False, True, False)
     changed = replace(build, **{name: BUILD_CHANGES[name]})
     assert jit.cache_key(changed, "sm_90") != jit.cache_key(build, "sm_90")
 
 
-@pytest.mark.parametrize(
-    "field",
-    [field for field in fields(Variant) if field.name not in ("stem", "family")],  # other sources
-    ids=lambda field: field.name,
-)
-def test_key_follows_every_choice_of_a_row_and_not_its_words(field, nvrtc: None) -> None:
-    old = getattr(FORWARD.variant, field.name)
-    new = not old if isinstance(old, bool) else old + 1 if isinstance(old, int) else f"{old}, say"
-    changed = replace(FORWARD, variant=replace(FORWARD.variant, **{field.name: new}))
-    same = jit.cache_key(changed, "sm_90") == jit.cache_key(FORWARD, "sm_90")
-    assert same == (field.name in HOST_ONLY)
+def test_key_does_not_follow_what_the_source_does_not_read(nvrtc: None) -> None:
+    changed = replace(SMALL, has_left=True, has_right=True, atomic=True, head_dim=128)
+    assert jit.cache_key(changed, "sm_90") == jit.cache_key(SMALL, "sm_90")
+    words = replace(FORWARD.row, name="other", why="other", head_dim=256)
+    assert jit.cache_key(replace(FORWARD, row=words), "sm_90") == jit.cache_key(FORWARD, "sm_90")
+
+
+@pytest.mark.parametrize("name", ["block_m", "block_n", "num_warps", "min_ctas", "q_in_registers"])
+def test_key_follows_the_choices_of_a_row(name: str, nvrtc: None) -> None:
+    old = getattr(FORWARD.row.cfg, name)
+    cfg = replace(FORWARD.row.cfg, **{name: not old if isinstance(old, bool) else 2 * old})
+    changed = replace(FORWARD, row=replace(FORWARD.row, cfg=cfg))
+    assert jit.cache_key(changed, "sm_90") != jit.cache_key(FORWARD, "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -214,10 +145,13 @@ def test_key_does_not_follow_a_header_of_other_kernels(sources: Path, nvrtc: Non
 
 
 def test_every_include_is_in_the_form_that_the_key_follows() -> None:
-    for path in [*jit.sources_root().rglob("*.cu"), *jit.sources_root().rglob("*.cuh")]:
+    for path in [
+        *build_module.sources_root().rglob("*.cu"),
+        *build_module.sources_root().rglob("*.cuh"),
+    ]:
         for line in path.read_text().splitlines():
             if re.match(r"\s*#\s*include", line):
-                assert jit._INCLUDE.match(line), f"{path}: {line}"
+                assert INCLUDE.match(line), f"{path}: {line}"
 
 
 def test_key_follows_options_arch_and_compiler(
@@ -236,7 +170,7 @@ def test_key_follows_options_arch_and_compiler(
 
 def test_cache_is_read_and_gives_the_same_bytes(folder: Path, compiles: list[Build]) -> None:
     first = jit.cached_build(SMALL, "sm_90")
-    assert jit.cached_build(SMALL, "sm_90") == first and first.startswith(b"\x7fELF")
+    assert jit.cached_build(SMALL, "sm_90") == first and first.cubin.startswith(b"\x7fELF")
     assert compiles == [SMALL]
     (file,) = folder.iterdir()
     assert file.name.startswith("backward_preprocess_sm_90_") and file.suffix == ".cubin"
@@ -246,8 +180,8 @@ def test_no_cache_neither_reads_nor_writes(
     folder: Path, compiles: list[Build], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAWATTN_NO_CACHE", "1")
-    assert jit.cached_build(SMALL, "sm_90") == jit.cached_build(SMALL, "sm_90")
-    assert len(compiles) == 2 and not folder.exists()
+    first, second = (jit.cached_build(SMALL, "sm_90").cubin for _ in range(2))
+    assert first == second and len(compiles) == 2 and not folder.exists()
 
 
 def test_an_edited_header_is_compiled_anew(sources: Path, compiles: list[Build]) -> None:
@@ -272,12 +206,12 @@ def test_an_edited_header_is_compiled_anew(sources: Path, compiles: list[Build])
 def test_a_damaged_entry_is_a_miss_and_is_repaired(
     damage: Callable[[bytes], bytes], folder: Path, compiles: list[Build]
 ) -> None:
-    cubin = jit.cached_build(SMALL, "sm_90")
+    cubin = jit.cached_build(SMALL, "sm_90").cubin
     (file,) = folder.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(damage(whole))
-    assert jit.cached_build(SMALL, "sm_90") == cubin
-    assert file.read_bytes() == whole and len(compiles) == 2
+    file.write_bytes(damage(file.read_bytes()))
+    repaired = jit.cached_build(SMALL, "sm_90")
+    assert repaired.cubin == cubin and len(compiles) == 2
+    assert jit.cached_build(SMALL, "sm_90") == repaired and len(compiles) == 2
     assert list(folder.iterdir()) == [file]
 
 
@@ -285,12 +219,13 @@ RACER = """
 import hashlib, sys
 import cuda.core
 from rawattn import jit
+from rawattn.build import Build
 from rawattn.variants import TABLE
 row = next(row for row in TABLE if row.name == "backward_preprocess_sm80")
-build = jit.Build(row, "bfloat16", 64, 64, False, False, False)
+build = Build(row, "bfloat16", 64, 64, False, False, False)
 print("ready", flush=True)
 sys.stdin.readline()
-print(hashlib.sha256(jit.cached_build(build, "sm_90")).hexdigest())
+print(hashlib.sha256(jit.cached_build(build, "sm_90").cubin).hexdigest())
 """
 
 
@@ -342,6 +277,68 @@ def test_a_cache_folder_of_somebody_else_is_refused(
     assert not list(folder.iterdir())
 
 
+@pytest.fixture
+def no_kept_warning() -> None:
+    jit._no_cache.cache_clear()
+
+
+def nobody_can_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+
+
+def a_file_in_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("")
+
+
+def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit.env, "cache_dir", lambda: Path("~/.cache/rawattn"))
+
+
+def a_folder_of_that_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.cached_build(SMALL, "sm_90")
+    (file,) = folder.iterdir()
+    file.unlink()
+    (file / "in the way").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "trouble", [nobody_can_write, a_file_in_the_way, no_home, a_folder_of_that_name]
+)
+def test_without_a_cache_that_can_be_written_it_goes_on_and_says_so_once(
+    trouble: Callable[[Path, pytest.MonkeyPatch], None],
+    folder: Path,
+    compiles: list[Build],
+    monkeypatch: pytest.MonkeyPatch,
+    no_kept_warning: None,
+) -> None:
+    trouble(folder, monkeypatch)
+    before = len(compiles)
+    with pytest.warns(RuntimeWarning, match=r"cannot be kept.*RAWATTN_CACHE_DIR") as said:
+        for _ in range(2):
+            assert jit.cached_build(SMALL, "sm_90").cubin.startswith(b"\x7fELF")
+    assert len(said) == 1 and len(compiles) == before + 2
+    assert not Path("~").exists() and not list(folder.parent.rglob(".writing-*"))
+
+
+@posix
+def test_a_cache_that_cannot_be_made_private_is_used_only_if_nobody_else_may_write_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, no_kept_warning: None
+) -> None:
+    def refuse(self: Path, mode: int) -> None:
+        raise OSError(30, "Read-only file system")
+
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    assert jit._private_folder(folder) == folder
+    os.chmod(folder, 0o777)
+    with pytest.warns(RuntimeWarning, match="others may write"):
+        assert jit._private_folder(folder) is None
+
+
 # --- dumps, refusals, spills -------------------------------------------------------------------
 
 
@@ -355,7 +352,7 @@ def test_dump_writes_source_log_and_cubin(
     assert sorted(file.suffix for file in files) == [".cu"] * 2 + [".cubin"] * 2 + [".log"] * 2
     assert all(file.name.startswith("backward_preprocess_sm80_sm_90_") for file in files)
     assert any(file.read_bytes() == compiled.cubin for file in files)
-    assert any(file.read_bytes().startswith(jit.prelude(SMALL).encode()) for file in files)
+    assert any(file.read_bytes().startswith(prelude(SMALL).encode()) for file in files)
     assert all("registers" in file.read_text() for file in files if file.suffix == ".log")
 
 
@@ -387,9 +384,8 @@ def test_a_compile_error_shows_row_options_log_and_file(
     assert "row backward_preprocess_sm80 for sm_90" in text
     assert "'arch': 'sm_90'" in text and "'std': 'c++17'" in text
     assert f"{file}({lines}): error: expected an expression" in text
-    held = Path(re.search(r"source: (.+)$", text).group(1))
-    assert tmp_path in held.parents and jit.prelude(SMALL) in held.read_text()
-    assert "expected an expression" in held.with_suffix(".log").read_text()
+    assert "RAWATTN_DUMP" in text and "\0" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["sources"], "nothing is left behind"
 
 
 def test_the_source_of_a_compile_error_goes_to_the_dump_folder(
@@ -420,7 +416,7 @@ def test_an_illegal_row_is_refused_by_the_name_of_its_field(
     name: str, change: dict[str, int], field: str, nvrtc: None
 ) -> None:
     given = Build(ROWS[name], "float16", 64, 64, False, False, False, (True, True, True))
-    build = replace(given, variant=replace(ROWS[name], **change))
+    build = replace(given, row=replace(ROWS[name], cfg=replace(ROWS[name].cfg, **change)))
     with pytest.raises(RuntimeError, match=f'static assertion failed with "[^"]*{field}'):
         jit.compile_build(build, "sm_90")
 
@@ -438,8 +434,9 @@ def test_an_illegal_row_is_refused_by_the_name_of_its_field(
 def test_a_wrong_shared_memory_size_is_refused(
     name: str, error: int, monkeypatch: pytest.MonkeyPatch, nvrtc: None
 ) -> None:
-    monkeypatch.setattr(jit, "smem_bytes", lambda *tile: smem_bytes(*tile) + error)
-    build = Build(ROWS[name], "float16", 64, 64, False, False, False)
+    right = ROWS[name].smem
+    row = replace(ROWS[name], smem=lambda cfg, tiles: right(cfg, tiles) + error)
+    build = Build(row, "float16", 64, 64, False, False, False)
     with pytest.raises(RuntimeError, match=r"static assertion failed[^\n]*\n?[^\n]*SMEM_BYTES"):
         jit.compile_build(build, "sm_90")
 
@@ -448,7 +445,8 @@ def test_check_spills_refuses_a_row_that_spills(
     folder: Path, monkeypatch: pytest.MonkeyPatch, nvrtc: None
 ) -> None:
     # four CTAs an SM leave 128 registers a thread, fewer than this row needs
-    row = replace(ROWS["forward_sm80_d32_128x64"], min_ctas=4)
+    row = ROWS["forward_sm80_d32_128x64"]
+    row = replace(row, cfg=replace(row.cfg, min_ctas=4))
     spilling = Build(row, "float16", 32, 32, False, False, False)
     compiled = jit.compile_build(spilling, "sm_90")
     assert compiled.spill_bytes > 0 and compiled.registers <= 128
@@ -458,9 +456,9 @@ def test_check_spills_refuses_a_row_that_spills(
         monkeypatch.setenv("RAWATTN_NO_CACHE", no_cache)
         with pytest.raises(RuntimeError, match=rf"{row.name} spills {compiled.spill_bytes} bytes"):
             jit.cached_build(spilling, "sm_90")
-    assert not list(folder.iterdir())
+    monkeypatch.delenv("RAWATTN_NO_CACHE")
     monkeypatch.delenv("RAWATTN_CHECK_SPILLS")
-    assert jit.cached_build(spilling, "sm_90") == compiled.cubin
+    assert jit.cached_build(spilling, "sm_90") == compiled
 
 
 def fake_program(log: str) -> type:
@@ -496,3 +494,46 @@ def test_report_counts_spills_and_keeps_warnings(
     compiled = jit.compile_build(SMALL, "sm_90")
     assert (compiled.registers, compiled.spill_bytes, compiled.cubin) == (128, 236, b"x")
     assert [re.search(r"C\d+", line).group() for line in compiled.warnings] == ["C7510"]
+
+
+HOPPER = Row("forward_sm90_d64", FORWARD.row.kernel, "planted", "sm90", 64, cfg=Sm90(64, 64))
+
+
+def test_a_spill_is_seen_on_a_cache_hit_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, nvrtc: None
+) -> None:
+    log = "    8 bytes spill stores, 8 bytes spill loads\nUsed 255 registers\n"
+    monkeypatch.setattr("cuda.core.Program", fake_program(log))
+    assert jit.cached_build(SMALL, "sm_90").spill_bytes == 16
+    monkeypatch.setattr(jit, "compile_build", lambda build, arch: pytest.fail("not from the cache"))
+    assert jit.cached_build(SMALL, "sm_90").spill_bytes == 16
+    monkeypatch.setenv("RAWATTN_CHECK_SPILLS", "1")
+    with pytest.raises(RuntimeError, match="spills 16 bytes"):
+        jit.cached_build(SMALL, "sm_90")
+
+
+def test_a_hopper_row_is_compiled_for_sm_90a(
+    monkeypatch: pytest.MonkeyPatch, sources: Path, nvrtc: None
+) -> None:
+    (sources / "sm90").mkdir(exist_ok=True)
+    (sources / "sm90/forward.cu").write_text(
+        'static_assert(cfg::PRODUCER_REGISTERS == 24 && !cfg::PINGPONG, "");\n'
+        'extern "C" __global__ void forward() { asm volatile("wgmma.fence.sync.aligned;"); }\n'
+    )
+    source.cache_clear()
+    build = replace(FORWARD, row=HOPPER)
+    assert jit.compile_build(build, "sm_90").registers > 0
+    assert "BLOCK_M" not in prelude(build)
+    log = "ptxas info : (C7510) wgmma serialized\nUsed 128 registers\n"
+    monkeypatch.setattr("cuda.core.Program", fake_program(log))
+    with pytest.raises(RuntimeError, match=r"forward_sm90_d64 for sm_90:.*serialises.*C7510"):
+        jit.compile_build(build, "sm_90")
+    assert jit.compile_build(SMALL, "sm_90").warnings, "of other families a warning"
+
+
+def test_a_constant_that_nothing_gives_is_named(sources: Path) -> None:
+    edit(sources / "sm80/forward.cu", lambda text: text + "// cfg::IN_A_COMMENT\n")
+    prelude(FORWARD)
+    edit(sources / "sm80/forward.cu", lambda text: text + "static_assert(cfg::NUM_STAGE);\n")
+    with pytest.raises(RuntimeError, match=r"sm80/forward.cu reads cfg::NUM_STAGE, which .*Sm80"):
+        prelude(FORWARD)

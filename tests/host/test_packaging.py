@@ -21,9 +21,9 @@ FIND_SOURCES = """
 from importlib.resources import files
 from pathlib import Path
 import rawattn
-from rawattn import jit
+from rawattn import build
 root = files("rawattn.kernels_cu")
-assert jit.sources_root() == Path(str(root)), jit.sources_root()
+assert build.sources_root() == Path(str(root)), build.sources_root()
 assert files("rawattn").joinpath("py.typed").is_file()
 for name in {names!r}:
     assert root.joinpath(name).read_text(), name

@@ -115,6 +115,7 @@ class Device:
     def __init__(self, device: int) -> None:
         self.id = device
         self.compute_capability = GPU.compute_capability
+        self.attributes = {"MultiProcessorCount": 132}
 
     def __enter__(self) -> None:
         self.previous, GPU.current = GPU.current, self.id

@@ -11,18 +11,19 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 import rawattn
-from rawattn import variants
+from rawattn import launch, variants
+from rawattn.build import Build, prelude
 from rawattn.check.cases import NEIGHBOUR, Case, Tensors, dtype_of, lse_dtype, make
 from rawattn.check.compiled import warm_build
 from rawattn.check.expected import Target
 from rawattn.check.transfer import loaded_torch, to_framework, to_numpy
 from rawattn.check.workers import work
-from rawattn.jit import Build
 from rawattn.problem import Problem
 from rawattn.reference.dense import allowed
-from rawattn.variants import Variant
+from rawattn.variants import Row
 from tests.shared.device import device_arch
 from tests.shared.gpu_arrays import Arrays
 
@@ -335,7 +336,7 @@ def judge(posed: Any, results: Arrays) -> None:
 # ---- builds ahead of time ---------------------------------------------------------------------
 
 
-def chosen(stem: str, case: Case) -> Variant:
+def chosen(stem: str, case: Case) -> Row:
     """The CUDA row that the kernel ``stem`` of a case runs on."""
     heads, dims = (case.num_heads_q, case.num_heads_kv), (case.head_dim, case.head_dim_v)
     problem = Problem(case.dtype, 1, 1, 1, *heads, *dims, *case.mask_window, 1.0, ARCH, 0)
@@ -350,6 +351,25 @@ def builds_of(case: Case) -> Iterator[Build]:
             row = chosen(stem, case)
             yield Build(row, case.dtype, *dims, *sides, atomic, case.direction)
     yield Build(chosen("backward_postprocess", case), case.dtype, *dims, *sides, False)
+
+
+def built(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """What is loaded from now on: each source with its constants."""
+    asked: set[tuple[str, str]] = set()
+    real = launch.Loaded
+
+    def loaded(build: Build, *where: Any) -> launch.Loaded:
+        asked.add((build.path, prelude(build)))
+        return real(build, *where)
+
+    monkeypatch.setattr(launch, "Loaded", loaded)
+    launch.forget()
+    return asked
+
+
+def kernels_of(builds: Iterable[Build]) -> set[tuple[str, str]]:
+    """What ``built`` notes of builds: those that differ in nothing that is read are one."""
+    return {(build.path, prelude(build)) for build in builds}
 
 
 def warm(builds: Iterable[Build]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn import variants
 from rawattn.check.cases import HALF, NEIGHBOUR, Case
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 from tests.shared.gpu_problems import ARCH, poisoned, sized
 from tests.shared.gpu_sparse import Sparse
 
@@ -173,7 +173,7 @@ def edges(name: str, **changes: Any) -> Sparse:
     return Sparse(case, 64, num_selected=3, gate=True, tg=True, counts=True)
 
 
-def row_for(stem: str, sparse: Sparse) -> Variant:
+def row_for(stem: str, sparse: Sparse) -> Row:
     """The CUDA row that the kernel ``stem`` runs on."""
     case = sparse.case
     heads, dims = (case.num_heads_q, case.num_heads_kv), (case.head_dim, case.head_dim_v)
@@ -183,7 +183,7 @@ def row_for(stem: str, sparse: Sparse) -> Variant:
     return variants.select(stem, posed, backend="cuda", selection=selection)
 
 
-def other_rows(chunks: list[Chunk], names: tuple[str, ...]) -> list[Variant]:
+def other_rows(chunks: list[Chunk], names: tuple[str, ...]) -> list[Row]:
     """Rows of the kernels called sparse_name.. that no problem of the chunks runs on."""
     starts = tuple(f"sparse_{name}" for name in names)
     rows = [row for row in variants.TABLE if row.stem.startswith(starts)]
@@ -195,7 +195,7 @@ def other_rows(chunks: list[Chunk], names: tuple[str, ...]) -> list[Variant]:
     return [row for row in rows if row.name not in used]
 
 
-def fitting(row: Variant) -> Iterator[Sparse]:
+def fitting(row: Row) -> Iterator[Sparse]:
     """Problems that a row serves when RAWATTN_VARIANT asks for it."""
     for group, block_size in ((16, 64), (4, 64), (1, 16), (64, 64), (4, 128)):
         changes = {"group": group, "dtype": "bfloat16", **sized(row.head_dim)}

@@ -92,7 +92,7 @@ def test_every_variable_is_documented() -> None:
 
 
 def test_what_the_pages_name_is_looked_for() -> None:
-    assert {"kernels_cu/sm80/forward.cu", "rawattn/variants/row.py", ".ci/run"} <= {*named_paths()}
+    assert {"kernels_cu/sm80/forward.cu", "rawattn/variants/sm80.py", ".ci/run"} <= {*named_paths()}
     assert ("README.md", "tools/records/README.md#changes") in links()
     assert "how-it-is-built" in anchors(README)
 

@@ -20,7 +20,7 @@ import visits
 import visits_sparse
 from measure import cases, pages, plots, tables
 from rawattn.problem import Problem, Selection
-from rawattn.variants import SPARSE_STEMS, TABLE, select
+from rawattn.variants import TABLE, select
 
 ROOT = Path(__file__).parents[2]
 
@@ -355,7 +355,7 @@ def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("RAWATTN_VARIANT", visit.row)
         d = visit.head_dim
         problem = Problem(visit.dtype, 4, 204, 209, 2, 1, d, d, -1, -1, d**-0.5, 90, 0)
-        for stem in {row.stem for row in TABLE} - {*SPARSE_STEMS}:
+        for stem in {row.stem for row in TABLE if not row.kernel.sparse}:
             visited.add(select(stem, problem, backend=visit.backend).name)
     for sparse in visits_sparse.sparse_visits():
         monkeypatch.setenv("RAWATTN_VARIANT", sparse.row)
@@ -363,7 +363,7 @@ def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None
         sizes = (4, 204, 209, heads_q, heads_kv, d, d)
         problem = Problem(sparse.dtype, *sizes, -1, 0, d**-0.5, 90, 0)
         selection = Selection(heads, 3, sparse.block_size, True, 256)
-        for stem in SPARSE_STEMS:
+        for stem in {row.stem for row in TABLE if row.kernel.sparse}:
             row = select(stem, problem, backend=sparse.backend, selection=selection)
             visited.add(row.name)
     assert visited == {row.name for row in TABLE}
@@ -371,7 +371,7 @@ def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_kind_of_sparse_problem_is_visited_with_and_without_a_gate() -> None:
     sparse = visits_sparse.sparse_visits()
-    usual = [visit for visit in sparse if visit.row and visit.steps == visits_sparse.STEPS]
+    usual = [visit for visit in sparse if visit.row and visit.steps == tuple(visits_sparse.STEPS)]
     for name, values in (
         ("head_dim", visits.HEAD_DIMS),
         ("heads", visits_sparse.HEADS),

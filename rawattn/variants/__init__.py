@@ -1,0 +1,43 @@
+"""The table of rows (a kernel and its compile-time choices) and the choice of one for a problem.
+
+``row`` says what a row consists of, ``sm80`` and ``sm90`` are the rows, ``steps`` the kernels of
+each function.
+"""
+
+from rawattn.variants.choice import TABLE, select, unknown_rows
+from rawattn.variants.row import (
+    HEAD_DIMS,
+    NO_BLOCKS,
+    Blocks,
+    Kernel,
+    Row,
+    Tiles,
+    block_keys,
+    serves,
+    smem_limit,
+    tile_width,
+    tile_widths,
+)
+from rawattn.variants.steps import METHODS, method_of
+
+Variant = Row  # as the launchers still say
+
+__all__ = [
+    "HEAD_DIMS",
+    "METHODS",
+    "NO_BLOCKS",
+    "TABLE",
+    "Blocks",
+    "Kernel",
+    "Row",
+    "Tiles",
+    "Variant",
+    "block_keys",
+    "method_of",
+    "select",
+    "serves",
+    "smem_limit",
+    "tile_width",
+    "tile_widths",
+    "unknown_rows",
+]

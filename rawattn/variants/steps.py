@@ -1,0 +1,47 @@
+"""The kernels that each function launches beside the forward: once, for all that prepare, compile
+or visit them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """A kernel of a function, and whether it takes its atomic form there."""
+
+    stem: str
+    atomic: bool = False
+
+
+METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
+_FIRST = Step("backward_preprocess")
+_LAST = Step("backward_postprocess")
+STEPS: Mapping[str, tuple[Step, ...]] = {  # methods of backward, jvp, two ways of double_backward
+    "atomic_dq": (_FIRST, Step("backward_kv", True), _LAST),
+    "atomic_dkv": (_FIRST, Step("backward_q", True), _LAST),
+    "two_pass": (_FIRST, Step("backward_kv"), Step("backward_q")),
+    "jvp": (Step("jvp"),),
+    "second/atomic": (Step("double_backward_out"), Step("double_backward_kv", True), _LAST),
+    "second/two_pass": (
+        *(Step("double_backward_out"), Step("double_backward_kv"), Step("double_backward_q")),
+    ),
+}
+SECOND = tuple(step for step in STEPS if step not in METHODS)  # those that take a direction
+
+LISTS = tuple(map(Step, ("block_lists", "block_offsets", "block_queries", "block_order")))
+SPARSE_STEPS: Mapping[str, tuple[Step, ...]] = {
+    "atomic": (*LISTS, _FIRST, Step("sparse_backward_kv", True), Step("sparse_postprocess")),
+    "deterministic": (*LISTS, _FIRST, Step("sparse_backward_kv"), Step("sparse_backward_q")),
+    "jvp": (Step("sparse_forward"), Step("sparse_double_backward_out")),
+    "second": (
+        *LISTS,
+        *map(Step, ("sparse_double_backward_out", "sparse_double_backward_kv")),
+        Step("sparse_double_backward_q"),
+    ),
+}
+
+
+def method_of(method: str | None, deterministic: bool) -> str:
+    """How the backward accumulates: the caller's choice, else the fastest that is allowed."""
+    if deterministic:
+        return "two_pass"
+    return method or "atomic_dq"
