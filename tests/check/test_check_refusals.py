@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 import rawattn
 from rawattn import env
 from rawattn.check import cli, cli_diff, machine, options
-from rawattn.jit import ARCHS
+from rawattn.build import ARCHS
 from rawattn.variants import TABLE, serves
 
 CANDIDATE = "def attend(q, k, v, cu_seqlens):\n    raise SystemExit('called')\n"
