@@ -16,7 +16,7 @@ from typing import Any, Never
 
 from rawattn import call, checks, device, passes, variants
 from rawattn.arrays import Array, Shape, View, framework_of, neutral
-from rawattn.call import Given, Result, Window
+from rawattn.call import Given, Window
 from rawattn.problem import Problem
 from rawattn.reference import dense
 
@@ -76,14 +76,14 @@ def forward(
     given, inputs = call.look(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
     )
-    results = (given.result(out, "out", *given.of_rows), Result("lse", *given.of_sums))
+    results = (given.result(out, "out", given.rows), given.result(None, "lse", given.sums))
     out, lse = call.compute(
         given,
         inputs,
         results,
         empty=(0.0, -_INF),
         reference=lambda: dense.forward(*call.neutral(inputs), **call.mask(given.problem)),
-        kernels=lambda to, *rooms: passes.forward(to, inputs, *rooms),
+        kernels=lambda to, out, lse: passes.forward(to, inputs, out, lse),
     )
     return (out, lse) if return_lse else out
 
@@ -113,19 +113,20 @@ def backward_preprocess(
     framework = framework_of(out, "out")
     of_out = framework.view(out, "out")
     problem = _pose_preprocess(of_out.shape, of_out.dtype, of_out.device, backend)
-    given = Given(framework, problem, backend, of_out)
-    of_dout = given.view_like(dout, "dout", *given.of_rows)
-    of_lse = None if dlse is None else given.view_like(dlse, "dlse", *given.of_sums)
+    sums = ((problem.num_heads_q, problem.total_q), call.statistic(problem.dtype))
+    given = Given(framework, problem, (of_out.shape, of_out.dtype), sums, backend, of_out)
+    of_dout = given.view_like(dout, "dout", given.rows)
+    of_lse = None if dlse is None else given.view_like(dlse, "dlse", given.sums)
     views = (of_out, of_dout, of_lse)
-    [sums] = call.compute(
+    [result] = call.compute(
         given,
         views,
-        (given.result(delta, "delta", *given.of_sums),),
+        (given.result(delta, "delta", given.sums),),
         empty=(0.0,),
         reference=lambda: (_delta(*views),),
         kernels=lambda to, room: passes.backward_preprocess(to, *views, room),
     )
-    return sums
+    return result
 
 
 def backward(

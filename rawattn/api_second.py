@@ -83,16 +83,16 @@ def double_backward(
     parts = given.direction("dd", inputs, ddq, ddk, ddv)
     passed = given.passed(dout, out, lse, dlse)
     results = (
-        given.result(ddout, "ddout", *given.of_rows),
-        given.result(ddlse, "ddlse", *given.of_sums),
+        given.result(ddout, "ddout", given.rows),
+        given.result(ddlse, "ddlse", given.sums),
         *given.gradients(inputs, "g", gq, gk, gv),
     )
 
     def reference() -> Any:
-        x, y, directions = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
+        x, y, z = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
         arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
         mask = call.mask(given.problem)
-        return second.double_backward(*directions, *arrays_, dlse=y.dlse, **mask)
+        return second.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **mask)
 
     ddout, ddlse, gq, gk, gv = call.compute(
         given,
@@ -154,10 +154,10 @@ def jvp(
     )
     parts = given.direction("t", inputs, tq, tk, tv)
     results = (
-        given.result(out, "out", *given.of_rows),
-        given.result(tout, "tout", *given.of_rows),
-        Result("lse", *given.of_sums),
-        Result("tlse", *given.of_sums),
+        given.result(out, "out", given.rows),
+        given.result(tout, "tout", given.rows),
+        Result("lse", given.sums),
+        Result("tlse", given.sums),
     )
 
     def reference() -> Any:

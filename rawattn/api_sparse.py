@@ -93,7 +93,7 @@ def sparse_forward(
     out, lse = call.compute(
         given,
         (*inputs, *_views(chosen)),
-        (given.result(out, "out", *given.of_rows), Result("lse", *given.of_sums)),
+        (given.result(out, "out", given.rows), Result("lse", given.sums)),
         empty=(0.0, -_INF),
         nothing=not chosen.selection.width,
         reference=lambda: sparse.forward(*call.neutral(inputs), **_options(given, chosen, inputs)),
@@ -266,19 +266,17 @@ def sparse_double_backward(
     of_scale = _direction_of_scale(given, chosen, ddblock_scale, "ddblock_scale")
     passed = given.passed(dout, out, lse, dlse)
     results = (
-        Result("ddout", *given.of_rows),
-        Result("ddlse", *given.of_sums),
+        Result("ddout", given.rows),
+        Result("ddlse", given.sums),
         *given.gradients(inputs, "g", None, None, None),
         *_like_scale(chosen, "gblock_scale"),
     )
 
     def reference() -> Any:
-        x, y, directions = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
+        x, y, z = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
         arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
         options = _options(given, chosen, inputs) | {"ddblock_scale": _neutral(of_scale)}
-        values = sparse.double_backward(
-            directions.q, directions.k, directions.v, *arrays_, dlse=y.dlse, **options
-        )
+        values = sparse.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **options)
         return values[: len(results)]
 
     def kernels(
@@ -362,10 +360,10 @@ def sparse_jvp(
         given,
         (*inputs, *_views(chosen), *parts, of_scale),
         (
-            Result("out", *given.of_rows),
-            Result("tout", *given.of_rows),
-            Result("lse", *given.of_sums),
-            Result("tlse", *given.of_sums),
+            Result("out", given.rows),
+            Result("tout", given.rows),
+            Result("lse", given.sums),
+            Result("tlse", given.sums),
         ),
         empty=(0.0, 0.0, -_INF, 0.0),
         nothing=not chosen.selection.width,
@@ -397,7 +395,7 @@ def _chosen(
         return Chosen(selection, source, None)
     shape = (given.problem.total_q, selection.num_heads_sel, selection.num_selected)
     dtype = call.statistic(given.problem.dtype)
-    view = given.view_like(block_scale, "block_scale", shape, dtype)
+    view = given.view_like(block_scale, "block_scale", (shape, dtype))
     return Chosen(selection, source, view)
 
 
@@ -409,13 +407,13 @@ def _direction_of_scale(
     checks.beside_block_scale(name, array is not None, scale is not None)
     if array is None or scale is None:
         return None
-    return given.view_like(array, name, scale.shape, scale.dtype)
+    return given.view_like(array, name, (scale.shape, scale.dtype))
 
 
 def _like_scale(chosen: Chosen, name: str) -> tuple[Result, ...]:
     """The result that is like block_scale, if there is one."""
     scale = chosen.block_scale
-    return () if scale is None else (Result(name, tuple(scale.shape), scale.dtype),)
+    return () if scale is None else (Result(name, (tuple(scale.shape), scale.dtype)),)
 
 
 def _views(chosen: Chosen) -> tuple[View | None, ...]:

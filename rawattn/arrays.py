@@ -57,11 +57,11 @@ _new = tuple.__new__  # _new(View, (...)) is View(...) in half the time
 class Framework:
     """What an array library does for a call. A stream is always a raw CUDA stream handle.
 
-    ``view`` takes a caller's array and its name. ``stream`` tells where the work on some inputs has
-    to go, and puts it behind whatever else they wait for. ``empty`` allocates beside a View, from
-    the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` (modulo 2**32), ``clipped``
-    (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (destination, source)
-    queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
+    ``view`` takes a caller's array and its name. ``stream`` tells where the work on some inputs, or
+    None, has to go, and puts it behind whatever else they wait for. ``empty`` allocates beside a
+    View, from the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` (modulo 2**32),
+    ``clipped`` (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (destination,
+    source) queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
     kind of array. ``keep``, where there is one, holds on to inputs that the library would otherwise
     hand to others as soon as the caller drops them, until the stream's present work is done.
     """
@@ -237,7 +237,7 @@ def _cupy_empty(shape: Shape, dtype: str, like: View) -> View:
     return _new(View, (array.data.ptr, shape, row_major(shape), dtype, like.device, array))
 
 
-def _cupy_current(first: View, *others: View) -> int:
+def _cupy_current(first: View, *others: View | None) -> int:
     handle: int = device.cupy().cuda.get_current_stream(first.device).ptr
     return handle
 
@@ -310,7 +310,7 @@ def _torch_copy(destination: View, source: View, stream: int) -> None:
     destination.owner.detach().copy_(source.owner)
 
 
-def _torch_current(first: View, *others: View) -> int:
+def _torch_current(first: View, *others: View | None) -> int:
     # As in the code that torch generates; the public current_stream builds an object each time.
     handle: int = _torch()._C._cuda_getCurrentRawStream(first.device)
     return handle
@@ -464,11 +464,12 @@ def _numba_empty(shape: Shape, dtype: str, like: View) -> View:
     return _interface_view(array, "")._replace(device=like.device)
 
 
-def _numba_bound(first: View, *others: View) -> int:
+def _numba_bound(first: View, *others: View | None) -> int:
     """The stream that the first array is bound to, behind those of the others."""
     stream = int(first.owner.__cuda_array_interface__.get("stream") or 0)
     for view in others:
-        _follow(stream, view)
+        if view is not None:
+            _follow(stream, view)
     return stream
 
 

@@ -7,7 +7,7 @@ kernels need on their way is a Call.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +17,8 @@ from rawattn.problem import Problem, Selection, default_chunk
 from rawattn.variants import Variant
 
 Window = tuple[int, int]
+Like = tuple[Shape, str]  # shape and dtype
+_new = tuple.__new__  # _new(Call, (...)) is Call(...) in half the time
 _View = TypeVar("_View", View, View | None)
 
 
@@ -48,11 +50,10 @@ class Parts(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Shape and dtype of a result, and the caller's array for it, if there is one."""
+    """What a result is like, and the caller's array for it, if there is one."""
 
     name: str
-    shape: Shape
-    dtype: str
+    like: Like
     array: Array | None = None
     view: View | None = None  # of the array
 
@@ -108,40 +109,29 @@ class Given(NamedTuple):
 
     framework: Framework
     problem: Problem
+    rows: Like  # out and its relatives
+    sums: Like  # lse and its relatives
     backend: str | None
     like: View
-
-    @property
-    def of_rows(self) -> tuple[Shape, str]:
-        """Shape and dtype of out and its relatives."""
-        problem = self.problem
-        shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        return shape, problem.dtype
-
-    @property
-    def of_sums(self) -> tuple[Shape, str]:
-        """Shape and dtype of lse and its relatives."""
-        problem = self.problem
-        return (problem.num_heads_q, problem.total_q), statistic(problem.dtype)
 
     def view(self, array: Array, name: str) -> View:
         """View of an array that belongs to the call."""
         return view_beside(self.framework, array, name, self.like.device)
 
-    def view_like(self, array: Array, name: str, shape: Shape, dtype: str) -> View:
+    def view_like(self, array: Array, name: str, like: Like) -> View:
         """View of an array whose shape and dtype follow from the others."""
         view = self.view(array, name)
-        checks.shape(name, view.shape, shape)
-        checks.same_dtype(name, view.dtype, dtype)
+        checks.shape(name, view.shape, like[0])
+        checks.same_dtype(name, view.dtype, like[1])
         return view
 
     def passed(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> Passed:
         """Views of the cotangents and of what the forward gave."""
         return Passed(
-            self.view_like(dout, "dout", *self.of_rows),
-            self.view_like(out, "out", *self.of_rows),
-            self.view_like(lse, "lse", *self.of_sums),
-            None if dlse is None else self.view_like(dlse, "dlse", *self.of_sums),
+            self.view_like(dout, "dout", self.rows),
+            self.view_like(out, "out", self.rows),
+            self.view_like(lse, "lse", self.sums),
+            None if dlse is None else self.view_like(dlse, "dlse", self.sums),
         )
 
     def direction(self, prefix: str, inputs: Inputs, *parts: Array | None) -> Parts:
@@ -149,26 +139,24 @@ class Given(NamedTuple):
         names = zip("qkv", parts, inputs, strict=False)
         return Parts(
             *(
-                None if part is None else self.view_like(part, prefix + name, x.shape, x.dtype)
+                None if part is None else self.view_like(part, prefix + name, (x.shape, x.dtype))
                 for name, part, x in names
             )
         )
 
-    def result(self, array: Array | None, name: str, shape: Shape, dtype: str) -> Result:
+    def result(self, array: Array | None, name: str, like: Like) -> Result:
         """A preallocated result, or what a new one has to be like."""
         if array is None:
-            return Result(name, shape, dtype)
-        view = self.view_like(array, name, shape, dtype)
+            return _new(Result, (name, like, None, None))
+        view = self.view_like(array, name, like)
         checks.writable(name, self.framework.writable(view))
         checks.distinct_elements(name, view.shape, view.strides)
-        return Result(name, shape, dtype, array, view)
+        return Result(name, like, array, view)
 
     def gradients(self, inputs: Inputs, prefix: str, *rooms: Array | None) -> tuple[Result, ...]:
         """The results that are like q, k and v; they are called so behind the prefix."""
         named = zip("qkv", rooms, inputs, strict=False)
-        return tuple(
-            self.result(room, prefix + x, like.shape, like.dtype) for x, room, like in named
-        )
+        return tuple(self.result(room, prefix + x, (y.shape, y.dtype)) for x, room, y in named)
 
 
 def look(
@@ -192,7 +180,7 @@ def look(
     offsets_q = offsets_k = view_beside(framework, cu_seqlens, "cu_seqlens", ordinal)
     if cu_seqlens_k is not None:
         offsets_k = view_beside(framework, cu_seqlens_k, "cu_seqlens_k", ordinal)
-    problem = pose(
+    problem, rows, sums = pose(
         gq.shape, gk.shape, gv.shape, offsets_q.shape, offsets_k.shape,
         gq.dtype, gk.dtype, gv.dtype, offsets_q.dtype, offsets_k.dtype, cu_seqlens_k is None,
         checks.window(window, checks.flag("causal", causal)),
@@ -200,7 +188,8 @@ def look(
     )  # fmt: skip
     if validate or ordinal < 0:
         check_offsets(offsets_q, offsets_k, problem.total_q, problem.total_k)
-    return Given(framework, problem, backend, gq), Inputs(gq, gk, gv, offsets_q, offsets_k)
+    given = _new(Given, (framework, problem, rows, sums, backend, gq))
+    return given, _new(Inputs, (gq, gk, gv, offsets_q, offsets_k))
 
 
 def check_offsets(offsets_q: View, offsets_k: View, total_q: int, total_k: int) -> None:
@@ -228,8 +217,11 @@ def pose(
     softmax_scale: float | None,
     backend: str | None,
     ordinal: int,
-) -> Problem:
-    """Check shapes, dtypes and options against each other, and put them into a Problem."""
+) -> tuple[Problem, Like, Like]:
+    """Check shapes, dtypes and options against each other, and put them into a Problem.
+
+    With it goes what out and lse are like.
+    """
     checks.rank("q", q)
     checks.rank("k", k)
     checks.rank("v", v)
@@ -251,7 +243,7 @@ def pose(
     check_backend(backend, ordinal)
     # A side that reaches past every token is open; with that, positions plus a side fit 32 bits.
     left, right = window
-    return Problem(
+    problem = Problem(
         dtype=dtype,
         batch=batch,
         total_q=total_q,
@@ -266,6 +258,8 @@ def pose(
         arch=device.arch_of(ordinal),
         device=ordinal,
     )
+    rows, sums = (total_q, num_heads_q, head_dim_v), (num_heads_q, total_q)
+    return problem, (rows, dtype), (sums, statistic(dtype))
 
 
 def pose_offsets(offsets_q: Shape, offsets_k: Shape, dtype_q: str, dtype_k: str) -> int:
@@ -313,8 +307,7 @@ def check_backend(backend: str | None, ordinal: int) -> None:
 
 def view_beside(framework: Framework, array: Array, name: str, ordinal: int) -> View:
     """View of an array that has to be of the framework, and on the device, of the first one."""
-    given = framework_of(array, name)
-    if given is not framework:
+    if (given := framework_of(array, name)) is not framework:
         checks.same_framework(name, given.name, framework.name)
     view = framework.view(array, name)
     if view.device != ordinal:
@@ -332,30 +325,31 @@ def statistic(dtype: str) -> str:
 
 def compute(
     given: Given,
-    views: Iterable[View | None],
+    views: Sequence[View | None],
     results: Sequence[Result],
     *,
     empty: Sequence[float],
     reference: Callable[[], Sequence[Array]],
     kernels: Callable[..., None],
     nothing: bool = False,
-) -> tuple[Any, ...]:
+) -> list[Any]:
     """The results, in the caller's kind of array, after all work on ``views`` has been queued.
 
     ``empty`` are their values where no token sees another, or ``nothing`` else asks for more.
     ``reference`` gives values for all; ``kernels`` gets a Call and Views to write to.
     """
-    framework, problem, backend, like = given
-    waits = [view for view in views if view is not None]
-    preallocated = [(room.name, room.view) for room in results if room.view is not None]
+    framework, problem, _rows, _sums, backend, like = given
+    preallocated = [result.view for result in results if result.view is not None]
     if preallocated:
-        _check_separate(preallocated, waits)
+        _check_separate(results, views)
     ordinal = problem.device
     previous = device.enter(ordinal)
     try:
-        stream = framework.stream(*waits, *(view for _, view in preallocated))
-        call = Call(framework, problem, backend, like, stream)
-        rooms = [room.view or framework.empty(room.shape, room.dtype, like) for room in results]
+        stream = framework.stream(*views, *preallocated)
+        call = _new(Call, (framework, problem, backend, like, stream))
+        rooms = []
+        for _, (shape, dtype), _, view in results:
+            rooms.append(view or framework.empty(shape, dtype, like))
         if nothing or not (problem.batch and problem.total_q and problem.total_k):
             for room, value in zip(rooms, empty, strict=True):
                 framework.fill(room, value, stream)
@@ -372,23 +366,25 @@ def compute(
                 if target is not room:
                     framework.copy(room, target, stream)
         if framework.keep is not None:
-            framework.keep(waits, stream)
-        return tuple(
-            framework.finish(room) if result.view is None else result.array
-            for result, room in zip(results, rooms, strict=True)
-        )
+            framework.keep([view for view in views if view is not None], stream)
+        if preallocated:
+            pairs = zip(results, rooms, strict=True)
+            return [framework.finish(y) if x.view is None else x.array for x, y in pairs]
+        finish = framework.finish
+        return [finish(room) for room in rooms]
     finally:
         device.leave(previous)
 
 
-def _check_separate(results: list[tuple[str, View]], views: list[View]) -> None:
+def _check_separate(results: Sequence[Result], views: Sequence[View | None]) -> None:
     """Preallocated results share memory with nothing else of the call."""
-    for i, (name, view) in enumerate(results):
-        for other, result in results[:i]:
-            if arrays.share_memory(view, result):
-                checks.separate(name, other)
-        if any(arrays.share_memory(view, other) for other in views):
-            checks.separate(name, None)
+    before: list[tuple[str | None, View]] = [(None, view) for view in views if view is not None]
+    for name, _, _, view in results:
+        if view is not None:
+            for other, seen in before:
+                if arrays.share_memory(view, seen):
+                    checks.separate(name, other)
+            before.append((name, view))
 
 
 def _target(call: Call, room: View) -> View:

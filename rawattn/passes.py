@@ -20,12 +20,12 @@ from rawattn.ops import jvp as jvp_op
 from rawattn.variants import Variant
 
 
-def ready(call: Call, inputs: Inputs) -> Inputs:
+def ready(call: Call, inputs: Inputs) -> tuple[View, View, View, View, View]:
     """The inputs as kernels take them; offsets that are shared are made ready once."""
     q, k, v, given_q, given_k = inputs
     offsets_q = call.offsets(given_q)
     offsets_k = offsets_q if given_k is given_q else call.offsets(given_k)
-    return Inputs(call.rows(q), call.rows(k), call.rows(v), offsets_q, offsets_k)
+    return call.rows(q), call.rows(k), call.rows(v), offsets_q, offsets_k
 
 
 def family_of(row: Variant) -> str:
@@ -35,9 +35,8 @@ def family_of(row: Variant) -> str:
 
 def forward(call: Call, inputs: Inputs, out: View, lse: View) -> None:
     """out and lse."""
-    q, k, v, *offsets = ready(call, inputs)
     row = call.row("forward")
-    forward_op.launch(row, call.problem, q, k, v, *offsets, out, lse, stream=call.stream)
+    forward_op.launch(row, call.problem, *ready(call, inputs), out, lse, stream=call.stream)
 
 
 def backward_preprocess(call: Call, out: View, dout: View, dlse: View | None, delta: View) -> None:

@@ -307,7 +307,7 @@ def choose(
     if lists:  # how many segments there are hangs on the num_heads_q that the table was told
         shapes[-1] = (beside.view(table.work, "work").shape[0], 4)
     views = [
-        beside.view_like(getattr(table, name), name, shape, "int32")
+        beside.view_like(getattr(table, name), name, (shape, "int32"))
         for name, shape in zip(Lists._fields, shapes, strict=False)
     ]
     return selection, Source(Kind.TABLE, lists=Lists(*views))
@@ -384,9 +384,10 @@ def _build(
     selection = _selection(problem, source, shape, asked.block_size, own)
     shapes = _shapes(problem, selection, asked.lists)
     results = [
-        Result(name, of_name, "int32") for name, of_name in zip(Lists._fields, shapes, strict=False)
+        Result(name, (of_name, "int32"))
+        for name, of_name in zip(Lists._fields, shapes, strict=False)
     ]
-    results.insert(2, Result("counts", shapes[0][:2], "int32"))
+    results.insert(2, Result("counts", (shapes[0][:2], "int32")))
 
     def kernels(to: Call, blocks: View, slots: View, counts: View, *of_keys: View) -> None:
         table, cursor = Lists(blocks, slots, *of_keys), None
@@ -398,8 +399,11 @@ def _build(
         ready_k = ready_q if offsets[1] is offsets[0] else to.offsets(offsets[1])
         _fill(to, selection, source, (ready_q, ready_k), table, counts, cursor)
 
+    # a table has no rows and sums of attention: its arrays are like its items and their counts
+    like, like_counts = (shapes[0], "int32"), (shapes[0][:2], "int32")
+    given = Given(framework, problem, like, like_counts, asked.backend, offsets[0])
     blocks, slots, counts, *of_keys = call.compute(
-        Given(framework, problem, asked.backend, offsets[0]),
+        given,
         (*offsets, *source.views()),
         results,
         empty=(UNUSED, -1, 0, 0, 0, -1, -1, -1)[: len(results)],
