@@ -60,8 +60,8 @@ class Framework:
     ``view`` takes a caller's array and its name. ``stream`` tells where the work on some inputs, or
     None, has to go, and puts it behind whatever else they wait for. ``empty`` allocates beside a
     View, from the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` (modulo 2**32),
-    ``clipped`` (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (destination,
-    source) queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
+    ``clipped`` (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (to, from)
+    queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
     kind of array. ``keep``, where there is one, holds on to inputs that the library would otherwise
     hand to others as soon as the caller drops them, until the stream's present work is done.
     """

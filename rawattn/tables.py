@@ -272,6 +272,7 @@ def _indices(
     if block_counts is None:
         return Source(Kind.INDICES, named)
     counts = call.view_beside(framework, block_counts, "block_counts", ordinal)
+    checks.block_dtype("block_counts", counts.dtype)
     if ordinal < 0 and 0 not in counts.shape:
         checks.counts("block_counts", int(counts.owner.min()))
     return Source(Kind.INDICES, named, counts)
