@@ -187,8 +187,10 @@ class BlockTable:
         framework, offsets = _look(cu_seqlens, cu_seqlens_k)
         near, first = checks.pattern(sliding_blocks, global_blocks)
         source = Source(Kind.PATTERN, sliding_blocks=near, global_blocks=first)
-        heads_sel = num_heads_kv if num_heads_sel is None else num_heads_sel
-        shape = (checks.size("total_q", total_q), checks.size("heads", heads_sel), near + first)
+        heads_sel = checks.size("num_heads_kv", num_heads_kv)
+        if num_heads_sel is not None:
+            heads_sel = checks.size("num_heads_sel", num_heads_sel)
+        shape = (checks.size("total_q", total_q), heads_sel, near + first)
         options = (block_size, include_own_block, causal, num_heads_q, head_dim, lists, backend)
         return _build(framework, offsets, source, shape, _Asked(num_heads_kv, total_k, *options))
 

@@ -1104,7 +1104,6 @@ def test_directions_refuse(refusal: Any) -> None:
 
 OF_TABLE = [
     ({"num_heads_kv": None}, ValueError, "num_heads_kv is None"),
-    ({"num_heads_kv": 3}, ValueError, "heads and k has 3"),
     ({"num_heads_kv": 0}, ValueError, "k has 0"),
     ({"total_k": 6}, ValueError, "k has 6 tokens beside 5 of q, without cu_seqlens_k"),
     ({"cu_seqlens_k": CU}, ValueError, "total_k is None"),
@@ -1123,6 +1122,7 @@ OF_INDICES = [
     ({"block_counts": A((5, 2)) - 1}, TypeError, "block_counts has dtype float64"),
     ({"block_counts": A((5, 2), I4) - 1}, ValueError, "block_counts holds -1: expected 0 or more"),
     ({"num_heads_q": 6, "num_heads_kv": 1}, ValueError, r"2 heads: expected 1 .* or 6"),
+    ({"num_heads_kv": 3}, ValueError, "q has 2 heads and k has 3"),
 ]
 OF_MASK = [
     ({"block_mask": A((5, 2, 1), I4)}, TypeError, "block_mask has dtype int"),
@@ -1131,7 +1131,8 @@ OF_MASK = [
 ]
 OF_PATTERN = [
     ({"total_q": None}, ValueError, "total_q is None"),
-    ({"total_q": 6}, ValueError, "cu_seqlens|tokens"),
+    ({"total_q": 4}, ValueError, "cu_seqlens ends at 5: expected at most 4"),
+    ({"num_heads_sel": 3}, ValueError, "3 heads: expected 2|q has 3 heads and k has 2"),
     ({"sliding_blocks": 0}, ValueError, "sliding_blocks is 0 and global_blocks 0: expected 1 or"),
     ({"sliding_blocks": 1.5}, TypeError, "sliding_blocks is 1.5: expected an integer"),
     ({"global_blocks": -1}, ValueError, "global_blocks -1"),
