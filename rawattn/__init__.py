@@ -3,20 +3,19 @@
 ``forward``, ``backward`` and its step ``backward_preprocess``, ``double_backward`` and ``jvp`` take
 CuPy, torch, JAX, Numba or NumPy arrays and answer in kind; so do ``sparse_forward``,
 ``sparse_backward``, ``sparse_double_backward`` and ``sparse_jvp``, in which every query sees a few
-blocks of keys, and ``block_table``, which prepares those. Importing this package loads no torch, no
-numba, no cupy, and compiles nothing.
+blocks of keys, which a ``BlockTable`` prepares for several calls. Importing this package loads no
+torch, no numba, no cupy, and compiles nothing.
 """
 
 from rawattn.api import backward, backward_preprocess, forward
 from rawattn.api_second import double_backward, jvp
 from rawattn.api_sparse import sparse_backward, sparse_double_backward, sparse_forward, sparse_jvp
-from rawattn.tables import BlockTable, block_table
+from rawattn.tables import BlockTable
 
 __all__ = [
     "BlockTable",
     "backward",
     "backward_preprocess",
-    "block_table",
     "double_backward",
     "forward",
     "jvp",

@@ -1,4 +1,4 @@
-"""Attention and its gradient: look at the arrays, check them, select the kernels, launch them.
+"""Attention and its gradient: look at all arrays, check them, compute.
 
 Long for a module, since the contract of the package stands in the docstrings.
 
@@ -12,18 +12,15 @@ The algorithm is that of FlashAttention-2 (arXiv 2307.08691): no array of size s
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Never
 
-from rawattn import arrays, call, checks, variants
-from rawattn.arrays import Array, Framework, Shape, View, framework_of
-from rawattn.call import Inputs, Window
-from rawattn.ops import backward_kv as kv_op
-from rawattn.ops import backward_postprocess as postprocess_op
-from rawattn.ops import backward_preprocess as preprocess_op
-from rawattn.ops import backward_q as q_op
-from rawattn.ops import forward as forward_op
+from rawattn import call, checks, device, passes, variants
+from rawattn.arrays import Array, Shape, View, framework_of, neutral
+from rawattn.call import Given, Window
 from rawattn.problem import Problem
 from rawattn.reference import dense
+
+_INF = float("inf")
 
 
 def forward(
@@ -31,7 +28,7 @@ def forward(
     k: Array,
     v: Array,
     cu_seqlens: Array,
-    *,
+    *extra: Never,
     cu_seqlens_k: Array | None = None,
     causal: bool = False,
     window: Window = (-1, -1),
@@ -41,6 +38,7 @@ def forward(
     out: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> Any:
     """Attention within each sequence of a packed batch.
 
@@ -63,7 +61,8 @@ def forward(
     return_lse: also return the logsumexp.
     out: array to write into, of the shape and dtype of the result; must not overlap an input.
     backend: None (the best there is), "cuda", "numba" or "reference" (float64, reads cu_seqlens).
-    validate: read cu_seqlens back and check its content, which waits for the device.
+    validate: read cu_seqlens back from the device and check its content, which waits for the
+        device; on the CPU it is checked in any case.
 
     Returns out (total_q, num_heads_q, head_dim_v) of q's dtype, or (out, lse) with lse
     (num_heads_q, total_q), natural logarithm, float32 (float64 for float64 inputs). A query that
@@ -72,48 +71,31 @@ def forward(
     Raises TypeError (library, dtype, kind of argument), ValueError (shape, device, value) or
     RuntimeError (nothing here can run it), each with the remedy.
     """
-    framework, problem, inputs = call.problem_of(
+    if extra or wrong:
+        checks.call_style("forward", extra, wrong)
+    given, inputs = call.look(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
     )
-    like = inputs[0]
-    previous = arrays.enter_device(problem.device)
-    try:
-        stream = framework.stream(*inputs)
-        dtype, shape = problem.dtype, (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        if out is None:
-            result = framework.empty(shape, dtype, like)
-        else:
-            result = call.output(framework, out, "out", shape, dtype, like)
-        lse = framework.empty(shape[1::-1], call.statistic(dtype), like)
-        if call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                values = dense.forward(*map(arrays.neutral, inputs), **call.mask(problem))
-                call.store(values, (result, lse))
-        elif call.is_empty(problem):
-            framework.fill(result, 0.0, stream)
-            framework.fill(lse, -float("inf"), stream)
-        else:
-            target = result if out is None else call.target(framework, result, like)
-            q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-            variant = variants.select("forward", problem, backend=backend)
-            forward_op.launch(
-                variant, problem, q, k, v, offsets_q, offsets_k, target, lse, stream=stream
-            )
-            if target is not result:
-                framework.copy(result, target, stream)
-        answer = framework.finish(result) if out is None else out
-        return (answer, framework.finish(lse)) if return_lse else answer
-    finally:
-        arrays.leave_device(previous)
+    results = (given.result(out, "out", given.rows), given.result(None, "lse", given.sums))
+    out, lse = call.compute(
+        given,
+        inputs,
+        results,
+        empty=(0.0, -_INF),
+        reference=lambda: dense.forward(*call.neutral(inputs), **call.mask(given.problem)),
+        kernels=lambda to, out, lse: passes.forward(to, inputs, out, lse),
+    )
+    return (out, lse) if return_lse else out
 
 
 def backward_preprocess(
     out: Array,
     dout: Array,
-    *,
+    *extra: Never,
     dlse: Array | None = None,
     delta: Array | None = None,
     backend: str | None = None,
+    **wrong: Never,
 ) -> Any:
     """The row term of the softmax derivative: D_i = dO_i . O_i - dL_i, in float32.
 
@@ -121,34 +103,30 @@ def backward_preprocess(
 
     out, dout: (total_q, num_heads_q, head_dim_v), of one dtype.
     dlse: (num_heads_q, total_q) cotangent of lse, float32 (float64 beside float64); None is zero.
-    delta: array to write into, of the shape and dtype of the result.
+    delta: array to write into, of the shape and dtype of the result; must not overlap an input.
     backend: as in ``forward``.
 
     Returns delta (num_heads_q, total_q) float32, float64 for float64 inputs. Raises as ``forward``.
     """
+    if extra or wrong:
+        checks.call_style("backward_preprocess", extra, wrong)
     framework = framework_of(out, "out")
-    result = framework.view(out, "out")
-    problem = _pose_preprocess(result.shape, result.dtype, result.device, backend)
-    shape, dtype = result.shape, result.dtype
-    inputs = [result, call.view_like(framework, dout, "dout", shape, dtype, result)]
-    if dlse is not None:
-        view = call.view_like(framework, dlse, "dlse", shape[1::-1], call.statistic(dtype), result)
-        inputs.append(view)
-    previous = arrays.enter_device(problem.device)
-    try:
-        stream = framework.stream(*inputs)
-        sums = call.output(framework, delta, "delta", shape[1::-1], call.statistic(dtype), result)
-        if call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                call.store((_delta(*map(arrays.neutral, inputs)),), (sums,))
-        elif problem.total_q:
-            target = call.target(framework, sums, result)
-            _preprocess(framework, problem, backend, inputs, target, None, stream)
-            if target is not sums:
-                framework.copy(sums, target, stream)
-        return framework.finish(sums) if delta is None else delta
-    finally:
-        arrays.leave_device(previous)
+    of_out = framework.view(out, "out")
+    problem = _pose_preprocess(of_out.shape, of_out.dtype, of_out.device, backend)
+    sums = ((problem.num_heads_q, problem.total_q), call.statistic(problem.dtype))
+    given = Given(framework, problem, (of_out.shape, of_out.dtype), sums, backend, of_out)
+    of_dout = given.view_like(dout, "dout", given.rows)
+    of_lse = None if dlse is None else given.view_like(dlse, "dlse", given.sums)
+    views = (of_out, of_dout, of_lse)
+    [result] = call.compute(
+        given,
+        views,
+        (given.result(delta, "delta", given.sums),),
+        empty=(0.0,),
+        reference=lambda: (_delta(*views),),
+        kernels=lambda to, room: passes.backward_preprocess(to, *views, room),
+    )
+    return result
 
 
 def backward(
@@ -159,7 +137,7 @@ def backward(
     out: Array,
     lse: Array,
     cu_seqlens: Array,
-    *,
+    *extra: Never,
     cu_seqlens_k: Array | None = None,
     causal: bool = False,
     window: Window = (-1, -1),
@@ -173,6 +151,7 @@ def backward(
     dv: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> tuple[Any, Any, Any]:
     """Gradients of ``forward`` for the cotangents dout of out and dlse of lse.
 
@@ -195,149 +174,50 @@ def backward(
     Returns (dq, dk, dv), shaped like q, k, v and of their dtype; dk and dv are summed over the
     query heads of a group in float32. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
+    if extra or wrong:
+        checks.call_style("backward", extra, wrong)
+    given, inputs = call.look(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
     )
     checks.method(method, deterministic)
-    like, dtype = inputs[0], problem.dtype
-    rows = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-    cotangent = call.view_like(framework, dout, "dout", rows, dtype, like)
-    passed = [
-        call.view_like(framework, out, "out", rows, dtype, like),
-        call.view_like(framework, lse, "lse", rows[1::-1], call.statistic(dtype), like),
-    ]
-    if dlse is not None:
-        passed.append(
-            call.view_like(framework, dlse, "dlse", rows[1::-1], call.statistic(dtype), like)
-        )
-    previous = arrays.enter_device(problem.device)
-    try:
-        stream = framework.stream(*inputs, cotangent, *passed)
-        grads = (
-            call.output(framework, dq, "dq", inputs[0].shape, dtype, like),
-            call.output(framework, dk, "dk", inputs[1].shape, dtype, like),
-            call.output(framework, dv, "dv", inputs[2].shape, dtype, like),
-        )
-        if call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                views = (cotangent, *inputs[:3], *passed[:2], *inputs[3:])
-                cotangent_of_lse = arrays.neutral(passed[2]) if dlse is not None else None
-                values = dense.backward(
-                    *map(arrays.neutral, views), dlse=cotangent_of_lse, **call.mask(problem)
-                )
-                call.store(values, grads)
-        elif call.is_empty(problem):
-            for grad in grads:
-                framework.fill(grad, 0.0, stream)
-        else:
-            targets = tuple(call.target(framework, grad, like) for grad in grads)
-            method = variants.method_of(method, deterministic)
-            _launch_backward(
-                framework, problem, backend, method, inputs, cotangent, passed, targets, stream
-            )
-            for grad, target in zip(grads, targets, strict=True):
-                if target is not grad:
-                    framework.copy(grad, target, stream)
-        return (
-            framework.finish(grads[0]) if dq is None else dq,
-            framework.finish(grads[1]) if dk is None else dk,
-            framework.finish(grads[2]) if dv is None else dv,
-        )
-    finally:
-        arrays.leave_device(previous)
+    passed = given.passed(dout, out, lse, dlse)
+    results = given.gradients(inputs, "d", dq, dk, dv)
+
+    def reference() -> Any:
+        x, y = call.neutral(inputs), call.neutral(passed)
+        arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
+        return dense.backward(*arrays_, dlse=y.dlse, **call.mask(given.problem))
+
+    chosen = variants.method_of(method, deterministic)
+    dq, dk, dv = call.compute(
+        given,
+        (*inputs, *passed),
+        results,
+        empty=(0.0, 0.0, 0.0),
+        reference=reference,
+        kernels=lambda to, *rooms: passes.backward(to, chosen, inputs, passed, *rooms),
+    )
+    return dq, dk, dv
 
 
 # ---- the row term -----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
-def _pose_preprocess(out: Shape, dtype: str, device: int, backend: str | None) -> Problem:
-    """The Problem of backward_preprocess, which knows of out alone: no keys, one sequence."""
+def _pose_preprocess(out: Shape, dtype: str, ordinal: int, backend: str | None) -> Problem:
+    """The Problem of backward_preprocess, which knows of out alone: one sequence, keys like it."""
     checks.rank("out", out)
     checks.dtype("out", dtype)
     checks.head_dim("out", out[2])
     checks.heads(out[1], out[1])
     checks.tokens("out", out[0])
-    call.check_backend(backend, device)
-    arch = arrays.arch_of(device)
-    total_q, num_heads, head_dim_v = out
-    heads, sizes = (num_heads, num_heads), (head_dim_v, head_dim_v)
-    return Problem(dtype, 1, total_q, 0, *heads, *sizes, -1, -1, 1.0, arch, device)
+    call.check_backend(backend, ordinal)
+    total, heads, size = out
+    sizes = (total, total, heads, heads, size, size)
+    return Problem(dtype, 1, *sizes, -1, -1, 1.0, device.arch_of(ordinal), ordinal)
 
 
-def _delta(out: Array, dout: Array, dlse: Array | float = 0.0) -> Array:
-    return (out.astype("float64") * dout.astype("float64")).sum(axis=-1).T - dlse
-
-
-# ---- the kernels ------------------------------------------------------------------------------
-
-
-def _preprocess(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    inputs: list[View],
-    delta: View,
-    dq_accum: View | None,
-    stream: int,
-) -> None:
-    """delta of ``inputs``, which are out, dout and possibly dlse; zeroes dq_accum."""
-    variant = variants.select("backward_preprocess", problem, backend=backend)
-    out, dout = (framework.rows(view, stream) for view in inputs[:2])
-    dlse = framework.dense(inputs[2], stream) if len(inputs) == 3 else None
-    preprocess_op.launch(variant, problem, out, dout, dlse, delta, dq_accum, stream=stream)
-
-
-def _launch_backward(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    method: str,
-    inputs: Inputs,
-    dout: View,
-    passed: list[View],
-    grads: tuple[View, ...],
-    stream: int,
-) -> None:
-    """dq, dk, dv by one of the methods; ``passed`` is out, lse and possibly dlse.
-
-    Gradients that are gathered by atomic adds wait in float32 workspaces, which come from the
-    caller's allocator; a last pass scales them and puts them into the dtype of the result.
-    """
-    like, scale = inputs[0], problem.softmax_scale
-    dq, dk, dv = grads
-    stem = "backward_q" if method == "atomic_dkv" else "backward_kv"
-    gathering = variants.select(stem, problem, backend=backend)
-    # all passes of one family: each has workspaces of its own layout
-    backend = "numba" if gathering.family == "numba" else "cuda"
-    q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-    dout = framework.rows(dout, stream)
-    lse = framework.dense(passed[1], stream)
-    delta = framework.empty(lse.shape, lse.dtype, like)
-    last = variants.select("backward_postprocess", problem, backend=backend)
-
-    def workspace(gradient: str) -> View:
-        shape = postprocess_op.accum_shape(last, problem, gradient)
-        return framework.empty(shape, lse.dtype, like)
-
-    def postprocess(accum: View, offsets: View, grad: View, scale: float) -> None:
-        postprocess_op.launch(last, problem, accum, offsets, grad, scale=scale, stream=stream)
-
-    dq_accum = workspace("dq") if method == "atomic_dq" else None
-    terms = [passed[0], dout, *passed[2:]]
-    _preprocess(framework, problem, backend, terms, delta, dq_accum, stream)
-    common = (problem, q, k, v, dout, lse, delta, offsets_q, offsets_k)
-    if method == "atomic_dkv":
-        dk_accum, dv_accum = workspace("dk"), workspace("dv")
-        framework.fill(dk_accum, 0.0, stream)
-        framework.fill(dv_accum, 0.0, stream)
-        q_op.launch(gathering, *common, dq, dk_accum, dv_accum, stream=stream)
-        postprocess(dk_accum, offsets_k, dk, scale)
-        postprocess(dv_accum, offsets_k, dv, 1.0)
-        return
-    kv_op.launch(gathering, *common, dq_accum, dk, dv, stream=stream)
-    if dq_accum is not None:
-        postprocess(dq_accum, offsets_q, dq, scale)
-    else:
-        variant = variants.select("backward_q", problem, backend=backend)
-        q_op.launch(variant, *common, dq, None, None, stream=stream)
+def _delta(out: View, dout: View, dlse: View | None) -> Array:
+    product = neutral(out).astype("float64") * neutral(dout).astype("float64")
+    sums = product.sum(axis=-1).T
+    return sums if dlse is None else sums - neutral(dlse)

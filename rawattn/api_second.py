@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode: look at the arrays, check them, select kernels, launch.
+"""Second derivatives and forward mode: look at all arrays, check them, compute.
 
 Long for a module, since the contract of both functions stands in the docstrings. Per sequence and
 query head, in the direction (tq, tk, tv) of (q, k, v), with S, P, O and s of ``api``:
@@ -11,19 +11,14 @@ derivatives are symmetric. The tiling is that of FlashAttention-2 (arXiv 2307.08
 follows from them are made anew in every pass, no array of size seqlen_q x seqlen_k.
 """
 
-from typing import Any
+from typing import Any, Never
 
-from rawattn import arrays, call, variants
-from rawattn.arrays import Array, Framework, View
-from rawattn.call import Inputs, Parts, Window
-from rawattn.ops import backward_postprocess as postprocess_op
-from rawattn.ops import double_backward_kv as kv_op
-from rawattn.ops import double_backward_out as out_op
-from rawattn.ops import double_backward_q as q_op
-from rawattn.ops import forward as forward_op
-from rawattn.ops import jvp as jvp_op
-from rawattn.problem import Problem
+from rawattn import call, checks, passes
+from rawattn.arrays import Array
+from rawattn.call import Result, Window
 from rawattn.reference import second
+
+_INF = float("inf")
 
 
 def double_backward(
@@ -37,7 +32,7 @@ def double_backward(
     out: Array,
     lse: Array,
     cu_seqlens: Array,
-    *,
+    *extra: Never,
     cu_seqlens_k: Array | None = None,
     causal: bool = False,
     window: Window = (-1, -1),
@@ -52,6 +47,7 @@ def double_backward(
     gv: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Gradients of ``backward`` for the cotangents ddq, ddk and ddv of dq, dk and dv.
 
@@ -79,70 +75,37 @@ def double_backward(
     a group in float32. out and lse count as functions of q, k and v: what passes through them is in
     gq, gk and gv. A query that may see no key has zeros. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
+    if extra or wrong:
+        checks.call_style("double_backward", extra, wrong)
+    given, inputs = call.look(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
     )
-    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    rows = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-    direction = (
-        call.part_of(framework, ddq, "ddq", inputs[0], like),
-        call.part_of(framework, ddk, "ddk", inputs[1], like),
-        call.part_of(framework, ddv, "ddv", inputs[2], like),
+    parts = given.direction("dd", inputs, ddq, ddk, ddv)
+    passed = given.passed(dout, out, lse, dlse)
+    results = (
+        given.result(ddout, "ddout", given.rows),
+        given.result(ddlse, "ddlse", given.sums),
+        *given.gradients(inputs, "g", gq, gk, gv),
     )
-    passed = [
-        call.view_like(framework, dout, "dout", rows, dtype, like),
-        call.view_like(framework, out, "out", rows, dtype, like),
-        call.view_like(framework, lse, "lse", rows[1::-1], statistic, like),
-    ]
-    if dlse is not None:
-        passed.append(call.view_like(framework, dlse, "dlse", rows[1::-1], statistic, like))
-    previous = arrays.enter_device(problem.device)
-    try:
-        stream = framework.stream(*inputs, *filter(None, direction), *passed)
-        results = (
-            call.output(framework, ddout, "ddout", rows, dtype, like),
-            call.output(framework, ddlse, "ddlse", rows[1::-1], statistic, like),
-            call.output(framework, gq, "gq", inputs[0].shape, dtype, like),
-            call.output(framework, gk, "gk", inputs[1].shape, dtype, like),
-            call.output(framework, gv, "gv", inputs[2].shape, dtype, like),
-        )
-        if call.is_empty(problem) or not any(direction):
-            for result in results:
-                framework.fill(result, 0.0, stream)
-        elif call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                views = (*direction, passed[0], *inputs[:3], *passed[1:3], *inputs[3:])
-                values = second.double_backward(
-                    *map(call.neutral, views),
-                    dlse=None if dlse is None else arrays.neutral(passed[3]),
-                    **call.mask(problem),
-                )
-                call.store(values, results)
-        else:
-            targets = tuple(call.target(framework, result, like) for result in results)
-            _launch_double_backward(
-                framework,
-                problem,
-                backend,
-                deterministic,
-                inputs,
-                direction,
-                passed,
-                targets,
-                stream,
-            )
-            for result, target in zip(results, targets, strict=True):
-                if target is not result:
-                    framework.copy(result, target, stream)
-        return (
-            framework.finish(results[0]) if ddout is None else ddout,
-            framework.finish(results[1]) if ddlse is None else ddlse,
-            framework.finish(results[2]) if gq is None else gq,
-            framework.finish(results[3]) if gk is None else gk,
-            framework.finish(results[4]) if gv is None else gv,
-        )
-    finally:
-        arrays.leave_device(previous)
+
+    def reference() -> Any:
+        x, y, z = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
+        arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
+        mask = call.mask(given.problem)
+        return second.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **mask)
+
+    ddout, ddlse, gq, gk, gv = call.compute(
+        given,
+        (*inputs, *parts, *passed),
+        results,
+        empty=(0.0,) * 5,
+        nothing=not any(parts),
+        reference=reference,
+        kernels=lambda to, *rooms: passes.double_backward(
+            to, deterministic, inputs, parts, passed, *rooms
+        ),
+    )
+    return ddout, ddlse, gq, gk, gv
 
 
 def jvp(
@@ -153,7 +116,7 @@ def jvp(
     tk: Array | None,
     tv: Array | None,
     cu_seqlens: Array,
-    *,
+    *extra: Never,
     cu_seqlens_k: Array | None = None,
     causal: bool = False,
     window: Window = (-1, -1),
@@ -164,6 +127,7 @@ def jvp(
     tout: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> tuple[Any, Any, Any, Any]:
     """``forward`` and its derivative in the direction (tq, tk, tv), in one pass.
 
@@ -174,8 +138,8 @@ def jvp(
         as in ``forward``.
     tq, tk, tv: shaped like q, k, v and of their dtype, of any strides (an expanded array need not
         be copied). None is zero, and its products are left out.
-    deterministic: the same kernel for every batch, so that what a sequence gets does not depend on
-        the others. Every run gives the same bits in any case.
+    deterministic: a sequence is computed to the same bits alone and in any batch. Without it the
+        kernel is chosen by the size of the batch; on every run it gives the same bits either way.
     out, tout: arrays to write into, of the shape and dtype of the results; must not overlap an
         input.
 
@@ -183,126 +147,29 @@ def jvp(
     lse and tlse (num_heads_q, total_q) float32 (float64 for float64 inputs). A query that may see
     no key has out 0, lse -inf and tangents 0. Raises as ``forward`` does.
     """
-    framework, problem, inputs = call.problem_of(
+    if extra or wrong:
+        checks.call_style("jvp", extra, wrong)
+    given, inputs = call.look(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
     )
-    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    direction = (
-        call.part_of(framework, tq, "tq", inputs[0], like),
-        call.part_of(framework, tk, "tk", inputs[1], like),
-        call.part_of(framework, tv, "tv", inputs[2], like),
+    parts = given.direction("t", inputs, tq, tk, tv)
+    results = (
+        given.result(out, "out", given.rows),
+        given.result(tout, "tout", given.rows),
+        Result("lse", given.sums),
+        Result("tlse", given.sums),
     )
-    previous = arrays.enter_device(problem.device)
-    try:
-        stream = framework.stream(*inputs, *filter(None, direction))
-        rows = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        results = (
-            call.output(framework, out, "out", rows, dtype, like),
-            call.output(framework, tout, "tout", rows, dtype, like),
-            framework.empty(rows[1::-1], statistic, like),
-            framework.empty(rows[1::-1], statistic, like),
-        )
-        if call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                views = (*inputs[:3], *direction, *inputs[3:])
-                call.store(second.jvp(*map(call.neutral, views), **call.mask(problem)), results)
-        elif call.is_empty(problem):
-            for result, value in zip(results, (0.0, 0.0, -float("inf"), 0.0), strict=True):
-                framework.fill(result, value, stream)
-        else:
-            targets = tuple(call.target(framework, result, like) for result in results)
-            _launch_jvp(
-                framework, problem, backend, deterministic, inputs, direction, targets, stream
-            )
-            for result, target in zip(results, targets, strict=True):
-                if target is not result:
-                    framework.copy(result, target, stream)
-        return (
-            framework.finish(results[0]) if out is None else out,
-            framework.finish(results[1]) if tout is None else tout,
-            framework.finish(results[2]),
-            framework.finish(results[3]),
-        )
-    finally:
-        arrays.leave_device(previous)
 
+    def reference() -> Any:
+        q, k, v, *offsets = call.neutral(inputs)
+        return second.jvp(q, k, v, *call.neutral(parts), *offsets, **call.mask(given.problem))
 
-# ---- the kernels ------------------------------------------------------------------------------
-
-
-def _launch_double_backward(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    deterministic: bool,
-    inputs: Inputs,
-    direction: Parts,
-    passed: list[View],
-    results: tuple[View, ...],
-    stream: int,
-) -> None:
-    """ddout .. gv; ``passed`` is dout, out, lse and possibly dlse.
-
-    The first pass goes along the queries and leaves the rows' sums D and W to the second, which
-    goes along the keys. gq is gathered by atomic adds in a float32 workspace from the caller's
-    allocator, which the first pass zeroes and a last one scales; or, deterministically, by a pass
-    along the queries.
-    """
-    like = inputs[0]
-    ddout, ddlse, gq, gk, gv = results
-    by_size = not deterministic
-    of_keys = variants.select("double_backward_kv", problem, backend=backend, by_size=by_size)
-    # all passes of one family: each has workspaces of its own layout
-    backend = "numba" if of_keys.family == "numba" else "cuda"
-    of_rows = variants.select("double_backward_out", problem, backend=backend, by_size=by_size)
-    stem = "double_backward_q" if deterministic else "backward_postprocess"
-    last = variants.select(stem, problem, backend=backend)
-    q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-    offsets = (offsets_q, offsets_k)
-    parts = call.ready_parts(framework, direction, stream)
-    dout, out = framework.rows(passed[0], stream), framework.rows(passed[1], stream)
-    lse = framework.dense(passed[2], stream)
-    dlse = framework.dense(passed[3], stream) if len(passed) == 4 else None
-    delta = framework.empty(lse.shape, lse.dtype, like)
-    ddelta = framework.empty(lse.shape, lse.dtype, like)
-    gq_accum = None
-    if not deterministic:
-        shape = postprocess_op.accum_shape(last, problem, "dq")
-        gq_accum = framework.empty(shape, lse.dtype, like)
-    sums = (ddout, ddlse, delta, ddelta)
-    inner = (q, k, v, *parts, out, dout, lse, dlse)
-    out_op.launch(of_rows, problem, *inner, *sums, gq_accum, *offsets, stream=stream)
-    common = (problem, q, k, v, *parts, dout, lse, delta, ddlse, ddelta)
-    kv_op.launch(of_keys, *common, gq_accum, gk, gv, *offsets, stream=stream)
-    if gq_accum is None:
-        q_op.launch(last, *common, gq, *offsets, stream=stream)
-    else:
-        scale = problem.softmax_scale
-        postprocess_op.launch(last, problem, gq_accum, offsets_q, gq, scale=scale, stream=stream)
-
-
-def _launch_jvp(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    deterministic: bool,
-    inputs: Inputs,
-    direction: Parts,
-    results: tuple[View, ...],
-    stream: int,
-) -> None:
-    """out, tout, lse and tlse; without any direction by ``forward``, with tangents of zero."""
-    out, tout, lse, tlse = results
-    q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-    offsets = (offsets_q, offsets_k)
-    if any(direction):
-        variant = variants.select("jvp", problem, backend=backend, by_size=not deterministic)
-        parts = call.ready_parts(framework, direction, stream)
-        jvp_op.launch(
-            variant, problem, q, k, v, *parts, out, tout, lse, tlse, *offsets, stream=stream
-        )
-    else:
-        variant = variants.select("forward", problem, backend=backend)
-        forward_op.launch(variant, problem, q, k, v, *offsets, out, lse, stream=stream)
-        framework.fill(tout, 0.0, stream)
-        framework.fill(tlse, 0.0, stream)
+    out, tout, lse, tlse = call.compute(
+        given,
+        (*inputs, *parts),
+        results,
+        empty=(0.0, 0.0, -_INF, 0.0),
+        reference=reference,
+        kernels=lambda to, *rooms: passes.jvp(to, deterministic, inputs, parts, *rooms),
+    )
+    return out, tout, lse, tlse

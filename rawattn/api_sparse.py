@@ -1,4 +1,4 @@
-"""Block-sparse attention and its derivatives: look at the arrays, check, select kernels, launch.
+"""Block-sparse attention and its derivatives: look at all arrays, check them, compute.
 
 Long for a module, since the contracts of four functions stand in the docstrings. Every query sees
 a few blocks of the keys of its sequence, which block_indices names: the selected branch of native
@@ -9,20 +9,20 @@ that key j lies in (``block_scale``, else 1) and s = ``softmax_scale``:
 
 Everything else is as in ``api`` and ``api_second``, from the tiling of FlashAttention-2 (arXiv
 2307.08691) on. Queries that share a selection go through its blocks together; gradients with
-respect to keys go the other way, from a block to the queries that see it (``block_table``).
+respect to keys go the other way, from a block to the queries that see it (``BlockTable``).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Never
 
 from rawattn import api, arrays, call, checks, passes_sparse
-from rawattn.arrays import Array, Framework, View
-from rawattn.call import Inputs, Window
-from rawattn.passes_sparse import Passed
-from rawattn.problem import Problem, Selection
+from rawattn.arrays import Array, View
+from rawattn.call import Given, Inputs, Result, Window
+from rawattn.passes_sparse import Chosen
 from rawattn.reference import sparse
-from rawattn.tables import BlockTable, Source, named_blocks, selection_given
+from rawattn.tables import BlockTable, choose, named_blocks
 
 _OPEN = (-1, -1)
+_INF = float("inf")
 
 
 def sparse_forward(
@@ -31,7 +31,7 @@ def sparse_forward(
     v: Array,
     cu_seqlens: Array,
     block_indices: Array | BlockTable,
-    *,
+    *extra: Never,
     cu_seqlens_k: Array | None = None,
     block_size: int = 64,
     block_counts: Array | None = None,
@@ -45,6 +45,7 @@ def sparse_forward(
     out: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> Any:
     """Attention of each query to selected blocks of the keys of its sequence.
 
@@ -54,7 +55,7 @@ def sparse_forward(
         sequence. What lies outside of the sequence is padding, as -1 is, or num_blocks; a block
         that is named twice counts once. int64 is converted on the device, and what is no int32 is
         padding too. With num_heads_kv on the middle axis, the query heads of a group share a
-        selection. Or a BlockTable of ``block_table``, so that nothing has to be built.
+        selection. Or a BlockTable, so that nothing has to be built.
     block_size: keys of a block: 16, 32, 64 or 128.
     block_counts: (total_q, the middle axis of block_indices) int32 or int64: slots of a query from
         there on are padding. None: all count.
@@ -67,8 +68,8 @@ def sparse_forward(
     return_lse: also return the logsumexp.
     return_sliding: also return dense attention to a window, the sliding branch. Its gradients are
         those of ``backward`` with the same causal and window.
-    window: of return_sliding: (left, right) as in ``forward``, or left alone for (left, 0); by
-        default (block_size - 1, 0).
+    window: of return_sliding, and only beside it: (left, right) as in ``forward``, or left alone
+        for (left, 0); by default (block_size - 1, 0).
 
     Returns out (total_q, num_heads_q, head_dim_v) of q's dtype, or (out, lse) with lse
     (num_heads_q, total_q), natural logarithm, float32 (float64 for float64 inputs); with
@@ -77,40 +78,34 @@ def sparse_forward(
     selected may reach others of the same sequence that go through a tile with it; of blocks that
     nobody selected nothing is read. Nothing waits for the device. Raises as ``forward`` does.
     """
-    framework, problem, inputs, selection, source, gate = _posed(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
-        block_indices, block_counts, block_size, include_own_block, block_scale, lists=False,
+    if extra or wrong:
+        checks.call_style("sparse_forward", extra, wrong)
+    given, inputs = call.look(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
+    )
+    chosen = _chosen(
+        given, block_indices, block_counts, block_size, include_own_block, causal, block_scale,
+        lists=False,
     )  # fmt: skip
-    like, dtype = inputs[0], problem.dtype
+    checks.only_sliding(window, return_sliding)
     if return_sliding:
-        window = checks.sliding_window(window, selection.block_size, causal)
-    previous = arrays.enter_device(problem.device)
-    try:
-        stream = framework.stream(*inputs, *source.views(), *filter(None, (gate,)))
-        shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        result = call.output(framework, out, "out", shape, dtype, like)
-        lse = framework.empty(shape[1::-1], call.statistic(dtype), like)
-        if call.is_empty(problem, selection):
-            framework.fill(result, 0.0, stream)
-            framework.fill(lse, -float("inf"), stream)
-        elif call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                options = _options(problem, selection, source, inputs, gate)
-                call.store(sparse.forward(*map(arrays.neutral, inputs), **options), (result, lse))
-        else:
-            target = call.target(framework, result, like)
-            passes_sparse.forward(
-                *(framework, problem, selection, source, backend, inputs, gate, target, lse, stream)
-            )
-            if target is not result:
-                framework.copy(result, target, stream)
-        answer = framework.finish(result) if out is None else out
-        answers = (answer, framework.finish(lse)) if return_lse else (answer,)
-    finally:
-        arrays.leave_device(previous)
+        window = checks.sliding_window(window, chosen.selection.block_size, causal)
+    out, lse = call.compute(
+        given,
+        (*inputs, *_views(chosen)),
+        (given.result(out, "out", given.rows), Result("lse", given.sums)),
+        empty=(0.0, -_INF),
+        nothing=not chosen.selection.width,
+        reference=lambda: sparse.forward(*call.neutral(inputs), **_options(given, chosen, inputs)),
+        kernels=lambda to, *rooms: passes_sparse.forward(to, chosen, inputs, *rooms),
+    )
+    answers = (out, lse) if return_lse else (out,)
     if return_sliding:
         near = api.forward(
-            *(q, k, v, cu_seqlens),
+            q,
+            k,
+            v,
+            cu_seqlens,
             cu_seqlens_k=cu_seqlens_k,
             causal=causal,
             window=window,  # type: ignore[arg-type]
@@ -131,7 +126,7 @@ def sparse_backward(
     lse: Array,
     cu_seqlens: Array,
     block_indices: Array | BlockTable,
-    *,
+    *extra: Never,
     cu_seqlens_k: Array | None = None,
     block_size: int = 64,
     block_counts: Array | None = None,
@@ -146,6 +141,7 @@ def sparse_backward(
     dv: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> tuple[Any, Any, Any, Any]:
     """Gradients of ``sparse_forward`` for the cotangents dout of out and dlse of lse.
 
@@ -156,7 +152,7 @@ def sparse_backward(
 
     q, k, v, cu_seqlens, block_indices, cu_seqlens_k, block_size, block_counts, include_own_block,
         causal, block_scale, softmax_scale, backend, validate: as in ``sparse_forward``. A
-        BlockTable has to have lists (``block_table``).
+        BlockTable has to have lists.
     dout: (total_q, num_heads_q, head_dim_v) of q's dtype.
     out: (total_q, num_heads_q, head_dim_v), lse: (num_heads_q, total_q) float32 (float64 for
         float64 inputs), used as passed: with those of a larger attention, of which these blocks are
@@ -170,52 +166,37 @@ def sparse_backward(
     (None without it). dk and dv are summed over the query heads of a group in float32.
     dblock_scale is 0 where a slot is padding, or names a block again. Raises as ``forward`` does.
     """
-    framework, problem, inputs, selection, source, gate = _posed(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
-        block_indices, block_counts, block_size, include_own_block, block_scale, lists=True,
+    if extra or wrong:
+        checks.call_style("sparse_backward", extra, wrong)
+    given, inputs = call.look(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
+    )
+    chosen = _chosen(
+        given, block_indices, block_counts, block_size, include_own_block, causal, block_scale,
+        lists=True,
     )  # fmt: skip
-    like, dtype = inputs[0], problem.dtype
-    passed = _passed(framework, problem, dout, out, lse, dlse, like)
-    previous = arrays.enter_device(problem.device)
-    try:
-        waits = (gate, *passed)
-        stream = framework.stream(*inputs, *source.views(), *filter(None, waits))
-        grads = (
-            call.output(framework, dq, "dq", inputs[0].shape, dtype, like),
-            call.output(framework, dk, "dk", inputs[1].shape, dtype, like),
-            call.output(framework, dv, "dv", inputs[2].shape, dtype, like),
-        )
-        of_gate = None if gate is None else framework.empty(gate.shape, gate.dtype, like)
-        results = grads if of_gate is None else (*grads, of_gate)
-        if call.is_empty(problem, selection):
-            for result in results:
-                framework.fill(result, 0.0, stream)
-        elif call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                views = (passed[0], *inputs[:3], *passed[1:3], *inputs[3:])
-                values = sparse.backward(
-                    *map(call.neutral, views),
-                    dlse=call.neutral(passed[3]),
-                    **_options(problem, selection, source, inputs, gate),
-                )
-                call.store(values[: len(results)], results)
-        else:
-            targets = tuple(call.target(framework, grad, like) for grad in grads)
-            passes_sparse.backward(
-                *(framework, problem, selection, source, backend, deterministic, inputs, gate),
-                *(passed, targets, of_gate, stream),
-            )
-            for grad, target in zip(grads, targets, strict=True):
-                if target is not grad:
-                    framework.copy(grad, target, stream)
-        return (
-            framework.finish(grads[0]) if dq is None else dq,
-            framework.finish(grads[1]) if dk is None else dk,
-            framework.finish(grads[2]) if dv is None else dv,
-            None if of_gate is None else framework.finish(of_gate),
-        )
-    finally:
-        arrays.leave_device(previous)
+    passed = given.passed(dout, out, lse, dlse)
+    results = (*given.gradients(inputs, "d", dq, dk, dv), *_like_scale(chosen, "dblock_scale"))
+
+    def reference() -> Any:
+        x, y = call.neutral(inputs), call.neutral(passed)
+        arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
+        values = sparse.backward(*arrays_, dlse=y.dlse, **_options(given, chosen, inputs))
+        return values[: len(results)]
+
+    def kernels(to: call.Call, dq: View, dk: View, dv: View, dscale: View | None = None) -> None:
+        passes_sparse.backward(to, chosen, deterministic, inputs, passed, dq, dk, dv, dscale)
+
+    dq, dk, dv, *of_scale = call.compute(
+        given,
+        (*inputs, *_views(chosen), *passed),
+        results,
+        empty=(0.0,) * len(results),
+        nothing=not chosen.selection.width,
+        reference=reference,
+        kernels=kernels,
+    )
+    return dq, dk, dv, of_scale[0] if of_scale else None
 
 
 def sparse_double_backward(
@@ -230,7 +211,7 @@ def sparse_double_backward(
     lse: Array,
     cu_seqlens: Array,
     block_indices: Array | BlockTable,
-    *,
+    *extra: Never,
     ddblock_scale: Array | None = None,
     cu_seqlens_k: Array | None = None,
     block_size: int = 64,
@@ -243,6 +224,7 @@ def sparse_double_backward(
     deterministic: bool = False,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Gradients of ``sparse_backward`` for the cotangents of dq, dk, dv and dblock_scale.
 
@@ -271,55 +253,54 @@ def sparse_double_backward(
     without block_scale). out and lse count as functions of q, k, v and block_scale. A query that
     may see no key has zeros. Raises as ``forward`` does.
     """
-    framework, problem, inputs, selection, source, gate = _posed(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
-        block_indices, block_counts, block_size, include_own_block, block_scale, lists=True,
-    )  # fmt: skip
-    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    checks.beside_block_scale("ddblock_scale", ddblock_scale is not None, gate is not None)
-    parts = (
-        call.part_of(framework, ddq, "ddq", inputs[0], like),
-        call.part_of(framework, ddk, "ddk", inputs[1], like),
-        call.part_of(framework, ddv, "ddv", inputs[2], like),
+    if extra or wrong:
+        checks.call_style("sparse_double_backward", extra, wrong)
+    given, inputs = call.look(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
     )
-    part_of_gate = _scale(framework, selection, problem, ddblock_scale, "ddblock_scale", like)
-    direction = (parts, part_of_gate)
-    passed = _passed(framework, problem, dout, out, lse, dlse, like)
-    previous = arrays.enter_device(problem.device)
-    try:
-        waits = (gate, *parts, part_of_gate, *passed)
-        stream = framework.stream(*inputs, *source.views(), *filter(None, waits))
-        results = [
-            framework.empty(
-                (problem.total_q, problem.num_heads_q, problem.head_dim_v), dtype, like
-            ),
-            framework.empty((problem.num_heads_q, problem.total_q), statistic, like),
-            *(framework.empty(tuple(view.shape), dtype, like) for view in inputs[:3]),
-        ]
-        if gate is not None:
-            results.append(framework.empty(tuple(gate.shape), gate.dtype, like))
-        if call.is_empty(problem, selection) or not any((*parts, part_of_gate)):
-            for result in results:
-                framework.fill(result, 0.0, stream)
-        elif call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                views = (*parts, passed[0], *inputs[:3], *passed[1:3], *inputs[3:])
-                values = sparse.double_backward(
-                    *map(call.neutral, views),
-                    ddblock_scale=call.neutral(part_of_gate),
-                    dlse=call.neutral(passed[3]),
-                    **_options(problem, selection, source, inputs, gate),
-                )
-                call.store(values[: len(results)], tuple(results))
-        else:
-            passes_sparse.double_backward(
-                *(framework, problem, selection, source, backend, inputs, gate, direction),
-                *(passed, results, stream),
-            )
-        ddout, ddlse, gq, gk, gv, *of_gate = map(framework.finish, results)
-        return ddout, ddlse, gq, gk, gv, of_gate[0] if of_gate else None
-    finally:
-        arrays.leave_device(previous)
+    chosen = _chosen(
+        given, block_indices, block_counts, block_size, include_own_block, causal, block_scale,
+        lists=True,
+    )  # fmt: skip
+    parts = given.direction("dd", inputs, ddq, ddk, ddv)
+    of_scale = _direction_of_scale(given, chosen, ddblock_scale, "ddblock_scale")
+    passed = given.passed(dout, out, lse, dlse)
+    results = (
+        Result("ddout", given.rows),
+        Result("ddlse", given.sums),
+        *given.gradients(inputs, "g", None, None, None),
+        *_like_scale(chosen, "gblock_scale"),
+    )
+
+    def reference() -> Any:
+        x, y, z = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
+        arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
+        options = _options(given, chosen, inputs) | {"ddblock_scale": _neutral(of_scale)}
+        values = sparse.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **options)
+        return values[: len(results)]
+
+    def kernels(
+        to: call.Call,
+        ddout: View,
+        ddlse: View,
+        gq: View,
+        gk: View,
+        gv: View,
+        gscale: View | None = None,
+    ) -> None:
+        rooms = (ddout, ddlse, gq, gk, gv, gscale)
+        passes_sparse.double_backward(to, chosen, inputs, parts, of_scale, passed, *rooms)
+
+    ddout, ddlse, gq, gk, gv, *gscale = call.compute(
+        given,
+        (*inputs, *_views(chosen), *parts, of_scale, *passed),
+        results,
+        empty=(0.0,) * len(results),
+        nothing=not (chosen.selection.width and any((*parts, of_scale))),
+        reference=reference,
+        kernels=kernels,
+    )
+    return ddout, ddlse, gq, gk, gv, gscale[0] if gscale else None
 
 
 def sparse_jvp(
@@ -331,7 +312,7 @@ def sparse_jvp(
     tv: Array | None,
     cu_seqlens: Array,
     block_indices: Array | BlockTable,
-    *,
+    *extra: Never,
     tblock_scale: Array | None = None,
     cu_seqlens_k: Array | None = None,
     block_size: int = 64,
@@ -342,6 +323,7 @@ def sparse_jvp(
     softmax_scale: float | None = None,
     backend: str | None = None,
     validate: bool = False,
+    **wrong: Never,
 ) -> tuple[Any, Any, Any, Any]:
     """``sparse_forward`` and its derivative in the direction (tq, tk, tv, tblock_scale).
 
@@ -357,142 +339,98 @@ def sparse_jvp(
     lse and tlse (num_heads_q, total_q) float32 (float64 for float64 inputs). A query that may see
     no key has out 0, lse -inf and tangents 0. Raises as ``forward`` does.
     """
-    framework, problem, inputs, selection, source, gate = _posed(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, softmax_scale, backend, validate,
-        block_indices, block_counts, block_size, include_own_block, block_scale, lists=False,
-    )  # fmt: skip
-    like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    checks.beside_block_scale("tblock_scale", tblock_scale is not None, gate is not None)
-    parts = (
-        call.part_of(framework, tq, "tq", inputs[0], like),
-        call.part_of(framework, tk, "tk", inputs[1], like),
-        call.part_of(framework, tv, "tv", inputs[2], like),
+    if extra or wrong:
+        checks.call_style("sparse_jvp", extra, wrong)
+    given, inputs = call.look(
+        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
     )
-    part_of_gate = _scale(framework, selection, problem, tblock_scale, "tblock_scale", like)
-    direction = (parts, part_of_gate)
-    previous = arrays.enter_device(problem.device)
-    try:
-        waits = (gate, *parts, part_of_gate)
-        stream = framework.stream(*inputs, *source.views(), *filter(None, waits))
-        rows = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        results = (
-            framework.empty(rows, dtype, like),
-            framework.empty(rows, dtype, like),
-            framework.empty(rows[1::-1], statistic, like),
-            framework.empty(rows[1::-1], statistic, like),
-        )
-        if call.is_empty(problem, selection):
-            for result, value in zip(results, (0.0, 0.0, -float("inf"), 0.0), strict=True):
-                framework.fill(result, value, stream)
-        elif call.by_reference(problem, backend):
-            with arrays.on_stream(stream, problem.device):
-                views = (*inputs[:3], *parts, *inputs[3:])
-                values = sparse.jvp(
-                    *map(call.neutral, views),
-                    tblock_scale=call.neutral(part_of_gate),
-                    **_options(problem, selection, source, inputs, gate),
-                )
-                call.store(values, results)
-        else:
-            passes_sparse.jvp(
-                *(framework, problem, selection, source, backend, inputs, gate, direction),
-                *(results, stream),
-            )
-        out, tout, lse, tlse = map(framework.finish, results)
-        return out, tout, lse, tlse
-    finally:
-        arrays.leave_device(previous)
+    chosen = _chosen(
+        given, block_indices, block_counts, block_size, include_own_block, causal, block_scale,
+        lists=False,
+    )  # fmt: skip
+    parts = given.direction("t", inputs, tq, tk, tv)
+    of_scale = _direction_of_scale(given, chosen, tblock_scale, "tblock_scale")
+
+    def reference() -> Any:
+        q, k, v, *offsets = call.neutral(inputs)
+        options = _options(given, chosen, inputs) | {"tblock_scale": _neutral(of_scale)}
+        return sparse.jvp(q, k, v, *call.neutral(parts), *offsets, **options)
+
+    out, tout, lse, tlse = call.compute(
+        given,
+        (*inputs, *_views(chosen), *parts, of_scale),
+        (
+            Result("out", given.rows),
+            Result("tout", given.rows),
+            Result("lse", given.sums),
+            Result("tlse", given.sums),
+        ),
+        empty=(0.0, 0.0, -_INF, 0.0),
+        nothing=not chosen.selection.width,
+        reference=reference,
+        kernels=lambda to, *rooms: passes_sparse.jvp(to, chosen, inputs, parts, of_scale, *rooms),
+    )
+    return out, tout, lse, tlse
 
 
 # ---- look and check ---------------------------------------------------------------------------
 
 
-class _Posed(NamedTuple):
-    """What every function looks at first."""
-
-    framework: Framework
-    problem: Problem
-    inputs: Inputs
-    selection: Selection
-    source: Source
-    gate: View | None
-
-
-def _posed(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens: Array,
-    cu_seqlens_k: Array | None,
-    causal: bool,
-    softmax_scale: float | None,
-    backend: str | None,
-    validate: bool,
+def _chosen(
+    given: Given,
     block_indices: Array | BlockTable,
     block_counts: Array | None,
     block_size: int,
     include_own_block: bool,
+    causal: bool,
     block_scale: Array | None,
     *,
     lists: bool,
-) -> _Posed:
-    """Views of what every call has, and the Problem and the Selection that they pose."""
-    framework, problem, inputs = call.problem_of(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, _OPEN, softmax_scale, backend, validate
+) -> Chosen:
+    """The selection, with the ``lists`` of a table or without, and the factors on its scores."""
+    selection, source = choose(
+        given, block_indices, block_counts, block_size, include_own_block, causal, lists
     )
-    like = inputs[0]
-    selection, source = selection_given(
-        framework, problem, block_indices, block_counts, block_size, include_own_block, causal,
-        lists, like,
-    )  # fmt: skip
-    gate = _scale(framework, selection, problem, block_scale, "block_scale", like)
-    return _Posed(framework, problem, inputs, selection, source, gate)
+    if block_scale is None:
+        return Chosen(selection, source, None)
+    shape = (given.problem.total_q, selection.num_heads_sel, selection.num_selected)
+    dtype = call.statistic(given.problem.dtype)
+    view = given.view_like(block_scale, "block_scale", (shape, dtype))
+    return Chosen(selection, source, view)
 
 
-def _scale(
-    framework: Framework,
-    selection: Selection,
-    problem: Problem,
-    array: Array | None,
-    name: str,
-    like: View,
+def _direction_of_scale(
+    given: Given, chosen: Chosen, array: Array | None, name: str
 ) -> View | None:
-    """View of block_scale, or of its direction."""
-    if array is None:
+    """View of what block_scale moves along."""
+    scale = chosen.block_scale
+    checks.beside_block_scale(name, array is not None, scale is not None)
+    if array is None or scale is None:
         return None
-    shape = (problem.total_q, selection.num_heads_sel, selection.num_selected)
-    return call.view_like(framework, array, name, shape, call.statistic(problem.dtype), like)
+    return given.view_like(array, name, (scale.shape, scale.dtype))
 
 
-def _passed(
-    framework: Framework,
-    problem: Problem,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    like: View,
-) -> Passed:
-    """Views of the cotangents and of what the forward gave."""
-    shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-    dtype, statistic = problem.dtype, call.statistic(problem.dtype)
-    of_lse = None
-    if dlse is not None:
-        of_lse = call.view_like(framework, dlse, "dlse", shape[1::-1], statistic, like)
-    return (
-        call.view_like(framework, dout, "dout", shape, dtype, like),
-        call.view_like(framework, out, "out", shape, dtype, like),
-        call.view_like(framework, lse, "lse", shape[1::-1], statistic, like),
-        of_lse,
-    )
+def _like_scale(chosen: Chosen, name: str) -> tuple[Result, ...]:
+    """The result that is like block_scale, if there is one."""
+    scale = chosen.block_scale
+    return () if scale is None else (Result(name, (tuple(scale.shape), scale.dtype)),)
+
+
+def _views(chosen: Chosen) -> tuple[View | None, ...]:
+    """The arrays of a selection."""
+    return (*chosen.source.views(), chosen.block_scale)
 
 
 # ---- the reference ----------------------------------------------------------------------------
 
 
-def _options(
-    problem: Problem, selection: Selection, source: Source, inputs: Inputs, gate: View | None
-) -> dict[str, Any]:
+def _neutral(view: View | None) -> Array | None:
+    """An array of the call as the reference takes it, if there is one."""
+    return None if view is None else arrays.neutral(view)
+
+
+def _options(given: Given, chosen: Chosen, inputs: Inputs) -> dict[str, Any]:
     """What the reference wants to know beside the arrays of dense attention."""
-    options = named_blocks(problem, selection, source, *inputs[3:])
-    return options | {"block_scale": call.neutral(gate), "softmax_scale": problem.softmax_scale}
+    problem, (selection, source, block_scale) = given.problem, chosen
+    options = named_blocks(problem, selection, source, inputs[3:])
+    return options | {"block_scale": _neutral(block_scale), "softmax_scale": problem.softmax_scale}

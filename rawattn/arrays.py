@@ -16,15 +16,14 @@ Nothing here makes the host wait for a device, except ``host_values``, which rea
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from rawattn import checks
+from rawattn import checks, device
 
 Array = Any  # an array of any library
 Shape = tuple[int, ...]
@@ -58,12 +57,13 @@ _new = tuple.__new__  # _new(View, (...)) is View(...) in half the time
 class Framework:
     """What an array library does for a call. A stream is always a raw CUDA stream handle.
 
-    ``view`` takes a caller's array and its name. ``stream`` tells where the work on some inputs has
-    to go, and puts it behind whatever else they wait for. ``empty`` allocates beside a View, from
-    the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` (modulo 2**32), ``clipped``
-    (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (destination, source)
+    ``view`` takes a caller's array and its name. ``stream`` tells where the work on some inputs, or
+    None, has to go, and puts it behind whatever else they wait for. ``empty`` allocates beside a
+    View, from the library's own allocator. ``fill``, ``contiguous``, ``as_int32`` (modulo 2**32),
+    ``clipped`` (to int32 too, but 2**31 - 1 from there on and -1 below 0) and ``copy`` (to, from)
     queue their work on the stream. ``finish`` turns a View of ``empty`` into the caller's
-    kind of array.
+    kind of array. ``keep``, where there is one, holds on to inputs that the library would otherwise
+    hand to others as soon as the caller drops them, until the stream's present work is done.
     """
 
     name: str
@@ -77,23 +77,7 @@ class Framework:
     stream: Callable[..., int]
     writable: Callable[[View], bool]
     finish: Callable[[View], Array]
-
-    def rows(self, view: View, stream: int) -> View:
-        """A (tokens, heads, size) input as kernels load it, copied only where they could not."""
-        return view if is_aligned(view) else self.contiguous(view, stream)
-
-    def dense(self, view: View, stream: int) -> View:
-        """An input that kernels take without strides."""
-        return view if is_dense(view) else self.contiguous(view, stream)
-
-    def offsets(self, view: View, stream: int) -> View:
-        """cu_seqlens, and whatever counts, as kernels read it: dense int32."""
-        ready = view.dtype == "int32" and is_dense(view)
-        return view if ready else self.as_int32(view, stream)
-
-    def indices(self, view: View, stream: int) -> View:
-        """Indices, of which those of no int32 are as good as -1 or 2**31 - 1: dense int32."""
-        return self.clipped(view, stream) if view.dtype == "int64" else self.offsets(view, stream)
+    keep: Callable[[Iterable[View], int], None] | None = None
 
 
 def framework_of(array: Array, name: str) -> Framework:
@@ -130,9 +114,47 @@ def row_major(shape: Shape) -> Shape:
     return (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
 
 
+def share_memory(one: View, other: View) -> bool:
+    """Whether two views have an element in common; slices of one array need not."""
+    if 0 in one.shape or 0 in other.shape:
+        return False
+    (first, last), (low, high) = _range(one), _range(other)
+    if last <= low or high <= first:
+        return False
+    try:
+        return np.shares_memory(_Outline(one), _Outline(other), max_work=_MOST_WORK)  # type: ignore
+    except np.exceptions.TooHardError:
+        return True
+
+
+_MOST_WORK = 100_000  # steps of NumPy's search, which needs a few for slices
+
+
+class _Outline:
+    """Where a view lies, as NumPy takes it: nothing is read, and it may be a device's memory."""
+
+    def __init__(self, view: View) -> None:
+        size = numpy_dtype(view.dtype).itemsize
+        self.__array_interface__ = {
+            "data": (view.ptr, True),
+            "shape": tuple(view.shape),
+            "strides": tuple(s * size for s in view.strides),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+
+
+def _range(view: View) -> tuple[int, int]:
+    """First byte of a view, and one past the last."""
+    size = numpy_dtype(view.dtype).itemsize
+    spans = [(n - 1) * s * size for n, s in zip(view.shape, view.strides, strict=True)]
+    low = sum(span for span in spans if span < 0)
+    return view.ptr + low, view.ptr + sum(spans) - low + size
+
+
 def neutral(view: View) -> Array:
     """A NumPy (host) or CuPy (device) array over the memory of a view."""
-    cupy = None if view.device < 0 else _cupy()
+    cupy = None if view.device < 0 else device.cupy()
     if cupy is None or isinstance(view.owner, cupy.ndarray):
         return view.owner
     itemsize = numpy_dtype(view.dtype).itemsize
@@ -156,78 +178,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         name = importlib.import_module("ml_dtypes").bfloat16
     return np.dtype(name)
-
-
-# ---- devices ----------------------------------------------------------------------------------
-
-
-@cache
-def _cupy() -> Any:
-    try:
-        return importlib.import_module("cupy")
-    except ImportError:
-        checks.no_cupy()
-
-
-@cache
-def arch_of(device: int) -> int:
-    """Compute capability as a number (90 for 9.0) of a CUDA ordinal, 0 for the CPU."""
-    return 0 if device < 0 else int(_cupy().cuda.Device(device).compute_capability)
-
-
-@cache
-def sms_of(device: int) -> int:
-    """Multiprocessors of a CUDA ordinal, 0 for the CPU."""
-    return 0 if device < 0 else int(_cupy().cuda.Device(device).attributes["MultiProcessorCount"])
-
-
-@cache
-def has_cuda_device() -> bool:
-    """Whether CuPy, a driver and at least one device are there."""
-    try:
-        return bool(importlib.import_module("cupy").cuda.is_available())
-    except ImportError:
-        return False
-
-
-def enter_device(device: int) -> int:
-    """Make a CUDA device (-1: none) the current one.
-
-    Returns the one for ``leave_device`` to go back to, -1 when nothing has changed.
-    """
-    if device < 0:
-        return -1
-    runtime = _cupy().cuda.runtime
-    current: int = runtime.getDevice()
-    if current == device:
-        return -1
-    runtime.setDevice(device)
-    return current
-
-
-def leave_device(previous: int) -> None:
-    """Undo ``enter_device``."""
-    if previous >= 0:
-        _cupy().cuda.runtime.setDevice(previous)
-
-
-class _Handle(NamedTuple):
-    """A raw stream handle in the form of the CUDA stream protocol."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.handle)
-
-
-def on_stream(stream: int, device: int) -> AbstractContextManager[Any]:
-    """In which CuPy's work goes on a raw stream of the current device; nothing on the CPU (-1)."""
-    context: AbstractContextManager[Any] = nullcontext() if device < 0 else _cupy_stream(stream)
-    return context
-
-
-def _cupy_stream(stream: int) -> Any:
-    return _cupy().cuda.Stream.from_external(_Handle(stream))
 
 
 # ---- NumPy, and what lies in host memory -------------------------------------------------------
@@ -283,12 +233,12 @@ def _layout(name: str, strides: Shape, dtype: np.dtype[Any]) -> tuple[Shape, str
 
 
 def _cupy_empty(shape: Shape, dtype: str, like: View) -> View:
-    array = _cupy().ndarray(shape, numpy_dtype(dtype))
+    array = device.cupy().ndarray(shape, numpy_dtype(dtype))
     return _new(View, (array.data.ptr, shape, row_major(shape), dtype, like.device, array))
 
 
-def _cupy_current(first: View, *others: View) -> int:
-    handle: int = _cupy().cuda.get_current_stream(first.device).ptr
+def _cupy_current(first: View, *others: View | None) -> int:
+    handle: int = device.cupy().cuda.get_current_stream(first.device).ptr
     return handle
 
 
@@ -330,8 +280,16 @@ def _torch_view(tensor: Array, name: str) -> View:
     ptr = tensor.data_ptr()
     if not ptr and tensor.numel():
         checks.no_memory(name, f"torch {type(tensor).__name__}")
-    dtype, device = _torch_name(tensor.dtype), tensor.get_device()
-    return _new(View, (ptr, tensor.shape, tensor.stride(), dtype, device, tensor))
+    if tensor.requires_grad:
+        _refuse_grad(name)
+    dtype = _torch_name(tensor.dtype)
+    return _new(View, (ptr, tensor.shape, tensor.stride(), dtype, tensor.get_device(), tensor))
+
+
+def _refuse_grad(name: str) -> None:
+    """As ``Tensor.numpy`` does: the result would not be part of the graph."""
+    if _torch().is_grad_enabled():
+        checks.requires_grad(name)
 
 
 def _torch_empty(shape: Shape, dtype: str, like: View) -> View:
@@ -352,7 +310,7 @@ def _torch_copy(destination: View, source: View, stream: int) -> None:
     destination.owner.detach().copy_(source.owner)
 
 
-def _torch_current(first: View, *others: View) -> int:
+def _torch_current(first: View, *others: View | None) -> int:
     # As in the code that torch generates; the public current_stream builds an object each time.
     handle: int = _torch()._C._cuda_getCurrentRawStream(first.device)
     return handle
@@ -376,7 +334,9 @@ TORCH = Framework(
 def _torch_host_view(tensor: Array, name: str) -> View:
     if tensor.is_neg():
         checks.lazily_negated(name)
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        _refuse_grad(name)
+        tensor = tensor.detach()
     if tensor.dtype == _torch_dtype("bfloat16"):  # NumPy has no such dtype: go by the bits
         bits = tensor.view(_torch_dtype("int16")).numpy()
         return _numpy_view(bits.view(numpy_dtype("bfloat16")), name)
@@ -406,7 +366,12 @@ def _choose_torch(tensor: Array, name: str) -> Framework:
 
 
 def _over_dlpack(array: Array, name: str) -> View:
-    return _cupy_view(_cupy().from_dlpack(array), name)
+    return _cupy_view(device.cupy().from_dlpack(array), name)
+
+
+def _keep(views: Iterable[View], stream: int) -> None:
+    """DLPack orders our work behind the producer's, but not the next user's behind ours."""
+    device.keep((view.owner for view in views), stream)
 
 
 JAX = replace(
@@ -415,6 +380,7 @@ JAX = replace(
     view=_over_dlpack,
     writable=lambda view: False,
     finish=lambda view: importlib.import_module("jax.dlpack").from_dlpack(view.owner),
+    keep=_keep,
 )
 JAX_HOST = replace(
     NUMPY,
@@ -450,43 +416,40 @@ def _interface_view(array: Array, name: str) -> View:
 
 def _device_of(ptr: int) -> int:
     """The device of a pointer, which the interface does not tell; the current one for a null."""
-    runtime = _cupy().cuda.runtime
-    device: int = runtime.pointerGetAttributes(ptr).device if ptr else runtime.getDevice()
-    return device
+    runtime = device.cupy().cuda.runtime
+    ordinal: int = runtime.pointerGetAttributes(ptr).device if ptr else runtime.getDevice()
+    return ordinal
 
 
 def _follow(stream: int, view: View) -> None:
-    """Order ``stream`` behind the stream that an interface names, by an event: the host goes on."""
+    """Order ``stream`` behind the stream that an interface names."""
     producer = view.owner.__cuda_array_interface__.get("stream")
     if producer is not None and producer != stream:
-        with _cupy().cuda.Device(view.device):
-            event = _cupy().cuda.Event(disable_timing=True)
-            event.record(_cupy_stream(producer))
-            _cupy_stream(stream).wait_event(event)
+        device.follow(stream, producer, view.device)
 
 
 def _neutral_fill(view: View, value: float, stream: int) -> None:
-    with _cupy_stream(stream):
+    with device.stream_of(stream):
         neutral(view).fill(value)
 
 
 def _neutral_contiguous(view: View, stream: int) -> View:
-    with _cupy_stream(stream):
+    with device.stream_of(stream):
         return _cupy_view(neutral(view).copy(order="C"), "")
 
 
 def _neutral_as_int32(view: View, stream: int) -> View:
-    with _cupy_stream(stream):
+    with device.stream_of(stream):
         return _cupy_view(neutral(view).astype(np.int32, order="C"), "")
 
 
 def _neutral_clipped(view: View, stream: int) -> View:
-    with _cupy_stream(stream):
+    with device.stream_of(stream):
         return _cupy_view(_clip(neutral(view)), "")
 
 
 def _neutral_copy(destination: View, source: View, stream: int) -> None:
-    with _cupy_stream(stream):
+    with device.stream_of(stream):
         neutral(destination)[...] = neutral(source)
 
 
@@ -501,11 +464,12 @@ def _numba_empty(shape: Shape, dtype: str, like: View) -> View:
     return _interface_view(array, "")._replace(device=like.device)
 
 
-def _numba_bound(first: View, *others: View) -> int:
+def _numba_bound(first: View, *others: View | None) -> int:
     """The stream that the first array is bound to, behind those of the others."""
     stream = int(first.owner.__cuda_array_interface__.get("stream") or 0)
     for view in others:
-        _follow(stream, view)
+        if view is not None:
+            _follow(stream, view)
     return stream
 
 
@@ -548,6 +512,7 @@ FOREIGN = replace(
     clipped=_neutral_clipped,
     copy=_neutral_copy,
     writable=_interface_writable,
+    keep=_keep,
 )
 FOREIGN_HOST = replace(
     NUMPY,

@@ -1,27 +1,165 @@
-"""What the public functions share: views of the arrays, the Problem they pose, room for results.
+"""From a caller's arrays to launches: look at them, check them, and make room for the results.
 
-``problem_of`` looks at the arrays of a call and checks them against each other, ``view_like`` and
-``output`` at those that follow from them. ``ready`` and ``target`` stand between arrays and
-kernels, which ask for alignment; ``mask`` and ``store`` between arrays and the reference.
+Every public function goes the same way: ``look`` gives Views of what all calls have and the Problem
+that they pose, Given's methods those of what follows from it, preallocated results too; ``compute``
+chooses the stream behind all of them and lets the reference or the kernels fill the results. What
+kernels need on their way is a Call.
 """
 
 import os
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from rawattn import arrays, checks
+from rawattn import arrays, checks, device, variants
 from rawattn.arrays import Array, Framework, Shape, View, framework_of
 from rawattn.problem import Problem, Selection, default_chunk
+from rawattn.variants import Variant
 
 Window = tuple[int, int]
-Inputs = tuple[View, View, View, View, View]  # q, k, v, cu_seqlens_q, cu_seqlens_k
-Parts = tuple[View | None, View | None, View | None]  # of a direction, like q, k, v; None is zero
+Like = tuple[Shape, str]  # shape and dtype
+_new = tuple.__new__  # _new(Call, (...)) is Call(...) in half the time
+_View = TypeVar("_View", View, View | None)
+
+
+class Inputs(NamedTuple):
+    """What every call has; without cu_seqlens of the keys, both offsets are the same View."""
+
+    q: View
+    k: View
+    v: View
+    cu_seqlens_q: View
+    cu_seqlens_k: View
+
+
+class Passed(NamedTuple):
+    """Cotangents of out and lse, and out and lse themselves."""
+
+    dout: View
+    out: View
+    lse: View
+    dlse: View | None
+
+
+class Parts(NamedTuple):
+    """A direction: what q, k and v move along; None is zero."""
+
+    q: View | None
+    k: View | None
+    v: View | None
+
+
+class Result(NamedTuple):
+    """What a result is like, and the caller's array for it, if there is one."""
+
+    name: str
+    like: Like
+    array: Array | None = None
+    view: View | None = None  # of the array
+
+
+# ---- on the way to kernels --------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """What goes with every launch of a call. ``backend`` is a family of rows that was asked for."""
+
+    framework: Framework
+    problem: Problem
+    backend: str | None
+    like: View  # allocate beside it
+    stream: int
+
+    def empty(self, shape: Shape, dtype: str) -> View:
+        """New memory, from the caller's allocator."""
+        return self.framework.empty(shape, dtype, self.like)
+
+    def fill(self, view: View, value: float) -> None:
+        """Set every element, on the stream."""
+        self.framework.fill(view, value, self.stream)
+
+    def rows(self, view: _View) -> _View:
+        """A (tokens, heads, size) array as kernels load it, copied only where they could not."""
+        if view is None or arrays.is_aligned(view):
+            return view
+        return self.framework.contiguous(view, self.stream)
+
+    def dense(self, view: _View) -> _View:
+        """An array that kernels take without strides."""
+        if view is None or arrays.is_dense(view):
+            return view
+        return self.framework.contiguous(view, self.stream)
+
+    def offsets(self, view: View) -> View:
+        """cu_seqlens, and whatever counts, as kernels read it: dense int32."""
+        if view.dtype == "int32" and arrays.is_dense(view):
+            return view
+        return self.framework.as_int32(view, self.stream)
+
+    def row(self, stem: str, **options: Any) -> Variant:
+        """The row that computes the call with kernel ``stem``; options as in ``select``."""
+        return variants.select(stem, self.problem, backend=self.backend, **options)
 
 
 # ---- look and check ---------------------------------------------------------------------------
 
 
-def problem_of(
+class Given(NamedTuple):
+    """What a caller gave, but for the arrays: those of a call are looked at beside ``like``."""
+
+    framework: Framework
+    problem: Problem
+    rows: Like  # out and its relatives
+    sums: Like  # lse and its relatives
+    backend: str | None
+    like: View
+
+    def view(self, array: Array, name: str) -> View:
+        """View of an array that belongs to the call."""
+        return view_beside(self.framework, array, name, self.like.device)
+
+    def view_like(self, array: Array, name: str, like: Like) -> View:
+        """View of an array whose shape and dtype follow from the others."""
+        view = self.view(array, name)
+        checks.shape(name, view.shape, like[0])
+        checks.same_dtype(name, view.dtype, like[1])
+        return view
+
+    def passed(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> Passed:
+        """Views of the cotangents and of what the forward gave."""
+        return Passed(
+            self.view_like(dout, "dout", self.rows),
+            self.view_like(out, "out", self.rows),
+            self.view_like(lse, "lse", self.sums),
+            None if dlse is None else self.view_like(dlse, "dlse", self.sums),
+        )
+
+    def direction(self, prefix: str, inputs: Inputs, *parts: Array | None) -> Parts:
+        """Views of what is like q, k and v; they are called so behind the prefix."""
+        names = zip("qkv", parts, inputs, strict=False)
+        return Parts(
+            *(
+                None if part is None else self.view_like(part, prefix + name, (x.shape, x.dtype))
+                for name, part, x in names
+            )
+        )
+
+    def result(self, array: Array | None, name: str, like: Like) -> Result:
+        """A preallocated result, or what a new one has to be like."""
+        if array is None:
+            return _new(Result, (name, like, None, None))
+        view = self.view_like(array, name, like)
+        checks.writable(name, self.framework.writable(view))
+        checks.distinct_elements(name, view.shape, view.strides)
+        return Result(name, like, array, view)
+
+    def gradients(self, inputs: Inputs, prefix: str, *rooms: Array | None) -> tuple[Result, ...]:
+        """The results that are like q, k and v; they are called so behind the prefix."""
+        named = zip("qkv", rooms, inputs, strict=False)
+        return tuple(self.result(room, prefix + x, (y.shape, y.dtype)) for x, room, y in named)
+
+
+def look(
     q: Array,
     k: Array,
     v: Array,
@@ -32,26 +170,33 @@ def problem_of(
     softmax_scale: float | None,
     backend: str | None,
     validate: bool,
-) -> tuple[Framework, Problem, Inputs]:
+) -> tuple[Given, Inputs]:
     """Views of what every call has, and the Problem that they pose."""
     framework = framework_of(q, "q")
     gq = framework.view(q, "q")
-    device = gq.device
-    gk = view_beside(framework, k, "k", device)
-    gv = view_beside(framework, v, "v", device)
-    offsets_q = offsets_k = view_beside(framework, cu_seqlens, "cu_seqlens", device)
+    ordinal = gq.device
+    gk = view_beside(framework, k, "k", ordinal)
+    gv = view_beside(framework, v, "v", ordinal)
+    offsets_q = offsets_k = view_beside(framework, cu_seqlens, "cu_seqlens", ordinal)
     if cu_seqlens_k is not None:
-        offsets_k = view_beside(framework, cu_seqlens_k, "cu_seqlens_k", device)
-    problem = pose(
+        offsets_k = view_beside(framework, cu_seqlens_k, "cu_seqlens_k", ordinal)
+    problem, rows, sums = pose(
         gq.shape, gk.shape, gv.shape, offsets_q.shape, offsets_k.shape,
         gq.dtype, gk.dtype, gv.dtype, offsets_q.dtype, offsets_k.dtype, cu_seqlens_k is None,
-        checks.window(window, causal), checks.softmax_scale(softmax_scale), backend, device,
+        checks.window(window, checks.flag("causal", causal)),
+        checks.softmax_scale(softmax_scale), backend, ordinal,
     )  # fmt: skip
-    if validate:
-        checks.offsets("cu_seqlens", arrays.host_values(offsets_q), problem.total_q)
-        name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
-        checks.offsets(name, arrays.host_values(offsets_k), problem.total_k)
-    return framework, problem, (gq, gk, gv, offsets_q, offsets_k)
+    if validate or ordinal < 0:
+        check_offsets(offsets_q, offsets_k, problem.total_q, problem.total_k)
+    given = _new(Given, (framework, problem, rows, sums, backend, gq))
+    return given, _new(Inputs, (gq, gk, gv, offsets_q, offsets_k))
+
+
+def check_offsets(offsets_q: View, offsets_k: View, total_q: int, total_k: int) -> None:
+    """The content of cu_seqlens, which has to be read back from a device."""
+    checks.offsets("cu_seqlens", arrays.host_values(offsets_q), total_q)
+    if offsets_k is not offsets_q:
+        checks.offsets("cu_seqlens_k", arrays.host_values(offsets_k), total_k)
 
 
 # Layers repeat their shapes, and so do steps: every rule is checked once for each combination.
@@ -71,9 +216,12 @@ def pose(
     window: Window,
     softmax_scale: float | None,
     backend: str | None,
-    device: int,
-) -> Problem:
-    """Check shapes, dtypes and options against each other, and put them into a Problem."""
+    ordinal: int,
+) -> tuple[Problem, Like, Like]:
+    """Check shapes, dtypes and options against each other, and put them into a Problem.
+
+    With it goes what out and lse are like.
+    """
     checks.rank("q", q)
     checks.rank("k", k)
     checks.rank("v", v)
@@ -89,17 +237,15 @@ def pose(
     checks.heads(num_heads_q, num_heads_kv)
     checks.tokens("q", total_q)
     checks.tokens("k", total_k)
-    checks.cu_seqlens("cu_seqlens", offsets_q, dtype_offsets_q)
-    checks.cu_seqlens("cu_seqlens_k", offsets_k, dtype_offsets_k)
-    checks.same_batch(offsets_q[0], offsets_k[0])
+    batch = pose_offsets(offsets_q, offsets_k, dtype_offsets_q, dtype_offsets_k)
     if shared:
         checks.shared_cu_seqlens(total_q, total_k)
-    check_backend(backend, device)
+    check_backend(backend, ordinal)
     # A side that reaches past every token is open; with that, positions plus a side fit 32 bits.
     left, right = window
-    return Problem(
+    problem = Problem(
         dtype=dtype,
-        batch=offsets_q[0] - 1,
+        batch=batch,
         total_q=total_q,
         total_k=total_k,
         num_heads_q=num_heads_q,
@@ -109,10 +255,20 @@ def pose(
         window_left=-1 if left >= total_k else left,
         window_right=-1 if right >= total_q else right,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        arch=arrays.arch_of(device),
-        device=device,
-        num_sms=arrays.sms_of(device),
+        arch=device.arch_of(ordinal),
+        device=ordinal,
+        num_sms=device.sms_of(ordinal),
     )
+    rows, sums = (total_q, num_heads_q, head_dim_v), (num_heads_q, total_q)
+    return problem, (rows, dtype), (sums, statistic(dtype))
+
+
+def pose_offsets(offsets_q: Shape, offsets_k: Shape, dtype_q: str, dtype_k: str) -> int:
+    """Check the two cu_seqlens against each other; gives the number of sequences."""
+    checks.cu_seqlens("cu_seqlens", offsets_q, dtype_q)
+    checks.cu_seqlens("cu_seqlens_k", offsets_k, dtype_k)
+    checks.same_batch(offsets_q[0], offsets_k[0])
+    return offsets_q[0] - 1
 
 
 @lru_cache(maxsize=1024)
@@ -138,57 +294,25 @@ def pose_selection(
     chunk = default_chunk(max(total_q, 1), problem.group, problem.head_dim)
     selection = Selection(num_heads_sel, num_selected, block_size, own, chunk)
     checks.entries(num_heads_sel, total_q, selection.width)
-    checks.lists(selection.lists(problem))
+    checks.lists(selection.lists(problem), selection.segments(problem))
     return selection
 
 
-def check_backend(backend: str | None, device: int) -> None:
+def check_backend(backend: str | None, ordinal: int) -> None:
     """A backend that exists and can work here."""
-    checks.backend(backend, device)
-    if backend == "numba" and device < 0:
+    checks.backend(backend, ordinal)
+    if backend == "numba" and ordinal < 0:
         simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-        checks.numba_device(simulated or arrays.has_cuda_device())
+        checks.numba_device(simulated or device.has_cuda_device())
 
 
-def view_beside(framework: Framework, array: Array, name: str, device: int) -> View:
+def view_beside(framework: Framework, array: Array, name: str, ordinal: int) -> View:
     """View of an array that has to be of the framework, and on the device, of the first one."""
-    given = framework_of(array, name)
-    if given is not framework:
+    if (given := framework_of(array, name)) is not framework:
         checks.same_framework(name, given.name, framework.name)
     view = framework.view(array, name)
-    if view.device != device:
-        checks.same_device(name, view.device, device)
-    return view
-
-
-def view_like(
-    framework: Framework, array: Array, name: str, shape: Shape, dtype: str, like: View
-) -> View:
-    """View of an array whose shape and dtype follow from the others."""
-    view = view_beside(framework, array, name, like.device)
-    checks.shape(name, view.shape, shape)
-    checks.same_dtype(name, view.dtype, dtype)
-    return view
-
-
-def part_of(
-    framework: Framework, array: Array | None, name: str, origin: View, like: View
-) -> View | None:
-    """View of the part of a direction that belongs to ``origin``, which is q, k or v."""
-    if array is None:
-        return None
-    return view_like(framework, array, name, origin.shape, origin.dtype, like)
-
-
-def output(
-    framework: Framework, array: Array | None, name: str, shape: Shape, dtype: str, like: View
-) -> View:
-    """View of a preallocated output, or of a new array."""
-    if array is None:
-        return framework.empty(shape, dtype, like)
-    view = view_like(framework, array, name, shape, dtype, like)
-    checks.writable(name, framework.writable(view))
-    checks.distinct_elements(name, view.shape, view.strides)
+    if view.device != ordinal:
+        checks.same_device(name, view.device, ordinal)
     return view
 
 
@@ -197,12 +321,80 @@ def statistic(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-# ---- the reference ----------------------------------------------------------------------------
+# ---- compute ----------------------------------------------------------------------------------
 
 
-def by_reference(problem: Problem, backend: str | None) -> bool:
-    """Whether the reference computes the call."""
-    return backend == "reference" or (backend is None and problem.device < 0)
+def compute(
+    given: Given,
+    views: Sequence[View | None],
+    results: Sequence[Result],
+    *,
+    empty: Sequence[float],
+    reference: Callable[[], Sequence[Array]],
+    kernels: Callable[..., None],
+    nothing: bool = False,
+) -> list[Any]:
+    """The results, in the caller's kind of array, after all work on ``views`` has been queued.
+
+    ``empty`` are their values where no token sees another, or ``nothing`` else asks for more.
+    ``reference`` gives values for all; ``kernels`` gets a Call and Views to write to.
+    """
+    framework, problem, _rows, _sums, backend, like = given
+    preallocated = [result.view for result in results if result.view is not None]
+    if preallocated:
+        _check_separate(results, views)
+    ordinal = problem.device
+    previous = device.enter(ordinal)
+    try:
+        stream = framework.stream(*views, *preallocated)
+        call = _new(Call, (framework, problem, backend, like, stream))
+        rooms = []
+        for _, (shape, dtype), _, view in results:
+            rooms.append(view or framework.empty(shape, dtype, like))
+        if nothing or not (problem.batch and problem.total_q and problem.total_k):
+            for room, value in zip(rooms, empty, strict=True):
+                framework.fill(room, value, stream)
+        elif backend == "reference" or (backend is None and ordinal < 0):
+            with device.on_stream(stream, ordinal):
+                for room, value in zip(rooms, reference(), strict=True):
+                    arrays.neutral(room)[...] = value
+        elif not preallocated:
+            kernels(call, *rooms)
+        else:
+            targets = [_target(call, room) for room in rooms]
+            kernels(call, *targets)
+            for room, target in zip(rooms, targets, strict=True):
+                if target is not room:
+                    framework.copy(room, target, stream)
+        if framework.keep is not None:
+            framework.keep([view for view in views if view is not None], stream)
+        if preallocated:
+            pairs = zip(results, rooms, strict=True)
+            return [framework.finish(y) if x.view is None else x.array for x, y in pairs]
+        finish = framework.finish
+        return [finish(room) for room in rooms]
+    finally:
+        device.leave(previous)
+
+
+def _check_separate(results: Sequence[Result], views: Sequence[View | None]) -> None:
+    """Preallocated results share memory with nothing else of the call."""
+    before: list[tuple[str | None, View]] = [(None, view) for view in views if view is not None]
+    for name, _, _, view in results:
+        if view is not None:
+            for other, seen in before:
+                if arrays.share_memory(view, seen):
+                    checks.separate(name, other)
+            before.append((name, view))
+
+
+def _target(call: Call, room: View) -> View:
+    """Where kernels write a result: the array itself if they can, else one to copy from."""
+    usable = arrays.is_aligned(room) if len(room.shape) == 3 else arrays.is_dense(room)
+    return room if usable else call.empty(room.shape, room.dtype)
+
+
+# ---- for the reference ------------------------------------------------------------------------
 
 
 def mask(problem: Problem) -> dict[str, Any]:
@@ -211,51 +403,6 @@ def mask(problem: Problem) -> dict[str, Any]:
     return {"window": window, "softmax_scale": problem.softmax_scale}
 
 
-def neutral(view: View | None) -> Array | None:
-    """An array of the call as the reference takes it, if there is one."""
-    return None if view is None else arrays.neutral(view)
-
-
-def store(values: tuple[Array, ...], views: tuple[View, ...]) -> None:
-    """Round the reference's values into arrays of the call."""
-    for value, view in zip(values, views, strict=True):
-        arrays.neutral(view)[...] = value
-
-
-# ---- the kernels ------------------------------------------------------------------------------
-
-
-def is_empty(problem: Problem, selection: Selection | None = None) -> bool:
-    """No token can see another: the results are known, and a grid would be of size zero."""
-    nothing = selection is not None and not selection.width
-    return nothing or not (problem.batch and problem.total_q and problem.total_k)
-
-
-def ready(framework: Framework, inputs: Inputs, stream: int) -> Inputs:
-    """The inputs as kernels take them."""
-    q, k, v, offsets_q, offsets_k = inputs
-    ready_q = framework.offsets(offsets_q, stream)
-    shared = offsets_k is offsets_q
-    return (
-        framework.rows(q, stream),
-        framework.rows(k, stream),
-        framework.rows(v, stream),
-        ready_q,
-        ready_q if shared else framework.offsets(offsets_k, stream),
-    )
-
-
-def ready_parts(framework: Framework, parts: Parts, stream: int) -> Parts:
-    """The parts of a direction as kernels take them."""
-    of_q, of_k, of_v = parts
-    return (
-        None if of_q is None else framework.rows(of_q, stream),
-        None if of_k is None else framework.rows(of_k, stream),
-        None if of_v is None else framework.rows(of_v, stream),
-    )
-
-
-def target(framework: Framework, result: View, like: View) -> View:
-    """Where kernels write a result: the array itself if they can, else one to copy from."""
-    usable = arrays.is_aligned(result) if len(result.shape) == 3 else arrays.is_dense(result)
-    return result if usable else framework.empty(result.shape, result.dtype, like)
+def neutral(views: Any) -> Any:
+    """Inputs, Passed or Parts with arrays as the reference takes them in the place of Views."""
+    return views._make(None if view is None else arrays.neutral(view) for view in views)

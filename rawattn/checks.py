@@ -1,14 +1,16 @@
 """Every rule for the inputs, one function each, and every error text: what, given, allowed, remedy.
 
 Longer than a module should be, because texts take room. Plain comparisons on names, shapes and
-numbers: no array's memory is touched; ``offsets`` gets the content of cu_seqlens as a list, from
-callers who asked for validation.
+numbers: no array's memory is touched; ``offsets`` gets the content of cu_seqlens as a list, of host
+arrays and from callers who asked for validation.
 """
 
 import math
 from numbers import Real
 from operator import index
 from typing import Any, NoReturn
+
+import numpy as np
 
 Shape = tuple[int, ...]
 
@@ -19,6 +21,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**31 - 1
 MAX_ENTRIES = 2**31 - 1
+MAX_HEADS = 65535  # of a grid's second axis
+MAX_GROUP = 64  # query heads of a selection: the most rows of a tile of queries
 LAYOUTS = {
     "q": "(total_q, num_heads_q, head_dim)",
     "k": "(total_k, num_heads_kv, head_dim)",
@@ -99,6 +103,15 @@ def masked(name: str) -> NoReturn:
     raise TypeError(
         f"{name} has an element mask, which attention cannot honour: expected plain data; pass it "
         "without the mask, and use cu_seqlens to leave tokens out"
+    )
+
+
+def requires_grad(name: str) -> NoReturn:
+    """A torch tensor that wants a gradient, while torch records the graph."""
+    raise TypeError(
+        f"{name} is a torch tensor that requires grad: expected one that does not, since nothing "
+        "here is recorded for autograd; call rawattn.torch.varlen_attn or sparse_attn, or call "
+        f"under torch.no_grad(), or pass {name}.detach()"
     )
 
 
@@ -233,6 +246,11 @@ def heads(num_heads_q: int, num_heads_kv: int) -> None:
             f"q has {num_heads_q} heads and k has {num_heads_kv}: expected at least one of each, "
             "and num_heads_q divisible by num_heads_kv; repeat or regroup the heads"
         )
+    if num_heads_q > MAX_HEADS:
+        raise ValueError(
+            f"q has {num_heads_q} heads: expected at most {MAX_HEADS}, what the grid of a kernel "
+            "can count; split them into several calls"
+        )
 
 
 # ---- cu_seqlens -------------------------------------------------------------------------------
@@ -271,7 +289,7 @@ def shared_cu_seqlens(total_q: int, total_k: int) -> None:
 
 
 def offsets(name: str, content: list[int], total: int) -> None:
-    """The content of cu_seqlens, read on request: from 0, never falling, within the tokens."""
+    """The content of cu_seqlens: from 0, never falling, within the tokens."""
     if content[0] != 0:
         raise ValueError(
             f"{name} starts at {content[0]}: expected 0; put a 0 in front of the running sum"
@@ -332,6 +350,11 @@ def selection_heads(given: int, num_heads_q: int, num_heads_kv: int) -> None:
             f"the selection has {given} heads: expected {num_heads_kv} (num_heads_kv) or "
             f"{num_heads_q} (num_heads_q); repeat it along the query heads that share it"
         )
+    if num_heads_q > MAX_GROUP * given:
+        raise ValueError(
+            f"{num_heads_q // given} query heads share a selection: expected at most {MAX_GROUP}; "
+            "repeat the selection along the query heads"
+        )
 
 
 def block_size(given: Any) -> int:
@@ -356,12 +379,25 @@ def entries(num_heads_sel: int, total_q: int, width: int) -> None:
         )
 
 
-def lists(number: int) -> None:
-    """And its lists."""
-    if number > MAX_ENTRIES:
+def lists(number: int, segments: int) -> None:
+    """And its lists, with two more counters, and the four numbers of each of their segments."""
+    if number > MAX_ENTRIES - 2:
         raise ValueError(
             f"the keys are {number} lists of queries in a block table: expected at most "
-            f"{MAX_ENTRIES}; split the batch, or take larger blocks"
+            f"{MAX_ENTRIES - 2}; split the batch, or take larger blocks"
+        )
+    if segments > MAX_ENTRIES // 4:
+        raise ValueError(
+            f"the lists of a block table are up to {segments} segments: expected at most "
+            f"{MAX_ENTRIES // 4}; split the batch, or take larger blocks"
+        )
+
+
+def counts(name: str, least: int) -> None:
+    """The content of block_counts: a number of slots."""
+    if least < 0:
+        raise ValueError(
+            f"{name} holds {least}: expected 0 or more, how many slots of a query count; clip it"
         )
 
 
@@ -388,7 +424,7 @@ def counted_by_table(given: bool) -> None:
     if given:
         raise ValueError(
             "block_counts is given beside a block table: expected None, since the table has "
-            "counted; pass block_counts to block_table"
+            "counted; pass block_counts to BlockTable.of_indices"
         )
 
 
@@ -398,24 +434,6 @@ def table_lists(available: bool) -> None:
         raise ValueError(
             "the block table has no lists of queries, which gradients need: expected one that was "
             "built with lists=True; build it so, or pass block_indices"
-        )
-
-
-def one_selection(indices: bool, mask: bool, sliding: bool) -> None:
-    """block_table has one source."""
-    if indices + mask + sliding != 1:
-        given = [
-            name
-            for name, there in (
-                ("block_indices", indices),
-                ("block_mask", mask),
-                ("sliding_blocks", sliding),
-            )
-            if there
-        ]
-        raise ValueError(
-            f"block_table is given {' and '.join(given) or 'no selection'}: expected one of "
-            "block_indices, block_mask and sliding_blocks; pass None for the others"
         )
 
 
@@ -431,19 +449,20 @@ def pattern(sliding_blocks: Any, global_blocks: Any) -> tuple[int, int]:
     return near, first
 
 
-def only_beside(name: str, given: bool, source: str, there: bool) -> None:
-    """An option of block_table that belongs to one source."""
-    if given and not there:
-        raise ValueError(
-            f"{name} is given without {source}: expected it beside {source} alone; leave it out"
-        )
-
-
-def size_needed(name: str, given: Any, why: str) -> int:
+def size(name: str, given: Any) -> int:
     """A size that no array of the call tells."""
     if given is None:
-        raise ValueError(f"{name} is None {why}: expected a number; pass {name}")
+        raise ValueError(f"{name} is None: expected a number, which no array tells; pass {name}")
     return _integer(name, given, "a size")
+
+
+def only_sliding(given: Any, sliding: bool) -> None:
+    """The window of a sparse function is that of its second result."""
+    if given is not None and not sliding:
+        raise ValueError(
+            f"window is {given!r} without return_sliding: expected both or neither, since blocks "
+            "are selected by block_indices alone; pass return_sliding=True, or leave window out"
+        )
 
 
 def sliding_window(given: Any, block_size: int, causal: bool) -> tuple[int, int]:
@@ -479,7 +498,53 @@ def distinct_elements(name: str, shape: Shape, strides: Shape) -> None:
         )
 
 
+def separate(name: str, other: str | None) -> NoReturn:
+    """Results are written while inputs are still read; ``other`` is a result, None an input."""
+    what = "an input" if other is None else other
+    raise ValueError(
+        f"{name} shares memory with {what}: expected memory of its own; pass {name}=None and take "
+        "the returned array"
+    )
+
+
 # ---- options ----------------------------------------------------------------------------------
+
+_WORDS = {  # of other libraries, and what stands for them here
+    "cu_seqlens_q": "pass it as cu_seqlens",
+    "max_seqlen_q": "leave it out, no maximum is needed",
+    "max_seqlen_k": "leave it out, no maximum is needed",
+    "dropout_p": "leave it out, there is no dropout",
+    "window_size": "pass window=(left, right)",
+    "scale": "pass softmax_scale",
+    "sm_scale": "pass softmax_scale",
+    "is_causal": "pass causal",
+    "return_attn_probs": "pass return_lse=True for the logsumexp",
+    "return_softmax_lse": "pass return_lse=True",
+    "enable_gqa": "leave it out, num_heads_q may be any multiple of num_heads_kv",
+    "alibi_slopes": "leave it out, there is no bias",
+    "block_table": "leave it out, k and v are packed and have no pages",
+}
+
+
+def call_style(function: str, extra: tuple[Any, ...], wrong: dict[str, Any]) -> NoReturn:
+    """What a function does not take: more arguments by position, or by another name."""
+    if wrong:
+        name = next(iter(wrong))
+        remedy = _WORDS.get(name, f"help(rawattn.{function}) lists its parameters")
+        raise TypeError(
+            f"{function} is given {name}: expected its own parameters, by their names; {remedy}"
+        )
+    raise TypeError(
+        f"{function} is given {len(extra)} more arguments by position than it takes: expected "
+        "cu_seqlens_k and all options by name; leave the maximum lengths of other libraries out"
+    )
+
+
+def flag(name: str, given: Any) -> bool:
+    """True or False, NumPy's too, and nothing that only counts as one of them."""
+    if not isinstance(given, (bool, np.bool_)):
+        raise TypeError(f"{name} is {given!r}: expected True or False; pass a bool")
+    return bool(given)
 
 
 def window(given: Any, causal: bool) -> tuple[int, int]:

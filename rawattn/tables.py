@@ -9,11 +9,14 @@ Long for a module, since the contract of the table stands in the docstrings.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple
 
-from rawattn import arrays, call, checks, variants
+from rawattn import arrays, call, checks, device
 from rawattn.arrays import Array, Framework, Shape, View, framework_of
+from rawattn.call import Call, Given, Result
 from rawattn.ops import block_lists as lists_op
 from rawattn.ops import block_offsets as offsets_op
 from rawattn.ops import block_order as order_op
@@ -21,13 +24,24 @@ from rawattn.ops import block_queries as queries_op
 from rawattn.problem import Problem, Selection
 from rawattn.reference import blocks as reference
 
-INDICES, MASK, PATTERN, TABLE = range(4)  # what a selection is given as
 UNUSED = 2**31 - 1  # in ``blocks``, behind the last block of an item
+
+
+class Kind(IntEnum):
+    """What a selection is given as; the first three are the ``source`` of block_lists.cu."""
+
+    INDICES = 0
+    MASK = 1
+    PATTERN = 2
+    TABLE = 3
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockTable:
-    """What ``block_table`` makes of a selection, in the caller's kind of array, all int32.
+    """A selection of key blocks, prepared once for several calls of the sparse functions.
+
+    Made by ``of_indices``, ``of_mask`` or ``of_pattern``, in the caller's kind of array, all int32.
+    A sparse function that gets it in the place of block_indices builds nothing.
 
     blocks: (num_heads_sel, total_q, width) blocks of keys that each query sees, ascending; behind
         them 2**31 - 1. width is num_selected, and one more with include_own_block.
@@ -69,6 +83,117 @@ class BlockTable:
     num_heads_kv: int
     block_indices: Array | None = field(default=None, repr=False)
 
+    @classmethod
+    def of_indices(
+        cls,
+        block_indices: Array,
+        cu_seqlens: Array,
+        *,
+        num_heads_kv: int,
+        cu_seqlens_k: Array | None = None,
+        total_k: int | None = None,
+        block_counts: Array | None = None,
+        block_size: int = 64,
+        include_own_block: bool = True,
+        causal: bool = True,
+        num_heads_q: int | None = None,
+        head_dim: int = 128,
+        lists: bool = True,
+        backend: str | None = None,
+    ) -> "BlockTable":
+        """The table of blocks by number, which ``sparse_forward`` would build at every call.
+
+        block_indices: (total_q, num_heads_kv or num_heads_q, num_selected); it and cu_seqlens,
+            cu_seqlens_k, block_counts, block_size, include_own_block, causal: as in
+            ``sparse_forward``.
+        num_heads_kv: heads of k and v.
+        total_k: tokens of k, which cu_seqlens_k does not tell: needed beside it.
+        num_heads_q, head_dim: of the attention to come, for the best length of a chunk; nothing but
+            speed depends on them.
+        lists: also list the queries of every block of keys, which all derivatives but
+            ``sparse_jvp`` ask for.
+        backend: None (the best there is), "cuda", "numba" or "reference".
+
+        Raises TypeError, ValueError or RuntimeError as ``sparse_forward`` does.
+        """
+        framework, offsets = _look(cu_seqlens, cu_seqlens_k)
+        source = _indices(framework, block_indices, block_counts, offsets[0].device)
+        shape = source.shape("block_indices")
+        options = (block_size, include_own_block, causal, num_heads_q, head_dim, lists, backend)
+        asked = _Asked(num_heads_kv, total_k, *options)
+        return _build(framework, offsets, source, shape, asked, block_indices)
+
+    @classmethod
+    def of_mask(
+        cls,
+        block_mask: Array,
+        cu_seqlens: Array,
+        *,
+        num_heads_kv: int,
+        cu_seqlens_k: Array | None = None,
+        total_k: int | None = None,
+        block_size: int = 64,
+        include_own_block: bool = True,
+        causal: bool = True,
+        num_heads_q: int | None = None,
+        head_dim: int = 128,
+        lists: bool = True,
+        backend: str | None = None,
+    ) -> "BlockTable":
+        """The table of a mask over blocks; num_selected is num_blocks, and slot n is block n.
+
+        block_mask: (total_q, num_heads_kv or num_heads_q, num_blocks) bool, whether a query sees a
+            block of its sequence.
+        cu_seqlens, num_heads_kv, cu_seqlens_k, total_k, block_size, include_own_block, causal,
+            num_heads_q, head_dim, lists, backend: as in ``of_indices``, which see for errors.
+        """
+        framework, offsets = _look(cu_seqlens, cu_seqlens_k)
+        mask = call.view_beside(framework, block_mask, "block_mask", offsets[0].device)
+        source = Source(Kind.MASK, mask)
+        shape = source.shape("block_mask")
+        options = (block_size, include_own_block, causal, num_heads_q, head_dim, lists, backend)
+        return _build(framework, offsets, source, shape, _Asked(num_heads_kv, total_k, *options))
+
+    @classmethod
+    def of_pattern(
+        cls,
+        cu_seqlens: Array,
+        *,
+        sliding_blocks: int,
+        global_blocks: int = 0,
+        total_q: int,
+        num_heads_kv: int,
+        num_heads_sel: int | None = None,
+        cu_seqlens_k: Array | None = None,
+        total_k: int | None = None,
+        block_size: int = 64,
+        include_own_block: bool = True,
+        causal: bool = True,
+        num_heads_q: int | None = None,
+        head_dim: int = 128,
+        lists: bool = True,
+        backend: str | None = None,
+    ) -> "BlockTable":
+        """The table of the nearest blocks and the first ones, by position alone.
+
+        sliding_blocks, global_blocks: every query selects the first global_blocks blocks of its
+            sequence, its own one and the sliding_blocks - 1 before it. num_selected is their sum;
+            slot global_blocks + i is the i-th block back.
+        total_q: tokens of q.
+        num_heads_sel: selections, num_heads_kv or num_heads_q of them; by default num_heads_kv.
+        cu_seqlens, num_heads_kv, cu_seqlens_k, total_k, block_size, include_own_block, causal,
+            num_heads_q, head_dim, lists, backend: as in ``of_indices``, which see for errors.
+        """
+        framework, offsets = _look(cu_seqlens, cu_seqlens_k)
+        near, first = checks.pattern(sliding_blocks, global_blocks)
+        source = Source(Kind.PATTERN, sliding_blocks=near, global_blocks=first)
+        heads_sel = checks.size("num_heads_kv", num_heads_kv)
+        if num_heads_sel is not None:
+            heads_sel = checks.size("num_heads_sel", num_heads_sel)
+        shape = (checks.size("total_q", total_q), heads_sel, near + first)
+        options = (block_size, include_own_block, causal, num_heads_q, head_dim, lists, backend)
+        return _build(framework, offsets, source, shape, _Asked(num_heads_kv, total_k, *options))
+
     @property
     def width(self) -> int:
         """Blocks that a query can see."""
@@ -98,148 +223,79 @@ class Lists(NamedTuple):
 class Source(NamedTuple):
     """What a selection is given as: indices with counts or without, a mask, a pattern, a table."""
 
-    kind: int
+    kind: Kind
     named: View | None = None
     counts: View | None = None
     sliding_blocks: int = 0
     global_blocks: int = 0
     lists: Lists | None = None
 
+    def shape(self, name: str) -> Shape:
+        """Shape of the array that names blocks; ``name`` is for error texts."""
+        shape: Shape = self.named.shape  # type: ignore[union-attr]
+        checks.block_axes(name, shape)
+        return shape
+
     def views(self) -> list[View]:
         """The arrays that a call has to wait for."""
         return [view for view in (self.named, self.counts, *(self.lists or ())) if view is not None]
 
 
-def block_table(
-    block_indices: Array | None,
-    cu_seqlens: Array,
-    *,
-    num_heads_kv: int,
-    total_q: int | None = None,
-    cu_seqlens_k: Array | None = None,
-    total_k: int | None = None,
-    block_size: int = 64,
-    block_counts: Array | None = None,
-    include_own_block: bool = True,
-    causal: bool = True,
-    block_mask: Array | None = None,
-    sliding_blocks: int | None = None,
-    global_blocks: int = 0,
-    num_heads_sel: int | None = None,
-    num_heads_q: int | None = None,
-    head_dim: int = 128,
-    lists: bool = True,
-    backend: str | None = None,
-) -> BlockTable:
-    """The table of a selection of key blocks, to be built once and passed to the sparse functions.
-
-    ``sparse_forward`` and its derivatives build it from block indices at every call; given the
-    table in their place, they build nothing.
-
-    block_indices: (total_q, num_heads_kv or num_heads_q, num_selected), or None beside one of
-        block_mask and sliding_blocks; block_counts, block_size, include_own_block, causal: as in
-        ``sparse_forward``.
-    cu_seqlens, cu_seqlens_k: as in ``sparse_forward``.
-    num_heads_kv: heads of k and v.
-    total_q, total_k: tokens of q and of k. total_q is needed beside sliding_blocks alone, total_k
-        beside cu_seqlens_k alone.
-    block_mask: (total_q, num_heads_kv or num_heads_q, num_blocks) bool, whether a query sees a
-        block of its sequence. num_selected is num_blocks, and slot n is block n.
-    sliding_blocks, global_blocks: every query selects the first global_blocks blocks of its
-        sequence, its own one and the sliding_blocks - 1 before it. num_selected is their sum; slot
-        global_blocks + i is the i-th block back.
-    num_heads_sel: selections of a pattern, num_heads_kv or num_heads_q; by default num_heads_kv.
-    num_heads_q, head_dim: of the attention to come, for the best length of a chunk; nothing but
-        speed depends on them.
-    lists: also list the queries of every block of keys, which all derivatives but ``sparse_jvp``
-        ask for.
-    backend: None (the best there is), "cuda", "numba" or "reference".
-
-    Returns a BlockTable. Raises as ``sparse_forward`` does.
-    """
-    indexed, masked = block_indices is not None, block_mask is not None
-    sliding = sliding_blocks is not None
-    checks.one_selection(indexed, masked, sliding)
-    checks.only_beside("block_counts", block_counts is not None, "block_indices", indexed)
-    checks.only_beside("global_blocks", bool(global_blocks), "sliding_blocks", sliding)
-    checks.only_beside("num_heads_sel", num_heads_sel is not None, "sliding_blocks", sliding)
-    framework = framework_of(cu_seqlens, "cu_seqlens")
-    offsets_q = offsets_k = framework.view(cu_seqlens, "cu_seqlens")
-    device = offsets_q.device
-    if cu_seqlens_k is not None:
-        offsets_k = call.view_beside(framework, cu_seqlens_k, "cu_seqlens_k", device)
-    if sliding:
-        near, first = checks.pattern(sliding_blocks, global_blocks)
-        source = Source(PATTERN, sliding_blocks=near, global_blocks=first)
-    elif masked:
-        source = Source(MASK, call.view_beside(framework, block_mask, "block_mask", device))
-    else:
-        source = _indices(framework, block_indices, block_counts, device)
-    problem, shape = _pose(
-        *(source, offsets_q, offsets_k, cu_seqlens_k is None, num_heads_kv, total_q, total_k),
-        *(num_heads_sel, num_heads_q, head_dim, causal, backend),
-    )
-    selection = _selection(problem, source, shape, block_size, include_own_block)
-    previous = arrays.enter_device(device)
-    try:
-        stream = framework.stream(offsets_q, offsets_k, *source.views())
-        room, counts, zeroed = _allocate(framework, problem, selection, lists, offsets_q)
-        if call.is_empty(problem, selection):
-            _fill_empty(framework, room, counts, stream)
-        elif call.by_reference(problem, backend):
-            with arrays.on_stream(stream, device):
-                _fill_by_reference(problem, selection, source, offsets_q, offsets_k, room, counts)
-        else:
-            ready_q = framework.offsets(offsets_q, stream)
-            shared = offsets_k is offsets_q
-            offsets = ready_q, ready_q if shared else framework.offsets(offsets_k, stream)
-            given = (framework, problem, selection, source, offsets, room, counts, zeroed)
-            _fill(*given, backend, stream)
-        blocks, slots, *of_keys = (view and framework.finish(view) for view in room)
-        counts_of_items = framework.finish(counts)
-    finally:
-        arrays.leave_device(previous)
-    starts, lengths, queries, query_slots, work = of_keys
-    return BlockTable(
-        blocks=blocks,
-        slots=slots,
-        counts=counts_of_items,
-        starts=starts,
-        lengths=lengths,
-        queries=queries,
-        query_slots=query_slots,
-        work=work,
-        block_size=selection.block_size,
-        causal=bool(causal),
-        include_own_block=selection.own,
-        num_selected=selection.num_selected,
-        chunk=selection.chunk,
-        num_heads_sel=selection.num_heads_sel,
-        num_heads_kv=problem.num_heads_kv,
-        block_indices=block_indices,
-    )
-
-
 # ---- look and check ---------------------------------------------------------------------------
 
 
-def selection_given(
-    framework: Framework,
-    problem: Problem,
-    block_indices: Array,
+class _Asked(NamedTuple):
+    """What a table is asked for, whatever the selection."""
+
+    num_heads_kv: int
+    total_k: int | None
+    block_size: int
+    include_own_block: bool
+    causal: bool
+    num_heads_q: int | None
+    head_dim: int
+    lists: bool
+    backend: str | None
+
+
+def _look(cu_seqlens: Array, cu_seqlens_k: Array | None) -> tuple[Framework, tuple[View, View]]:
+    framework = framework_of(cu_seqlens, "cu_seqlens")
+    offsets_q = framework.view(cu_seqlens, "cu_seqlens")
+    if cu_seqlens_k is None:
+        return framework, (offsets_q, offsets_q)
+    offsets_k = call.view_beside(framework, cu_seqlens_k, "cu_seqlens_k", offsets_q.device)
+    return framework, (offsets_q, offsets_k)
+
+
+def _indices(
+    framework: Framework, block_indices: Array, block_counts: Array | None, ordinal: int
+) -> Source:
+    named = call.view_beside(framework, block_indices, "block_indices", ordinal)
+    if block_counts is None:
+        return Source(Kind.INDICES, named)
+    counts = call.view_beside(framework, block_counts, "block_counts", ordinal)
+    checks.block_dtype("block_counts", counts.dtype)
+    if ordinal < 0 and 0 not in counts.shape:
+        checks.counts("block_counts", int(counts.owner.min()))
+    return Source(Kind.INDICES, named, counts)
+
+
+def choose(
+    given: Given,
+    block_indices: Array | BlockTable,
     block_counts: Array | None,
     block_size: int,
     include_own_block: bool,
     causal: bool,
     lists: bool,
-    like: View,
 ) -> tuple[Selection, Source]:
     """What a sparse function got for its selection; of a table the ``lists`` too, if needed."""
+    problem = given.problem
+    own = checks.flag("include_own_block", include_own_block)
     if not isinstance(block_indices, BlockTable):
-        source = _indices(framework, block_indices, block_counts, like.device)
-        shape = source.named.shape  # type: ignore[union-attr]
-        return _selection(problem, source, shape, block_size, include_own_block), source
-    table, own = block_indices, bool(include_own_block)
+        source = _indices(given.framework, block_indices, block_counts, problem.device)
+        return _selection(problem, source, source.shape("block_indices"), block_size, own), source
+    table = block_indices
     checks.counted_by_table(block_counts is not None)
     checks.same_as_table("block_size", block_size, table.block_size)
     checks.same_as_table("include_own_block", own, table.include_own_block)
@@ -249,103 +305,135 @@ def selection_given(
     checks.table_lists(not lists or table.starts is not None)
     sizes = (table.num_selected, table.block_size, own, table.chunk)
     selection = Selection(table.num_heads_sel, *sizes)
-    framework = arrays.of_results(framework)
+    beside = given._replace(framework=arrays.of_results(given.framework))
     shapes = list(_shapes(problem, selection, lists))
     if lists:  # how many segments there are hangs on the num_heads_q that the table was told
-        shapes[-1] = (framework.view(table.work, "work").shape[0], 4)
+        shapes[-1] = (beside.view(table.work, "work").shape[0], 4)
     views = [
-        call.view_like(framework, getattr(table, name), name, shape, "int32", like)
+        beside.view_like(getattr(table, name), name, (shape, "int32"))
         for name, shape in zip(Lists._fields, shapes, strict=False)
     ]
-    return selection, Source(TABLE, lists=Lists(*views))
-
-
-def _indices(
-    framework: Framework, block_indices: Array, block_counts: Array | None, device: int
-) -> Source:
-    named = call.view_beside(framework, block_indices, "block_indices", device)
-    if block_counts is None:
-        return Source(INDICES, named)
-    counts = call.view_beside(framework, block_counts, "block_counts", device)
-    return Source(INDICES, named, counts)
+    return selection, Source(Kind.TABLE, lists=Lists(*views))
 
 
 def _selection(
-    problem: Problem, source: Source, shape: Shape, block_size: int, include_own_block: bool
+    problem: Problem, source: Source, shape: Shape, block_size: int, own: bool
 ) -> Selection:
     named, counts = source.named, source.counts
-    name = "block_mask" if source.kind == MASK else "block_indices"
     return call.pose_selection(
         problem,
-        name,
+        "block_mask" if source.kind == Kind.MASK else "block_indices",
         shape,
         "int32" if named is None else named.dtype,
         None if counts is None else counts.shape,
         "" if counts is None else counts.dtype,
         checks.block_size(block_size),
-        bool(include_own_block),
+        own,
     )
 
 
-def _pose(
-    source: Source,
-    offsets_q: View,
-    offsets_k: View,
-    shared: bool,
-    num_heads_kv: int,
-    total_q: int | None,
-    total_k: int | None,
-    num_heads_sel: int | None,
-    num_heads_q: int | None,
-    head_dim: int,
-    causal: bool,
-    backend: str | None,
-) -> tuple[Problem, Shape]:
-    """The Problem of block_table, which knows of no q, k and v; and the shape of the selection."""
-    heads_kv = checks.size_needed("num_heads_kv", num_heads_kv, "beside no k")
-    if source.named is None:
-        total_q = checks.size_needed("total_q", total_q, "beside sliding_blocks")
-        heads_sel = heads_kv if num_heads_sel is None else num_heads_sel
-        shape: Shape = (total_q, heads_sel, source.sliding_blocks + source.global_blocks)
-    else:
-        shape = source.named.shape
-        checks.block_axes("block_mask" if source.kind == MASK else "block_indices", shape)
-        total_q, heads_sel = shape[0] if total_q is None else total_q, shape[1]
-    if total_k is None and shared:
-        total_k = total_q
-    total_k = checks.size_needed("total_k", total_k, "beside cu_seqlens_k")
+def _pose(offsets: tuple[View, View], total_q: int, heads_sel: int, asked: _Asked) -> Problem:
+    """The Problem of a table, which knows of no q, k and v."""
+    offsets_q, offsets_k = offsets
+    heads_kv = checks.size("num_heads_kv", asked.num_heads_kv)
+    shared = offsets_k is offsets_q
+    total_k = total_q if asked.total_k is None and shared else asked.total_k
+    total_k = checks.size("total_k", total_k)
+    num_heads_q = asked.num_heads_q
     if num_heads_q is None:  # a usual group, if the selection does not tell
         num_heads_q = 8 * heads_kv if heads_sel == heads_kv else heads_sel
     checks.heads(num_heads_q, heads_kv)
-    checks.head_dim("q", head_dim)
+    checks.head_dim("q", asked.head_dim)
     checks.tokens("q", total_q)
     checks.tokens("k", total_k)
-    checks.cu_seqlens("cu_seqlens", offsets_q.shape, offsets_q.dtype)
-    checks.cu_seqlens("cu_seqlens_k", offsets_k.shape, offsets_k.dtype)
-    checks.same_batch(offsets_q.shape[0], offsets_k.shape[0])
+    shapes = (offsets_q.shape, offsets_k.shape, offsets_q.dtype, offsets_k.dtype)
+    batch = call.pose_offsets(*shapes)
     if shared:
         checks.shared_cu_seqlens(total_q, total_k)
-    call.check_backend(backend, offsets_q.device)
-    problem = Problem(
+    ordinal = offsets_q.device
+    call.check_backend(asked.backend, ordinal)
+    if ordinal < 0:
+        call.check_offsets(offsets_q, offsets_k, total_q, total_k)
+    return Problem(
         dtype="float16",  # the kernels of a table read nothing of a dtype
-        batch=offsets_q.shape[0] - 1,
+        batch=batch,
         total_q=total_q,
         total_k=total_k,
         num_heads_q=num_heads_q,
         num_heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
+        head_dim=asked.head_dim,
+        head_dim_v=asked.head_dim,
         window_left=-1,
-        window_right=0 if causal else -1,
+        window_right=0 if checks.flag("causal", asked.causal) else -1,
         softmax_scale=1.0,
-        arch=arrays.arch_of(offsets_q.device),
-        device=offsets_q.device,
-        num_sms=arrays.sms_of(offsets_q.device),
+        arch=device.arch_of(ordinal),
+        device=ordinal,
+        num_sms=device.sms_of(ordinal),
     )
-    return problem, shape
 
 
 # ---- the arrays -------------------------------------------------------------------------------
+
+
+def _build(
+    framework: Framework,
+    offsets: tuple[View, View],
+    source: Source,
+    shape: Shape,
+    asked: _Asked,
+    block_indices: Array | None = None,
+) -> BlockTable:
+    problem = _pose(offsets, shape[0], shape[1], asked)
+    own = checks.flag("include_own_block", asked.include_own_block)
+    selection = _selection(problem, source, shape, asked.block_size, own)
+    shapes = _shapes(problem, selection, asked.lists)
+    results = [
+        Result(name, (of_name, "int32"))
+        for name, of_name in zip(Lists._fields, shapes, strict=False)
+    ]
+    results.insert(2, Result("counts", (shapes[0][:2], "int32")))
+
+    def kernels(to: Call, blocks: View, slots: View, counts: View, *of_keys: View) -> None:
+        table, cursor = Lists(blocks, slots, *of_keys), None
+        if table.lengths is not None:
+            to.fill(table.lengths, 0)
+            cursor = to.empty((2 + selection.lists(problem),), "int32")
+            to.fill(cursor, 0)
+        ready_q = to.offsets(offsets[0])
+        ready_k = ready_q if offsets[1] is offsets[0] else to.offsets(offsets[1])
+        _fill(to, selection, source, (ready_q, ready_k), table, counts, cursor)
+
+    # a table has no rows and sums of attention: its arrays are like its items and their counts
+    like, like_counts = (shapes[0], "int32"), (shapes[0][:2], "int32")
+    given = Given(framework, problem, like, like_counts, asked.backend, offsets[0])
+    blocks, slots, counts, *of_keys = call.compute(
+        given,
+        (*offsets, *source.views()),
+        results,
+        empty=(UNUSED, -1, 0, 0, 0, -1, -1, -1)[: len(results)],
+        nothing=not selection.width,
+        reference=lambda: _by_reference(problem, selection, source, offsets, asked.lists),
+        kernels=kernels,
+    )
+    starts, lengths, queries, query_slots, work = of_keys or (None,) * 5
+    return BlockTable(
+        blocks=blocks,
+        slots=slots,
+        counts=counts,
+        starts=starts,
+        lengths=lengths,
+        queries=queries,
+        query_slots=query_slots,
+        work=work,
+        block_size=selection.block_size,
+        causal=problem.window_right == 0,
+        include_own_block=own,
+        num_selected=selection.num_selected,
+        chunk=selection.chunk,
+        num_heads_sel=selection.num_heads_sel,
+        num_heads_kv=problem.num_heads_kv,
+        block_indices=block_indices,
+    )
 
 
 def _shapes(problem: Problem, selection: Selection, lists: bool) -> tuple[Shape, ...]:
@@ -358,22 +446,6 @@ def _shapes(problem: Problem, selection: Selection, lists: bool) -> tuple[Shape,
     return (items, items, keys, keys, entries, entries, (selection.segments(problem), 4))
 
 
-def _allocate(
-    framework: Framework, problem: Problem, selection: Selection, lists: bool, like: View
-) -> tuple[Lists, View, View | None]:
-    """Room for a table, and for its counts; and what holds its lengths and the cursor behind them,
-    which both start from zeros."""
-    items, _, *of_keys = _shapes(problem, selection, lists)
-    blocks, slots = (framework.empty(items, "int32", like) for _ in range(2))
-    counts = framework.empty(items[:2], "int32", like)
-    if not lists:
-        return Lists(blocks, slots), counts, None
-    zeroed = framework.empty((2 * selection.lists(problem) + 2,), "int32", like)
-    lengths = _part(zeroed, 0, of_keys.pop(1))
-    starts, *rest = (framework.empty(shape, "int32", like) for shape in of_keys)
-    return Lists(blocks, slots, starts, lengths, *rest), counts, zeroed
-
-
 def _part(view: View, first: int, shape: Shape) -> View:
     """The elements of an int32 view from ``first`` on, as an array of ``shape``."""
     owner = view.owner[first : first + math.prod(shape)].reshape(shape)
@@ -381,19 +453,11 @@ def _part(view: View, first: int, shape: Shape) -> View:
     return View(view.ptr + 4 * first, shape, strides, view.dtype, view.device, owner)
 
 
-def _fill_empty(framework: Framework, table: Lists, counts: View, stream: int) -> None:
-    """The table of tokens that see nothing."""
-    framework.fill(counts, 0, stream)
-    for view, value in zip(table, (UNUSED, -1, 0, 0, -1, -1, -1), strict=True):
-        if view is not None:
-            framework.fill(view, value, stream)
-
-
 # ---- the reference ----------------------------------------------------------------------------
 
 
 def named_blocks(
-    problem: Problem, selection: Selection, source: Source, offsets_q: View, offsets_k: View
+    problem: Problem, selection: Selection, source: Source, offsets: Sequence[View]
 ) -> dict[str, Any]:
     """A selection as the reference takes it."""
     counts = None if source.counts is None else arrays.neutral(source.counts)
@@ -402,8 +466,8 @@ def named_blocks(
         indices = reference.named_by_table(blocks, slots, selection.num_selected)
     elif source.named is None:
         indices = reference.named_by_pattern(
-            arrays.neutral(offsets_q),
-            arrays.neutral(offsets_k),
+            arrays.neutral(offsets[0]),
+            arrays.neutral(offsets[1]),
             problem.total_q,
             num_heads_sel=selection.num_heads_sel,
             sliding_blocks=source.sliding_blocks,
@@ -412,7 +476,7 @@ def named_blocks(
         )
     else:
         indices = arrays.neutral(source.named)
-        if source.kind == MASK:
+        if source.kind == Kind.MASK:
             indices = reference.named_by_mask(indices)
     return {
         "block_indices": indices,
@@ -423,112 +487,139 @@ def named_blocks(
     }
 
 
-def _fill_by_reference(
+def _by_reference(
     problem: Problem,
     selection: Selection,
     source: Source,
-    offsets_q: View,
-    offsets_k: View,
-    table: Lists,
-    counts: View,
-) -> None:
-    offsets = (arrays.neutral(offsets_q), arrays.neutral(offsets_k))
-    options = named_blocks(problem, selection, source, offsets_q, offsets_k)
-    by_query = reference.by_query(options.pop("block_indices"), *offsets, **options)
-    call.store(by_query, (table.blocks, table.slots, counts))
-    of_keys = [view for view in table[2:] if view is not None]
-    if of_keys:
-        by_key = reference.by_key(
-            *(*by_query[:2], *offsets),
-            num_heads_kv=problem.num_heads_kv,
-            units=selection.key_units(problem),
-            chunk=selection.chunk,
-            num_chunks=selection.num_chunks(problem),
-            block_size=selection.block_size,
-            segment=selection.segment(problem),
-            segments=selection.segments(problem),
-        )
-        call.store(by_key, tuple(of_keys))
+    offsets: tuple[View, View],
+    lists: bool,
+) -> tuple[Array, ...]:
+    """blocks, slots and counts, and with ``lists`` starts .. work."""
+    options = named_blocks(problem, selection, source, offsets)
+    cu_seqlens = [arrays.neutral(view) for view in offsets]
+    by_query = reference.by_query(options.pop("block_indices"), *cu_seqlens, **options)
+    if not lists:
+        return tuple(by_query)
+    by_key = reference.by_key(
+        *by_query[:2],
+        *cu_seqlens,
+        num_heads_kv=problem.num_heads_kv,
+        units=selection.key_units(problem),
+        chunk=selection.chunk,
+        num_chunks=selection.num_chunks(problem),
+        block_size=selection.block_size,
+        segment=selection.segment(problem),
+        segments=selection.segments(problem),
+    )
+    return (*by_query, *by_key)
 
 
 # ---- the kernels ------------------------------------------------------------------------------
 
 
 def lists_of(
-    framework: Framework,
-    problem: Problem,
-    selection: Selection,
-    source: Source,
-    offsets: tuple[View, View],
-    backend: str,
-    lists: bool,
-    like: View,
-    stream: int,
+    call: Call, selection: Selection, source: Source, offsets: tuple[View, View], lists: bool
 ) -> Lists:
-    """The table of a call as kernels take it, built unless it was given."""
+    """The table of a call as kernels take it, built unless it was given.
+
+    ``offsets`` are as kernels read them. With ``lists``, those of the queries of a block too.
+    """
     if source.lists is not None:
-        ready = (view and framework.dense(view, stream) for view in source.lists)
-        return Lists(*ready)  # type: ignore[arg-type]
-    room, counts, zeroed = _allocate(framework, problem, selection, lists, like)
-    given = (framework, problem, selection, source, offsets, room, counts, zeroed)
-    _fill(*given, backend, stream)
-    return room
+        return Lists(*map(call.dense, source.lists))  # type: ignore[arg-type]
+    problem = call.problem
+    items, _, *of_keys = _shapes(problem, selection, lists)
+    blocks, slots = call.empty(items, "int32"), call.empty(items, "int32")
+    counts = call.empty(items[:2], "int32")
+    if not lists:
+        table = Lists(blocks, slots)
+        _fill(call, selection, source, offsets, table, counts, None)
+        return table
+    # lengths and the cursor behind them: one array, so that one launch zeroes both
+    number = selection.lists(problem)
+    zeroed = call.empty((2 * number + 2,), "int32")
+    call.fill(zeroed, 0)
+    lengths, cursor = _part(zeroed, 0, of_keys.pop(1)), _part(zeroed, number, (2 + number,))
+    starts, *rest = (call.empty(shape, "int32") for shape in of_keys)
+    table = Lists(blocks, slots, starts, lengths, *rest)
+    _fill(call, selection, source, offsets, table, counts, cursor)
+    return table
 
 
 def _fill(
-    framework: Framework,
-    problem: Problem,
+    call: Call,
     selection: Selection,
     source: Source,
     offsets: tuple[View, View],
     table: Lists,
     counts: View,
-    zeroed: View | None,
-    backend: str | None,
-    stream: int,
+    cursor: View | None,
 ) -> None:
     """Blocks by query; and where ``table`` has room for them, queries by block.
 
-    A first kernel counts the queries of each block, a second gives each list its place and cuts it
-    into segments of work, a third puts the queries into the lists by atomic adds, in any order, and
-    the last sorts each list: the lists are the same on every run.
+    A first kernel counts the queries of each block in ``table.lengths``, a second gives each list
+    its place and cuts it into segments of work, a third puts the queries into the lists by atomic
+    adds, in any order, and the last sorts each list: the lists are the same on every run. lengths
+    and ``cursor`` have been zeroed.
     """
-    blocks_named, counts_named = source.named, source.counts
-    if blocks_named is not None and source.kind == MASK:
-        blocks_named = framework.dense(blocks_named, stream)._replace(dtype="uint8")
-    elif blocks_named is not None:
-        blocks_named = framework.indices(blocks_named, stream)
-    if counts_named is not None:
-        counts_named = framework.offsets(counts_named, stream)
-    if zeroed is not None:
-        framework.fill(zeroed, 0, stream)
-    common = (problem, selection)
-
-    def row(stem: str) -> variants.Variant:
-        return variants.select(stem, problem, backend=backend, selection=selection)
-
+    named, counted = source.named, source.counts
+    if named is not None and source.kind == Kind.MASK:
+        named = call.dense(named)._replace(dtype="uint8")
+    elif named is not None and named.dtype == "int64":  # no int32 is as good as -1 or 2**31 - 1
+        named = call.framework.clipped(named, call.stream)
+    elif named is not None:
+        named = call.offsets(named)
+    if counted is not None:
+        counted = call.offsets(counted)
+    common = (call.problem, selection)
     lists_op.launch(
-        *(row("block_lists"), *common, source.kind, blocks_named, counts_named, *offsets),
-        *(table.blocks, table.slots, counts, table.lengths, source.global_blocks),
-        stream=stream,
+        call.row("block_lists", selection=selection),
+        *common,
+        source.kind,
+        named,
+        counted,
+        *offsets,
+        table.blocks,
+        table.slots,
+        counts,
+        table.lengths,
+        source.global_blocks,
+        stream=call.stream,
     )
-    if zeroed is None or table.work is None:
+    if cursor is None or table.work is None:
         return
     starts, lengths, queries, query_slots = table.of_keys()
-    cursor = _part(zeroed, selection.lists(problem), (2 + selection.lists(problem),))
-    framework.fill(table.work, -1, stream)
-    unsorted = framework.empty(queries.shape, "int32", table.blocks)
-    unsorted_slots = framework.empty(queries.shape, "int32", table.blocks)
+    call.fill(table.work, -1)
+    unsorted = call.empty(queries.shape, "int32")
+    unsorted_slots = call.empty(queries.shape, "int32")
     offsets_op.launch(
-        row("block_offsets"), *common, lengths, starts, cursor, table.work, stream=stream
+        call.row("block_offsets", selection=selection),
+        *common,
+        lengths,
+        starts,
+        cursor,
+        table.work,
+        stream=call.stream,
     )
     queries_op.launch(
-        *(row("block_queries"), *common, *offsets, table.blocks, table.slots),
-        *(starts, cursor, unsorted, unsorted_slots),
-        stream=stream,
+        call.row("block_queries", selection=selection),
+        *common,
+        *offsets,
+        table.blocks,
+        table.slots,
+        starts,
+        cursor,
+        unsorted,
+        unsorted_slots,
+        stream=call.stream,
     )
     order_op.launch(
-        *(row("block_order"), *common, starts, lengths, unsorted, unsorted_slots),
-        *(queries, query_slots),
-        stream=stream,
+        call.row("block_order", selection=selection),
+        *common,
+        starts,
+        lengths,
+        unsorted,
+        unsorted_slots,
+        queries,
+        query_slots,
+        stream=call.stream,
     )

@@ -94,17 +94,18 @@ def selection_of(visit: SparseVisit, arrays: Arrays, cu_q: Any, cu_k: Any) -> tu
         shape = (total_q, heads, NUM_SELECTED)
         drawn = arrays.random.integers(-1, blocks + 1, shape).astype(np.int32)
         return arrays.put(drawn), NUM_SELECTED
+    table_of: Any = rawattn.BlockTable.of_pattern
     options: dict[str, Any] = {"sliding_blocks": 2, "global_blocks": 1, "num_heads_sel": heads}
+    options["total_q"] = total_q
     if visit.source == "mask":
+        table_of = rawattn.BlockTable.of_mask
         drawn = arrays.random.random((total_q, heads, blocks)) < 0.5
         options = {"block_mask": arrays.put(drawn)}
-    table = rawattn.block_table(
-        None,
-        cu_q,
+    table = table_of(
+        cu_seqlens=cu_q,
         num_heads_kv=heads_kv,
         num_heads_q=heads_q,
         head_dim=256,  # this makes the shortest chunks
-        total_q=total_q,
         cu_seqlens_k=cu_k,
         total_k=total_k,
         block_size=visit.block_size,

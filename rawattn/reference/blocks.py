@@ -1,6 +1,6 @@
 """Which blocks of keys each query sees, and back from a block of keys to its queries.
 
-The arrays are those of ``rawattn.block_table``: an item is a query token with one selection head,
+The arrays are those of ``rawattn.BlockTable``: an item is a query token with one selection head,
 pos = i + seqlen_k - seqlen_q the place of query i among the keys of its sequence. NumPy or CuPy.
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import api, arrays, call, checks
+from rawattn import api, arrays, call, checks, device, passes
 from rawattn.reference import dense
 from tests.shared import fake_gpu
 from tests.shared.api_case import (
@@ -24,6 +24,7 @@ from tests.shared.api_case import (
     check_waits,
     host,
     host_values,
+    named_parameters,
     on,
     spread,
 )
@@ -315,7 +316,7 @@ def test_the_device_is_left_after_an_error(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(api.forward_op, "launch", fail)
+    monkeypatch.setattr(passes.forward_op, "launch", fail)
     with pytest.raises(RuntimeError, match="launch failed"):
         forward(on("torch", case, device=1), case)
     assert GPU.current == 0
@@ -398,17 +399,6 @@ def test_jax_in_host_memory() -> None:
         case.close(np.asarray(result), expected, result.dtype.name)
 
 
-def test_tensors_that_require_grad() -> None:
-    torch = pytest.importorskip("torch")
-    case = Case("bfloat16")
-    a = host("torch", case)
-    for name in ("q", "k", "v", "dout", "out", "dlse", "lse"):
-        a[name].requires_grad_()
-    results = [*forward(a, case), *backward(a, case)]
-    assert not any(result.requires_grad for result in results)
-    assert isinstance(results[0], torch.Tensor)
-
-
 def test_defaults() -> None:
     case = Case("float64", window=(-1, -1), softmax_scale=None)
     k, v = case.q[:, 2:].copy(), case.dout[:, :2].copy()
@@ -480,7 +470,7 @@ def test_numba_on_host_arrays(kind: str, dtype: str, method: str) -> None:
 
 def test_numba_without_gpu_and_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "0")
-    monkeypatch.setattr(arrays, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(device, "has_cuda_device", lambda: False)
     call.pose.cache_clear()
     case = Case()
     with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"):
@@ -684,14 +674,15 @@ def test_signatures() -> None:
     }
     positional = {rawattn.forward: 4, rawattn.backward_preprocess: 2, rawattn.backward: 7}
     for function, names in order.items():
-        parameters = inspect.signature(function).parameters.values()
+        parameters = named_parameters(function)
         assert [p.name for p in parameters] == names.split()
         kinds = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
         assert kinds.index(True) == positional[function]
 
 
 def test_docstrings_name_every_parameter() -> None:
-    for name in rawattn.__all__:
-        function = getattr(rawattn, name)
-        for parameter in inspect.signature(function).parameters:
-            assert parameter in function.__doc__, f"{name} does not say what {parameter} is"
+    functions = [getattr(rawattn, name) for name in rawattn.__all__]
+    table = rawattn.BlockTable
+    for function in [*functions, table.of_indices, table.of_mask, table.of_pattern]:
+        for parameter in named_parameters(function):
+            assert parameter.name in function.__doc__, f"{function} says nothing of {parameter}"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import api_second, arrays, call
+from rawattn import arrays, call, device, passes
 from rawattn.ops.backward_postprocess import accum_shape
 from rawattn.reference import second
 from rawattn.variants import TABLE
@@ -29,6 +29,7 @@ from tests.shared.api_case import (
     check_waits,
     host,
     host_values,
+    named_parameters,
     on,
     spread,
 )
@@ -527,8 +528,8 @@ def test_the_device_is_left_after_an_error(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(api_second.jvp_op, "launch", fail)
-    monkeypatch.setattr(api_second.kv_op, "launch", fail)
+    monkeypatch.setattr(passes.jvp_op, "launch", fail)
+    monkeypatch.setattr(passes.double_kv_op, "launch", fail)
     with pytest.raises(RuntimeError, match="launch failed"):
         run(on("torch", case, device=1), case)
     assert GPU.current == 0
@@ -609,17 +610,6 @@ def test_jax_in_host_memory() -> None:
     check_double(case, [np.asarray(result) for result in results[4:]])
 
 
-def test_tensors_that_require_grad() -> None:
-    torch = pytest.importorskip("torch")
-    case = Second("bfloat16")
-    a = host("torch", case)
-    for name in ("q", "k", "v", "dout", "out", "dlse", "lse", *PARTS):
-        a[name].requires_grad_()
-    results = [*jvp(a, case), *double_backward(a, case)]
-    assert all(isinstance(result, torch.Tensor) for result in results)
-    assert not any(result.requires_grad for result in results)
-
-
 def test_expanded_tensors() -> None:
     torch = pytest.importorskip("torch")
     case = Second("float64")
@@ -678,7 +668,7 @@ def test_numba_without_gpu_and_simulator(
     monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
 ) -> None:
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "0")
-    monkeypatch.setattr(arrays, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(device, "has_cuda_device", lambda: False)
     call.pose.cache_clear()
     case = Second()
     with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"):
@@ -785,11 +775,11 @@ def test_signatures() -> None:
     order = {
         rawattn.double_backward: "ddq ddk ddv dout q k v out lse cu_seqlens "
         f"{mask} dlse deterministic ddout ddlse gq gk gv backend validate",
-        rawattn.jvp: f"q k v tq tk tv cu_seqlens {mask} out tout backend validate",
+        rawattn.jvp: f"q k v tq tk tv cu_seqlens {mask} deterministic out tout backend validate",
     }
     positional = {rawattn.double_backward: 10, rawattn.jvp: 7}
     for function, names in order.items():
-        parameters = inspect.signature(function).parameters.values()
+        parameters = named_parameters(function)
         assert [p.name for p in parameters] == names.split()
         kinds = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
         assert kinds.index(True) == positional[function]

@@ -29,6 +29,7 @@ from tests.shared.api_case import (
     check_waits,
     host,
     host_values,
+    named_parameters,
     on,
 )
 from tests.shared.api_case import spread as spread_out
@@ -196,8 +197,11 @@ def double_backward(
 def block_table(a: dict[str, Any], case: Sparse, **options: Any) -> BlockTable:
     sizes = {"num_heads_kv": case.heads[1], "total_k": len(case.k), "cu_seqlens_k": a["cu_k"]}
     options = sizes | case.selection | options
-    blocks = options.pop("block_indices", a["blocks"])
-    return rawattn.block_table(blocks, a["cu_q"], **options)
+    if "sliding_blocks" in options:
+        return BlockTable.of_pattern(a["cu_q"], **options)
+    if "block_mask" in options:
+        return BlockTable.of_mask(options.pop("block_mask"), a["cu_q"], **options)
+    return BlockTable.of_indices(options.pop("block_indices", a["blocks"]), a["cu_q"], **options)
 
 
 def check_all(case: Sparse, a: dict[str, Any], blocks: Any = None, **options: Any) -> None:
@@ -315,7 +319,7 @@ def test_table_of_a_mask(options: Any) -> None:
     case = Sparse(**options)
     shape = (*case.blocks.shape[:2], 5)
     mask = np.random.default_rng(2).random(shape) < 0.5
-    table = block_table(host("numpy", case), case, block_indices=None, block_mask=mask)
+    table = block_table(host("numpy", case), case, block_mask=mask)
     check_table(case, table, by_hand(case, np.where(mask, np.arange(5), -1)))
     assert table.num_selected == 5 and table.block_indices is None
 
@@ -333,7 +337,7 @@ def test_table_of_a_pattern(options: Any, near: int, first: int) -> None:
             )
             named[token, :] = [*range(first), *(own - i for i in range(near))]
     pattern = {"sliding_blocks": near, "global_blocks": first, "num_heads_sel": heads_sel}
-    given = {"block_indices": None, "total_q": len(case.q), **pattern}
+    given = {"total_q": len(case.q), **pattern}
     table = block_table(host("numpy", case), case, **given)
     check_table(case, table, by_hand(case, named))
     assert table.num_selected == near + first
@@ -366,14 +370,13 @@ def test_padding_far_away_on_a_device(gpu: fake_sparse.Kernels, kind: str, value
 
 def test_defaults_of_a_table() -> None:
     cu = np.array([0, 70, 130], np.int32)
-    table = rawattn.block_table(None, cu, num_heads_kv=3, total_q=130, sliding_blocks=1)
+    given = {"num_heads_kv": 3, "total_q": 130, "sliding_blocks": 1}
+    table = BlockTable.of_pattern(cu, **given)
     assert (table.block_size, table.causal, table.include_own_block) == (64, True, True)
     assert table.num_heads_sel == table.num_heads_kv == 3
     assert table.blocks[0, [0, 63, 64, 69, 70], 0].tolist() == [0, 0, 1, 1, 0]
     assert "array" not in repr(table), "printing a table of a device would wait for it"
-    small = rawattn.block_table(
-        None, cu, num_heads_kv=3, total_q=130, sliding_blocks=1, lists=False
-    )
+    small = BlockTable.of_pattern(cu, lists=False, **given)
     assert small.starts is small.lengths is small.queries is small.query_slots is None
     assert small.work is None
     np.testing.assert_array_equal(small.blocks, table.blocks)
@@ -383,9 +386,8 @@ def test_hints_change_nothing_but_the_chunk() -> None:
     cu = np.array([0, 5000], np.int32)
     chunks = set()
     for hints in ({}, {"num_heads_q": 64, "head_dim": 256}, {"num_heads_q": 2, "head_dim": 64}):
-        table = rawattn.block_table(
-            None, cu, num_heads_kv=2, total_q=5000, sliding_blocks=2, **hints
-        )
+        given = {"num_heads_kv": 2, "total_q": 5000, "sliding_blocks": 2}
+        table = BlockTable.of_pattern(cu, **given, **hints)
         chunks.add(table.chunk)
         assert table.lengths.sum() == table.counts.sum()
     assert len(chunks) == 3
@@ -397,11 +399,8 @@ def test_hints_change_nothing_but_the_chunk() -> None:
 SOURCES: dict[str, Any] = {
     "indices": {},
     "counts": {"block_counts": np.random.default_rng(1).integers(0, 4, (46, 2)).astype(np.int32)},
-    "mask": {
-        "block_indices": None,
-        "block_mask": np.random.default_rng(2).random((46, 2, 5)) < 0.5,
-    },
-    "pattern": {"block_indices": None, "total_q": 46, "sliding_blocks": 2, "global_blocks": 1},
+    "mask": {"block_mask": np.random.default_rng(2).random((46, 2, 5)) < 0.5},
+    "pattern": {"total_q": 46, "sliding_blocks": 2, "global_blocks": 1},
 }
 
 
@@ -503,7 +502,7 @@ def test_tables_of_other_sources(gpu: fake_sparse.Kernels, kind: str, source: st
 def test_a_window_of_one_block_is_the_own_block() -> None:
     case = Sparse("float64", include_own_block=False)
     a = host("numpy", case)
-    pattern = {"block_indices": None, "total_q": len(case.q), "sliding_blocks": 1}
+    pattern = {"total_q": len(case.q), "sliding_blocks": 1}
     alone = forward(a, case, block_table(a, case, **pattern), block_scale=None)
     nothing = np.full_like(case.blocks, -1)
     own = forward(a, case, nothing, block_scale=None, include_own_block=True)
@@ -739,9 +738,7 @@ def test_any_layout_in(gpu: fake_sparse.Kernels, kind: str, dtype: str, how: str
     case.check(forward(a, case, block_counts=MAKERS[kind](counts)), case.exact, (1,))
     mask = SOURCES["mask"]["block_mask"]
     wide = np.repeat(mask, 2, axis=2)[..., ::2]
-    tables = [
-        block_table(a, case, block_indices=None, block_mask=MAKERS[kind](x)) for x in (mask, wide)
-    ]
+    tables = [block_table(a, case, block_mask=MAKERS[kind](x)) for x in (mask, wide)]
     np.testing.assert_array_equal(*(values_of(table.blocks) for table in tables))
 
 
@@ -800,7 +797,7 @@ def test_no_tokens_no_sequences_or_no_blocks(
     blocks: Any = make(np.zeros((total_q, 1, selected), np.int32))
     own = {"include_own_block": bool(selected), "cu_seqlens_k": cu_k, "backend": backend}
     if by_table:
-        blocks = rawattn.block_table(blocks, cu_q, num_heads_kv=1, total_k=total_k, **own)
+        blocks = BlockTable.of_indices(blocks, cu_q, num_heads_kv=1, total_k=total_k, **own)
         x = {name: values_of(getattr(blocks, name)) for name in ARRAYS}
         assert (x["blocks"] == UNUSED).all() and (x["slots"] == -1).all()
         assert (x["counts"] == 0).all() and (x["lengths"] == 0).all()
@@ -975,7 +972,7 @@ OF_FORWARD: dict[str, Any] = {
     "block_indices": A((5, 2, 3), I4),
 }
 OF_ROWS = {"dout": A((5, 4, 8)), "out": A((5, 4, 8)), "lse": A((4, 5))}
-TABLE_5 = rawattn.block_table(A((5, 2, 3), I4), CU, num_heads_kv=2)
+TABLE_5 = BlockTable.of_indices(A((5, 2, 3), I4), CU, num_heads_kv=2)
 REFUSALS = [
     ({"q": [1.0]}, TypeError, "q is a list"),
     ({"k": A((5, 2, 24))}, ValueError, "k has head_dim 24"),
@@ -1010,6 +1007,8 @@ REFUSALS = [
         ValueError,
         "num_heads_kv is 1 beside a block table of num_heads_kv 2",
     ),
+    ({"block_counts": A((5, 2), I4) - 1}, ValueError, "block_counts holds -1"),
+    ({"include_own_block": "no"}, TypeError, "include_own_block is 'no'"),
     (
         {"block_indices": dataclasses.replace(TABLE_5, slots=A((2, 6, 4), I4))},
         ValueError,
@@ -1022,6 +1021,7 @@ REFUSALS = [
     ),
 ]
 SLIDING = [
+    ({"window": 3, "return_sliding": False}, ValueError, "window is 3 without return_sliding"),
     ({"window": "wide"}, TypeError, "window is 'wide'"),
     ({"window": (-3, 0)}, ValueError, r"window is \(-3, 0\)"),
     ({"window": -2}, ValueError, r"window is \(-2, 0\)"),
@@ -1102,65 +1102,60 @@ def test_directions_refuse(refusal: Any) -> None:
         refused(function, OF_FORWARD | more | direction, refusal, prefix)
 
 
-MASK = A((5, 2, 1), bool)
 OF_TABLE = [
-    ({"block_mask": MASK}, ValueError, "given block_indices and block_mask: expected one of"),
-    ({"sliding_blocks": 1}, ValueError, "given block_indices and sliding_blocks: expected one of"),
-    ({"block_indices": None}, ValueError, "given no selection: expected one of block_indices"),
-    ({"block_indices": TABLE_5}, TypeError, r"block_indices is a .*BlockTable"),
-    (
-        {"block_indices": None, "block_mask": A((5, 2, 1), I4)},
-        TypeError,
-        "block_mask has dtype int",
-    ),
-    ({"block_indices": None, "block_mask": A((5, 2), bool)}, ValueError, "block_mask has shape"),
-    (
-        {"block_indices": None, "block_mask": MASK, "block_counts": A((5, 2), I4)},
-        ValueError,
-        "block_counts is given without block_indices",
-    ),
-    ({"global_blocks": 1}, ValueError, "global_blocks is given without sliding_blocks"),
-    ({"num_heads_sel": 2}, ValueError, "num_heads_sel is given without sliding_blocks"),
-    ({"block_indices": None, "sliding_blocks": 1}, ValueError, "total_q is None beside sliding"),
-    (
-        {"block_indices": None, "sliding_blocks": 0, "total_q": 5},
-        ValueError,
-        "sliding_blocks is 0 and global_blocks 0: expected 1 or more",
-    ),
-    (
-        {"block_indices": None, "sliding_blocks": 1.5, "total_q": 5},
-        TypeError,
-        "sliding_blocks is 1.5: expected an integer",
-    ),
-    (
-        {"block_indices": None, "sliding_blocks": 1, "global_blocks": -1, "total_q": 5},
-        ValueError,
-        "global_blocks -1",
-    ),
-    (
-        {"block_indices": None, "sliding_blocks": 2**16, "total_q": 2**20, "num_heads_kv": 1},
-        ValueError,
-        r"entries of a block table: expected at most 2147483647; split",
-    ),
-    ({"total_q": 6}, ValueError, "block_indices has 5 tokens beside 6 of the queries"),
+    ({"num_heads_kv": None}, ValueError, "num_heads_kv is None"),
+    ({"num_heads_kv": 0}, ValueError, "k has 0"),
     ({"total_k": 6}, ValueError, "k has 6 tokens beside 5 of q, without cu_seqlens_k"),
-    ({"cu_seqlens_k": CU}, ValueError, "total_k is None beside cu_seqlens_k"),
+    ({"cu_seqlens_k": CU}, ValueError, "total_k is None"),
     ({"cu_seqlens_k": CU[:1], "total_k": 5}, ValueError, "cu_seqlens_k has 1 offsets"),
     ({"cu_seqlens": CU[None]}, ValueError, "cu_seqlens has shape"),
-    ({"num_heads_kv": 3}, ValueError, "q has 2 heads and k has 3"),
-    ({"num_heads_kv": 0}, ValueError, "k has 0"),
-    ({"num_heads_kv": None}, ValueError, "num_heads_kv is None"),
-    ({"num_heads_q": 6, "num_heads_kv": 1}, ValueError, r"2 heads: expected 1 .* or 6"),
+    ({"cu_seqlens": CU + 1}, ValueError, "cu_seqlens starts at 1"),
     ({"head_dim": 12}, ValueError, "head size 12"),
     ({"backend": "triton"}, ValueError, "backend is 'triton'"),
     ({"block_size": 8}, ValueError, "block_size is 8"),
+    ({"causal": "yes"}, TypeError, "causal is 'yes'"),
+    ({"include_own_block": 1}, TypeError, "include_own_block is 1"),
 ]
+OF_INDICES = [
+    ({"block_indices": TABLE_5}, TypeError, r"block_indices is a .*BlockTable"),
+    ({"block_indices": None}, TypeError, "block_indices is a NoneType"),
+    ({"block_counts": A((5, 2)) - 1}, TypeError, "block_counts has dtype float64"),
+    ({"block_counts": A((5, 2), I4) - 1}, ValueError, "block_counts holds -1: expected 0 or more"),
+    ({"num_heads_q": 6, "num_heads_kv": 1}, ValueError, r"2 heads: expected 1 .* or 6"),
+    ({"num_heads_kv": 3}, ValueError, "q has 2 heads and k has 3"),
+]
+OF_MASK = [
+    ({"block_mask": A((5, 2, 1), I4)}, TypeError, "block_mask has dtype int"),
+    ({"block_mask": A((5, 2), bool)}, ValueError, "block_mask has shape"),
+    ({"block_mask": A((5, 3, 2), bool)}, ValueError, "heads and k has 2|3 heads: expected 2"),
+]
+OF_PATTERN = [
+    ({"total_q": None}, ValueError, "total_q is None"),
+    ({"total_q": 4}, ValueError, "cu_seqlens ends at 5: expected at most 4"),
+    ({"num_heads_sel": 3}, ValueError, "3 heads: expected 2|q has 3 heads and k has 2"),
+    ({"sliding_blocks": 0}, ValueError, "sliding_blocks is 0 and global_blocks 0: expected 1 or"),
+    ({"sliding_blocks": 1.5}, TypeError, "sliding_blocks is 1.5: expected an integer"),
+    ({"global_blocks": -1}, ValueError, "global_blocks -1"),
+    (
+        {"sliding_blocks": 2**16, "total_q": 2**20, "num_heads_kv": 1},
+        ValueError,
+        r"entries of a block table: expected at most 2147483647; split",
+    ),
+]
+CONSTRUCTORS: dict[str, Any] = {
+    "of_indices": ({"block_indices": A((5, 2, 3), I4)}, OF_INDICES),
+    "of_mask": ({"block_mask": A((5, 2, 1), bool)}, OF_MASK),
+    "of_pattern": ({"total_q": 5, "sliding_blocks": 1}, OF_PATTERN),
+}
 
 
-@pytest.mark.parametrize("refusal", OF_TABLE)
-def test_block_table_refuses(refusal: Any) -> None:
-    given = {"block_indices": A((5, 2, 3), I4), "cu_seqlens": CU, "num_heads_kv": 2}
-    refused(rawattn.block_table, given, refusal)
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [(name, x) for name, (_, more) in CONSTRUCTORS.items() for x in [*OF_TABLE, *more]],
+)
+def test_a_table_refuses(name: str, refusal: Any) -> None:
+    given = CONSTRUCTORS[name][0] | {"cu_seqlens": CU, "num_heads_kv": 2}
+    refused(getattr(BlockTable, name), given, refusal)
 
 
 @pytest.mark.parametrize("name", ["blocks", "gate", "tgate", "k", "cu_k", "dout", "lse"])
@@ -1198,13 +1193,10 @@ def test_signatures() -> None:
         f"ddblock_scale {rows} dlse deterministic backend validate",
         rawattn.sparse_jvp: "q k v tq tk tv cu_seqlens block_indices tblock_scale "
         f"{rows} backend validate",
-        rawattn.block_table: "block_indices cu_seqlens num_heads_kv total_q cu_seqlens_k total_k "
-        "block_size block_counts include_own_block causal block_mask sliding_blocks global_blocks "
-        "num_heads_sel num_heads_q head_dim lists backend",
     }
-    positional = (5, 8, 11, 8, 2)
+    positional = (5, 8, 11, 8)
     for (function, names), count in zip(order.items(), positional, strict=True):
-        parameters = inspect.signature(function).parameters.values()
+        parameters = named_parameters(function)
         assert [p.name for p in parameters] == names.split()
         kinds = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
         assert kinds.index(True) == count

@@ -66,11 +66,14 @@ class Recorder:
         step = "second/two_pass" if options["deterministic"] else "second/atomic"
         return (self.run(step, arrays[4:7], options),) * 5
 
-    def block_table(self, indices: None, cu: Any, **options: Any) -> Any:
-        heads, mask = options.get("num_heads_sel"), options.get("block_mask")
-        assert options["total_q"] == cu[-1] and options["total_k"] == options["cu_seqlens_k"][-1]
-        width = 3 if mask is None else mask.shape[2]
-        return np.zeros((options["total_q"], heads or mask.shape[1], width), np.int32)
+    def of_mask(self, cu_seqlens: Any, block_mask: Any, **options: Any) -> Any:
+        assert len(block_mask) == cu_seqlens[-1]
+        assert options["total_k"] == options["cu_seqlens_k"][-1]
+        return np.zeros(block_mask.shape, np.int32)
+
+    def of_pattern(self, cu_seqlens: Any, total_q: int, num_heads_sel: int, **options: Any) -> Any:
+        assert total_q == cu_seqlens[-1] and options["total_k"] == options["cu_seqlens_k"][-1]
+        return np.zeros((total_q, num_heads_sel, 3), np.int32)
 
     def run_sparse(self, step: str, like: tuple[Any, ...], chosen: Any, options: Any) -> Any:
         (q, k, v), gate = like, options["block_scale"]
@@ -112,8 +115,10 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     dense = ("forward", "backward", "jvp", "double_backward")
-    for name in (*dense, *(f"sparse_{name}" for name in dense), "block_table"):
+    for name in (*dense, *(f"sparse_{name}" for name in dense)):
         monkeypatch.setattr(rawattn, name, getattr(recorder, name), raising=False)
+    for name in ("of_mask", "of_pattern"):
+        monkeypatch.setattr(rawattn.BlockTable, name, getattr(recorder, name))
     cuda = SimpleNamespace(set_allocator=lambda allocator: None)
     cupy = SimpleNamespace(cuda=cuda, asarray=lambda array: array.view(OnDevice))
     monkeypatch.setitem(sys.modules, "cupy", cupy)

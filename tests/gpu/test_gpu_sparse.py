@@ -220,7 +220,7 @@ def test_every_block_is_dense_attention() -> None:
     mask = torch.ones(len(t.q), 1, 4, dtype=torch.bool, device=t.q.device)
     offsets = {"cu_seqlens_k": t.cu_seqlens_k}
     sizes = {"num_heads_kv": case.num_heads_kv, "total_k": len(t.k)}
-    table = rawattn.block_table(None, t.cu_seqlens_q, block_mask=mask, **sizes, **offsets)
+    table = rawattn.BlockTable.of_mask(mask, t.cu_seqlens_q, **sizes, **offsets)
     sparse = rawattn.sparse_forward(*qkv, t.cu_seqlens_q, table, return_lse=True, **offsets)
     options = {"causal": True, **offsets}
     dense = rawattn.forward(*qkv, t.cu_seqlens_q, return_lse=True, **options)

@@ -61,7 +61,7 @@ def second_order(a: Arrays, **options: Any) -> tuple[Any, ...]:
 def by_table(a: Arrays, **options: Any) -> tuple[Any, ...]:
     """``first_order`` with a table that is built once."""
     counted = {"block_counts": a["block_counts"], "num_heads_kv": 1} | options
-    table = rawattn.block_table(a["block_indices"], a["cu_seqlens"], **counted)
+    table = rawattn.BlockTable.of_indices(a["block_indices"], a["cu_seqlens"], **counted)
     return first_order(a | {"block_indices": table}, block_counts=None)
 
 

@@ -109,17 +109,22 @@ def moved_source(source: dict[str, Any]) -> dict[str, Any]:
 def build(sparse: Sparse, chosen: Chosen, source: dict[str, Any], **options: Any) -> Any:
     case, (t, _) = sparse.case, host_of(sparse)
     indices, source = source.get("block_indices"), moved_source(source)
-    counts = None if chosen.block_counts is None else moved(chosen.block_counts)
-    return rawattn.block_table(
-        None if indices is None else moved(indices),
-        moved(t.cu_seqlens_q),
+    if indices is not None:
+        table = rawattn.BlockTable.of_indices
+        counts = None if chosen.block_counts is None else moved(chosen.block_counts)
+        source |= {"block_indices": moved(indices), "block_counts": counts}
+    elif "block_mask" in source:
+        table = rawattn.BlockTable.of_mask
+    else:
+        table = rawattn.BlockTable.of_pattern
+        source |= {"total_q": len(t.q)}
+    return table(
+        cu_seqlens=moved(t.cu_seqlens_q),
         num_heads_kv=case.num_heads_kv,
         num_heads_q=case.num_heads_q,
-        total_q=len(t.q),
         cu_seqlens_k=moved(t.cu_seqlens_k),
         total_k=len(t.k),
         block_size=sparse.block_size,
-        block_counts=None if indices is None else counts,
         include_own_block=sparse.own,
         causal=case.causal,
         **source,

@@ -2,16 +2,19 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn import arrays
+from rawattn import arrays, device
 from rawattn.arrays import View, framework_of
+from rawattn.call import Call
 from tests.shared import fake_gpu
 from tests.shared.fake_gpu import DTYPES, GPU, MAKERS, STREAMS
 
 KINDS = tuple(MAKERS)
+PROBLEM: Any = None  # that nothing here reads
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -47,9 +50,9 @@ def test_empty_belongs_to_the_library_and_the_device(
 ) -> None:
     array = MAKERS[kind](values(), 1)
     framework = framework_of(array, "q")
-    previous = arrays.enter_device(1)
+    previous = device.enter(1)
     view = framework.empty(shape, "float32", framework.view(array, "q"))
-    arrays.leave_device(previous)
+    device.leave(previous)
     assert view[1:5] == (shape, arrays.row_major(shape), "float32", 1)
     assert arrays.is_dense(view)
     result = framework.finish(view)
@@ -77,7 +80,8 @@ def test_work_of_a_framework(gpu: fake_gpu.Kernels, kind: str) -> None:
 def test_offsets_become_dense_int32(gpu: fake_gpu.Kernels, kind: str, dtype: str) -> None:
     array = MAKERS[kind](values(dtype, (8,))[::2])
     framework = framework_of(array, "cu_seqlens")
-    ready = framework.offsets(framework.view(array, "cu_seqlens"), 7)
+    view = framework.view(array, "cu_seqlens")
+    ready = Call(framework, PROBLEM, None, view, 7).offsets(view)
     assert (ready.dtype, ready.strides) == ("int32", (1,))
     assert fake_gpu.memory(ready).tolist() == [0, 2, 4, 6]
 
@@ -87,11 +91,12 @@ def test_ready_inputs_are_not_copied(gpu: fake_gpu.Kernels, kind: str) -> None:
     array = MAKERS[kind](values("float16")[:, 1:])
     framework = framework_of(array, "q")
     view = framework.view(array, "q")
-    assert framework.rows(view, 7) is view
+    call = Call(framework, PROBLEM, None, view, 7)
+    assert call.rows(view) is view
     offsets = MAKERS[kind](values("int32", (4,)))
     view = framework.view(offsets, "cu_seqlens")
-    assert framework.offsets(view, 7) is view
-    assert framework.dense(view, 7) is view
+    assert call.offsets(view) is call.dense(view) is view
+    assert call.rows(None) is call.dense(None) is None
 
 
 # ---- streams ----------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ def test_numba_work_goes_on_the_given_stream(
 
 
 def test_on_stream_does_nothing_on_the_cpu() -> None:
-    with arrays.on_stream(0, -1) as nothing:
+    with device.on_stream(0, -1) as nothing:
         assert nothing is None
 
 
@@ -146,18 +151,18 @@ def test_on_stream_does_nothing_on_the_cpu() -> None:
 
 
 def test_the_device_changes_only_when_it_has_to(gpu: fake_gpu.Kernels) -> None:
-    for device in (0, -1):
-        arrays.leave_device(arrays.enter_device(device))
+    for ordinal in (0, -1):
+        device.leave(device.enter(ordinal))
     assert GPU.log == []
-    arrays.leave_device(arrays.enter_device(1))
+    device.leave(device.enter(1))
     assert GPU.log == [("device", 1), ("device", 0)]
 
 
 @pytest.mark.parametrize(("capability", "arch"), [("80", 80), ("90", 90), ("120", 120)])
 def test_arch(gpu: fake_gpu.Kernels, capability: str, arch: int) -> None:
     GPU.compute_capability = capability
-    assert arrays.arch_of(0) == arch
-    assert arrays.arch_of(-1) == 0
+    assert device.arch_of(0) == arch
+    assert device.arch_of(-1) == 0
 
 
 # ---- layouts ----------------------------------------------------------------------------------
@@ -339,7 +344,8 @@ def test_torch_in_host_memory_is_shared(dtype: str) -> None:
     part = tensor[1:, :, ::2]
     framework = framework_of(part, "q")
     assert framework is arrays.TORCH_HOST
-    view = framework.view(part, "q")
+    with torch.no_grad():
+        view = framework.view(part, "q")
     assert view[:5] == (part.data_ptr(), (3, 2, 8), (32, 16, 2), dtype, -1)
     view.owner[...] = 2
     assert (part == 2).all()
@@ -422,16 +428,16 @@ def test_empty_and_neutral_with_real_cupy() -> None:
 
 def test_stream_protocol_with_real_cupy() -> None:
     pytest.importorskip("cupy")
-    assert arrays._cupy_stream(5).ptr == 5
+    assert device.stream_of(5).ptr == 5
 
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for cached in (arrays._cupy, arrays.has_cuda_device):
+    for cached in (device.cupy, device.has_cuda_device):
         cached.cache_clear()
     try:
-        assert not arrays.has_cuda_device()
+        assert not device.has_cuda_device()
         with pytest.raises(RuntimeError, match="CuPy cannot be imported"):
-            arrays._cupy()
+            device.cupy()
     finally:
-        arrays.has_cuda_device.cache_clear()
+        device.has_cuda_device.cache_clear()

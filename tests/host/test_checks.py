@@ -35,6 +35,7 @@ REFUSALS = [
     kind(checks.no_memory, "q", "torch FakeTensor", text="q is a torch FakeTensor, which has no m"),
     kind(checks.unsupported_device, "k", "mps", text="k is on device mps: expected host memory or"),
     kind(checks.masked, "v", text="v has an element mask, .*: expected plain data"),
+    kind(checks.requires_grad, "q", text=r"q .* requires grad: .*no_grad\(\), or pass q\.detach"),
     kind(checks.lazily_negated, "q", text=r"q is a lazily negated torch.*pass q\.resolve_neg\(\)"),
     value(checks.uneven_strides, "q", (33, 2), 2, text=r"q has strides of \(33, 2\) bytes.* 2; "),
     refusal(
@@ -80,6 +81,7 @@ REFUSALS = [
     value(checks.heads, 2, 4, text="q has 2 heads and k has 4"),
     value(checks.heads, 0, 1, text="q has 0 heads .*at least one"),
     value(checks.heads, 1, 0, text="k has 0: .*at least one"),
+    value(checks.heads, 65536, 1, text="q has 65536 heads: expected at most 65535, .*; split"),
     # cu_seqlens
     value(checks.cu_seqlens, "cu_seqlens", (2, 3), "int32", text=r"shape \(2, 3\): .*\(batch \+ 1"),
     value(
@@ -105,25 +107,22 @@ REFUSALS = [
     value(checks.block_size, 256, text="block_size is 256: expected 16, 32, 64 or 128; split"),
     kind(checks.block_size, 64.0, text=r"block_size is 64\.0: expected an integer, keys of"),
     value(checks.entries, 2, 2**28, 16, text="268435456 queries with 2 .*: expected at most 2147"),
-    value(checks.lists, 2**31, text="2147483648 lists of queries .*: expected at most 2147"),
+    value(checks.selection_heads, 1, 65, 1, text="65 query heads share a selection: .*at most 64;"),
+    value(checks.lists, 2**31 - 2, 1, text="2147483646 lists of queries .*: .* most 2147483645;"),
+    value(checks.lists, 1, 2**29, text="536870912 segments: expected at most 536870911; split"),
+    value(checks.counts, "block_counts", -1, text="block_counts holds -1: expected 0 or more"),
     value(
         checks.beside_block_scale, "tblock_scale", True, False, text="tblock_scale is given without"
     ),
     value(checks.same_as_table, "causal", False, True, text="causal is False .* pass causal=True,"),
     value(checks.counted_by_table, True, text="block_counts is given beside .*: expected None, s"),
     value(checks.table_lists, False, text="no lists of queries.*lists=True; build it so, or pass"),
-    value(checks.one_selection, False, False, False, text="block_table is given no selection: exp"),
-    value(checks.one_selection, True, True, True, text="block_indices and block_mask and sliding"),
     value(checks.pattern, 0, 0, text="sliding_blocks is 0 and global_blocks 0: .*1 or more, and 0"),
     value(checks.pattern, 1, -1, text="global_blocks -1: expected"),
     kind(checks.pattern, 1, 0.5, text=r"global_blocks is 0\.5: expected an integer"),
-    value(checks.only_beside, "block_counts", True, "block_indices", False, text="leave it out$"),
-    value(
-        checks.size_needed, "total_k", None, "beside cu_seqlens_k", text="total_k is None beside"
-    ),
-    kind(
-        checks.size_needed, "total_k", "5", "", text="total_k is '5': expected an integer, a size"
-    ),
+    value(checks.size, "total_k", None, text="total_k is None: expected a number.*pass total_k"),
+    kind(checks.size, "total_k", "5", text="total_k is '5': expected an integer, a size"),
+    value(checks.only_sliding, (3, 0), False, text=r"window is \(3, 0\) without return_sliding"),
     kind(checks.sliding_window, "5", 64, True, text="window is '5': expected two integers"),
     value(
         checks.sliding_window, -2, 64, True, text=r"window is \(-2, 0\): expected left and right"
@@ -131,7 +130,14 @@ REFUSALS = [
     # outputs
     value(checks.writable, "dq", False, text="dq is read-only .*pass dq=None"),
     value(checks.distinct_elements, "out", (4, 2, 8), (8, 0, 1), text=r"out has strides \(8, 0, 1"),
+    value(checks.separate, "dq", "dk", text="dq shares memory with dk: .*pass dq=None and take"),
+    value(checks.separate, "out", None, text="out shares memory with an input: expected memory"),
     # options
+    kind(checks.call_style, "forward", (), {"max_seqlen_q": 5}, text="max_seqlen_q: .*leave it"),
+    kind(checks.call_style, "forward", (), {"foo": 5}, text=r"foo: .*; help\(rawattn\.forward\)"),
+    kind(checks.call_style, "jvp", (5, 5), {}, text="jvp is given 2 more arguments by position"),
+    kind(checks.flag, "causal", "yes", text="causal is 'yes': expected True or False; pass a bool"),
+    kind(checks.flag, "causal", 1, text="causal is 1: expected True"),
     kind(checks.window, 5, False, text="window is 5: expected two integers"),
     kind(checks.window, (1, 2, 3), False, text=r"window is \(1, 2, 3\): expected two integers"),
     kind(checks.window, (1.0, 2), False, text=r"window is \(1\.0, 2\): expected two integers"),
@@ -190,6 +196,7 @@ def test_every_rule_is_tested() -> None:
         (checks.heads, (8, 8)),
         (checks.heads, (9, 3)),
         (checks.heads, (8, 1)),
+        (checks.heads, (65535, 65535)),
         (checks.cu_seqlens, ("cu_seqlens", (1,), "int32")),
         (checks.cu_seqlens, ("cu_seqlens", (9,), "int64")),
         (checks.same_batch, (3, 3)),
@@ -204,15 +211,16 @@ def test_every_rule_is_tested() -> None:
         (checks.selection_heads, (2, 8, 2)),
         (checks.selection_heads, (8, 8, 2)),
         (checks.entries, (1, 2**31 - 1, 1)),
-        (checks.lists, (2**31 - 1,)),
+        (checks.selection_heads, (1, 64, 1)),
+        (checks.lists, (2**31 - 3, 2**29 - 1)),
+        (checks.counts, ("block_counts", 0)),
+        (checks.only_sliding, (None, False)),
+        (checks.only_sliding, (3, True)),
         (checks.beside_block_scale, ("tblock_scale", True, True)),
         (checks.beside_block_scale, ("tblock_scale", False, False)),
         (checks.same_as_table, ("block_size", 64, 64)),
         (checks.counted_by_table, (False,)),
         (checks.table_lists, (True,)),
-        (checks.one_selection, (False, True, False)),
-        (checks.only_beside, ("block_counts", True, "block_indices", True)),
-        (checks.only_beside, ("block_counts", False, "block_indices", False)),
         (checks.writable, ("out", True)),
         (checks.distinct_elements, ("out", (1, 2, 8), (0, 8, 1))),
         (checks.distinct_elements, ("out", (0, 2, 8), (0, 0, 0))),
@@ -279,7 +287,13 @@ def test_sizes_of_blocks() -> None:
         given = checks.block_size(np.int64(size))
         assert given == size and type(given) is int
     assert checks.pattern(np.int32(3), 2) == (3, 2)
-    assert checks.size_needed("total_q", np.int64(5), "") == 5
+    assert checks.size("total_q", np.int64(5)) == 5
+
+
+def test_flags() -> None:
+    for given in (True, np.True_):
+        assert checks.flag("causal", given) is True
+    assert checks.flag("causal", np.bool_(False)) is False
 
 
 def test_softmax_scale() -> None:

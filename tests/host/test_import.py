@@ -31,21 +31,20 @@ ARROWS = {
     "checks": set(),
     "env": set(),
     "reference": set(),
-    "variants": {"env", "problem"},
-    "build": {"variants"},
-    "arrays": {"checks"},
-    "jit": {"build", "env"},
-    "launch": {"build", "env", "jit", "problem", "variants"},
-    "ops": {"arrays", "launch", "problem", "variants"},
-    "call": {"arrays", "checks", "problem"},
-    "api": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
-    "api_second": {"arrays", "call", "ops", "problem", "reference", "variants"},
-    "block_table": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
-    "passes_sparse": {"arrays", "block_table", "call", "ops", "problem", "variants"},
-    "api_sparse": {
-        *("api", "arrays", "block_table", "call", "checks", "passes_sparse", "problem"),
-        "reference",
+    "variants": {"problem"},
+    "device": {"checks"},
+    "arrays": {"checks", "device"},
+    "jit": {"env", "problem", "variants"},
+    "ops": {"arrays", "jit", "problem", "variants"},
+    "call": {"arrays", "checks", "device", "problem", "variants"},
+    "passes": {"arrays", "call", "ops", "variants"},
+    "api": {
+        *("arrays", "call", "checks", "device", "passes", "problem", "reference", "variants"),
     },
+    "api_second": {"arrays", "call", "checks", "passes", "reference"},
+    "tables": {"arrays", "call", "checks", "device", "ops", "problem", "reference"},
+    "passes_sparse": {"arrays", "call", "ops", "passes", "problem", "tables", "variants"},
+    "api_sparse": {"api", "arrays", "call", "checks", "passes_sparse", "reference", "tables"},
     "torch": ADAPTER - {"torch"},
     "torch_autograd": {"torch_ops"},
     "torch_compat": {"torch"},
@@ -54,7 +53,7 @@ ARROWS = {
     "torch_sparse": {"block_table", "torch", "torch_ops", "torch_sparse_ops"},
     "torch_sparse_compat": {"torch_sparse"},
     "torch_sparse_ops": {"api_sparse", "block_table", "checks", "torch_ops"},
-    "__init__": {"api", "api_second", "api_sparse", "block_table"},
+    "__init__": {"api", "api_second", "api_sparse", "tables"},
 }
 
 
@@ -125,7 +124,7 @@ def test_host_arrays_load_nothing_heavy() -> None:
         "rawattn.jvp(q, q, q, q, q, q, np.array([0, 2, 5]))\n"
         "rawattn.double_backward(q, q, q, q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
         "blocks = np.zeros((5, 2, 1), np.int32)\n"
-        "table = rawattn.block_table(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
+        "table = rawattn.BlockTable.of_indices(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
         "rawattn.sparse_forward(q, q, q, np.array([0, 2, 5]), table)\n"
         "rawattn.sparse_backward(q, q, q, q, out, lse, np.array([0, 2, 5]), table)\n"
         "print(*sys.modules)"
@@ -138,7 +137,7 @@ def test_public_names() -> None:
     assert sorted(rawattn.__all__) == rawattn.__all__
     for name in rawattn.__all__:
         home = getattr(rawattn, name).__module__.removeprefix("rawattn.")
-        assert home in ("api", "api_second", "api_sparse", "block_table")
+        assert home in ("api", "api_second", "api_sparse", "tables")
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -184,11 +183,6 @@ def test_cuda_arrows() -> None:
                 assert not name.startswith("sm"), f"base/{path.name} includes {name}"
         if path.name != "ptx.cuh":
             assert not re.search(r"\basm\b", path.read_text()), f"asm in {path.name}"
-
-
-def test_what_a_row_is_made_of_is_a_leaf() -> None:
-    for name in ("problem.py", "env.py", "variants/row.py", "variants/steps.py"):
-        assert not [name for name, _ in imports(PACKAGE / name) if name.startswith("rawattn")]
 
 
 # ---- the twins --------------------------------------------------------------------------------

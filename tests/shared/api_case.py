@@ -1,5 +1,6 @@
 """The arrays of a call for the tests of the public functions, on every library, in any layout."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,12 @@ def dtypes_of(kind: str) -> list[str]:
 
 
 KINDS_AND_DTYPES = [(kind, dtype) for kind in KINDS for dtype in dtypes_of(kind)]
+
+
+def named_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function, without what catches those that it does not have."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def check_waits(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import api, api_second, arrays, call, checks
+from rawattn import api, arrays, call, checks, device, passes
 from rawattn.reference import dense, second
 
 OTHERS = ("int32", "int64", "bool", "uint8")  # of offsets, of blocks and of their masks
@@ -109,6 +109,7 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.recorded = stream.ptr
+        self.done = False  # until a test says so
 
 
 class Device:
@@ -131,6 +132,7 @@ class Machine:
         self.current = 0
         self.compute_capability = "90"
         self.entered: list[int] = []
+        self.capturing = False
         self.log: list[Any] = []
         self.devices: dict[int, int] = {}  # of a pointer, where it is not 0
 
@@ -161,6 +163,7 @@ CUPY = types.SimpleNamespace(
         runtime=types.SimpleNamespace(
             getDevice=lambda: GPU.current,
             setDevice=set_device,
+            streamIsCapturing=lambda stream: GPU.capturing,
             pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=GPU.devices.get(ptr, 0)),
         ),
     ),
@@ -194,7 +197,7 @@ TORCH = types.SimpleNamespace(
 class Tensor:
     """torch.Tensor on a CUDA device."""
 
-    is_cuda, is_cpu, is_meta = True, False, False
+    is_cuda, is_cpu, is_meta, requires_grad = True, False, False, False
 
     def __init__(self, values: np.ndarray, device: int = 0, negated: bool = False) -> None:
         self.values, self.device_index, self.negated = values, device, negated
@@ -536,28 +539,27 @@ class Kernels:
 def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
     """Put the fakes in the place of the libraries and the kernels, for one test."""
     vars(GPU).update(vars(Machine()))
-    for cached in (arrays._cupy, arrays._torch_dtype, arrays._torch_name, arrays.arch_of):
+    for cached in (device.cupy, arrays._torch_dtype, arrays._torch_name, device.arch_of):
         cached.cache_clear()
     call.pose.cache_clear()
     api._pose_preprocess.cache_clear()
-    monkeypatch.setattr(arrays, "_cupy", lambda: CUPY)
+    monkeypatch.setattr(device, "cupy", lambda: CUPY)
     monkeypatch.setattr(arrays, "_torch", lambda: TORCH)
     for module in (dense, second):
         monkeypatch.setattr(module, "namespace", lambda array: np)
     monkeypatch.setitem(arrays.sys.modules, "numba", NUMBA)
     monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
     kernels = kind()
-    ops = (api.forward_op, api.preprocess_op, api.kv_op, api.q_op, api.postprocess_op)
-    ops += (api_second.jvp_op, api_second.out_op, api_second.kv_op, api_second.q_op)
-    for module in ops:
-        stem = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, "launch", getattr(kernels, stem))
+    for name, op in vars(passes).items():
+        if name.endswith("_op"):
+            stem = op.__name__.rpartition(".")[2]
+            monkeypatch.setattr(op, "launch", getattr(kernels, stem))
     return kernels
 
 
 def remove() -> None:
     """Forget what was cached of the fakes."""
-    for cached in (arrays._torch_dtype, arrays._torch_name, arrays.arch_of):
+    for cached in (arrays._torch_dtype, arrays._torch_name, device.arch_of):
         cached.cache_clear()
     call.pose.cache_clear()
     api._pose_preprocess.cache_clear()

@@ -5,12 +5,11 @@ of queries, delta, the sums of ``sparse_double_backward_out``. A kernel that is 
 order chooses an unusual one.
 """
 
-import sys
 from typing import Any
 
 import numpy as np
 
-from rawattn import call, passes_sparse
+from rawattn import call, passes_sparse, tables
 from rawattn.arrays import is_dense
 from rawattn.reference import blocks as reference
 from rawattn.reference import dense, selection, sparse
@@ -295,8 +294,7 @@ def install(monkeypatch: Any) -> Kernels:
     call.pose_selection.cache_clear()
     for module in (reference, selection, sparse):
         monkeypatch.setattr(module, "namespace", lambda array: np)
-    table = sys.modules["rawattn.block_table"]  # rawattn.block_table is the function
-    for module in (table, passes_sparse):
+    for module in (tables, passes_sparse):
         for name, op in vars(module).items():
             stem = getattr(op, "__name__", "").removeprefix("rawattn.ops.")
             if name.endswith("_op") and stem != "backward_preprocess":

@@ -381,7 +381,8 @@ def table_of(posed: Posed, **options: Any) -> Any:
     given |= {"num_heads_q": case.num_heads_q, "head_dim": case.head_dim}
     for name in ("block_scale", "softmax_scale"):
         del given[name]
-    return rawattn.block_table(posed.chosen.block_indices, t.cu_seqlens_q, **given | options)
+    table = rawattn.BlockTable
+    return table.of_indices(posed.chosen.block_indices, t.cu_seqlens_q, **given | options)
 
 
 def in_chunks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

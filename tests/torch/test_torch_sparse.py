@@ -333,8 +333,13 @@ def table_of(problem, block_indices=None, **source):
         if name in problem.options
     }
     q, k, *_ = problem.inputs
-    sizes = {"num_heads_kv": k.shape[1], "total_q": q.shape[0], "total_k": k.shape[0]}
-    return rawattn.block_table(block_indices, problem.given[0], **sizes, **options, **source)
+    options |= {"num_heads_kv": k.shape[1], "total_k": k.shape[0]} | source
+    table, cu_seqlens = rawattn.BlockTable, problem.given[0]
+    if block_indices is not None:
+        return table.of_indices(block_indices, cu_seqlens, **options)
+    if "block_mask" in options:
+        return table.of_mask(cu_seqlens=cu_seqlens, **options)
+    return table.of_pattern(cu_seqlens, total_q=q.shape[0], **options)
 
 
 @pytest.mark.parametrize("lengths", [SELF, CROSS], ids=["self", "cross"])
