@@ -14,14 +14,9 @@ The algorithm is that of FlashAttention-2 (arXiv 2307.08691): no array of size s
 from functools import lru_cache
 from typing import Any
 
-from rawattn import arrays, call, checks, variants
-from rawattn.arrays import Array, Framework, Shape, View, framework_of
-from rawattn.call import Inputs, Window
-from rawattn.ops import backward_kv as kv_op
-from rawattn.ops import backward_postprocess as postprocess_op
-from rawattn.ops import backward_preprocess as preprocess_op
-from rawattn.ops import backward_q as q_op
-from rawattn.ops import forward as forward_op
+from rawattn import arrays, call, checks, passes, variants
+from rawattn.arrays import Array, Shape, framework_of
+from rawattn.call import Call, Passed, Window
 from rawattn.problem import Problem
 from rawattn.reference import dense
 
@@ -94,11 +89,8 @@ def forward(
             framework.fill(lse, -float("inf"), stream)
         else:
             target = result if out is None else call.target(framework, result, like)
-            q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-            variant = variants.select("forward", problem, backend=backend)
-            forward_op.launch(
-                variant, problem, q, k, v, offsets_q, offsets_k, target, lse, stream=stream
-            )
+            given = Call(framework, problem, backend, like, stream)
+            passes.forward(given, inputs, target, lse)
             if target is not result:
                 framework.copy(result, target, stream)
         answer = framework.finish(result) if out is None else out
@@ -143,7 +135,9 @@ def backward_preprocess(
                 call.store((_delta(*map(arrays.neutral, inputs)),), (sums,))
         elif problem.total_q:
             target = call.target(framework, sums, result)
-            _preprocess(framework, problem, backend, inputs, target, None, stream)
+            given = Call(framework, problem, backend, result, stream)
+            of_lse = inputs[2] if dlse is not None else None
+            passes.backward_preprocess(given, inputs[0], inputs[1], of_lse, target)
             if target is not sums:
                 framework.copy(sums, target, stream)
         return framework.finish(sums) if delta is None else delta
@@ -232,9 +226,10 @@ def backward(
         else:
             targets = tuple(call.target(framework, grad, like) for grad in grads)
             method = variants.method_of(problem, method, deterministic)
-            _launch_backward(
-                framework, problem, backend, method, inputs, cotangent, passed, targets, stream
-            )
+            given = Call(framework, problem, backend, like, stream)
+            of_lse = passed[2] if dlse is not None else None
+            beside = Passed(cotangent, passed[0], passed[1], of_lse)
+            passes.backward(given, method, inputs, beside, *targets)
             for grad, target in zip(grads, targets, strict=True):
                 if target is not grad:
                     framework.copy(grad, target, stream)
@@ -267,77 +262,3 @@ def _pose_preprocess(out: Shape, dtype: str, device: int, backend: str | None) -
 
 def _delta(out: Array, dout: Array, dlse: Array | float = 0.0) -> Array:
     return (out.astype("float64") * dout.astype("float64")).sum(axis=-1).T - dlse
-
-
-# ---- the kernels ------------------------------------------------------------------------------
-
-
-def _preprocess(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    inputs: list[View],
-    delta: View,
-    dq_accum: View | None,
-    stream: int,
-) -> None:
-    """delta of ``inputs``, which are out, dout and possibly dlse; zeroes dq_accum."""
-    variant = variants.select("backward_preprocess", problem, backend=backend)
-    out, dout = (framework.rows(view, stream) for view in inputs[:2])
-    dlse = framework.dense(inputs[2], stream) if len(inputs) == 3 else None
-    preprocess_op.launch(variant, problem, out, dout, dlse, delta, dq_accum, stream=stream)
-
-
-def _launch_backward(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    method: str,
-    inputs: Inputs,
-    dout: View,
-    passed: list[View],
-    grads: tuple[View, ...],
-    stream: int,
-) -> None:
-    """dq, dk, dv by one of the methods; ``passed`` is out, lse and possibly dlse.
-
-    Gradients that are gathered by atomic adds wait in float32 workspaces, which come from the
-    caller's allocator; a last pass scales them and puts them into the dtype of the result.
-    """
-    like, scale = inputs[0], problem.softmax_scale
-    dq, dk, dv = grads
-    stem = "backward_q" if method == "atomic_dkv" else "backward_kv"
-    gathering = variants.select(stem, problem, backend=backend)
-    # all passes of one family: each has workspaces of its own layout
-    backend = "numba" if gathering.family == "numba" else "cuda"
-    q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-    dout = framework.rows(dout, stream)
-    lse = framework.dense(passed[1], stream)
-    delta = framework.empty(lse.shape, lse.dtype, like)
-    last = variants.select("backward_postprocess", problem, backend=backend)
-
-    def workspace(gradient: str) -> View:
-        shape = postprocess_op.accum_shape(last, problem, gradient)
-        return framework.empty(shape, lse.dtype, like)
-
-    def postprocess(accum: View, offsets: View, grad: View, scale: float) -> None:
-        postprocess_op.launch(last, problem, accum, offsets, grad, scale=scale, stream=stream)
-
-    dq_accum = workspace("dq") if method == "atomic_dq" else None
-    terms = [passed[0], dout, *passed[2:]]
-    _preprocess(framework, problem, backend, terms, delta, dq_accum, stream)
-    common = (problem, q, k, v, dout, lse, delta, offsets_q, offsets_k)
-    if method == "atomic_dkv":
-        dk_accum, dv_accum = workspace("dk"), workspace("dv")
-        framework.fill(dk_accum, 0.0, stream)
-        framework.fill(dv_accum, 0.0, stream)
-        q_op.launch(gathering, *common, dq, dk_accum, dv_accum, stream=stream)
-        postprocess(dk_accum, offsets_k, dk, scale)
-        postprocess(dv_accum, offsets_k, dv, 1.0)
-        return
-    kv_op.launch(gathering, *common, dq_accum, dk, dv, stream=stream)
-    if dq_accum is not None:
-        postprocess(dq_accum, offsets_q, dq, scale)
-    else:
-        variant = variants.select("backward_q", problem, backend=backend)
-        q_op.launch(variant, *common, dq, None, None, stream=stream)

@@ -13,16 +13,9 @@ follows from them are made anew in every pass, no array of size seqlen_q x seqle
 
 from typing import Any
 
-from rawattn import arrays, call, variants
-from rawattn.arrays import Array, Framework, View
-from rawattn.call import Inputs, Parts, Window
-from rawattn.ops import backward_postprocess as postprocess_op
-from rawattn.ops import double_backward_kv as kv_op
-from rawattn.ops import double_backward_out as out_op
-from rawattn.ops import double_backward_q as q_op
-from rawattn.ops import forward as forward_op
-from rawattn.ops import jvp as jvp_op
-from rawattn.problem import Problem
+from rawattn import arrays, call, passes
+from rawattn.arrays import Array
+from rawattn.call import Call, Parts, Passed, Window
 from rawattn.reference import second
 
 
@@ -84,7 +77,7 @@ def double_backward(
     )
     like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     rows = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-    direction = (
+    direction = Parts(
         call.part_of(framework, ddq, "ddq", inputs[0], like),
         call.part_of(framework, ddk, "ddk", inputs[1], like),
         call.part_of(framework, ddv, "ddv", inputs[2], like),
@@ -120,17 +113,10 @@ def double_backward(
                 call.store(values, results)
         else:
             targets = tuple(call.target(framework, result, like) for result in results)
-            _launch_double_backward(
-                framework,
-                problem,
-                backend,
-                deterministic,
-                inputs,
-                direction,
-                passed,
-                targets,
-                stream,
-            )
+            given = Call(framework, problem, backend, like, stream)
+            of_lse = passed[3] if dlse is not None else None
+            beside = Passed(passed[0], passed[1], passed[2], of_lse)
+            passes.double_backward(given, deterministic, inputs, direction, beside, *targets)
             for result, target in zip(results, targets, strict=True):
                 if target is not result:
                     framework.copy(result, target, stream)
@@ -184,7 +170,7 @@ def jvp(
         q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
     )
     like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
-    direction = (
+    direction = Parts(
         call.part_of(framework, tq, "tq", inputs[0], like),
         call.part_of(framework, tk, "tk", inputs[1], like),
         call.part_of(framework, tv, "tv", inputs[2], like),
@@ -208,7 +194,8 @@ def jvp(
                 framework.fill(result, value, stream)
         else:
             targets = tuple(call.target(framework, result, like) for result in results)
-            _launch_jvp(framework, problem, backend, inputs, direction, targets, stream)
+            given = Call(framework, problem, backend, like, stream)
+            passes.jvp(given, False, inputs, direction, *targets)
             for result, target in zip(results, targets, strict=True):
                 if target is not result:
                     framework.copy(result, target, stream)
@@ -220,83 +207,3 @@ def jvp(
         )
     finally:
         arrays.leave_device(previous)
-
-
-# ---- the kernels ------------------------------------------------------------------------------
-
-
-def _launch_double_backward(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    deterministic: bool,
-    inputs: Inputs,
-    direction: Parts,
-    passed: list[View],
-    results: tuple[View, ...],
-    stream: int,
-) -> None:
-    """ddout .. gv; ``passed`` is dout, out, lse and possibly dlse.
-
-    The first pass goes along the queries and leaves the rows' sums D and W to the second, which
-    goes along the keys. gq is gathered by atomic adds in a float32 workspace from the caller's
-    allocator, which the first pass zeroes and a last one scales; or, deterministically, by a pass
-    along the queries.
-    """
-    like = inputs[0]
-    ddout, ddlse, gq, gk, gv = results
-    by_size = not deterministic
-    of_keys = variants.select("double_backward_kv", problem, backend=backend, by_size=by_size)
-    # all passes of one family: each has workspaces of its own layout
-    backend = "numba" if of_keys.family == "numba" else "cuda"
-    of_rows = variants.select("double_backward_out", problem, backend=backend, by_size=by_size)
-    stem = "double_backward_q" if deterministic else "backward_postprocess"
-    last = variants.select(stem, problem, backend=backend)
-    q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-    offsets = (offsets_q, offsets_k)
-    parts = call.ready_parts(framework, direction, stream)
-    dout, out = framework.rows(passed[0], stream), framework.rows(passed[1], stream)
-    lse = framework.dense(passed[2], stream)
-    dlse = framework.dense(passed[3], stream) if len(passed) == 4 else None
-    delta = framework.empty(lse.shape, lse.dtype, like)
-    ddelta = framework.empty(lse.shape, lse.dtype, like)
-    gq_accum = None
-    if not deterministic:
-        shape = postprocess_op.accum_shape(last, problem, "dq")
-        gq_accum = framework.empty(shape, lse.dtype, like)
-    sums = (ddout, ddlse, delta, ddelta)
-    inner = (q, k, v, *parts, out, dout, lse, dlse)
-    out_op.launch(of_rows, problem, *inner, *sums, gq_accum, *offsets, stream=stream)
-    common = (problem, q, k, v, *parts, dout, lse, delta, ddlse, ddelta)
-    kv_op.launch(of_keys, *common, gq_accum, gk, gv, *offsets, stream=stream)
-    if gq_accum is None:
-        q_op.launch(last, *common, gq, *offsets, stream=stream)
-    else:
-        scale = problem.softmax_scale
-        postprocess_op.launch(last, problem, gq_accum, offsets_q, gq, scale=scale, stream=stream)
-
-
-def _launch_jvp(
-    framework: Framework,
-    problem: Problem,
-    backend: str | None,
-    inputs: Inputs,
-    direction: Parts,
-    results: tuple[View, ...],
-    stream: int,
-) -> None:
-    """out, tout, lse and tlse; without any direction by ``forward``, with tangents of zero."""
-    out, tout, lse, tlse = results
-    q, k, v, offsets_q, offsets_k = call.ready(framework, inputs, stream)
-    offsets = (offsets_q, offsets_k)
-    if any(direction):
-        variant = variants.select("jvp", problem, backend=backend, by_size=True)
-        parts = call.ready_parts(framework, direction, stream)
-        jvp_op.launch(
-            variant, problem, q, k, v, *parts, out, tout, lse, tlse, *offsets, stream=stream
-        )
-    else:
-        variant = variants.select("forward", problem, backend=backend)
-        forward_op.launch(variant, problem, q, k, v, *offsets, out, lse, stream=stream)
-        framework.fill(tout, 0.0, stream)
-        framework.fill(tlse, 0.0, stream)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from rawattn import api, arrays, call, checks, passes_sparse
 from rawattn.arrays import Array, Framework, View
-from rawattn.call import Inputs, Window
-from rawattn.passes_sparse import Passed
+from rawattn.call import Call, Inputs, Parts, Passed, Window
+from rawattn.passes_sparse import Chosen
 from rawattn.problem import Problem, Selection
 from rawattn.reference import sparse
 from rawattn.tables import BlockTable, Source, named_blocks, selection_given
@@ -99,9 +99,8 @@ def sparse_forward(
                 call.store(sparse.forward(*map(arrays.neutral, inputs), **options), (result, lse))
         else:
             target = call.target(framework, result, like)
-            passes_sparse.forward(
-                *(framework, problem, selection, source, backend, inputs, gate, target, lse, stream)
-            )
+            given = Call(framework, problem, backend, like, stream)
+            passes_sparse.forward(given, Chosen(selection, source, gate), inputs, target, lse)
             if target is not result:
                 framework.copy(result, target, stream)
         answer = framework.finish(result) if out is None else out
@@ -201,9 +200,11 @@ def sparse_backward(
                 call.store(values[: len(results)], results)
         else:
             targets = tuple(call.target(framework, grad, like) for grad in grads)
+            given = Call(framework, problem, backend, like, stream)
+            chosen = Chosen(selection, source, gate)
+            of_q, of_k, of_v = targets
             passes_sparse.backward(
-                *(framework, problem, selection, source, backend, deterministic, inputs, gate),
-                *(passed, targets, of_gate, stream),
+                given, chosen, deterministic, inputs, passed, of_q, of_k, of_v, of_gate
             )
             for grad, target in zip(grads, targets, strict=True):
                 if target is not grad:
@@ -277,13 +278,12 @@ def sparse_double_backward(
     )  # fmt: skip
     like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     checks.beside_block_scale("ddblock_scale", ddblock_scale is not None, gate is not None)
-    parts = (
+    parts = Parts(
         call.part_of(framework, ddq, "ddq", inputs[0], like),
         call.part_of(framework, ddk, "ddk", inputs[1], like),
         call.part_of(framework, ddv, "ddv", inputs[2], like),
     )
     part_of_gate = _scale(framework, selection, problem, ddblock_scale, "ddblock_scale", like)
-    direction = (parts, part_of_gate)
     passed = _passed(framework, problem, dout, out, lse, dlse, like)
     previous = arrays.enter_device(problem.device)
     try:
@@ -312,12 +312,16 @@ def sparse_double_backward(
                 )
                 call.store(values[: len(results)], tuple(results))
         else:
+            given = Call(framework, problem, backend, like, stream)
+            chosen = Chosen(selection, source, gate)
+            ddout, ddlse, gq, gk, gv, *gg = results
+            of_gate = gg[0] if gg else None
             passes_sparse.double_backward(
-                *(framework, problem, selection, source, backend, inputs, gate, direction),
-                *(passed, results, stream),
+                *(given, chosen, inputs, parts, part_of_gate, passed),
+                *(ddout, ddlse, gq, gk, gv, of_gate),
             )
-        ddout, ddlse, gq, gk, gv, *of_gate = map(framework.finish, results)
-        return ddout, ddlse, gq, gk, gv, of_gate[0] if of_gate else None
+        ddout, ddlse, gq, gk, gv, *gg = map(framework.finish, results)
+        return ddout, ddlse, gq, gk, gv, gg[0] if gg else None
     finally:
         arrays.leave_device(previous)
 
@@ -363,13 +367,12 @@ def sparse_jvp(
     )  # fmt: skip
     like, dtype, statistic = inputs[0], problem.dtype, call.statistic(problem.dtype)
     checks.beside_block_scale("tblock_scale", tblock_scale is not None, gate is not None)
-    parts = (
+    parts = Parts(
         call.part_of(framework, tq, "tq", inputs[0], like),
         call.part_of(framework, tk, "tk", inputs[1], like),
         call.part_of(framework, tv, "tv", inputs[2], like),
     )
     part_of_gate = _scale(framework, selection, problem, tblock_scale, "tblock_scale", like)
-    direction = (parts, part_of_gate)
     previous = arrays.enter_device(problem.device)
     try:
         waits = (gate, *parts, part_of_gate)
@@ -394,10 +397,9 @@ def sparse_jvp(
                 )
                 call.store(values, results)
         else:
-            passes_sparse.jvp(
-                *(framework, problem, selection, source, backend, inputs, gate, direction),
-                *(results, stream),
-            )
+            given = Call(framework, problem, backend, like, stream)
+            chosen = Chosen(selection, source, gate)
+            passes_sparse.jvp(given, chosen, inputs, parts, part_of_gate, *results)
         out, tout, lse, tlse = map(framework.finish, results)
         return out, tout, lse, tlse
     finally:
@@ -479,7 +481,7 @@ def _passed(
     of_lse = None
     if dlse is not None:
         of_lse = call.view_like(framework, dlse, "dlse", shape[1::-1], statistic, like)
-    return (
+    return Passed(
         call.view_like(framework, dout, "dout", shape, dtype, like),
         call.view_like(framework, out, "out", shape, dtype, like),
         call.view_like(framework, lse, "lse", shape[1::-1], statistic, like),

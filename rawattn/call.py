@@ -7,15 +7,76 @@ kernels, which ask for alignment; ``mask`` and ``store`` between arrays and the 
 
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from rawattn import arrays, checks
 from rawattn.arrays import Array, Framework, Shape, View, framework_of
 from rawattn.problem import Problem, Selection, default_chunk
+from rawattn.variants import Variant, select
 
 Window = tuple[int, int]
-Inputs = tuple[View, View, View, View, View]  # q, k, v, cu_seqlens_q, cu_seqlens_k
-Parts = tuple[View | None, View | None, View | None]  # of a direction, like q, k, v; None is zero
+MaybeView = TypeVar("MaybeView", View, View | None)
+
+
+class Inputs(NamedTuple):
+    """What every call has; ``cu_seqlens_k`` is ``cu_seqlens_q`` itself where they are shared."""
+
+    q: View
+    k: View
+    v: View
+    cu_seqlens_q: View
+    cu_seqlens_k: View
+
+
+class Passed(NamedTuple):
+    """What a derivative is given beside the inputs."""
+
+    dout: View
+    out: View
+    lse: View
+    dlse: View | None
+
+
+class Parts(NamedTuple):
+    """Of a direction, like q, k and v; None is zero."""
+
+    q: View | None
+    k: View | None
+    v: View | None
+
+
+class Call(NamedTuple):
+    """What travels from a checked call to its kernels; arrays are allocated beside ``like``."""
+
+    framework: Framework
+    problem: Problem
+    backend: str | None
+    like: View
+    stream: int
+
+    def empty(self, shape: Shape, dtype: str) -> View:
+        """A new array from the caller's own allocator."""
+        return self.framework.empty(shape, dtype, self.like)
+
+    def fill(self, view: View, value: float) -> None:
+        """Queue ``view[...] = value``."""
+        self.framework.fill(view, value, self.stream)
+
+    def rows(self, view: MaybeView) -> MaybeView:
+        """A (tokens, heads, size) input as kernels load it, copied only where they could not."""
+        return None if view is None else self.framework.rows(view, self.stream)
+
+    def dense(self, view: MaybeView) -> MaybeView:
+        """An input that kernels take without strides."""
+        return None if view is None else self.framework.dense(view, self.stream)
+
+    def offsets(self, view: View) -> View:
+        """cu_seqlens, and whatever counts, as kernels read it: dense int32."""
+        return self.framework.offsets(view, self.stream)
+
+    def row(self, stem: str, **options: Any) -> Variant:
+        """The row of ``stem`` for the problem; options as ``variants.select`` takes them."""
+        return select(stem, self.problem, backend=self.backend, **options)
 
 
 # ---- look and check ---------------------------------------------------------------------------
@@ -51,7 +112,7 @@ def problem_of(
         checks.offsets("cu_seqlens", arrays.host_values(offsets_q), problem.total_q)
         name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
         checks.offsets(name, arrays.host_values(offsets_k), problem.total_k)
-    return framework, problem, (gq, gk, gv, offsets_q, offsets_k)
+    return framework, problem, Inputs(gq, gk, gv, offsets_q, offsets_k)
 
 
 # Layers repeat their shapes, and so do steps: every rule is checked once for each combination.
@@ -228,30 +289,6 @@ def is_empty(problem: Problem, selection: Selection | None = None) -> bool:
     """No token can see another: the results are known, and a grid would be of size zero."""
     nothing = selection is not None and not selection.width
     return nothing or not (problem.batch and problem.total_q and problem.total_k)
-
-
-def ready(framework: Framework, inputs: Inputs, stream: int) -> Inputs:
-    """The inputs as kernels take them."""
-    q, k, v, offsets_q, offsets_k = inputs
-    ready_q = framework.offsets(offsets_q, stream)
-    shared = offsets_k is offsets_q
-    return (
-        framework.rows(q, stream),
-        framework.rows(k, stream),
-        framework.rows(v, stream),
-        ready_q,
-        ready_q if shared else framework.offsets(offsets_k, stream),
-    )
-
-
-def ready_parts(framework: Framework, parts: Parts, stream: int) -> Parts:
-    """The parts of a direction as kernels take them."""
-    of_q, of_k, of_v = parts
-    return (
-        None if of_q is None else framework.rows(of_q, stream),
-        None if of_k is None else framework.rows(of_k, stream),
-        None if of_v is None else framework.rows(of_v, stream),
-    )
 
 
 def target(framework: Framework, result: View, like: View) -> View:

@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rawattn import arrays, call, checks, variants
+from rawattn import arrays, call, checks
 from rawattn.arrays import Array, Framework, Shape, View, framework_of
+from rawattn.call import Call
 from rawattn.ops import block_lists as lists_op
 from rawattn.ops import block_offsets as offsets_op
 from rawattn.ops import block_order as order_op
@@ -193,8 +194,8 @@ def block_table(
             ready_q = framework.offsets(offsets_q, stream)
             shared = offsets_k is offsets_q
             offsets = ready_q, ready_q if shared else framework.offsets(offsets_k, stream)
-            given = (framework, problem, selection, source, offsets, room, counts, zeroed)
-            _fill(*given, backend, stream)
+            given = Call(framework, problem, backend, offsets_q, stream)
+            _fill(given, selection, source, offsets, room, counts, zeroed)
         blocks, slots, *of_keys = (view and framework.finish(view) for view in room)
         counts_of_items = framework.finish(counts)
     finally:
@@ -454,37 +455,25 @@ def _fill_by_reference(
 
 
 def lists_of(
-    framework: Framework,
-    problem: Problem,
-    selection: Selection,
-    source: Source,
-    offsets: tuple[View, View],
-    backend: str,
-    lists: bool,
-    like: View,
-    stream: int,
+    call: Call, selection: Selection, source: Source, offsets: tuple[View, View], lists: bool
 ) -> Lists:
     """The table of a call as kernels take it, built unless it was given."""
     if source.lists is not None:
-        ready = (view and framework.dense(view, stream) for view in source.lists)
-        return Lists(*ready)  # type: ignore[arg-type]
-    room, counts, zeroed = _allocate(framework, problem, selection, lists, like)
-    given = (framework, problem, selection, source, offsets, room, counts, zeroed)
-    _fill(*given, backend, stream)
+        return Lists(*map(call.dense, source.lists))  # type: ignore[arg-type]
+    problem, like = call.problem, call.like
+    room, counts, zeroed = _allocate(call.framework, problem, selection, lists, like)
+    _fill(call, selection, source, offsets, room, counts, zeroed)
     return room
 
 
 def _fill(
-    framework: Framework,
-    problem: Problem,
+    call: Call,
     selection: Selection,
     source: Source,
     offsets: tuple[View, View],
     table: Lists,
     counts: View,
     zeroed: View | None,
-    backend: str | None,
-    stream: int,
 ) -> None:
     """Blocks by query; and where ``table`` has room for them, queries by block.
 
@@ -492,42 +481,66 @@ def _fill(
     into segments of work, a third puts the queries into the lists by atomic adds, in any order, and
     the last sorts each list: the lists are the same on every run.
     """
+    problem, stream = call.problem, call.stream
+    cu_seqlens_q, cu_seqlens_k = offsets
     blocks_named, counts_named = source.named, source.counts
     if blocks_named is not None and source.kind == MASK:
-        blocks_named = framework.dense(blocks_named, stream)._replace(dtype="uint8")
+        blocks_named = call.dense(blocks_named)._replace(dtype="uint8")
     elif blocks_named is not None:
-        blocks_named = framework.indices(blocks_named, stream)
+        blocks_named = call.framework.indices(blocks_named, stream)
     if counts_named is not None:
-        counts_named = framework.offsets(counts_named, stream)
+        counts_named = call.offsets(counts_named)
     if zeroed is not None:
-        framework.fill(zeroed, 0, stream)
-    common = (problem, selection)
-
-    def row(stem: str) -> variants.Variant:
-        return variants.select(stem, problem, backend=backend, selection=selection)
-
-    lists_op.launch(
-        *(row("block_lists"), *common, source.kind, blocks_named, counts_named, *offsets),
-        *(table.blocks, table.slots, counts, table.lengths, source.global_blocks),
-        stream=stream,
+        call.fill(zeroed, 0)
+    of_lists = lists_op.Args(
+        block_indices=blocks_named,
+        block_counts=counts_named,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        blocks=table.blocks,
+        slots=table.slots,
+        counts=counts,
+        lengths=table.lengths,
+        source=source.kind,
+        global_blocks=source.global_blocks,
     )
+    row = call.row("block_lists", selection=selection)
+    lists_op.launch(row, problem, selection, of_lists, stream=stream)
     if zeroed is None or table.work is None:
         return
     starts, lengths, queries, query_slots = table.of_keys()
     cursor = _part(zeroed, selection.lists(problem), (2 + selection.lists(problem),))
-    framework.fill(table.work, -1, stream)
-    unsorted = framework.empty(queries.shape, "int32", table.blocks)
-    unsorted_slots = framework.empty(queries.shape, "int32", table.blocks)
-    offsets_op.launch(
-        row("block_offsets"), *common, lengths, starts, cursor, table.work, stream=stream
+    call.fill(table.work, -1)
+    unsorted = call.empty(queries.shape, "int32")
+    unsorted_slots = call.empty(queries.shape, "int32")
+    of_offsets = offsets_op.Args(
+        lengths=lengths,
+        starts=starts,
+        cursor=cursor,
+        work=table.work,
+        segment=selection.segment(problem),
     )
-    queries_op.launch(
-        *(row("block_queries"), *common, *offsets, table.blocks, table.slots),
-        *(starts, cursor, unsorted, unsorted_slots),
-        stream=stream,
+    row = call.row("block_offsets", selection=selection)
+    offsets_op.launch(row, problem, selection, of_offsets, stream=stream)
+    of_queries = queries_op.Args(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        blocks=table.blocks,
+        slots=table.slots,
+        starts=starts,
+        cursor=cursor,
+        unsorted=unsorted,
+        unsorted_slots=unsorted_slots,
     )
-    order_op.launch(
-        *(row("block_order"), *common, starts, lengths, unsorted, unsorted_slots),
-        *(queries, query_slots),
-        stream=stream,
+    row = call.row("block_queries", selection=selection)
+    queries_op.launch(row, problem, selection, of_queries, stream=stream)
+    of_order = order_op.Args(
+        starts=starts,
+        lengths=lengths,
+        unsorted=unsorted,
+        unsorted_slots=unsorted_slots,
+        queries=queries,
+        query_slots=query_slots,
     )
+    row = call.row("block_order", selection=selection)
+    order_op.launch(row, problem, selection, of_order, stream=stream)

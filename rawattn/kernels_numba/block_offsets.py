@@ -9,9 +9,9 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import Array, cuda, run
-from rawattn.kernels_numba.sparse import numbers
+from rawattn.ops.arguments import sizes
+from rawattn.ops.block_offsets import Args
 from rawattn.problem import Problem, Selection
 from rawattn.variants import Variant
 
@@ -19,15 +19,7 @@ THREADS = 64
 
 
 def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    lengths: View,
-    starts: View,
-    cursor: View,
-    work: View,
-    *,
-    stream: int,
+    row: Variant, problem: Problem, selection: Selection, args: Args, *, stream: int
 ) -> None:
     """Queue the kernel that fills ``starts``, and of ``work`` (-1 before) a row for each segment.
 
@@ -35,12 +27,12 @@ def launch(
     """
     run(
         compiled(),
-        (math.prod(lengths.shape) // THREADS + 1, 1),
+        (math.prod(args.lengths.shape) // THREADS + 1, 1),
         THREADS,
         problem,
-        (lengths, starts, cursor, work),
-        (*numbers(problem, selection), selection.segment(problem)),
-        written=(starts, cursor, work),
+        args,
+        sizes(problem, selection),
+        written=("lengths", "starts", "cursor", "work"),
         stream=stream,
     )
 

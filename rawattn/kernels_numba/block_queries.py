@@ -7,9 +7,10 @@ CUDA twin: kernels_cu/sm80/block_queries.cu.
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import Array, cuda, run
-from rawattn.kernels_numba.sparse import UNUSED, find_item, numbers
+from rawattn.kernels_numba.sparse import UNUSED, find_item
+from rawattn.ops.arguments import sizes
+from rawattn.ops.block_queries import Args
 from rawattn.problem import Problem, Selection
 from rawattn.variants import Variant
 
@@ -17,19 +18,7 @@ THREADS = 64
 
 
 def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    blocks: View,
-    slots: View,
-    starts: View,
-    cursor: View,
-    unsorted: View,
-    unsorted_slots: View,
-    *,
-    stream: int,
+    row: Variant, problem: Problem, selection: Selection, args: Args, *, stream: int
 ) -> None:
     """Queue the kernel that fills ``unsorted`` and ``unsorted_slots``.
 
@@ -40,9 +29,9 @@ def launch(
         (problem.total_q // THREADS + 1, selection.num_heads_sel),
         THREADS,
         problem,
-        (cu_seqlens_q, cu_seqlens_k, blocks, slots, starts, cursor, unsorted, unsorted_slots),
-        numbers(problem, selection),
-        written=(cursor, unsorted, unsorted_slots),
+        args,
+        sizes(problem, selection),
+        written=("cursor", "unsorted", "unsorted_slots"),
         stream=stream,
     )
 

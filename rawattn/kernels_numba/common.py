@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numba.cuda
 import numpy as np
@@ -261,10 +261,24 @@ def backward_scores(dtype: str, block: int, head_dim: int, head_dim_v: int) -> C
 # ---- launch -----------------------------------------------------------------------------------
 
 
-def absent(problem: Problem, ndim: int = 1) -> View:
-    """What a kernel is given for an array that it can do without: ``ndim`` axes, no elements."""
-    empty = np.empty((0,) * ndim, accumulator(problem.dtype))
-    return View(0, empty.shape, (1,) * ndim, empty.dtype.name, problem.device, empty)
+Filled = TypeVar("Filled", bound=tuple[Any, ...])  # an Args
+
+
+def filled(args: Filled, problem: Problem, dtype: str | None = None, /, **ndim: int) -> Filled:
+    """``args`` as a kernel takes them: an array without elements where one is None.
+
+    ``ndim`` names those that may be None, with their number of axes. They are of ``dtype``, by
+    default that of the accumulator.
+    """
+    kind = dtype or np.dtype(accumulator(problem.dtype)).name
+    fields: dict[str, Any] = args._asdict()  # type: ignore[attr-defined]
+    absent = {name: _absent(kind, n, problem) for name, n in ndim.items() if fields[name] is None}
+    return args._replace(**absent) if absent else args  # type: ignore[attr-defined]
+
+
+def _absent(dtype: str, ndim: int, problem: Problem) -> View:
+    empty = np.empty((0,) * ndim, dtype)
+    return View(0, empty.shape, (1,) * ndim, dtype, problem.device, empty)
 
 
 class _Exported:
@@ -286,29 +300,33 @@ def run(
     grid: tuple[int, ...],
     threads: int,
     problem: Problem,
-    arrays: Sequence[View],
-    numbers: Sequence[float],
+    args: tuple[Any, ...],
+    sizes: Sequence[float] = (),
     *,
-    written: Sequence[View],
+    written: Sequence[str],
     stream: int,
 ) -> None:
-    """Launch ``kernel`` with the parameters ``arrays``, then ``numbers``.
+    """Launch ``kernel`` with the parameters that its CUDA twin has in ``struct Args``.
 
-    On a GPU the work is queued on ``stream``. Arrays in host memory are copied to the device, or
-    into the simulator, and the ``written`` ones back again.
+    ``args`` are an Args, with every array there; ``sizes`` stand between its arrays and its
+    numbers. On a GPU the work is queued on ``stream``. Arrays in host memory are copied to the
+    device, or into the simulator, and those of the names ``written`` back again.
     """
+    views = [field for field in args if isinstance(field, View)]
+    numbers = [*sizes, *(field for field in args if not isinstance(field, View))]
     with warnings.catch_warnings():
         # A small grid is a small problem, not a choice that the caller could have made better.
         warnings.filterwarnings("ignore", message=".*Grid size .* under-utilization")
         if problem.device < 0:
-            copies = [cuda.to_device(np.ascontiguousarray(_host_bits(view))) for view in arrays]
+            copies = [cuda.to_device(np.ascontiguousarray(_host_bits(view))) for view in views]
             kernel[grid, threads](*copies, *numbers)
-            for view, copy in zip(arrays, copies, strict=True):
-                if any(view is w for w in written):
+            results = [getattr(args, name) for name in written]
+            for view, copy in zip(views, copies, strict=True):
+                if any(view is result for result in results):
                     _host_bits(view)[...] = copy.copy_to_host()
             return
         with cuda.gpus[problem.device]:
-            exported = [cuda.as_cuda_array(_Exported(view)) for view in arrays]
+            exported = [cuda.as_cuda_array(_Exported(view)) for view in views]
             kernel[grid, threads, cuda.external_stream(stream)](*exported, *numbers)
 
 

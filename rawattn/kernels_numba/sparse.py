@@ -1,7 +1,7 @@
 """What the twins of block-sparse attention share: sequences, key blocks, and rows of a tile.
 
 An item is a query token and a selection head; its list names blocks of keys of its own sequence.
-The device functions here name nothing of ``cuda``, as those of common_numba.
+The device functions here name nothing of ``cuda``, as those of common.
 """
 
 import functools
@@ -11,31 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import LANES, Array, accumulator, decoder, device_function
-from rawattn.problem import Problem, Selection
 
 UNUSED = 2**31 - 1  # stands in a list behind its last block
 OWN = -1  # slot of a query's own block, where it is in the list without being selected
-
-
-# ---- launch -----------------------------------------------------------------------------------
-
-
-def numbers(problem: Problem, selection: Selection) -> tuple[float, ...]:
-    """The numbers that a sparse kernel takes behind its arrays."""
-    p, s = problem, selection
-    return (
-        *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-        *(p.window_left, p.window_right, p.softmax_scale),
-        *(s.num_heads_sel, s.num_selected, s.width, s.block_size, s.chunk),
-    )
-
-
-def no_integers(problem: Problem, ndim: int) -> View:
-    """What a kernel is given for an array of int32 that it can do without."""
-    empty = np.empty((0,) * ndim, np.int32)
-    return View(0, empty.shape, (1,) * ndim, "int32", problem.device, empty)
 
 
 def head_rows(group: int, block: int) -> int:

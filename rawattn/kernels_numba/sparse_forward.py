@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     block_rows,
     cuda,
     encoder,
+    filled,
     run,
 )
 from rawattn.kernels_numba.sparse import (
@@ -30,42 +29,28 @@ from rawattn.kernels_numba.sparse import (
     gate_reader,
     head_rows,
     keys_stop,
-    numbers,
     row_loader,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.sparse_forward import Args
 from rawattn.problem import Problem, Selection
 from rawattn.variants import Variant
 
 
 def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    blocks: View,
-    slots: View,
-    block_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    out: View,
-    lse: View,
-    *,
-    stream: int,
+    row: Variant, problem: Problem, selection: Selection, args: Args, *, stream: int
 ) -> None:
-    """Queue the kernel that fills ``out`` and ``lse``; shapes as in ``api_sparse``."""
+    """Queue the kernel that fills ``out`` and ``lse``."""
     p, group = problem, selection.group(problem)
     kernel, rows = compiled(p.dtype, p.head_dim, p.head_dim_v, group)
-    block_scale = block_scale or absent(p, ndim=3)
     run(
         kernel,
         (max(p.total_q, 1), selection.num_heads_sel * -(-group // rows)),
         rows * LANES,
         p,
-        (q, k, v, blocks, slots, block_scale, cu_seqlens_q, cu_seqlens_k, out, lse),
-        numbers(p, selection),
-        written=(out, lse),
+        filled(args, p, block_scale=3),
+        sizes(p, selection),
+        written=("out", "lse"),
         stream=stream,
     )
 

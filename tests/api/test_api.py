@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import api, arrays, call, checks
+from rawattn import api, arrays, call, checks, passes
 from rawattn.reference import dense
 from tests.shared import fake_gpu
 from tests.shared.api_case import (
@@ -315,7 +315,7 @@ def test_the_device_is_left_after_an_error(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(api.forward_op, "launch", fail)
+    monkeypatch.setattr(passes.forward_op, "launch", fail)
     with pytest.raises(RuntimeError, match="launch failed"):
         forward(on("torch", case, device=1), case)
     assert GPU.current == 0

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import api_second, arrays, call
-from rawattn.ops.backward_postprocess import accum_shape
+from rawattn import arrays, call, passes
+from rawattn.ops.workspaces import accum_shape
 from rawattn.reference import second
 from rawattn.variants import TABLE
 from tests.shared import fake_gpu
@@ -256,7 +256,7 @@ def test_workspaces(gpu: fake_gpu.Kernels, dtype: str) -> None:
     (first, keys, last), problem = gpu.views, gpu.problems[0]
     [name] = [row for row, _ in gpu.launched if "postprocess" in row]
     *_, delta, ddelta, zeroed, cu_q, cu_k = first
-    accum, offsets, gq = last
+    accum, gq, offsets = last
     assert offsets == cu_q != cu_k and gq.shape == case.q.shape
     assert accum.shape == accum_shape(ROWS[name], problem, "dq")
     for view in (delta, ddelta, accum):
@@ -527,8 +527,8 @@ def test_the_device_is_left_after_an_error(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(api_second.jvp_op, "launch", fail)
-    monkeypatch.setattr(api_second.kv_op, "launch", fail)
+    monkeypatch.setattr(passes.jvp_op, "launch", fail)
+    monkeypatch.setattr(passes.double_kv_op, "launch", fail)
     with pytest.raises(RuntimeError, match="launch failed"):
         run(on("torch", case, device=1), case)
     assert GPU.current == 0
