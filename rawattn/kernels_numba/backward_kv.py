@@ -103,7 +103,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if n_start >= seqlen_k:
             return
-        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b)
+        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

@@ -103,7 +103,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

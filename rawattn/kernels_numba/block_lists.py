@@ -82,7 +82,9 @@ def compiled() -> Any:
         token, head = cuda.grid(1), cuda.blockIdx.y
         if token >= total_q:
             return
-        b, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        b, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
         stop = seqlen_k  # blocks that start behind it do not count
         if window_right >= 0:
             stop = min(stop, pos + 1)

@@ -68,11 +68,15 @@ def compiled() -> Any:
         row, unit = one // units, one % units
         c, head_kv = row // num_heads_kv, row % num_heads_kv
         length = int(lengths[c, head_kv, unit])
-        segments = (length + segment - 1) // segment
         start = int(cuda.atomic.add(cursor, 0, length))
+        places = num_heads_sel * total_q * width
+        if start < 0 or length > places - start:  # lengths of a broken cu_seqlens
+            start, length = 0, 0
+            lengths[c, head_kv, unit] = 0
+        segments = (length + segment - 1) // segment
         place = int(cuda.atomic.add(cursor, 1, segments))
         starts[c, head_kv, unit] = start
-        for i in range(segments):
+        for i in range(min(segments, work.shape[0] - place)):
             first = i * segment
             work[place + i, 0] = one
             work[place + i, 1] = start + first

@@ -68,7 +68,7 @@ def compiled() -> Any:
             return
         ratio = num_heads_sel // num_heads_kv
         head_kv = head // ratio
-        b, start_k, _, _ = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        b, start_k, _, _ = find_item(cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token)
         for w in range(width):
             n = int(blocks[head, token, w])
             if n == UNUSED:
@@ -76,7 +76,8 @@ def compiled() -> Any:
             c, unit = token // chunk, start_k // block_size + b + n
             one = (c * num_heads_kv + head_kv) * starts.shape[2] + unit
             place = int(starts[c, head_kv, unit]) + cuda.atomic.add(cursor, 2 + one, 1)
-            unsorted[place] = token * ratio + head % ratio
-            unsorted_slots[place] = slots[head, token, w]
+            if place < unsorted.shape[0]:  # there is room, but for lists of a broken cu_seqlens
+                unsorted[place] = token * ratio + head % ratio
+                unsorted_slots[place] = slots[head, token, w]
 
     return cuda.jit(kernel)

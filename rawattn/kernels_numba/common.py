@@ -22,6 +22,9 @@ import numpy.typing as npt
 from rawattn.arrays import View
 from rawattn.problem import Problem
 
+if "row_stack" not in vars(np):  # gone from NumPy 2.5; Numba names it at its first compilation
+    vars(np)["row_stack"] = np.vstack
+
 cuda: Any = numba.cuda  # the simulator puts itself in the place of globals of this very name
 SIMULATED: bool = vars(numba.config)["ENABLE_CUDASIM"]
 Array = Any  # inside a kernel: a device array, a shared array or a local one
@@ -134,30 +137,33 @@ def tile_loader(dtype: str, block: int, columns: int) -> Callable[..., Any]:
 
 
 @device_function
+def sequence(cu_seqlens: Array, batch: int, b: int, total: int) -> Any:
+    """First row and length of sequence ``b``; the rows past the end see nothing: length 0.
+
+    Offsets are clamped to the ``total`` rows, so that a broken cu_seqlens gives wrong numbers at
+    worst, never an access outside the arrays.
+    """
+    start = min(max(int(cu_seqlens[b]), 0), total)
+    if b == batch:
+        return start, 0
+    return start, min(max(int(cu_seqlens[b + 1]), start), total) - start
+
+
+@device_function
 def find_tile(cu_seqlens: Array, batch: int, total: int, tile: int, block: int) -> Any:
     """Which tile is this: (sequence, its first row, its length, first row of the tile within it).
 
     Rows at or past cu_seqlens[batch] count as sequence ``batch``. A tile that does not exist starts
     at or past the length: the grid is a bound that does not know the content of cu_seqlens.
     """
-    start = int(cu_seqlens[0])
     for b in range(batch):
-        stop = int(cu_seqlens[b + 1])
-        tiles = (stop - start + block - 1) // block
+        start, length = sequence(cu_seqlens, batch, b, total)
+        tiles = (length + block - 1) // block
         if tile < tiles:
-            return b, start, stop - start, tile * block
+            return b, start, length, tile * block
         tile -= tiles
-        start = stop
+    start, _ = sequence(cu_seqlens, batch, batch, total)
     return batch, start, total - start, tile * block
-
-
-@device_function
-def sequence(cu_seqlens: Array, batch: int, b: int) -> Any:
-    """First row and length of sequence ``b``; the rows past the end see nothing: length 0."""
-    start = int(cu_seqlens[b])
-    if b == batch:
-        return start, 0
-    return start, int(cu_seqlens[b + 1]) - start
 
 
 @device_function

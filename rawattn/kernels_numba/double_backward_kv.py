@@ -133,7 +133,7 @@ def compiled(
         )
         if n_start >= seqlen_k:
             return
-        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b)
+        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

@@ -129,7 +129,7 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

@@ -89,7 +89,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 
@@ -111,6 +111,8 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
                     for d in range(HEAD_DIM):
                         score += sQ[row, d] * sKV[n, d]
                     score *= scale
+                    if score == -math.inf:
+                        score = real(math.nan)  # a key that is seen: not as if there were none
                 sS[row, n] = score
             cuda.syncthreads()  # S is whole, and K may make room for V
 

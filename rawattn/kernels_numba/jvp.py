@@ -112,7 +112,7 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 
@@ -137,6 +137,8 @@ def compiled(
                 if j < seqlen_k and visible(i, j, shift, window_left, window_right):
                     score, tangent = qk_products(sQ, sKV, stQ, stKV, row, n)
                     score *= scale
+                    if score == -math.inf:
+                        score = real(math.nan)  # a key that is seen: not as if there were none
                     tangent *= scale
                 sS[row, n] = score
                 sE[row, n] = tangent

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.kernels_numba.common import LANES, Array, accumulator, decoder, device_function
+from rawattn.kernels_numba.common import (
+    LANES,
+    Array,
+    accumulator,
+    decoder,
+    device_function,
+    sequence,
+)
 
 UNUSED = 2**31 - 1  # stands in a list behind its last block
 OWN = -1  # slot of a query's own block, where it is in the list without being selected
@@ -29,7 +36,9 @@ def head_rows(group: int, block: int) -> int:
 
 
 @device_function
-def find_item(cu_seqlens_q: Array, cu_seqlens_k: Array, batch: int, token: int) -> Any:
+def find_item(
+    cu_seqlens_q: Array, cu_seqlens_k: Array, batch: int, total_q: int, total_k: int, token: int
+) -> Any:
     """Of query ``token``: (sequence, start of its keys, seqlen_k, the key at which it stands).
 
     A token at or past cu_seqlens_q[batch] is in sequence ``batch``, which has no keys.
@@ -43,9 +52,10 @@ def find_item(cu_seqlens_q: Array, cu_seqlens_k: Array, batch: int, token: int) 
             last = middle - 1
     if b == batch:
         return b, 0, 0, -1
-    start_k = int(cu_seqlens_k[b])
-    seqlen_k = int(cu_seqlens_k[b + 1]) - start_k
-    return b, start_k, seqlen_k, token - int(cu_seqlens_q[b + 1]) + seqlen_k
+    start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+    start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
+    # within the keys, even where a broken cu_seqlens has the sequence end before the token
+    return b, start_k, seqlen_k, min(token - start_q - seqlen_q, -1) + seqlen_k
 
 
 @device_function
@@ -58,15 +68,18 @@ def find_block(cu_seqlens_k: Array, batch: int, total_k: int, unit: int, block_s
     b, last = 0, batch
     while b < last:  # the last sequence whose units do not start behind this one
         middle = (b + last + 1) // 2
-        if int(cu_seqlens_k[middle]) // block_size + middle <= unit:
+        start, _ = sequence(cu_seqlens_k, batch, middle, total_k)
+        if start // block_size + middle <= unit:
             b = middle
         else:
             last = middle - 1
-    start = int(cu_seqlens_k[b])
-    stop = total_k
-    if b < batch:
-        stop = int(cu_seqlens_k[b + 1])
-    return b, start, stop - start, unit - start // block_size - b
+    start, length = sequence(cu_seqlens_k, batch, b, total_k)
+    if b == batch:
+        length = total_k - start
+    block = unit - start // block_size - b
+    if block < 0:  # before the first sequence, where a broken cu_seqlens does not start at 0
+        return b, start, 0, 0
+    return b, start, length, block
 
 
 @device_function

@@ -138,7 +138,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         b, start_k, seqlen_k, block = find_block(cu_seqlens_k, batch, total_k, unit, block_size)
         if block * block_size >= seqlen_k:
             return
-        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b)
+        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         lists = 1
         if direct:
             lists = starts.shape[0]

@@ -111,7 +111,9 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int, group: int) -> tuple[An
         head_sel, inside = cuda.blockIdx.y // tiles, cuda.blockIdx.y % tiles * ROWS + row
         head, exists = head_sel * group + inside, inside < group
         head_kv = head_sel // (num_heads_sel // num_heads_kv)
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
 
         alive, row_lse, row_delta = terms(lse, delta, head, token, exists)
         load_qk(q, token, head, alive, sQ, row, lane)

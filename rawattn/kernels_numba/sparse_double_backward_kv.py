@@ -25,6 +25,7 @@ from rawattn.kernels_numba.common import (
     encoder,
     filled,
     run,
+    sequence,
     tile_loader,
 )
 from rawattn.kernels_numba.second import row_terms, score_and_tangent
@@ -162,7 +163,8 @@ def compiled(
         chunks, pos_of_token = 0, 0
         if b < batch:
             chunks = (total_q + chunk - 1) // chunk
-            pos_of_token = seqlen_k - int(cu_seqlens_q[b + 1])
+            start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
+            pos_of_token = seqlen_k - start_q - seqlen_q
         scale = real(softmax_scale)
 
         for n_start in range(block * block_size, block_stop, BLOCK):

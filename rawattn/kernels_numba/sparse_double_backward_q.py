@@ -121,7 +121,9 @@ def compiled(
         token = cuda.blockIdx.x
         if token >= total_q:
             return
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
         scale = real(softmax_scale)
 
         keys = 0

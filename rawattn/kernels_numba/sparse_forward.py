@@ -108,7 +108,9 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int, group: int) -> tuple[An
         head_sel, inside = cuda.blockIdx.y // tiles, cuda.blockIdx.y % tiles * ROWS + row
         head, exists = head_sel * group + inside, inside < group
         head_kv = head_sel // (num_heads_sel // num_heads_kv)
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
 
         load_qk(q, token, head, exists, sQ, row, lane)
         for x in range(V_SHARE):
@@ -134,6 +136,8 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int, group: int) -> tuple[An
                         for d in range(HEAD_DIM):
                             dot += np.float64(sQ[row, d]) * np.float64(sKV[n, d])
                         score = real(dot) * scale
+                        if score == -math.inf:
+                            score = real(math.nan)  # a key that is seen: not as if there were none
                     sS[row, n] = score
                 cuda.syncthreads()  # S is whole, and K may make room for V
 

@@ -67,12 +67,15 @@ class Layout:
         values: list[float] = []
         numbers: list[float] = []
         for value, letters in zip(args, self._letters, strict=True):
-            if letters == "Pqq":
-                values += (value.ptr, *value.strides[:2]) if value else (0, 0, 0)
-            elif letters == "P":
-                values.append(value.ptr if value else 0)
-            else:
+            if letters == "P":
+                values.append(0 if value is None else value.ptr)
+            elif letters != "Pqq":
                 numbers.append(value)
+            elif value is None:
+                values += (0, 0, 0)
+            else:
+                token, head, _ = value.strides
+                values += (value.ptr, token, head)
         return self._struct.pack(*values, *sizes(problem, selection), *numbers)
 
 
