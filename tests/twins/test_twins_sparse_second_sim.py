@@ -74,6 +74,12 @@ CASES = {
 }
 
 
+# many rows or items for the simulator; what they prove is in a smaller case too
+LONG = ("group", "group of 20", "causal", "block of 32", "block of 128", "no gate", "not causal")
+WHOLE = [pytest.param(n, True, marks=[pytest.mark.sweep] if n in LONG else []) for n in CASES]
+NAMES = [pytest.param(n, marks=pytest.mark.sweep) if n in LONG else n for n in CASES]
+
+
 def blocks_of(indices, count, position, seqlen_k, block_size, own, causal):
     """Which blocks an item has, ascending, each with its slot."""
     slots = {}
@@ -231,7 +237,7 @@ WITHOUT_DLSE = ("dead rows", "g", "strided")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     "name, with_dlse",
-    [*((name, True) for name in CASES), *((name, False) for name in WITHOUT_DLSE)],
+    [*WHOLE, *((name, False) for name in WITHOUT_DLSE)],
 )
 def test_out(name, with_dlse, memory):
 
@@ -262,7 +268,7 @@ def test_out_without_dout_is_the_half_of_a_jvp(name, memory):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_q(name, memory):
 
     a = SparseArrays(name, memory)
@@ -272,9 +278,7 @@ def test_q(name, memory):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(
-    "name, with_gg", [*((name, True) for name in CASES), ("group", False), ("g", False)]
-)
+@pytest.mark.parametrize("name, with_gg", [*WHOLE, ("group", False), ("g", False)])
 def test_kv(name, with_gg, memory):
 
     a = SparseArrays(name, memory)
