@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import rawattn
+from rawattn import variants
 from rawattn.arrays import View
+from rawattn.ops import workspaces
 from rawattn.ops.arguments import Layout, args_bytes
 from rawattn.problem import Problem, Selection
 from tests.shared import structs
@@ -74,3 +76,12 @@ def test_twin_has_the_parameters_of_its_kernel(stem: str) -> None:
     [kernel] = [function for function in functions if function.name == "kernel"]
     names = [argument.arg for argument in kernel.args.args]
     assert names == [name for name, _ in structs.fields_of(stem)]
+
+
+def test_rows_of_two_layouts_do_not_meet() -> None:
+    rows = {row.name: row for row in variants.TABLE}
+    dense, twin = rows["backward_postprocess_numba"], rows["sparse_postprocess_numba"]
+    raw = next(row for row in rows.values() if row.stem == "backward_kv" and row.family != "numba")
+    workspaces.check_layout(dense, twin)
+    with pytest.raises(RuntimeError, match="squares.*rows"):
+        workspaces.check_layout(raw, dense)
