@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rawattn.variants.row import (
-    HALF,
     NO_BLOCKS,
     Blocks,
     Cfg,
     Row,
     Tiles,
-    largest_block,
     tile_widths,
 )
 
@@ -77,29 +75,6 @@ class Source(NamedTuple):
     names: frozenset[str]  # that it reads of ``namespace cfg``
 
 
-def builds(row: Row) -> list[Build]:
-    """The specialisations that are compiled to check a CUDA row: masks, dtypes, atomic or not,
-    without those that come to the same kernel."""
-    d, atomic = row.head_dim, row.kernel.accumulates
-    whole, queries = NO_DIRECTION, NO_DIRECTION
-    if row.kernel.directed:
-        whole, queries = WHOLE, (True, False, False)
-    half, brain = HALF
-    if row.kernel.sparse:
-        made = [
-            Build(row, brain, d, d, False, True, atomic, whole, (16, 64)),
-            Build(row, brain, d, d, False, True, atomic, queries, (4, 16)),
-            Build(row, half, d, d, False, False, False, whole, (1, largest_block(row)), True),
-        ]
-    else:
-        made = [
-            Build(row, brain, d, d, False, True, atomic, whole),
-            Build(row, brain, d, d, False, False, atomic, queries),
-            Build(row, half, d, d, True, True, False, whole),
-        ]
-    return distinct(made)
-
-
 def distinct(builds: Iterable[Build]) -> list[Build]:
     """The first of those builds that come to the same kernel."""
     return list({(build.path, prelude(build)): build for build in reversed(list(builds))}.values())[
@@ -125,7 +100,7 @@ def prelude(build: Build) -> str:
         "HAS_TQ": build.direction[0],
         "HAS_TK": build.direction[1],
         "HAS_TV": build.direction[2],
-        "HAS_SCALE": build.scaled,
+        "HAS_BLOCK_SCALE": build.scaled,
         "GROUP": build.blocks[0],
         "BLOCK_SIZE": build.blocks[1],
         "SMEM_BYTES": build.smem,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from rawattn import arrays, checks, device, variants
 from rawattn.arrays import Array, Framework, Shape, View, framework_of
 from rawattn.problem import Problem, Selection, default_chunk
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 Window = tuple[int, int]
 Like = tuple[Shape, str]  # shape and dtype
@@ -96,7 +96,7 @@ class Call(NamedTuple):
             return view
         return self.framework.as_int32(view, self.stream)
 
-    def row(self, stem: str, **options: Any) -> Variant:
+    def row(self, stem: str, **options: Any) -> Row:
         """The row that computes the call with kernel ``stem``; options as in ``select``."""
         return variants.select(stem, self.problem, backend=self.backend, **options)
 

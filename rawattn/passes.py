@@ -1,12 +1,14 @@
-"""Which kernels the dense functions launch, in order.
+"""Which kernels the functions of ``api`` and ``api_second`` launch, in order.
 
-Every function here gets a Call, Views as the caller gave them, after all checks, and Views to write
-to. Gradients that are gathered by atomic adds wait in workspaces of lse's dtype, which come from
-the caller's allocator; a last pass scales them and puts them into the dtype of the result. All
-kernels that share a workspace are of one family, that of the kernel that gathers.
+Every function gets a Call after its checks, views as the caller gave them, and room for results
+that kernels can write. Gradients that are gathered by atomic adds wait in workspaces of the
+statistics' dtype, which come from the caller's allocator; a last pass scales them and puts them
+into the dtype of the result. The layout of a workspace is that of the row that fills it, so that
+row is chosen first.
 """
 
-from rawattn.arrays import View
+from typing import TYPE_CHECKING
+
 from rawattn.call import Call, Inputs, Parts, Passed
 from rawattn.ops import backward_kv as kv_op
 from rawattn.ops import backward_postprocess as postprocess_op
@@ -17,80 +19,173 @@ from rawattn.ops import double_backward_out as double_out_op
 from rawattn.ops import double_backward_q as double_q_op
 from rawattn.ops import forward as forward_op
 from rawattn.ops import jvp as jvp_op
-from rawattn.variants import Variant
+from rawattn.ops.workspaces import accum_shape, check_layout
+from rawattn.variants import Row
+
+if TYPE_CHECKING:
+    from rawattn.arrays import View
 
 
-def ready(call: Call, inputs: Inputs) -> tuple[View, View, View, View, View]:
-    """The inputs as kernels take them; offsets that are shared are made ready once."""
-    q, k, v, given_q, given_k = inputs
-    offsets_q = call.offsets(given_q)
-    offsets_k = offsets_q if given_k is given_q else call.offsets(given_k)
-    return call.rows(q), call.rows(k), call.rows(v), offsets_q, offsets_k
+# ---- arrays as kernels take them --------------------------------------------------------------
 
 
-def family_of(row: Variant) -> str:
-    """The backend of which a row is one."""
-    return "numba" if row.family == "numba" else "cuda"
+def ready(call: Call, inputs: Inputs) -> Inputs:
+    """The inputs of a call; offsets that are shared stay so."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
+    offsets = call.offsets(cu_seqlens_q)
+    shared = cu_seqlens_k is cu_seqlens_q
+    return Inputs(
+        q=call.rows(q),
+        k=call.rows(k),
+        v=call.rows(v),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets if shared else call.offsets(cu_seqlens_k),
+    )
 
 
-def forward(call: Call, inputs: Inputs, out: View, lse: View) -> None:
-    """out and lse."""
-    row = call.row("forward")
-    forward_op.launch(row, call.problem, *ready(call, inputs), out, lse, stream=call.stream)
-
-
-def backward_preprocess(call: Call, out: View, dout: View, dlse: View | None, delta: View) -> None:
-    """delta."""
-    _preprocess(call, Passed(call.rows(dout), call.rows(out), delta, call.dense(dlse)), delta, None)
-
-
-def _preprocess(call: Call, passed: Passed, delta: View, dq_accum: View | None) -> None:
-    dout, out, _lse, dlse = passed
-    row = call.row("backward_preprocess")
-    preprocess_op.launch(row, call.problem, out, dout, dlse, delta, dq_accum, stream=call.stream)
+def ready_parts(call: Call, parts: Parts) -> Parts:
+    """The parts of a direction; one that is None stays so."""
+    return Parts(*map(call.rows, parts))
 
 
 def ready_passed(call: Call, passed: Passed) -> Passed:
-    """The passed arrays as kernels take them."""
+    """What a derivative gets beside the inputs."""
     dout, out, lse, dlse = passed
     return Passed(call.rows(dout), call.rows(out), call.dense(lse), call.dense(dlse))
 
 
-def backward(
-    call: Call, method: str, inputs: Inputs, passed: Passed, dq: View, dk: View, dv: View
+def beside(call: Call, row: Row) -> Call:
+    """The call with its other kernels from the family of ``row``, whose workspaces they read."""
+    return call._replace(backend="numba" if row.family == "numba" else "cuda")
+
+
+# ---- first order ------------------------------------------------------------------------------
+
+
+def forward(call: Call, inputs: Inputs, out: "View", lse: "View") -> None:
+    """out and lse."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    args = forward_op.Args(
+        q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+    )
+    forward_op.launch(call.row("forward"), call.problem, args, stream=call.stream)
+
+
+def backward_preprocess(
+    call: Call, out: "View", dout: "View", dlse: "View | None", delta: "View"
 ) -> None:
-    """dq, dk, dv by one of the methods."""
-    gathering = call.row("backward_q" if method == "atomic_dkv" else "backward_kv")
-    call = call._replace(backend=family_of(gathering))
-    problem, stream = call.problem, call.stream
-    q, k, v, offsets_q, offsets_k = ready(call, inputs)
-    passed = ready_passed(call, passed)
-    dout, _out, lse, _dlse = passed
+    """delta = rowsum(out * dout) - dlse."""
+    preprocess(call, call.rows(out), call.rows(dout), call.dense(dlse), delta, None)
+
+
+def preprocess(
+    call: Call,
+    out: "View",
+    dout: "View",
+    dlse: "View | None",
+    delta: "View",
+    dq_accum: "View | None",
+) -> None:
+    """delta, and zeros to dq_accum, from arrays that are ready."""
+    args = preprocess_op.Args(
+        out=out,
+        dout=dout,
+        dlse=dlse,
+        delta=delta,
+        dq_accum=dq_accum,
+        total_q=call.problem.total_q,
+        num_heads_q=call.problem.num_heads_q,
+        dq_accum_size=dq_accum.shape[0] if dq_accum else 0,
+    )
+    row = call.row("backward_preprocess")
+    preprocess_op.launch(row, call.problem, args, stream=call.stream)
+
+
+def _postprocess(
+    call: Call, filling: Row, accum: "View", cu_seqlens: "View", grad: "View", scale: float
+) -> None:
+    """grad = scale times the sums that row ``filling`` has left in accum."""
+    row = call.row("backward_postprocess")
+    check_layout(filling, row)
+    args = postprocess_op.Args(
+        accum=accum,
+        grad=grad,
+        cu_seqlens=cu_seqlens,
+        batch=call.problem.batch,
+        total_rows=grad.shape[0],
+        num_heads=grad.shape[1],
+        scale=scale,
+    )
+    postprocess_op.launch(row, call.problem, args, stream=call.stream)
+
+
+def backward(
+    call: Call,
+    method: str,
+    inputs: Inputs,
+    passed: Passed,
+    dq: "View",
+    dk: "View",
+    dv: "View",
+) -> None:
+    """dq, dk, dv by one of ``variants.METHODS``."""
+    problem, scale = call.problem, call.problem.softmax_scale
+    row = call.row("backward_q" if method == "atomic_dkv" else "backward_kv")
+    call = beside(call, row)
+    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    dout, out, lse, dlse = ready_passed(call, passed)
     delta = call.empty(lse.shape, lse.dtype)
-    last = call.row("backward_postprocess")
+    dq_accum = None
+    if method == "atomic_dq":
+        dq_accum = call.empty(accum_shape(row, problem, "dq"), lse.dtype)
+    preprocess(call, out, dout, dlse, delta, dq_accum)
 
-    def workspace(gradient: str) -> View:
-        return call.empty(postprocess_op.accum_shape(last, problem, gradient), lse.dtype)
+    def along_queries(row: Row, dk_accum: "View | None", dv_accum: "View | None") -> None:
+        args = q_op.Args(
+            q=q,
+            k=k,
+            v=v,
+            dout=dout,
+            lse=lse,
+            delta=delta,
+            dq=dq,
+            dk_accum=dk_accum,
+            dv_accum=dv_accum,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        q_op.launch(row, problem, args, stream=call.stream)
 
-    def postprocess(accum: View, offsets: View, grad: View, scale: float) -> None:
-        postprocess_op.launch(last, problem, accum, offsets, grad, scale=scale, stream=stream)
-
-    dq_accum = workspace("dq") if method == "atomic_dq" else None
-    _preprocess(call, passed, delta, dq_accum)
-    common = (problem, q, k, v, dout, lse, delta, offsets_q, offsets_k)
     if method == "atomic_dkv":
-        dk_accum, dv_accum = workspace("dk"), workspace("dv")
+        dk_accum = call.empty(accum_shape(row, problem, "dk"), lse.dtype)
+        dv_accum = call.empty(accum_shape(row, problem, "dv"), lse.dtype)
         call.fill(dk_accum, 0.0)
         call.fill(dv_accum, 0.0)
-        q_op.launch(gathering, *common, dq, dk_accum, dv_accum, stream=stream)
-        postprocess(dk_accum, offsets_k, dk, problem.softmax_scale)
-        postprocess(dv_accum, offsets_k, dv, 1.0)
+        along_queries(row, dk_accum, dv_accum)
+        _postprocess(call, row, dk_accum, cu_seqlens_k, dk, scale)
+        _postprocess(call, row, dv_accum, cu_seqlens_k, dv, 1.0)
         return
-    kv_op.launch(gathering, *common, dq_accum, dk, dv, stream=stream)
+    args = kv_op.Args(
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        dq_accum=dq_accum,
+        dk=dk,
+        dv=dv,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    kv_op.launch(row, problem, args, stream=call.stream)
     if dq_accum is not None:
-        postprocess(dq_accum, offsets_q, dq, problem.softmax_scale)
+        _postprocess(call, row, dq_accum, cu_seqlens_q, dq, scale)
     else:
-        q_op.launch(call.row("backward_q"), *common, dq, None, None, stream=stream)
+        along_queries(call.row("backward_q"), None, None)
+
+
+# ---- second order and forward mode ------------------------------------------------------------
 
 
 def double_backward(
@@ -99,42 +194,90 @@ def double_backward(
     inputs: Inputs,
     parts: Parts,
     passed: Passed,
-    ddout: View,
-    ddlse: View,
-    gq: View,
-    gk: View,
-    gv: View,
+    ddout: "View",
+    ddlse: "View",
+    gq: "View",
+    gk: "View",
+    gv: "View",
 ) -> None:
-    """ddout .. gv.
+    """ddout, ddlse, gq, gk and gv in the direction ``parts``.
 
     The first pass goes along the queries and leaves the rows' sums D and W to the second, which
-    goes along the keys. gq is gathered by atomic adds, in a workspace that the first pass zeroes;
+    goes along the keys. gq is gathered by atomic adds in a workspace that the first pass zeroes;
     or, deterministically, by a pass along the queries.
     """
-    by_size = not deterministic
+    problem, by_size = call.problem, not deterministic
     of_keys = call.row("double_backward_kv", by_size=by_size)
-    call = call._replace(backend=family_of(of_keys))
-    of_rows = call.row("double_backward_out", by_size=by_size)
-    last = call.row("double_backward_q" if deterministic else "backward_postprocess")
-    problem, stream = call.problem, call.stream
-    q, k, v, *offsets = ready(call, inputs)
-    directions = tuple(map(call.rows, parts))
+    call = beside(call, of_keys)
+    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    ddq, ddk, ddv = ready_parts(call, parts)
     dout, out, lse, dlse = ready_passed(call, passed)
     delta = call.empty(lse.shape, lse.dtype)
     ddelta = call.empty(lse.shape, lse.dtype)
     gq_accum = None
     if not deterministic:
-        gq_accum = call.empty(postprocess_op.accum_shape(last, problem, "dq"), lse.dtype)
-    sums = (ddout, ddlse, delta, ddelta)
-    inner = (q, k, v, *directions, out, dout, lse, dlse)
-    double_out_op.launch(of_rows, problem, *inner, *sums, gq_accum, *offsets, stream=stream)
-    common = (problem, q, k, v, *directions, dout, lse, delta, ddlse, ddelta)
-    double_kv_op.launch(of_keys, *common, gq_accum, gk, gv, *offsets, stream=stream)
-    if gq_accum is None:
-        double_q_op.launch(last, *common, gq, *offsets, stream=stream)
-    else:
-        scale = problem.softmax_scale
-        postprocess_op.launch(last, problem, gq_accum, offsets[0], gq, scale=scale, stream=stream)
+        gq_accum = call.empty(accum_shape(of_keys, problem, "dq"), lse.dtype)
+    of_out = double_out_op.Args(
+        q=q,
+        k=k,
+        v=v,
+        ddq=ddq,
+        ddk=ddk,
+        ddv=ddv,
+        out=out,
+        dout=dout,
+        lse=lse,
+        dlse=dlse,
+        ddout=ddout,
+        ddlse=ddlse,
+        delta=delta,
+        ddelta=ddelta,
+        gq_accum=gq_accum,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        gq_accum_size=gq_accum.shape[0] if gq_accum else 0,
+    )
+    row = call.row("double_backward_out", by_size=by_size)
+    double_out_op.launch(row, problem, of_out, stream=call.stream)
+    of_kv = double_kv_op.Args(
+        q=q,
+        k=k,
+        v=v,
+        ddq=ddq,
+        ddk=ddk,
+        ddv=ddv,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        ddlse=ddlse,
+        ddelta=ddelta,
+        gq_accum=gq_accum,
+        gk=gk,
+        gv=gv,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    double_kv_op.launch(of_keys, problem, of_kv, stream=call.stream)
+    if gq_accum is not None:
+        _postprocess(call, of_keys, gq_accum, cu_seqlens_q, gq, problem.softmax_scale)
+        return
+    of_q = double_q_op.Args(
+        q=q,
+        k=k,
+        v=v,
+        ddq=ddq,
+        ddk=ddk,
+        ddv=ddv,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        ddlse=ddlse,
+        ddelta=ddelta,
+        gq=gq,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    double_q_op.launch(call.row("double_backward_q"), problem, of_q, stream=call.stream)
 
 
 def jvp(
@@ -142,20 +285,36 @@ def jvp(
     deterministic: bool,
     inputs: Inputs,
     parts: Parts,
-    out: View,
-    tout: View,
-    lse: View,
-    tlse: View,
+    out: "View",
+    tout: "View",
+    lse: "View",
+    tlse: "View",
 ) -> None:
-    """out, tout, lse and tlse; without any direction by ``forward``, with tangents of zero."""
+    """out, lse and their tangents tout, tlse; by ``forward`` if no part of the direction is there.
+
+    ``deterministic``: the same row, and so the same bits, for a sequence alone and in a batch.
+    """
     if not any(parts):
         forward(call, inputs, out, lse)
         call.fill(tout, 0.0)
         call.fill(tlse, 0.0)
         return
-    row = call.row("jvp", by_size=not deterministic)
-    q, k, v, *offsets = ready(call, inputs)
-    directions = map(call.rows, parts)
+    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    tq, tk, tv = ready_parts(call, parts)
+    args = jvp_op.Args(
+        q=q,
+        k=k,
+        v=v,
+        tq=tq,
+        tk=tk,
+        tv=tv,
+        out=out,
+        tout=tout,
+        lse=lse,
+        tlse=tlse,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
     jvp_op.launch(
-        row, call.problem, q, k, v, *directions, out, tout, lse, tlse, *offsets, stream=call.stream
+        call.row("jvp", by_size=not deterministic), call.problem, args, stream=call.stream
     )

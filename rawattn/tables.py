@@ -570,56 +570,56 @@ def _fill(
         named = call.offsets(named)
     if counted is not None:
         counted = call.offsets(counted)
-    common = (call.problem, selection)
-    lists_op.launch(
-        call.row("block_lists", selection=selection),
-        *common,
-        source.kind,
-        named,
-        counted,
-        *offsets,
-        table.blocks,
-        table.slots,
-        counts,
-        table.lengths,
-        source.global_blocks,
-        stream=call.stream,
+    problem, stream = call.problem, call.stream
+    cu_seqlens_q, cu_seqlens_k = offsets
+    of_lists = lists_op.Args(
+        block_indices=named,
+        block_counts=counted,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        blocks=table.blocks,
+        slots=table.slots,
+        counts=counts,
+        lengths=table.lengths,
+        source=source.kind,
+        global_blocks=source.global_blocks,
     )
+    row = call.row("block_lists", selection=selection)
+    lists_op.launch(row, problem, selection, of_lists, stream=stream)
     if cursor is None or table.work is None:
         return
     starts, lengths, queries, query_slots = table.of_keys()
     call.fill(table.work, -1)
     unsorted = call.empty(queries.shape, "int32")
     unsorted_slots = call.empty(queries.shape, "int32")
-    offsets_op.launch(
-        call.row("block_offsets", selection=selection),
-        *common,
-        lengths,
-        starts,
-        cursor,
-        table.work,
-        stream=call.stream,
+    of_offsets = offsets_op.Args(
+        lengths=lengths,
+        starts=starts,
+        cursor=cursor,
+        work=table.work,
+        segment=selection.segment(problem),
     )
-    queries_op.launch(
-        call.row("block_queries", selection=selection),
-        *common,
-        *offsets,
-        table.blocks,
-        table.slots,
-        starts,
-        cursor,
-        unsorted,
-        unsorted_slots,
-        stream=call.stream,
+    row = call.row("block_offsets", selection=selection)
+    offsets_op.launch(row, problem, selection, of_offsets, stream=stream)
+    of_queries = queries_op.Args(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        blocks=table.blocks,
+        slots=table.slots,
+        starts=starts,
+        cursor=cursor,
+        unsorted=unsorted,
+        unsorted_slots=unsorted_slots,
     )
-    order_op.launch(
-        call.row("block_order", selection=selection),
-        *common,
-        starts,
-        lengths,
-        unsorted,
-        unsorted_slots,
-        queries,
-        query_slots,
-        stream=call.stream,
+    row = call.row("block_queries", selection=selection)
+    queries_op.launch(row, problem, selection, of_queries, stream=stream)
+    of_order = order_op.Args(
+        starts=starts,
+        lengths=lengths,
+        unsorted=unsorted,
+        unsorted_slots=unsorted_slots,
+        queries=queries,
+        query_slots=query_slots,
     )
+    row = call.row("block_order", selection=selection)
+    order_op.launch(row, problem, selection, of_order, stream=stream)

@@ -14,7 +14,6 @@ from tests.shared.device import device_arch
 MARKERS = {
     "gpu": "needs a CUDA device",
     "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
-    "sweep": "a long sweep, run by .ci/run",
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
     "sweep": "a long sweep, run by .ci/run: leave out with -m 'not sweep'",
 }

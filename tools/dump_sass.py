@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rawattn import jit
-from rawattn.build import builds
+from rawattn.check.compiled import builds
 from rawattn.variants import TABLE
 
 # What an attention kernel is read for: products, copies, atomics, exponentials, spills.

@@ -1,14 +1,14 @@
 // Tangents of scores, of P and of dS: elementwise, on accumulators. The direction is (tq, tk, tv);
 // in a double backward (ddq, ddk, ddv), the cotangents of (dq, dk, dv). cfg::HAS_TQ, HAS_TK and
 // HAS_TV say which parts of it exist: the products of an absent part are left out. Scales of blocks
-// of keys (cfg::HAS_SCALE) may have a tangent too.
+// of keys (cfg::HAS_BLOCK_SCALE) may have a tangent too.
 //
 //   S = Q K^T     E = tQ K^T + Q tK^T     (both without softmax_scale)
 #pragma once
 #include "base/softmax.cuh"
 #include "base/statistics.cuh"
 
-constexpr bool HAS_E = cfg::HAS_TQ || cfg::HAS_TK || cfg::HAS_SCALE;
+constexpr bool HAS_E = cfg::HAS_TQ || cfg::HAS_TK || cfg::HAS_BLOCK_SCALE;
 static_assert(HAS_E || cfg::HAS_TV, "cfg::HAS_TQ, HAS_TK, HAS_TV: a direction has a part");
 
 // With a scale g of each row and its tangent tg:  E -> g E + tg S,  S -> g S

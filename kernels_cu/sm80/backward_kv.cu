@@ -46,6 +46,7 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_kv.py differ");
 
 // Q, dO, L and D of a tile of queries into a stage. Rows past the sequence's end are zeros
 // in all four: P is 1 there and adds nothing.

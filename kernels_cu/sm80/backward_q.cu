@@ -50,6 +50,7 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_q.py differ");
 
 // X^T Y of this tile of keys, X = P or dS, added to the workspace of dV or dK, cfg::PIECES times
 // COLS / PIECES columns

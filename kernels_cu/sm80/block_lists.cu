@@ -25,6 +25,7 @@ struct Args {
   int source;         // INDICES, MASK or PATTERN
   int global_blocks;  // of the pattern: blocks 0 .., then the own block and those before it
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/block_lists.py differ");
 
 // An item: where it stands, and where its lists are
 struct Item {

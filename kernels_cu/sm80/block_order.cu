@@ -23,6 +23,7 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/block_order.py differ");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     block_order(const __grid_constant__ Args args) {

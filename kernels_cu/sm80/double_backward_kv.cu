@@ -53,6 +53,7 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/double_backward_kv.py differ");
 
 // Q, ddQ, dO and the row terms of a tile of queries. Rows past the sequence's end are
 // zeros in all of them: P is 1 there and adds nothing.

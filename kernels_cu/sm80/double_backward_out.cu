@@ -52,6 +52,7 @@ struct Args {
   Sizes sizes;
   int64_t gq_accum_size;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/double_backward_out.py differ");
 
 // ddO, e, D and W of this warp's rows. A dead row, or one past the sequence's end, reads nothing.
 __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile, int warp_row,

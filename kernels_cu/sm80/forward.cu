@@ -34,6 +34,7 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/forward.py differ");
 
 // S = Q K^T of this warp's rows
 struct Scores {

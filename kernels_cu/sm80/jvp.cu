@@ -50,6 +50,7 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/jvp.py differ");
 
 // What a warp gathers over the keys
 struct Sums {

@@ -43,7 +43,7 @@ struct Args {
   const int* queries;        // items of all lists
   const int* query_slots;    // their slots
   const int* work;           // (segments, 4) as block_offsets cuts them; unused without dk_accum
-  const float* block_scale;  // (total_q, num_heads_sel, num_selected); null without cfg::HAS_SCALE
+  const float* block_scale;  // (total_q, num_heads_sel, num_selected); null without cfg::HAS_BLOCK_SCALE
   float* dblock_scale;       // like block_scale, zeroed
   const int* cu_seqlens_q;   // (batch + 1,)
   const int* cu_seqlens_k;   // (batch + 1,)
@@ -55,6 +55,7 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_backward_kv.py differ");
 
 // Q, dO, L and D of a tile of items into a stage. Rows without an item are zeros in all four: P is
 // 1 there and adds nothing.
@@ -78,17 +79,17 @@ __device__ __forceinline__ void make_p_and_ds(const Args& args, SmemPlan& smem, 
   const OperandA<TileO> gradients(smem.dout[stage].address(), warp.row);
   const float* lse = &smem.terms[stage][0][warp.row + lane / 4];
   float scale[MT][2], scale_sum[MT][2] = {};
-  if constexpr (cfg::HAS_SCALE) {
+  if constexpr (cfg::HAS_BLOCK_SCALE) {
     gather_block_scale(scale, args.block_scale, items, tile, args.selection, warp.row, 1.0f);
   }
 #pragma unroll 1
   for (int part = 0; part < BLOCK_N; part += STEP_N) {
     const int col = part + warp.col;
     float rP[MT][NT][4], rdS[MT][NT][4];
-    float rS[cfg::HAS_SCALE ? MT : 1][cfg::HAS_SCALE ? NT : 1][4];  // as they are without scales
+    float rS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1][4];  // as they are without scales
     clear(rP);
     multiply_xyt<HEAD_DIM>(rP, queries, OperandB<TileK>(smem.k.address(), col));
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         rS[i][j][e] = rP[i][j][e];
         rP[i][j][e] *= scale[i][e / 2];
@@ -102,7 +103,7 @@ __device__ __forceinline__ void make_p_and_ds(const Args& args, SmemPlan& smem, 
     // L is read again rather than kept: registers are what this loop is short of
     const auto lse_log2 = load_lse_log2<MT>(lse, 0, BLOCK_M);
     dp_to_ds(rdS, rP, load_delta<MT>(lse + BLOCK_M, 0, lse_log2));
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         scale_sum[i][e / 2] += rdS[i][j][e] * rS[i][j][e] * softmax_scale;
         rdS[i][j][e] *= scale[i][e / 2];
@@ -110,7 +111,7 @@ __device__ __forceinline__ void make_p_and_ds(const Args& args, SmemPlan& smem, 
     }
     store_tile(smem.ds, rdS, warp.row, col);
   }
-  if constexpr (cfg::HAS_SCALE) store_scale_sums(smem.scale_sums, scale_sum, warp);
+  if constexpr (cfg::HAS_BLOCK_SCALE) store_scale_sums(smem.scale_sums, scale_sum, warp);
 }
 
 // dQ of this tile of rows: g dS K, added to the rows' sums
@@ -214,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     make_p_and_ds(args, smem, items, tile, warp.s, stage);
     __syncthreads();  // P and dS are whole
 
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       write_scale_gradients<WarpS::WARPS_N>(args.dblock_scale, smem.scale_sums, items, tile,
                                             args.selection);
     }

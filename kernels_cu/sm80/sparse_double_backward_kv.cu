@@ -46,7 +46,7 @@ struct Args {
   const int* lengths;          // (chunks, num_heads_kv, units)
   const int* queries;          // items of all lists
   const int* query_slots;      // their slots
-  const float* block_scale;    // (total_q, num_heads_sel, num_selected); null without HAS_SCALE
+  const float* block_scale;    // (total_q, num_heads_sel, num_selected); null without HAS_BLOCK_SCALE
   const float* ddblock_scale;  // like block_scale, or null
   float* gblock_scale;         // like block_scale, zeroed, or null
   const int* cu_seqlens_q;     // (batch + 1,)
@@ -56,6 +56,7 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_double_backward_kv.py differ");
 
 // Q, ddQ, dO and the row terms of a tile of items. Rows without an item are zeros in all of them: P
 // is 1 there and adds nothing.
@@ -82,7 +83,7 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
   const OperandA<TileO> dout(smem.dout.address(), warp.row);
   const float* terms = &smem.terms[0][warp.row + threadIdx.x % WARP_SIZE / 4];
   float scale[MT][2], scale_tangent[MT][2], scale_sum[MT][2] = {};
-  if constexpr (cfg::HAS_SCALE) {
+  if constexpr (cfg::HAS_BLOCK_SCALE) {
     gather_block_scale(scale, args.block_scale, items, tile, args.selection, warp.row, 1.0f);
     gather_block_scale(scale_tangent, args.ddblock_scale, items, tile, args.selection, warp.row,
                        0.0f);
@@ -91,10 +92,10 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
   for (int part = 0; part < BLOCK_N; part += STEP_N) {
     const int col = part + warp.col;
     float rP[MT][NT][4], rE[MT][NT][4];
-    float rS[cfg::HAS_SCALE ? MT : 1][cfg::HAS_SCALE ? NT : 1][4];   // as they are without scales
-    float rtS[cfg::HAS_SCALE ? MT : 1][cfg::HAS_SCALE ? NT : 1][4];  // ddQ K^T + Q ddK^T
+    float rS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1][4];   // as they are without scales
+    float rtS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1][4];  // ddQ K^T + Q ddK^T
     multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(smem.k.address(), col));
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         rS[i][j][e] = rP[i][j][e];
         rtS[i][j][e] = rE[i][j][e];
@@ -107,7 +108,7 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
     multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(smem.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
     tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(terms), softmax_scale);
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         scale_sum[i][e / 2] +=
             softmax_scale * (rX[i][j][e] * rS[i][j][e] + rdP[i][j][e] * rtS[i][j][e]);
@@ -120,7 +121,7 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
     }
     store_tile(smem.tds, rX, warp.row, col);
   }
-  if constexpr (cfg::HAS_SCALE) store_scale_sums(smem.scale_sums, scale_sum, warp);
+  if constexpr (cfg::HAS_BLOCK_SCALE) store_scale_sums(smem.scale_sums, scale_sum, warp);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     __syncthreads();  // Q, ddQ, dO and the row terms are here
     make_tiles(args, smem, items, tile, warp.s);
     __syncthreads();  // tP, dS and tdS are whole
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       if (args.gblock_scale) {
         write_scale_gradients<WarpS::WARPS_N>(args.gblock_scale, smem.scale_sums, items, tile,
                                               args.selection);

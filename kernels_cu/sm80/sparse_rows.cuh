@@ -184,14 +184,14 @@ struct BlockScale {
   template <class Args>
   __device__ __forceinline__ BlockScale(const Args& args, const ItemTile& tile,
                                         const RowsOfStage& rows, int warp_row) {
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       load_block_scale(value, args.block_scale, tile, rows, warp_row, args.selection, 1.0f);
     }
   }
   // g S, or g dS
   template <int NT>
   __device__ __forceinline__ void apply(float (&c)[1][NT][4]) const {
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       scale_row(c, 0, 0, value[0]);
       scale_row(c, 0, 1, value[1]);
     }

@@ -25,7 +25,7 @@ struct BlockScales {
   template <class Args>
   __device__ __forceinline__ BlockScales(const Args& args, const ItemTile& tile,
                                          const RowsOfStage& rows, int warp_row) {
-    if constexpr (cfg::HAS_SCALE) {
+    if constexpr (cfg::HAS_BLOCK_SCALE) {
       load_block_scale(value[0], args.block_scale, tile, rows, warp_row, args.selection, 1.0f);
       load_block_scale(tangent[0], args.ddblock_scale, tile, rows, warp_row, args.selection, 0.0f);
     }
@@ -33,6 +33,6 @@ struct BlockScales {
   // E -> g E + tg S,  S -> g S;  the same of dS and its tangent
   template <int NT>
   __device__ __forceinline__ void apply(float (&rS)[1][NT][4], float (&rE)[1][NT][4]) const {
-    if constexpr (cfg::HAS_SCALE) apply_block_scale(rS, rE, value, tangent);
+    if constexpr (cfg::HAS_BLOCK_SCALE) apply_block_scale(rS, rE, value, tangent);
   }
 };

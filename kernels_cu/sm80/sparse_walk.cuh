@@ -14,7 +14,7 @@
 #include "sm80/sparse_rows.cuh"
 
 // Slots are wanted for the scales of blocks, and to tell the own block where nothing is causal.
-constexpr bool HAS_SLOTS = cfg::HAS_SCALE || !cfg::HAS_RIGHT;
+constexpr bool HAS_SLOTS = cfg::HAS_BLOCK_SCALE || !cfg::HAS_RIGHT;
 
 // An entry of a consumer's queue: a stage, and which items of the consumer's rows named its block.
 //   word: parity of the stage's phase << 31 | stage << 16 | members, a bit an item; or STOP

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 
 from rawattn import jit
-from rawattn.build import ARCHS, NO_DIRECTION, WHOLE, Build, builds, distinct
+from rawattn.build import ARCHS, NO_DIRECTION, WHOLE, Build, distinct
 from rawattn.check.cases import HALF
+from rawattn.ops.arguments import args_bytes
 from rawattn.problem import Problem, Selection
-from rawattn.variants import HEAD_DIMS, NO_BLOCKS, TABLE, method_of, select, serves
+from rawattn.variants import HEAD_DIMS, NO_BLOCKS, TABLE, Row, method_of, select, serves
+from rawattn.variants.row import largest_block
 from rawattn.variants.steps import SECOND, SPARSE_STEPS, STEPS, Step
 
 ARCH_NUMBERS = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)  # compute capabilities from 8.0 on
@@ -41,6 +43,30 @@ class Built:
     def ok(self) -> bool:
         """It compiles; ``strict``: without a spill and without serialised matmuls."""
         return not (self.error or (self.strict and (self.spill_bytes or self.serialized)))
+
+
+def builds(row: Row) -> list[Build]:
+    """The specialisations that are compiled to check a CUDA row: masks, dtypes, atomic or not,
+    without those that come to the same kernel."""
+    d, atomic = row.head_dim, row.kernel.accumulates
+    whole, queries = NO_DIRECTION, NO_DIRECTION
+    if row.kernel.directed:
+        whole, queries = WHOLE, (True, False, False)
+    half, brain = HALF
+    size = args_bytes(row.stem)
+    if row.kernel.sparse:
+        made = [
+            Build(row, brain, d, d, False, True, atomic, whole, (16, 64), args_bytes=size),
+            Build(row, brain, d, d, False, True, atomic, queries, (4, 16), args_bytes=size),
+            Build(row, half, d, d, False, False, False, whole, (1, largest_block(row)), True, size),
+        ]
+    else:
+        made = [
+            Build(row, brain, d, d, False, True, atomic, whole, args_bytes=size),
+            Build(row, brain, d, d, False, False, atomic, queries, args_bytes=size),
+            Build(row, half, d, d, True, True, False, whole, args_bytes=size),
+        ]
+    return distinct(made)
 
 
 def standard_builds(*, every: bool) -> list[Build]:
@@ -85,7 +111,7 @@ def _dense_builds(arch: str) -> Iterator[Build]:
                 direction = WHOLE if row.kernel.directed else NO_DIRECTION
                 fixed = (dtype, head_dim, head_dim, False, right == 0, step.atomic, direction)
                 if row.family != "numba":  # the widest tiles do not fit every GPU
-                    yield Build(row, *fixed)
+                    yield Build(row, *fixed, args_bytes=args_bytes(row.stem))
 
 
 def sparse_builds(arch: str) -> Iterator[Build]:
@@ -102,7 +128,7 @@ def sparse_builds(arch: str) -> Iterator[Build]:
             blocks = (HEADS_A_SELECTION, KEYS_A_BLOCK) if row.kernel.sparse else NO_BLOCKS
             fixed = (dtype, head_dim, head_dim, False, True, step.atomic, direction, blocks)
             if row.family != "numba":  # the widest tiles do not fit every GPU
-                yield Build(row, *fixed)
+                yield Build(row, *fixed, args_bytes=args_bytes(row.stem))
 
 
 def arch_number(arch: str) -> int:
@@ -115,16 +141,6 @@ def arch_number(arch: str) -> int:
             f"or not. Older GPUs run the Numba kernels."
         )
     return int(found[1])
-
-
-def check_arch(name: str) -> str:
-    """``name`` if rows can be compiled for it, else ValueError: "sm_90", or "sm_90a" with what that
-    architecture alone has."""
-    if name not in jit.ARCHS and not (name.endswith("a") and name[:-1] in jit.ARCHS[3:]):
-        raise ValueError(
-            f"no row of the table is compiled for arch {name!r}: say one of {', '.join(jit.ARCHS)}"
-        )
-    return name
 
 
 def warm_build(build: Build, arch: str) -> str:

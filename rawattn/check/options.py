@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from rawattn import env
-from rawattn.check.compiled import check_arch
+from rawattn.check.compiled import arch_number
 from rawattn.variants import TABLE
 
 
@@ -28,14 +28,16 @@ class NewFile(click.Path):
         return path
 
 
-def check_archs(
+def known_archs(
     context: click.Context, parameter: click.Parameter, names: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The architectures, each once; refused where no row could be compiled for one."""
     try:
-        return tuple(dict.fromkeys(map(check_arch, names)))
+        for name in names:
+            arch_number(name)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+    return tuple(dict.fromkeys(names))
 
 
 json_option = click.option("--json", "json_file", type=NewFile(), help="write all of it.")
@@ -45,7 +47,7 @@ filter_option = click.option(
 )
 quick_option = click.option("--quick", is_flag=True, help="a few cases, and a row of each kernel.")
 arch_option = click.option(
-    "--arch", "archs", multiple=True, callback=check_archs, help="such as sm_90; may be repeated."
+    "--arch", "archs", multiple=True, callback=known_archs, help="such as sm_90; may be repeated."
 )
 
 

@@ -8,16 +8,15 @@ CUDA twin: kernels_cu/sm80/backward_kv.cu; reference: rawattn/reference/dense.py
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     backward_scores,
     block_rows,
     cuda,
     encoder,
+    filled,
     find_tile,
     load_row_terms,
     query_range,
@@ -26,44 +25,28 @@ from rawattn.kernels_numba.common import (
     tile_loader,
     tiles_bound,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.backward_kv import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    dout: View,
-    lse: View,
-    delta: View,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    dq_accum: View | None,
-    dk: View,
-    dv: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``dk`` and ``dv``.
 
     ``dq_accum``, row-major (total_q, num_heads_q, head_dim) if given, has dQ / softmax_scale added.
     """
-    p, dq_accum = problem, dq_accum or absent(problem)
+    p = problem
+    args = filled(args, p, dq_accum=1)
     kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
     run(
         kernel,
         (tiles_bound(p.total_k, p.batch, block), p.num_heads_kv),
         block * LANES,
         p,
-        (q, k, v, dout, lse, delta, dq_accum, dk, dv, cu_seqlens_q, cu_seqlens_k),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
-        ),
-        written=(dq_accum, dk, dv),
+        args,
+        sizes(p),
+        written=("dq_accum", "dk", "dv"),
         stream=stream,
     )
 
@@ -120,7 +103,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if n_start >= seqlen_k:
             return
-        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b)
+        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

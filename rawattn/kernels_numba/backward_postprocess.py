@@ -7,35 +7,25 @@ CUDA twin: kernels_cu/sm80/backward_postprocess.cu.
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import Array, accumulator, cuda, encoder, run
+from rawattn.ops.backward_postprocess import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 THREADS = 128
 ELEMENTS = 16  # of a thread, about
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    accum: View,
-    cu_seqlens: View,
-    grad: View,
-    *,
-    scale: float,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``grad`` (rows, heads, size) from the flat ``accum``."""
-    rows, heads, columns = grad.shape
+    rows, heads, columns = args.grad.shape
     run(
         compiled(problem.dtype),
         (rows * heads * columns // (THREADS * ELEMENTS) + 1, 1),
         THREADS,
         problem,
-        (accum, grad, cu_seqlens),
-        (problem.batch, rows, heads, scale),
-        written=(grad,),
+        args,
+        written=("grad",),
         stream=stream,
     )
 

@@ -7,36 +7,24 @@ CUDA twin: kernels_cu/sm80/backward_preprocess.cu; reference: D in rawattn/refer
 import functools
 from typing import Any
 
-from rawattn.arrays import View
-from rawattn.kernels_numba.common import LANES, Array, absent, accumulator, cuda, decoder, run
+from rawattn.kernels_numba.common import LANES, Array, accumulator, cuda, decoder, filled, run
+from rawattn.ops.backward_preprocess import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 ROWS = 16  # (token, head) pairs of a CTA
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    out: View,
-    dout: View,
-    dlse: View | None,
-    delta: View,
-    dq_accum: View | None,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``delta`` (num_heads_q, total_q) and zeroes ``dq_accum``."""
     p = problem
-    dlse, dq_accum = dlse or absent(p, ndim=2), dq_accum or absent(p)
     run(
         compiled(p.dtype),
         (p.total_q * p.num_heads_q // ROWS + 1, 1),
         ROWS * LANES,
         p,
-        (out, dout, dlse, delta, dq_accum),
-        (p.total_q, p.num_heads_q, dq_accum.shape[0]),
-        written=(delta, dq_accum),
+        filled(args, p, dlse=2, dq_accum=1),
+        written=("delta", "dq_accum"),
         stream=stream,
     )
 

@@ -8,16 +8,15 @@ CUDA twin: kernels_cu/sm80/backward_q.cu; reference: rawattn/reference/dense.py.
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     backward_scores,
     block_rows,
     cuda,
     encoder,
+    filled,
     find_tile,
     key_range,
     load_row_terms,
@@ -26,46 +25,29 @@ from rawattn.kernels_numba.common import (
     tile_loader,
     tiles_bound,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.backward_q import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    dout: View,
-    lse: View,
-    delta: View,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    dq: View,
-    dk_accum: View | None,
-    dv_accum: View | None,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``dq``.
 
     It adds dK / softmax_scale to ``dk_accum`` and dV to ``dv_accum``, row-major
     (total_k, num_heads_kv, size), if both are given.
     """
     p = problem
-    dk_accum, dv_accum = dk_accum or absent(p), dv_accum or absent(p)
+    args = filled(args, p, dk_accum=1, dv_accum=1)
     kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
         block * LANES,
         p,
-        (q, k, v, dout, lse, delta, dq, dk_accum, dv_accum, cu_seqlens_q, cu_seqlens_k),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
-        ),
-        written=(dq, dk_accum, dv_accum),
+        args,
+        sizes(p),
+        written=("dq", "dk_accum", "dv_accum"),
         stream=stream,
     )
 
@@ -121,7 +103,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

@@ -7,46 +7,27 @@ CUDA twin: kernels_cu/sm80/block_lists.cu; reference: rawattn/reference/sparse.p
 import functools
 from typing import Any
 
-from rawattn.arrays import View
-from rawattn.kernels_numba.common import Array, cuda, device_function, run
-from rawattn.kernels_numba.sparse import OWN, UNUSED, find_item, no_integers, numbers
+from rawattn.kernels_numba.common import Array, cuda, device_function, filled, run
+from rawattn.kernels_numba.sparse import OWN, UNUSED, find_item
+from rawattn.ops.arguments import sizes
+from rawattn.ops.block_lists import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 THREADS = 64
-INDICES, MASK = 0, 1  # what block_indices holds; else it is absent, and the blocks are a pattern
+INDICES, MASK = 0, 1  # what block_indices holds; else it is filled, and the blocks are a pattern
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    source: int,
-    block_indices: View | None,
-    block_counts: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    blocks: View,
-    slots: View,
-    counts: View,
-    lengths: View | None,
-    global_blocks: int,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``blocks``, ``slots``, ``counts`` and adds to ``lengths``."""
-    p = problem
-    block_indices = block_indices or no_integers(p, ndim=3)
-    block_counts = block_counts or no_integers(p, ndim=2)
-    lengths = lengths or no_integers(p, ndim=3)
     run(
         compiled(),
-        (p.total_q // THREADS + 1, selection.num_heads_sel),
+        (problem.total_q // THREADS + 1, selection.num_heads_sel),
         THREADS,
-        p,
-        (block_indices, block_counts, cu_seqlens_q, cu_seqlens_k, blocks, slots, counts, lengths),
-        (*numbers(p, selection), source, global_blocks),
-        written=(blocks, slots, counts, lengths),
+        problem,
+        filled(args, problem, "int32", block_indices=3, block_counts=2, lengths=3),
+        sizes(problem, selection),
+        written=("blocks", "slots", "counts", "lengths"),
         stream=stream,
     )
 
@@ -99,7 +80,9 @@ def compiled() -> Any:
         token, head = cuda.grid(1), cuda.blockIdx.y
         if token >= total_q:
             return
-        b, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        b, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
         stop = seqlen_k  # blocks that start behind it do not count
         if window_right >= 0:
             stop = min(stop, pos + 1)

@@ -9,38 +9,28 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import Array, cuda, run
-from rawattn.kernels_numba.sparse import numbers
+from rawattn.ops.arguments import sizes
+from rawattn.ops.block_offsets import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 THREADS = 64
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    lengths: View,
-    starts: View,
-    cursor: View,
-    work: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``starts``, and of ``work`` (-1 before) a row for each segment.
 
     ``cursor``, zero before, begins with the sum of ``lengths`` and the number of segments.
     """
     run(
         compiled(),
-        (math.prod(lengths.shape) // THREADS + 1, 1),
+        (math.prod(args.lengths.shape) // THREADS + 1, 1),
         THREADS,
         problem,
-        (lengths, starts, cursor, work),
-        (*numbers(problem, selection), selection.segment(problem)),
-        written=(starts, cursor, work),
+        args,
+        sizes(problem, selection),
+        written=("lengths", "starts", "cursor", "work"),
         stream=stream,
     )
 
@@ -76,11 +66,15 @@ def compiled() -> Any:
         row, unit = one // units, one % units
         c, head_kv = row // num_heads_kv, row % num_heads_kv
         length = int(lengths[c, head_kv, unit])
-        segments = (length + segment - 1) // segment
         start = int(cuda.atomic.add(cursor, 0, length))
+        places = num_heads_sel * total_q * width
+        if start < 0 or length > places - start:  # lengths of a broken cu_seqlens
+            start, length = 0, 0
+            lengths[c, head_kv, unit] = 0
+        segments = (length + segment - 1) // segment
         place = int(cuda.atomic.add(cursor, 1, segments))
         starts[c, head_kv, unit] = start
-        for i in range(segments):
+        for i in range(min(segments, work.shape[0] - place)):
             first = i * segment
             work[place + i, 0] = one
             work[place + i, 1] = start + first

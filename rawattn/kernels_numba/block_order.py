@@ -11,39 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import Array, cuda, run
-from rawattn.kernels_numba.sparse import numbers
+from rawattn.ops.arguments import sizes
+from rawattn.ops.block_order import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 THREADS = 64
 WORDS = 2048  # of 32 bits
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    starts: View,
-    lengths: View,
-    unsorted: View,
-    unsorted_slots: View,
-    queries: View,
-    query_slots: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``queries`` and ``query_slots``."""
-    chunks, heads, units = starts.shape
+    chunks, heads, units = args.starts.shape
     run(
         compiled(WORDS),
         (max(units, 1), heads, chunks),
         THREADS,
         problem,
-        (starts, lengths, unsorted, unsorted_slots, queries, query_slots),
-        numbers(problem, selection),
-        written=(queries, query_slots),
+        args,
+        sizes(problem, selection),
+        written=("queries", "query_slots"),
         stream=stream,
     )
 

@@ -7,30 +7,17 @@ CUDA twin: kernels_cu/sm80/block_queries.cu.
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import Array, cuda, run
-from rawattn.kernels_numba.sparse import UNUSED, find_item, numbers
+from rawattn.kernels_numba.sparse import UNUSED, find_item
+from rawattn.ops.arguments import sizes
+from rawattn.ops.block_queries import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 THREADS = 64
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    blocks: View,
-    slots: View,
-    starts: View,
-    cursor: View,
-    unsorted: View,
-    unsorted_slots: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``unsorted`` and ``unsorted_slots``.
 
     ``cursor[2 + list]``, zero before, counts the entries of a list.
@@ -40,9 +27,9 @@ def launch(
         (problem.total_q // THREADS + 1, selection.num_heads_sel),
         THREADS,
         problem,
-        (cu_seqlens_q, cu_seqlens_k, blocks, slots, starts, cursor, unsorted, unsorted_slots),
-        numbers(problem, selection),
-        written=(cursor, unsorted, unsorted_slots),
+        args,
+        sizes(problem, selection),
+        written=("cursor", "unsorted", "unsorted_slots"),
         stream=stream,
     )
 
@@ -79,7 +66,7 @@ def compiled() -> Any:
             return
         ratio = num_heads_sel // num_heads_kv
         head_kv = head // ratio
-        b, start_k, _, _ = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        b, start_k, _, _ = find_item(cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token)
         for w in range(width):
             n = int(blocks[head, token, w])
             if n == UNUSED:
@@ -87,7 +74,8 @@ def compiled() -> Any:
             c, unit = token // chunk, start_k // block_size + b + n
             one = (c * num_heads_kv + head_kv) * starts.shape[2] + unit
             place = int(starts[c, head_kv, unit]) + cuda.atomic.add(cursor, 2 + one, 1)
-            unsorted[place] = token * ratio + head % ratio
-            unsorted_slots[place] = slots[head, token, w]
+            if place < unsorted.shape[0]:  # there is room, but for lists of a broken cu_seqlens
+                unsorted[place] = token * ratio + head % ratio
+                unsorted_slots[place] = slots[head, token, w]
 
     return cuda.jit(kernel)

@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numba.cuda
 import numpy as np
@@ -21,6 +21,9 @@ import numpy.typing as npt
 
 from rawattn.arrays import View
 from rawattn.problem import Problem
+
+if "row_stack" not in vars(np):  # gone from NumPy 2.5; Numba names it at its first compilation
+    vars(np)["row_stack"] = np.vstack
 
 cuda: Any = numba.cuda  # the simulator puts itself in the place of globals of this very name
 SIMULATED: bool = vars(numba.config)["ENABLE_CUDASIM"]
@@ -134,30 +137,33 @@ def tile_loader(dtype: str, block: int, columns: int) -> Callable[..., Any]:
 
 
 @device_function
+def sequence(cu_seqlens: Array, batch: int, b: int, total: int) -> Any:
+    """First row and length of sequence ``b``; the rows past the end see nothing: length 0.
+
+    Offsets are clamped to the ``total`` rows, so that a broken cu_seqlens gives wrong numbers at
+    worst, never an access outside the arrays.
+    """
+    start = min(max(int(cu_seqlens[b]), 0), total)
+    if b == batch:
+        return start, 0
+    return start, min(max(int(cu_seqlens[b + 1]), start), total) - start
+
+
+@device_function
 def find_tile(cu_seqlens: Array, batch: int, total: int, tile: int, block: int) -> Any:
     """Which tile is this: (sequence, its first row, its length, first row of the tile within it).
 
     Rows at or past cu_seqlens[batch] count as sequence ``batch``. A tile that does not exist starts
     at or past the length: the grid is a bound that does not know the content of cu_seqlens.
     """
-    start = int(cu_seqlens[0])
     for b in range(batch):
-        stop = int(cu_seqlens[b + 1])
-        tiles = (stop - start + block - 1) // block
+        start, length = sequence(cu_seqlens, batch, b, total)
+        tiles = (length + block - 1) // block
         if tile < tiles:
-            return b, start, stop - start, tile * block
+            return b, start, length, tile * block
         tile -= tiles
-        start = stop
+    start, _ = sequence(cu_seqlens, batch, batch, total)
     return batch, start, total - start, tile * block
-
-
-@device_function
-def sequence(cu_seqlens: Array, batch: int, b: int) -> Any:
-    """First row and length of sequence ``b``; the rows past the end see nothing: length 0."""
-    start = int(cu_seqlens[b])
-    if b == batch:
-        return start, 0
-    return start, int(cu_seqlens[b + 1]) - start
 
 
 @device_function
@@ -261,10 +267,24 @@ def backward_scores(dtype: str, block: int, head_dim: int, head_dim_v: int) -> C
 # ---- launch -----------------------------------------------------------------------------------
 
 
-def absent(problem: Problem, ndim: int = 1) -> View:
-    """What a kernel is given for an array that it can do without: ``ndim`` axes, no elements."""
-    empty = np.empty((0,) * ndim, accumulator(problem.dtype))
-    return View(0, empty.shape, (1,) * ndim, empty.dtype.name, problem.device, empty)
+Filled = TypeVar("Filled", bound=tuple[Any, ...])  # an Args
+
+
+def filled(args: Filled, problem: Problem, dtype: str | None = None, /, **ndim: int) -> Filled:
+    """``args`` as a kernel takes them: an array without elements where one is None.
+
+    ``ndim`` names those that may be None, with their number of axes. They are of ``dtype``, by
+    default that of the accumulator.
+    """
+    kind = dtype or np.dtype(accumulator(problem.dtype)).name
+    fields: dict[str, Any] = args._asdict()  # type: ignore[attr-defined]
+    absent = {name: _absent(kind, n, problem) for name, n in ndim.items() if fields[name] is None}
+    return args._replace(**absent) if absent else args  # type: ignore[attr-defined]
+
+
+def _absent(dtype: str, ndim: int, problem: Problem) -> View:
+    empty = np.empty((0,) * ndim, dtype)
+    return View(0, empty.shape, (1,) * ndim, dtype, problem.device, empty)
 
 
 class _Exported:
@@ -286,29 +306,33 @@ def run(
     grid: tuple[int, ...],
     threads: int,
     problem: Problem,
-    arrays: Sequence[View],
-    numbers: Sequence[float],
+    args: tuple[Any, ...],
+    sizes: Sequence[float] = (),
     *,
-    written: Sequence[View],
+    written: Sequence[str],
     stream: int,
 ) -> None:
-    """Launch ``kernel`` with the parameters ``arrays``, then ``numbers``.
+    """Launch ``kernel`` with the parameters that its CUDA twin has in ``struct Args``.
 
-    On a GPU the work is queued on ``stream``. Arrays in host memory are copied to the device, or
-    into the simulator, and the ``written`` ones back again.
+    ``args`` are an Args, with every array there; ``sizes`` stand between its arrays and its
+    numbers. On a GPU the work is queued on ``stream``. Arrays in host memory are copied to the
+    device, or into the simulator, and those of the names ``written`` back again.
     """
+    views = [field for field in args if isinstance(field, View)]
+    numbers = [*sizes, *(field for field in args if not isinstance(field, View))]
     with warnings.catch_warnings():
         # A small grid is a small problem, not a choice that the caller could have made better.
         warnings.filterwarnings("ignore", message=".*Grid size .* under-utilization")
         if problem.device < 0:
-            copies = [cuda.to_device(np.ascontiguousarray(_host_bits(view))) for view in arrays]
+            copies = [cuda.to_device(np.ascontiguousarray(_host_bits(view))) for view in views]
             kernel[grid, threads](*copies, *numbers)
-            for view, copy in zip(arrays, copies, strict=True):
-                if any(view is w for w in written):
+            results = [getattr(args, name) for name in written]
+            for view, copy in zip(views, copies, strict=True):
+                if any(view is result for result in results):
                     _host_bits(view)[...] = copy.copy_to_host()
             return
         with cuda.gpus[problem.device]:
-            exported = [cuda.as_cuda_array(_Exported(view)) for view in arrays]
+            exported = [cuda.as_cuda_array(_Exported(view)) for view in views]
             kernel[grid, threads, cuda.external_stream(stream)](*exported, *numbers)
 
 

@@ -2,7 +2,7 @@
 
     gv = tP^T dO    gk = softmax_scale (tdS^T Q + dS^T ddQ)    gq = softmax_scale (tdS K + dS ddK)
 
-with tP, tdS and dS as in second_numba.second_scores. One CTA per key tile and key/value head, which
+with tP, tdS and dS as in second.second_scores. One CTA per key tile and key/value head, which
 loops over the query heads of its group and over the query tiles that see the keys. Thread
 (row, lane) owns gradients (key row, lane + LANES x).
 CUDA twin: kernels_cu/sm80/double_backward_kv.cu; reference: rawattn/reference/second.py.
@@ -11,15 +11,14 @@ CUDA twin: kernels_cu/sm80/double_backward_kv.cu; reference: rawattn/reference/s
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     block_rows,
     cuda,
     encoder,
+    filled,
     find_tile,
     query_range,
     run,
@@ -28,54 +27,30 @@ from rawattn.kernels_numba.common import (
     tiles_bound,
     visible,
 )
-from rawattn.kernels_numba.second import direction, live_tile_loader, row_terms, second_scores
+from rawattn.kernels_numba.second import live_tile_loader, row_terms, second_scores
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.double_backward_kv import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    ddq: View | None,
-    ddk: View | None,
-    ddv: View | None,
-    dout: View,
-    lse: View,
-    delta: View,
-    ddlse: View,
-    ddelta: View,
-    gq_accum: View | None,
-    gk: View,
-    gv: View,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``gk`` and ``gv``.
 
     ``gq_accum``, row-major (total_q, num_heads_q, head_dim) if given, has gq / softmax_scale added.
     """
-    p, gq_accum = problem, gq_accum or absent(problem)
-    cotangents, given = direction(p, ddq, ddk, ddv)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *given)
+    p = problem
+    parts = given(args.ddq, args.ddk, args.ddv)
+    args = filled(args, p, ddq=3, ddk=3, ddv=3, gq_accum=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
     run(
         kernel,
         (tiles_bound(p.total_k, p.batch, block), p.num_heads_kv),
         block * LANES,
         p,
-        (
-            *(q, k, v, *cotangents, dout, lse, delta, ddlse, ddelta),
-            *(gq_accum, gk, gv, cu_seqlens_q, cu_seqlens_k),
-        ),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
-        ),
-        written=(gq_accum, gk, gv),
+        args,
+        sizes(p),
+        written=("gq_accum", "gk", "gv"),
         stream=stream,
     )
 
@@ -158,7 +133,7 @@ def compiled(
         )
         if n_start >= seqlen_k:
             return
-        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b)
+        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

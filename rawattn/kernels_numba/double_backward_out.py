@@ -14,16 +14,15 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     block_rows,
     cuda,
     decoder,
     encoder,
+    filled,
     find_tile,
     key_range,
     run,
@@ -32,55 +31,30 @@ from rawattn.kernels_numba.common import (
     tiles_bound,
     visible,
 )
-from rawattn.kernels_numba.second import direction, score_and_tangent
+from rawattn.kernels_numba.second import score_and_tangent
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.double_backward_out import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    ddq: View | None,
-    ddk: View | None,
-    ddv: View | None,
-    out: View,
-    dout: View,
-    lse: View,
-    dlse: View | None,
-    ddout: View,
-    ddlse: View,
-    delta: View,
-    ddelta: View,
-    gq_accum: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``ddout``, ``ddlse``, ``delta``, ``ddelta``, zeroes ``gq_accum``.
 
     ``ddlse``, ``delta`` and ``ddelta`` are of ``lse``'s shape, (num_heads_q, total_q).
     """
-    p, dlse, gq_accum = problem, dlse or absent(problem, ndim=2), gq_accum or absent(problem)
-    cotangents, given = direction(p, ddq, ddk, ddv)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *given)
+    p = problem
+    parts = given(args.ddq, args.ddk, args.ddv)
+    args = filled(args, p, ddq=3, ddk=3, ddv=3, dlse=2, gq_accum=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
         block * LANES,
         p,
-        (
-            *(q, k, v, *cotangents, out, dout, lse, dlse),
-            *(ddout, ddlse, delta, ddelta, gq_accum, cu_seqlens_q, cu_seqlens_k),
-        ),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale, gq_accum.shape[0]),
-        ),
-        written=(ddout, ddlse, delta, ddelta, gq_accum),
+        args,
+        sizes(p),
+        written=("ddout", "ddlse", "delta", "ddelta", "gq_accum"),
         stream=stream,
     )
 
@@ -155,7 +129,7 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

@@ -2,7 +2,7 @@
 
     gq = softmax_scale (tdS K + dS ddK)
 
-with tdS and dS as in second_numba.second_scores. One CTA per query tile and query head, which loops
+with tdS and dS as in second.second_scores. One CTA per query tile and query head, which loops
 over the key tiles that its queries see. Thread (row, lane) owns gradients
 (query row, lane + LANES x).
 CUDA twin: kernels_cu/sm80/double_backward_q.cu; reference: rawattn/reference/second.py.
@@ -11,7 +11,6 @@ CUDA twin: kernels_cu/sm80/double_backward_q.cu; reference: rawattn/reference/se
 import functools
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
@@ -19,6 +18,7 @@ from rawattn.kernels_numba.common import (
     block_rows,
     cuda,
     encoder,
+    filled,
     find_tile,
     key_range,
     run,
@@ -27,49 +27,27 @@ from rawattn.kernels_numba.common import (
     tiles_bound,
     visible,
 )
-from rawattn.kernels_numba.second import direction, live_tile_loader, row_terms, second_scores
+from rawattn.kernels_numba.second import live_tile_loader, row_terms, second_scores
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.double_backward_q import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    ddq: View | None,
-    ddk: View | None,
-    ddv: View | None,
-    dout: View,
-    lse: View,
-    delta: View,
-    ddlse: View,
-    ddelta: View,
-    gq: View,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``gq``."""
     p = problem
-    cotangents, given = direction(p, ddq, ddk, ddv)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *given)
+    parts = given(args.ddq, args.ddk, args.ddv)
+    args = filled(args, p, ddq=3, ddk=3, ddv=3)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
         block * LANES,
         p,
-        (
-            *(q, k, v, *cotangents, dout, lse, delta, ddlse, ddelta),
-            *(gq, cu_seqlens_q, cu_seqlens_k),
-        ),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
-        ),
-        written=(gq,),
+        args,
+        sizes(p),
+        written=("gq",),
         stream=stream,
     )
 
@@ -148,7 +126,7 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 

@@ -10,7 +10,6 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
@@ -26,23 +25,13 @@ from rawattn.kernels_numba.common import (
     tiles_bound,
     visible,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.forward import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    out: View,
-    lse: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``out`` and ``lse``; shapes as in ``api.forward``."""
     p = problem
     kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
@@ -51,12 +40,9 @@ def launch(
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
         block * LANES,
         p,
-        (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
-        ),
-        written=(out, lse),
+        args,
+        sizes(p),
+        written=("out", "lse"),
         stream=stream,
     )
 
@@ -103,7 +89,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 
@@ -125,6 +111,8 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
                     for d in range(HEAD_DIM):
                         score += sQ[row, d] * sKV[n, d]
                     score *= scale
+                    if score == -math.inf:
+                        score = real(math.nan)  # a key that is seen: not as if there were none
                 sS[row, n] = score
             cuda.syncthreads()  # S is whole, and K may make room for V
 

@@ -4,7 +4,7 @@
 
 with P = softmax(S) and E = softmax_scale (tq k^T + q tk^T), the tangent of S.
 One CTA per query tile and query head; the keys pass through shared memory tile by tile as in
-forward_numba, K and V in turn through one buffer, tK and tV through another. Thread (row, lane)
+forward, K and V in turn through one buffer, tK and tV through another. Thread (row, lane)
 owns scores (row, lane + LANES x) and outputs (row, lane + LANES x).
 CUDA twin: kernels_cu/sm80/jvp.cu; reference: rawattn/reference/online.py.
 """
@@ -13,7 +13,6 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
@@ -21,6 +20,7 @@ from rawattn.kernels_numba.common import (
     block_rows,
     cuda,
     encoder,
+    filled,
     find_tile,
     key_range,
     run,
@@ -29,44 +29,27 @@ from rawattn.kernels_numba.common import (
     tiles_bound,
     visible,
 )
-from rawattn.kernels_numba.second import direction, score_and_tangent
+from rawattn.kernels_numba.second import score_and_tangent
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.jvp import Args
 from rawattn.problem import Problem
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: View,
-    k: View,
-    v: View,
-    tq: View | None,
-    tk: View | None,
-    tv: View | None,
-    out: View,
-    tout: View,
-    lse: View,
-    tlse: View,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    *,
-    stream: int,
-) -> None:
-    """Queue the kernel that fills the last four arrays; shapes as in ``api.jvp``."""
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
+    """Queue the kernel that fills ``out``, ``tout``, ``lse`` and ``tlse``."""
     p = problem
-    tangents, given = direction(p, tq, tk, tv)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *given)
+    parts = given(args.tq, args.tk, args.tv)
+    args = filled(args, p, tq=3, tk=3, tv=3)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
         block * LANES,
         p,
-        (q, k, v, *tangents, out, tout, lse, tlse, cu_seqlens_q, cu_seqlens_k),
-        (
-            *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-            *(p.window_left, p.window_right, p.softmax_scale),
-        ),
-        written=(out, tout, lse, tlse),
+        args,
+        sizes(p),
+        written=("out", "tout", "lse", "tlse"),
         stream=stream,
     )
 
@@ -129,7 +112,7 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b)
+        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
         scale = real(softmax_scale)
 
@@ -154,6 +137,8 @@ def compiled(
                 if j < seqlen_k and visible(i, j, shift, window_left, window_right):
                     score, tangent = qk_products(sQ, sKV, stQ, stKV, row, n)
                     score *= scale
+                    if score == -math.inf:
+                        score = real(math.nan)  # a key that is seen: not as if there were none
                     tangent *= scale
                 sS[row, n] = score
                 sE[row, n] = tangent

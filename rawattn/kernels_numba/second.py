@@ -9,18 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rawattn.arrays import View
-from rawattn.kernels_numba.common import LANES, Array, absent, accumulator, decoder, device_function
-from rawattn.problem import Problem
+from rawattn.kernels_numba.common import LANES, Array, accumulator, decoder, device_function
 
 Given = tuple[bool, bool, bool]  # which of the three arrays of a direction are there
-
-
-def direction(problem: Problem, *arrays: View | None) -> tuple[tuple[View, ...], Given]:
-    """The three arrays as a kernel takes them, and which of them are there."""
-    q, k, v = arrays
-    views = tuple(view or absent(problem, ndim=3) for view in arrays)
-    return views, (q is not None, k is not None, v is not None)
 
 
 @functools.cache

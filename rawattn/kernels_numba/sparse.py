@@ -1,7 +1,7 @@
 """What the twins of block-sparse attention share: sequences, key blocks, and rows of a tile.
 
 An item is a query token and a selection head; its list names blocks of keys of its own sequence.
-The device functions here name nothing of ``cuda``, as those of common_numba.
+The device functions here name nothing of ``cuda``, as those of common.
 """
 
 import functools
@@ -11,31 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
-from rawattn.kernels_numba.common import LANES, Array, accumulator, decoder, device_function
-from rawattn.problem import Problem, Selection
+from rawattn.kernels_numba.common import (
+    LANES,
+    Array,
+    accumulator,
+    decoder,
+    device_function,
+    sequence,
+)
 
 UNUSED = 2**31 - 1  # stands in a list behind its last block
 OWN = -1  # slot of a query's own block, where it is in the list without being selected
-
-
-# ---- launch -----------------------------------------------------------------------------------
-
-
-def numbers(problem: Problem, selection: Selection) -> tuple[float, ...]:
-    """The numbers that a sparse kernel takes behind its arrays."""
-    p, s = problem, selection
-    return (
-        *(p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv),
-        *(p.window_left, p.window_right, p.softmax_scale),
-        *(s.num_heads_sel, s.num_selected, s.width, s.block_size, s.chunk),
-    )
-
-
-def no_integers(problem: Problem, ndim: int) -> View:
-    """What a kernel is given for an array of int32 that it can do without."""
-    empty = np.empty((0,) * ndim, np.int32)
-    return View(0, empty.shape, (1,) * ndim, "int32", problem.device, empty)
 
 
 def head_rows(group: int, block: int) -> int:
@@ -50,7 +36,9 @@ def head_rows(group: int, block: int) -> int:
 
 
 @device_function
-def find_item(cu_seqlens_q: Array, cu_seqlens_k: Array, batch: int, token: int) -> Any:
+def find_item(
+    cu_seqlens_q: Array, cu_seqlens_k: Array, batch: int, total_q: int, total_k: int, token: int
+) -> Any:
     """Of query ``token``: (sequence, start of its keys, seqlen_k, the key at which it stands).
 
     A token at or past cu_seqlens_q[batch] is in sequence ``batch``, which has no keys.
@@ -64,9 +52,10 @@ def find_item(cu_seqlens_q: Array, cu_seqlens_k: Array, batch: int, token: int) 
             last = middle - 1
     if b == batch:
         return b, 0, 0, -1
-    start_k = int(cu_seqlens_k[b])
-    seqlen_k = int(cu_seqlens_k[b + 1]) - start_k
-    return b, start_k, seqlen_k, token - int(cu_seqlens_q[b + 1]) + seqlen_k
+    start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+    start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
+    # within the keys, even where a broken cu_seqlens has the sequence end before the token
+    return b, start_k, seqlen_k, min(token - start_q - seqlen_q, -1) + seqlen_k
 
 
 @device_function
@@ -79,15 +68,18 @@ def find_block(cu_seqlens_k: Array, batch: int, total_k: int, unit: int, block_s
     b, last = 0, batch
     while b < last:  # the last sequence whose units do not start behind this one
         middle = (b + last + 1) // 2
-        if int(cu_seqlens_k[middle]) // block_size + middle <= unit:
+        start, _ = sequence(cu_seqlens_k, batch, middle, total_k)
+        if start // block_size + middle <= unit:
             b = middle
         else:
             last = middle - 1
-    start = int(cu_seqlens_k[b])
-    stop = total_k
-    if b < batch:
-        stop = int(cu_seqlens_k[b + 1])
-    return b, start, stop - start, unit - start // block_size - b
+    start, length = sequence(cu_seqlens_k, batch, b, total_k)
+    if b == batch:
+        length = total_k - start
+    block = unit - start // block_size - b
+    if block < 0:  # before the first sequence, where a broken cu_seqlens does not start at 0
+        return b, start, 0, 0
+    return b, start, length, block
 
 
 @device_function

@@ -12,15 +12,14 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     block_rows,
     cuda,
     encoder,
+    filled,
     run,
     sequence,
 )
@@ -30,42 +29,16 @@ from rawattn.kernels_numba.sparse import (
     gate_reader,
     keys_stop,
     live_row_terms,
-    no_integers,
-    numbers,
     products,
     row_loader,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.sparse_backward_kv import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    dout: View,
-    lse: View,
-    delta: View,
-    starts: View,
-    lengths: View,
-    queries: View,
-    query_slots: View,
-    work: View | None,
-    block_scale: View | None,
-    dblock_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    dq_accum: View | None,
-    dk: View | None,
-    dv: View | None,
-    dk_accum: View | None,
-    dv_accum: View | None,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``dk`` and ``dv``, or adds to ``dk_accum`` and ``dv_accum``.
 
     ``dq_accum`` and ``dk_accum`` have gradients / softmax_scale added, ``dblock_scale`` its own.
@@ -73,27 +46,20 @@ def launch(
     """
     p = problem
     grid = (selection.key_units(p) + 1, p.num_heads_kv)
-    if work is None or dk_accum is None:
-        work = no_integers(p, ndim=2)
+    if args.work is None or args.dk_accum is None:
+        args = args._replace(work=None)
     else:
-        grid = (max(work.shape[0], 1), 1)
-    block_scale, dblock_scale, dq_accum, dk, dv, dk_accum, dv_accum = (
-        view or absent(p, ndim=3)
-        for view in (block_scale, dblock_scale, dq_accum, dk, dv, dk_accum, dv_accum)
-    )
-    kernel = compiled(p.dtype, p.head_dim, p.head_dim_v)
+        grid = (max(args.work.shape[0], 1), 1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
+    results = ("dblock_scale", "dq_accum", "dk", "dv", "dk_accum", "dv_accum")
     run(
-        kernel[0],
+        kernel,
         grid,
-        kernel[1] * LANES,
+        block * LANES,
         p,
-        (
-            *(q, k, v, dout, lse, delta, starts, lengths, queries, query_slots),
-            *(work, block_scale, dblock_scale, cu_seqlens_q, cu_seqlens_k),
-            *(dq_accum, dk, dv, dk_accum, dv_accum),
-        ),
-        numbers(p, selection),
-        written=(dblock_scale, dq_accum, dk, dv, dk_accum, dv_accum),
+        filled(filled(args, p, "int32", work=2), p, block_scale=3, **dict.fromkeys(results, 3)),
+        sizes(p, selection),
+        written=results,
         stream=stream,
     )
 
@@ -170,7 +136,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         b, start_k, seqlen_k, block = find_block(cu_seqlens_k, batch, total_k, unit, block_size)
         if block * block_size >= seqlen_k:
             return
-        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b)
+        start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         lists = 1
         if direct:
             lists = starts.shape[0]

@@ -9,15 +9,14 @@ import functools
 import math
 from typing import Any
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     block_rows,
     cuda,
     encoder,
+    filled,
     run,
 )
 from rawattn.kernels_numba.sparse import (
@@ -27,48 +26,27 @@ from rawattn.kernels_numba.sparse import (
     head_rows,
     keys_stop,
     live_row_terms,
-    numbers,
     products,
     row_loader,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.sparse_backward_q import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    dout: View,
-    lse: View,
-    delta: View,
-    blocks: View,
-    slots: View,
-    block_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    dq: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``dq``."""
     p, group = problem, selection.group(problem)
     kernel, rows = compiled(p.dtype, p.head_dim, p.head_dim_v, group)
-    block_scale = block_scale or absent(p, ndim=3)
     run(
         kernel,
         (max(p.total_q, 1), selection.num_heads_sel * -(-group // rows)),
         rows * LANES,
         p,
-        (
-            *(q, k, v, dout, lse, delta, blocks, slots, block_scale),
-            *(cu_seqlens_q, cu_seqlens_k, dq),
-        ),
-        numbers(p, selection),
-        written=(dq,),
+        filled(args, p, block_scale=3),
+        sizes(p, selection),
+        written=("dq",),
         stream=stream,
     )
 
@@ -131,7 +109,9 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int, group: int) -> tuple[An
         head_sel, inside = cuda.blockIdx.y // tiles, cuda.blockIdx.y % tiles * ROWS + row
         head, exists = head_sel * group + inside, inside < group
         head_kv = head_sel // (num_heads_sel // num_heads_kv)
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
 
         alive, row_lse, row_delta = terms(lse, delta, head, token, exists)
         load_qk(q, token, head, alive, sQ, row, lane)

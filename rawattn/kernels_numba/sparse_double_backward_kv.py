@@ -3,7 +3,7 @@
     gv = tP^T dO    gk = softmax_scale (tdX^T Q + dX^T ddQ)
     gblock_scale = softmax_scale times the sum over keys and query heads of tdS X + dS tX
 
-with all of these as in sparse_second_numba. One CTA per key block and key/value head; no atomic
+with all of these as in sparse_second. One CTA per key block and key/value head; no atomic
 adds. A query's heads are rows of their own: the block's list, chunk after chunk, is read in tiles
 of BLOCK rows, once for every BLOCK keys. Thread (row, lane) owns scores (row, lane + LANES x) and
 gradients (key row, lane + LANES x).
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
@@ -24,69 +23,39 @@ from rawattn.kernels_numba.common import (
     block_rows,
     cuda,
     encoder,
+    filled,
     run,
+    sequence,
     tile_loader,
 )
-from rawattn.kernels_numba.second import direction, row_terms, score_and_tangent
+from rawattn.kernels_numba.second import row_terms, score_and_tangent
 from rawattn.kernels_numba.sparse import (
     OWN,
     find_block,
     gate_reader,
     keys_stop,
-    numbers,
     row_loader,
 )
-from rawattn.kernels_numba.sparse_second import ddgate_reader, gated_scores, gates
+from rawattn.kernels_numba.sparse_second import ddgate_reader, gated_scores
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.sparse_double_backward_kv import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    ddq: View | None,
-    ddk: View | None,
-    ddv: View | None,
-    dout: View,
-    lse: View,
-    delta: View,
-    ddlse: View,
-    ddelta: View,
-    starts: View,
-    lengths: View,
-    queries: View,
-    query_slots: View,
-    block_scale: View | None,
-    ddblock_scale: View | None,
-    gblock_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    gk: View,
-    gv: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``gk`` and ``gv``, and adds to ``gblock_scale``, zeros so far."""
-    p = problem
-    cotangents, given = direction(p, ddq, ddk, ddv)
-    block_scales = gates(p, block_scale, ddblock_scale, gblock_scale)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *given, ddblock_scale is not None)
+    p, parts = problem, given(args.ddq, args.ddk, args.ddv)
+    has_ddgate = args.ddblock_scale is not None
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts, has_ddgate)
     run(
         kernel,
         (selection.key_units(p) + 1, p.num_heads_kv),
         block * LANES,
         p,
-        (
-            *(q, k, v, *cotangents, dout, lse, delta, ddlse, ddelta),
-            *(starts, lengths, queries, query_slots, *block_scales),
-            *(cu_seqlens_q, cu_seqlens_k, gk, gv),
-        ),
-        numbers(p, selection),
-        written=(block_scales[2], gk, gv),
+        filled(args, p, ddq=3, ddk=3, ddv=3, block_scale=3, ddblock_scale=3, gblock_scale=3),
+        sizes(p, selection),
+        written=("gblock_scale", "gk", "gv"),
         stream=stream,
     )
 
@@ -192,7 +161,8 @@ def compiled(
         chunks, pos_of_token = 0, 0
         if b < batch:
             chunks = (total_q + chunk - 1) // chunk
-            pos_of_token = seqlen_k - int(cu_seqlens_q[b + 1])
+            start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
+            pos_of_token = seqlen_k - start_q - seqlen_q
         scale = real(softmax_scale)
 
         for n_start in range(block * block_size, block_stop, BLOCK):

@@ -4,7 +4,7 @@
     delta = dout . out - dlse   ddelta = dout . ddout
 
 with P = exp(S - lse) over the keys of the selected blocks, and E, the tangent of S, as in
-sparse_second_numba. Without dout it is the second half of the JVP: ddout is tout, ddlse is tlse.
+sparse_second. Without dout it is the second half of the JVP: ddout is tout, ddlse is tlse.
 One CTA per query and query head, which goes through the keys of its blocks one after the other in
 tiles of THREADS. Each thread owns a key of the tile, then columns of ddout. A row without keys gets
 zeros.
@@ -17,78 +17,44 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     Array,
-    absent,
     accumulator,
     cuda,
     decoder,
     encoder,
+    filled,
     run,
 )
-from rawattn.kernels_numba.second import direction
-from rawattn.kernels_numba.sparse import find_item, gate_reader, keys_stop, numbers
+from rawattn.kernels_numba.sparse import find_item, gate_reader, keys_stop
 from rawattn.kernels_numba.sparse_second import (
     THREADS,
     ddgate_reader,
-    gates,
     key_product,
     listed_keys,
 )
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.sparse_double_backward_out import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    ddq: View | None,
-    ddk: View | None,
-    ddv: View | None,
-    out: View,
-    dout: View | None,
-    lse: View,
-    dlse: View | None,
-    blocks: View,
-    slots: View,
-    block_scale: View | None,
-    ddblock_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    ddout: View,
-    ddlse: View,
-    delta: View | None,
-    ddelta: View | None,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills the last four arrays, without ``dout`` only two of them.
 
     ``ddlse``, ``delta`` and ``ddelta`` are of ``lse``'s shape, (num_heads_q, total_q).
     """
-    p = problem
-    cotangents, given = direction(p, ddq, ddk, ddv)
-    none, dout_or_none = absent(p, ndim=2), dout or absent(p, ndim=3)
-    results = (ddout, ddlse, delta or none, ddelta or none)
+    p, parts = problem, given(args.ddq, args.ddk, args.ddv)
+    has_ddgate, has_dout = args.ddblock_scale is not None, args.dout is not None
+    tensors = dict.fromkeys(("ddq", "ddk", "ddv", "dout", "block_scale", "ddblock_scale"), 3)
     run(
-        compiled(
-            p.dtype, p.head_dim, p.head_dim_v, *given, ddblock_scale is not None, dout is not None
-        ),
+        compiled(p.dtype, p.head_dim, p.head_dim_v, *parts, has_ddgate, has_dout),
         (max(p.total_q, 1), p.num_heads_q),
         THREADS,
         p,
-        (
-            *(q, k, v, *cotangents, out, dout_or_none, lse, dlse or none),
-            *(blocks, slots, *gates(p, block_scale, ddblock_scale)),
-            *(cu_seqlens_q, cu_seqlens_k, *results),
-        ),
-        numbers(p, selection),
-        written=results,
+        filled(args, p, **tensors, dlse=2, delta=2, ddelta=2),
+        sizes(p, selection),
+        written=("ddout", "ddlse", "delta", "ddelta"),
         stream=stream,
     )
 
@@ -163,7 +129,9 @@ def compiled(
         token = cuda.blockIdx.x
         if token >= total_q:
             return
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
         scale = real(softmax_scale)
 
         dead = seqlen_k == 0 or lse[head, token] == -math.inf

@@ -2,7 +2,7 @@
 
     gq = softmax_scale (tdX K + dX ddK)
 
-with tdX and dX as in sparse_second_numba.gated_scores. One CTA per query and query head, which goes
+with tdX and dX as in sparse_second.gated_scores. One CTA per query and query head, which goes
 through the keys of its blocks one after the other in tiles of THREADS. Each thread owns a key of
 the tile, then columns of gq.
 CUDA twin: kernels_cu/sm80/sparse_double_backward_q.cu; reference: rawattn/reference/sparse.py.
@@ -14,69 +14,40 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     Array,
     accumulator,
     cuda,
     decoder,
     encoder,
+    filled,
     run,
 )
-from rawattn.kernels_numba.second import direction
-from rawattn.kernels_numba.sparse import find_item, gate_reader, keys_stop, numbers
+from rawattn.kernels_numba.sparse import find_item, gate_reader, keys_stop
 from rawattn.kernels_numba.sparse_second import (
     THREADS,
     ddgate_reader,
     gated_scores,
-    gates,
     key_product,
     listed_keys,
 )
+from rawattn.ops.arguments import given, sizes
+from rawattn.ops.sparse_double_backward_q import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    ddq: View | None,
-    ddk: View | None,
-    ddv: View | None,
-    dout: View,
-    lse: View,
-    delta: View,
-    ddlse: View,
-    ddelta: View,
-    blocks: View,
-    slots: View,
-    block_scale: View | None,
-    ddblock_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    gq: View,
-    *,
-    stream: int,
-) -> None:
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``gq``."""
-    p = problem
-    cotangents, given = direction(p, ddq, ddk, ddv)
+    p, parts = problem, given(args.ddq, args.ddk, args.ddv)
     run(
-        compiled(p.dtype, p.head_dim, p.head_dim_v, *given, ddblock_scale is not None),
+        compiled(p.dtype, p.head_dim, p.head_dim_v, *parts, args.ddblock_scale is not None),
         (max(p.total_q, 1), p.num_heads_q),
         THREADS,
         p,
-        (
-            *(q, k, v, *cotangents, dout, lse, delta, ddlse, ddelta),
-            *(blocks, slots, *gates(p, block_scale, ddblock_scale)),
-            *(cu_seqlens_q, cu_seqlens_k, gq),
-        ),
-        numbers(p, selection),
-        written=(gq,),
+        filled(args, p, ddq=3, ddk=3, ddv=3, block_scale=3, ddblock_scale=3),
+        sizes(p, selection),
+        written=("gq",),
         stream=stream,
     )
 
@@ -148,7 +119,9 @@ def compiled(
         token = cuda.blockIdx.x
         if token >= total_q:
             return
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
         scale = real(softmax_scale)
 
         keys = 0

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
 from rawattn.kernels_numba.common import (
     LANES,
     Array,
-    absent,
     accumulator,
     block_rows,
     cuda,
     encoder,
+    filled,
     run,
 )
 from rawattn.kernels_numba.sparse import (
@@ -30,42 +29,26 @@ from rawattn.kernels_numba.sparse import (
     gate_reader,
     head_rows,
     keys_stop,
-    numbers,
     row_loader,
 )
+from rawattn.ops.arguments import sizes
+from rawattn.ops.sparse_forward import Args
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: View,
-    k: View,
-    v: View,
-    blocks: View,
-    slots: View,
-    block_scale: View | None,
-    cu_seqlens_q: View,
-    cu_seqlens_k: View,
-    out: View,
-    lse: View,
-    *,
-    stream: int,
-) -> None:
-    """Queue the kernel that fills ``out`` and ``lse``; shapes as in ``api_sparse``."""
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
+    """Queue the kernel that fills ``out`` and ``lse``."""
     p, group = problem, selection.group(problem)
     kernel, rows = compiled(p.dtype, p.head_dim, p.head_dim_v, group)
-    block_scale = block_scale or absent(p, ndim=3)
     run(
         kernel,
         (max(p.total_q, 1), selection.num_heads_sel * -(-group // rows)),
         rows * LANES,
         p,
-        (q, k, v, blocks, slots, block_scale, cu_seqlens_q, cu_seqlens_k, out, lse),
-        numbers(p, selection),
-        written=(out, lse),
+        filled(args, p, block_scale=3),
+        sizes(p, selection),
+        written=("out", "lse"),
         stream=stream,
     )
 
@@ -123,7 +106,9 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int, group: int) -> tuple[An
         head_sel, inside = cuda.blockIdx.y // tiles, cuda.blockIdx.y % tiles * ROWS + row
         head, exists = head_sel * group + inside, inside < group
         head_kv = head_sel // (num_heads_sel // num_heads_kv)
-        _, start_k, seqlen_k, pos = find_item(cu_seqlens_q, cu_seqlens_k, batch, token)
+        _, start_k, seqlen_k, pos = find_item(
+            cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, token
+        )
 
         load_qk(q, token, head, exists, sQ, row, lane)
         for x in range(V_SHARE):
@@ -149,6 +134,8 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int, group: int) -> tuple[An
                         for d in range(HEAD_DIM):
                             dot += np.float64(sQ[row, d]) * np.float64(sKV[n, d])
                         score = real(dot) * scale
+                        if score == -math.inf:
+                            score = real(math.nan)  # a key that is seen: not as if there were none
                     sS[row, n] = score
                 cuda.syncthreads()  # S is whole, and K may make room for V
 

@@ -17,20 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import View
-from rawattn.kernels_numba.common import Array, absent, accumulator, decoder, device_function
+from rawattn.kernels_numba.common import Array, accumulator, decoder, device_function
 from rawattn.kernels_numba.sparse import OWN, UNUSED
-from rawattn.problem import Problem
 
 THREADS = 32  # of a CTA that has one query: the keys of a tile, then the columns of the result
-
-
-# ---- launch -----------------------------------------------------------------------------------
-
-
-def gates(problem: Problem, *arrays: View | None) -> tuple[View, ...]:
-    """Arrays of block_scale's shape as a kernel takes them."""
-    return tuple(array or absent(problem, ndim=3) for array in arrays)
 
 
 # ---- the keys of a query and their gates --------------------------------------------------------

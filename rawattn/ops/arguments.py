@@ -1,70 +1,135 @@
-"""The bytes of a kernel's ``struct Args``: how arrays and a problem's numbers enter it."""
+"""The bytes of a kernel's ``struct Args``, from the one list of its fields that Python has.
 
+Each kernel's module has that list as ``class Args(NamedTuple)``: the arrays first, then the
+kernel's own numbers. Between the two the struct holds the sizes of the problem, and of the
+selection, for kernels that read them; ``pack`` fills those in.
+"""
+
+import importlib
 import struct
-from typing import TYPE_CHECKING
+import typing
+from typing import Annotated, Any
 
+from rawattn.arrays import View
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant, block_keys
+from rawattn.variants import Row, block_keys
 
-if TYPE_CHECKING:
-    from rawattn.arrays import View
+# What a field of Args is, with its letters of ``struct``; ``| None`` where it may be null.
+Tensor = Annotated[View, "Pqq"]  # pointer, token stride, head stride: struct Tensor of compat.cuh
+Pointer = Annotated[View, "P"]  # of a dense array
+Int = Annotated[int, "i"]
+Int64 = Annotated[int, "q"]
+Float = Annotated[float, "f"]
 
-_SIZES = "7if"  # batch .. window_right, softmax_scale
+SIZES = (  # struct Sizes
+    *(("batch", "i"), ("total_q", "i"), ("total_k", "i"), ("num_heads_q", "i")),
+    *(("num_heads_kv", "i"), ("window_left", "i"), ("window_right", "i"), ("softmax_scale", "f")),
+)
+SELECTION_SIZES = (  # struct SelectionSizes
+    *(("num_heads_sel", "i"), ("num_selected", "i"), ("width", "i")),
+    *(("block_size", "i"), ("chunk", "i")),
+)
 
 
-def layout(fields: str, behind: str = "") -> struct.Struct:
-    """The layout of a ``struct Args``: a "T" for each Tensor and a "P" for each pointer in it.
+def sizes(problem: Problem | None, selection: Selection | None = None) -> list[float]:
+    """The values of SIZES and SELECTION_SIZES; none of what is not there."""
+    p, s = problem, selection
+    values: list[float] = []
+    if p is not None:
+        values += (p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv)
+        values += (p.window_left, p.window_right, p.softmax_scale)
+    if s is not None:
+        values += (s.num_heads_sel, s.num_selected, s.width, s.block_size, s.chunk)
+    return values
 
-    Then come ``sizes``, and what stands ``behind`` them, in the letters of ``struct``; the end is
-    padded as C++ pads a struct.
+
+class Layout:
+    """Where the fields of an ``Args`` lie: ``fields`` as (name, letters) in order, ``size`` bytes.
+
+    ``problem`` and ``selection`` say whose sizes the struct holds behind its arrays.
     """
-    return struct.Struct("@" + fields.replace("T", "Pqq") + _SIZES + behind + "0q")
+
+    def __init__(self, args: type[Any], *, problem: bool = False, selection: bool = False) -> None:
+        hints = typing.get_type_hints(args, include_extras=True)
+        own = [(name, _letters(hint)) for name, hint in hints.items()]
+        arrays = [field for field in own if field[1].startswith("P")]
+        between = (*(SIZES if problem else ()), *(SELECTION_SIZES if selection else ()))
+        self.fields = (*arrays, *between, *own[len(arrays) :])
+        self._letters = tuple(letters for _, letters in own)
+        # native alignment, and an end padded as C++ pads a struct
+        self._struct = struct.Struct("@" + "".join(letters for _, letters in self.fields) + "0q")
+        self.size = self._struct.size
+
+    def pack(
+        self, args: Any, problem: Problem | None = None, selection: Selection | None = None
+    ) -> bytes:
+        """The bytes of ``struct Args``; an array that is None becomes a null pointer."""
+        values: list[float] = []
+        numbers: list[float] = []
+        for value, letters in zip(args, self._letters, strict=True):
+            if letters == "P":
+                values.append(0 if value is None else value.ptr)
+            elif letters != "Pqq":
+                numbers.append(value)
+            elif value is None:
+                values += (0, 0, 0)
+            else:
+                token, head, _ = value.strides
+                values += (value.ptr, token, head)
+        return self._struct.pack(*values, *sizes(problem, selection), *numbers)
 
 
-SELECTION = "5i"  # what ``selection_sizes`` gives, behind ``sizes``
+def _letters(hint: Any) -> str:
+    """Letters of ``struct`` of a field; those of X for ``X | None``."""
+    parts = (hint, *typing.get_args(hint))
+    return str(next(p.__metadata__[0] for p in parts if hasattr(p, "__metadata__")))
 
 
-def tensor(view: "View | None") -> tuple[int, int, int]:
-    """The fields of a ``Tensor``: pointer, token stride, head stride; a null pointer for None."""
-    return (view.ptr, *view.strides[:2]) if view else (0, 0, 0)  # type: ignore[return-value]
+def args_bytes(stem: str) -> int:
+    """Bytes of the ``struct Args`` of a kernel."""
+    size: int = importlib.import_module(f"rawattn.ops.{stem}").LAYOUT.size
+    return size
 
 
-def pointer(view: "View | None") -> int:
-    """A plain pointer; null for None."""
-    return view.ptr if view else 0
+# ---- what launchers need beside it --------------------------------------------------------------
 
 
-def sizes(problem: Problem) -> tuple[int | float, ...]:
-    """What every attention kernel's ``struct Args`` ends with."""
-    return (
-        problem.batch,
-        problem.total_q,
-        problem.total_k,
-        problem.num_heads_q,
-        problem.num_heads_kv,
-        problem.window_left,
-        problem.window_right,
-        problem.softmax_scale,
-    )
+def given(*parts: View | None) -> tuple[bool, bool, bool]:
+    """Which of the three parts of a direction are there."""
+    of_q, of_k, of_v = parts
+    return of_q is not None, of_k is not None, of_v is not None
 
 
-def selection_sizes(selection: Selection) -> tuple[int, ...]:
-    """What ``sizes`` are followed by in the ``struct Args`` of a sparse kernel."""
-    return (
-        selection.num_heads_sel,
-        selection.num_selected,
-        selection.width,
-        selection.block_size,
-        selection.chunk,
-    )
+def own_first(problem: Problem, width: int) -> tuple[int, int]:
+    """(head_dim, head_dim_v), the one that is a tensor's ``width`` first.
+
+    For kernels that handle one tensor: its tile is as wide as beside the other in a kernel of both.
+    """
+    head_dims = problem.head_dim, problem.head_dim_v
+    return head_dims if width == problem.head_dim else head_dims[::-1]
 
 
-def query_tiles(variant: Variant, problem: Problem, selection: Selection) -> int:
+def query_tiles(row: Row, problem: Problem) -> int:
+    """CTAs along the queries of all sequences: the most that there can be."""
+    return problem.total_q // row.cfg.block_m + problem.batch + 1
+
+
+def key_tiles(row: Row, problem: Problem) -> int:
+    """CTAs along the keys of all sequences: the most that there can be."""
+    return problem.total_k // row.cfg.block_n + problem.batch + 1
+
+
+def item_tiles(row: Row, problem: Problem, selection: Selection) -> int:
     """CTAs along the tokens of a kernel of the RING_STEMS: the most that there can be."""
-    return problem.total_q // (variant.cfg.block_m // selection.group(problem)) + problem.batch + 1
+    return problem.total_q // (row.cfg.block_m // selection.group(problem)) + problem.batch + 1
 
 
-def key_tiles(variant: Variant, problem: Problem, selection: Selection) -> int:
+def block_tiles(row: Row, problem: Problem, selection: Selection) -> int:
     """CTAs along the keys of a sparse kernel with key blocks outer: the most that there can be."""
     blocks = problem.total_k // selection.block_size + problem.batch + 1
-    return blocks * (selection.block_size // block_keys(variant, selection.block_size))
+    return blocks * block_parts(row, selection)
+
+
+def block_parts(row: Row, selection: Selection) -> int:
+    """CTAs that share a block of keys which is too large for one."""
+    return selection.block_size // block_keys(row, selection.block_size)

@@ -1,70 +1,39 @@
 """Launch of kernels_cu/sm80/backward_kv.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import layout, pointer, sizes, tensor
+from rawattn.ops.arguments import Layout, Pointer, Tensor, key_tiles
 from rawattn.problem import Problem
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTPPPTTPP")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: "View",
-    k: "View",
-    v: "View",
-    dout: "View",
-    lse: "View",
-    delta: "View",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    dq_accum: "View | None",
-    dk: "View",
-    dv: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Pointer
+    delta: Pointer
+    dq_accum: Pointer | None
+    dk: Tensor
+    dv: Tensor
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+
+
+LAYOUT = Layout(Args, problem=True)
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """dk and dv; with dq_accum (zeroed) also dQ / softmax_scale, by atomic adds into it."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import backward_kv as backward_kv_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import backward_kv as twin
 
-        backward_kv_numba.launch(
-            variant,
-            problem,
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            dq_accum,
-            dk,
-            dv,
-            stream=stream,
-        )
+        twin.launch(row, problem, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(dout),
-        lse.ptr,
-        delta.ptr,
-        pointer(dq_accum),
-        *tensor(dk),
-        *tensor(dv),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *sizes(problem),
-    )
-    tiles = problem.total_k // variant.cfg.block_n + problem.batch + 1
-    kernel = loaded.kernel(variant, problem, atomic=dq_accum is not None)
-    kernel.launch((tiles, problem.num_heads_kv, 1), arguments, stream)
+    kernel = loaded.kernel(row, problem, atomic=args.dq_accum is not None, args_bytes=LAYOUT.size)
+    grid = (key_tiles(row, problem), problem.num_heads_kv, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem), stream)

@@ -1,70 +1,39 @@
 """Launch of kernels_cu/sm80/backward_q.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import layout, pointer, sizes, tensor
+from rawattn.ops.arguments import Layout, Pointer, Tensor, query_tiles
 from rawattn.problem import Problem
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTPPTPPPP")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: "View",
-    k: "View",
-    v: "View",
-    dout: "View",
-    lse: "View",
-    delta: "View",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    dq: "View",
-    dk_accum: "View | None",
-    dv_accum: "View | None",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Pointer
+    delta: Pointer
+    dq: Tensor
+    dk_accum: Pointer | None
+    dv_accum: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+
+
+LAYOUT = Layout(Args, problem=True)
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """dq; with the (zeroed) accums also dK / softmax_scale and dV, by atomic adds into them."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import backward_q as backward_q_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import backward_q as twin
 
-        backward_q_numba.launch(
-            variant,
-            problem,
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            dq,
-            dk_accum,
-            dv_accum,
-            stream=stream,
-        )
+        twin.launch(row, problem, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(dout),
-        lse.ptr,
-        delta.ptr,
-        *tensor(dq),
-        pointer(dk_accum),
-        pointer(dv_accum),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *sizes(problem),
-    )
-    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
-    kernel = loaded.kernel(variant, problem, atomic=dk_accum is not None)
-    kernel.launch((tiles, problem.num_heads_q, 1), arguments, stream)
+    kernel = loaded.kernel(row, problem, atomic=args.dk_accum is not None, args_bytes=LAYOUT.size)
+    grid = (query_tiles(row, problem), problem.num_heads_q, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem), stream)

@@ -1,77 +1,38 @@
 """Launch of kernels_cu/sm80/block_lists.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import (
-    SELECTION,
-    layout,
-    pointer,
-    selection_sizes,
-    sizes,
-)
+from rawattn.ops.arguments import Int, Layout, Pointer, query_tiles
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("PPPPPPPP", SELECTION + "2i")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    source: int,
-    block_indices: "View | None",
-    block_counts: "View | None",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    blocks: "View",
-    slots: "View",
-    counts: "View",
-    lengths: "View | None",
-    global_blocks: int,
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    block_indices: Pointer | None
+    block_counts: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    blocks: Pointer
+    slots: Pointer
+    counts: Pointer
+    lengths: Pointer | None
+    source: Int
+    global_blocks: Int
+
+
+LAYOUT = Layout(Args, problem=True, selection=True)
+
+
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """blocks, slots and counts of every item; adds to lengths (zeroed) where there is one."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import block_lists as block_lists_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import block_lists as twin
 
-        block_lists_numba.launch(
-            variant,
-            problem,
-            selection,
-            source,
-            block_indices,
-            block_counts,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            blocks,
-            slots,
-            counts,
-            lengths,
-            global_blocks,
-            stream=stream,
-        )
+        twin.launch(row, problem, selection, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        pointer(block_indices),
-        pointer(block_counts),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        blocks.ptr,
-        slots.ptr,
-        counts.ptr,
-        pointer(lengths),
-        *sizes(problem),
-        *selection_sizes(selection),
-        source,
-        global_blocks,
-    )
-    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
-    grid = (tiles, selection.num_heads_sel, 1)
-    kernel = loaded.kernel(variant, problem)
-    kernel.launch(grid, arguments, stream)
+    grid = (query_tiles(row, problem), selection.num_heads_sel, 1)
+    arguments = LAYOUT.pack(args, problem, selection)
+    loaded.kernel(row, problem, args_bytes=LAYOUT.size).launch(grid, arguments, stream)

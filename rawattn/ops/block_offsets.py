@@ -1,59 +1,33 @@
 """Launch of kernels_cu/sm80/block_offsets.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import (
-    SELECTION,
-    layout,
-    selection_sizes,
-    sizes,
-)
+from rawattn.ops.arguments import Int, Layout, Pointer
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("PPPP", SELECTION + "i")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    lengths: "View",
-    starts: "View",
-    cursor: "View",
-    work: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    lengths: Pointer
+    starts: Pointer
+    cursor: Pointer
+    work: Pointer
+    segment: Int
+
+
+LAYOUT = Layout(Args, problem=True, selection=True)
+
+
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """starts of all lists, their segments into ``work`` (filled with -1); ``cursor`` is zeroed."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import block_offsets as block_offsets_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import block_offsets as twin
 
-        block_offsets_numba.launch(
-            variant,
-            problem,
-            selection,
-            lengths,
-            starts,
-            cursor,
-            work,
-            stream=stream,
-        )
+        twin.launch(row, problem, selection, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        lengths.ptr,
-        starts.ptr,
-        cursor.ptr,
-        work.ptr,
-        *sizes(problem),
-        *selection_sizes(selection),
-        selection.segment(problem),
-    )
-    lists = selection.lists(problem)
-    grid = (-(-lists // variant.cfg.threads), 1, 1)
-    kernel = loaded.kernel(variant, problem)
-    kernel.launch(grid, arguments, stream)
+    grid = (-(-selection.lists(problem) // (row.cfg.threads)), 1, 1)
+    arguments = LAYOUT.pack(args, problem, selection)
+    loaded.kernel(row, problem, args_bytes=LAYOUT.size).launch(grid, arguments, stream)

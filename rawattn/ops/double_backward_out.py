@@ -1,90 +1,48 @@
 """Launch of kernels_cu/sm80/double_backward_out.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import layout, pointer, sizes, tensor
+from rawattn.ops.arguments import Int64, Layout, Pointer, Tensor, given, query_tiles
 from rawattn.problem import Problem
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTTTTTPPTPPPPPP", "q")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: "View",
-    k: "View",
-    v: "View",
-    ddq: "View | None",
-    ddk: "View | None",
-    ddv: "View | None",
-    out: "View",
-    dout: "View",
-    lse: "View",
-    dlse: "View | None",
-    ddout: "View",
-    ddlse: "View",
-    delta: "View",
-    ddelta: "View",
-    gq_accum: "View | None",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ddq: Tensor | None
+    ddk: Tensor | None
+    ddv: Tensor | None
+    out: Tensor
+    dout: Tensor
+    lse: Pointer
+    dlse: Pointer | None
+    ddout: Tensor
+    ddlse: Pointer
+    delta: Pointer
+    ddelta: Pointer
+    gq_accum: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    gq_accum_size: Int64
+
+
+LAYOUT = Layout(Args, problem=True)
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """ddout and ddlse; delta, ddelta and zeros in gq_accum for the kernels of gq, gk and gv."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import double_backward_out as double_backward_out_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import double_backward_out as twin
 
-        double_backward_out_numba.launch(
-            variant,
-            problem,
-            q,
-            k,
-            v,
-            ddq,
-            ddk,
-            ddv,
-            out,
-            dout,
-            lse,
-            dlse,
-            ddout,
-            ddlse,
-            delta,
-            ddelta,
-            gq_accum,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            stream=stream,
-        )
+        twin.launch(row, problem, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(ddq),
-        *tensor(ddk),
-        *tensor(ddv),
-        *tensor(out),
-        *tensor(dout),
-        lse.ptr,
-        pointer(dlse),
-        *tensor(ddout),
-        ddlse.ptr,
-        delta.ptr,
-        ddelta.ptr,
-        pointer(gq_accum),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *sizes(problem),
-        gq_accum.shape[0] if gq_accum else 0,
+    kernel = loaded.kernel(
+        row, problem, direction=given(args.ddq, args.ddk, args.ddv), args_bytes=LAYOUT.size
     )
-    direction = (ddq is not None, ddk is not None, ddv is not None)
-    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
-    kernel = loaded.kernel(variant, problem, direction=direction)
-    kernel.launch((tiles, problem.num_heads_q, 1), arguments, stream)
+    grid = (query_tiles(row, problem), problem.num_heads_q, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem), stream)

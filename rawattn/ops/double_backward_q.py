@@ -1,80 +1,44 @@
 """Launch of kernels_cu/sm80/double_backward_q.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import layout, sizes, tensor
+from rawattn.ops.arguments import Layout, Pointer, Tensor, given, query_tiles
 from rawattn.problem import Problem
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTTTTPPPPTPP")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: "View",
-    k: "View",
-    v: "View",
-    ddq: "View | None",
-    ddk: "View | None",
-    ddv: "View | None",
-    dout: "View",
-    lse: "View",
-    delta: "View",
-    ddlse: "View",
-    ddelta: "View",
-    gq: "View",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ddq: Tensor | None
+    ddk: Tensor | None
+    ddv: Tensor | None
+    dout: Tensor
+    lse: Pointer
+    delta: Pointer
+    ddlse: Pointer
+    ddelta: Pointer
+    gq: Tensor
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+
+
+LAYOUT = Layout(Args, problem=True)
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """gq, without atomics."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import double_backward_q as double_backward_q_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import double_backward_q as twin
 
-        double_backward_q_numba.launch(
-            variant,
-            problem,
-            q,
-            k,
-            v,
-            ddq,
-            ddk,
-            ddv,
-            dout,
-            lse,
-            delta,
-            ddlse,
-            ddelta,
-            gq,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            stream=stream,
-        )
+        twin.launch(row, problem, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(ddq),
-        *tensor(ddk),
-        *tensor(ddv),
-        *tensor(dout),
-        lse.ptr,
-        delta.ptr,
-        ddlse.ptr,
-        ddelta.ptr,
-        *tensor(gq),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *sizes(problem),
+    kernel = loaded.kernel(
+        row, problem, direction=given(args.ddq, args.ddk, args.ddv), args_bytes=LAYOUT.size
     )
-    direction = (ddq is not None, ddk is not None, ddv is not None)
-    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
-    kernel = loaded.kernel(variant, problem, direction=direction)
-    kernel.launch((tiles, problem.num_heads_q, 1), arguments, stream)
+    grid = (query_tiles(row, problem), problem.num_heads_q, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem), stream)

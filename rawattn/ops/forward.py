@@ -1,48 +1,36 @@
 """Launch of kernels_cu/sm80/forward.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import layout, sizes, tensor
+from rawattn.ops.arguments import Layout, Pointer, Tensor, query_tiles
 from rawattn.problem import Problem
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTPPP")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: "View",
-    k: "View",
-    v: "View",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    out: "View",
-    lse: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Pointer
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+
+
+LAYOUT = Layout(Args, problem=True)
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """out, lse of packed q, k, v; the device is current, every check has been made."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import forward as forward_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import forward as twin
 
-        forward_numba.launch(
-            variant, problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, stream=stream
-        )
+        twin.launch(row, problem, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(out),
-        lse.ptr,
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *sizes(problem),
+    kernel = loaded.kernel(row, problem, args_bytes=LAYOUT.size)
+    kernel.launch(
+        (query_tiles(row, problem), problem.num_heads_q, 1), LAYOUT.pack(args, problem), stream
     )
-    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
-    loaded.kernel(variant, problem).launch((tiles, problem.num_heads_q, 1), arguments, stream)

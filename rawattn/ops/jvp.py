@@ -1,74 +1,42 @@
 """Launch of kernels_cu/sm80/jvp.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import layout, sizes, tensor
+from rawattn.ops.arguments import Layout, Pointer, Tensor, given, query_tiles
 from rawattn.problem import Problem
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTTTTTPPPP")  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    q: "View",
-    k: "View",
-    v: "View",
-    tq: "View | None",
-    tk: "View | None",
-    tv: "View | None",
-    out: "View",
-    tout: "View",
-    lse: "View",
-    tlse: "View",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tq: Tensor | None
+    tk: Tensor | None
+    tv: Tensor | None
+    out: Tensor
+    tout: Tensor
+    lse: Pointer
+    tlse: Pointer
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+
+
+LAYOUT = Layout(Args, problem=True)
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """out and lse, and their tangents tout and tlse in direction (tq, tk, tv); None is zero."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import jvp as jvp_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import jvp as twin
 
-        jvp_numba.launch(
-            variant,
-            problem,
-            q,
-            k,
-            v,
-            tq,
-            tk,
-            tv,
-            out,
-            tout,
-            lse,
-            tlse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            stream=stream,
-        )
+        twin.launch(row, problem, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(tq),
-        *tensor(tk),
-        *tensor(tv),
-        *tensor(out),
-        *tensor(tout),
-        lse.ptr,
-        tlse.ptr,
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *sizes(problem),
+    kernel = loaded.kernel(
+        row, problem, direction=given(args.tq, args.tk, args.tv), args_bytes=LAYOUT.size
     )
-    direction = (tq is not None, tk is not None, tv is not None)
-    tiles = problem.total_q // variant.cfg.block_m + problem.batch + 1
-    kernel = loaded.kernel(variant, problem, direction=direction)
-    kernel.launch((tiles, problem.num_heads_q, variant.cfg.pieces), arguments, stream)
+    grid = (query_tiles(row, problem), problem.num_heads_q, row.cfg.pieces)
+    kernel.launch(grid, LAYOUT.pack(args, problem), stream)

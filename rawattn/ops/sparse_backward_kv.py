@@ -1,122 +1,59 @@
 """Launch of kernels_cu/sm80/sparse_backward_kv.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import (
-    SELECTION,
-    key_tiles,
-    layout,
-    pointer,
-    selection_sizes,
-    sizes,
-    tensor,
-)
+from rawattn.ops.arguments import Layout, Pointer, Tensor, block_parts, block_tiles
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant, block_keys
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTPPPPPPPPPPPPTTPP", SELECTION)  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: "View",
-    k: "View",
-    v: "View",
-    dout: "View",
-    lse: "View",
-    delta: "View",
-    starts: "View",
-    lengths: "View",
-    queries: "View",
-    query_slots: "View",
-    work: "View | None",
-    block_scale: "View | None",
-    dblock_scale: "View | None",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    dq_accum: "View | None",
-    dk: "View | None",
-    dv: "View | None",
-    dk_accum: "View | None",
-    dv_accum: "View | None",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Pointer
+    delta: Pointer
+    starts: Pointer
+    lengths: Pointer
+    queries: Pointer
+    query_slots: Pointer
+    work: Pointer | None
+    block_scale: Pointer | None
+    dblock_scale: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    dq_accum: Pointer | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dk_accum: Pointer | None
+    dv_accum: Pointer | None
+
+
+LAYOUT = Layout(Args, problem=True, selection=True)
+
+
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """dk and dv; or their sums over ``work`` by atomic adds into dk_accum and dv_accum (zeroed).
 
     With dq_accum (zeroed) also dQ / softmax_scale, by atomic adds; with block_scale its gradient
     into dblock_scale (zeroed).
     """
-    if variant.family == "numba":
-        from rawattn.kernels_numba import sparse_backward_kv as sparse_backward_kv_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import sparse_backward_kv as twin
 
-        sparse_backward_kv_numba.launch(
-            variant,
-            problem,
-            selection,
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            starts,
-            lengths,
-            queries,
-            query_slots,
-            work,
-            block_scale,
-            dblock_scale,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            dq_accum,
-            dk,
-            dv,
-            dk_accum,
-            dv_accum,
-            stream=stream,
-        )
+        twin.launch(row, problem, selection, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(dout),
-        lse.ptr,
-        delta.ptr,
-        starts.ptr,
-        lengths.ptr,
-        queries.ptr,
-        query_slots.ptr,
-        pointer(work),
-        pointer(block_scale),
-        pointer(dblock_scale),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        pointer(dq_accum),
-        *tensor(dk),
-        *tensor(dv),
-        pointer(dk_accum),
-        pointer(dv_accum),
-        *sizes(problem),
-        *selection_sizes(selection),
-    )
-    if dk_accum is None:
-        grid = (key_tiles(variant, problem, selection), problem.num_heads_kv, 1)
+    if args.dk_accum is None:
+        grid = (block_tiles(row, problem, selection), problem.num_heads_kv, 1)
     else:
-        parts = selection.block_size // block_keys(variant, selection.block_size)
-        grid = ((work.shape[0] if work else 0) * parts, 1, 1)
+        segments = args.work.shape[0] if args.work else 0
+        grid = (segments * block_parts(row, selection), 1, 1)
+    atomic, scaled = args.dq_accum is not None, args.block_scale is not None
     kernel = loaded.kernel(
-        variant,
-        problem,
-        atomic=dq_accum is not None,
-        selection=selection,
-        scaled=block_scale is not None,
+        row, problem, atomic=atomic, selection=selection, scaled=scaled, args_bytes=LAYOUT.size
     )
-    kernel.launch(grid, arguments, stream)
+    kernel.launch(grid, LAYOUT.pack(args, problem, selection), stream)

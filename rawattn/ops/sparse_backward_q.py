@@ -1,84 +1,41 @@
 """Launch of kernels_cu/sm80/sparse_backward_q.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import (
-    SELECTION,
-    layout,
-    pointer,
-    query_tiles,
-    selection_sizes,
-    sizes,
-    tensor,
-)
+from rawattn.ops.arguments import Layout, Pointer, Tensor, item_tiles
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTPPPPPPPT", SELECTION)  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: "View",
-    k: "View",
-    v: "View",
-    dout: "View",
-    lse: "View",
-    delta: "View",
-    blocks: "View",
-    slots: "View",
-    block_scale: "View | None",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    dq: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Pointer
+    delta: Pointer
+    blocks: Pointer
+    slots: Pointer
+    block_scale: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    dq: Tensor
+
+
+LAYOUT = Layout(Args, problem=True, selection=True)
+
+
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """dq, without atomics."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import sparse_backward_q as sparse_backward_q_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import sparse_backward_q as twin
 
-        sparse_backward_q_numba.launch(
-            variant,
-            problem,
-            selection,
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            blocks,
-            slots,
-            block_scale,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            dq,
-            stream=stream,
-        )
+        twin.launch(row, problem, selection, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(dout),
-        lse.ptr,
-        delta.ptr,
-        blocks.ptr,
-        slots.ptr,
-        pointer(block_scale),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *tensor(dq),
-        *sizes(problem),
-        *selection_sizes(selection),
-    )
-    grid = (query_tiles(variant, problem, selection), selection.num_heads_sel, 1)
-    kernel = loaded.kernel(variant, problem, selection=selection, scaled=block_scale is not None)
-    kernel.launch(grid, arguments, stream)
+    scaled = args.block_scale is not None
+    kernel = loaded.kernel(row, problem, selection=selection, scaled=scaled, args_bytes=LAYOUT.size)
+    grid = (item_tiles(row, problem, selection), selection.num_heads_sel, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem, selection), stream)

@@ -1,119 +1,58 @@
 """Launch of kernels_cu/sm80/sparse_double_backward_kv.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import (
-    SELECTION,
-    key_tiles,
-    layout,
-    pointer,
-    selection_sizes,
-    sizes,
-    tensor,
-)
+from rawattn.ops.arguments import Layout, Pointer, Tensor, block_tiles, given
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTTTTTPPPPPPPPPPPPPTT", SELECTION)  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: "View",
-    k: "View",
-    v: "View",
-    ddq: "View | None",
-    ddk: "View | None",
-    ddv: "View | None",
-    dout: "View",
-    lse: "View",
-    delta: "View",
-    ddlse: "View",
-    ddelta: "View",
-    starts: "View",
-    lengths: "View",
-    queries: "View",
-    query_slots: "View",
-    block_scale: "View | None",
-    ddblock_scale: "View | None",
-    gblock_scale: "View | None",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    gk: "View",
-    gv: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ddq: Tensor | None
+    ddk: Tensor | None
+    ddv: Tensor | None
+    dout: Tensor
+    lse: Pointer
+    delta: Pointer
+    ddlse: Pointer
+    ddelta: Pointer
+    starts: Pointer
+    lengths: Pointer
+    queries: Pointer
+    query_slots: Pointer
+    block_scale: Pointer | None
+    ddblock_scale: Pointer | None
+    gblock_scale: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    gk: Tensor
+    gv: Tensor
+
+
+LAYOUT = Layout(Args, problem=True, selection=True)
+
+
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """gk, gv and the gradient of block_scale (zeroed before), without atomics."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import (
-            sparse_double_backward_kv as sparse_double_backward_kv_numba,
-        )
+    if row.family == "numba":
+        from rawattn.kernels_numba import sparse_double_backward_kv as twin
 
-        sparse_double_backward_kv_numba.launch(
-            variant,
-            problem,
-            selection,
-            q,
-            k,
-            v,
-            ddq,
-            ddk,
-            ddv,
-            dout,
-            lse,
-            delta,
-            ddlse,
-            ddelta,
-            starts,
-            lengths,
-            queries,
-            query_slots,
-            block_scale,
-            ddblock_scale,
-            gblock_scale,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            gk,
-            gv,
-            stream=stream,
-        )
+        twin.launch(row, problem, selection, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        *tensor(ddq),
-        *tensor(ddk),
-        *tensor(ddv),
-        *tensor(dout),
-        lse.ptr,
-        delta.ptr,
-        ddlse.ptr,
-        ddelta.ptr,
-        starts.ptr,
-        lengths.ptr,
-        queries.ptr,
-        query_slots.ptr,
-        pointer(block_scale),
-        pointer(ddblock_scale),
-        pointer(gblock_scale),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *tensor(gk),
-        *tensor(gv),
-        *sizes(problem),
-        *selection_sizes(selection),
-    )
-    direction = (ddq is not None, ddk is not None, ddv is not None)
-    grid = (key_tiles(variant, problem, selection), problem.num_heads_kv, 1)
+    direction, scaled = given(args.ddq, args.ddk, args.ddv), args.block_scale is not None
     kernel = loaded.kernel(
-        variant, problem, direction=direction, selection=selection, scaled=block_scale is not None
+        row,
+        problem,
+        direction=direction,
+        selection=selection,
+        scaled=scaled,
+        args_bytes=LAYOUT.size,
     )
-    kernel.launch(grid, arguments, stream)
+    grid = (block_tiles(row, problem, selection), problem.num_heads_kv, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem, selection), stream)

@@ -1,78 +1,39 @@
 """Launch of kernels_cu/sm80/sparse_forward.cu, or of its Numba twin."""
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rawattn import launch as loaded
-from rawattn.ops.arguments import (
-    SELECTION,
-    layout,
-    pointer,
-    query_tiles,
-    selection_sizes,
-    sizes,
-    tensor,
-)
+from rawattn.ops.arguments import Layout, Pointer, Tensor, item_tiles
 from rawattn.problem import Problem, Selection
-from rawattn.variants import Variant
-
-if TYPE_CHECKING:
-    from rawattn.arrays import View
-
-_ARGS = layout("TTTPPPPPTP", SELECTION)  # struct Args
+from rawattn.variants import Row
 
 
-def launch(
-    variant: Variant,
-    problem: Problem,
-    selection: Selection,
-    q: "View",
-    k: "View",
-    v: "View",
-    blocks: "View",
-    slots: "View",
-    block_scale: "View | None",
-    cu_seqlens_q: "View",
-    cu_seqlens_k: "View",
-    out: "View",
-    lse: "View",
-    *,
-    stream: int,
-) -> None:
+class Args(NamedTuple):
+    """``struct Args`` of the kernel, field for field, sizes apart."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: Pointer
+    slots: Pointer
+    block_scale: Pointer | None
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    out: Tensor
+    lse: Pointer
+
+
+LAYOUT = Layout(Args, problem=True, selection=True)
+
+
+def launch(row: Row, problem: Problem, selection: Selection, args: Args, *, stream: int) -> None:
     """out, lse over the blocks of ``blocks``; ``block_scale`` are factors or None."""
-    if variant.family == "numba":
-        from rawattn.kernels_numba import sparse_forward as sparse_forward_numba
+    if row.family == "numba":
+        from rawattn.kernels_numba import sparse_forward as twin
 
-        sparse_forward_numba.launch(
-            variant,
-            problem,
-            selection,
-            q,
-            k,
-            v,
-            blocks,
-            slots,
-            block_scale,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            out,
-            lse,
-            stream=stream,
-        )
+        twin.launch(row, problem, selection, args, stream=stream)
         return
-    arguments = _ARGS.pack(
-        *tensor(q),
-        *tensor(k),
-        *tensor(v),
-        blocks.ptr,
-        slots.ptr,
-        pointer(block_scale),
-        cu_seqlens_q.ptr,
-        cu_seqlens_k.ptr,
-        *tensor(out),
-        lse.ptr,
-        *sizes(problem),
-        *selection_sizes(selection),
-    )
-    grid = (query_tiles(variant, problem, selection), selection.num_heads_sel, 1)
-    kernel = loaded.kernel(variant, problem, selection=selection, scaled=block_scale is not None)
-    kernel.launch(grid, arguments, stream)
+    scaled = args.block_scale is not None
+    kernel = loaded.kernel(row, problem, selection=selection, scaled=scaled, args_bytes=LAYOUT.size)
+    grid = (item_tiles(row, problem, selection), selection.num_heads_sel, 1)
+    kernel.launch(grid, LAYOUT.pack(args, problem, selection), stream)

@@ -84,7 +84,7 @@ def sparse_attn(
         block_counts=block_counts,
         block_scale=block_scale,
     )
-    checks.only_beside("window", window is not None, "return_sliding", return_sliding)
+    checks.only_sliding(window, return_sliding)
     q, k, v = cast_by_autocast(q, k, v)
     if block_scale is not None:
         block_scale = block_scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

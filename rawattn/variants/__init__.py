@@ -20,8 +20,6 @@ from rawattn.variants.row import (
 )
 from rawattn.variants.steps import METHODS, method_of
 
-Variant = Row  # as the launchers still say
-
 __all__ = [
     "HEAD_DIMS",
     "METHODS",
@@ -31,7 +29,6 @@ __all__ = [
     "Kernel",
     "Row",
     "Tiles",
-    "Variant",
     "block_keys",
     "method_of",
     "select",

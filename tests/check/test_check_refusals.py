@@ -8,8 +8,8 @@ from click.testing import CliRunner, Result
 
 import rawattn
 from rawattn import env
-from rawattn.check import cli, cli_diff, machine, options
 from rawattn.build import ARCHS
+from rawattn.check import cli, cli_diff, machine, options
 from rawattn.variants import TABLE, serves
 
 CANDIDATE = "def attend(q, k, v, cu_seqlens):\n    raise SystemExit('called')\n"

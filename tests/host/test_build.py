@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from rawattn.build import Build, builds, distinct, prelude, source, sources_root
+from rawattn.build import Build, distinct, prelude, source, sources_root
+from rawattn.check.compiled import builds
 from rawattn.variants import TABLE, Row, Tiles
 
 ROWS = {row.name: row for row in TABLE}

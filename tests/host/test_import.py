@@ -1,8 +1,6 @@
 """What importing rawattn costs, and which module may import which."""
 
 import ast
-import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -16,9 +14,6 @@ import rawattn
 PACKAGE = Path(rawattn.__file__).parent
 KERNELS = PACKAGE.parent / "kernels_cu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-TWINS = sorted((PACKAGE / "ops").glob("*_numba.py"))
-# what the twins share
-SHARED = {"common_numba", "second_numba", "simulator_numba", "sparse_numba", "sparse_second_numba"}
 HEAVY = ("torch", "numba", "cupy", "jax", "cuda")
 ADAPTER = {  # what may import torch
     *("torch", "torch_autograd", "torch_compat", "torch_nsa", "torch_ops"),
@@ -32,19 +27,20 @@ ARROWS = {
     "env": set(),
     "reference": set(),
     "variants": {"problem"},
-    "device": {"checks"},
-    "arrays": {"checks", "device"},
+    "arrays": {"checks"},
     "jit": {"env", "problem", "variants"},
-    "ops": {"arrays", "jit", "problem", "variants"},
-    "call": {"arrays", "checks", "device", "problem", "variants"},
+    # a launcher imports its twin where it launches it, and a twin its launcher's Args
+    "ops": {"arrays", "jit", "kernels_numba", "problem", "variants"},
+    "kernels_numba": {"arrays", "ops", "problem", "variants"},
+    "call": {"arrays", "checks", "problem", "variants"},
     "passes": {"arrays", "call", "ops", "variants"},
-    "api": {
-        *("arrays", "call", "checks", "device", "passes", "problem", "reference", "variants"),
-    },
-    "api_second": {"arrays", "call", "checks", "passes", "reference"},
-    "tables": {"arrays", "call", "checks", "device", "ops", "problem", "reference"},
+    "api": {"arrays", "call", "checks", "passes", "problem", "reference", "variants"},
+    "api_second": {"arrays", "call", "passes", "problem", "reference", "variants"},
+    "tables": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
     "passes_sparse": {"arrays", "call", "ops", "passes", "problem", "tables", "variants"},
-    "api_sparse": {"api", "arrays", "call", "checks", "passes_sparse", "reference", "tables"},
+    "api_sparse": {
+        *("api", "arrays", "call", "checks", "passes_sparse", "problem", "reference", "tables"),
+    },
     "torch": ADAPTER - {"torch"},
     "torch_autograd": {"torch_ops"},
     "torch_compat": {"torch"},
@@ -53,7 +49,7 @@ ARROWS = {
     "torch_sparse": {"block_table", "torch", "torch_ops", "torch_sparse_ops"},
     "torch_sparse_compat": {"torch_sparse"},
     "torch_sparse_ops": {"api_sparse", "block_table", "checks", "torch_ops"},
-    "__init__": {"api", "api_second", "api_sparse", "tables"},
+    "__init__": {"api", "api_second", "api_sparse", "block_table"},
 }
 
 
@@ -124,7 +120,7 @@ def test_host_arrays_load_nothing_heavy() -> None:
         "rawattn.jvp(q, q, q, q, q, q, np.array([0, 2, 5]))\n"
         "rawattn.double_backward(q, q, q, q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
         "blocks = np.zeros((5, 2, 1), np.int32)\n"
-        "table = rawattn.BlockTable.of_indices(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
+        "table = rawattn.block_table(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
         "rawattn.sparse_forward(q, q, q, np.array([0, 2, 5]), table)\n"
         "rawattn.sparse_backward(q, q, q, q, out, lse, np.array([0, 2, 5]), table)\n"
         "print(*sys.modules)"
@@ -137,7 +133,7 @@ def test_public_names() -> None:
     assert sorted(rawattn.__all__) == rawattn.__all__
     for name in rawattn.__all__:
         home = getattr(rawattn, name).__module__.removeprefix("rawattn.")
-        assert home in ("api", "api_second", "api_sparse", "tables")
+        assert home in ("api", "api_second", "api_sparse", "block_table")
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -156,7 +152,7 @@ def test_arrows(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=spelled)
 def test_heavy_libraries_stay_in_their_modules(path: Path) -> None:
-    twin, adapter = path.name.endswith("_numba.py"), layer(path) in ADAPTER
+    twin, adapter = layer(path) == "kernels_numba", layer(path) in ADAPTER
     for name, at_once in imports(path):
         root = name.partition(".")[0]
         if root == "numba":
@@ -170,7 +166,7 @@ def test_heavy_libraries_stay_in_their_modules(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=spelled)
 def test_twins_are_imported_where_they_are_launched(path: Path) -> None:
     for name, at_once in imports(path):
-        if name.endswith("_numba") and not path.name.endswith("_numba.py"):
+        if name.startswith("rawattn.kernels_numba") and layer(path) != "kernels_numba":
             assert not at_once, f"{name} loads numba"
 
 
@@ -183,52 +179,3 @@ def test_cuda_arrows() -> None:
                 assert not name.startswith("sm"), f"base/{path.name} includes {name}"
         if path.name != "ptx.cuh":
             assert not re.search(r"\basm\b", path.read_text()), f"asm in {path.name}"
-
-
-# ---- the twins --------------------------------------------------------------------------------
-
-
-def fields_of_args(path: Path, struct: str = "Args") -> list[str]:
-    """Names of the fields of ``struct Args`` of a CUDA source, in order.
-
-    A (pointer, token stride, head stride) triple counts as the one array that it stands for, and
-    the sizes of a selection as the fields of their own struct.
-    """
-    source = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-    body = re.search(rf"struct\s+{struct}\s*\{{(.*?)\n\}};", source, re.DOTALL)
-    assert body, f"{path} has no struct {struct}"
-    names = []
-    for declaration in body[1].split(";"):
-        if declaration.split()[:1] == ["SelectionSizes"]:
-            names += fields_of_args(KERNELS / "base" / "selection.cuh", "SelectionSizes")
-            continue
-        for declarator in declaration.split(","):
-            name = re.search(r"(\w+)\s*(?:\[[^]]*\])?\s*(?:=.*|\{.*)?$", declarator.strip())
-            if name:
-                names.append(name[1])
-    return [name for name in names if not name.endswith(("_token_stride", "_head_stride"))]
-
-
-def parameters_of_twin(path: Path) -> list[str]:
-    """Names of the parameters of the function ``kernel``, wherever in the module it stands."""
-    tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    [kernel] = [function for function in functions if function.name == "kernel"]
-    return [argument.arg for argument in kernel.args.args]
-
-
-@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem not in SHARED], ids=spelled)
-def test_twin_has_the_parameters_of_its_cuda_kernel(twin: Path) -> None:
-    source = KERNELS / "sm80" / f"{twin.stem.removesuffix('_numba')}.cu"
-    if not source.exists():
-        pytest.skip(f"{source.name} does not exist yet")
-    assert parameters_of_twin(twin) == fields_of_args(source)
-
-
-@pytest.mark.parametrize("twin", [t for t in TWINS if t.stem not in SHARED], ids=spelled)
-def test_twin_is_launched_like_its_cuda_kernel(twin: Path) -> None:
-    pytest.importorskip("numba.cuda")
-    stem = twin.stem.removesuffix("_numba")
-    ours = importlib.import_module(f"rawattn.ops.{stem}").launch
-    theirs = importlib.import_module(f"rawattn.ops.{twin.stem}").launch
-    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)

@@ -159,7 +159,7 @@ def test_a_new_kernel_is_a_source_a_launcher_and_its_rows(
     monkeypatch.setattr(launch, "cached_build", compiled)
     driver.size = 8
     chosen = select("planted", PROBLEM)
-    assert chosen is row and len(build.builds(row)) == 1
+    assert chosen is row and len(compiled.builds(row)) == 1
     importlib.import_module("planted").launch(chosen, PROBLEM, 4096, stream=0)
     assert made[0].registers and not made[0].spill_bytes
     assert driver.arguments == [(4096).to_bytes(8, "little")]

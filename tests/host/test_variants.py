@@ -9,7 +9,8 @@ from multiprocessing import get_context
 import pytest
 
 from rawattn import jit, variants
-from rawattn.build import ARCHS, builds
+from rawattn.build import ARCHS
+from rawattn.check.compiled import builds
 from rawattn.ops import sparse_postprocess
 from rawattn.problem import Problem, Selection, default_chunk
 from rawattn.variants import (

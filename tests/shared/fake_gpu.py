@@ -3,18 +3,27 @@
 The classes carry the module names by which rawattn tells libraries apart. Memory is NumPy's, fresh
 memory is poisoned, and the stand-ins of the kernels read and write through ``View.ptr`` and strides
 alone, as the real ones do: a wrong pointer, stride, dtype, order or stream shows in the numbers.
-Long, since libraries, memory and kernels are one machine, whose parts mean nothing alone.
+The launchers are the real ones: a fake kernel gets bytes, and reads them as the ``struct Args`` of
+its source has it. Long, since libraries, memory and kernels are one machine, whose parts mean
+nothing alone.
 """
 
 import ctypes
+import dataclasses
+import math
 import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from rawattn import api, arrays, call, checks, device, passes
+from rawattn import api, arrays, call, checks, device, kernels_numba
+from rawattn import launch as loaded
+from rawattn.ops import arguments
+from rawattn.problem import Problem, Selection
 from rawattn.reference import dense, second
+from rawattn.variants import block_keys, tile_widths
+from tests.shared import structs
 
 OTHERS = ("int32", "int64", "bool", "uint8")  # of offsets, of blocks and of their masks
 DTYPES = {name: arrays.numpy_dtype(name) for name in (*checks.DTYPES, *OTHERS)}
@@ -116,7 +125,6 @@ class Device:
     def __init__(self, device: int) -> None:
         self.id = device
         self.compute_capability = GPU.compute_capability
-        self.attributes = {"MultiProcessorCount": 132}
 
     def __enter__(self) -> None:
         self.previous, GPU.current = GPU.current, self.id
@@ -390,6 +398,44 @@ def memory(view: arrays.View) -> np.ndarray:
     return at(view.ptr, view.shape, tuple(s * dtype.itemsize for s in view.strides), dtype)
 
 
+def shape_of(name: str, problem: Problem, choice: Selection | None, head_dims: Any) -> Any:
+    """Shape of a parameter of a kernel, from the sizes in its ``struct Args``."""
+    p, (d, dv) = problem, head_dims
+    queries, keys = (p.total_q, p.num_heads_q), (p.total_k, p.num_heads_kv)
+    if name in ("q", "dq", "gq", "ddq", "tq"):
+        return (*queries, d)
+    if name in ("k", "dk", "gk", "ddk", "tk"):
+        return (*keys, d)
+    if name in ("v", "dv", "gv", "ddv", "tv"):
+        return (*keys, dv)
+    if name in ("out", "dout", "ddout", "tout"):
+        return (*queries, dv)
+    if name in ("lse", "dlse", "ddlse", "tlse", "delta", "ddelta"):
+        return queries[::-1]
+    if name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"):
+        return (p.batch + 1,)
+    if choice is None:  # the numbers of a workspace that are in use
+        of_q = name in ("dq_accum", "gq_accum")
+        return (math.prod(queries if of_q else keys) * (dv if name == "dv_accum" else d),)
+    s, widths = choice, tile_widths(d, dv)
+    items, lists = (s.num_heads_sel, p.total_q, s.width), s.lists(p)
+    of_keys = (s.num_chunks(p), p.num_heads_kv, s.key_units(p))
+    return {
+        "dq_accum": (*queries, widths[0]),
+        "dk_accum": (*keys, widths[0]),
+        "dv_accum": (*keys, widths[1]),
+        "blocks": items,
+        "slots": items,
+        "counts": items[:2],
+        "block_counts": items[1::-1],
+        "starts": of_keys,
+        "lengths": of_keys,
+        "cursor": (2 + lists,),
+        "work": (s.segments(p), 4),
+        **dict.fromkeys(("queries", "query_slots", "unsorted", "unsorted_slots"), math.prod(items)),
+    }.get(name, (p.total_q, s.num_heads_sel, s.num_selected))
+
+
 def scores(problem: Any, terms: Any, lse: np.ndarray) -> Any:
     """Where every sequence and head lies in q, in k and in lse, and its P and E."""
     q, k, _v, of_q, of_k, _of_v, offsets_q, offsets_k = terms
@@ -409,79 +455,170 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a.astype(float) @ b.astype(float)
 
 
+class Kernel:
+    """What ``launch.kernel`` gives: a kernel that gets the bytes of its ``struct Args``."""
+
+    def __init__(self, kernels: "Kernels", row: Any, problem: Problem, **options: Any) -> None:
+        self.kernels, self.row, self.problem, self.options = kernels, row, problem, options
+
+    def launch(self, grid: tuple[int, int, int], arguments: bytes, stream: int) -> None:
+        given, stem = structs.decode(self.row.stem, arguments), self.row.stem
+        assert min(grid) > 0 and max(grid[1:]) < 2**16
+        p, choice = self.problem, None
+        own = {field.name for field in dataclasses.fields(Problem)}
+        p = dataclasses.replace(p, **{name: given[name] for name in own & {*given}})
+        if "num_heads_sel" in given:
+            names = ("num_heads_sel", "num_selected", "block_size")
+            choice = Selection(
+                *(given[name] for name in names),  # type: ignore[arg-type]
+                own=bool(given["width"] - given["num_selected"]),
+                chunk=given["chunk"],
+            )
+            asked = self.options.get("selection", choice)
+            assert (asked.blocks(p), asked.width) == (choice.blocks(p), choice.width)
+        head_dims = self.options.get("head_dims", (p.head_dim, p.head_dim_v))
+        a = types.SimpleNamespace(**given)
+        for name, kind in structs.fields_of(stem):
+            if kind != "Tensor" and not kind.endswith("*"):
+                continue
+            shape = shape_of(name, p, choice, head_dims)
+            if stem.endswith("postprocess") and name in ("accum", "grad"):
+                shape = (given["total_rows"], given["num_heads"], head_dims[0])
+                if name == "accum" and stem == "sparse_postprocess":
+                    shape = (*shape[:2], tile_widths(*head_dims)[0])
+                elif name == "accum":
+                    shape = (math.prod(shape),)
+            elif stem == "sparse_backward_kv" and name == "work":
+                parts = choice.block_size // block_keys(self.row, choice.block_size)
+                shape = (grid[0] // parts if given["dk_accum"] else 0, 4)
+            dtype = {"f": "float32", "i": "int32"}.get(kind[0]) or kind
+            if kind == "void*":
+                dtype = "uint8" if given["source"] == MASK else "int32"
+            setattr(a, name, self._array(given[name], shape, p.dtype if dtype == kind else dtype))
+        self._check_options(a)
+        self.kernels.launch(self.row, p, choice, a, stream)
+
+    @staticmethod
+    def _array(given: Any, shape: Any, dtype: str) -> np.ndarray | None:
+        kind, shape = DTYPES[dtype], (shape,) if isinstance(shape, int) else shape
+        if isinstance(given, tuple):
+            pointer, *strides = given
+            assert not [x for x in (pointer, *(s * kind.itemsize for s in strides)) if x % 16]
+            strides = (*(s * kind.itemsize for s in strides), kind.itemsize)
+        else:
+            pointer, strides = given, np.empty(0, kind).itemsize
+            strides = tuple(kind.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        return at(pointer, shape, strides, kind) if pointer else None
+
+    def _check_options(self, a: Any) -> None:
+        """What is a constant of the kernel has to agree with what is given to it."""
+        for prefix in ("t", "dd"):
+            if hasattr(a, f"{prefix}q"):
+                there = tuple(getattr(a, prefix + name) is not None for name in "qkv")
+                assert self.options["direction"] == there
+        scaled = getattr(a, "block_scale", None) is not None
+        assert self.options.get("scaled", False) == scaled
+        accums = ("dk_accum",) if self.row.stem == "backward_q" else ("dq_accum", "gq_accum")
+        if self.row.stem.endswith(("backward_kv", "backward_q")):
+            there = any(getattr(a, name, None) is not None for name in accums)
+            assert self.options.get("atomic", False) == there
+
+
+INDICES, MASK, PATTERN = range(3)
+
+
 class Kernels:
-    """Stand-ins of ops/*.launch. They keep the row, stream, Problem and views of every launch."""
+    """Stand-ins of the kernels. They keep the row, stream, Problem and views of every launch.
+
+    The method of a kernel gets the Problem, the Selection of a sparse one, and ``a``: the fields of
+    its ``struct Args`` by name, arrays as NumPy sees them.
+    """
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, int]] = []
         self.problems: list[Any] = []
         self.views: list[tuple[Any, ...]] = []
+        self.selections: list[Any] = []
 
-    def _note(self, variant: Any, problem: Any, views: Any, stream: int) -> Any:
+    def kernel(self, row: Any, problem: Problem, **options: Any) -> Kernel:
+        """In the place of ``launch.kernel``."""
         assert GPU.current == max(problem.device, 0), "launched with another device current"
-        for view in filter(None, views):
-            assert view.device == problem.device
-            if len(view.shape) == 3 and view.dtype not in OTHERS:
-                assert arrays.is_aligned(view) or 0 in view.shape, view
-            else:
-                assert arrays.is_dense(view) or 0 in view.shape, view
+        return Kernel(self, row, problem, **options)
+
+    def twin(self, row: Any, problem: Problem, *choice_and_args: Any, stream: int) -> None:
+        """In the place of the launch of a Numba twin."""
+        assert GPU.current == max(problem.device, 0), "launched with another device current"
+        *choice, args = choice_and_args
+        self.note(args)
+        a = types.SimpleNamespace(
+            **{k: memory(x) if isinstance(x, arrays.View) else x for k, x in args._asdict().items()}
+        )
+        self.launch(row, problem, choice[0] if choice else None, a, stream)
+
+    def note(self, args: Any) -> None:
+        """Keep the arrays of an Args, which have to be as kernels take them."""
+        views = tuple(x for x in args if x is None or isinstance(x, arrays.View))
+        for name, view in args._asdict().items():
+            if not isinstance(view, arrays.View) or 0 in view.shape:
+                continue
+            tensor = len(view.shape) == 3 and view.dtype not in OTHERS and "_" not in name
+            assert arrays.is_aligned(view) if tensor else arrays.is_dense(view), (name, view)
             assert view.dtype != "int64"
-        self.launched.append((variant.name, stream))
-        self.problems.append(problem)
+        assert len({view.device for view in views if view is not None}) == 1
         self.views.append(views)
-        return [None if view is None else memory(view) for view in views]
+
+    def launch(self, row: Any, problem: Problem, choice: Any, a: Any, stream: int) -> None:
+        self.launched.append((row.name, stream))
+        self.problems.append(problem)
+        if choice is not None:
+            self.selections.append(choice)
+        run = getattr(self, row.stem)
+        run(problem, a) if choice is None else run(problem, choice, a)
 
     @staticmethod
     def _mask(problem: Any) -> dict[str, Any]:
         window = (problem.window_left, problem.window_right)
         return {"window": window, "softmax_scale": problem.softmax_scale}
 
-    def forward(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        *inputs, out, lse = self._note(variant, problem, views, stream)
-        out[...], lse[...] = dense.forward(*inputs, **self._mask(problem))
+    def forward(self, problem: Any, a: Any) -> None:
+        inputs = (a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k)
+        a.out[...], a.lse[...] = dense.forward(*inputs, **self._mask(problem))
 
-    def backward_preprocess(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        out, dout, dlse, delta, dq_accum = self._note(variant, problem, views, stream)
-        delta[...] = (out.astype(float) * dout.astype(float)).sum(-1).T
-        delta -= 0 if dlse is None else dlse
-        if dq_accum is not None:
-            dq_accum[...] = 0
+    def backward_preprocess(self, problem: Any, a: Any) -> None:
+        a.delta[...] = (a.out.astype(float) * a.dout.astype(float)).sum(-1).T
+        a.delta -= 0 if a.dlse is None else a.dlse
+        if a.dq_accum is not None:
+            assert a.dq_accum_size >= a.dq_accum.size
+            a.dq_accum[...] = 0
 
-    def _gradients(self, problem: Any, terms: Any) -> Any:
-        q, k, v, dout, lse, delta, offsets_q, offsets_k = terms
+    def _gradients(self, problem: Any, a: Any) -> Any:
         # with an out of zeros, D is -dlse: that makes it the delta that was handed over
-        out = np.zeros(dout.shape)
-        return dense.backward(
-            dout, q, k, v, out, lse, offsets_q, offsets_k, dlse=-delta, **self._mask(problem)
-        )
+        inputs = (a.dout, a.q, a.k, a.v, np.zeros(a.dout.shape), a.lse)
+        offsets = (a.cu_seqlens_q, a.cu_seqlens_k)
+        return dense.backward(*inputs, *offsets, dlse=-a.delta, **self._mask(problem))
 
-    def backward_kv(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        *terms, dq_accum, dk, dv = self._note(variant, problem, views, stream)
-        dq, dk[...], dv[...] = self._gradients(problem, terms)
-        if dq_accum is not None:
-            dq_accum[: dq.size] += dq.ravel() / problem.softmax_scale
+    def backward_kv(self, problem: Any, a: Any) -> None:
+        dq, a.dk[...], a.dv[...] = self._gradients(problem, a)
+        if a.dq_accum is not None:
+            a.dq_accum[: dq.size] += dq.ravel() / problem.softmax_scale
 
-    def backward_q(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        *terms, dq, dk_accum, dv_accum = self._note(variant, problem, views, stream)
-        dq[...], dk, dv = self._gradients(problem, terms)
-        if dk_accum is not None:
-            dk_accum[: dk.size] += dk.ravel() / problem.softmax_scale
-            dv_accum[: dv.size] += dv.ravel()
+    def backward_q(self, problem: Any, a: Any) -> None:
+        a.dq[...], dk, dv = self._gradients(problem, a)
+        assert (a.dk_accum is None) == (a.dv_accum is None)
+        if a.dk_accum is not None:
+            a.dk_accum[: dk.size] += dk.ravel() / problem.softmax_scale
+            a.dv_accum[: dv.size] += dv.ravel()
 
-    def backward_postprocess(
-        self, variant: Any, problem: Any, *views: Any, scale: float, stream: int
-    ) -> None:
-        accum, _offsets, grad = self._note(variant, problem, views, stream)
-        grad[...] = accum[: grad.size].reshape(grad.shape) * scale
+    def backward_postprocess(self, problem: Any, a: Any) -> None:
+        assert (a.batch, *a.grad.shape[:2]) == (problem.batch, a.total_rows, a.num_heads)
+        a.grad[...] = a.accum[: a.grad.size].reshape(a.grad.shape) * a.scale
 
-    def jvp(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        *terms, out, tout, lse, tlse, offsets_q, offsets_k = self._note(
-            variant, problem, views, stream
-        )
-        terms += [offsets_q, offsets_k]
-        exact = dense.forward(*terms[:3], offsets_q, offsets_k, **self._mask(problem))
-        out[...], lse[...] = exact
-        tout[...], tlse[...] = self._tangents(problem, terms, *exact)
+    def jvp(self, problem: Any, a: Any) -> None:
+        offsets = (a.cu_seqlens_q, a.cu_seqlens_k)
+        exact = dense.forward(a.q, a.k, a.v, *offsets, **self._mask(problem))
+        a.out[...], a.lse[...] = exact
+        terms = (a.q, a.k, a.v, a.tq, a.tk, a.tv, *offsets)
+        a.tout[...], a.tlse[...] = self._tangents(problem, terms, *exact)
 
     def _tangents(self, problem: Any, terms: Any, out: np.ndarray, lse: np.ndarray) -> Any:
         v, of_v = terms[2], terms[5]
@@ -492,48 +629,50 @@ class Kernels:
             tout[at_q] += 0.0 if of_v is None else product(P, of_v[at_k])
         return tout, tlse
 
-    def double_backward_out(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        given = self._note(variant, problem, views, stream)
-        out, dout, lse, dlse, ddout, ddlse, delta, ddelta, gq_accum, *offsets = given[6:]
-        if gq_accum is not None:
-            gq_accum[...] = 0
-        tout, tlse = self._tangents(problem, [*given[:6], *offsets], out, lse)
-        ddout[...], ddlse[...] = tout, tlse
-        dead = np.where(lse == -np.inf, np.nan, 0)  # nobody may read them there
-        delta[...] = (out.astype(float) * dout.astype(float)).sum(-1).T + dead
-        delta -= 0 if dlse is None else dlse
-        ddelta[...] = (tout * dout.astype(float)).sum(-1).T + dead
+    @staticmethod
+    def _terms(a: Any) -> Any:
+        return (a.q, a.k, a.v, a.ddq, a.ddk, a.ddv, a.cu_seqlens_q, a.cu_seqlens_k)
 
-    def _second(self, problem: Any, terms: Any, sums: Any) -> Any:
+    def double_backward_out(self, problem: Any, a: Any) -> None:
+        if a.gq_accum is not None:
+            assert a.gq_accum_size >= a.gq_accum.size
+            a.gq_accum[...] = 0
+        tout, a.ddlse[...] = self._tangents(problem, self._terms(a), a.out, a.lse)
+        a.ddout[...] = tout
+        self._row_terms(a, tout)
+
+    @staticmethod
+    def _row_terms(a: Any, tout: np.ndarray) -> None:
+        dead = np.where(a.lse == -np.inf, np.nan, 0)  # nobody may read them there
+        a.delta[...] = (a.out.astype(float) * a.dout.astype(float)).sum(-1).T + dead
+        a.delta -= 0 if a.dlse is None else a.dlse
+        a.ddelta[...] = (tout * a.dout.astype(float)).sum(-1).T + dead
+
+    def _second(self, problem: Any, a: Any) -> Any:
         """gq / softmax_scale, gk and gv, with the rows' sums as they were handed over."""
-        q, k, v, of_q, of_k, of_v, *_ = terms
-        dout, lse, delta, ddlse, ddelta = sums
-        gq, gk, gv = (np.zeros(x.shape) for x in (q, k, v))
-        for at_q, at_k, at_lse, P, E in scores(problem, terms, lse):
+        s = problem.softmax_scale
+        gq, gk, gv = (np.zeros(x.shape) for x in (a.q, a.k, a.v))
+        for at_q, at_k, at_lse, P, E in scores(problem, self._terms(a), a.lse):
             alive = P > 0
-            Z = np.where(alive, product(dout[at_q], v[at_k].T) - delta[at_lse][:, None], 0)
-            T = 0.0 if of_v is None else product(dout[at_q], of_v[at_k].T)
-            T = np.where(alive, T - ddelta[at_lse][:, None], 0)
-            tP, dS = P * (E - ddlse[at_lse][:, None]), P * Z
+            Z = np.where(alive, product(a.dout[at_q], a.v[at_k].T) - a.delta[at_lse][:, None], 0)
+            T = 0.0 if a.ddv is None else product(a.dout[at_q], a.ddv[at_k].T)
+            T = np.where(alive, T - a.ddelta[at_lse][:, None], 0)
+            tP, dS = P * (E - a.ddlse[at_lse][:, None]), P * Z
             tdS = tP * Z + P * T
-            gv[at_k] += product(tP.T, dout[at_q])
-            gk[at_k] += problem.softmax_scale * product(tdS.T, q[at_q])
-            gk[at_k] += 0.0 if of_q is None else problem.softmax_scale * product(dS.T, of_q[at_q])
-            gq[at_q] = product(tdS, k[at_k]) + (0.0 if of_k is None else product(dS, of_k[at_k]))
+            gv[at_k] += product(tP.T, a.dout[at_q])
+            gk[at_k] += s * product(tdS.T, a.q[at_q])
+            gk[at_k] += 0.0 if a.ddq is None else s * product(dS.T, a.ddq[at_q])
+            gq[at_q] = product(tdS, a.k[at_k])
+            gq[at_q] += 0.0 if a.ddk is None else product(dS, a.ddk[at_k])
         return gq, gk, gv
 
-    def double_backward_kv(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        given = self._note(variant, problem, views, stream)
-        gq_accum, gk, gv, *offsets = given[11:]
-        gq, gk[...], gv[...] = self._second(problem, [*given[:6], *offsets], given[6:11])
-        if gq_accum is not None:
-            gq_accum[: gq.size] += gq.ravel()
+    def double_backward_kv(self, problem: Any, a: Any) -> None:
+        gq, a.gk[...], a.gv[...] = self._second(problem, a)
+        if a.gq_accum is not None:
+            a.gq_accum[: gq.size] += gq.ravel()
 
-    def double_backward_q(self, variant: Any, problem: Any, *views: Any, stream: int) -> None:
-        given = self._note(variant, problem, views, stream)
-        target, *offsets = given[11:]
-        gq, _, _ = self._second(problem, [*given[:6], *offsets], given[6:11])
-        target[...] = gq * problem.softmax_scale
+    def double_backward_q(self, problem: Any, a: Any) -> None:
+        a.gq[...] = self._second(problem, a)[0] * problem.softmax_scale
 
 
 def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
@@ -549,11 +688,17 @@ def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
         monkeypatch.setattr(module, "namespace", lambda array: np)
     monkeypatch.setitem(arrays.sys.modules, "numba", NUMBA)
     monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
-    kernels = kind()
-    for name, op in vars(passes).items():
-        if name.endswith("_op"):
-            stem = op.__name__.rpartition(".")[2]
-            monkeypatch.setattr(op, "launch", getattr(kernels, stem))
+    kernels, pack = kind(), arguments.Layout.pack
+
+    def noted(layout: Any, args: Any, *sizes: Any) -> bytes:
+        kernels.note(args)
+        return pack(layout, args, *sizes)
+
+    monkeypatch.setattr(arguments.Layout, "pack", noted)
+    monkeypatch.setattr(loaded, "kernel", kernels.kernel)
+    for stem in structs.STEMS:
+        twin = types.SimpleNamespace(launch=kernels.twin)
+        monkeypatch.setattr(kernels_numba, stem, twin, raising=False)
     return kernels
 
 

@@ -9,32 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import call, passes_sparse, tables
-from rawattn.arrays import is_dense
+from rawattn import call
 from rawattn.reference import blocks as reference
-from rawattn.reference import dense, selection, sparse
+from rawattn.reference import selection, sparse
 from tests.shared import fake_gpu
-
-INDICES, MASK, PATTERN = range(3)
+from tests.shared.fake_gpu import MASK, PATTERN
 
 
 class Kernels(fake_gpu.Kernels):
-    """Stand-ins of the sparse ops/*.launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.selections: list[Any] = []
-
-    def _given(self, variant: Any, problem: Any, choice: Any, views: Any, stream: int) -> Any:
-        self.selections.append(choice)
-        for view in filter(None, views):
-            # block_scale and the like come after v, and kernels take them without strides
-            if view.dtype in fake_gpu.OTHERS or view.shape[1:] == (
-                choice.num_heads_sel,
-                choice.num_selected,
-            ):
-                assert is_dense(view) or 0 in view.shape, view
-        return self._note(variant, problem, views, stream)
+    """Stand-ins of the sparse kernels too."""
 
     def stems(self) -> list[str]:
         """What has been launched."""
@@ -42,165 +25,117 @@ class Kernels(fake_gpu.Kernels):
 
     # ---- the table ----------------------------------------------------------------------------
 
-    def block_lists(
-        self, variant: Any, problem: Any, choice: Any, source: int, *rest: Any, stream: int
-    ) -> None:
-        *views, global_blocks = rest
-        given = self._given(variant, problem, choice, views, stream)
-        named, counted, offsets_q, offsets_k, blocks, slots, counts, lengths = given
-        if source == MASK:
-            assert views[0].dtype == "uint8"
+    def block_lists(self, problem: Any, choice: Any, a: Any) -> None:
+        offsets, named = (a.cu_seqlens_q, a.cu_seqlens_k), a.block_indices
+        if a.source == MASK:
+            assert named.dtype == np.uint8
             named = reference.named_by_mask(named.astype(bool))
-        elif source == PATTERN:
+        elif a.source == PATTERN:
             assert named is None
             named = reference.named_by_pattern(
-                offsets_q,
-                offsets_k,
+                *offsets,
                 problem.total_q,
                 num_heads_sel=choice.num_heads_sel,
-                sliding_blocks=choice.num_selected - global_blocks,
-                global_blocks=global_blocks,
+                sliding_blocks=choice.num_selected - a.global_blocks,
+                global_blocks=a.global_blocks,
                 block_size=choice.block_size,
             )
-        options = self._options(problem, choice) | {"block_counts": counted}
-        blocks[...], slots[...], counts[...] = reference.by_query(
-            named, offsets_q, offsets_k, **options
-        )
-        if lengths is not None:
-            lengths += self._by_key(problem, choice, blocks, slots, offsets_q, offsets_k)[1]
+        options = self._options(problem, choice) | {"block_counts": a.block_counts}
+        by_query = reference.by_query(named, *offsets, **options)
+        a.blocks[...], a.slots[...], a.counts[...] = by_query
+        if a.lengths is not None:
+            a.lengths += self._by_key(problem, choice, a.blocks, a.slots, *offsets)[1]
 
-    def block_offsets(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        lengths, starts, cursor, work = self._given(variant, problem, choice, views, stream)
+    def block_offsets(self, problem: Any, choice: Any, a: Any) -> None:
+        lengths, starts, cursor, work = a.lengths, a.starts, a.cursor, a.work
         assert (cursor == 0).all() and cursor.size == 2 + lengths.size and (work == -1).all()
+        assert a.segment == choice.segment(problem)
         backwards = lengths.ravel()[::-1]  # the order of the lists is free
         starts.reshape(-1)[::-1] = np.cumsum(backwards) - backwards
-        segment, segments = choice.segment(problem), []
+        segments = []
         for one, (start, length) in enumerate(zip(starts.flat, lengths.flat, strict=True)):
-            for first in range(0, length, segment):
-                segments.append((one, start + first, min(segment, length - first), 0))
+            for first in range(0, length, a.segment):
+                segments.append((one, start + first, min(a.segment, length - first), 0))
         cursor[:2] = lengths.sum(), len(segments)
         work[: len(segments)] = np.array(segments[::-1], np.int32).reshape(-1, 4)
 
-    def block_queries(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        offsets_q, offsets_k, blocks, slots, starts, cursor, unsorted, unsorted_slots = given
-        assert (cursor[2:] == 0).all()
-        lists = self._by_key(problem, choice, blocks, slots, offsets_q, offsets_k)
-        for at in np.ndindex(starts.shape):
+    def block_queries(self, problem: Any, choice: Any, a: Any) -> None:
+        assert (a.cursor[2:] == 0).all()
+        offsets = (a.cu_seqlens_q, a.cu_seqlens_k)
+        lists = self._by_key(problem, choice, a.blocks, a.slots, *offsets)
+        for at in np.ndindex(a.starts.shape):
             there = slice(lists[0][at], lists[0][at] + lists[1][at])
-            here = slice(starts[at], starts[at] + lists[1][at])
-            unsorted[here], unsorted_slots[here] = lists[2][there][::-1], lists[3][there][::-1]
+            here = slice(a.starts[at], a.starts[at] + lists[1][at])
+            a.unsorted[here], a.unsorted_slots[here] = lists[2][there][::-1], lists[3][there][::-1]
 
-    def block_order(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        starts, lengths, unsorted, unsorted_slots, queries, query_slots = given
-        for at in np.ndindex(starts.shape):
-            here = slice(starts[at], starts[at] + lengths[at])
-            order = np.argsort(unsorted[here])
-            queries[here], query_slots[here] = unsorted[here][order], unsorted_slots[here][order]
+    def block_order(self, problem: Any, choice: Any, a: Any) -> None:
+        for at in np.ndindex(a.starts.shape):
+            here = slice(a.starts[at], a.starts[at] + a.lengths[at])
+            order = np.argsort(a.unsorted[here])
+            a.queries[here] = a.unsorted[here][order]
+            a.query_slots[here] = a.unsorted_slots[here][order]
 
     # ---- attention ----------------------------------------------------------------------------
 
-    def sparse_forward(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        q, k, v, blocks, slots, gate, *offsets, out, lse = given
-        options = self._by_table(problem, choice, blocks, slots)
-        options |= {"block_scale": gate, "softmax_scale": problem.softmax_scale}
-        out[...], lse[...] = sparse.forward(q, k, v, *offsets, **options)
+    def sparse_forward(self, problem: Any, choice: Any, a: Any) -> None:
+        inputs = (a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k)
+        a.out[...], a.lse[...] = sparse.forward(*inputs, **self._by_table(problem, choice, a))
 
-    def sparse_backward_kv(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        *terms, gate, of_gate, cu_q, cu_k, dq_accum, dk, dv, dk_accum, dv_accum = given
-        *lists, work = terms[6:]
-        if dk is None:
-            lists[:2] = self._by_work(work, *lists[:2])
-        options = self._by_lists(problem, choice, cu_q, cu_k, *lists)
-        gradients = self._gradients_of(problem, [*terms[:6], gate, cu_q, cu_k], options)
-        dq, *of_keys, dg = gradients
-        assert (gate is None) == (of_gate is None)
-        if of_gate is not None:
-            assert (of_gate == 0).all()
-            of_gate += dg
-        if dq_accum is not None:
-            assert (dq_accum == 0).all()
-            dq_accum[..., : dq.shape[2]] += dq / problem.softmax_scale
-        if dk is None:
-            assert dq_accum is not None and choice.num_chunks(problem) > 1
-            assert (dk_accum == 0).all() and (dv_accum == 0).all()
-            dk_accum[..., : dq.shape[2]] += of_keys[0] / problem.softmax_scale
-            dv_accum[..., : of_keys[1].shape[2]] += of_keys[1]
+    def sparse_backward_kv(self, problem: Any, choice: Any, a: Any) -> None:
+        starts, lengths = a.starts, a.lengths
+        if a.dk is None:
+            starts, lengths = self._by_work(a.work, starts, lengths)
+        options = self._by_lists(problem, choice, a, starts, lengths)
+        dq, dk, dv, dg = self._gradients_of(a, options)
+        assert (a.block_scale is None) == (a.dblock_scale is None)
+        if a.dblock_scale is not None:
+            assert (a.dblock_scale == 0).all()
+            a.dblock_scale += dg
+        if a.dq_accum is not None:
+            assert (a.dq_accum == 0).all()
+            a.dq_accum[..., : dq.shape[2]] += dq / problem.softmax_scale
+        if a.dk is None:
+            assert a.dv is None and a.dq_accum is not None and choice.num_chunks(problem) > 1
+            assert (a.dk_accum == 0).all() and (a.dv_accum == 0).all()
+            a.dk_accum[..., : dk.shape[2]] += dk / problem.softmax_scale
+            a.dv_accum[..., : dv.shape[2]] += dv
         else:
-            assert dk_accum is dv_accum is None
-            dk[...], dv[...] = of_keys
+            assert a.dk_accum is a.dv_accum is None
+            a.dk[...], a.dv[...] = dk, dv
 
-    def sparse_backward_q(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        *terms, blocks, slots, gate, cu_q, cu_k, dq = given
-        options = self._by_table(problem, choice, blocks, slots)
-        dq[...] = self._gradients_of(problem, [*terms, gate, cu_q, cu_k], options)[0]
+    def sparse_backward_q(self, problem: Any, choice: Any, a: Any) -> None:
+        a.dq[...] = self._gradients_of(a, self._by_table(problem, choice, a))[0]
 
-    def sparse_postprocess(
-        self, variant: Any, problem: Any, *views: Any, scale: float, stream: int
-    ) -> None:
-        accum, grad = self._note(variant, problem, views, stream)
-        assert is_dense(views[0])
-        grad[...] = accum[..., : grad.shape[2]] * scale
+    def sparse_postprocess(self, problem: Any, a: Any) -> None:
+        assert a.accum.shape[:2] == a.grad.shape[:2] == (a.total_rows, a.num_heads)
+        a.grad[...] = a.accum[..., : a.grad.shape[2]] * a.scale
 
     # ---- second order -------------------------------------------------------------------------
 
-    def sparse_double_backward_out(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        out, dout, lse, dlse, blocks, slots, gate, of_gate, *offsets = given[6:16]
-        ddout, ddlse, delta, ddelta = given[16:]
-        options = self._by_table(problem, choice, blocks, slots)
-        options |= {"block_scale": gate, "softmax_scale": problem.softmax_scale}
-        _, tout, seen, tlse = sparse.jvp(*given[:6], *offsets, tblock_scale=of_gate, **options)
-        level = np.where(lse == -np.inf, 0, lse)
+    def sparse_double_backward_out(self, problem: Any, choice: Any, a: Any) -> None:
+        terms, of_gate = self._terms(a), a.ddblock_scale
+        options = self._by_table(problem, choice, a)
+        _, tout, seen, a.ddlse[...] = sparse.jvp(*terms, tblock_scale=of_gate, **options)
+        level = np.where(a.lse == -np.inf, 0, a.lse)
         np.testing.assert_allclose(level, np.where(seen == -np.inf, 0, seen), atol=0.1)
-        assert np.isfinite(out.astype(float)).all()
-        ddout[...], ddlse[...] = tout, tlse
-        if dout is None:
-            assert delta is ddelta is dlse is None
+        assert np.isfinite(a.out.astype(float)).all()
+        a.ddout[...] = tout
+        if a.dout is None:
+            assert a.delta is a.ddelta is a.dlse is None
             return
-        dead = np.where(lse == -np.inf, np.nan, 0)  # nobody may read them there
-        delta[...] = (out.astype(float) * dout.astype(float)).sum(-1).T + dead
-        delta -= 0 if dlse is None else dlse
-        ddelta[...] = (tout * dout.astype(float)).sum(-1).T + dead
+        self._row_terms(a, tout)
 
-    def sparse_double_backward_kv(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        *lists, gate, of_gate, gg, cu_q, cu_k, gk, gv = given[11:]
-        options = self._by_lists(problem, choice, cu_q, cu_k, *lists)
-        second = self._second_of(problem, given[:11], gate, of_gate, (cu_q, cu_k), options)
-        gk[...], gv[...] = second[3:5]
-        assert (gate is None) == (gg is None)
-        if gg is not None:
-            assert (gg == 0).all()
-            gg += second[5]
+    def sparse_double_backward_kv(self, problem: Any, choice: Any, a: Any) -> None:
+        options = self._by_lists(problem, choice, a, a.starts, a.lengths)
+        second = self._second_of(a, options)
+        a.gk[...], a.gv[...] = second[3:5]
+        assert (a.block_scale is None) == (a.gblock_scale is None)
+        if a.gblock_scale is not None:
+            assert (a.gblock_scale == 0).all()
+            a.gblock_scale += second[5]
 
-    def sparse_double_backward_q(
-        self, variant: Any, problem: Any, choice: Any, *views: Any, stream: int
-    ) -> None:
-        given = self._given(variant, problem, choice, views, stream)
-        blocks, slots, gate, of_gate, cu_q, cu_k, gq = given[11:]
-        options = self._by_table(problem, choice, blocks, slots)
-        gq[...] = self._second_of(problem, given[:11], gate, of_gate, (cu_q, cu_k), options)[2]
+    def sparse_double_backward_q(self, problem: Any, choice: Any, a: Any) -> None:
+        a.gq[...] = self._second_of(a, self._by_table(problem, choice, a))[2]
 
     # ---- for the reference --------------------------------------------------------------------
 
@@ -226,10 +161,14 @@ class Kernels(fake_gpu.Kernels):
             segments=choice.segments(problem),
         )
 
-    def _by_table(self, problem: Any, choice: Any, blocks: Any, slots: Any) -> dict[str, Any]:
+    def _by_table(self, problem: Any, choice: Any, a: Any) -> dict[str, Any]:
         """What the reference wants to know, of blocks by query."""
-        named = reference.named_by_table(blocks, slots, choice.num_selected)
-        return self._options(problem, choice) | {"block_indices": named}
+        named = reference.named_by_table(a.blocks, a.slots, choice.num_selected)
+        return self._scores(problem, choice, a) | {"block_indices": named}
+
+    def _scores(self, problem: Any, choice: Any, a: Any) -> dict[str, Any]:
+        options = {"block_scale": a.block_scale, "softmax_scale": problem.softmax_scale}
+        return self._options(problem, choice) | options
 
     @staticmethod
     def _by_work(work: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
@@ -242,10 +181,10 @@ class Kernels(fake_gpu.Kernels):
         return [begin, total]
 
     def _by_lists(
-        self, problem: Any, choice: Any, cu_q: Any, cu_k: Any, *lists: np.ndarray
+        self, problem: Any, choice: Any, a: Any, starts: np.ndarray, lengths: np.ndarray
     ) -> dict[str, Any]:
         """What the reference wants to know, of queries by block."""
-        starts, lengths, queries, query_slots = lists
+        cu_q, cu_k, queries = a.cu_seqlens_q, a.cu_seqlens_k, a.queries
         ratio = choice.num_heads_sel // problem.num_heads_kv
         shape = (problem.total_q, choice.num_heads_sel, choice.num_selected)
         named, owned = np.full(shape, -1), 0
@@ -253,7 +192,7 @@ class Kernels(fake_gpu.Kernels):
             start, length = starts[chunk, head_kv, unit], lengths[chunk, head_kv, unit]
             items = queries[start : start + length]
             assert (np.diff(items) > 0).all()
-            for item, slot in zip(items, query_slots[start : start + length], strict=True):
+            for item, slot in zip(items, a.query_slots[start : start + length], strict=True):
                 token, head = item // ratio, head_kv * ratio + item % ratio
                 assert token // choice.chunk == chunk
                 b = np.searchsorted(cu_q[1:], token, side="right")
@@ -261,45 +200,33 @@ class Kernels(fake_gpu.Kernels):
                     named[token, head, slot] = unit - cu_k[b] // choice.block_size - b
                 owned += slot < 0
         assert owned == 0 or choice.own
-        return self._options(problem, choice) | {"block_indices": named}
+        return self._scores(problem, choice, a) | {"block_indices": named}
 
     @staticmethod
-    def _gradients_of(problem: Any, terms: Any, options: Any) -> Any:
-        q, k, v, dout, lse, delta, gate, *offsets = terms
+    def _gradients_of(a: Any, options: Any) -> Any:
         # with an out of zeros, D is -dlse: that makes it the delta that was handed over
-        inputs = (dout, q, k, v, np.zeros(dout.shape), lse, *offsets)
-        options = options | {"block_scale": gate, "softmax_scale": problem.softmax_scale}
-        return sparse.backward(*inputs, dlse=-delta, **options)
+        inputs = (a.dout, a.q, a.k, a.v, np.zeros(a.dout.shape), a.lse)
+        return sparse.backward(*inputs, a.cu_seqlens_q, a.cu_seqlens_k, dlse=-a.delta, **options)
 
     @staticmethod
-    def _second_of(
-        problem: Any, terms: Any, gate: Any, of_gate: Any, offsets: Any, options: Any
-    ) -> Any:
-        q, k, v, *direction, dout, lse, delta, ddlse, ddelta = terms
-        alive = lse != -np.inf
-        inputs = (*direction, dout, q, k, v, np.zeros(dout.shape), lse, *offsets)
-        options = options | {"block_scale": gate, "softmax_scale": problem.softmax_scale}
-        level = np.where(alive, -delta, 0)
-        results = sparse.double_backward(*inputs, ddblock_scale=of_gate, dlse=level, **options)
+    def _second_of(a: Any, options: Any) -> Any:
+        alive = a.lse != -np.inf
+        inputs = (a.ddq, a.ddk, a.ddv, a.dout, a.q, a.k, a.v, np.zeros(a.dout.shape), a.lse)
+        options = options | {"ddblock_scale": a.ddblock_scale, "dlse": np.where(alive, -a.delta, 0)}
+        results = sparse.double_backward(*inputs, a.cu_seqlens_q, a.cu_seqlens_k, **options)
         tout, tlse = results[:2]
-        np.testing.assert_allclose(ddlse, tlse, rtol=1e-3, atol=1e-3)
-        of_rows = (tout * dout.astype(float)).sum(-1).T
-        np.testing.assert_allclose(ddelta[alive], of_rows[alive], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(a.ddlse, tlse, rtol=1e-3, atol=1e-3)
+        of_rows = (tout * a.dout.astype(float)).sum(-1).T
+        np.testing.assert_allclose(a.ddelta[alive], of_rows[alive], rtol=1e-3, atol=1e-3)
         return results
 
 
 def install(monkeypatch: Any) -> Kernels:
     """``fake_gpu.install``, and the sparse kernels."""
-    kernels = fake_gpu.install(monkeypatch, Kernels)
+    kernels: Kernels = fake_gpu.install(monkeypatch, Kernels)
     call.pose_selection.cache_clear()
     for module in (reference, selection, sparse):
         monkeypatch.setattr(module, "namespace", lambda array: np)
-    for module in (tables, passes_sparse):
-        for name, op in vars(module).items():
-            stem = getattr(op, "__name__", "").removeprefix("rawattn.ops.")
-            if name.endswith("_op") and stem != "backward_preprocess":
-                monkeypatch.setattr(op, "launch", getattr(kernels, stem))
-    assert dense.namespace(None) is np
     return kernels
 
 

@@ -85,34 +85,25 @@ class SecondArrays(Arrays):
         if with_dlse:
             self.dlse[self.dead] = np.nan
 
-    def maybe(self, array):
-        return None if array is None else self.place(array)
-
-    def inputs(self):
-        return [*map(self.place, (self.q, self.k, self.v)), *map(self.maybe, self.dd)]
-
-    def sequences(self):
-        return self.place(self.cu_q), self.place(self.cu_k)
+    def inputs(self, of="dd"):
+        parts = zip(("q", "k", "v"), self.dd, strict=True)
+        return {"q": self.q, "k": self.k, "v": self.v} | {of + name: dd for name, dd in parts}
 
     def row_terms(self):
-        """Views of lse, delta, ddlse, ddelta as pass 1 leaves them, with NaN in dead rows."""
-        terms = [a.astype(self.real) for a in (self.delta, self.ddlse, self.ddelta)]
-        for a in terms:
-            a[self.dead] = np.nan
-        return map(self.place, (self.lse, *terms))
+        """dout, lse, and delta, ddlse, ddelta as pass 1 leaves them, with NaN in dead rows."""
+        terms = {"delta": self.delta, "ddlse": self.ddlse, "ddelta": self.ddelta}
+        for name, a in terms.items():
+            terms[name] = np.where(self.dead, np.nan, a).astype(self.real)
+        return {"dout": self.dout, "lse": self.lse} | terms
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gqa double"])
 def test_jvp(name, memory):
-    from rawattn.kernels_numba import jvp as jvp_numba
-
     a = SecondArrays(name, memory)
     out, tout = a.poison(a.out.shape, a.dtype), a.poison(a.out.shape, a.dtype)
     lse, tlse = a.poison(a.lse.shape, a.real), a.poison(a.lse.shape, a.real)
-    jvp_numba.launch(
-        None, a.problem, *a.inputs(), out, tout, lse, tlse, *a.sequences(), stream=a.stream
-    )
+    a.launch("jvp", **a.inputs("t"), out=out, tout=tout, lse=lse, tlse=tlse)
     a.compare(a.fetch(out), a.expected_out, a.cu_q)
     a.compare(a.fetch(tout), a.tout, a.cu_q)
     a.compare(a.fetch(lse).T, a.expected_lse.T, a.cu_q)
@@ -124,25 +115,23 @@ def test_jvp(name, memory):
     "name, with_dlse", [*((name, True) for name in CASES), ("dead rows", False), ("k", False)]
 )
 def test_double_backward_out(name, with_dlse, memory):
-    from rawattn.kernels_numba import double_backward_out as double_backward_out_numba
-
     a = SecondArrays(name, memory, with_dlse)
     ddout = a.poison(a.out.shape, a.dtype)
     ddlse, delta, ddelta = (a.poison(a.lse.shape, a.real) for _ in range(3))
     accum = a.poison((a.q.size,), a.real) if with_dlse else None
-    double_backward_out_numba.launch(
-        None,
-        a.problem,
-        *a.inputs(),
-        *map(a.place, (a.out, a.dout, a.lse)),
-        a.maybe(a.dlse),
-        ddout,
-        ddlse,
-        delta,
-        ddelta,
-        accum,
-        *a.sequences(),
-        stream=a.stream,
+    a.launch(
+        "double_backward_out",
+        **a.inputs(),
+        out=a.out,
+        dout=a.dout,
+        lse=a.lse,
+        dlse=a.dlse,
+        ddout=ddout,
+        ddlse=ddlse,
+        delta=delta,
+        ddelta=ddelta,
+        gq_accum=accum,
+        gq_accum_size=a.q.size if with_dlse else 0,
     )
     if accum is not None:
         assert not a.fetch(accum).any()
@@ -155,14 +144,12 @@ def test_double_backward_out(name, with_dlse, memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", CASES)
 def test_double_backward_kv(name, memory):
-    from rawattn.kernels_numba import double_backward_kv as double_backward_kv_numba
-
     a = SecondArrays(name, memory)
     atomic = name not in ("gqa bfloat16", "dead rows", "empty", "q", "v")
     accum = a.place(np.zeros(a.q.size, a.real)) if atomic else None
     gk, gv = a.poison(a.k.shape, a.dtype), a.poison(a.v.shape, a.dtype)
-    arrays = (*a.inputs(), a.place(a.dout), *a.row_terms(), accum, gk, gv, *a.sequences())
-    double_backward_kv_numba.launch(None, a.problem, *arrays, stream=a.stream)
+    results = {"gq_accum": accum, "gk": gk, "gv": gv}
+    a.launch("double_backward_kv", **a.inputs(), **a.row_terms(), **results)
     a.compare(a.fetch(gk), a.gk, a.cu_k)
     a.compare(a.fetch(gv), a.gv, a.cu_k)
     if atomic:
@@ -173,12 +160,9 @@ def test_double_backward_kv(name, memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", CASES)
 def test_double_backward_q(name, memory):
-    from rawattn.kernels_numba import double_backward_q as double_backward_q_numba
-
     a = SecondArrays(name, memory)
     gq = a.poison(a.q.shape, a.dtype)
-    arrays = (*a.inputs(), a.place(a.dout), *a.row_terms(), gq, *a.sequences())
-    double_backward_q_numba.launch(None, a.problem, *arrays, stream=a.stream)
+    a.launch("double_backward_q", **a.inputs(), **a.row_terms(), gq=gq)
     a.compare(a.fetch(gq), a.gq, a.cu_q)
 
 
@@ -190,7 +174,7 @@ def test_what_a_cta_allocates_fits_into_static_shared_memory(stem, dtype, given,
 
     if not common_numba.SIMULATED:
         pytest.skip("counts the arrays of the simulator")
-    twin, sizes = importlib.import_module(f"rawattn.ops.{stem}_numba"), {}
+    twin, sizes = importlib.import_module(f"rawattn.kernels_numba.{stem}"), {}
 
     def array(self, shape, dtype):
         sizes[sys._getframe(1).f_lineno] = math.prod(shape) * np.dtype(dtype).itemsize

@@ -4,6 +4,7 @@ Each twin is fed by the reference, not by the twin before it, so that what is le
 is a float32 sum and one rounding; the bounds are that tight. The lengths sit around the tile of 16.
 """
 
+import importlib
 import math
 import warnings
 from dataclasses import dataclass
@@ -178,6 +179,22 @@ class Arrays:
     def stream(self):
         return self.cupy.cuda.get_current_stream().ptr if self.cupy else 0
 
+    def launch(self, stem, **given):
+        """Launch a twin; arrays are placed, what is not given is None, but for cu_seqlens."""
+        op = importlib.import_module(f"rawattn.ops.{stem}")
+        twin = importlib.import_module(f"rawattn.kernels_numba.{stem}")
+        values = dict.fromkeys(op.Args._fields)
+        values |= {name: value for name, value in self.packed().items() if name in values}
+        values |= given
+        for name, value in values.items():
+            values[name] = self.place(value) if isinstance(value, np.ndarray) else value
+        of_blocks = "num_heads_sel" in dict(op.LAYOUT.fields)
+        choice = (self.selection,) if of_blocks else ()
+        twin.launch(None, self.problem, *choice, op.Args(**values), stream=self.stream)
+
+    def packed(self):
+        return {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
+
     def compare(self, got, expected, cu_seqlens):
         """Equal within the bounds of the dtype, rows (the first axis) of the NaN sequence aside."""
         kept = np.ones(len(expected), dtype=bool)
@@ -195,12 +212,9 @@ ATOMIC = [(name, True) for name in CASES] + [(name, False) for name in FEW]
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name, memory):
-    from rawattn.kernels_numba import forward as forward_numba
-
     a = Arrays(CASES[name], memory)
     out, lse = a.poison(a.out.shape, a.dtype), a.poison(a.lse.shape, a.real)
-    inputs = [a.place(x) for x in (a.q, a.k, a.v, a.cu_q, a.cu_k)]
-    forward_numba.launch(None, a.problem, *inputs, out, lse, stream=a.stream)
+    a.launch("forward", q=a.q, k=a.k, v=a.v, out=out, lse=lse)
     a.compare(a.fetch(out), a.expected_out, a.cu_q)
     a.compare(a.fetch(lse).T, a.expected_lse.T, a.cu_q)
 
@@ -209,36 +223,37 @@ def test_forward(name, memory):
 @pytest.mark.parametrize("with_dlse", [True, False])
 @pytest.mark.parametrize("name", [*FEW, "gqa double", "tile of 8"])
 def test_backward_preprocess(name, with_dlse, memory):
-    from rawattn.kernels_numba import backward_preprocess as backward_preprocess_numba
-
     a = Arrays(CASES[name], memory)
     delta, accum = a.poison(a.lse.shape, a.real), a.poison(a.q.size, a.real)
-    backward_preprocess_numba.launch(
-        None,
-        a.problem,
-        a.place(a.out),
-        a.place(a.dout),
-        a.place(a.dlse) if with_dlse else None,
-        delta,
-        accum if with_dlse else None,
-        stream=a.stream,
+    a.launch(
+        "backward_preprocess",
+        out=a.out,
+        dout=a.dout,
+        dlse=a.dlse if with_dlse else None,
+        delta=delta,
+        dq_accum=accum if with_dlse else None,
+        total_q=a.problem.total_q,
+        num_heads_q=a.problem.num_heads_q,
+        dq_accum_size=a.q.size if with_dlse else 0,
     )
     expected = a.delta() if with_dlse else a.delta() + a.dlse
     np.testing.assert_allclose(a.fetch(delta), expected, rtol=1e-5, atol=1e-5)
     assert (a.fetch(accum) == 0).all() if with_dlse else np.isnan(a.fetch(accum)).all()
 
 
+def row_inputs(a):
+    names = {"q": a.q, "k": a.k, "v": a.v, "dout": a.dout, "lse": a.lse}
+    return names | {"delta": a.delta()}
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name, atomic", ATOMIC)
 def test_backward_kv(name, atomic, memory):
-    from rawattn.kernels_numba import backward_kv as backward_kv_numba
-
     a = Arrays(CASES[name], memory)
     expected_dq, expected_dk, expected_dv = a.expected_grads()
     accum = a.place(np.zeros(a.q.size, a.real)) if atomic else None
     dk, dv = a.poison(a.k.shape, a.dtype), a.poison(a.v.shape, a.dtype)
-    inputs = (a.q, a.k, a.v, a.dout, a.lse, a.delta(), a.cu_q, a.cu_k)
-    backward_kv_numba.launch(None, a.problem, *map(a.place, inputs), accum, dk, dv, stream=a.stream)
+    a.launch("backward_kv", **row_inputs(a), dq_accum=accum, dk=dk, dv=dv)
     a.compare(a.fetch(dk), expected_dk, a.cu_k)
     a.compare(a.fetch(dv), expected_dv, a.cu_k)
     if atomic:
@@ -249,17 +264,12 @@ def test_backward_kv(name, atomic, memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name, atomic", ATOMIC)
 def test_backward_q(name, atomic, memory):
-    from rawattn.kernels_numba import backward_q as backward_q_numba
-
     a = Arrays(CASES[name], memory)
     expected_dq, expected_dk, expected_dv = a.expected_grads()
     dk_accum = a.place(np.zeros(a.k.size, a.real)) if atomic else None
     dv_accum = a.place(np.zeros(a.v.size, a.real)) if atomic else None
     dq = a.poison(a.q.shape, a.dtype)
-    inputs = (a.q, a.k, a.v, a.dout, a.lse, a.delta(), a.cu_q, a.cu_k)
-    backward_q_numba.launch(
-        None, a.problem, *map(a.place, inputs), dq, dk_accum, dv_accum, stream=a.stream
-    )
+    a.launch("backward_q", **row_inputs(a), dq=dq, dk_accum=dk_accum, dv_accum=dv_accum)
     a.compare(a.fetch(dq), expected_dq, a.cu_q)
     if atomic:
         dk = a.fetch(dk_accum).reshape(a.k.shape) * a.problem.softmax_scale
@@ -271,8 +281,6 @@ def test_backward_q(name, atomic, memory):
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_backward_postprocess_rounds_to_nearest_even(dtype, memory):
     """Ties, denormals, infinities, NaN of either sign, overflow; rows past the end become zero."""
-    from rawattn.kernels_numba import backward_postprocess as backward_postprocess_numba
-
     a = Arrays(Case((7, 4), (7, 4), dtype, num_heads_kv=2, past=2), memory)
     bits = np.random.default_rng(0).integers(0, 2**32, a.k.size, dtype=np.uint32)
     special = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF]
@@ -285,9 +293,8 @@ def test_backward_postprocess_rounds_to_nearest_even(dtype, memory):
         expected = expected.reshape(a.k.shape)
         expected[a.cu_k[-1] :] = 0
         grad = a.poison(a.k.shape, a.dtype)
-        backward_postprocess_numba.launch(
-            None, a.problem, a.place(accum), a.place(a.cu_k), grad, scale=0.5, stream=a.stream
-        )
+        numbers = {"batch": 2, "total_rows": len(a.k), "num_heads": 2, "scale": 0.5}
+        a.launch("backward_postprocess", accum=accum, grad=grad, cu_seqlens=a.cu_k, **numbers)
     np.testing.assert_array_equal(a.fetch(grad), expected)
 
 

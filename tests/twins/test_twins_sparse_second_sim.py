@@ -74,6 +74,12 @@ CASES = {
 }
 
 
+# many rows or items for the simulator; what they prove is in a smaller case too
+LONG = ("group", "group of 20", "causal", "block of 32", "block of 128", "no gate", "not causal")
+WHOLE = [pytest.param(n, True, marks=[pytest.mark.sweep] if n in LONG else []) for n in CASES]
+NAMES = [pytest.param(n, marks=pytest.mark.sweep) if n in LONG else n for n in CASES]
+
+
 def blocks_of(indices, count, position, seqlen_k, block_size, own, causal):
     """Which blocks an item has, ascending, each with its slot."""
     slots = {}
@@ -205,30 +211,24 @@ class SparseArrays(Arrays):
             self.ddelta = (dout * self.ddout).sum(axis=-1).T
             self.expected_ddelta = (dout * self.expected_ddout).sum(axis=-1).T
 
-    def maybe(self, array):
-        return None if array is None else self.place(array)
-
     def inputs(self):
-        return [*map(self.place, (self.q, self.k, self.v)), *map(self.maybe, self.dd)]
+        parts = zip(("ddq", "ddk", "ddv"), self.dd, strict=True)
+        gates = {"block_scale": self.scale, "ddblock_scale": self.dd_scale}
+        return {"q": self.q, "k": self.k, "v": self.v} | dict(parts) | gates
 
     def items(self):
-        return map(self.place, (self.blocks, self.slots))
+        return {"blocks": self.blocks, "slots": self.slots}
 
     def lists(self):
-        return map(self.place, (self.starts, self.lengths, self.queries, self.query_slots))
-
-    def gates(self):
-        return map(self.maybe, (self.scale, self.dd_scale))
-
-    def sequences(self):
-        return map(self.place, (self.cu_q, self.cu_k))
+        names = ("starts", "lengths", "queries", "query_slots")
+        return {name: getattr(self, name) for name in names}
 
     def row_terms(self):
-        """Views of lse, delta, ddlse, ddelta as pass 1 leaves them, with NaN in dead rows."""
-        terms = [a.astype(self.real) for a in (self.delta, self.ddlse, self.ddelta)]
-        for a in terms:
-            a[self.dead] = np.nan
-        return map(self.place, (self.lse, *terms))
+        """dout, lse, and delta, ddlse, ddelta as pass 1 leaves them, with NaN in dead rows."""
+        terms = {"delta": self.delta, "ddlse": self.ddlse, "ddelta": self.ddelta}
+        for name, a in terms.items():
+            terms[name] = np.where(self.dead, np.nan, a).astype(self.real)
+        return {"dout": self.dout, "lse": self.lse} | terms
 
 
 WITHOUT_DLSE = ("dead rows", "g", "strided")
@@ -237,28 +237,16 @@ WITHOUT_DLSE = ("dead rows", "g", "strided")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     "name, with_dlse",
-    [*((name, True) for name in CASES), *((name, False) for name in WITHOUT_DLSE)],
+    [*WHOLE, *((name, False) for name in WITHOUT_DLSE)],
 )
 def test_out(name, with_dlse, memory):
-    from rawattn.kernels_numba import sparse_double_backward_out as sparse_double_backward_out_numba
 
     a = SparseArrays(name, memory, with_dlse)
     ddout = a.poison(a.out.shape, a.dtype)
     ddlse, delta, ddelta = (a.poison(a.lse.shape, a.real) for _ in range(3))
-    arrays = (*map(a.place, (a.out, a.dout, a.lse)), a.maybe(a.dlse), *a.items(), *a.gates())
-    sparse_double_backward_out_numba.launch(
-        None,
-        a.problem,
-        a.selection,
-        *a.inputs(),
-        *arrays,
-        *a.sequences(),
-        ddout,
-        ddlse,
-        delta,
-        ddelta,
-        stream=a.stream,
-    )
+    passed = {"out": a.out, "dout": a.dout, "lse": a.lse, "dlse": a.dlse}
+    results = {"ddout": ddout, "ddlse": ddlse, "delta": delta, "ddelta": ddelta}
+    a.launch("sparse_double_backward_out", **a.inputs(), **a.items(), **passed, **results)
     a.compare(a.fetch(ddout), a.expected_ddout, a.cu_q)
     a.compare(a.fetch(ddlse).T, a.ddlse.T, a.cu_q)
     a.compare(a.fetch(delta).T, np.where(a.dead, 0, a.delta).T, a.cu_q)
@@ -268,57 +256,37 @@ def test_out(name, with_dlse, memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", ["causal", "group", "dead rows half", "batch 0", "qg", "v"])
 def test_out_without_dout_is_the_half_of_a_jvp(name, memory):
-    from rawattn.kernels_numba import sparse_double_backward_out as sparse_double_backward_out_numba
 
     a = SparseArrays(name, memory)
     tout, tlse = a.poison(a.out.shape, a.dtype), a.poison(a.lse.shape, a.real)
-    arrays = (a.place(a.out), None, a.place(a.lse), None, *a.items(), *a.gates())
-    sparse_double_backward_out_numba.launch(
-        None,
-        a.problem,
-        a.selection,
-        *a.inputs(),
-        *arrays,
-        *a.sequences(),
-        tout,
-        tlse,
-        None,
-        None,
-        stream=a.stream,
+    results = {"ddout": tout, "ddlse": tlse}
+    a.launch(
+        "sparse_double_backward_out", **a.inputs(), **a.items(), out=a.out, lse=a.lse, **results
     )
     a.compare(a.fetch(tout), a.expected_ddout, a.cu_q)
     a.compare(a.fetch(tlse).T, a.ddlse.T, a.cu_q)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_q(name, memory):
-    from rawattn.kernels_numba import sparse_double_backward_q as sparse_double_backward_q_numba
 
     a = SparseArrays(name, memory)
     gq = a.poison(a.q.shape, a.dtype)
-    arrays = (*a.inputs(), a.place(a.dout), *a.row_terms(), *a.items(), *a.gates())
-    sparse_double_backward_q_numba.launch(
-        None, a.problem, a.selection, *arrays, *a.sequences(), gq, stream=a.stream
-    )
+    a.launch("sparse_double_backward_q", **a.inputs(), **a.items(), **a.row_terms(), gq=gq)
     a.compare(a.fetch(gq), a.gq, a.cu_q)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(
-    "name, with_gg", [*((name, True) for name in CASES), ("group", False), ("g", False)]
-)
+@pytest.mark.parametrize("name, with_gg", [*WHOLE, ("group", False), ("g", False)])
 def test_kv(name, with_gg, memory):
-    from rawattn.kernels_numba import sparse_double_backward_kv as sparse_double_backward_kv_numba
 
     a = SparseArrays(name, memory)
     with_gg = with_gg and a.scale is not None
     gg = a.place(np.zeros_like(a.scale)) if with_gg else None
     gk, gv = a.poison(a.k.shape, a.dtype), a.poison(a.v.shape, a.dtype)
-    arrays = (*a.inputs(), a.place(a.dout), *a.row_terms(), *a.lists(), *a.gates(), gg)
-    sparse_double_backward_kv_numba.launch(
-        None, a.problem, a.selection, *arrays, *a.sequences(), gk, gv, stream=a.stream
-    )
+    results = {"gblock_scale": gg, "gk": gk, "gv": gv}
+    a.launch("sparse_double_backward_kv", **a.inputs(), **a.lists(), **a.row_terms(), **results)
     a.compare(a.fetch(gk), a.gk, a.cu_k)
     a.compare(a.fetch(gv), a.gv, a.cu_k)
     if with_gg:
@@ -329,24 +297,16 @@ def test_kv(name, with_gg, memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_kernels_agree_on_scores_and_their_tangents(memory):
     """A query of one key has E equal to its mean, so gv is 0: two kernels come to the same E."""
-    from rawattn.kernels_numba import sparse_double_backward_kv as sparse_double_backward_kv_numba
-    from rawattn.kernels_numba import sparse_double_backward_out as sparse_double_backward_out_numba
 
     a = SparseArrays("one key", memory)
     ddlse, delta, ddelta = (a.poison(a.lse.shape, a.real) for _ in range(3))
     ddout, gk, gv = (a.poison(x.shape, a.dtype) for x in (a.out, a.k, a.v))
-    passed = (a.place(a.dout), a.place(a.lse))
-    common = (None, a.problem, a.selection, *a.inputs())
-    sparse_double_backward_out_numba.launch(
-        *(*common, a.place(a.out), *passed, a.maybe(a.dlse), *a.items(), *a.gates()),
-        *(*a.sequences(), ddout, ddlse, delta, ddelta),
-        stream=a.stream,
-    )
-    sparse_double_backward_kv_numba.launch(
-        *(*common, *passed, delta, ddlse, ddelta, *a.lists(), *a.gates(), None),
-        *(*a.sequences(), gk, gv),
-        stream=a.stream,
-    )
+    passed = {"dout": a.dout, "lse": a.lse}
+    sums = {"delta": delta, "ddlse": ddlse, "ddelta": ddelta}
+    first = passed | sums | a.items() | {"out": a.out, "dlse": a.dlse, "ddout": ddout}
+    a.launch("sparse_double_backward_out", **a.inputs(), **first)
+    second = passed | sums | a.lists() | {"gk": gk, "gv": gv}
+    a.launch("sparse_double_backward_kv", **a.inputs(), **second)
     tangents = np.abs(np.where(a.dead, 0, a.ddlse))
     terms = np.einsum("ht,thd->d", tangents, np.abs(np.nan_to_num(a.dout.astype(float))))
     assert np.abs(a.fetch(gv)).max() <= np.finfo(np.float32).eps * terms.max()
@@ -357,7 +317,7 @@ def test_kernels_agree_on_scores_and_their_tangents(memory):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_a_cta_allocates_fits_into_static_shared_memory(dtype, given, monkeypatch):
     from rawattn.kernels_numba import common as common_numba
-    from rawattn.kernels_numba import sparse_double_backward_kv as sparse_double_backward_kv_numba
+    from rawattn.kernels_numba import sparse_double_backward_kv
 
     if not common_numba.SIMULATED:
         pytest.skip("counts the arrays of the simulator")
@@ -370,7 +330,7 @@ def test_what_a_cta_allocates_fits_into_static_shared_memory(dtype, given, monke
     shared = common_numba.simulator_numba.kernelapi.FakeCUDAShared
     monkeypatch.setattr(shared, "array", array)
     for head_dims in [*((d, d) for d in range(8, 257, 8)), (8, 256), (192, 128), (72, 8)]:
-        kernel, block = sparse_double_backward_kv_numba.compiled(
+        kernel, block = sparse_double_backward_kv.compiled(
             dtype, *head_dims, *(letter in given for letter in "qkvg")
         )
         numbers = {"num_heads_q": 1, "num_heads_kv": 1, "num_heads_sel": 1, "block_size": 16}

@@ -82,6 +82,11 @@ CASES = {
 }
 
 
+# many rows or items for the simulator; what they prove is in a smaller case too
+LONG = ("gqa bfloat16", "open", "blocks of 32", "group of 19", "past a unit", "blocks of 128")
+NAMES = [pytest.param(n, marks=pytest.mark.sweep) if n in LONG else n for n in CASES]
+
+
 class SparseArrays(Arrays):
     """A case's inputs and table of blocks, and what the reference makes of them."""
 
@@ -166,18 +171,8 @@ class SparseArrays(Arrays):
         ):
             self.unseen[part.keys, part.head_kv] = ~part.mask.any(axis=(0, 1))
 
-    def sequences(self):
-        return self.place(self.cu_q), self.place(self.cu_k)
-
-    def maybe(self, array):
-        return None if array is None else self.place(array)
-
     def zeros(self, like):
         return self.place(np.zeros(like.shape, self.real))
-
-    def launch(self, stem, *arguments):
-        twin = importlib.import_module(f"rawattn.ops.{stem}_numba")
-        twin.launch(None, self.problem, self.selection, *arguments, stream=self.stream)
 
     def fetch_integers(self, view):
         return self.fetch(view).astype(np.int64)
@@ -186,13 +181,17 @@ class SparseArrays(Arrays):
 # ---- the table --------------------------------------------------------------------------------
 
 
+BY_QUERY = ("blocks", "slots", "counts")
+
+
 def list_blocks(a, source, indices, global_blocks=0):
     """What block_lists makes of the case: blocks, slots, counts, lengths."""
-    got = [a.place(np.full_like(x, -7)) for x in (a.blocks, a.slots, a.counts)]
-    lengths = a.place(np.zeros_like(a.lengths))
-    arguments = (source, a.maybe(indices), a.maybe(a.block_counts), *a.sequences())
-    a.launch("block_lists", *arguments, *got, lengths, global_blocks)
-    return [*map(a.fetch_integers, got), a.fetch_integers(lengths)]
+    got = {name: a.place(np.full_like(getattr(a, name), -7)) for name in BY_QUERY}
+    got["lengths"] = a.place(np.zeros_like(a.lengths))
+    named = {"block_indices": indices, "block_counts": a.block_counts}
+    numbers = {"source": source, "global_blocks": global_blocks}
+    a.launch("block_lists", **named, **got, **numbers)
+    return [a.fetch_integers(view) for view in got.values()]
 
 
 def compare_tables(a, got):
@@ -210,11 +209,11 @@ def test_block_lists(name, memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_block_lists_needs_no_lengths(memory):
     a = SparseArrays("gqa bfloat16", memory)
-    got = [a.place(np.full_like(x, -7)) for x in (a.blocks, a.slots, a.counts)]
-    inputs = (a.place(a.indices), a.maybe(a.block_counts), *a.sequences())
-    a.launch("block_lists", 0, *inputs, *got, None, 0)
-    for ours, theirs in zip(got, (a.blocks, a.slots, a.counts), strict=True):
-        np.testing.assert_array_equal(a.fetch_integers(ours), theirs)
+    got = {name: a.place(np.full_like(getattr(a, name), -7)) for name in BY_QUERY}
+    named = {"block_indices": a.indices, "block_counts": a.block_counts}
+    a.launch("block_lists", **named, **got, source=0, global_blocks=0)
+    for name, view in got.items():
+        np.testing.assert_array_equal(a.fetch_integers(view), getattr(a, name))
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -256,24 +255,26 @@ def segments(request, monkeypatch):
 
 @pytest.mark.usefixtures("segments")
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_lists_of_queries(name, memory):
     """The other three kernels of the table, one fed by the other: where a list lies is free."""
     a = SparseArrays(name, memory)
     starts = a.place(np.full_like(a.starts, -7))
     cursor = a.place(np.zeros(2 + a.starts.size, np.int32))
     work = a.place(np.full_like(a.work, -1))
-    a.launch("block_offsets", a.place(a.lengths), starts, cursor, work)
+    segment = a.selection.segment(a.problem)
+    made = {"starts": starts, "cursor": cursor, "work": work}
+    a.launch("block_offsets", lengths=a.lengths, **made, segment=segment)
     check_work(a, *map(a.fetch_integers, (starts, cursor, work)))
 
     fresh = np.full_like(a.queries, -7)
     unsorted, unsorted_slots, queries, query_slots = (a.place(fresh) for _ in range(4))
-    table = (*a.sequences(), a.place(a.blocks), a.place(a.slots), starts, cursor)
-    a.launch("block_queries", *table, unsorted, unsorted_slots)
+    given = {"starts": starts, "unsorted": unsorted, "unsorted_slots": unsorted_slots}
+    a.launch("block_queries", blocks=a.blocks, slots=a.slots, cursor=cursor, **given)
     np.testing.assert_array_equal(a.fetch_integers(cursor)[2:], a.lengths.ravel())
 
-    outputs = (queries, query_slots)
-    a.launch("block_order", starts, a.place(a.lengths), unsorted, unsorted_slots, *outputs)
+    given |= {"queries": queries, "query_slots": query_slots}
+    a.launch("block_order", lengths=a.lengths, **given)
     compare_lists(a, *map(a.fetch_integers, (starts, queries, query_slots)))
 
 
@@ -318,39 +319,45 @@ def test_block_order_of_long_chunks(words, memory, monkeypatch):
             here = slice(a.starts[index], a.starts[index] + length)
             unsorted[here], unsorted_slots[here] = a.queries[order], a.query_slots[order]
     assert (unsorted != a.queries).any()
-    inputs = map(a.place, (a.starts, a.lengths, unsorted, unsorted_slots))
     outputs = [a.place(np.full_like(a.queries, -7)) for _ in range(2)]
-    a.launch("block_order", *inputs, *outputs)
+    lists_given = {"starts": a.starts, "lengths": a.lengths, "unsorted": unsorted}
+    lists_given |= {"unsorted_slots": unsorted_slots}
+    a.launch("block_order", **lists_given, queries=outputs[0], query_slots=outputs[1])
     compare_lists(a, a.starts, *map(a.fetch_integers, outputs))
 
 
 # ---- attention --------------------------------------------------------------------------------
 
 
+def query_blocks(a):
+    return {"blocks": a.blocks, "slots": a.slots, "block_scale": a.scale}
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_forward(name, memory):
     a = SparseArrays(name, memory, no_lse=False)
     out, lse = a.poison(a.out.shape, a.dtype), a.poison(a.lse.shape, a.real)
-    table = (a.place(a.blocks), a.place(a.slots), a.maybe(a.scale))
-    inputs = (*map(a.place, (a.q, a.k, a.v)), *table, *a.sequences())
-    a.launch("sparse_forward", *inputs, out, lse)
+    inputs = {"q": a.q, "k": a.k, "v": a.v}
+    a.launch("sparse_forward", **inputs, **query_blocks(a), out=out, lse=lse)
     a.compare(a.fetch(out), a.expected_out, a.cu_q)
     a.compare(a.fetch(lse).T, a.expected_lse.T, a.cu_q)
 
 
 def row_inputs(a):
-    return map(a.place, (a.q, a.k, a.v, a.dout, a.lse, a.given_delta))
+    names = {"q": a.q, "k": a.k, "v": a.v, "dout": a.dout, "lse": a.lse}
+    return names | {"delta": a.given_delta}
 
 
 def query_lists(a):
-    return map(a.place, (a.starts, a.lengths, a.queries, a.query_slots))
+    names = ("starts", "lengths", "queries", "query_slots")
+    return {name: getattr(a, name) for name in names} | {"block_scale": a.scale}
 
 
 @pytest.mark.usefixtures("segments")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_backward_kv(name, direct, memory):
     """``direct``: no atomic adds. Otherwise dk, dv and dq are sums, over work and key blocks."""
     a = SparseArrays(name, memory)
@@ -359,9 +366,10 @@ def test_backward_kv(name, direct, memory):
     wanted = None if dscale is None else a.zeros(dscale)
     accum = [None] * 3 if direct else [a.zeros(x) for x in (a.q, a.k, a.v)]
     grads = [a.poison(x.shape, a.dtype) if direct else None for x in (a.k, a.v)]
-    table = (*query_lists(a), a.place(shuffled), a.maybe(a.scale))
-    inputs = (*row_inputs(a), *table, wanted, *a.sequences())
-    a.launch("sparse_backward_kv", *inputs, accum[0], *grads, *accum[1:])
+    results = dict(zip(("dq_accum", "dk_accum", "dv_accum"), accum, strict=True))
+    results |= {"dk": grads[0], "dv": grads[1], "dblock_scale": wanted}
+    inputs = row_inputs(a) | query_lists(a)
+    a.launch("sparse_backward_kv", **inputs, work=shuffled, **results)
     if direct:
         a.compare(a.fetch(grads[0]), dk, a.cu_k)
         a.compare(a.fetch(grads[1]), dv, a.cu_k)
@@ -382,10 +390,10 @@ def test_backward_kv_of_few_gradients(direct, memory):
     dq, dk, dv, _ = a.expected_grads
     dq_accum = a.zeros(a.q) if direct else None
     results = [a.poison(x.shape, a.dtype) if direct else a.zeros(x) for x in (a.k, a.v)]
-    four = (*results, None, None) if direct else (None, None, *results)
-    table = (*query_lists(a), None if direct else a.place(a.work), a.place(a.scale))
-    inputs = (*row_inputs(a), *table, None, *a.sequences())
-    a.launch("sparse_backward_kv", *inputs, dq_accum, *four)
+    names = ("dk", "dv") if direct else ("dk_accum", "dv_accum")
+    made = dict(zip(names, results, strict=True)) | {"dq_accum": dq_accum}
+    inputs = row_inputs(a) | query_lists(a) | {"work": None if direct else a.work}
+    a.launch("sparse_backward_kv", **inputs, **made)
     scale = a.problem.softmax_scale
     a.compare(a.fetch(results[0]) * (1 if direct else scale), dk, a.cu_k)
     a.compare(a.fetch(results[1]), dv, a.cu_k)
@@ -394,27 +402,23 @@ def test_backward_kv_of_few_gradients(direct, memory):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_backward_q(name, memory):
     a = SparseArrays(name, memory)
     dq = a.poison(a.q.shape, a.dtype)
-    table = (a.place(a.blocks), a.place(a.slots), a.maybe(a.scale))
-    a.launch("sparse_backward_q", *row_inputs(a), *table, *a.sequences(), dq)
+    a.launch("sparse_backward_q", **row_inputs(a), **query_blocks(a), dq=dq)
     a.compare(a.fetch(dq), a.expected_grads[0], a.cu_q)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_postprocess(dtype, memory):
-    from rawattn.kernels_numba import sparse_postprocess as sparse_postprocess_numba
-
     a = Arrays(Case((7, 4), (7, 4), dtype, num_heads_kv=2, past=2, strided=True), memory)
     accum = np.random.default_rng(0).standard_normal(a.k.shape).astype(a.real)
     accum[0, 0, :3] = [np.nan, np.inf, -np.inf]
     grad = a.poison(a.k.shape, a.dtype)
-    sparse_postprocess_numba.launch(
-        None, a.problem, a.place(accum), grad, scale=0.3, stream=a.stream
-    )
+    numbers = {"total_rows": len(a.k), "num_heads": 2, "scale": 0.3}
+    a.launch("sparse_postprocess", accum=accum, grad=grad, **numbers)
     expected = (accum * a.real.type(0.3)).astype(a.dtype).astype(np.float64)
     np.testing.assert_array_equal(a.fetch(grad), expected)
 
@@ -438,7 +442,7 @@ def test_what_a_cta_allocates_fits_into_static_shared_memory(stem, dtype, monkey
 
     if not common_numba.SIMULATED:
         pytest.skip("counts the arrays of the simulator")
-    twin, sizes = importlib.import_module(f"rawattn.ops.{stem}_numba"), {}
+    twin, sizes = importlib.import_module(f"rawattn.kernels_numba.{stem}"), {}
 
     def array(self, shape, dtype):
         sizes[sys._getframe(1).f_lineno] = math.prod(shape) * np.dtype(dtype).itemsize

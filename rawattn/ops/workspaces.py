@@ -1,0 +1,47 @@
+"""Shapes of the sums that gradients wait in until a postprocess kernel has put them into place.
+
+The row that fills a workspace decides how it is laid out; rows of other layouts cannot read it.
+
+    rows     as the gradient itself, (tokens, heads, size): the Numba twins
+    squares  dense CUDA rows: whole tiles, in units of 16 rows, see kernels_cu/base/workspace.cuh
+    lanes    sparse CUDA rows: (tokens, heads, tile), where inside 16 columns the order is that of
+             a lane's accumulators: place 4 q + (0, 1, 2, 3) is column 2 q + (0, 1, 8, 9)
+"""
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from rawattn.problem import Problem
+from rawattn.variants import Row, tile_widths
+
+if TYPE_CHECKING:
+    from rawattn.arrays import Shape
+
+UNIT = 16  # rows that kernels_cu/base/workspace.cuh keeps together
+Gradient = Literal["dq", "dk", "dv"]
+
+
+def check_layout(filling: Row, reading: Row) -> None:
+    """Raise RuntimeError if ``reading`` cannot read what ``filling`` leaves."""
+    ours, theirs = filling.workspace, reading.workspace
+    if ours != theirs:
+        raise RuntimeError(
+            f"row {filling.name} leaves its sums as {ours}, row {reading.name} reads {theirs}. "
+            f"Name rows of one layout in RAWATTN_VARIANT, or none."
+        )
+
+
+def accum_shape(row: Row, problem: Problem, gradient: Gradient) -> "Shape":
+    """Shape of the workspace of ``gradient`` that ``row`` fills; of dense rows one-dimensional."""
+    of_q = gradient == "dq"
+    tokens = problem.total_q if of_q else problem.total_k
+    heads = problem.num_heads_q if of_q else problem.num_heads_kv
+    widths = problem.head_dim, problem.head_dim_v
+    layout = row.workspace
+    if layout != "rows":
+        widths = tile_widths(*widths)
+    width = widths[gradient == "dv"]
+    if layout == "squares":
+        return (heads * (tokens // UNIT + problem.batch) * UNIT * width,)
+    shape = (tokens, heads, width)
+    return shape if row.stem.startswith("sparse_") else (math.prod(shape),)
