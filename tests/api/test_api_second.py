@@ -17,7 +17,7 @@ import pytest
 
 import rawattn
 from rawattn import arrays, call, device, passes
-from rawattn.ops.backward_postprocess import accum_shape
+from rawattn.ops.workspaces import accum_shape
 from rawattn.reference import second
 from rawattn.variants import TABLE
 from tests.shared import fake_gpu

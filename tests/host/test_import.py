@@ -15,41 +15,44 @@ PACKAGE = Path(rawattn.__file__).parent
 KERNELS = PACKAGE.parent / "kernels_cu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "numba", "cupy", "jax", "cuda")
-ADAPTER = {  # what may import torch
-    *("torch", "torch_autograd", "torch_compat", "torch_nsa", "torch_ops"),
-    *("torch_sparse", "torch_sparse_compat", "torch_sparse_ops"),
-}
-
 # Which layers a layer may import besides itself; the leaves, and the rest of the package, none.
 ARROWS = {
     "problem": set(),
     "checks": set(),
     "env": set(),
     "reference": set(),
-    "variants": {"problem"},
-    "arrays": {"checks"},
-    "jit": {"env", "problem", "variants"},
+    "variants": {"env", "problem"},
+    "device": {"checks"},
+    "arrays": {"checks", "device"},
+    "build": {"variants"},
+    "jit": {"build", "env"},
+    "launch": {"build", "env", "jit", "problem", "variants"},
     # a launcher imports its twin where it launches it, and a twin its launcher's Args
-    "ops": {"arrays", "jit", "kernels_numba", "problem", "variants"},
+    "ops": {"arrays", "kernels_numba", "launch", "problem", "variants"},
     "kernels_numba": {"arrays", "ops", "problem", "variants"},
-    "call": {"arrays", "checks", "problem", "variants"},
+    "call": {"arrays", "checks", "device", "problem", "variants"},
     "passes": {"arrays", "call", "ops", "variants"},
-    "api": {"arrays", "call", "checks", "passes", "problem", "reference", "variants"},
-    "api_second": {"arrays", "call", "passes", "problem", "reference", "variants"},
-    "tables": {"arrays", "call", "checks", "ops", "problem", "reference", "variants"},
+    "api": {"arrays", "call", "checks", "device", "passes", "problem", "reference", "variants"},
+    "api_second": {"arrays", "call", "checks", "passes", "reference"},
+    "tables": {"arrays", "call", "checks", "device", "ops", "problem", "reference"},
     "passes_sparse": {"arrays", "call", "ops", "passes", "problem", "tables", "variants"},
-    "api_sparse": {
-        *("api", "arrays", "call", "checks", "passes_sparse", "problem", "reference", "tables"),
-    },
-    "torch": ADAPTER - {"torch"},
-    "torch_autograd": {"torch_ops"},
-    "torch_compat": {"torch"},
-    "torch_nsa": {"torch", "torch_sparse"},
-    "torch_ops": {"api", "api_second"},
-    "torch_sparse": {"block_table", "torch", "torch_ops", "torch_sparse_ops"},
-    "torch_sparse_compat": {"torch_sparse"},
-    "torch_sparse_ops": {"api_sparse", "block_table", "checks", "torch_ops"},
-    "__init__": {"api", "api_second", "api_sparse", "block_table"},
+    "api_sparse": {"api", "arrays", "call", "checks", "passes_sparse", "reference", "tables"},
+    "torch": {"api", "api_second", "api_sparse", "checks", "tables"},
+    "__init__": {"api", "api_second", "api_sparse", "tables"},
+}
+# The same inside rawattn.torch, whose face hands names on.
+OF_TORCH = {
+    "operators": set(),
+    "inputs": set(),
+    "autograd": {"operators"},
+    "varlen_ops": {"autograd", "operators"},
+    "varlen": {"inputs", "varlen_ops"},
+    "sparse_ops": {"autograd", "operators"},
+    "sparse": {"inputs", "sparse_ops", "varlen"},
+    "compat": {"inputs", "varlen"},
+    "sparse_compat": {"sparse"},
+    "nsa": {"inputs", "sparse", "varlen"},
+    "__init__": {"compat", "nsa", "sparse", "sparse_compat", "varlen"},
 }
 
 
@@ -105,10 +108,15 @@ def test_import_loads_nothing_heavy() -> None:
     assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
 
 
-def test_import_takes_less_than_300_ms() -> None:
-    # The processor's time, so that other work on the machine does not count.
-    code = "import time; t = time.process_time(); import rawattn; print(time.process_time() - t)"
-    assert min(float(in_python(code)) for _ in range(5)) < 0.3
+def test_import_takes_little_more_than_numpy() -> None:
+    # The processor's time beside NumPy's on the same machine, so that neither it nor other work counts.
+    def seconds(module: str) -> float:
+        code = (
+            f"import time; t = time.process_time(); import {module}; print(time.process_time() - t)"
+        )
+        return min(float(in_python(code)) for _ in range(5))
+
+    assert seconds("rawattn") < 3 * seconds("numpy")
 
 
 def test_host_arrays_load_nothing_heavy() -> None:
@@ -120,7 +128,7 @@ def test_host_arrays_load_nothing_heavy() -> None:
         "rawattn.jvp(q, q, q, q, q, q, np.array([0, 2, 5]))\n"
         "rawattn.double_backward(q, q, q, q, q, q, q, out, lse, np.array([0, 2, 5]))\n"
         "blocks = np.zeros((5, 2, 1), np.int32)\n"
-        "table = rawattn.block_table(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
+        "table = rawattn.BlockTable.of_indices(blocks, np.array([0, 2, 5]), num_heads_kv=2)\n"
         "rawattn.sparse_forward(q, q, q, np.array([0, 2, 5]), table)\n"
         "rawattn.sparse_backward(q, q, q, q, out, lse, np.array([0, 2, 5]), table)\n"
         "print(*sys.modules)"
@@ -133,7 +141,7 @@ def test_public_names() -> None:
     assert sorted(rawattn.__all__) == rawattn.__all__
     for name in rawattn.__all__:
         home = getattr(rawattn, name).__module__.removeprefix("rawattn.")
-        assert home in ("api", "api_second", "api_sparse", "block_table")
+        assert home in ("api", "api_second", "api_sparse", "tables")
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -145,14 +153,19 @@ def test_arrows(path: Path) -> None:
     allowed = ARROWS.get(layer(path))
     if allowed is None:  # check stands on top, and may import everything but the torch adapter
         assert layer(path) == "check", "a new part of the package: give it its arrows"
-        allowed = {*ARROWS} - ADAPTER
+        allowed = {*ARROWS} - {"torch"}
     used = {name.split(".")[1] for name, _ in imports(path) if name.startswith("rawattn.")}
     assert used <= allowed | {layer(path)}
+    if layer(path) == "torch":
+        inside = {
+            name.split(".")[2] for name, _ in imports(path) if name.startswith("rawattn.torch.")
+        }
+        assert inside <= OF_TORCH[path.stem]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=spelled)
 def test_heavy_libraries_stay_in_their_modules(path: Path) -> None:
-    twin, adapter = layer(path) == "kernels_numba", layer(path) in ADAPTER
+    twin, adapter = layer(path) == "kernels_numba", layer(path) == "torch"
     for name, at_once in imports(path):
         root = name.partition(".")[0]
         if root == "numba":
@@ -177,5 +190,9 @@ def test_cuda_arrows() -> None:
             assert not name.endswith(".cu"), f"{path.name} includes {name}"
             if path.parent.name == "base":
                 assert not name.startswith("sm"), f"base/{path.name} includes {name}"
-        if path.name != "ptx.cuh":
+            if path.parent.name != "base":
+                assert name.partition("/")[0] in ("base", path.parent.name), (
+                    f"{path} includes {name}"
+                )
+        if path.name not in ("ptx.cuh", "wgmma.cuh"):
             assert not re.search(r"\basm\b", path.read_text()), f"asm in {path.name}"

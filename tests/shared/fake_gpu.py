@@ -125,6 +125,7 @@ class Device:
     def __init__(self, device: int) -> None:
         self.id = device
         self.compute_capability = GPU.compute_capability
+        self.attributes = {"MultiProcessorCount": 132}
 
     def __enter__(self) -> None:
         self.previous, GPU.current = GPU.current, self.id
@@ -678,7 +679,13 @@ class Kernels:
 def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
     """Put the fakes in the place of the libraries and the kernels, for one test."""
     vars(GPU).update(vars(Machine()))
-    for cached in (device.cupy, arrays._torch_dtype, arrays._torch_name, device.arch_of):
+    for cached in (
+        device.cupy,
+        arrays._torch_dtype,
+        arrays._torch_name,
+        device.arch_of,
+        device.sms_of,
+    ):
         cached.cache_clear()
     call.pose.cache_clear()
     api._pose_preprocess.cache_clear()
@@ -704,7 +711,7 @@ def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
 
 def remove() -> None:
     """Forget what was cached of the fakes."""
-    for cached in (arrays._torch_dtype, arrays._torch_name, device.arch_of):
+    for cached in (arrays._torch_dtype, arrays._torch_name, device.arch_of, device.sms_of):
         cached.cache_clear()
     call.pose.cache_clear()
     api._pose_preprocess.cache_clear()

@@ -28,7 +28,8 @@ def _fields(source: str, name: str) -> Fields:
     body = _body(source, name)
     assert body, f"no struct {name}"
     fields: list[tuple[str, str]] = []
-    for declaration in re.sub(r"//[^\n]*", "", body).split(";"):
+    body = re.sub(r"//[^\n]*|__device__[^\n]*\{[^}]*\}", "", body)  # comments and functions
+    for declaration in body.split(";"):
         if not declaration.strip():
             continue
         match = re.fullmatch(r"\s*(?:const )?([\w ]+?)\s*(\*?)\s*(\w+)\s*", declaration)
