@@ -24,6 +24,10 @@ struct Tensor {
     return data + token * token_stride + head * head_stride;
   }
 };
+// `valid` rows of one head of a packed tensor, from token `first` on
+struct Rows {
+  int first, head, valid;
+};
 
 // What one attention call is about: the same numbers in every struct Args.
 struct Sizes {

@@ -99,28 +99,29 @@ using OperandB = SquareReader<TileT, false, false, SPAN>;  // B = X^T, stored X[
 template <class TileT, int SPAN = TileT::COLS>
 using OperandBT = SquareReader<TileT, true, true, SPAN>;  // B = X, stored X[k][n]
 
-// Rows of one head of a packed tensor into a tile: row r of the tile is token `token` + r, from
-// column `first_col` on. Rows at or past `valid_rows` and columns at or past WIDTH are filled with
-// zeros, so that nothing of a neighbour, NaN included, gets in. PADDED columns are what all tiles
-// of a row have together. Panel by panel: a thread keeps its chunk and swizzle, so that its
-// addresses differ by constants.
-template <class TileT, int WIDTH, int PADDED = TileT::COLS>
-__device__ __forceinline__ void load_rows(uint32_t tile_address, const Tensor& x, int64_t token,
-                                          int head, int valid_rows, int first_col = 0) {
+// Rows of a packed tensor into a tile, from column `first_col` on. The tile's rows past the valid
+// ones and columns at or past WIDTH are filled with zeros, so that nothing of a neighbour, NaN
+// included, gets in. PADDED columns are what all tiles of a row have together, the tile's own
+// unless given. Panel by panel: a thread keeps its chunk and swizzle, so that its addresses differ
+// by constants.
+template <int WIDTH, int PADDED = 0, class TileT>
+__device__ __forceinline__ void load_rows(const TileT& tile, const Tensor& x, const Rows& rows,
+                                          int first_col = 0) {
+  constexpr int COLUMNS = PADDED ? PADDED : TileT::COLS;
   constexpr int PER_PANEL = TileT::PANEL / 8;
   constexpr int STEP = NUM_THREADS / PER_PANEL;  // rows at once
   static_assert(STEP % 8 == 0, "cfg::NUM_WARPS: the swizzle repeats after 8 rows");
   const int row = threadIdx.x / PER_PANEL, chunk = threadIdx.x % PER_PANEL;
-  const uint16_t* src = x.at(token, head) + row * x.token_stride + first_col + chunk * 8;
-  const uint32_t dst = tile_address + TileT::offset(row, chunk);
+  const uint16_t* src = x.at(rows.first, rows.head) + row * x.token_stride + first_col + chunk * 8;
+  const uint32_t dst = tile.address() + TileT::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < ceil_div(TileT::ROWS, STEP); ++i) {
-    const bool valid_row = row + i * STEP < valid_rows;
+    const bool valid_row = row + i * STEP < rows.valid;
 #pragma unroll
     for (int panel = 0; panel < TileT::COLS / TileT::PANEL; ++panel) {
       if (TileT::ROWS % STEP == 0 || row + i * STEP < TileT::ROWS) {
         const bool valid =
-            valid_row && (WIDTH == PADDED || first_col + panel * TileT::PANEL + chunk * 8 < WIDTH);
+            valid_row && (WIDTH == COLUMNS || first_col + panel * TileT::PANEL + chunk * 8 < WIDTH);
         cp_async(dst + panel * TileT::PANEL_BYTES + i * STEP * TileT::ROW_BYTES,
                  src + panel * TileT::PANEL, valid);
       }

@@ -31,20 +31,19 @@ __device__ __forceinline__ void store_tile(TileT& tile, const float (&c)[MT][NT]
   store_tile(tile, c, row, col, [](int, int) { return 1.0f; });
 }
 
-// Rows [first, first + ROWS) of a tile to one head of a packed tensor, whose token `token` is row 0,
-// from its column `first_col` on, 16 bytes a lane; rows at or past `valid_rows` and columns at or
-// past WIDTH stay unwritten. PADDED as in load_rows.
+// Rows [row0, row0 + ROWS) of a tile to rows of a packed tensor, from its column `first_col` on, 16
+// bytes a lane; rows past the valid ones and columns at or past WIDTH stay unwritten. PADDED as in
+// load_rows.
 template <int WIDTH, int THREADS, int ROWS, int PADDED, class TileT>
-__device__ __forceinline__ void write_rows_by(const Tensor& x, int64_t token, int head,
-                                              const TileT& tile, int first, int valid_rows,
-                                              int thread, int first_col) {
+__device__ __forceinline__ void write_rows_by(const Tensor& x, const Rows& rows, const TileT& tile,
+                                              int row0, int thread, int first_col) {
   constexpr int TOTAL = ROWS * TileT::CHUNKS;
-  uint16_t* gX = x.at(token, head) + first_col;
+  uint16_t* gX = x.at(rows.first, rows.head) + first_col;
 #pragma unroll
   for (int i = 0; i < ceil_div(TOTAL, THREADS); ++i) {
     const int index = i * THREADS + thread;
-    const int row = first + index / TileT::CHUNKS, chunk = index % TileT::CHUNKS;
-    if ((TOTAL % THREADS == 0 || index < TOTAL) && row < valid_rows &&
+    const int row = row0 + index / TileT::CHUNKS, chunk = index % TileT::CHUNKS;
+    if ((TOTAL % THREADS == 0 || index < TOTAL) && row < rows.valid &&
         (WIDTH == PADDED || first_col + chunk * 8 < WIDTH)) {
       *reinterpret_cast<uint4*>(gX + row * x.token_stride + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile.bytes + TileT::offset(row, chunk));
@@ -53,27 +52,24 @@ __device__ __forceinline__ void write_rows_by(const Tensor& x, int64_t token, in
 }
 // by all threads of the CTA: the whole tile
 template <int WIDTH, class TileT>
-__device__ __forceinline__ void write_rows(const Tensor& x, int64_t token, int head,
-                                           const TileT& tile, int valid_rows) {
-  write_rows_by<WIDTH, NUM_THREADS, TileT::ROWS, TileT::COLS>(x, token, head, tile, 0, valid_rows,
-                                                              threadIdx.x, 0);
+__device__ __forceinline__ void write_rows(const Tensor& x, const Rows& rows, const TileT& tile) {
+  write_rows_by<WIDTH, NUM_THREADS, TileT::ROWS, TileT::COLS>(x, rows, tile, 0, threadIdx.x, 0);
 }
-// by one warp: ROWS rows from `first` on, which its lanes have written
+// by one warp: ROWS rows from `row0` on, which its lanes have written
 template <int WIDTH, int ROWS, int PADDED = 0, class TileT>
-__device__ __forceinline__ void write_warp_rows(const Tensor& x, int64_t token, int head,
-                                                const TileT& tile, int first, int valid_rows,
-                                                int first_col = 0) {
+__device__ __forceinline__ void write_warp_rows(const Tensor& x, const Rows& rows,
+                                                const TileT& tile, int row0, int first_col = 0) {
   constexpr int COLUMNS = PADDED ? PADDED : TileT::COLS;
-  write_rows_by<WIDTH, WARP_SIZE, ROWS, COLUMNS>(x, token, head, tile, first, valid_rows,
-                                                 threadIdx.x % WARP_SIZE, first_col);
+  write_rows_by<WIDTH, WARP_SIZE, ROWS, COLUMNS>(x, rows, tile, row0, threadIdx.x % WARP_SIZE,
+                                                 first_col);
 }
 
-// Zeros to `rows` rows of one head of a packed tensor, from `token` on
+// Zeros to rows of a packed tensor
 template <int WIDTH>
-__device__ __forceinline__ void zero_rows(const Tensor& x, int64_t token, int head, int rows) {
+__device__ __forceinline__ void zero_rows(const Tensor& x, const Rows& rows) {
   constexpr int CHUNKS = WIDTH / 8;
-  uint16_t* gX = x.at(token, head);
-  for (int index = threadIdx.x; index < rows * CHUNKS; index += NUM_THREADS) {
+  uint16_t* gX = x.at(rows.first, rows.head);
+  for (int index = threadIdx.x; index < rows.valid * CHUNKS; index += NUM_THREADS) {
     *reinterpret_cast<uint4*>(gX + index / CHUNKS * x.token_stride + index % CHUNKS * 8) =
         uint4{0, 0, 0, 0};
   }

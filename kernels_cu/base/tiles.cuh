@@ -15,21 +15,29 @@ struct QueryTile {
 
   // nothing to compute: the rows see no key, belong to no sequence, or do not exist
   __device__ __forceinline__ bool dead() const { return n_end <= n_begin; }
+  __device__ __forceinline__ Rows rows() const { return {first_row, head, valid_rows}; }
+  // of a tile of keys
+  template <int BLOCK_N>
+  __device__ __forceinline__ Rows keys_of(int n) const {
+    return {keys.start + n * BLOCK_N, kv_head, keys.length - n * BLOCK_N};
+  }
   // of the first row, in (num_heads_q, total_q) statistics
   __device__ __forceinline__ int64_t statistic(const Sizes& sizes) const {
     return static_cast<int64_t>(head) * sizes.total_q + first_row;
   }
 };
 
-template <int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ QueryTile find_query_tile(const int* cu_seqlens_q,
-                                                     const int* cu_seqlens_k, const Sizes& sizes,
-                                                     int number, int head) {
-  const TileOfSequence found = find_tile(cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, number);
+// That of this CTA, in a grid of (tiles of queries, upper bound; query heads)
+template <int BLOCK_M, int BLOCK_N, class Args>
+__device__ __forceinline__ QueryTile find_query_tile(const Args& args) {
+  const Sizes& sizes = args.sizes;
+  const int head = blockIdx.y;
+  const TileOfSequence found =
+      find_tile(args.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, blockIdx.x);
   QueryTile tile{found.batch_index, head, head / sizes.group()};
   int block = found.block;
   if (found.batch_index >= 0) {
-    tile.keys = sequence_at(cu_seqlens_k, found.batch_index, sizes.total_k);
+    tile.keys = sequence_at(args.cu_seqlens_k, found.batch_index, sizes.total_k);
     // with a right bound the last tiles of a sequence are the longest: they start first
     const int blocks = ceil_div(found.length, BLOCK_M);
     if (cfg::HAS_RIGHT && block < blocks) block = blocks - 1 - block;
@@ -56,16 +64,20 @@ struct KeyTile {
 
   // nothing to compute: nobody sees the keys, they belong to no sequence, or do not exist
   __device__ __forceinline__ bool dead() const { return m_end <= m_begin; }
+  __device__ __forceinline__ Rows rows() const { return {first_col, kv_head, valid_cols}; }
 };
 
-template <int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ KeyTile find_key_tile(const int* cu_seqlens_q, const int* cu_seqlens_k,
-                                                 const Sizes& sizes, int number, int kv_head) {
-  const TileOfSequence found = find_tile(cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, number);
-  KeyTile tile{found.batch_index, kv_head, found.block * BLOCK_N, found.valid_rows(BLOCK_N)};
+// That of this CTA, in a grid of (tiles of keys, upper bound; kv heads)
+template <int BLOCK_M, int BLOCK_N, class Args>
+__device__ __forceinline__ KeyTile find_key_tile(const Args& args) {
+  const Sizes& sizes = args.sizes;
+  const TileOfSequence found =
+      find_tile(args.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, blockIdx.x);
+  KeyTile tile{found.batch_index, static_cast<int>(blockIdx.y), found.block * BLOCK_N,
+               found.valid_rows(BLOCK_N)};
   tile.first_col = found.start + tile.col0;
   if (found.batch_index >= 0) {
-    tile.queries = sequence_at(cu_seqlens_q, found.batch_index, sizes.total_q);
+    tile.queries = sequence_at(args.cu_seqlens_q, found.batch_index, sizes.total_q);
   }
   tile.mask = Mask{tile.queries.length, found.length, sizes.window_left, sizes.window_right};
   if (tile.valid_cols > 0) {
@@ -87,6 +99,10 @@ struct QueryWalk {
         head(tile.kv_head * group),
         m(tile.m_begin) {}
   __device__ __forceinline__ bool done() const { return head >= end_head; }
+  template <int BLOCK_M>
+  __device__ __forceinline__ Rows rows(const Sequence& queries) const {
+    return {queries.start + m * BLOCK_M, head, queries.length - m * BLOCK_M};
+  }
   __device__ __forceinline__ void advance() {
     const bool last_of_head = m + 1 == m_end;
     m = last_of_head ? m_begin : m + 1;

@@ -53,17 +53,15 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/back
 __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
                                              const Sequence& queries, const QueryWalk& at,
                                              int stage) {
-  const int head = at.head, row0 = at.m * BLOCK_M, valid_rows = queries.length - row0;
-  const int first_row = queries.start + row0;
-  load_rows<TileQ, cfg::WIDTH>(smem.q[stage].address(), args.q, first_row, head, valid_rows);
-  load_rows<TileO, cfg::WIDTH_V>(smem.dout[stage].address(), args.dout, first_row, head,
-                                 valid_rows);
-  const int64_t first = static_cast<int64_t>(head) * args.sizes.total_q + first_row;
-  const uint32_t rows = smem_address(smem.terms[stage]);
+  const Rows rows = at.rows<BLOCK_M>(queries);
+  load_rows<cfg::WIDTH>(smem.q[stage], args.q, rows);
+  load_rows<cfg::WIDTH_V>(smem.dout[stage], args.dout, rows);
+  const int64_t first = static_cast<int64_t>(rows.head) * args.sizes.total_q + rows.first;
+  const uint32_t terms = smem_address(smem.terms[stage]);
   for (int i = threadIdx.x; i < 2 * BLOCK_M; i += NUM_THREADS) {
-    cp_async_4(rows + i * sizeof(float),
+    cp_async_4(terms + i * sizeof(float),
                (i < BLOCK_M ? args.lse : args.delta) + first + i % BLOCK_M,
-               i % BLOCK_M < valid_rows);
+               i % BLOCK_M < rows.valid);
   }
   cp_async_commit();
 }
@@ -111,18 +109,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     backward_kv(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
-  const KeyTile tile = find_key_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                       args.sizes, blockIdx.x, blockIdx.y);
+  const KeyTile tile = find_key_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
-    zero_rows<cfg::WIDTH>(args.dk, tile.first_col, tile.kv_head, tile.valid_cols);
-    zero_rows<cfg::WIDTH_V>(args.dv, tile.first_col, tile.kv_head, tile.valid_cols);
+    zero_rows<cfg::WIDTH>(args.dk, tile.rows());
+    zero_rows<cfg::WIDTH_V>(args.dv, tile.rows());
     return;
   }
   const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
-  load_rows<TileK, cfg::WIDTH>(smem.k.address(), args.k, tile.first_col, tile.kv_head,
-                               tile.valid_cols);
-  load_rows<TileV, cfg::WIDTH_V>(smem.v.address(), args.v, tile.first_col, tile.kv_head,
-                                 tile.valid_cols);
+  load_rows<cfg::WIDTH>(smem.k, args.k, tile.rows());
+  load_rows<cfg::WIDTH_V>(smem.v, args.v, tile.rows());
   QueryWalk next(tile, args.sizes.group());
   load_queries(args, smem, tile.queries, next, 0);
 
@@ -164,6 +159,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
              [&](int, int) { return args.sizes.softmax_scale; });
   store_tile(smem.v, rdV, warp.v.row, warp.v.col);
   __syncthreads();  // both are whole
-  write_rows<cfg::WIDTH>(args.dk, tile.first_col, tile.kv_head, smem.k, tile.valid_cols);
-  write_rows<cfg::WIDTH_V>(args.dv, tile.first_col, tile.kv_head, smem.v, tile.valid_cols);
+  write_rows<cfg::WIDTH>(args.dk, tile.rows(), smem.k);
+  write_rows<cfg::WIDTH_V>(args.dv, tile.rows(), smem.v);
 }

@@ -22,7 +22,8 @@ struct Args {
   int num_heads;
   float scale;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_postprocess.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/backward_postprocess.py differ");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     backward_postprocess(const __grid_constant__ Args args) {
@@ -30,13 +31,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   TileX& tile_x = *reinterpret_cast<TileX*>(shared);
   const TileOfSequence tile =
       find_tile(args.cu_seqlens, args.batch, args.total_rows, BLOCK_M, blockIdx.x);
-  const int head = blockIdx.y, row0 = tile.block * BLOCK_M, valid_rows = tile.valid_rows(BLOCK_M);
+  const int head = blockIdx.y, row0 = tile.block * BLOCK_M;
+  const Rows rows{tile.start + row0, head, tile.valid_rows(BLOCK_M)};
   if (tile.batch_index < 0) {
-    zero_rows<cfg::WIDTH>(args.grad, tile.start + row0, head, valid_rows);
+    zero_rows<cfg::WIDTH>(args.grad, rows);
     return;
   }
   const int warp_row = threadIdx.x / WARP_SIZE * UNIT;
-  if (warp_row >= valid_rows) return;
+  if (warp_row >= rows.valid) return;
   const Workspace<HEAD_DIM> sums(args.accum, head, args.total_rows, args.batch, tile.start,
                                  tile.batch_index);
   float rX[1][HEAD_DIM / 8][4];
@@ -44,6 +46,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   for (int j = 0; j < HEAD_DIM / 8; ++j) sums.read((row0 + warp_row) / UNIT, j, rX[0][j]);
   store_tile(tile_x, rX, warp_row, 0, [&](int, int) { return args.scale; });
   __syncwarp();  // the rows were written by this warp's other lanes
-  write_warp_rows<cfg::WIDTH, UNIT>(args.grad, tile.start + row0, head, tile_x, warp_row,
-                                    valid_rows);
+  write_warp_rows<cfg::WIDTH, UNIT>(args.grad, rows, tile_x, warp_row);
 }

@@ -23,7 +23,8 @@ struct Args {
   int num_heads_q;
   int64_t dq_accum_size;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_preprocess.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/backward_preprocess.py differ");
 
 __device__ __forceinline__ float dot_chunk(uint4 a, uint4 b) {
   const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};

@@ -84,22 +84,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     backward_q(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
-  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                           args.sizes, blockIdx.x, blockIdx.y);
+  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
-    zero_rows<cfg::WIDTH>(args.dq, tile.first_row, tile.head, tile.valid_rows);
+    zero_rows<cfg::WIDTH>(args.dq, tile.rows());
     return;
   }
   const auto load_keys = [&](int n, int stage) {
-    const int token = tile.keys.start + n * BLOCK_N, valid = tile.keys.length - n * BLOCK_N;
-    load_rows<TileK, cfg::WIDTH>(smem.k[stage].address(), args.k, token, tile.kv_head, valid);
-    load_rows<TileV, cfg::WIDTH_V>(smem.v[stage].address(), args.v, token, tile.kv_head, valid);
+    load_rows<cfg::WIDTH>(smem.k[stage], args.k, tile.keys_of<BLOCK_N>(n));
+    load_rows<cfg::WIDTH_V>(smem.v[stage], args.v, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
-  load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, tile.first_row, tile.head,
-                               tile.valid_rows);
-  load_rows<TileO, cfg::WIDTH_V>(smem.dout.address(), args.dout, tile.first_row, tile.head,
-                                 tile.valid_rows);
+  load_rows<cfg::WIDTH>(smem.q, args.q, tile.rows());
+  load_rows<cfg::WIDTH_V>(smem.dout, args.dout, tile.rows());
   load_keys(tile.n_end - 1, 0);
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int warp_row = warp * WARP_M, stat_row = warp_row + lane / 4;
@@ -148,6 +144,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     __syncthreads();  // every warp has left Q, which dK's products read whole
   store_tile(smem.q, rdQ, warp_row, 0, [&](int, int) { return args.sizes.softmax_scale; });
   __syncwarp();  // the rows were written by this warp's other lanes
-  write_warp_rows<cfg::WIDTH, WARP_M>(args.dq, tile.first_row, tile.head, smem.q, warp_row,
-                                      tile.valid_rows);
+  write_warp_rows<cfg::WIDTH, WARP_M>(args.dq, tile.rows(), smem.q, warp_row);
 }

@@ -17,7 +17,8 @@ struct Args {
   SelectionSizes selection;
   int segment;  // items of one at most
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/block_offsets.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/block_offsets.py differ");
 
 // Sums over the lanes before this one, and over all
 struct Scan {

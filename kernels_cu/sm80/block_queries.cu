@@ -20,7 +20,8 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/block_queries.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/block_queries.py differ");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     block_queries(const __grid_constant__ Args args) {

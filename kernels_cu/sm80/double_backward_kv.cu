@@ -14,24 +14,15 @@
 // Without cfg::ATOMIC this is the first half of the deterministic form; the second is
 // double_backward_q. Twin: rawattn/kernels_numba/double_backward_kv.py. Source: the derivative of
 // FlashAttention-2's backward, arXiv 2307.08691, algorithm 2; rawattn/reference has the equations.
-#include "base/store.cuh"
 #include "base/tiles.cuh"
 #include "base/workspace.cuh"
-#include "sm80/key_warps.cuh"
-#include "sm80/tangent_products.cuh"
+#include "sm80/key_gradients.cuh"
 
 using WarpS = WarpOfScores<BLOCK_N / cfg::PIECES>;
 static_assert(KeyWarps<WarpS>::EVERY,
               "cfg::WARPS_M_S, WARPS_N_KV, WARPS_M_DQ: each warp gets whole 16 x 16 squares");
 
-struct SmemPlan {
-  TileK k, ddk;  // gK takes the place of k at the end
-  TileV v, ddv;  // gV that of v
-  TileQ q, ddq;
-  TileO dout;
-  TileP tp, ds, tds;
-  float terms[4][BLOCK_M];  // L, D, e, W
-};
+using SmemPlan = KeySide;
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
 struct Args {
@@ -53,20 +44,18 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/double_backward_kv.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/double_backward_kv.py differ");
 
 // Q, ddQ, dO and the row terms of a tile of queries. Rows past the sequence's end are
 // zeros in all of them: P is 1 there and adds nothing.
 __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
                                              const Sequence& queries, const QueryWalk& at) {
-  const int head = at.head, row0 = at.m * BLOCK_M, valid_rows = queries.length - row0;
-  const int first_row = queries.start + row0;
-  load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, first_row, head, valid_rows);
-  if constexpr (cfg::HAS_TQ) {
-    load_rows<TileQ, cfg::WIDTH>(smem.ddq.address(), args.ddq, first_row, head, valid_rows);
-  }
-  load_rows<TileO, cfg::WIDTH_V>(smem.dout.address(), args.dout, first_row, head, valid_rows);
-  const int64_t first = static_cast<int64_t>(head) * args.sizes.total_q + first_row;
+  const Rows rows = at.rows<BLOCK_M>(queries);
+  load_rows<cfg::WIDTH>(smem.q, args.q, rows);
+  if constexpr (cfg::HAS_TQ) load_rows<cfg::WIDTH>(smem.ddq, args.ddq, rows);
+  load_rows<cfg::WIDTH_V>(smem.dout, args.dout, rows);
+  const int64_t first = static_cast<int64_t>(rows.head) * args.sizes.total_q + rows.first;
   const uint32_t to = smem_address(smem.terms);
   for (int i = threadIdx.x; i < 4 * BLOCK_M; i += NUM_THREADS) {
     const int term = i / BLOCK_M, row = i % BLOCK_M;
@@ -74,7 +63,7 @@ __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
                          : term == 1 ? args.delta
                          : term == 2 ? args.ddlse
                                      : args.ddelta;
-    cp_async_4(to + i * sizeof(float), terms + first + row, row < valid_rows);
+    cp_async_4(to + i * sizeof(float), terms + first + row, row < rows.valid);
   }
   cp_async_commit();
 }
@@ -90,19 +79,15 @@ __device__ __forceinline__ void make_tiles(SmemPlan& smem, const Mask& mask, con
   for (int piece = 0; piece < BLOCK_N; piece += BLOCK_N / cfg::PIECES) {
     const int col = piece + warp.col;
     float rP[MT][NT][4], rE[MT][NT][4], rdP[MT][NT][4], rX[MT][NT][4];
-    multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(smem.k.address(), col));
+    multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(smem.keys.k.address(), col));
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, mask, row0 + stat_row, col0 + col + lane % 4 * 2);
     }
     scores_to_p(rP, load_lse_log2<MT>(smem.terms[0] + stat_row, 0, BLOCK_M), softmax_scale * LOG2E);
-    multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(smem.v.address(), col));
+    multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(smem.keys.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
     tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(&smem.terms[0][stat_row]), softmax_scale);
-    if constexpr (HAS_E) {
-      store_tile(smem.tp, rE, warp.row, col);
-      store_tile(smem.ds, rdP, warp.row, col);
-    }
-    store_tile(smem.tds, rX, warp.row, col);
+    smem.store_factors(rE, rdP, rX, warp.row, col);
   }
 }
 
@@ -112,10 +97,10 @@ __device__ __forceinline__ void add_gq(const Workspace<HEAD_DIM>& sums, const Sm
   float rgQ[WarpQ::MT][WarpQ::NT][4];
   clear(rgQ);
   multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(smem.tds.address(), warp.row),
-                       OperandBT<TileK, WarpQ::SPAN_N>(smem.k.address(), 0, warp.col));
+                       OperandBT<TileK, WarpQ::SPAN_N>(smem.keys.k.address(), 0, warp.col));
   if constexpr (cfg::HAS_TK) {
     multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(smem.ds.address(), warp.row),
-                         OperandBT<TileK, WarpQ::SPAN_N>(smem.ddk.address(), 0, warp.col));
+                         OperandBT<TileK, WarpQ::SPAN_N>(smem.keys.ddk.address(), 0, warp.col));
   }
   add_units(sums, rgQ, row0, warp.row, warp.col, valid_rows);
 }
@@ -124,30 +109,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     double_backward_kv(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
-  const KeyTile tile = find_key_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                       args.sizes, blockIdx.x, blockIdx.y);
+  const KeyTile tile = find_key_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
-    zero_rows<cfg::WIDTH>(args.gk, tile.first_col, tile.kv_head, tile.valid_cols);
-    zero_rows<cfg::WIDTH_V>(args.gv, tile.first_col, tile.kv_head, tile.valid_cols);
+    zero_rows<cfg::WIDTH>(args.gk, tile.rows());
+    zero_rows<cfg::WIDTH_V>(args.gv, tile.rows());
     return;
   }
   const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
-  const auto load_k = [&](TileK& to, const Tensor& x) {
-    load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.first_col, tile.kv_head, tile.valid_cols);
-  };
-  const auto load_v = [&](TileV& to, const Tensor& x) {
-    load_rows<TileV, cfg::WIDTH_V>(to.address(), x, tile.first_col, tile.kv_head, tile.valid_cols);
-  };
-  load_k(smem.k, args.k);
-  if constexpr (cfg::HAS_TK) load_k(smem.ddk, args.ddk);
-  if constexpr (HAS_E) load_v(smem.v, args.v);
-  if constexpr (cfg::HAS_TV) load_v(smem.ddv, args.ddv);
+  smem.keys.load_k(args, tile.rows());
+  smem.keys.load_v(args, tile.rows());
   QueryWalk next(tile, args.sizes.group());
   load_queries(args, smem, tile.queries, next);
 
-  float rgK[WarpK::MT][WarpK::NT][4], rgV[WarpV::MT][WarpV::NT][4];
-  clear(rgK);
-  clear(rgV);
+  KeyGradients gradients;
   while (!next.done()) {
     const int head = next.head, row0 = next.m * BLOCK_M;
     next.advance();
@@ -156,16 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     make_tiles(smem, tile.mask, warp.s, row0, tile.col0, args.sizes.softmax_scale);
     __syncthreads();  // tP, dS and tdS are whole
 
-    if constexpr (HAS_E) {
-      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp.v.row),
-                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp.v.col));
-    }
-    multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp.k.row),
-                          OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp.k.col));
-    if constexpr (cfg::HAS_TQ) {
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),
-                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp.k.col));
-    }
+    gradients.add(smem, warp);
     if (!next.done()) {
       __syncthreads();  // every warp has left Q, ddQ and dO: the next ones load behind gQ
       load_queries(args, smem, tile.queries, next);
@@ -176,12 +141,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
       add_gq(sums, smem, warp.q, row0, tile.queries.length - row0);
     }
   }
-
-  __syncthreads();  // every warp has left K and V: gK and gV take their place
-  store_tile(smem.k, rgK, warp.k.row, warp.k.col,
-             [&](int, int) { return args.sizes.softmax_scale; });
-  store_tile(smem.v, rgV, warp.v.row, warp.v.col);
-  __syncthreads();  // both are whole
-  write_rows<cfg::WIDTH>(args.gk, tile.first_col, tile.kv_head, smem.k, tile.valid_cols);
-  write_rows<cfg::WIDTH_V>(args.gv, tile.first_col, tile.kv_head, smem.v, tile.valid_cols);
+  gradients.write(smem, warp, args, tile.rows());
 }

@@ -18,6 +18,7 @@
 #include "base/warp_rows.cuh"
 #include "base/workspace.cuh"
 #include "sm80/tangent_products.cuh"
+#include "sm80/tangent_tiles.cuh"
 
 struct SmemPlan {
   union {
@@ -26,8 +27,7 @@ struct SmemPlan {
     };
     TileO ddout;  // at the end: a barrier of the loop lies behind every last read of q and ddq
   };
-  TileK k, ddk;
-  TileV v, ddv;
+  TangentKeys keys;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -52,7 +52,8 @@ struct Args {
   Sizes sizes;
   int64_t gq_accum_size;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/double_backward_out.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/double_backward_out.py differ");
 
 // ddO, e, D and W of this warp's rows. A dead row, or one past the sequence's end, reads nothing.
 __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile, int warp_row,
@@ -80,12 +81,11 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
   }
   store_tile(ddout, rddO, warp_row, 0);
   __syncwarp();  // the rows were written by this warp's other lanes
-  write_warp_rows<cfg::WIDTH_V, WARP_M>(args.ddout, tile.first_row, tile.head, ddout, warp_row,
-                                        tile.valid_rows);
+  write_warp_rows<cfg::WIDTH_V, WARP_M>(args.ddout, tile.rows(), ddout, warp_row);
 }
 
 __device__ __forceinline__ void write_dead_rows(const Args& args, const QueryTile& tile) {
-  zero_rows<cfg::WIDTH_V>(args.ddout, tile.first_row, tile.head, tile.valid_rows);
+  zero_rows<cfg::WIDTH_V>(args.ddout, tile.rows());
   for (float* x : {args.ddlse, args.delta, args.ddelta}) {
     fill_statistic(x, tile.statistic(args.sizes), tile.valid_rows, 0.0f);
   }
@@ -96,36 +96,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
   if (args.gq_accum) zero_workspace(args.gq_accum, args.gq_accum_size);
-  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                           args.sizes, blockIdx.x, blockIdx.y);
+  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
     write_dead_rows(args, tile);
     return;
   }
-  const auto load_k = [&](TileK& to, const Tensor& x, int n) {
-    load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.keys.start + n * BLOCK_N, tile.kv_head,
-                                 tile.keys.length - n * BLOCK_N);
-  };
-  const auto load_v = [&](TileV& to, const Tensor& x, int n) {
-    load_rows<TileV, cfg::WIDTH_V>(to.address(), x, tile.keys.start + n * BLOCK_N, tile.kv_head,
-                                   tile.keys.length - n * BLOCK_N);
-  };
   const auto load_keys = [&](int n) {
-    load_k(smem.k, args.k, n);
-    if constexpr (cfg::HAS_TK) load_k(smem.ddk, args.ddk, n);
+    smem.keys.load_k(args, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
   const auto load_values = [&](int n) {
-    if constexpr (HAS_E) load_v(smem.v, args.v, n);
-    if constexpr (cfg::HAS_TV) load_v(smem.ddv, args.ddv, n);
+    smem.keys.load_v(args, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
-  load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, tile.first_row, tile.head,
-                               tile.valid_rows);
-  if constexpr (cfg::HAS_TQ) {
-    load_rows<TileQ, cfg::WIDTH>(smem.ddq.address(), args.ddq, tile.first_row, tile.head,
-                                 tile.valid_rows);
-  }
+  load_rows<cfg::WIDTH>(smem.q, args.q, tile.rows());
+  if constexpr (cfg::HAS_TQ) load_rows<cfg::WIDTH>(smem.ddq, args.ddq, tile.rows());
   load_keys(tile.n_end - 1);
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
   const auto lse_log2 = load_lse_log2<MT>(args.lse + tile.statistic(args.sizes),
@@ -133,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
 
   const float softmax_scale = args.sizes.softmax_scale;
   const OperandA<TileQ> q(smem.q.address(), warp_row);
-  const OperandB<TileK> k(smem.k.address());
-  const OperandBT<TileV> v(smem.v.address());
+  const OperandB<TileK> k(smem.keys.k.address());
+  const OperandBT<TileV> v(smem.keys.v.address());
   float rddO[MT][HEAD_DIM_V / 8][4], rP[MT][BLOCK_N / 8][4], rE[MT][BLOCK_N / 8][4];
   float tangent[MT][2] = {}, rounded[MT][4] = {};
   clear(rddO);

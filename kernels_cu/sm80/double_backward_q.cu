@@ -14,12 +14,12 @@
 #include "base/tiles.cuh"
 #include "base/warp_rows.cuh"
 #include "sm80/tangent_products.cuh"
+#include "sm80/tangent_tiles.cuh"
 
 struct SmemPlan {
   TileQ q, ddq;  // gQ takes the place of q at the end: a warp reads and writes its own rows only
   TileO dout;
-  TileK k, ddk;
-  TileV v, ddv;
+  TangentKeys keys;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -40,39 +40,26 @@ struct Args {
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/double_backward_q.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/double_backward_q.py differ");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     double_backward_q(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
-  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                           args.sizes, blockIdx.x, blockIdx.y);
+  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
-    zero_rows<cfg::WIDTH>(args.gq, tile.first_row, tile.head, tile.valid_rows);
+    zero_rows<cfg::WIDTH>(args.gq, tile.rows());
     return;
   }
-  const auto load_q = [&](TileQ& to, const Tensor& x) {
-    load_rows<TileQ, cfg::WIDTH>(to.address(), x, tile.first_row, tile.head, tile.valid_rows);
-  };
   const auto load_step = [&](int n) {
-    const int token = tile.keys.start + n * BLOCK_N, valid = tile.keys.length - n * BLOCK_N;
-    const auto load_k = [&](TileK& to, const Tensor& x) {
-      load_rows<TileK, cfg::WIDTH>(to.address(), x, token, tile.kv_head, valid);
-    };
-    const auto load_v = [&](TileV& to, const Tensor& x) {
-      load_rows<TileV, cfg::WIDTH_V>(to.address(), x, token, tile.kv_head, valid);
-    };
-    load_k(smem.k, args.k);
-    if constexpr (cfg::HAS_TK) load_k(smem.ddk, args.ddk);
-    if constexpr (HAS_E) load_v(smem.v, args.v);
-    if constexpr (cfg::HAS_TV) load_v(smem.ddv, args.ddv);
+    smem.keys.load_k(args, tile.keys_of<BLOCK_N>(n));
+    smem.keys.load_v(args, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
-  load_q(smem.q, args.q);
-  if constexpr (cfg::HAS_TQ) load_q(smem.ddq, args.ddq);
-  load_rows<TileO, cfg::WIDTH_V>(smem.dout.address(), args.dout, tile.first_row, tile.head,
-                                 tile.valid_rows);
+  load_rows<cfg::WIDTH>(smem.q, args.q, tile.rows());
+  if constexpr (cfg::HAS_TQ) load_rows<cfg::WIDTH>(smem.ddq, args.ddq, tile.rows());
+  load_rows<cfg::WIDTH_V>(smem.dout, args.dout, tile.rows());
   load_step(tile.n_end - 1);
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
   const int64_t statistic = tile.statistic(args.sizes);
@@ -85,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   const float softmax_scale = args.sizes.softmax_scale;
   const OperandA<TileQ> q(smem.q.address(), warp_row);
   const OperandA<TileO> dout(smem.dout.address(), warp_row);
-  const OperandB<TileK> k(smem.k.address());
-  const OperandB<TileV> v(smem.v.address());
+  const OperandB<TileK> k(smem.keys.k.address());
+  const OperandB<TileV> v(smem.keys.v.address());
   float rgQ[MT][HEAD_DIM / 8][4];
   clear(rgQ);
   for (int n = tile.n_end - 1; n >= tile.n_begin; --n) {
@@ -102,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     }
     scores_to_p(rP, lse_log2, softmax_scale * LOG2E);
     tangents_of_p_and_ds(rE, rdS, rtdS, rP, terms, softmax_scale);
-    multiply_py(rgQ, rtdS, OperandBT<TileK>(smem.k.address()));  // gQ += tdS K + dS ddK
-    if constexpr (cfg::HAS_TK) multiply_py(rgQ, rdS, OperandBT<TileK>(smem.ddk.address()));
+    multiply_py(rgQ, rtdS, OperandBT<TileK>(smem.keys.k.address()));  // gQ += tdS K + dS ddK
+    if constexpr (cfg::HAS_TK) multiply_py(rgQ, rdS, OperandBT<TileK>(smem.keys.ddk.address()));
     if (n > tile.n_begin) {
       __syncthreads();  // every warp has left K, ddK, V and ddV
       load_step(n - 1);
@@ -112,6 +99,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
 
   store_tile(smem.q, rgQ, warp_row, 0, [&](int, int) { return softmax_scale; });
   __syncwarp();  // the rows were written by this warp's other lanes
-  write_warp_rows<cfg::WIDTH, WARP_M>(args.gq, tile.first_row, tile.head, smem.q, warp_row,
-                                      tile.valid_rows);
+  write_warp_rows<cfg::WIDTH, WARP_M>(args.gq, tile.rows(), smem.q, warp_row);
 }

@@ -81,33 +81,28 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
     return inverse_of(sum);
   });
   __syncwarp();  // the rows were written by this warp's other lanes
-  write_warp_rows<cfg::WIDTH_V, WARP_M>(args.out, tile.first_row, tile.head, sO, warp_row,
-                                        tile.valid_rows);
+  write_warp_rows<cfg::WIDTH_V, WARP_M>(args.out, tile.rows(), sO, warp_row);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     forward(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
-  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                           args.sizes, blockIdx.x, blockIdx.y);
+  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
-    zero_rows<cfg::WIDTH_V>(args.out, tile.first_row, tile.head, tile.valid_rows);
+    zero_rows<cfg::WIDTH_V>(args.out, tile.rows());
     fill_statistic(args.lse, tile.statistic(args.sizes), tile.valid_rows, -INF);
     return;
   }
   const auto load_k = [&](int n) {
-    load_rows<TileK, cfg::WIDTH>(smem.k.address(), args.k, tile.keys.start + n * BLOCK_N,
-                                 tile.kv_head, tile.keys.length - n * BLOCK_N);
+    load_rows<cfg::WIDTH>(smem.k, args.k, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
   const auto load_v = [&](int n) {
-    load_rows<TileV, cfg::WIDTH_V>(smem.v.address(), args.v, tile.keys.start + n * BLOCK_N,
-                                   tile.kv_head, tile.keys.length - n * BLOCK_N);
+    load_rows<cfg::WIDTH_V>(smem.v, args.v, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
-  load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, tile.first_row, tile.head,
-                               tile.valid_rows);
+  load_rows<cfg::WIDTH>(smem.q, args.q, tile.rows());
   load_k(tile.n_end - 1);
 
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;

@@ -87,8 +87,8 @@ struct Sums {
 
 __device__ __forceinline__ void write_dead_rows(const Args& args, const QueryTile& tile) {
   if (blockIdx.z > 0) return;
-  zero_rows<cfg::WIDTH_V>(args.out, tile.first_row, tile.head, tile.valid_rows);
-  zero_rows<cfg::WIDTH_V>(args.tout, tile.first_row, tile.head, tile.valid_rows);
+  zero_rows<cfg::WIDTH_V>(args.out, tile.rows());
+  zero_rows<cfg::WIDTH_V>(args.tout, tile.rows());
   fill_statistic(args.lse, tile.statistic(args.sizes), tile.valid_rows, -INF);
   fill_statistic(args.tlse, tile.statistic(args.sizes), tile.valid_rows, 0.0f);
 }
@@ -124,30 +124,26 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
   store_tile(smem.out, sums.rO, warp_row, 0);
   store_tile(smem.tout, sums.rTO, warp_row, 0);
   __syncwarp();  // the rows were written by this warp's other lanes
-  write_warp_rows<cfg::WIDTH_V, WARP_M, HEAD_DIM_V>(args.out, tile.first_row, tile.head, smem.out,
-                                                    warp_row, tile.valid_rows, first_col);
-  write_warp_rows<cfg::WIDTH_V, WARP_M, HEAD_DIM_V>(args.tout, tile.first_row, tile.head, smem.tout,
-                                                    warp_row, tile.valid_rows, first_col);
+  write_warp_rows<cfg::WIDTH_V, WARP_M, HEAD_DIM_V>(args.out, tile.rows(), smem.out, warp_row,
+                                                    first_col);
+  write_warp_rows<cfg::WIDTH_V, WARP_M, HEAD_DIM_V>(args.tout, tile.rows(), smem.tout, warp_row,
+                                                    first_col);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     jvp(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
-  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args.cu_seqlens_q, args.cu_seqlens_k,
-                                                           args.sizes, blockIdx.x, blockIdx.y);
+  const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
     write_dead_rows(args, tile);
     return;
   }
   const auto load_k = [&](TileK& to, const Tensor& x, int n) {
-    load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.keys.start + n * BLOCK_N, tile.kv_head,
-                                 tile.keys.length - n * BLOCK_N);
+    load_rows<cfg::WIDTH>(to, x, tile.keys_of<BLOCK_N>(n));
   };
   const auto load_v = [&](PartV& to, const Tensor& x, int n) {
-    load_rows<PartV, cfg::WIDTH_V, HEAD_DIM_V>(to.address(), x, tile.keys.start + n * BLOCK_N,
-                                               tile.kv_head, tile.keys.length - n * BLOCK_N,
-                                               blockIdx.z * COLS_V);
+    load_rows<cfg::WIDTH_V, HEAD_DIM_V>(to, x, tile.keys_of<BLOCK_N>(n), blockIdx.z * COLS_V);
   };
   const auto load_keys = [&](int n) {
     load_k(smem.k, args.k, n);
@@ -159,12 +155,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     if constexpr (cfg::HAS_TV) load_v(smem.tv, args.tv, n);
     cp_async_commit();
   };
-  load_rows<TileQ, cfg::WIDTH>(smem.q.address(), args.q, tile.first_row, tile.head,
-                               tile.valid_rows);
-  if constexpr (cfg::HAS_TQ) {
-    load_rows<TileQ, cfg::WIDTH>(smem.tq.address(), args.tq, tile.first_row, tile.head,
-                                 tile.valid_rows);
-  }
+  load_rows<cfg::WIDTH>(smem.q, args.q, tile.rows());
+  if constexpr (cfg::HAS_TQ) load_rows<cfg::WIDTH>(smem.tq, args.tq, tile.rows());
   load_keys(tile.n_end - 1);
 
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;

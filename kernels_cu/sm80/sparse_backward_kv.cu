@@ -43,7 +43,7 @@ struct Args {
   const int* queries;        // items of all lists
   const int* query_slots;    // their slots
   const int* work;           // (segments, 4) as block_offsets cuts them; unused without dk_accum
-  const float* block_scale;  // (total_q, num_heads_sel, num_selected); null without cfg::HAS_BLOCK_SCALE
+  const float* block_scale;  // (total_q, num_heads_sel, num_selected), or null
   float* dblock_scale;       // like block_scale, zeroed
   const int* cu_seqlens_q;   // (batch + 1,)
   const int* cu_seqlens_k;   // (batch + 1,)
@@ -55,7 +55,8 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_backward_kv.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_backward_kv.py differ");
 
 // Q, dO, L and D of a tile of items into a stage. Rows without an item are zeros in all four: P is
 // 1 there and adds nothing.
@@ -86,7 +87,8 @@ __device__ __forceinline__ void make_p_and_ds(const Args& args, SmemPlan& smem, 
   for (int part = 0; part < BLOCK_N; part += STEP_N) {
     const int col = part + warp.col;
     float rP[MT][NT][4], rdS[MT][NT][4];
-    float rS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1][4];  // as they are without scales
+    float rS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1]
+            [4];  // as they are without scales
     clear(rP);
     multiply_xyt<HEAD_DIM>(rP, queries, OperandB<TileK>(smem.k.address(), col));
     if constexpr (cfg::HAS_BLOCK_SCALE) {
@@ -147,7 +149,7 @@ __device__ __forceinline__ void write_keys(const Tensor& gX, float* accum,
   }
   if (warp.any()) store_tile(place, rX, warp.row, warp.col, [&](int, int) { return scale; });
   __syncthreads();  // the tile is whole
-  write_rows<WIDTH>(gX, tile.first_row, tile.kv_head, place, tile.keys);
+  write_rows<WIDTH>(gX, tile.rows(), place);
 }
 
 // What this CTA works on: with dk_accum a segment of work, else all lists of its block. False where
@@ -173,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   ItemWalk walk{};
   if (!find_tile_and_walk(args, tile, walk)) return;
   if (walk.done()) {  // nobody sees these keys, or they belong to no sequence
-    zero_rows<cfg::WIDTH>(args.dk, tile.first_row, tile.kv_head, tile.keys);
-    zero_rows<cfg::WIDTH_V>(args.dv, tile.first_row, tile.kv_head, tile.keys);
+    zero_rows<cfg::WIDTH>(args.dk, tile.rows());
+    zero_rows<cfg::WIDTH_V>(args.dv, tile.rows());
     return;
   }
   const int ratio = args.selection.num_heads_sel / args.sizes.num_heads_kv;
@@ -182,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   const auto fetch_items = [&](int buffer) {
     load_items(smem.items[buffer], args.queries, args.query_slots, walk);
   };
-  load_rows<TileK, cfg::WIDTH>(smem.k.address(), args.k, tile.first_row, tile.kv_head, tile.keys);
-  load_rows<TileV, cfg::WIDTH_V>(smem.v.address(), args.v, tile.first_row, tile.kv_head, tile.keys);
+  load_rows<cfg::WIDTH>(smem.k, args.k, tile.rows());
+  load_rows<cfg::WIDTH_V>(smem.v, args.v, tile.rows());
   Items items{smem.items[0].codes, walk.left, ratio};
   fetch_items(0);
   cp_async_commit();

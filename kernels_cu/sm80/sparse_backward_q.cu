@@ -29,14 +29,15 @@ struct Args {
   const float* delta;        // (num_heads_q, total_q)
   const int* blocks;         // (num_heads_sel, total_q, width)
   const int* slots;          // (num_heads_sel, total_q, width)
-  const float* block_scale;  // (total_q, num_heads_sel, num_selected); null without cfg::HAS_BLOCK_SCALE
+  const float* block_scale;  // (total_q, num_heads_sel, num_selected), or null
   const int* cu_seqlens_q;   // (batch + 1,)
   const int* cu_seqlens_k;   // (batch + 1,)
   Tensor dq;                 // (total_q, num_heads_q, head_dim)
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_backward_q.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_backward_q.py differ");
 
 // Rows of this warp: S, dP, dS and dS K of every stage they named
 __device__ __forceinline__ void make_dq(const Args& args, SmemPlan& smem, const ItemTile& tile,

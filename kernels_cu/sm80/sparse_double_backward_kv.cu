@@ -15,16 +15,11 @@
 //
 // Twin: rawattn/kernels_numba/sparse_double_backward_kv.py. Source: native sparse attention,
 // arXiv 2502.11089; rawattn/reference/sparse.py has the equations.
+#include "sm80/key_gradients.cuh"
 #include "sm80/sparse_gather.cuh"
-#include "sm80/tangent_products.cuh"
 
 struct SmemPlan {
-  TileK k, ddk;  // gK takes the place of k at the end
-  TileV v, ddv;  // gV that of v
-  TileQ q, ddq;
-  TileO dout;
-  TileP tp, ds, tds;
-  float terms[4][BLOCK_M];       // L, D, e, W
+  KeySide side;
   float scale_sums[4][BLOCK_M];  // [place of a warp along the keys][row]
   ItemCodes items[2];
 };
@@ -46,7 +41,7 @@ struct Args {
   const int* lengths;          // (chunks, num_heads_kv, units)
   const int* queries;          // items of all lists
   const int* query_slots;      // their slots
-  const float* block_scale;    // (total_q, num_heads_sel, num_selected); null without HAS_BLOCK_SCALE
+  const float* block_scale;    // (total_q, num_heads_sel, num_selected), or null
   const float* ddblock_scale;  // like block_scale, or null
   float* gblock_scale;         // like block_scale, zeroed, or null
   const int* cu_seqlens_q;     // (batch + 1,)
@@ -56,19 +51,20 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_double_backward_kv.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_double_backward_kv.py differ");
 
 // Q, ddQ, dO and the row terms of a tile of items. Rows without an item are zeros in all of them: P
 // is 1 there and adds nothing.
-__device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem, const Items& items,
+__device__ __forceinline__ void load_queries(const Args& args, KeySide& side, const Items& items,
                                              int kv_head) {
-  gather_rows<cfg::WIDTH>(smem.q, args.q, items, kv_head);
-  if constexpr (cfg::HAS_TQ) gather_rows<cfg::WIDTH>(smem.ddq, args.ddq, items, kv_head);
-  gather_rows<cfg::WIDTH_V>(smem.dout, args.dout, items, kv_head);
+  gather_rows<cfg::WIDTH>(side.q, args.q, items, kv_head);
+  if constexpr (cfg::HAS_TQ) gather_rows<cfg::WIDTH>(side.ddq, args.ddq, items, kv_head);
+  gather_rows<cfg::WIDTH_V>(side.dout, args.dout, items, kv_head);
   const float* terms[4] = {args.lse, args.delta, args.ddlse, args.ddelta};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    gather_statistic(smem.terms[i], terms[i], items, kv_head, args.sizes.total_q);
+    gather_statistic(side.terms[i], terms[i], items, kv_head, args.sizes.total_q);
   }
 }
 
@@ -79,9 +75,10 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
   if (!warp.any()) return;
   constexpr int MT = WarpS::MT, NT = WarpS::NT;
   const float softmax_scale = args.sizes.softmax_scale;
-  const OperandA<TileQ> q(smem.q.address(), warp.row);
-  const OperandA<TileO> dout(smem.dout.address(), warp.row);
-  const float* terms = &smem.terms[0][warp.row + threadIdx.x % WARP_SIZE / 4];
+  KeySide& side = smem.side;
+  const OperandA<TileQ> q(side.q.address(), warp.row);
+  const OperandA<TileO> dout(side.dout.address(), warp.row);
+  const float* terms = &side.terms[0][warp.row + threadIdx.x % WARP_SIZE / 4];
   float scale[MT][2], scale_tangent[MT][2], scale_sum[MT][2] = {};
   if constexpr (cfg::HAS_BLOCK_SCALE) {
     gather_block_scale(scale, args.block_scale, items, tile, args.selection, warp.row, 1.0f);
@@ -92,9 +89,11 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
   for (int part = 0; part < BLOCK_N; part += STEP_N) {
     const int col = part + warp.col;
     float rP[MT][NT][4], rE[MT][NT][4];
-    float rS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1][4];   // as they are without scales
-    float rtS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1][4];  // ddQ K^T + Q ddK^T
-    multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(smem.k.address(), col));
+    float rS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1]
+            [4];  // as they are without scales
+    float rtS[cfg::HAS_BLOCK_SCALE ? MT : 1][cfg::HAS_BLOCK_SCALE ? NT : 1]
+             [4];  // ddQ K^T + Q ddK^T
+    multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(side.keys.k.address(), col));
     if constexpr (cfg::HAS_BLOCK_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         rS[i][j][e] = rP[i][j][e];
@@ -105,7 +104,7 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
     if (!whole(items, tile)) cut_scores(rP, items, tile, warp.row, col);
     scores_to_p(rP, load_lse_log2<MT>(terms, 0, BLOCK_M), softmax_scale * LOG2E);
     float rdP[MT][NT][4], rX[MT][NT][4];
-    multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(smem.v.address(), col));
+    multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(side.keys.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
     tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(terms), softmax_scale);
     if constexpr (cfg::HAS_BLOCK_SCALE) {
@@ -115,11 +114,7 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
       });
       apply_block_scale(rdP, rX, scale, scale_tangent);
     }
-    if constexpr (HAS_E) {
-      store_tile(smem.tp, rE, warp.row, col);
-      store_tile(smem.ds, rdP, warp.row, col);
-    }
-    store_tile(smem.tds, rX, warp.row, col);
+    side.store_factors(rE, rdP, rX, warp.row, col);
   }
   if constexpr (cfg::HAS_BLOCK_SCALE) store_scale_sums(smem.scale_sums, scale_sum, warp);
 }
@@ -133,33 +128,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   ItemWalk walk{};
   if (tile.batch_index >= 0) walk = walk_items(args, tile);
   if (walk.done()) {  // nobody sees these keys, or they belong to no sequence
-    zero_rows<cfg::WIDTH>(args.gk, tile.first_row, tile.kv_head, tile.keys);
-    zero_rows<cfg::WIDTH_V>(args.gv, tile.first_row, tile.kv_head, tile.keys);
+    zero_rows<cfg::WIDTH>(args.gk, tile.rows());
+    zero_rows<cfg::WIDTH_V>(args.gv, tile.rows());
     return;
   }
   const int ratio = args.selection.num_heads_sel / args.sizes.num_heads_kv;
   const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
-  const auto load_k = [&](TileK& to, const Tensor& x) {
-    load_rows<TileK, cfg::WIDTH>(to.address(), x, tile.first_row, tile.kv_head, tile.keys);
-  };
-  const auto load_v = [&](TileV& to, const Tensor& x) {
-    load_rows<TileV, cfg::WIDTH_V>(to.address(), x, tile.first_row, tile.kv_head, tile.keys);
-  };
-  load_k(smem.k, args.k);
-  if constexpr (cfg::HAS_TK) load_k(smem.ddk, args.ddk);
-  if constexpr (HAS_E) load_v(smem.v, args.v);
-  if constexpr (cfg::HAS_TV) load_v(smem.ddv, args.ddv);
+  smem.side.keys.load_k(args, tile.rows());
+  smem.side.keys.load_v(args, tile.rows());
   load_items(smem.items[0], args.queries, args.query_slots, walk);
   cp_async_commit();
 
-  float rgK[WarpK::MT][WarpK::NT][4], rgV[WarpV::MT][WarpV::NT][4];
-  clear(rgK);
-  clear(rgV);
+  KeyGradients gradients;
   for (int buffer = 0; !walk.done(); buffer ^= 1) {
     const Items items{smem.items[buffer].codes, walk.left, ratio};
     cp_async_wait<0>();
     __syncthreads();  // the items are here; every warp has left Q, ddQ, dO, tP, dS and tdS
-    load_queries(args, smem, items, tile.kv_head);
+    load_queries(args, smem.side, items, tile.kv_head);
     walk.advance();
     if (!walk.done()) load_items(smem.items[buffer ^ 1], args.queries, args.query_slots, walk);
     cp_async_commit();
@@ -173,27 +158,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
                                               args.selection);
       }
     }
-    if (HAS_E && warp.v.any()) {  // gV += tP^T dO
-      multiply_xty<BLOCK_M>(rgV, OperandAT<TileP, WarpV::SPAN_M>(smem.tp.address(), 0, warp.v.row),
-                            OperandBT<TileO, WarpV::SPAN_N>(smem.dout.address(), 0, warp.v.col));
-    }
-    if (warp.k.any()) {  // gK += (g tdS + tg dS)^T Q + (g dS)^T ddQ
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.tds.address(), 0, warp.k.row),
-                            OperandBT<TileQ, WarpK::SPAN_N>(smem.q.address(), 0, warp.k.col));
-    }
-    if (cfg::HAS_TQ && warp.k.any()) {
-      multiply_xty<BLOCK_M>(rgK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),
-                            OperandBT<TileQ, WarpK::SPAN_N>(smem.ddq.address(), 0, warp.k.col));
-    }
+    gradients.add(smem.side, warp);  // of g tdS + tg dS and g dS: scales are in the factors
   }
-
-  __syncthreads();  // every warp has left K and V: gK and gV take their place
-  if (warp.k.any()) {
-    store_tile(smem.k, rgK, warp.k.row, warp.k.col,
-               [&](int, int) { return args.sizes.softmax_scale; });
-  }
-  if (warp.v.any()) store_tile(smem.v, rgV, warp.v.row, warp.v.col);
-  __syncthreads();  // both are whole
-  write_rows<cfg::WIDTH>(args.gk, tile.first_row, tile.kv_head, smem.k, tile.keys);
-  write_rows<cfg::WIDTH_V>(args.gv, tile.first_row, tile.kv_head, smem.v, tile.keys);
+  gradients.write(smem.side, warp, args, tile.rows());
 }

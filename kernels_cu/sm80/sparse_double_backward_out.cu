@@ -36,7 +36,7 @@ struct Args {
   const float* dlse;           // (num_heads_q, total_q), or null
   const int* blocks;           // (num_heads_sel, total_q, width)
   const int* slots;            // (num_heads_sel, total_q, width)
-  const float* block_scale;    // (total_q, num_heads_sel, num_selected); null without HAS_BLOCK_SCALE
+  const float* block_scale;    // (total_q, num_heads_sel, num_selected), or null
   const float* ddblock_scale;  // like block_scale, or null
   const int* cu_seqlens_q;     // (batch + 1,)
   const int* cu_seqlens_k;     // (batch + 1,)
@@ -47,7 +47,8 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_double_backward_out.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_double_backward_out.py differ");
 
 // ddO, e, D and W of this warp's rows. A dead row, or one past the tokens, reads nothing.
 __device__ __forceinline__ void epilogue(const Args& args, const ItemTile& tile, int warp_row,

@@ -37,7 +37,7 @@ struct Args {
   const float* ddelta;         // (num_heads_q, total_q)
   const int* blocks;           // (num_heads_sel, total_q, width)
   const int* slots;            // (num_heads_sel, total_q, width)
-  const float* block_scale;    // (total_q, num_heads_sel, num_selected); null without HAS_BLOCK_SCALE
+  const float* block_scale;    // (total_q, num_heads_sel, num_selected), or null
   const float* ddblock_scale;  // like block_scale, or null
   const int* cu_seqlens_q;     // (batch + 1,)
   const int* cu_seqlens_k;     // (batch + 1,)
@@ -45,7 +45,8 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_double_backward_q.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_double_backward_q.py differ");
 
 // gQ += tdS K + dS ddK
 template <int NT, int NT_Q, class Keys>

@@ -32,7 +32,7 @@ struct Args {
   Tensor v;                  // (total_k, num_heads_kv, head_dim_v)
   const int* blocks;         // (num_heads_sel, total_q, width)
   const int* slots;          // (num_heads_sel, total_q, width)
-  const float* block_scale;  // (total_q, num_heads_sel, num_selected); null without cfg::HAS_BLOCK_SCALE
+  const float* block_scale;  // (total_q, num_heads_sel, num_selected), or null
   const int* cu_seqlens_q;   // (batch + 1,)
   const int* cu_seqlens_k;   // (batch + 1,)
   Tensor out;                // (total_q, num_heads_q, head_dim_v)
@@ -40,7 +40,8 @@ struct Args {
   Sizes sizes;
   SelectionSizes selection;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_forward.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_forward.py differ");
 
 // Rows of this warp: S, softmax and P V of every stage they named
 __device__ __forceinline__ void attend(const Args& args, SmemPlan& smem, const ItemTile& tile,

@@ -25,6 +25,8 @@ struct BlockTile {
   int first_row;        // of the packed keys
   int shift, seqlen_k;  // position of query i among the keys: i + shift
   Sequence queries;
+
+  __device__ __forceinline__ Rows rows() const { return {first_row, kv_head, keys}; }
 };
 
 // Tiles of items over the lists of chunks [chunk, end_chunk)

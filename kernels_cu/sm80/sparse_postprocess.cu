@@ -14,7 +14,8 @@ struct Args {
   int num_heads;
   float scale;
 };
-static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/sparse_postprocess.py differ");
+static_assert(sizeof(Args) == cfg::ARGS_BYTES,
+              "struct Args and rawattn/ops/sparse_postprocess.py differ");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     sparse_postprocess(const __grid_constant__ Args args) {

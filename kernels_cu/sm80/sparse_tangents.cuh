@@ -3,12 +3,10 @@
 #pragma once
 #include "sm80/sparse_walk.cuh"
 #include "sm80/tangent_products.cuh"
+#include "sm80/tangent_tiles.cuh"
 
-// What a stage holds: keys and values, and what the direction adds right behind each
-struct TangentStage {
-  TileK k, ddk;
-  TileV v, ddv;
-
+// What a stage holds, loaded by the producer
+struct TangentStage : TangentKeys {
   template <class Args>
   __device__ __forceinline__ void load(const Args& args, const ItemTile& tile, int key) const {
     load_keys<cfg::WIDTH>(k, args.k, tile, key);
