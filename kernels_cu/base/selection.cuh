@@ -21,6 +21,10 @@ struct SelectionSizes {
   int chunk;  // query tokens whose items share a list
 };
 
+// Was a block named in a slot, and not only seen as the own one?
+__device__ __forceinline__ bool is_selected(int slot, const SelectionSizes& selection) {
+  return static_cast<uint32_t>(slot) < static_cast<uint32_t>(selection.num_selected);
+}
 // Units are numbered as the tiles of base/varlen.cuh are.
 __device__ __forceinline__ int units_of(const Sizes& sizes, int block_size) {
   return sizes.total_k / block_size + sizes.batch;

@@ -4,8 +4,8 @@
 //   SPAN of the chunk's items after the other, where an item's rank is the number of marks before
 //   it. Grid: (runs of NUM_WARPS lists).
 //
-// Items are copied first: should cu_seqlens not ascend, a list has an item twice, and no place may
-// stay unwritten.
+// Should cu_seqlens not ascend, a list may have an item twice, or places that nobody wrote: items are
+// copied first, so that no place stays empty, and brought into range.
 // Twin: rawattn/kernels_numba/block_order.py.
 #include "base/selection.cuh"
 
@@ -25,7 +25,7 @@ struct Args {
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/block_order.py differ");
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     block_order(const __grid_constant__ Args args) {
   __shared__ uint32_t bitmaps[NUM_WARPS][WORDS];
   __shared__ int before[NUM_WARPS][WORDS];  // marks in the words before a word
@@ -37,24 +37,30 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   const int length = args.lengths[list];
   if (length == 0) return;
   const int start = args.starts[list];
+  const int ratio = args.selection.num_heads_sel / args.sizes.num_heads_kv;
+  const int last = static_cast<int>(static_cast<int64_t>(args.sizes.total_q) * ratio - 1);
+  const auto item_at = [&](int i) { return min(max(args.unsorted[start + i], 0), last); };
+  const auto slot_at = [&](int i) {
+    const int slot = args.unsorted_slots[start + i];
+    return is_selected(slot, args.selection) ? slot : OWN;
+  };
   for (int i = lane; i < length; i += WARP_SIZE) {
-    args.queries[start + i] = args.unsorted[start + i];
-    args.query_slots[start + i] = args.unsorted_slots[start + i];
+    args.queries[start + i] = item_at(i);
+    args.query_slots[start + i] = slot_at(i);
   }
   __syncwarp();  // every place has an item
   if (length <= WARP_SIZE) {
-    const int item = lane < length ? args.unsorted[start + lane] : END;
+    const int item = lane < length ? item_at(lane) : END;
     int rank = 0;
     for (int j = 0; j < length; ++j) rank += __shfl_sync(0xffffffff, item, j) < item;
     if (lane < length) {
       args.queries[start + rank] = item;
-      args.query_slots[start + rank] = args.unsorted_slots[start + lane];
+      args.query_slots[start + rank] = slot_at(lane);
     }
     return;
   }
   const int64_t chunk = list / (static_cast<int64_t>(args.sizes.num_heads_kv) * units);
-  const int64_t items = static_cast<int64_t>(args.selection.chunk) *
-                        (args.selection.num_heads_sel / args.sizes.num_heads_kv);
+  const int64_t items = static_cast<int64_t>(args.selection.chunk) * ratio;
   uint32_t* bitmap = bitmaps[warp];
   int marks = 0;
   for (int64_t first = chunk * items; first < (chunk + 1) * items; first += SPAN) {
@@ -63,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     for (int w = lane; w < words; w += WARP_SIZE) bitmap[w] = 0;
     __syncwarp();  // the bitmap is empty
     for (int i = lane; i < length; i += WARP_SIZE) {
-      const int64_t bit = args.unsorted[start + i] - first;
+      const int64_t bit = item_at(i) - first;
       if (bit >= 0 && bit < words * 32) atomicOr(bitmap + bit / 32, 1u << (bit % 32));
     }
     __syncwarp();  // the span's items are marked
@@ -80,13 +86,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     }
     __syncwarp();  // all words are counted
     for (int i = lane; i < length; i += WARP_SIZE) {
-      const int item = args.unsorted[start + i];
+      const int item = item_at(i);
       const int64_t bit = item - first;
       if (bit < 0 || bit >= words * 32) continue;
       const uint32_t below = bitmap[bit / 32] & ((1u << (bit % 32)) - 1);
       const int place = start + before[warp][bit / 32] + __popc(below);
       args.queries[place] = item;
-      args.query_slots[place] = args.unsorted_slots[start + i];
+      args.query_slots[place] = slot_at(i);
     }
     __syncwarp();  // every lane has left the bitmap
   }

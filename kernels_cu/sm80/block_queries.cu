@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   const Sequence keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.sizes.total_k);
   const int units = units_of(args.sizes, selection.block_size);
   const int first_unit = first_tile(keys.start, tile.batch_index, selection.block_size);
+  const int num_blocks = ceil_div(keys.length, selection.block_size);
   const int head_sel = blockIdx.y, ratio = selection.num_heads_sel / args.sizes.num_heads_kv;
   const int64_t places =
       static_cast<int64_t>(selection.num_heads_sel) * args.sizes.total_q * selection.width;
@@ -42,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
         (static_cast<int64_t>(head_sel) * args.sizes.total_q + token) * selection.width +
         i % selection.width;
     const int block = args.blocks[at];
-    if (block == END) continue;
+    // END, or, where offsets fall, a block of another sequence
+    if (static_cast<uint32_t>(block) >= static_cast<uint32_t>(num_blocks)) continue;
     const int64_t list =
         (token / selection.chunk * args.sizes.num_heads_kv + head_sel / ratio) * units +
         first_unit + block;

@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_block_scale(float (&scale)[2], const float*
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     scale[half] = without;
-    if (scales && rows.slot[half] != OWN) {
+    if (scales && is_selected(rows.slot[half], selection)) {
       const int64_t token = tile.first_token + (row + half * 8) / GROUP;
       scale[half] =
           scales[(token * selection.num_heads_sel + tile.head_sel) * selection.num_selected +

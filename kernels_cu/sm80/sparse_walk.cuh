@@ -172,7 +172,8 @@ __device__ __forceinline__ void produce(const Args& args, Ring& ring, const Item
 #pragma unroll 1
     for (int part = 0; part < BLOCK_SIZE / BLOCK_N; ++part) {
       const int key = block * BLOCK_SIZE + part * BLOCK_N;
-      if (key >= tile.keys.length) break;
+      // unsigned: where offsets fall, a token may have the list of another sequence, or none
+      if (static_cast<uint32_t>(key) >= static_cast<uint32_t>(tile.keys.length)) break;
       unsigned free = 0;
       while (free == 0) {
         const bool mine =

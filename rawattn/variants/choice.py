@@ -4,7 +4,17 @@ from functools import lru_cache
 
 from rawattn import env
 from rawattn.problem import Problem, Selection
-from rawattn.variants.row import HALF, KIB, NO_BLOCKS, Row, Tiles, smem_limit, tile_widths, twin
+from rawattn.variants.row import (
+    HALF,
+    KIB,
+    NO_BLOCKS,
+    SHORT,
+    Row,
+    Tiles,
+    smem_limit,
+    tile_widths,
+    twin,
+)
 from rawattn.variants.sm80 import SM80
 from rawattn.variants.sm90 import SM90
 
@@ -47,6 +57,7 @@ def select(
         backend,
         env.value(env.VARIANT),
         size,
+        problem.total_q <= SHORT * problem.batch,
         selection.blocks(problem) if selection else NO_BLOCKS,
         workspace,
     )
@@ -64,6 +75,7 @@ def _select(
     backend: str | None,
     preferred: str,
     size: tuple[int, int, int] | None,
+    short: bool,
     blocks: tuple[int, int],
     workspace: str | None,
 ) -> Row:
@@ -87,6 +99,7 @@ def _select(
             raw
             and backend != "numba"
             and row.when.bounded in (None, bounded)
+            and row.when.short <= short
             and (row.kernel.any_width or row.head_dim == max(d, dv))
             and row.fits(tiles, arch)
         )

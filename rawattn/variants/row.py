@@ -7,6 +7,7 @@ from typing import NamedTuple
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 HALF = ("float16", "bfloat16")
 KIB = 1024
+SHORT = 64  # queries of a sequence, on average, that rows for short ones are for
 SMALLEST = 99  # KiB of shared memory that a CTA may have on every GPU from 8.0 on
 # KiB that a CTA may have (CUDA C++ programming guide, table of compute capabilities)
 _SMEM_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -44,6 +45,8 @@ class When:
     on the keys that a query sees (causal, a window), or, False, only without. ``max_ctas``: only
     for grids of at most so many CTAs for each multiprocessor, and for callers that do not need the
     same row for every batch (``select(by_size=True)``); and on GPUs where no wider row fits.
+    ``short``: only for batches of SHORT queries a sequence or fewer, on average. Such a row gives a
+    sequence the bits of the row that serves the others: same block_n, same order of sums.
     """
 
     archs: tuple[int, ...] | None = None
@@ -51,6 +54,7 @@ class When:
     min_smem_kib: int = 0
     bounded: bool | None = None
     max_ctas: int = 0
+    short: bool = False
     dtypes: tuple[str, ...] = HALF
 
     def on(self, arch: int) -> bool:

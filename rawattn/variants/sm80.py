@@ -5,7 +5,7 @@ kernel's facts, formula and rows are what an author adds and reads together.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rawattn.variants.row import KIB, SMALLEST, Kernel, Row, Sm80, Tiles, When, block_keys
@@ -114,32 +114,45 @@ def _of_blocks(row: Row, tiles: Tiles) -> Sm80:
     return replace(cfg, block_n=block_keys(row, tiles.blocks[1]), min_ctas=min_ctas)
 
 
-def _ring(columns: Callable[[int, int], tuple[int, int]]) -> dict[str, Callable[..., Any]]:
-    """fit and smem of a kernel with a ring; ``columns`` are those that a row of queries and a row
-    of keys take for (head_dim, head_dim_v)."""
+@dataclass(frozen=True)
+class _Ring:
+    """The shared memory of a kernel with a ring; ``columns`` are those that a row of queries and a
+    row of keys take for (head_dim, head_dim_v). Not a closure: builds travel between processes."""
 
-    def parts(c: Sm80, t: Tiles) -> tuple[int, int]:
+    columns: Callable[[int, int], tuple[int, int]]
+
+    def _parts(self, c: Sm80, t: Tiles) -> tuple[int, int]:
         """Bytes of the tiles of queries, and of a stage with its slots, barriers and queue entries.
 
         Queues are as long as there are stages, and one entry more.
         """
-        rows, keys = columns(t.head_dim, t.head_dim_v)
+        rows, keys = self.columns(t.head_dim, t.head_dim_v)
         entry = 16 * (c.block_m // 16)
         stage = 2 * c.block_n * keys + 16 + 4 * _items(c, t) + entry
         return 2 * c.block_m * rows + entry, stage
 
-    def fit(row: Row, tiles: Tiles) -> Sm80:
+    def fit(self, row: Row, tiles: Tiles) -> Sm80:
         """As many stages as fit a CTA's share, of which the driver keeps 1 KiB beside others."""
         cfg, ctas = _of_blocks(row, tiles), _own(row).min_ctas
-        fixed, stage = parts(cfg, tiles)
+        fixed, stage = self._parts(cfg, tiles)
         room = (row.when.min_smem_kib or SMALLEST) * KIB // ctas - (KIB if ctas > 1 else 0)
         return replace(cfg, num_stages=max(1, min(cfg.num_stages, (room - fixed) // stage)))
 
-    def smem(c: Sm80, t: Tiles) -> int:
-        fixed, stage = parts(c, t)
+    def smem(self, c: Sm80, t: Tiles) -> int:
+        fixed, stage = self._parts(c, t)
         return _multiple(fixed + c.num_stages * stage, ALIGNMENT)
 
-    return {"fit": fit, "smem": smem}
+
+def _columns_forward(d: int, dv: int) -> tuple[int, int]:
+    return _together(d, dv), d + dv
+
+
+def _columns_q(d: int, dv: int) -> tuple[int, int]:
+    return d + dv, d + dv
+
+
+def _columns_second(d: int, dv: int) -> tuple[int, int]:
+    return 2 * d + dv, 2 * (d + dv)
 
 
 def _together(d: int, dv: int) -> int:
@@ -149,7 +162,7 @@ def _together(d: int, dv: int) -> int:
 
 # --- the rows -----------------------------------------------------------------------------------
 
-_WHEN = {"max_arch", "min_smem_kib", "max_ctas"}
+_WHEN = {"max_arch", "min_smem_kib", "max_ctas", "short"}
 _SHORT = {"s": "warps_m_s", "kv": "warps_n_kv", "dq": "warps_m_dq"}
 
 
@@ -169,7 +182,7 @@ def _rows(kernel: Kernel, **of_all: Any) -> Callable[..., Row]:
     for a sparse kernel, whose blocks are up to 64 keys; ``of_all`` have all rows in common."""
 
     def dense(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Row:
-        name = f"{kernel.stem}_sm80_d{head_dim}_{m}x{n}"
+        name = f"{kernel.stem}_sm80_d{head_dim}_{m}x{n}{'_short' * fields.get('short', False)}"
         given = of_all | {"block_m": m, "block_n": n} | fields
         return _row(name, kernel, why, head_dim, given)
 
@@ -188,14 +201,17 @@ _double_out = _rows(DOUBLE_OUT, smem=_double_out_smem, min_ctas=2)
 _double_kv = _rows(DOUBLE_KV, smem=_double_kv_smem, workspace="squares")
 _double_q = _rows(DOUBLE_Q, smem=_double_q_smem)
 
-_ring_forward = _ring(lambda d, dv: (_together(d, dv), d + dv))
-_ring_q = _ring(lambda d, dv: (d + dv, d + dv))
-_ring_double = _ring(lambda d, dv: (2 * d + dv, 2 * (d + dv)))
-_sparse_forward = _rows(SPARSE_FORWARD, num_warps=5, num_stages=8, **_ring_forward)
+
+def _ring(columns: Callable[[int, int], tuple[int, int]]) -> dict[str, Callable[..., Any]]:
+    ring = _Ring(columns)
+    return {"fit": ring.fit, "smem": ring.smem}
+
+
+_sparse_forward = _rows(SPARSE_FORWARD, num_warps=5, num_stages=8, **_ring(_columns_forward))
 _sparse_kv = _rows(SPARSE_KV, num_warps=8, fit=_of_blocks, smem=_sparse_kv_smem, workspace="lanes")
-_sparse_q = _rows(SPARSE_Q, num_warps=5, num_stages=8, **_ring_q)
-_sparse_out = _rows(SPARSE_DOUBLE_OUT, num_warps=5, num_stages=8, **_ring_double)
-_sparse_double_q = _rows(SPARSE_DOUBLE_Q, num_warps=5, num_stages=8, **_ring_double)
+_sparse_q = _rows(SPARSE_Q, num_warps=5, num_stages=8, **_ring(_columns_q))
+_sparse_out = _rows(SPARSE_DOUBLE_OUT, num_warps=5, num_stages=8, **_ring(_columns_second))
+_sparse_double_q = _rows(SPARSE_DOUBLE_Q, num_warps=5, num_stages=8, **_ring(_columns_second))
 _sparse_double_kv = _rows(
     SPARSE_DOUBLE_KV, num_warps=8, fit=_of_blocks, smem=_sparse_double_kv_smem
 )
@@ -210,14 +226,17 @@ _SHARED = (
 )
 _L2 = "L2 traffic decides, so two CTAs an SM keep loads in flight"
 _GATHERED = "products decide, since dK and dV stay in registers while queries are gathered"
+_SHORT_ROWS = "a sequence of 64 queries leaves half of 128 rows empty"
 _CROWD = "a tile of 64 rows holds what 48 do not: more than 48 heads of a selection"
 
 # fmt: off
 SM80: tuple[Row, ...] = (
     _forward(32, 128, 64, "exp2 is the bound, so Q stays in registers and shared memory is left alone", q_in_registers=True),
+    _forward(64, 64, 64, f"{_SHORT_ROWS}, four CTAs of it an SM", min_ctas=4, short=True, min_smem_kib=_BIG, max_arch=90),
     _forward(64, 128, 64, "32 rows a warp halve the reads of K and V", q_in_registers=True, min_smem_kib=_BIG),
     _forward(64, 64, 64, "99 KiB hold more, smaller warps, which hide each other's waits", q_in_registers=True),
     _forward(96, 128, 64, "as head_dim 128, and spills on no arch"),
+    _forward(128, 64, 64, f"{_SHORT_ROWS}, three CTAs of it an SM", min_ctas=3, short=True, min_smem_kib=_BIG, max_arch=90),
     _forward(128, 128, 64, "two CTAs of 255 registers hide each other's softmax", min_smem_kib=_BIG, max_arch=90),
     _forward(128, 64, 64, "99 KiB still hold two CTAs of it; and compiled for newer GPUs by CUDA 12.9 the row above spills"),
     _forward(192, 128, 64, "eight warps, because O takes 96 registers at 16 rows a warp", num_warps=8, min_ctas=1),
