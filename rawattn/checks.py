@@ -19,7 +19,7 @@ BACKENDS = ("cuda", "numba", "reference")
 METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
-MAX_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1024  # the rows of a tile that begins before it count in 32 bits too
 MAX_ENTRIES = 2**31 - 1
 MAX_HEADS = 65535  # of a grid's second axis
 MAX_GROUP = 64  # query heads of a selection: the most rows of a tile of queries
@@ -196,11 +196,11 @@ def shape(name: str, given: Shape, expected: Shape) -> None:
 
 
 def tokens(name: str, total: int) -> None:
-    """cu_seqlens counts tokens in 32 bits."""
+    """Kernels count tokens, and the rows of a tile past the last one, in 32 bits."""
     if total > MAX_TOKENS:
         raise ValueError(
-            f"{name} has {total} tokens: expected at most {MAX_TOKENS}, what 32-bit cu_seqlens can "
-            "count; split the batch"
+            f"{name} has {total} tokens: expected at most {MAX_TOKENS}, so that kernels can count "
+            "them, and the rows of a tile past the last one, in 32 bits; split the batch"
         )
 
 

@@ -6,11 +6,13 @@ one each and the result is wrong; and they all fight for the interpreter, which 
 time.
 Here one thread runs at a time: up to its next barrier or its end, then the next one does. When it
 is the first one's turn again, all have come to the barrier. Runs are repeatable, and a kernel that
-lacks a barrier is wrong every time.
+lacks a barrier is wrong every time. The threads of a CTA then serve the next one.
 """
 
+import os
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,12 @@ kernelapi: Any = simulator.kernelapi
 class _Turns:
     """Who runs: each thread of a CTA has a lock that is free when it is its turn."""
 
-    def __init__(self, threads: int) -> None:
-        self.locks = [threading.Lock() for _ in range(threads)]
-        for lock in self.locks:
-            lock.acquire()
-        self.after = [*range(1, threads), 0]  # a ring of the threads that still run
-        self.before = [threads - 1, *range(threads - 1)]
+    def __init__(self, threads: list["_Worker"]) -> None:
+        self.locks = [thread.lock for thread in threads]
+        self.after = [*range(1, len(threads)), 0]  # a ring of the threads that still run
+        self.before = [len(threads) - 1, *range(len(threads) - 1)]
+        self.over = threading.Lock()
+        self.over.acquire()
 
     def wait(self, me: int) -> None:
         self.locks[me].acquire()
@@ -39,35 +41,56 @@ class _Turns:
     def leave(self, me: int) -> None:
         before, after = self.before[me], self.after[me]
         self.after[before], self.before[after] = after, before
-        if after != me:
-            self.locks[after].release()
+        (self.over if after == me else self.locks[after]).release()
+
+
+class _Worker(getattr(kernel, "BlockThread", threading.Thread)):  # type: ignore[misc]
+    """A thread of one CTA after the other: to start one costs more than most of them run."""
+
+    def __init__(self, *of_cta: Any) -> None:
+        super().__init__(None, *of_cta, False)
+        self.exception: tuple[Exception, Any] | None = None
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.lock.acquire()
+            try:
+                self.work()
+            except Exception as error:
+                where = f"tid={list(self.threadIdx)} ctaid={list(self.blockIdx)}"
+                self.exception = type(error)(f"{where}: {error}"), error.__traceback__
+            finally:  # a thread that raises keeps nobody waiting
+                self._manager.turns.leave(self.turn)
+
+
+_idle: dict[tuple[int, ...], list[list[_Worker]]] = {}  # the threads of CTAs, by their shape
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # threads do not come along
 
 
 def _run_block(self: Any, grid_point: tuple[int, ...], *arguments: Any) -> None:
     """The whole life of a CTA: BlockManager.run."""
-    points = list(np.ndindex(*self._block_dim))
-    self.turns = _Turns(len(points))
-    threads = []
-
-    def target() -> None:
-        me = vars(threading.current_thread())["turn"]
-        self.turns.wait(me)
-        try:
-            self._f(*arguments)
-        finally:  # a thread that raises keeps nobody waiting
-            self.turns.leave(me)
-
-    for turn, point in enumerate(points):
-        thread = kernel.BlockThread(target, self, grid_point, point, self._debug)
-        thread.turn = turn
-        threads.append(thread)
-        thread.start()
-    self.turns.locks[0].release()
+    shape = self._block_dim
+    try:
+        threads = _idle.setdefault(shape, []).pop()
+    except IndexError:
+        threads = [_Worker(self, grid_point, point) for point in np.ndindex(*shape)]
+    self.turns = _Turns(threads)
+    at, work = kernel.Dim3(*grid_point), partial(self._f, *arguments)
+    for turn, thread in enumerate(threads):
+        thread.turn, thread.work, thread.exception = turn, work, None
+        thread._manager, thread.blockIdx = self, at
+    threads[0].lock.release()
+    self.turns.over.acquire()
+    failed = next((thread.exception for thread in threads if thread.exception), None)
     for thread in threads:
-        thread.join()
-    for thread in threads:
-        if thread.exception:
-            raise thread.exception[0].with_traceback(thread.exception[1])
+        del thread.work, thread._manager
+    _idle[shape].append(threads)
+    if failed:
+        raise failed[0].with_traceback(failed[1])
 
 
 def _syncthreads(self: Any) -> None:
@@ -88,7 +111,7 @@ def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = Non
 
 def take_turns() -> None:
     """Put the above in place; a Numba whose simulator has other private names is left as it is."""
-    names = ("BlockManager", "BlockThread")
+    names = ("BlockManager", "BlockThread", "Dim3")
     if all(hasattr(kernel, n) for n in names) and hasattr(kernelapi, "FakeCUDAShared"):
         kernelapi.FakeCUDAShared.array = _shared_array
         kernel.BlockManager.run = _run_block

@@ -257,7 +257,7 @@ def test_workspaces(gpu: fake_gpu.Kernels, dtype: str) -> None:
     (first, keys, last), problem = gpu.views, gpu.problems[0]
     [name] = [row for row, _ in gpu.launched if "postprocess" in row]
     *_, delta, ddelta, zeroed, cu_q, cu_k = first
-    accum, offsets, gq = last
+    accum, gq, offsets = last
     assert offsets == cu_q != cu_k and gq.shape == case.q.shape
     assert accum.shape == accum_shape(ROWS[name], problem, "dq")
     for view in (delta, ddelta, accum):

@@ -7,6 +7,7 @@ import pytest
 
 from rawattn.build import Build, distinct, prelude, source, sources_root
 from rawattn.check.compiled import builds
+from rawattn.ops.arguments import args_bytes
 from rawattn.variants import TABLE, Row, Tiles
 
 ROWS = {row.name: row for row in TABLE}
@@ -23,7 +24,8 @@ def constants(build: Build) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
 def test_prelude_holds_the_choices_of_a_row_that_its_source_reads(row: Row) -> None:
     d = row.head_dim
-    build = Build(row, "float16", d, d, False, True, False, blocks=(16, 64))
+    size = args_bytes(row.stem)
+    build = Build(row, "float16", d, d, False, True, False, blocks=(16, 64), args_bytes=size)
     given, read = constants(build), source(build.path).names
     assert given.keys() == read, "no more and no less"
     for field in fields(build.cfg):
@@ -31,6 +33,7 @@ def test_prelude_holds_the_choices_of_a_row_that_its_source_reads(row: Row) -> N
             value = getattr(build.cfg, field.name)
             kind = "bool" if isinstance(value, bool) else "int"
             assert given[field.name.upper()] == (kind, str(value).lower())
+    assert given["ARGS_BYTES"] == ("int", str(size))
     if "SMEM_BYTES" in read:
         assert given["SMEM_BYTES"] == ("int", str(row.smem_bytes(Tiles(d, d, False, (16, 64)))))
 
@@ -49,7 +52,8 @@ def test_prelude_spells_blocks_and_leaves_registers_to_their_factors() -> None:
     plain, scaled = constants(build), constants(replace(build, scaled=True))
     assert plain["GROUP"] == ("int", "4") and plain["BLOCK_SIZE"] == ("int", "16")
     assert plain["BLOCK_N"] == ("int", "16"), "no more keys than a block has"
-    assert plain["HAS_SCALE"] == ("bool", "false") and scaled["HAS_SCALE"] == ("bool", "true")
+    assert plain["HAS_BLOCK_SCALE"] == ("bool", "false")
+    assert scaled["HAS_BLOCK_SCALE"] == ("bool", "true")
     assert int(scaled["MIN_CTAS"][1]) == row.cfg.min_ctas - 1 == int(plain["MIN_CTAS"][1]) - 1
     assert scaled["NUM_STAGES"] == plain["NUM_STAGES"]
 

@@ -14,18 +14,27 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rawattn import build as build_module
 from rawattn import jit
 from rawattn.build import INCLUDE, Build, prelude, source
+from rawattn.ops.arguments import args_bytes
 from rawattn.variants import TABLE, Row
 from rawattn.variants.row import Sm90
 
 ROWS = {row.name: row for row in TABLE}
-SMALL = Build(ROWS["backward_preprocess_sm80"], "bfloat16", 64, 64, False, False, False)
-FORWARD = Build(ROWS["forward_sm80_d64_128x64"], "bfloat16", 64, 64, False, True, False)
+
+
+def build_of(name: str, *given: Any, **more: Any) -> Build:
+    """A build of the row of that name, with the size of its ``struct Args``."""
+    return Build(ROWS[name], *given, **more, args_bytes=args_bytes(ROWS[name].stem))
+
+
+SMALL = build_of("backward_preprocess_sm80", "bfloat16", 64, 64, False, False, False)
+FORWARD = build_of("forward_sm80_d64_128x64", "bfloat16", 64, 64, False, True, False)
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of POSIX")
 
 
@@ -140,7 +149,7 @@ def test_key_follows_the_source_and_what_it_includes(file: str, sources: Path, n
 
 def test_key_does_not_follow_a_header_of_other_kernels(sources: Path, nvrtc: None) -> None:
     before = jit.cache_key(FORWARD, "sm_90")
-    edit(sources / "sm80/gradient.cuh", lambda text: text + "// edited\n")
+    edit(sources / "sm80/key_warps.cuh", lambda text: text + "// edited\n")
     assert jit.cache_key(FORWARD, "sm_90") == before
 
 
@@ -219,10 +228,9 @@ RACER = """
 import hashlib, sys
 import cuda.core
 from rawattn import jit
-from rawattn.build import Build
+from rawattn.check.compiled import builds
 from rawattn.variants import TABLE
-row = next(row for row in TABLE if row.name == "backward_preprocess_sm80")
-build = Build(row, "bfloat16", 64, 64, False, False, False)
+build = builds(next(row for row in TABLE if row.name == "backward_preprocess_sm80"))[0]
 print("ready", flush=True)
 sys.stdin.readline()
 print(hashlib.sha256(jit.cached_build(build, "sm_90").cubin).hexdigest())
@@ -402,12 +410,12 @@ def test_the_source_of_a_compile_error_goes_to_the_dump_folder(
     ("name", "change", "field"),
     [
         ("forward_sm80_d64_128x64", {"block_m": 16}, "cfg::BLOCK_M"),
-        ("forward_sm80_d64_128x64", {"block_n": 40}, "cfg::BLOCK_N"),
-        ("jvp_sm80_d64_64x64", {"block_n": 40}, "cfg::BLOCK_N"),
+        ("forward_sm80_d64_128x64", {"block_n": 40}, "BLOCK_N"),
+        ("jvp_sm80_d64_64x64", {"block_n": 40}, "BLOCK_N"),
         ("double_backward_out_sm80_d64_128x48", {"block_m": 16}, "cfg::BLOCK_M"),
-        ("double_backward_kv_sm80_d64_64x64", {"warps_n_kv": 3}, "WARPS_N_KV"),
+        ("double_backward_kv_sm80_d64_64x64", {"num_warps": 5}, "WARPS_N_KV"),
         ("backward_q_sm80_d96_64x64", {"block_m": 16}, "cfg::BLOCK_M"),
-        ("backward_kv_sm80_d64_64x128", {"warps_m_s": 3}, "cfg::WARPS_M_S"),
+        ("backward_kv_sm80_d64_64x128", {"num_warps": 5}, "cfg::WARPS_M_S"),
         ("backward_preprocess_sm80", {"block_m": 8}, "cfg::BLOCK_M"),
         ("backward_postprocess_sm80", {"block_m": 16}, "cfg::BLOCK_M"),
     ],
@@ -415,7 +423,7 @@ def test_the_source_of_a_compile_error_goes_to_the_dump_folder(
 def test_an_illegal_row_is_refused_by_the_name_of_its_field(
     name: str, change: dict[str, int], field: str, nvrtc: None
 ) -> None:
-    given = Build(ROWS[name], "float16", 64, 64, False, False, False, (True, True, True))
+    given = build_of(name, "float16", 64, 64, False, False, False, (True, True, True))
     build = replace(given, row=replace(ROWS[name], cfg=replace(ROWS[name].cfg, **change)))
     with pytest.raises(RuntimeError, match=f'static assertion failed with "[^"]*{field}'):
         jit.compile_build(build, "sm_90")
@@ -436,7 +444,7 @@ def test_a_wrong_shared_memory_size_is_refused(
 ) -> None:
     right = ROWS[name].smem
     row = replace(ROWS[name], smem=lambda cfg, tiles: right(cfg, tiles) + error)
-    build = Build(row, "float16", 64, 64, False, False, False)
+    build = replace(build_of(name, "float16", 64, 64, False, False, False), row=row)
     with pytest.raises(RuntimeError, match=r"static assertion failed[^\n]*\n?[^\n]*SMEM_BYTES"):
         jit.compile_build(build, "sm_90")
 
@@ -446,8 +454,8 @@ def test_check_spills_refuses_a_row_that_spills(
 ) -> None:
     # four CTAs an SM leave 128 registers a thread, fewer than this row needs
     row = ROWS["forward_sm80_d32_128x64"]
-    row = replace(row, cfg=replace(row.cfg, min_ctas=4))
-    spilling = Build(row, "float16", 32, 32, False, False, False)
+    fits = build_of(row.name, "float16", 32, 32, False, False, False)
+    spilling = replace(fits, row=replace(row, cfg=replace(row.cfg, min_ctas=4)))
     compiled = jit.compile_build(spilling, "sm_90")
     assert compiled.spill_bytes > 0 and compiled.registers <= 128
     monkeypatch.setattr(jit, "compile_build", lambda build, arch: compiled)

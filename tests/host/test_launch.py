@@ -87,7 +87,7 @@ def test_the_driver_gets_grid_block_memory_stream_and_the_bytes(driver: Driver) 
 def test_builds_that_differ_in_nothing_that_is_read_share_a_kernel(driver: Driver) -> None:
     masked = replace(PROBLEM, window_right=0)
     first = launch.kernel(PREPROCESS, PROBLEM)
-    assert launch.kernel(PREPROCESS, masked, args_bytes=8) is first and driver.loads == 1
+    assert launch.kernel(PREPROCESS, masked, atomic=True) is first and driver.loads == 1
     assert launch.kernel(PREPROCESS, replace(PROBLEM, dtype="bfloat16")) is not first
     assert launch.kernel(PREPROCESS, replace(PROBLEM, device=1)) is not first
     forward = ROWS["forward_sm80_d64_64x64"]
@@ -159,7 +159,7 @@ def test_a_new_kernel_is_a_source_a_launcher_and_its_rows(
     monkeypatch.setattr(launch, "cached_build", compiled)
     driver.size = 8
     chosen = select("planted", PROBLEM)
-    assert chosen is row and len(compiled.builds(row)) == 1
+    assert chosen is row
     importlib.import_module("planted").launch(chosen, PROBLEM, 4096, stream=0)
     assert made[0].registers and not made[0].spill_bytes
     assert driver.arguments == [(4096).to_bytes(8, "little")]

@@ -11,7 +11,8 @@ import pytest
 from rawattn import jit, variants
 from rawattn.build import ARCHS
 from rawattn.check.compiled import builds
-from rawattn.ops import sparse_postprocess
+from rawattn.ops.arguments import own_first
+from rawattn.ops.workspaces import accum_shape
 from rawattn.problem import Problem, Selection, default_chunk
 from rawattn.variants import (
     TABLE,
@@ -227,8 +228,8 @@ def test_sums_of_gradients_are_read_as_wide_as_they_were_written(d: int, dv: int
     row = next(row for row in CUDA_ROWS if row.stem == "sparse_postprocess")
     posed = problem(head_dim=d, head_dim_v=dv)
     for gradient, width in (("dq", d), ("dk", d), ("dv", dv)):
-        read = tile_widths(*sparse_postprocess._head_dims(posed, width))[0]
-        assert read == sparse_postprocess.accum_shape(row, posed, gradient)[2]
+        read = tile_widths(*own_first(posed, width))[0]
+        assert read == accum_shape(row, posed, gradient)[2]
 
 
 def test_chunks_of_queries_keep_lists_linear_in_the_tokens() -> None:
