@@ -6,6 +6,7 @@ head dimensions, masks and dtypes.
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
@@ -28,6 +29,8 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 # Unequal lengths, an empty side, a lone token, and more than one tile of either side.
 LENGTHS_Q = (70, 0, 1, 133)
 LENGTHS_K = (133, 5, 1, 70)
+# Offsets of broken batches: past the tokens, falling, negative, not from 0, far away.
+LIES = ((0, 70, 300, 1000), (0, 150, 100, 204), (-50, 10, -(2**31), 204), (9, 2**31 - 1, 5, 204))
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Visit:
     """One problem; ``row`` names the rows of the variants table to prefer, with commas between.
 
     ``backend`` None: CUDA kernels, but for tiles that do not fit this GPU. ``steps`` come after the
-    forward; ``direction`` is that of the steps beyond the backward.
+    forward; ``direction`` is that of the steps beyond the backward. ``lie``: offsets of queries and
+    keys in the place of those of LENGTHS_Q and LENGTHS_K.
     """
 
     dtype: str
@@ -56,6 +60,8 @@ class Visit:
     row: str = ""
     steps: tuple[str, ...] = (*METHODS, *SECOND)
     direction: str = "qkv"
+    head_dim_v: int | None = None
+    lie: tuple[int, ...] = ()
 
 
 def usual_rows(sparse: bool) -> tuple[str, list[Row]]:
@@ -70,7 +76,10 @@ def usual_rows(sparse: bool) -> tuple[str, list[Row]]:
 
 
 def visits() -> list[Visit]:
-    """Every head_dim and dtype with two of the masks, the rows that those leave out, the twins."""
+    """Every head_dim and dtype with two of the masks, the rows that those leave out, the twins.
+
+    Then offsets that lie, and the jvp whose columns are shared by two CTAs beside a narrow V.
+    """
     usual_names, rest = usual_rows(sparse=False)
     usual = []
     for i, (head_dim, dtype) in enumerate(product(HEAD_DIMS, ("float16", "bfloat16"))):
@@ -91,7 +100,12 @@ def visits() -> list[Visit]:
             ("float16", "bfloat16", "float32", "float64"), ("qkv", "q", "kv", "v"), strict=True
         )
     ]
-    return [*usual, *others, *twins]
+    lies = [
+        Visit("bfloat16", head_dim, MASKS[i % len(MASKS)], row=usual_names, lie=lie)
+        for i, (head_dim, lie) in enumerate(zip((64, 128, 32, 64), LIES, strict=True))
+    ]
+    narrow = Visit("float16", 256, MASKS[1], row=usual_names, steps=("jvp",), head_dim_v=32)
+    return [*usual, *others, *twins, *lies, narrow]
 
 
 class Arrays:
@@ -104,13 +118,28 @@ class Arrays:
         values = self.random.standard_normal(shape)
         return self.put(values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
 
-    def offsets(self, lengths: Iterable[int]) -> Any:
-        return self.put(np.array(list(accumulate(lengths, initial=0)), np.int32))
+    def offsets(self, lengths: Iterable[int], lie: tuple[int, ...] = ()) -> Any:
+        return self.put(np.array(lie or list(accumulate(lengths, initial=0)), np.int32))
 
     def put(self, values: np.ndarray) -> Any:
         import cupy
 
         return cupy.asarray(values)
+
+
+def memory_for(visit: Any) -> AbstractContextManager[Any]:
+    """What a visit's arrays are allocated with: zeros where offsets lie, since of such sequences
+    some tokens may be met by no kernel, and others read them."""
+    if not visit.lie:
+        return nullcontext()
+    import cupy
+
+    def zeros(size: int) -> Any:
+        pointer = cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+        pointer.memset_async(0, size)
+        return pointer
+
+    return cupy.cuda.using_allocator(zeros)
 
 
 def read(results: Mapping[str, Iterable[Any]], visit: Any) -> None:
@@ -131,32 +160,41 @@ def read(results: Mapping[str, Iterable[Any]], visit: Any) -> None:
 def visit_dense() -> None:
     """Run every problem; RuntimeError when a result is not finite."""
     arrays = Arrays()
-    cu_q, cu_k = arrays.offsets(LENGTHS_Q), arrays.offsets(LENGTHS_K)
-    total_q, total_k = sum(LENGTHS_Q), sum(LENGTHS_K)
     for visit in visits():
         os.environ["RAWATTN_VARIANT"] = visit.row
-        d, dtype = visit.head_dim, visit.dtype
-        q, dout, of_q = (arrays.normal(total_q, 2, d, dtype=dtype) for _ in range(3))
-        k, v, of_k, of_v = (arrays.normal(total_k, 1, d, dtype=dtype) for _ in range(4))
-        parts = zip("qkv", (of_q, of_k, of_v), strict=True)
-        direction = [part if name in visit.direction else None for name, part in parts]
-        options = {
-            "cu_seqlens_k": cu_k,
-            "causal": visit.mask.causal,
-            "window": visit.mask.window,
-            "backend": visit.backend,
-        }
-        out, lse = rawattn.forward(q, k, v, cu_q, return_lse=True, **options)
-        results = {"out": [out], "lse": [lse]}
-        passed = (dout, q, k, v, out, lse, cu_q)
-        for step in visit.steps:
-            if step in METHODS:
-                results[step] = rawattn.backward(*passed, method=step, **options)
-            elif step == "jvp":
-                results[step] = rawattn.jvp(q, k, v, *direction, cu_q, **options)
-            else:
-                exact = step == "second/two_pass"
-                results[step] = rawattn.double_backward(
-                    *direction, *passed, deterministic=exact, **options
-                )
-        read(results, visit)
+        with memory_for(visit):
+            read(run(visit, arrays), visit)
+
+
+def run(visit: Visit, arrays: Arrays) -> dict[str, Any]:
+    """The results of every step by its name."""
+    cu_q, cu_k = (arrays.offsets(lengths, visit.lie) for lengths in (LENGTHS_Q, LENGTHS_K))
+    total_q, total_k = sum(LENGTHS_Q), sum(LENGTHS_K)
+    d, dtype = visit.head_dim, visit.dtype
+    dv = visit.head_dim_v or d
+    q, of_q = (arrays.normal(total_q, 2, d, dtype=dtype) for _ in range(2))
+    dout = arrays.normal(total_q, 2, dv, dtype=dtype)
+    k, of_k = (arrays.normal(total_k, 1, d, dtype=dtype) for _ in range(2))
+    v, of_v = (arrays.normal(total_k, 1, dv, dtype=dtype) for _ in range(2))
+    parts = zip("qkv", (of_q, of_k, of_v), strict=True)
+    direction = [part if name in visit.direction else None for name, part in parts]
+    options = {
+        "cu_seqlens_k": cu_k,
+        "causal": visit.mask.causal,
+        "window": visit.mask.window,
+        "backend": visit.backend,
+    }
+    out, lse = rawattn.forward(q, k, v, cu_q, return_lse=True, **options)
+    results: dict[str, Any] = {"out": [out], "lse": [lse]}
+    passed = (dout, q, k, v, out, lse, cu_q)
+    for step in visit.steps:
+        if step in METHODS:
+            results[step] = rawattn.backward(*passed, method=step, **options)
+        elif step == "jvp":
+            results[step] = rawattn.jvp(q, k, v, *direction, cu_q, **options)
+        else:
+            exact = step == "second/two_pass"
+            results[step] = rawattn.double_backward(
+                *direction, *passed, deterministic=exact, **options
+            )
+    return results

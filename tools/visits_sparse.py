@@ -11,7 +11,17 @@ import numpy as np
 
 import rawattn
 from rawattn.variants.steps import SPARSE_STEPS
-from visits import HEAD_DIMS, LENGTHS_K, LENGTHS_Q, Arrays, read, steps_of, usual_rows
+from visits import (
+    HEAD_DIMS,
+    LENGTHS_K,
+    LENGTHS_Q,
+    LIES,
+    Arrays,
+    memory_for,
+    read,
+    steps_of,
+    usual_rows,
+)
 
 STEPS = {f"sparse/{name}": steps for name, steps in SPARSE_STEPS.items()}
 SOURCES = ("indices", "counts", "mask", "pattern")
@@ -38,13 +48,14 @@ class SparseVisit:
     steps: tuple[str, ...] = tuple(STEPS)
     lengths_q: tuple[int, ...] = LENGTHS_Q
     lengths_k: tuple[int, ...] = LENGTHS_K
+    lie: tuple[int, ...] = ()
 
 
 def sparse_visits() -> list[SparseVisit]:
     """Every head_dim and dtype with and without a gate, the rows that those leave out, the twins.
 
-    Heads, block sizes and sources take turns. The last ones have more than one chunk of queries,
-    and lists that are cut into segments of work.
+    Heads, block sizes and sources take turns. Then offsets lie. The last ones have more than one
+    chunk of queries, and lists that are cut into segments of work.
     """
     usual_names, rest = usual_rows(sparse=True)
     usual = [
@@ -72,6 +83,10 @@ def sparse_visits() -> list[SparseVisit]:
         SparseVisit(dtype, 32, 16, HEADS[i], gate=i % 2 > 0, source=SOURCES[i], backend="numba")
         for i, dtype in enumerate(("float16", "bfloat16", "float32", "float64"))
     ]
+    lies = [
+        SparseVisit("bfloat16", 64, 64, gate=i % 2 > 0, source=source, row=usual_names, lie=lie)
+        for i, (source, lie) in enumerate(zip(SOURCES, LIES, strict=True))
+    ]
     chunks = [
         replace(
             plain, backend=backend, steps=("sparse/atomic",), lengths_q=(260,), lengths_k=(270,)
@@ -79,7 +94,7 @@ def sparse_visits() -> list[SparseVisit]:
         for plain in (SparseVisit("float16", 32, 64, (64, 1, 1), gate=True, source="mask"),)
         for backend in (None, "numba")
     ]
-    return [*usual, *others, *twins, *chunks]
+    return [*usual, *others, *twins, *lies, *chunks]
 
 
 def selection_of(visit: SparseVisit, arrays: Arrays, cu_q: Any, cu_k: Any) -> tuple[Any, int]:
@@ -122,14 +137,16 @@ def visit_sparse() -> None:
     arrays = Arrays()
     for visit in sparse_visits():
         os.environ["RAWATTN_VARIANT"] = visit.row
-        read(run(visit, arrays), visit)
+        with memory_for(visit):
+            read(run(visit, arrays), visit)
 
 
 def run(visit: SparseVisit, arrays: Arrays) -> dict[str, Any]:
     """The results of every step by its name."""
     dtype, d = visit.dtype, visit.head_dim
     heads_q, heads_kv, heads = visit.heads
-    cu_q, cu_k = arrays.offsets(visit.lengths_q), arrays.offsets(visit.lengths_k)
+    cu_q = arrays.offsets(visit.lengths_q, visit.lie)
+    cu_k = arrays.offsets(visit.lengths_k, visit.lie)
     total_q, total_k = sum(visit.lengths_q), sum(visit.lengths_k)
     selected, slots = selection_of(visit, arrays, cu_q, cu_k)
     q, dout, of_q = (arrays.normal(total_q, heads_q, d, dtype=dtype) for _ in range(3))

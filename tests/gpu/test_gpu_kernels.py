@@ -23,11 +23,11 @@ from rawattn.check.cases import HALF, Case, Tensors, dtype_of
 from rawattn.check.expected import Expected, expect
 from rawattn.check.transfer import to_numpy
 from rawattn.variants import METHODS, Row
-from rawattn.variants.steps import STEPS as STEPS_OF_METHODS
 from tests.shared.gpu_arrays import Far, bits, moved
 from tests.shared.gpu_drawn import draw_case, lay_out
 from tests.shared.gpu_problems import (
     ARCH,
+    builds_of,
     built,
     chosen,
     judge,
@@ -137,25 +137,6 @@ FORCED_IDS = [f"{row.name}-{case}-{step}" for row, case, step in FORCED]
 # ---- builds ahead of time ---------------------------------------------------------------------
 
 
-def builds(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
-    """What a step of a case compiles, where ``row`` takes the place of its stem's default."""
-    d, dv = case.head_dim, case.head_dim_v
-    left, right = (side >= 0 for side in case.mask_window)
-
-    def build(stem: str, atomic: bool = False, dims: tuple[int, int] = (d, dv)) -> Build:
-        used = row if row is not None and row.stem == stem else chosen(stem, case)
-        return Build(used, case.dtype, *dims, left, right, atomic)
-
-    if step == "forward":
-        yield build("forward")
-        return
-    kernels = [kernel for kernel in STEPS_OF_METHODS[step] if kernel.stem != "backward_postprocess"]
-    yield from (build(kernel.stem, kernel.atomic) for kernel in kernels)
-    of_qk, of_v = (d, dv), (dv, d)  # the gathered tensor's own head_dim comes first
-    gathered = {"atomic_dq": {of_qk}, "atomic_dkv": {of_qk, of_v}, "two_pass": set()}[step]
-    yield from (build("backward_postprocess", dims=dims) for dims in gathered)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
     """Fill the cache of cubins from several processes, where many tests are selected."""
@@ -163,7 +144,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path == request.path and {"case", "step"} <= given.keys():
-            wanted += builds(given["case"], given["step"], given.get("row"))
+            wanted += builds_of(given["case"], given["step"], given.get("row"))
     warm(wanted)
 
 
@@ -172,7 +153,7 @@ def test_builds_are_those_that_a_call_asks_for(step: str, monkeypatch: pytest.Mo
     asked = built(monkeypatch)
     case = next(case for case in CASES if case.head_dim != case.head_dim_v)
     run_step(*prepared(case), step)
-    assert asked == kernels_of(builds(case, step))
+    assert asked == kernels_of(builds_of(case, step))
 
 
 # ---- running and judging ----------------------------------------------------------------------

@@ -115,3 +115,38 @@ class Far:
     @staticmethod
     def get(array: Any) -> Any:
         return np.stack([np.stack([array[t, h].get() for h in range(3)]) for t in range(3)])
+
+
+class Bands:
+    """An allocator of CuPy's whose memory lies between bands of ones, and what becomes of those.
+
+    All ones are NaN in every dtype of floats, and -1 in those of integers: what is read there shows
+    in a result that must be finite, what is written there shows in ``touched``. The memory itself
+    begins with zeros, so that what nobody writes is finite.
+    """
+
+    BYTES = 2**17  # wider than what a tile holds of one tensor
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy, self._kept = cupy, []  # kept to the end, so that no memory is used twice
+
+    def allocate(self, size: int) -> Any:
+        whole = self._cupy.get_default_memory_pool().malloc(size + 2 * self.BYTES)
+        stream = self._cupy.cuda.get_current_stream()
+        whole.memset_async(255, self.BYTES, stream)
+        (whole + self.BYTES).memset_async(0, size, stream)
+        (whole + self.BYTES + size).memset_async(255, self.BYTES, stream)
+        self._kept.append((whole, size))
+        return whole + self.BYTES
+
+    def touched(self) -> list[str]:
+        """Where bands have changed: how far from which memory."""
+        found = []
+        for i, (whole, size) in enumerate(self._kept):
+            for side, start in (("before", 0), ("behind", self.BYTES + size)):
+                band = self._cupy.ndarray(self.BYTES, np.uint8, whole + start)
+                if at := self._cupy.flatnonzero(band != 255)[:1].tolist():
+                    found.append(f"{side} the {size} bytes of allocation {i}, at {at[0]}")
+        return found

@@ -15,15 +15,17 @@ import pytest
 
 import rawattn
 from rawattn import launch, variants
-from rawattn.build import Build, prelude
+from rawattn.build import NO_DIRECTION, Build, prelude
 from rawattn.check.cases import NEIGHBOUR, Case, Tensors, dtype_of, lse_dtype, make
 from rawattn.check.compiled import warm_build
 from rawattn.check.expected import Target
 from rawattn.check.transfer import loaded_torch, to_framework, to_numpy
 from rawattn.check.workers import work
+from rawattn.ops.arguments import args_bytes
 from rawattn.problem import Problem
 from rawattn.reference.dense import allowed
 from rawattn.variants import Row
+from rawattn.variants.steps import STEPS, Step
 from tests.shared.device import device_arch
 from tests.shared.gpu_arrays import Arrays
 
@@ -336,21 +338,46 @@ def judge(posed: Any, results: Arrays) -> None:
 # ---- builds ahead of time ---------------------------------------------------------------------
 
 
-def chosen(stem: str, case: Case) -> Row:
-    """The CUDA row that the kernel ``stem`` of a case runs on."""
-    heads, dims = (case.num_heads_q, case.num_heads_kv), (case.head_dim, case.head_dim_v)
-    problem = Problem(case.dtype, 1, 1, 1, *heads, *dims, *case.mask_window, 1.0, ARCH, 0)
-    return variants.select(stem, problem, backend="cuda")
+def problem_of(case: Case, tokens: int = 0) -> Problem:
+    """The Problem that a case poses; ``tokens`` asks for one sequence of so many in its place."""
+    batch = 1 if tokens else len(case.lengths_q)
+    total_q = tokens or sum(case.lengths_q) + case.past_q
+    total_k = tokens or sum(case.lengths_k) + case.past_k
+    sizes = (case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v)
+    return Problem(case.dtype, batch, total_q, total_k, *sizes, *case.mask_window, 1.0, ARCH, 0)
 
 
-def builds_of(case: Case) -> Iterator[Build]:
-    """What ``jvp`` and ``double_backward`` of a case compile, atomic or deterministic."""
-    dims, sides = (case.head_dim, case.head_dim_v), tuple(n >= 0 for n in case.mask_window)
-    for stem in STEMS:
-        for atomic in (False, True) if stem == "double_backward_kv" else (False,):
-            row = chosen(stem, case)
-            yield Build(row, case.dtype, *dims, *sides, atomic, case.direction)
-    yield Build(chosen("backward_postprocess", case), case.dtype, *dims, *sides, False)
+def chosen(stem: str, case: Case, *, by_size: bool = False) -> Row:
+    """The CUDA row that the kernel ``stem`` of a case runs on; ``by_size`` as of ``select``."""
+    return variants.select(stem, problem_of(case), backend="cuda", by_size=by_size)
+
+
+def large_rows(case: Case, stems: Iterable[str]) -> dict[str, Row]:
+    """By stem the row that a case of the same widths, but of many tokens, runs on."""
+    problem = problem_of(case, tokens=2**20)
+    return {
+        stem: variants.select(stem, problem, backend="cuda", by_size=True)
+        for stem in dict.fromkeys(stems)
+    }
+
+
+def stems_of(step: str) -> tuple[str, ...]:
+    """The kernels of "forward" or of a step of STEPS."""
+    return ("forward",) if step == "forward" else tuple(stem for stem, _ in STEPS[step])
+
+
+def builds_of(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
+    """What "forward" or a step of STEPS compiles for a case; ``row`` is its stem's if given."""
+    d, dv = case.head_dim, case.head_dim_v
+    sides = tuple(n >= 0 for n in case.mask_window)
+    # the gathered tensor's own head_dim comes first: of dK and dV both, else of dQ
+    gathered = {(d, dv), (dv, d)} if step == "atomic_dkv" else {(d, dv)}
+    for stem, atomic in (Step("forward"),) if step == "forward" else STEPS[step]:
+        used = row if row is not None and row.stem == stem else chosen(stem, case)
+        direction = case.direction if used.kernel.directed else NO_DIRECTION
+        for dims in gathered if stem == "backward_postprocess" else {(d, dv)}:
+            fixed = (used, case.dtype, *dims, *sides, atomic, direction)
+            yield Build(*fixed, args_bytes=args_bytes(stem))
 
 
 def built(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:

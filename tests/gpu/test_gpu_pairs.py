@@ -1,0 +1,160 @@
+"""Every CUDA kernel on every pair of native head_dim and head_dim_v, judged by the tolerance.
+
+The 36 pairs take dtypes, masks and groups in turn, so that each head_dim meets all of them and few
+kernels are compiled. Dense problems ask for the rows of large ones; those for small grids follow.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from rawattn import variants
+from rawattn.build import NO_DIRECTION, WHOLE, Build
+from rawattn.check.cases import HALF, Case
+from rawattn.check.run import judge_case
+from rawattn.check.sparse_cases import SparseCase
+from rawattn.ops.arguments import args_bytes
+from rawattn.problem import Selection
+from rawattn.variants import HEAD_DIMS, METHODS, NO_BLOCKS
+from rawattn.variants.steps import SECOND, SPARSE_STEPS, Step
+from tests.shared.gpu_problems import (
+    ARCH,
+    builds_of,
+    chosen,
+    large_rows,
+    problem_of,
+    sized,
+    stems_of,
+    warm,
+)
+
+pytest.importorskip("cupy")
+
+pytestmark = pytest.mark.gpu
+
+STEPS = (*METHODS, *SECOND)
+LENGTHS_Q, LENGTHS_K = (70, 5, 0, 1, 133), (133, 5, 5, 1, 70)
+MASKS = (
+    {},
+    {"causal": True},
+    {"window": (40, 20)},
+    {"window": (30, -1)},
+    {"window": (-1, 9)},
+)
+SHARING = ((1, 16, 2), (4, 64, 1), (16, 32, 1), (2, 128, 2), (3, 16, 1))  # group, block, kv heads
+PAIRS = list(enumerate(product(HEAD_DIMS, HEAD_DIMS)))
+
+
+def dense_cases() -> Iterator[Case]:
+    for n, (d, dv) in PAIRS:
+        i, j = divmod(n, len(HEAD_DIMS))
+        yield Case(
+            f"pair-{d}-{dv}",
+            LENGTHS_Q,
+            LENGTHS_K,
+            dtype=HALF[(i + j) % 2],
+            group=(1, 3)[j % 2],
+            poisoned=(1,),
+            **sized(d, dv),
+            **MASKS[(2 * i + j) % len(MASKS)],
+        )
+
+
+def sparse_cases() -> Iterator[SparseCase]:
+    for n, (d, dv) in PAIRS:
+        i, j = divmod(n, len(HEAD_DIMS))
+        group, block_size, num_heads_kv = SHARING[(2 * i + j) % len(SHARING)]
+        yield SparseCase(
+            f"sparse-pair-{d}-{dv}",
+            LENGTHS_Q,
+            LENGTHS_K,
+            dtype=HALF[(i + j) % 2],
+            group=group,
+            num_heads_kv=num_heads_kv,
+            block_size=block_size,
+            num_selected=3,
+            causal=j % 3 > 0,
+            own=n % 4 > 0,
+            gate=i % 2 == j // 2 % 2,
+            poisoned=(1,),
+            **sized(d, dv),
+        )
+
+
+DENSE, SPARSE = list(dense_cases()), list(sparse_cases())
+LARGE = [(case, step) for case in DENSE for step in STEPS]
+SMALL = [
+    (case, step)
+    for case, step in LARGE
+    if any(
+        chosen(stem, case, by_size=True) is not row
+        for stem, row in large_rows(case, ("forward", *stems_of(step))).items()
+    )
+]
+SPARSE_RUNS = [(case, step) for case in SPARSE for step in SPARSE_STEPS]
+
+
+def sparse_builds(case: SparseCase, step: str) -> Iterator[Build]:
+    """What the forward and a step of SPARSE_STEPS compile for a case."""
+    selected = (case.num_heads_sel, case.num_selected, case.block_size)
+    selection, problem = Selection(*selected, case.own, 256), problem_of(case)
+    right = 0 if case.causal else -1
+    for stem, atomic in (Step("sparse_forward"), *SPARSE_STEPS[step]):
+        row = variants.select(stem, problem, backend="cuda", selection=selection)
+        blocks = selection.blocks(problem) if row.kernel.sparse else NO_BLOCKS
+        direction = WHOLE if row.kernel.directed else NO_DIRECTION
+        fixed = (case.dtype, case.head_dim, case.head_dim_v, False, right == 0, atomic)
+        yield Build(row, *fixed, direction, blocks, case.gate, args_bytes(stem))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Fill the cache of cubins from several processes, where many tests are selected."""
+    wanted: list[Build] = []
+    for item in request.session.items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and {"case", "step"} <= given.keys():
+            case, step = given["case"], given["step"]
+            sparse = isinstance(case, SparseCase)
+            wanted += sparse_builds(case, step) if sparse else builds_of(case, step)
+    warm(wanted)
+
+
+def check(case: Case, step: str) -> None:
+    rows = judge_case(case, "cuda", (step,))
+    wrong = [row for row in rows if row.verdict.verdict not in ("pass", "vacuous")]
+    assert not wrong, "\n".join(f"{r.backend} {r.tensor}: {r.verdict}" for r in wrong)
+    found = {row.tensor for row in rows if row.verdict.ok}
+    assert len(found) >= 4, f"only {sorted(found)} of {case} prove anything"
+
+
+@pytest.mark.parametrize(("case", "step"), LARGE, ids=[f"{c}-{s}" for c, s in LARGE])
+def test_pair(case: Case, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = large_rows(case, ("forward", *stems_of(step)))
+    monkeypatch.setenv("RAWATTN_VARIANT", ",".join(row.name for row in rows.values()))
+    check(case, step)
+
+
+@pytest.mark.parametrize(("case", "step"), SMALL, ids=[f"{c}-{s}" for c, s in SMALL])
+def test_pair_on_rows_of_small_grids(case: Case, step: str) -> None:
+    check(case, step)
+
+
+@pytest.mark.parametrize(("case", "step"), SPARSE_RUNS, ids=[f"{c}-{s}" for c, s in SPARSE_RUNS])
+def test_sparse_pair(case: SparseCase, step: str) -> None:
+    check(case, step)
+
+
+def test_the_pairs_have_everything_in_them() -> None:
+    """Each head_dim, on either side, meets every mask, dtype and group; so with a selection."""
+    for side, d in product(("head_dim", "head_dim_v"), HEAD_DIMS):
+        some = [case for case in DENSE if getattr(case, side) == d]
+        assert {case.dtype for case in some} == set(HALF)
+        assert {case.group for case in some} == {1, 3} or side == "head_dim_v"
+        assert len({(case.causal, case.window) for case in some}) == len(MASKS)
+        some = [case for case in SPARSE if getattr(case, side) == d]
+        assert {case.block_size for case in some} == {16, 32, 64, 128}
+        for name in ("causal", "gate", "own"):
+            assert {getattr(case, name) for case in some} == {False, True} or side != "head_dim"
+    assert SMALL or ARCH != 90
