@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -50,6 +51,7 @@ class View(NamedTuple):
     owner: Any
 
 
+_owner = attrgetter("owner")
 _new = tuple.__new__  # _new(View, (...)) is View(...) in half the time
 
 
@@ -105,6 +107,24 @@ def is_aligned(view: View) -> bool:
 def is_dense(view: View) -> bool:
     """Whether the elements lie in row-major order without gaps."""
     return view.strides == row_major(view.shape)
+
+
+def are_ready(q: View, k: View, v: View, *offsets: View) -> bool:
+    """Whether kernels take all of a call's inputs as they are: what is usual, found at once."""
+    offsets_q, offsets_k = offsets
+    return not (q.ptr | k.ptr | v.ptr) % 16 and _are_ready(
+        q.dtype, q.strides, k.strides, v.strides,
+        offsets_q.strides, offsets_k.strides, offsets_q.dtype, offsets_k.dtype,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _are_ready(
+    dtype: str, q: Shape, k: Shape, v: Shape, offsets_q: Shape, offsets_k: Shape, *of_offsets: str
+) -> bool:
+    unit = ALIGNMENT[dtype] // ITEMSIZE[dtype]
+    rows = all(x[2] == 1 and not (x[0] | x[1]) % unit for x in (q, k, v))
+    return rows and offsets_q == offsets_k == (1,) and of_offsets == ("int32", "int32")
 
 
 def row_major(shape: Shape) -> Shape:
@@ -209,7 +229,7 @@ NUMPY = Framework(
     copy=_assign,
     stream=lambda *inputs: 0,
     writable=lambda view: bool(view.owner.flags.writeable),
-    finish=lambda view: view.owner,
+    finish=_owner,
 )
 
 
@@ -253,7 +273,7 @@ CUPY = Framework(
     copy=_assign,
     stream=_cupy_current,
     writable=lambda view: True,
-    finish=lambda view: view.owner,
+    finish=_owner,
 )
 
 
@@ -279,7 +299,8 @@ def _torch_view(tensor: Array, name: str) -> View:
         checks.lazily_negated(name)
     ptr = tensor.data_ptr()
     if not ptr and tensor.numel():
-        checks.no_memory(name, f"torch {type(tensor).__name__}")
+        kind = "meta tensor" if tensor.is_meta else type(tensor).__name__
+        checks.no_memory(name, f"torch {kind}")
     if tensor.requires_grad:
         _refuse_grad(name)
     dtype = _torch_name(tensor.dtype)
@@ -327,7 +348,7 @@ TORCH = Framework(
     copy=_torch_copy,
     stream=_torch_current,
     writable=lambda view: True,
-    finish=lambda view: view.owner,
+    finish=_owner,
 )
 
 
@@ -484,7 +505,7 @@ NUMBA = Framework(
     copy=_neutral_copy,
     stream=_numba_bound,
     writable=_interface_writable,
-    finish=lambda view: view.owner,
+    finish=_owner,
 )
 SIMULATED = replace(
     NUMPY,

@@ -173,11 +173,21 @@ def look(
 ) -> tuple[Given, Inputs]:
     """Views of what every call has, and the Problem that they pose."""
     framework = framework_of(q, "q")
-    gq = framework.view(q, "q")
+    view = framework.view
+    gq = view(q, "q")
     ordinal = gq.device
-    gk = view_beside(framework, k, "k", ordinal)
-    gv = view_beside(framework, v, "v", ordinal)
-    offsets_q = offsets_k = view_beside(framework, cu_seqlens, "cu_seqlens", ordinal)
+    # Usually one look tells: of these two, arrays of one type and device are of one framework.
+    alike = type(q) is type(k) is type(v) is type(cu_seqlens)
+    if alike and (framework is arrays.CUPY or framework is arrays.TORCH):
+        gk, gv, offsets_q = view(k, "k"), view(v, "v"), view(cu_seqlens, "cu_seqlens")
+        alike = gk.device == gv.device == offsets_q.device == ordinal
+    else:
+        alike = False
+    if not alike:
+        gk = view_beside(framework, k, "k", ordinal)
+        gv = view_beside(framework, v, "v", ordinal)
+        offsets_q = view_beside(framework, cu_seqlens, "cu_seqlens", ordinal)
+    offsets_k = offsets_q
     if cu_seqlens_k is not None:
         offsets_k = view_beside(framework, cu_seqlens_k, "cu_seqlens_k", ordinal)
     problem, rows, sums = pose(
@@ -340,7 +350,10 @@ def compute(
     ``reference`` gives values for all; ``kernels`` gets a Call and Views to write to.
     """
     framework, problem, _rows, _sums, backend, like = given
-    preallocated = [result.view for result in results if result.view is not None]
+    preallocated: tuple[View, ...] = ()
+    for result in results:
+        if result.view is not None:
+            preallocated += (result.view,)
     if preallocated:
         _check_separate(results, views)
     ordinal = problem.device
@@ -371,8 +384,7 @@ def compute(
         if preallocated:
             pairs = zip(results, rooms, strict=True)
             return [framework.finish(y) if x.view is None else x.array for x, y in pairs]
-        finish = framework.finish
-        return [finish(room) for room in rooms]
+        return list(map(framework.finish, rooms))
     finally:
         device.leave(previous)
 

@@ -4,7 +4,7 @@ import os
 import tempfile
 import threading
 from ctypes import addressof, c_char_p
-from functools import cache
+from functools import cache, lru_cache
 
 from rawattn import env
 from rawattn.build import NO_DIRECTION, Build, Direction, prelude, source
@@ -78,6 +78,7 @@ def _bind(device: int) -> None:
     _thread.devices.add(device)
 
 
+@lru_cache(maxsize=4096)
 def kernel(
     row: Row,
     problem: Problem,
@@ -143,6 +144,7 @@ def _kernel(
 
 def forget() -> None:
     """Drop the kernels, for callers that have changed the sources."""
+    kernel.cache_clear()
     _kernel.cache_clear()
     _loaded.clear()
     source.cache_clear()

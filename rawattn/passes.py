@@ -9,6 +9,7 @@ row is chosen first.
 
 from typing import TYPE_CHECKING
 
+from rawattn.arrays import are_ready
 from rawattn.call import Call, Inputs, Parts, Passed
 from rawattn.ops import backward_kv as kv_op
 from rawattn.ops import backward_postprocess as postprocess_op
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 def ready(call: Call, inputs: Inputs) -> Inputs:
     """The inputs of a call; offsets that are shared stay so."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
+    if are_ready(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        return inputs
     offsets = call.offsets(cu_seqlens_q)
     shared = cu_seqlens_k is cu_seqlens_q
     return Inputs(

@@ -8,6 +8,7 @@ selection, for kernels that read them; ``pack`` fills those in.
 import importlib
 import struct
 import typing
+from functools import lru_cache
 from typing import Annotated, Any
 
 from rawattn.arrays import View
@@ -31,7 +32,8 @@ SELECTION_SIZES = (  # struct SelectionSizes
 )
 
 
-def sizes(problem: Problem | None, selection: Selection | None = None) -> list[float]:
+@lru_cache(maxsize=4096)
+def sizes(problem: Problem | None, selection: Selection | None = None) -> tuple[float, ...]:
     """The values of SIZES and SELECTION_SIZES; none of what is not there."""
     p, s = problem, selection
     values: list[float] = []
@@ -40,7 +42,7 @@ def sizes(problem: Problem | None, selection: Selection | None = None) -> list[f
         values += (p.window_left, p.window_right, p.softmax_scale)
     if s is not None:
         values += (s.num_heads_sel, s.num_selected, s.width, s.block_size, s.chunk)
-    return values
+    return tuple(values)
 
 
 class Layout:
@@ -55,7 +57,7 @@ class Layout:
         arrays = [field for field in own if field[1].startswith("P")]
         between = (*(SIZES if problem else ()), *(SELECTION_SIZES if selection else ()))
         self.fields = (*arrays, *between, *own[len(arrays) :])
-        self._letters = tuple(letters for _, letters in own)
+        self._is_tensor = tuple(letters == "Pqq" for _, letters in arrays)
         # native alignment, and an end padded as C++ pads a struct
         self._struct = struct.Struct("@" + "".join(letters for _, letters in self.fields) + "0q")
         self.size = self._struct.size
@@ -65,17 +67,15 @@ class Layout:
     ) -> bytes:
         """The bytes of ``struct Args``; an array that is None becomes a null pointer."""
         values: list[float] = []
-        numbers: list[float] = []
-        for value, letters in zip(args, self._letters, strict=True):
-            if letters == "P":
-                values.append(0 if value is None else value.ptr)
-            elif letters != "Pqq":
-                numbers.append(value)
-            elif value is None:
-                values += (0, 0, 0)
+        for view, is_tensor in zip(args, self._is_tensor, strict=False):  # numbers are behind
+            if view is None:
+                values += (0, 0, 0) if is_tensor else (0,)
+            elif is_tensor:
+                token, head, _ = view.strides
+                values += (view.ptr, token, head)
             else:
-                token, head, _ = value.strides
-                values += (value.ptr, token, head)
+                values.append(view.ptr)
+        numbers = args[len(self._is_tensor) :]
         return self._struct.pack(*values, *sizes(problem, selection), *numbers)
 
 
@@ -109,6 +109,7 @@ def own_first(problem: Problem, width: int) -> tuple[int, int]:
     return head_dims if width == problem.head_dim else head_dims[::-1]
 
 
+@lru_cache(maxsize=4096)
 def query_tiles(row: Row, problem: Problem) -> int:
     """CTAs along the queries of all sequences: the most that there can be."""
     return problem.total_q // row.cfg.block_m + problem.batch + 1

@@ -39,6 +39,20 @@ def select(
     ``workspace`` asks for a row that reads the sums of a row with that ``Row.workspace``.
     RAWATTN_VARIANT names rows to prefer. Raises ValueError when no row of a forced family serves.
     """
+    preferred = env.value(env.VARIANT)
+    return _of_problem(stem, problem, backend, preferred, by_size, selection, workspace)
+
+
+@lru_cache(maxsize=4096)
+def _of_problem(
+    stem: str,
+    problem: Problem,
+    backend: str | None,
+    preferred: str,
+    by_size: bool,
+    selection: Selection | None,
+    workspace: str | None,
+) -> Row:
     size = None
     if by_size:
         queries, keys = (
@@ -55,7 +69,7 @@ def select(
         problem.window_left >= 0 or problem.window_right >= 0,
         problem.arch,
         backend,
-        env.value(env.VARIANT),
+        preferred,
         size,
         problem.total_q <= SHORT * problem.batch,
         selection.blocks(problem) if selection else NO_BLOCKS,

@@ -232,7 +232,7 @@ class Tensor:
         return tuple(s // self.values.itemsize for s in self.values.strides)
 
     def get_device(self) -> int:
-        return self.device_index
+        return self.device_index if self.is_cuda else -1
 
     def detach(self) -> "Tensor":
         return self
