@@ -15,8 +15,10 @@ MARKERS = {
     "gpu": "needs a CUDA device",
     "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
-    "sweep": "a long sweep, run by .ci/run: leave out with -m 'not sweep'",
+    "sweep": "a long sweep, left out unless -m is given: pytest -m sweep, as .ci/run does",
 }
+# Measured on 2 cores without a GPU.
+MINUTES = {"not sweep": 5, "sweep": 10}
 
 
 @pytest.fixture
@@ -45,12 +47,25 @@ def gradients_on() -> None:
         warnings.warn(text, stacklevel=1)
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """How long a whole run takes, and what it leaves out."""
+    if config.args_source is config.ArgsSource.ARGS or config.option.markexpr != "not sweep":
+        return None
+    return (
+        f"about {MINUTES['not sweep']} minutes on 2 cores; the sweeps, left out here, take "
+        f"{MINUTES['sweep']} more: pytest -m sweep"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if device_arch() == 0:
         # Numba reads this once, when it is imported: so before any test module is.
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+    if workers := getattr(config.option, "numprocesses", 0):
+        # Read by NumPy and torch in the workers: their threads would wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     # JAX would take most of the GPU's memory, and the workers of a parallel run share one GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "RAWATTN_CACHE_DIR" not in os.environ:

@@ -192,8 +192,10 @@ def run_host() -> Record:
 
 def update(options: argparse.Namespace) -> int:
     """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed."""
-    from rawattn.check.machine import describe
+    from rawattn.check.machine import describe, gpu_name
 
+    if not gpu_name():
+        sys.exit("Error: no CUDA device: record on a GPU; --check needs none")
     head = describe() | {"sources": sources_hash()}
     path = record_path(head["gpu"])
     path.parent.mkdir(exist_ok=True)

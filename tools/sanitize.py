@@ -10,12 +10,14 @@ unseen.
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rawattn.device import has_cuda_device
 from visits import visit_dense
 from visits_sparse import visit_sparse
 
@@ -78,6 +80,10 @@ def main() -> int:
     if options.visit:
         visit_all()
         return 0
+    if not has_cuda_device():
+        sys.exit("Error: no CUDA device: kernels run under compute-sanitizer on a GPU alone")
+    if not shutil.which("compute-sanitizer"):
+        sys.exit("Error: no compute-sanitizer on PATH: it comes with NVIDIA's toolkit")
     results = sanitize(tuple(options.tools) or TOOLS, options.timeout)
     for tool, result in results.items():
         print(f"{tool:10} errors: {result['errors']}")

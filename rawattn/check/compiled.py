@@ -133,12 +133,13 @@ def sparse_builds(arch: str) -> Iterator[Build]:
 
 def arch_number(arch: str) -> int:
     """90 for "sm_90" and for "sm_90a"; ValueError for what no kernel is compiled for."""
-    found = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if not found or int(found[1]) not in ARCH_NUMBERS:
+    found = re.fullmatch(r"sm_(\d+)(a|f|)", arch)
+    since = {"": 80, "a": 90, "f": 100}  # the first to have an architecture of its own, a family
+    if not found or not since[found[2]] <= int(found[1]) or int(found[1]) not in ARCH_NUMBERS:
         known = ", ".join(f"sm_{number}" for number in ARCH_NUMBERS)
         raise ValueError(
-            f"no kernel is compiled for {arch!r}: expected one of {known}, with a or f behind it "
-            f"or not. Older GPUs run the Numba kernels."
+            f"no kernel is compiled for {arch!r}: expected one of {known}, or from sm_90 on with a "
+            f"behind it, from sm_100 on with f. Older GPUs run the Numba kernels."
         )
     return int(found[1])
 

@@ -460,11 +460,12 @@ def test_library_builds_are_what_calls_ask_for(arch: str) -> None:
     assert arch == "sm_89" or small, "rows for small problems too"
 
 
-@pytest.mark.parametrize("arch", ["foo", "sm_75", "sm_999", "90", "sm_90x", "compute_90"])
+@pytest.mark.parametrize("arch", ["foo", "sm_75", "sm_999", "90", "sm_90x", "sm_80a", "sm_90f"])
 def test_an_arch_that_nothing_is_compiled_for_is_refused(arch: str) -> None:
     with pytest.raises(ValueError, match=rf"for '{arch}': expected one of sm_80, .*sm_121"):
         compiled.arch_number(arch)
     assert compiled.arch_number("sm_90") == compiled.arch_number("sm_90a") == 90
+    assert compiled.arch_number("sm_100f") == 100
 
 
 def test_warm_fills_the_cache(check, tmp_path, monkeypatch) -> None:

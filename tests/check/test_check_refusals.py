@@ -91,7 +91,7 @@ def test_warm_finds_every_row_or_says_why_not(check, monkeypatch) -> None:
     for arch in ("sm_86", "sm_90"):
         for row in TABLE:
             if row.family != "numba" and serves(row, int(arch[3:])):
-                assert row.name in {build.variant.name for build in cli.to_warm(arch, row.name)}
+                assert row.name in {build.row.name for build in cli.to_warm(arch, row.name)}
     assert "first called" in check("warm", "--arch", "sm_90", "--filter", "forward_numba")
     assert "`rawattn-check variants`" in check("warm", "--arch", "sm_90", "--filter", "nothing")
     row = next(row for row in TABLE if row.family != "numba" and not serves(row, 86))

@@ -109,7 +109,7 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_import_takes_little_more_than_numpy() -> None:
-    # The processor's time beside NumPy's on the same machine: neither it nor other work counts.
+    # The processor's time, beside NumPy's on the same machine: other work does not count.
     def seconds(module: str) -> float:
         code = (
             f"import time; t = time.process_time(); import {module}; print(time.process_time() - t)"

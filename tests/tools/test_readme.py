@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import rawattn
 from measure.cases import SUITES
 from measure.pages import has_place, markdown_tables, splice, splice_all
 
@@ -27,11 +26,6 @@ README = PAGES["README.md"]
 TOP = {"rawattn", "kernels_cu", "tests", "tools", ".ci"}
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 OPTIONAL = ("torch", "jax", "numba", "cupy")
-# Named by the pages already, and brought by what is merged with them: to be emptied then.
-COMING = {
-    *("rawattn/build.py", "rawattn/launch.py", "rawattn/passes.py"),
-    *("rawattn/variants/", "rawattn/variants/row.py", "rawattn/variants/sm80.py"),
-}
 
 
 def named_paths() -> list[str]:
@@ -58,8 +52,6 @@ def test_the_snippets_run_as_pasted_one_after_the_other() -> None:
     ran = 0
     for snippet in SNIPPETS:
         needs = re.findall(r"^(?:import|from) (\w+)", snippet, re.MULTILINE)
-        if "BlockTable.of_" in snippet and not hasattr(rawattn.BlockTable, "of_mask"):
-            pytest.skip("BlockTable's constructors are not merged yet")
         if all(find_spec(module) for module in needs if module in OPTIONAL):
             exec(compile(snippet, f"README.md: {snippet.splitlines()[0]}", "exec"), names)
             ran += 1
@@ -99,8 +91,6 @@ def test_what_the_pages_name_is_looked_for() -> None:
 
 @pytest.mark.parametrize("path", named_paths())
 def test_what_it_names_exists(path: str) -> None:
-    if path in COMING and not (ROOT / path).exists():
-        pytest.skip("not merged yet")
     assert (ROOT / path).exists()
 
 

@@ -239,6 +239,25 @@ def test_bench_without_a_gpu_says_so_in_a_line() -> None:
         assert run.output.startswith("Error: no CUDA device") and run.output.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["sanitize.py"], ["record.py", "--tests"], ["record.py", "--sanitizer"], ["record.py", "--host"]],
+    ids=" ".join,
+)
+def test_what_needs_a_gpu_says_so_in_a_line(command: list[str], tmp_path: Path) -> None:
+    if device_arch():
+        pytest.skip("there is a GPU")
+    script, *options = command
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / script), *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1 and not run.stdout
+    assert run.stderr.startswith("Error: no CUDA device: ") and run.stderr.count("\n") == 1
+
+
 def test_bench_shows_a_record(tmp_path: Path) -> None:
     source = tmp_path / "record.json"
     source.write_text(json.dumps(RESULT))

@@ -117,7 +117,7 @@ def test_options_of_the_wrong_kind(grad):
         varlen_attn(**arguments, softmax_scale=torch.tensor(0.1))
     with pytest.raises(ValueError, match=r"softmax_scale is -1.0: expected a positive"):
         varlen_attn(**arguments, softmax_scale=-1)
-    with pytest.raises(ValueError, match="window is given without return_sliding"):
+    with pytest.raises(ValueError, match="window is 3 without return_sliding"):
         sparse(**arguments, window=3)
     with pytest.raises(TypeError, match="block_size is 'a': expected an integer"):
         sparse(**arguments, block_size="a")
