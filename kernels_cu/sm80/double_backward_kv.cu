@@ -141,5 +141,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
       add_gq(sums, smem, warp.q, row0, tile.queries.length - row0);
     }
   }
-  gradients.write(smem, warp, args, tile.rows());
+
+  __syncthreads();  // every warp has left K and V: gK and gV take their place
+  gradients.store(smem, warp, args.sizes.softmax_scale);
+  __syncthreads();  // both are whole
+  write_rows<cfg::WIDTH>(args.gk, tile.rows(), smem.keys.k);
+  write_rows<cfg::WIDTH_V>(args.gv, tile.rows(), smem.keys.v);
 }

@@ -47,18 +47,13 @@ struct KeyGradients {
     }
   }
 
-  // Both to global memory, through the tiles of K and V
-  template <class WarpS, class Args>
-  __device__ __forceinline__ void write(KeySide& side, const KeyWarps<WarpS>& warp,
-                                        const Args& args, const Rows& rows) const {
-    __syncthreads();  // every warp has left K and V
+  // Both in the place of K and V, which every warp has left
+  template <class WarpS>
+  __device__ __forceinline__ void store(KeySide& side, const KeyWarps<WarpS>& warp,
+                                        float softmax_scale) const {
     if (warp.k.any()) {
-      store_tile(side.keys.k, rgK, warp.k.row, warp.k.col,
-                 [&](int, int) { return args.sizes.softmax_scale; });
+      store_tile(side.keys.k, rgK, warp.k.row, warp.k.col, [&](int, int) { return softmax_scale; });
     }
     if (warp.v.any()) store_tile(side.keys.v, rgV, warp.v.row, warp.v.col);
-    __syncthreads();  // both are whole
-    write_rows<cfg::WIDTH>(args.gk, rows, side.keys.k);
-    write_rows<cfg::WIDTH_V>(args.gv, rows, side.keys.v);
   }
 };

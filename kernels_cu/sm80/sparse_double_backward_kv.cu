@@ -160,5 +160,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     }
     gradients.add(smem.side, warp);  // of g tdS + tg dS and g dS: scales are in the factors
   }
-  gradients.write(smem.side, warp, args, tile.rows());
+
+  __syncthreads();  // every warp has left K and V: gK and gV take their place
+  gradients.store(smem.side, warp, args.sizes.softmax_scale);
+  __syncthreads();  // both are whole
+  write_rows<cfg::WIDTH>(args.gk, tile.rows(), smem.side.keys.k);
+  write_rows<cfg::WIDTH_V>(args.gv, tile.rows(), smem.side.keys.v);
 }
