@@ -49,12 +49,11 @@ def bounds(monkeypatch):
 
     def checked(access):
         def within(self, index, *value):
-            where = index if isinstance(index, tuple) else (index,)
-            assert len(where) == self.ndim
-            assert all(0 <= i < n for i, n in zip(where, self.shape, strict=True)), (
-                where,
-                self.shape,
-            )
+            where = index if type(index) is tuple else (index,)
+            shape = self._item._ary.shape  # self.shape takes longer than the rest of this
+            for i, n in zip(where, shape, strict=True):
+                if not 0 <= i < n:
+                    raise AssertionError(f"{where} is outside {shape}")
             return access(self, index, *value)
 
         return within
