@@ -128,12 +128,8 @@ def table(name, rng):
     return arrays
 
 
-SHORT = ("falling", "late")
-SWEEP = [pytest.param(name, marks=pytest.mark.sweep) for name in BROKEN if name not in SHORT]
-
-
 @pytest.mark.usefixtures("bounds")
-@pytest.mark.parametrize("name", [*SHORT, *SWEEP])
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_offsets_of_a_selection_stay_inside(name):
     rng = np.random.default_rng(0)
     arrays = table(name, rng)
