@@ -20,6 +20,7 @@ from numba.cuda import simulator
 
 kernel: Any = simulator.kernel
 kernelapi: Any = simulator.kernelapi
+devicearray: Any = simulator.cudadrv.devicearray
 
 
 class _Turns:
@@ -109,6 +110,23 @@ def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = Non
     return self._allocations[place]
 
 
+def _read(name: str, slow: Any) -> Any:
+    """``slow``, a way to read an array inside of a kernel, without its detours for plain numbers.
+
+    The simulator's own lists all that an array has to find out whether it has a shape.
+    """
+
+    def attribute(self: Any, name: str) -> Any:
+        array = self._item._ary
+        return getattr(array, name) if hasattr(np.ndarray, name) else slow(self, name)
+
+    def element(self: Any, index: Any) -> Any:
+        found = self._item._ary[index]
+        return slow(self, index) if isinstance(found, np.ndarray | np.void) else found
+
+    return attribute if name == "__getattr__" else element
+
+
 def take_turns() -> None:
     """Put the above in place; a Numba whose simulator has other private names is left as it is."""
     names = ("BlockManager", "BlockThread", "Dim3")
@@ -116,3 +134,7 @@ def take_turns() -> None:
         kernelapi.FakeCUDAShared.array = _shared_array
         kernel.BlockManager.run = _run_block
         kernel.BlockThread.syncthreads = _syncthreads
+    inside = getattr(devicearray, "FakeWithinKernelCUDAArray", object)
+    for name in ("__getattr__", "__getitem__"):
+        if name in vars(inside):
+            setattr(inside, name, _read(name, vars(inside)[name]))

@@ -1,15 +1,13 @@
 """The table of kernel variants: every CUDA row compiles cleanly, every problem finds a row."""
 
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 
 import pytest
 
 from rawattn import jit, variants
-from rawattn.build import ARCHS
+from rawattn.build import ARCHS, Build
 from rawattn.check.compiled import builds
 from rawattn.ops.arguments import own_first
 from rawattn.ops.workspaces import accum_shape
@@ -34,7 +32,6 @@ STEMS = (
 )
 SPARSE_STEMS = tuple(sorted({row.stem for row in TABLE if row.kernel.sparse}))
 CUDA_ROWS = [row for row in TABLE if row.family != "numba"]
-OTHER_ARCHS = [arch for arch in ARCHS if arch != "sm_90"]
 # KiB of shared memory of an SM, of which one CTA may have all but one; 99 where it is unknown
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 99, 120: 99, 121: 99}
 HEAD_DIMS = range(8, 257, 8)
@@ -66,16 +63,9 @@ def no_preference(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- every row compiles ------------------------------------------------------------------------
 
 
-def faults_of(name: str, arch: str, which: int) -> list[str]:
-    """What is wrong with one specialisation of a row on an arch; runs in a worker process."""
-    row = next(row for row in TABLE if row.name == name)
-    build = builds(row)[which]
-    try:
-        compiled = jit.compile_build(build, arch)
-    except RuntimeError as error:
-        return [f"{name} {arch}: {error}"]
-    if not serves(row, int(arch.removeprefix("sm_"))):
-        return []
+def faults(row: Row, arch: str, build: Build) -> list[str]:
+    """What is wrong with one specialisation of a row on an arch."""
+    compiled = jit.compile_build(build, arch)
     found = list(compiled.warnings)
     if compiled.spill_bytes:
         found.append(f"spills {compiled.spill_bytes} bytes")
@@ -83,18 +73,7 @@ def faults_of(name: str, arch: str, which: int) -> list[str]:
         found.append("keeps an array in local memory")
     if compiled.smem_bytes > LIMITS[int(arch.removeprefix("sm_"))] * 1024:
         found.append(f"takes {compiled.smem_bytes} bytes of shared memory")
-    return [f"{name} {arch} {build}: {fault}" for fault in found]
-
-
-def faults(cases: list[tuple[str, str, int]]) -> list[str]:
-    """The faults of (row, arch, specialisation) triples, compiled by two processes."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found = pool.map(faults_of, *zip(*cases, strict=True), chunksize=4)
-        return [fault for of_one in found for fault in of_one]
-
-
-def cases(arch: str) -> list[tuple[str, str, int]]:
-    return [(row.name, arch, which) for row in CUDA_ROWS for which in range(len(builds(row)))]
+    return [f"{row.name} {arch} {build}: {fault}" for fault in found]
 
 
 @pytest.fixture
@@ -102,22 +81,20 @@ def nvrtc() -> None:
     pytest.importorskip("cuda.core")
 
 
-def test_every_row_compiles_cleanly_on_sm_90(nvrtc: None) -> None:
-    """With the NVRTC of this environment; one of 12.9 is another environment's (extra cuda12)."""
-    assert faults(cases("sm_90")) == []
+@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
+def test_row_compiles_cleanly_in_one_form(row: Row, nvrtc: None) -> None:
+    """On 9.0, in each form in turn; the NVRTC of 12.9 is another environment's (extra cuda12)."""
+    forms = builds(row)
+    assert faults(row, "sm_90", forms[CUDA_ROWS.index(row) % len(forms)]) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", OTHER_ARCHS)
-def test_every_row_compiles_cleanly(arch: str, nvrtc: None) -> None:
-    """Each row for two of the five, one specialisation; ``rawattn-check compile`` has them all."""
-    first = OTHER_ARCHS.index(arch)
-    turns = [
-        (row.name, arch, (first + i) % len(builds(row)))
-        for i, row in enumerate(CUDA_ROWS)
-        if (first + i) % len(OTHER_ARCHS) < 2
-    ]
-    assert faults(turns) == []
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
+def test_row_compiles_cleanly_wherever_it_serves(row: Row, arch: str, nvrtc: None) -> None:
+    if not serves(row, int(arch.removeprefix("sm_"))):
+        pytest.skip("the row is for other GPUs")
+    assert [fault for build in builds(row) for fault in faults(row, arch, build)] == []
 
 
 def test_the_archs_that_are_compiled() -> None:

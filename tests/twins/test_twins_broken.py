@@ -49,12 +49,11 @@ def bounds(monkeypatch):
 
     def checked(access):
         def within(self, index, *value):
-            where = index if isinstance(index, tuple) else (index,)
-            assert len(where) == self.ndim
-            assert all(0 <= i < n for i, n in zip(where, self.shape, strict=True)), (
-                where,
-                self.shape,
-            )
+            where = index if type(index) is tuple else (index,)
+            shape = self._item._ary.shape  # self.shape takes longer than the rest of this
+            for i, n in zip(where, shape, strict=True):
+                if not 0 <= i < n:
+                    raise AssertionError(f"{where} is outside {shape}")
             return access(self, index, *value)
 
         return within
@@ -129,12 +128,8 @@ def table(name, rng):
     return arrays
 
 
-SHORT = ("falling", "late")
-SWEEP = [pytest.param(name, marks=pytest.mark.sweep) for name in BROKEN if name not in SHORT]
-
-
 @pytest.mark.usefixtures("bounds")
-@pytest.mark.parametrize("name", [*SHORT, *SWEEP])
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_offsets_of_a_selection_stay_inside(name):
     rng = np.random.default_rng(0)
     arrays = table(name, rng)
