@@ -23,10 +23,10 @@ from rawattn.check.diagnose.diagnosis import diagnose
 from rawattn.check.diagnose.failures import answers_of, explain_failures, question_of
 from rawattn.check.diagnose.question import Question
 from rawattn.check.peer import torch_attention
-from rawattn.check.run import STEPS, own
+from rawattn.check.run import own
 from rawattn.check.sparse import own_sparse
 from rawattn.check.sparse_cases import SparseCase
-from rawattn.variants.steps import SPARSE_STEPS
+from rawattn.variants.steps import SPARSE_STEPS, STEPS
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
