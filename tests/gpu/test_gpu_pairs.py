@@ -82,16 +82,17 @@ def sparse_cases() -> Iterator[SparseCase]:
         )
 
 
+def has_small_rows(case: Case, step: str) -> bool:
+    """Whether the kernels of a step, the forward with the first, have other rows for a case than
+    for large ones."""
+    stems = stems_of(step) if step != STEPS[0] else ("forward", *stems_of(step))
+    rows = large_rows(case, stems)
+    return any(chosen(stem, case, by_size=True) is not row for stem, row in rows.items())
+
+
 DENSE, SPARSE = list(dense_cases()), list(sparse_cases())
 LARGE = [(case, step) for case in DENSE for step in STEPS]
-SMALL = [
-    (case, step)
-    for case, step in LARGE
-    if any(
-        chosen(stem, case, by_size=True) is not row
-        for stem, row in large_rows(case, ("forward", *stems_of(step))).items()
-    )
-]
+SMALL = [(case, step) for case, step in LARGE if has_small_rows(case, step)]
 SPARSE_RUNS = [(case, step) for case in SPARSE for step in SPARSE_STEPS]
 
 
