@@ -12,7 +12,8 @@ import pytest
 from rawattn import variants
 from rawattn.build import NO_DIRECTION, WHOLE, Build
 from rawattn.check.cases import HALF, Case
-from rawattn.check.run import judge_case
+from rawattn.check.run import evaluate, own
+from rawattn.check.sparse import own_sparse
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.ops.arguments import args_bytes
 from rawattn.problem import Selection
@@ -82,16 +83,17 @@ def sparse_cases() -> Iterator[SparseCase]:
         )
 
 
+def has_small_rows(case: Case, step: str) -> bool:
+    """Whether the kernels of a step, the forward with the first, have other rows for a case than
+    for large ones."""
+    stems = stems_of(step) if step != STEPS[0] else ("forward", *stems_of(step))
+    rows = large_rows(case, stems)
+    return any(chosen(stem, case, by_size=True) is not row for stem, row in rows.items())
+
+
 DENSE, SPARSE = list(dense_cases()), list(sparse_cases())
 LARGE = [(case, step) for case in DENSE for step in STEPS]
-SMALL = [
-    (case, step)
-    for case, step in LARGE
-    if any(
-        chosen(stem, case, by_size=True) is not row
-        for stem, row in large_rows(case, ("forward", *stems_of(step))).items()
-    )
-]
+SMALL = [(case, step) for case, step in LARGE if has_small_rows(case, step)]
 SPARSE_RUNS = [(case, step) for case in SPARSE for step in SPARSE_STEPS]
 
 
@@ -121,29 +123,33 @@ def compiled(request: pytest.FixtureRequest) -> None:
     warm(wanted)
 
 
-def check(case: Case, step: str) -> None:
-    rows = judge_case(case, "cuda", (step,))
+def check(case: Case, step: str, first: str) -> None:
+    """Judge a step, and with the ``first`` one the forward too, which is compiled once."""
+    make = own_sparse if isinstance(case, SparseCase) else own
+    forward, *others = make("cuda", (step,))
+    candidates = [forward, *others] if step == first else others
+    rows = [row for candidate in candidates for row in evaluate(candidate, case)]
     wrong = [row for row in rows if row.verdict.verdict not in ("pass", "vacuous")]
     assert not wrong, "\n".join(f"{r.backend} {r.tensor}: {r.verdict}" for r in wrong)
     found = {row.tensor for row in rows if row.verdict.ok}
-    assert len(found) >= 4, f"only {sorted(found)} of {case} prove anything"
+    assert len(found) >= 3, f"only {sorted(found)} of {case} prove anything"
 
 
 @pytest.mark.parametrize(("case", "step"), LARGE, ids=[f"{c}-{s}" for c, s in LARGE])
 def test_pair(case: Case, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = large_rows(case, ("forward", *stems_of(step)))
     monkeypatch.setenv("RAWATTN_VARIANT", ",".join(row.name for row in rows.values()))
-    check(case, step)
+    check(case, step, STEPS[0])
 
 
 @pytest.mark.parametrize(("case", "step"), SMALL, ids=[f"{c}-{s}" for c, s in SMALL])
 def test_pair_on_rows_of_small_grids(case: Case, step: str) -> None:
-    check(case, step)
+    check(case, step, STEPS[0])
 
 
 @pytest.mark.parametrize(("case", "step"), SPARSE_RUNS, ids=[f"{c}-{s}" for c, s in SPARSE_RUNS])
 def test_sparse_pair(case: SparseCase, step: str) -> None:
-    check(case, step)
+    check(case, step, next(iter(SPARSE_STEPS)))
 
 
 def test_the_pairs_have_everything_in_them() -> None:

@@ -53,14 +53,21 @@ CHUNKS = [
 
 
 def clean(posed: Posed) -> Posed:
-    """Without the NaN: the reference multiplies what it then throws away."""
+    """Without the NaN: the reference multiplies what it then throws away. And with counts of what
+    slots there are: on the host others are refused."""
 
     def of(part: Any, names: tuple[str, ...]) -> Any:
         arrays = {name: getattr(part, name) for name in names}
         return replace(part, **{k: x if x is None else x.nan_to_num() for k, x in arrays.items()})
 
-    tensors = of(posed.tensors, ("k", "v", "tk", "tv"))
-    return replace(posed, tensors=tensors, chosen=of(posed.chosen, ("block_scale", "tg")))
+    tensors, chosen = (
+        of(posed.tensors, ("k", "v", "tk", "tv")),
+        of(posed.chosen, ("block_scale", "tg")),
+    )
+    if chosen.block_counts is not None:
+        counts = chosen.block_counts.clamp(0, posed.sparse.num_selected)
+        chosen = replace(chosen, block_counts=counts)
+    return replace(posed, tensors=tensors, chosen=chosen)
 
 
 def run_reference(posed: Posed) -> dict[str, Any]:
