@@ -127,6 +127,7 @@ def _are_ready(
     return rows and offsets_q == offsets_k == (1,) and of_offsets == ("int32", "int32")
 
 
+@lru_cache(maxsize=1024)
 def row_major(shape: Shape) -> Shape:
     """Strides, in elements, of a dense array."""
     if len(shape) == 3:

@@ -68,9 +68,7 @@ def beside(call: Call, row: Row) -> Call:
 def forward(call: Call, inputs: Inputs, out: "View", lse: "View") -> None:
     """out and lse."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
-    args = forward_op.Args(
-        q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-    )
+    args = forward_op.Args(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     forward_op.launch(call.row("forward"), call.problem, args, stream=call.stream)
 
 
