@@ -96,9 +96,7 @@ class Call(NamedTuple):
             return view
         return self.framework.as_int32(view, self.stream)
 
-    def row(
-        self, stem: str, *, by_size: bool = False, selection: Selection | None = None
-    ) -> Row:
+    def row(self, stem: str, *, by_size: bool = False, selection: Selection | None = None) -> Row:
         """The row that computes the call with kernel ``stem``; options as in ``select``."""
         return variants.select(
             stem, self.problem, backend=self.backend, by_size=by_size, selection=selection
