@@ -109,24 +109,19 @@ def is_dense(view: View) -> bool:
     return view.strides == row_major(view.shape)
 
 
-def are_ready(q: View, k: View, v: View, *offsets: View) -> bool:
-    """Whether kernels take all of a call's inputs as they are: what is usual, found at once."""
-    offsets_q, offsets_k = offsets
-    return not (q.ptr | k.ptr | v.ptr) % 16 and _are_ready(
-        q.dtype, q.strides, k.strides, v.strides,
-        offsets_q.strides, offsets_k.strides, offsets_q.dtype, offsets_k.dtype,
-    )  # fmt: skip
+@lru_cache(maxsize=1024)
+def are_usual(dtype: str, offsets: str, *strides: Shape) -> bool:
+    """Whether kernels take q, k, v and cu_seqlens of such dtypes and strides as they are.
+
+    That is, where the pointers of q, k and v are multiples of 16.
+    """
+    *rows, of_offsets = strides
+    unit = ALIGNMENT[dtype] // ITEMSIZE[dtype]
+    even = all(x[2] == 1 and not (x[0] | x[1]) % unit for x in rows)
+    return even and offsets == "int32" and of_offsets == (1,)
 
 
 @lru_cache(maxsize=1024)
-def _are_ready(
-    dtype: str, q: Shape, k: Shape, v: Shape, offsets_q: Shape, offsets_k: Shape, *of_offsets: str
-) -> bool:
-    unit = ALIGNMENT[dtype] // ITEMSIZE[dtype]
-    rows = all(x[2] == 1 and not (x[0] | x[1]) % unit for x in (q, k, v))
-    return rows and offsets_q == offsets_k == (1,) and of_offsets == ("int32", "int32")
-
-
 def row_major(shape: Shape) -> Shape:
     """Strides, in elements, of a dense array."""
     if len(shape) == 3:

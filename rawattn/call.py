@@ -96,9 +96,11 @@ class Call(NamedTuple):
             return view
         return self.framework.as_int32(view, self.stream)
 
-    def row(self, stem: str, **options: Any) -> Row:
+    def row(self, stem: str, *, by_size: bool = False, selection: Selection | None = None) -> Row:
         """The row that computes the call with kernel ``stem``; options as in ``select``."""
-        return variants.select(stem, self.problem, backend=self.backend, **options)
+        return variants.select(
+            stem, self.problem, backend=self.backend, by_size=by_size, selection=selection
+        )
 
 
 # ---- look and check ---------------------------------------------------------------------------
@@ -193,8 +195,8 @@ def look(
     problem, rows, sums = pose(
         gq.shape, gk.shape, gv.shape, offsets_q.shape, offsets_k.shape,
         gq.dtype, gk.dtype, gv.dtype, offsets_q.dtype, offsets_k.dtype, cu_seqlens_k is None,
-        checks.window(window, checks.flag("causal", causal)),
-        checks.softmax_scale(softmax_scale), backend, ordinal,
+        checks.window(window, causal if type(causal) is bool else checks.flag("causal", causal)),
+        None if softmax_scale is None else checks.softmax_scale(softmax_scale), backend, ordinal,
     )  # fmt: skip
     if validate or ordinal < 0:
         check_offsets(offsets_q, offsets_k, problem.total_q, problem.total_k)
@@ -386,7 +388,8 @@ def compute(
             return [framework.finish(y) if x.view is None else x.array for x, y in pairs]
         return list(map(framework.finish, rooms))
     finally:
-        device.leave(previous)
+        if previous >= 0:
+            device.leave(previous)
 
 
 def _check_separate(results: Sequence[Result], views: Sequence[View | None]) -> None:

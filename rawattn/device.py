@@ -43,12 +43,18 @@ def has_cuda_device() -> bool:
         return False
 
 
+@cache
+def _is_only_one() -> bool:
+    """Whether there is one CUDA device alone, which then is the current one."""
+    return bool(cupy().cuda.runtime.getDeviceCount() == 1)
+
+
 def enter(device: int) -> int:
     """Make a CUDA device (-1: none) the current one.
 
     Returns the one for ``leave`` to go back to, -1 when nothing has changed.
     """
-    if device < 0:
+    if device < 0 or _is_only_one():
         return -1
     runtime = cupy().cuda.runtime
     current: int = runtime.getDevice()

@@ -2,11 +2,12 @@
 
 import difflib
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 
-class Variable(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)  # hashed by identity: at no cost, in every launch
+class Variable:
     name: str
     default: str
     meaning: str
@@ -50,7 +51,7 @@ def value(variable: Variable) -> str:
 
 def flag(variable: Variable) -> bool:
     """True when the variable is set to anything but 0 or nothing."""
-    return value(variable) not in ("", "0")
+    return _KEYS[variable] in _PRESENT and value(variable) not in ("", "0")
 
 
 def cache_dir() -> Path:

@@ -31,7 +31,7 @@ class Loaded:
             self._raw = raw  # the module stays loaded as long as this lives
         finally:
             os.unlink(file.name)
-        self._block = (build.cfg.threads, 1, 1, build.smem)
+        self._threads, self._smem = build.cfg.threads, build.smem
         self._name = build.row.name
         self._device = device
         self._call = driver.launchKernel  # a third of the time of cupy.RawKernel's own call
@@ -47,7 +47,10 @@ class Loaded:
         # The driver takes the address of a list of pointers to arguments, here of one. It copies
         # what they point to before it returns, and until then ``only`` keeps the bytes.
         only = c_char_p(arguments)
-        self._call(self._function, *grid, *self._block, stream, addressof(only), 0)
+        x, y, z = grid
+        self._call(
+            self._function, x, y, z, self._threads, 1, 1, self._smem, stream, addressof(only), 0
+        )
         if env.flag(env.SYNC):
             self._wait(stream)
 

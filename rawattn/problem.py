@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Problem:
     """Shapes, dtype, mask and device of one packed attention call.
 
-    Compared by identity, so that what follows from a Problem is found again at no cost: ``call.pose``
-    gives calls of the same shapes the same one.
+    Compared by identity, so that what follows from a Problem is found again at no cost: calls of
+    the same shapes get the same one from ``call.pose``.
 
     ``dtype`` is "float16", "bfloat16", "float32" or "float64". ``window_left`` and
     ``window_right`` are inclusive distances around i + seqlen_k - seqlen_q, -1 is open; causal is

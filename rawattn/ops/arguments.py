@@ -9,9 +9,10 @@ import importlib
 import struct
 import typing
 from functools import lru_cache
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any
 
-from rawattn.arrays import View
+from rawattn.arrays import Shape, View
 from rawattn.problem import Problem, Selection
 from rawattn.variants import Row, block_keys
 
@@ -32,8 +33,7 @@ SELECTION_SIZES = (  # struct SelectionSizes
 )
 
 
-@lru_cache(maxsize=4096)
-def sizes(problem: Problem | None, selection: Selection | None = None) -> tuple[float, ...]:
+def sizes(problem: Problem | None, selection: Selection | None = None) -> list[float]:
     """The values of SIZES and SELECTION_SIZES; none of what is not there."""
     p, s = problem, selection
     values: list[float] = []
@@ -42,7 +42,7 @@ def sizes(problem: Problem | None, selection: Selection | None = None) -> tuple[
         values += (p.window_left, p.window_right, p.softmax_scale)
     if s is not None:
         values += (s.num_heads_sel, s.num_selected, s.width, s.block_size, s.chunk)
-    return tuple(values)
+    return values
 
 
 class Layout:
@@ -57,26 +57,47 @@ class Layout:
         arrays = [field for field in own if field[1].startswith("P")]
         between = (*(SIZES if problem else ()), *(SELECTION_SIZES if selection else ()))
         self.fields = (*arrays, *between, *own[len(arrays) :])
-        self._is_tensor = tuple(letters == "Pqq" for _, letters in arrays)
         # native alignment, and an end padded as C++ pads a struct
         self._struct = struct.Struct("@" + "".join(letters for _, letters in self.fields) + "0q")
         self.size = self._struct.size
+        # ``pack`` is in the way of every launch. It reads pointers and strides in one step, and
+        # puts them, followed by what ``_lasting`` makes of the strides and sizes, into order.
+        tensors = [name for name, letters in arrays if letters == "Pqq"]
+        self._read = attrgetter(
+            *(f"{name}.ptr" for name, _ in arrays), *(f"{name}.strides" for name in tensors)
+        )
+        self._num_arrays = len(arrays)
+        order: list[int] = []
+        behind = len(arrays) + len(tensors)
+        for place, (_, letters) in enumerate(arrays):
+            order.append(place)
+            if letters == "Pqq":
+                order += (behind, behind + 1)
+                behind += 2
+        self._order = itemgetter(*order, *range(behind, behind + len(between)))
 
     def pack(
         self, args: Any, problem: Problem | None = None, selection: Selection | None = None
     ) -> bytes:
         """The bytes of ``struct Args``; an array that is None becomes a null pointer."""
-        values: list[float] = []
-        for view, is_tensor in zip(args, self._is_tensor, strict=False):  # numbers are behind
-            if view is None:
-                values += (0, 0, 0) if is_tensor else (0,)
-            elif is_tensor:
-                token, head, _ = view.strides
-                values += (view.ptr, token, head)
-            else:
-                values.append(view.ptr)
-        numbers = args[len(self._is_tensor) :]
-        return self._struct.pack(*values, *sizes(problem, selection), *numbers)
+        if None in args:
+            args = args._make(_NULL if value is None else value for value in args)
+        read = self._read(args)
+        lasting = _lasting(read[self._num_arrays :], problem, selection)
+        numbers = args[self._num_arrays :]
+        return self._struct.pack(*self._order(read + lasting), *numbers)
+
+
+_NULL = View(0, (), (0, 0, 0), "", -1, None)  # in the place of an array that is None
+
+
+@lru_cache(maxsize=4096)
+def _lasting(
+    strides: tuple[Shape, ...], problem: Problem | None, selection: Selection | None
+) -> tuple[float, ...]:
+    """What calls of the same shapes have in common: strides of tokens and heads, and the sizes."""
+    of_tensors = (stride for token, head, _ in strides for stride in (token, head))
+    return (*of_tensors, *sizes(problem, selection))
 
 
 def _letters(hint: Any) -> str:

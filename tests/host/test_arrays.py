@@ -158,6 +158,15 @@ def test_the_device_changes_only_when_it_has_to(gpu: fake_gpu.Kernels) -> None:
     assert GPU.log == [("device", 1), ("device", 0)]
 
 
+def test_a_device_that_is_the_only_one_is_not_asked_for(
+    gpu: fake_gpu.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GPU.count = 1
+    monkeypatch.delattr(fake_gpu.CUPY.cuda.runtime, "getDevice")
+    device.leave(device.enter(0))
+    assert GPU.log == []
+
+
 @pytest.mark.parametrize(("capability", "arch"), [("80", 80), ("90", 90), ("120", 120)])
 def test_arch(gpu: fake_gpu.Kernels, capability: str, arch: int) -> None:
     GPU.compute_capability = capability

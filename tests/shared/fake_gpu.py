@@ -138,7 +138,7 @@ class Machine:
     """Which device is current, which streams CuPy is on, and what has happened."""
 
     def __init__(self) -> None:
-        self.current = 0
+        self.current, self.count = 0, 2
         self.compute_capability = "90"
         self.entered: list[int] = []
         self.capturing = False
@@ -170,6 +170,7 @@ CUPY = types.SimpleNamespace(
         UnownedMemory=unowned_memory,
         get_current_stream=lambda device: types.SimpleNamespace(ptr=STREAMS["cupy"]),
         runtime=types.SimpleNamespace(
+            getDeviceCount=lambda: GPU.count,
             getDevice=lambda: GPU.current,
             setDevice=set_device,
             streamIsCapturing=lambda stream: GPU.capturing,
@@ -685,6 +686,7 @@ def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
         arrays._torch_name,
         device.arch_of,
         device.sms_of,
+        device._is_only_one,
     ):
         cached.cache_clear()
     call.pose.cache_clear()
@@ -713,5 +715,6 @@ def remove() -> None:
     """Forget what was cached of the fakes."""
     for cached in (arrays._torch_dtype, arrays._torch_name, device.arch_of, device.sms_of):
         cached.cache_clear()
+    device._is_only_one.cache_clear()
     call.pose.cache_clear()
     api._pose_preprocess.cache_clear()
