@@ -78,6 +78,7 @@ def test_out_in_another_layout_and_its_gradients_are_one_bug() -> None:
     assert named(question, answers) == ["transposed"]
 
 
+@pytest.mark.sweep
 def test_a_map_of_heads_under_a_wrong_mask_is_two_bugs() -> None:
     question = question_of()
     k, v = (np.repeat(x[:40], 2, axis=1)[:, [0, 2, 1, 3]] for x in (question.k, question.v))
