@@ -7,7 +7,7 @@ import pytest
 
 # Of the cases of each of these tests, one in so many runs by default.
 ONE_IN = {
-    "test_diagnose.py::test_names_the_planted_bug": 6,
+    "test_diagnose.py::test_names_the_planted_bug": 8,
     "test_diagnose.py::test_does_not_accuse_what_is_right": 4,
     "test_diagnose.py::test_torch_is_not_accused": 4,
     "test_diagnose_max.py::test_a_stale_maximum_is_recognised": 4,

@@ -24,7 +24,7 @@ PLANTS = planted_inputs.PLANTED
 
 @pytest.mark.parametrize("index", range(0, len(PLANTS), 4))
 def test_names_the_planted_bug(index: int) -> None:
-    found = trials.trial("planted_inputs", index, seed=index)
+    found = trials.trial("tests.diagnose.planted.inputs", index, seed=index)
     assert found.right, found
 
 
