@@ -60,6 +60,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    if config.option.markexpr == "not sweep" and all("::" in arg for arg in config.args):
+        config.option.markexpr = ""  # tests asked for by name run, be they of a sweep or not
     if device_arch() == 0:
         # Numba reads this once, when it is imported: so before any test module is.
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")

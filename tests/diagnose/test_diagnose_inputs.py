@@ -24,7 +24,7 @@ PLANTS = planted_inputs.PLANTED
 
 @pytest.mark.parametrize("index", range(0, len(PLANTS), 4))
 def test_names_the_planted_bug(index: int) -> None:
-    found = trials.trial("planted_inputs", index, seed=index)
+    found = trials.trial("tests.diagnose.planted.inputs", index, seed=index)
     assert found.right, found
 
 
@@ -78,6 +78,7 @@ def test_out_in_another_layout_and_its_gradients_are_one_bug() -> None:
     assert named(question, answers) == ["transposed"]
 
 
+@pytest.mark.sweep
 def test_a_map_of_heads_under_a_wrong_mask_is_two_bugs() -> None:
     question = question_of()
     k, v = (np.repeat(x[:40], 2, axis=1)[:, [0, 2, 1, 3]] for x in (question.k, question.v))
