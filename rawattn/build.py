@@ -112,8 +112,9 @@ def prelude(build: Build) -> str:
             f"{build.path} reads cfg::{', cfg::'.join(lacking)}, which neither "
             f"{type(build.cfg).__name__} nor Build gives. There are {', '.join(given)}."
         )
+    unread = "[[maybe_unused]]"  # by what this row has of the source
     lines = [
-        f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {str(value).lower()};"
+        f"{unread} constexpr {type(value).__name__} {name} = {str(value).lower()};"
         for name, value in given.items()
         if name in read
     ]

@@ -17,7 +17,7 @@ FORWARD = Build(ROWS["forward_sm80_d64_128x64"], "bfloat16", 64, 64, False, True
 
 def constants(build: Build) -> dict[str, tuple[str, str]]:
     """The prelude's constants: name -> (type, value)."""
-    found = re.findall(r"^constexpr (\w+) (\w+) = (\w+);$", prelude(build), re.MULTILINE)
+    found = re.findall(r"constexpr (\w+) (\w+) = (\w+);$", prelude(build), re.MULTILINE)
     return {name: (kind, value) for kind, name, value in found}
 
 
