@@ -67,10 +67,12 @@ class Visit:
 def usual_rows(sparse: bool) -> tuple[str, list[Row]]:
     """The first rows of every stem and head_dim with commas between, and the other CUDA rows.
 
-    The problems are small, and the rows for such must not take the place of the usual ones.
+    The problems are small and of short sequences, and the rows for such must not take the place of
+    the usual ones.
     """
     rows = [r for r in TABLE if r.family != "numba" and r.kernel.sparse == sparse]
-    first = {(row.stem, row.head_dim): row for row in reversed(rows) if not row.when.max_ctas}
+    large = [row for row in rows if not (row.when.max_ctas or row.when.short)]
+    first = {(row.stem, row.head_dim): row for row in reversed(large)}
     rest = [row for row in rows if row is not first[row.stem, row.head_dim]]
     return ",".join(row.name for row in first.values()), rest
 

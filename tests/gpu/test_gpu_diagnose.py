@@ -377,7 +377,7 @@ PLANTS = (
     Plant(
         "second: gk without the scale",
         ("second-scale",),
-        ((KEY_GRADIENTS, SCALED, PLAIN),),
+        ((KEY_GRADIENTS, "{ return softmax_scale; }", "{ return 1.0f; }"),),
         double_backward=True,
     ),
     Plant(
