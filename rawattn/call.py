@@ -178,13 +178,12 @@ def look(
     view = framework.view
     gq = view(q, "q")
     ordinal = gq.device
-    # Usually one look tells: of these two, arrays of one type and device are of one framework.
-    alike = type(q) is type(k) is type(v) is type(cu_seqlens)
-    if alike and (framework is arrays.CUPY or framework is arrays.TORCH):
+    # Of these two, arrays of one type and device are of one framework: then nothing else is asked.
+    alike = framework is arrays.CUPY or framework is arrays.TORCH
+    alike = alike and type(q) is type(k) is type(v) is type(cu_seqlens)
+    if alike:
         gk, gv, offsets_q = view(k, "k"), view(v, "v"), view(cu_seqlens, "cu_seqlens")
         alike = gk.device == gv.device == offsets_q.device == ordinal
-    else:
-        alike = False
     if not alike:
         gk = view_beside(framework, k, "k", ordinal)
         gv = view_beside(framework, v, "v", ordinal)
