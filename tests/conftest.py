@@ -17,7 +17,7 @@ MARKERS = {
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
     "sweep": "a long sweep, left out unless -m is given: pytest -m sweep, as .ci/run does",
 }
-# Measured on 2 cores without a GPU.
+# Of a whole run, on 2 cores without a GPU.
 MINUTES = {"not sweep": 5, "sweep": 10}
 
 
@@ -52,7 +52,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if config.args_source is config.ArgsSource.ARGS or config.option.markexpr != "not sweep":
         return None
     return (
-        f"about {MINUTES['not sweep']} minutes on 2 cores; the sweeps, left out here, take "
+        f"about {MINUTES['not sweep']} minutes on 2 cores; the sweeps, left out here, take about "
         f"{MINUTES['sweep']} more: pytest -m sweep"
     )
 

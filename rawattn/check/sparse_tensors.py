@@ -99,7 +99,7 @@ def make_sparse(case: SparseCase, seed: int = 0) -> SparseTensors:
     dense = make(case, seed)
     shape = (len(dense.q), case.num_heads_sel, case.num_selected)
     indices = _indices(case, rng).astype(case.index_dtype)
-    counts = rng.integers(-1, case.num_selected + 3, shape[:2]).astype(np.int32)
+    counts = rng.integers(-1, case.num_selected + 3, shape[:2]).clip(min=0).astype(np.int32)
     there = seen(case, (indices, counts if case.counts else None))
     if not case.sliding:  # that branch sees every block
         for array in (dense.k, dense.v, dense.tk, dense.tv):

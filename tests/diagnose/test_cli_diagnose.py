@@ -426,6 +426,7 @@ def test_explain_of_causal_results_that_do_not_say_so(
     assert "causal is not said: False is assumed" in joined(result).partition("look at")[0]
 
 
+@pytest.mark.sweep
 def test_explain_of_a_scale_that_one_file_does_not_say(check: Check, tmp_path: Path) -> None:
     """Not a wrong factor: the default may have been meant."""
     question = replace(question_of(small(CASES["group3"]), clean=True), out=None, lse=None)

@@ -67,6 +67,7 @@ def test_saved_arrays_are_unpacked_in_another_order(stage: str) -> None:
     assert named(question, swapped)[:1] == ["arguments-swapped"]
 
 
+@pytest.mark.sweep
 def test_out_in_another_layout_and_its_gradients_are_one_bug() -> None:
     question = replace(question_of(), tq=None, tk=None, tv=None)
     right = solve(question, "forward")

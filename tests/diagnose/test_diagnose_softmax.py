@@ -65,6 +65,7 @@ def test_every_class_has_variants() -> None:
     assert all(names.count(name) >= 2 for name in names)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("keys", [("dq", "dk", "dv"), ("out",)], ids=" ".join)
 def test_needs_no_more_than_some_tensors(keys: tuple[str, ...]) -> None:
     question = question_of()
@@ -74,6 +75,7 @@ def test_needs_no_more_than_some_tensors(keys: tuple[str, ...]) -> None:
         assert diagnose(question, {key: answers[key] for key in keys}).findings[0].bug == plant.bug
 
 
+@pytest.mark.sweep
 def test_says_the_number() -> None:
     question = question_of()
     scaled = replace(question, softmax_scale=float(37**-0.5))

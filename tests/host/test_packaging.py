@@ -115,7 +115,8 @@ def test_an_install_finds_the_cuda_sources(
         for what in ("scripts", "purelib")
     )
     # The new environment sees this one's packages, but not what is installed in editable form here.
-    (site / "parent.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "parent.pth").write_text("\n".join(packages) + "\n")
     what = ["-e", str(request.getfixturevalue("checkout"))]
     if kind != "editable":
         what = [str(request.getfixturevalue(kind))]
