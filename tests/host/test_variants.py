@@ -42,7 +42,7 @@ def problem(
     head_dim: int = 128,
     head_dim_v: int = 128,
     arch: int = 90,
-    tiles: int = 1,
+    tiles: int = 4,
 ) -> Problem:
     """``tiles``: 64 queries and 64 keys each, over all heads."""
     tokens, dims = 64 * tiles, (head_dim, head_dim_v)
@@ -139,7 +139,8 @@ def test_row_is_of_use_somewhere(row: Row) -> None:
         chosen = (sparse(problem("float16", d, d, arch), *blocks) for arch, *blocks in every)
         assert any(select(row.stem, p, selection=blocks) is row for p, blocks in chosen)
         return
-    posed = [problem("float16", d, d, arch, row.when.max_ctas * 66) for arch in LIMITS]
+    tiles = 1 if row.when.short else max(4, row.when.max_ctas * 66)
+    posed = [problem("float16", d, d, arch, tiles) for arch in LIMITS]
     assert any(select(row.stem, p, by_size=small) is row for p in posed)
 
 
@@ -153,6 +154,18 @@ def test_row_for_small_problems_is_chosen_by_size_alone(row: Row) -> None:
     assert select(row.stem, small, by_size=True) is row
     assert not select(row.stem, large, by_size=True).when.max_ctas
     assert not select(row.stem, small).when.max_ctas
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in CUDA_ROWS if row.when.short], ids=lambda row: row.name
+)
+def test_row_for_short_sequences_gives_the_bits_of_the_other(row: Row) -> None:
+    """As tests/gpu shows of two rows whose tiles of keys are equally long."""
+    d = row.head_dim
+    short, long = (select(row.stem, problem("float16", d, d, 90, tiles)) for tiles in (2, 3))
+    assert short is row
+    assert not long.when.short
+    assert (short.cfg.block_n, short.workspace) == (long.cfg.block_n, long.workspace)
 
 
 def test_limits_of_shared_memory() -> None:
