@@ -87,6 +87,7 @@ def test_lengths_that_are_none(lengths: str, check, tmp_path: Path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sweep
 def test_warm_finds_every_row_or_says_why_not(check, monkeypatch) -> None:
     for arch in ("sm_86", "sm_90"):
         for row in TABLE:

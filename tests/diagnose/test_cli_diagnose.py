@@ -409,6 +409,7 @@ def test_explain_says_what_it_cannot_judge(check: Check, saved: dict[str, Path])
     assert "A: not judged, since there is no dout: dq, dk" in joined(result), result.output
 
 
+@pytest.mark.sweep
 def test_explain_of_causal_results_that_do_not_say_so(
     check: Check, saved: dict[str, Path], tmp_path: Path
 ) -> None:

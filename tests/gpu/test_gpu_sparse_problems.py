@@ -95,6 +95,7 @@ def test_a_wrong_result_is_a_fault() -> None:
             assert faults(posed, {name: wrong}), name
 
 
+@pytest.mark.sweep
 def test_the_random_problems_have_everything_in_them() -> None:
     problems = [sparse for chunk in FIRST for sparse in chunk.problems()]
     assert len(problems) == 500 and len({sparse.case.name for sparse in problems}) == 500

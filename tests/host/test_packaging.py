@@ -104,7 +104,9 @@ def test_the_wheel_carries_every_source_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
+@pytest.mark.parametrize(
+    "kind", ["wheel", *(pytest.param(k, marks=pytest.mark.sweep) for k in ("sdist", "editable"))]
+)
 def test_an_install_finds_the_cuda_sources(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

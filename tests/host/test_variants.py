@@ -81,9 +81,11 @@ def nvrtc() -> None:
     pytest.importorskip("cuda.core")
 
 
-@pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
-def test_row_compiles_cleanly_in_one_form(row: Row, nvrtc: None) -> None:
-    """On 9.0, in each form in turn; the NVRTC of 12.9 is another environment's (extra cuda12)."""
+@pytest.mark.parametrize(
+    "row", {row.stem: row for row in CUDA_ROWS}.values(), ids=lambda row: row.name
+)
+def test_kernel_compiles_cleanly_in_one_form(row: Row, nvrtc: None) -> None:
+    """On 9.0, the last row of each; the NVRTC of 12.9 is another environment's (extra cuda12)."""
     forms = builds(row)
     assert faults(row, "sm_90", forms[CUDA_ROWS.index(row) % len(forms)]) == []
 
