@@ -96,7 +96,10 @@ def test_kernel_compiles_cleanly_in_one_form(row: Row, nvrtc: None) -> None:
 def test_row_compiles_cleanly_wherever_it_serves(row: Row, arch: str, nvrtc: None) -> None:
     if not serves(row, int(arch.removeprefix("sm_"))):
         pytest.skip("the row is for other GPUs")
-    assert [fault for build in builds(row) for fault in faults(row, arch, build)] == []
+    forms = builds(row)
+    if arch != "sm_90":  # one in turn: forms differ less than architectures
+        forms = [forms[(CUDA_ROWS.index(row) + ARCHS.index(arch)) % len(forms)]]
+    assert [fault for build in forms for fault in faults(row, arch, build)] == []
 
 
 def test_the_archs_that_are_compiled() -> None:
