@@ -34,7 +34,7 @@ class Loaded:
         self._threads, self._smem = build.cfg.threads, build.smem
         self._name = build.row.name
         self._device = device
-        self._call = driver.launchKernel  # a third of the time of cupy.RawKernel's own call
+        self._call = driver.launchKernel  # RawKernel's call looks at every argument first
 
     def launch(self, grid: tuple[int, int, int], arguments: bytes, stream: int) -> None:
         """Launch on a raw stream handle; ``arguments`` are the bytes of ``struct Args``.
