@@ -8,14 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from rawattn.variants.row import (
-    NO_BLOCKS,
-    Blocks,
-    Cfg,
-    Row,
-    Tiles,
-    tile_widths,
-)
+from rawattn.variants.row import NO_BLOCKS, Blocks, Cfg, Row, Tiles, tile_widths
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 Direction = tuple[bool, bool, bool]  # which parts of (tq, tk, tv), or (ddq, ddk, ddv), are there
@@ -77,9 +70,10 @@ class Source(NamedTuple):
 
 def distinct(builds: Iterable[Build]) -> list[Build]:
     """The first of those builds that come to the same kernel."""
-    return list({(build.path, prelude(build)): build for build in reversed(list(builds))}.values())[
-        ::-1
-    ]
+    found: dict[tuple[str, str], Build] = {}
+    for build in builds:
+        found.setdefault((build.path, prelude(build)), build)
+    return list(found.values())
 
 
 def prelude(build: Build) -> str:

@@ -3,7 +3,7 @@
 Every public function goes the same way: ``look`` gives Views of what all calls have and the Problem
 that they pose, Given's methods those of what follows from it, preallocated results too; ``compute``
 chooses the stream behind all of them and lets the reference or the kernels fill the results. What
-kernels need on their way is a Call.
+kernels need on their way is a Call. Long, since the way is read from one end to the other.
 """
 
 import os

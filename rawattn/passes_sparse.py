@@ -44,7 +44,6 @@ class _Ready(NamedTuple):
 
 def _ready(call: Call, chosen: Chosen, inputs: Inputs, *stems: str, lists: bool) -> _Ready:
     """What the kernels ``stems`` share, with the ``lists`` of queries or without."""
-
     rows = [call.row(stem, selection=chosen.selection) for stem in stems]
     call = beside(call, next((row for row in rows if row.family == "numba"), rows[0]))
     if call.backend == "numba":

@@ -55,11 +55,8 @@ def _of_problem(
 ) -> Row:
     size = None
     if by_size:
-        queries, keys = (
-            problem.total_q * problem.num_heads_q,
-            problem.total_k * problem.num_heads_kv,
-        )
-        size = (queries, keys, problem.num_sms)
+        queries = problem.total_q * problem.num_heads_q
+        size = (queries, problem.total_k * problem.num_heads_kv, problem.num_sms)
     return _select(
         TABLE,
         stem,

@@ -1,7 +1,7 @@
 """The catalogue of bugs of second order, forward mode and block-sparse attention.
 
 The engine without a bug is the reference; every variant differs from it, and those that come of a
-constant in a first backward pass are what autograd makes of that.
+constant in a first backward pass are what autograd makes of that. Long by the table of bugs.
 """
 
 from collections import defaultdict

@@ -1,4 +1,7 @@
-"""Comparison functions as people write them: what each lets pass is named, a sound one is left."""
+"""Comparison functions as people write them: what each lets pass is named, a sound one is left.
+
+Long by those functions, each as somebody would write it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

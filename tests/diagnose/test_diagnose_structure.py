@@ -1,4 +1,7 @@
-"""Where wrong rows lie is said rightly; slopes, residuals and pictures are those of the errors."""
+"""Where wrong rows lie is said rightly; slopes, residuals and pictures are those of the errors.
+
+Long, one test for each thing that a page of the report may say.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -6,6 +6,7 @@ plain call on CuPy arrays, to the bit. Long, since every library has its own way
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.shared.gpu_arrays import (
     numpy_of,
     on,
 )
+from tests.shared.gpu_graphs import cupy_replays, torch_replays
 
 cupy = pytest.importorskip("cupy")
 
@@ -319,48 +321,12 @@ def check_replay(call: Call, results: tuple[Any, ...], content: Arrays) -> None:
 
 
 @any_order
-def test_graph_of_cupy(call: Call) -> None:
-    batches = [on("cupy", content) for content in contents()]
-    fixed = {name: array.copy() for name, array in batches[0].items()}
-    all_results(call, fixed)  # compiled and loaded before the capture
-    cupy.cuda.Device().synchronize()
-    # A pool of its own, so that nobody else is given the memory of the workspaces.
-    pool = cupy.cuda.MemoryPool()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        stream.begin_capture()
-        results = all_results(call, fixed)
-        graph = stream.end_capture()
-    for batch, content in zip(reversed(batches), reversed(contents()), strict=True):
-        with stream:
-            for name, array in fixed.items():
-                array[...] = batch[name]
-            for _ in range(2):
-                graph.launch(stream=stream)
-        stream.synchronize()
-        check_replay(call, results, content)
-
-
-@any_order
-def test_graph_of_torch(call: Call) -> None:
-    batches = [on("torch", content) for content in contents()]
-    import torch
-
-    fixed = {name: array.clone() for name, array in batches[0].items()}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        all_results(call, fixed)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = all_results(call, fixed)
-    for batch, content in zip(reversed(batches), reversed(contents()), strict=True):
-        for name, array in fixed.items():
-            array.copy_(batch[name])
-        for _ in range(2):
-            graph.replay()
-        torch.cuda.synchronize()
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_graph(call: Call, library: str) -> None:
+    first, second = contents()
+    replays = {"cupy": cupy_replays, "torch": torch_replays}[library]
+    replayed = replays(partial(all_results, call), [on(library, first), on(library, second)])
+    for results, content in zip(replayed, (second, first), strict=True):
         check_replay(call, results, content)
 
 

@@ -1,4 +1,7 @@
-"""rawattn.arrays: every kind of array to a View and back, on fakes of a GPU and on what is here."""
+"""rawattn.arrays: every kind of array to a View and back, on fakes of a GPU and on what is here.
+
+Long by the number of libraries.
+"""
 
 import sys
 from collections.abc import Iterator

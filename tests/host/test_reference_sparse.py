@@ -1,6 +1,7 @@
 """Block-sparse attention of the reference, and its derivatives: against autograd and the contract.
 
 Every case has a gate and directions for all four inputs; tests leave them out where that matters.
+Long, one truth for each derivative.
 """
 
 from itertools import chain, product

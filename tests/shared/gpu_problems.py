@@ -2,6 +2,7 @@
 
 The truth of second derivatives and of forward mode comes from torch's autograd of dense attention,
 sequence by sequence: in float64, and in the kernels' dtype for the error that is allowed to them.
+Long, since a problem, its truth and its verdict are read together.
 """
 
 import os

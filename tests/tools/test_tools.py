@@ -1,4 +1,7 @@
-"""The tools as far as they go without a GPU: cases, tables, records, logs read right."""
+"""The tools as far as they go without a GPU: cases, tables, records, logs read right.
+
+Long by the number of tools.
+"""
 
 import itertools
 import json
