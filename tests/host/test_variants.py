@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import product
+from zlib import crc32
 
 import pytest
 
@@ -97,8 +98,8 @@ def test_row_compiles_cleanly_wherever_it_serves(row: Row, arch: str, nvrtc: Non
     if not serves(row, int(arch.removeprefix("sm_"))):
         pytest.skip("the row is for other GPUs")
     forms = builds(row)
-    if arch != "sm_90":  # one in turn: forms differ less than architectures
-        forms = [forms[(CUDA_ROWS.index(row) + ARCHS.index(arch)) % len(forms)]]
+    if arch != "sm_90":  # one of them, whatever other rows there are: forms differ less than archs
+        forms = [forms[crc32(f"{row.name} {arch}".encode()) % len(forms)]]
     assert [fault for build in forms for fault in faults(row, arch, build)] == []
 
 
