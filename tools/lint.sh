@@ -9,7 +9,7 @@ check() {
   "$@" || failed=1
 }
 
-mapfile -t cuda < <(find kernels_cu -name '*.cu' -o -name '*.cuh' | sort)
+mapfile -t cuda < <(find kernels_cu tests/emulator -name '*.cu' -o -name '*.cuh' -o -name '*.hpp' | sort)
 check ruff check .
 check ruff format --check .
 check mypy --strict rawattn

@@ -12,8 +12,6 @@ import pytest
 from rawattn import variants
 from rawattn.build import NO_DIRECTION, WHOLE, Build
 from rawattn.check.cases import HALF, Case
-from rawattn.check.run import evaluate, own
-from rawattn.check.sparse import own_sparse
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.ops.arguments import args_bytes
 from rawattn.problem import Selection
@@ -25,62 +23,16 @@ from tests.shared.gpu_problems import (
     chosen,
     large_rows,
     problem_of,
-    sized,
     stems_of,
     warm,
 )
+from tests.shared.pairs import MASKS, check, dense_cases, sparse_cases
 
 pytest.importorskip("cupy")
 
 pytestmark = pytest.mark.gpu
 
 STEPS = (*METHODS, *SECOND)
-LENGTHS_Q, LENGTHS_K = (70, 5, 0, 1, 133), (133, 5, 5, 1, 70)
-MASKS = (
-    {},
-    {"causal": True},
-    {"window": (40, 20)},
-    {"window": (30, -1)},
-    {"window": (-1, 9)},
-)
-SHARING = ((1, 16, 2), (4, 64, 1), (16, 32, 1), (2, 128, 2), (3, 16, 1))  # group, block, kv heads
-PAIRS = list(enumerate(product(HEAD_DIMS, HEAD_DIMS)))
-
-
-def dense_cases() -> Iterator[Case]:
-    for n, (d, dv) in PAIRS:
-        i, j = divmod(n, len(HEAD_DIMS))
-        yield Case(
-            f"pair-{d}-{dv}",
-            LENGTHS_Q,
-            LENGTHS_K,
-            dtype=HALF[(i + j) % 2],
-            group=(1, 3)[j % 2],
-            poisoned=(1,),
-            **sized(d, dv),
-            **MASKS[(2 * i + j) % len(MASKS)],
-        )
-
-
-def sparse_cases() -> Iterator[SparseCase]:
-    for n, (d, dv) in PAIRS:
-        i, j = divmod(n, len(HEAD_DIMS))
-        group, block_size, num_heads_kv = SHARING[(2 * i + j) % len(SHARING)]
-        yield SparseCase(
-            f"sparse-pair-{d}-{dv}",
-            LENGTHS_Q,
-            LENGTHS_K,
-            dtype=HALF[(i + j) % 2],
-            group=group,
-            num_heads_kv=num_heads_kv,
-            block_size=block_size,
-            num_selected=3,
-            causal=j % 3 > 0,
-            own=n % 4 > 0,
-            gate=i % 2 == j // 2 % 2,
-            poisoned=(1,),
-            **sized(d, dv),
-        )
 
 
 def has_small_rows(case: Case, step: str) -> bool:
@@ -123,33 +75,21 @@ def compiled(request: pytest.FixtureRequest) -> None:
     warm(wanted)
 
 
-def check(case: Case, step: str, first: str) -> None:
-    """Judge a step, and with the ``first`` one the forward too, which is compiled once."""
-    make = own_sparse if isinstance(case, SparseCase) else own
-    forward, *others = make("cuda", (step,))
-    candidates = [forward, *others] if step == first else others
-    rows = [row for candidate in candidates for row in evaluate(candidate, case)]
-    wrong = [row for row in rows if row.verdict.verdict not in ("pass", "vacuous")]
-    assert not wrong, "\n".join(f"{r.backend} {r.tensor}: {r.verdict}" for r in wrong)
-    found = {row.tensor for row in rows if row.verdict.ok}
-    assert len(found) >= 3, f"only {sorted(found)} of {case} prove anything"
-
-
 @pytest.mark.parametrize(("case", "step"), LARGE, ids=[f"{c}-{s}" for c, s in LARGE])
 def test_pair(case: Case, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = large_rows(case, ("forward", *stems_of(step)))
     monkeypatch.setenv("RAWATTN_VARIANT", ",".join(row.name for row in rows.values()))
-    check(case, step, STEPS[0])
+    check(case, step, forward=step == STEPS[0])
 
 
 @pytest.mark.parametrize(("case", "step"), SMALL, ids=[f"{c}-{s}" for c, s in SMALL])
 def test_pair_on_rows_of_small_grids(case: Case, step: str) -> None:
-    check(case, step, STEPS[0])
+    check(case, step, forward=step == STEPS[0])
 
 
 @pytest.mark.parametrize(("case", "step"), SPARSE_RUNS, ids=[f"{c}-{s}" for c, s in SPARSE_RUNS])
 def test_sparse_pair(case: SparseCase, step: str) -> None:
-    check(case, step, next(iter(SPARSE_STEPS)))
+    check(case, step, forward=step == next(iter(SPARSE_STEPS)))
 
 
 def test_the_pairs_have_everything_in_them() -> None:

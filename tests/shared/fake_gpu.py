@@ -78,6 +78,9 @@ class ndarray(np.ndarray):
     def data(self) -> Any:
         return types.SimpleNamespace(ptr=self.ctypes.data, device_id=self.on_device)
 
+    def get(self) -> np.ndarray:
+        return np.asarray(self)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"data": (self.ctypes.data, False)}

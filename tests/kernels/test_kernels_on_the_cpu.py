@@ -1,0 +1,95 @@
+"""The CUDA sources, run on the CPU: right on pairs of head_dim, safe with offsets that lie.
+
+The emulated machine does asynchronous copies as late as it may, and its memory ends where the
+arrays end. What it cannot show is a race that no order of its threads brings out.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+import rawattn
+from rawattn.check.candidate import Candidate
+from rawattn.check.cases import Case
+from rawattn.check.run import evaluate
+from rawattn.check.sparse_cases import SparseCase
+from rawattn.variants import HEAD_DIMS, METHODS
+from rawattn.variants.steps import SECOND, SPARSE_STEPS
+from tests.shared import emulated, fake_gpu, lies
+from tests.shared.pairs import check, dense_cases, sparse_cases
+
+DENSE = (*METHODS, *SECOND)
+STEPS = {False: DENSE, True: tuple(SPARSE_STEPS)}
+
+
+def some(cases: Iterator[Case], steps: tuple[str, ...]) -> list[tuple[Case, str]]:
+    """Two pairs for every step, so that every head_dim is met, and differs from head_dim_v."""
+    every, n = list(cases), len(HEAD_DIMS)
+    return [
+        (every[i * n + (i + shift) % n], step)
+        for shift, step in enumerate(steps)
+        for i in range(shift % 3, n, 3)
+    ]
+
+
+RUNS = some(dense_cases(), DENSE) + some(sparse_cases(), STEPS[True])
+CASE = next(dense_cases())
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated.Kernels]:
+    if emulated.COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    yield emulated.install(monkeypatch)
+    fake_gpu.remove()
+
+
+def run(case: Case, step: str) -> None:
+    check(case, step, forward=step == STEPS[isinstance(case, SparseCase)][0])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("case", "step"), RUNS, ids=[f"{c}-{s}" for c, s in RUNS])
+def test_pair(case: Case, step: str, kernels: emulated.Kernels) -> None:
+    run(case, step)
+
+
+@pytest.mark.parametrize("lateness", (emulated.EARLY, emulated.LATE), ids=("early", "late"))
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_threads_and_copies(seed: int, lateness: int, kernels: emulated.Kernels) -> None:
+    kernels.seed, kernels.lateness = seed, lateness
+    run(CASE, DENSE[0])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", (lies.DENSE[2], lies.SPARSE[0]), ids=str)
+def test_offsets_that_lie(form: lies.Form, kernels: emulated.Kernels) -> None:
+    compute: Callable[[Any], Any] = lies.sparse if form.block_size else lies.dense
+    for lie in ("falling", "falls-from-far", "past-in-the-middle", "everywhere", "negative-far"):
+        compute(lies.Problem(form, lie, "qk", (64, 150)))
+
+
+PLANTS = {
+    "a copy is not waited for": ("cp_async_wait<0>();", ""),
+    "a load runs past the sequence": ("row + i * STEP < rows.valid", "true"),
+    "K is overwritten while it is read": ("__syncthreads();  // V is here", "// V is here"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_is_seen(plant: str, kernels: emulated.Kernels) -> None:
+    kernels.changes = (PLANTS[plant],)
+    forward = Candidate("cuda", "cupy", forward=partial(rawattn.forward, backend="cuda"))
+    seen = set()
+    for kernels.seed in range(3):
+        seen |= {row.verdict.verdict for row in evaluate(forward, CASE)}
+    assert "FAIL" in seen
+
+
+def test_offsets_that_are_believed_are_seen(kernels: emulated.Kernels) -> None:
+    kernels.changes = (("min(max(offset, 0), total)", "offset"),)
+    p = lies.Problem(lies.DENSE[0], "past", "qk", (64, 64))
+    with pytest.raises(AssertionError, match="an access outside the arrays"):
+        rawattn.forward(*p.inputs, p.cu_q, **p.options)
