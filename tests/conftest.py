@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.shared.device import device_arch
+from tests.shared.thinned import thin
 
 MARKERS = {
     "gpu": "needs a CUDA device",
@@ -77,7 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin(items)
     arch = device_arch()
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     not_sm90 = pytest.mark.skip(reason=f"compute capability 9.0 needed, this is {arch}")
