@@ -234,10 +234,7 @@ PLANTS = (
     Plant(
         "window without its left side",
         ("window-dropped",),
-        (
-            (MASK, "cfg::HAS_LEFT && offset < begin", "false"),
-            (MASK, "(cfg::HAS_LEFT && col < first_key(row + rows - 1))", "false"),
-        ),
+        ((MASK, "cfg::HAS_LEFT ? max(row + shift() - left, 0) : 0", "0"),),
         replace(CASES["window"], window=(9, 7)),
     ),
     Plant(

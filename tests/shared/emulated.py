@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.build import INCLUDE, NO_DIRECTION, Build, prelude, sources_root
+from rawattn import build as builds
+from rawattn.build import INCLUDE, NO_DIRECTION, Build, prelude
 from rawattn.problem import Problem
 from rawattn.variants.row import NO_BLOCKS, Row
 from tests.shared import fake_gpu
@@ -49,7 +50,7 @@ def folder() -> Path:
 def _text(name: str) -> str:
     """A source; one of the emulator in the place of that of PTX."""
     own = EMULATOR / name
-    text = (own if own.exists() else sources_root() / name).read_text()
+    text = (own if own.exists() else builds.sources_root() / name).read_text()
     text = text.replace("extern __shared__", "extern")
     return re.sub(r"\b__shared__\b", "static", text)
 
@@ -67,21 +68,18 @@ def whole(path: str, seen: set[str]) -> str:
     return INCLUDE.sub(of, _text(path)).replace("#pragma once", "")
 
 
-@cache
 def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str], ...]) -> Any:
     """A source with its constants, compiled for this machine; ``changes`` are made to it before."""
     source = whole(path, set())
     for old, new in changes:
         assert old in source, f"{path} has no {old!r}"
         source = source.replace(old, new)
-    text = "\n".join(
-        (
-            (EMULATOR / "cuda.hpp").read_text().replace("#pragma once", ""),
-            constants,
-            source,
-            _ENTRY.format(stem=stem),
-        )
-    )
+    machine = (EMULATOR / "cuda.hpp").read_text().replace("#pragma once", "")
+    return _compiled(stem, "\n".join((machine, constants, source, _ENTRY.format(stem=stem))))
+
+
+@cache
+def _compiled(stem: str, text: str) -> Any:
     file = folder() / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
@@ -91,7 +89,7 @@ def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str]
             command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-fno-gnu-unique"]
             command += ["-fvisibility=hidden", str(given), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, f"{path}:\n{done.stderr[:4000]}"
+            assert done.returncode == 0, f"{stem}:\n{done.stderr[:4000]}"
             made.replace(file)
     loaded = ctypes.CDLL(str(file))
     loaded.run_grid.restype = ctypes.c_char_p
