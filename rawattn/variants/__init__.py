@@ -4,7 +4,7 @@
 each function.
 """
 
-from rawattn.variants.choice import TABLE, select, unknown_rows
+from rawattn.variants.choice import TABLE, select
 from rawattn.variants.row import (
     HEAD_DIMS,
     NO_BLOCKS,
@@ -36,5 +36,4 @@ __all__ = [
     "smem_limit",
     "tile_width",
     "tile_widths",
-    "unknown_rows",
 ]

@@ -1,5 +1,6 @@
 """The choice of a row for a problem."""
 
+from collections import Counter
 from functools import lru_cache
 
 from rawattn import env
@@ -20,6 +21,9 @@ from rawattn.variants.sm90 import SM90
 
 _CUDA = (*SM90, *SM80)
 TABLE: tuple[Row, ...] = (*_CUDA, *map(twin, dict.fromkeys(row.kernel for row in _CUDA)))
+if len({row.name for row in TABLE}) < len(TABLE):
+    _TWICE = [name for name, times in Counter(row.name for row in TABLE).items() if times > 1]
+    raise ValueError(f"rows of one name: {', '.join(_TWICE)}. Give one of each a tag=.")
 
 
 def select(
@@ -145,9 +149,3 @@ def _is_small(row: Row, size: tuple[int, int, int] | None) -> bool:
 
 def _names(preferred: str) -> list[str]:
     return [name.strip() for name in preferred.split(",") if name.strip()]
-
-
-def unknown_rows() -> list[str]:
-    """The names in RAWATTN_VARIANT that no row of the table has."""
-    known = {row.name for row in TABLE}
-    return [name for name in _names(env.value(env.VARIANT)) if name not in known]

@@ -179,10 +179,12 @@ def _any(kernel: Kernel, why: str, **fields: Any) -> Row:
 
 def _rows(kernel: Kernel, **of_all: Any) -> Callable[..., Row]:
     """What makes the rows of a kernel: (head_dim, block_m, block_n, why, ...), or without block_n
-    for a sparse kernel, whose blocks are up to 64 keys; ``of_all`` have all rows in common."""
+    for a sparse kernel, whose blocks are up to 64 keys; ``of_all`` have all rows in common. A
+    ``tag`` at the end of its name tells a row from another of the same tiles."""
 
-    def dense(head_dim: int, m: int, n: int, why: str, **fields: Any) -> Row:
-        name = f"{kernel.stem}_sm80_d{head_dim}_{m}x{n}{'_short' * fields.get('short', False)}"
+    def dense(head_dim: int, m: int, n: int, why: str, tag: str = "", **fields: Any) -> Row:
+        tag = tag or "_short" * fields.get("short", False)
+        name = f"{kernel.stem}_sm80_d{head_dim}_{m}x{n}{tag}"
         given = of_all | {"block_m": m, "block_n": n} | fields
         return _row(name, kernel, why, head_dim, given)
 

@@ -376,8 +376,3 @@ def test_what_a_small_grid_is_depends_on_the_gpu() -> None:
     few = replace(problem("float16", 64, 64, tiles=200), num_sms=132)
     assert select("jvp", few, by_size=True).when.max_ctas
     assert not select("jvp", replace(few, num_sms=64), by_size=True).when.max_ctas
-
-
-def test_preferred_names_that_no_row_has_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAWATTN_VARIANT", "forward_numba, nonsense,,jvp_sm80")
-    assert variants.unknown_rows() == ["nonsense", "jvp_sm80"]

@@ -4,7 +4,9 @@ The emulated machine does asynchronous copies as late as it may, and its memory 
 arrays end. What it cannot show is a race that no order of its threads brings out.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,16 +15,15 @@ import pytest
 
 import rawattn
 from rawattn.check.candidate import Candidate
-from rawattn.check.cases import Case
+from rawattn.check.cases import HALF, Case
 from rawattn.check.run import evaluate
-from rawattn.check.sparse_cases import SparseCase
-from rawattn.variants import HEAD_DIMS, METHODS
-from rawattn.variants.steps import SECOND, SPARSE_STEPS
+from rawattn.variants import HEAD_DIMS, METHODS, TABLE
+from rawattn.variants.steps import SECOND, SPARSE_STEPS, STEPS
 from tests.shared import emulated, fake_gpu, lies
 from tests.shared.pairs import check, dense_cases, sparse_cases
 
 DENSE = (*METHODS, *SECOND)
-STEPS = {False: DENSE, True: tuple(SPARSE_STEPS)}
+OF_SPARSE = tuple(SPARSE_STEPS)
 
 
 def some(cases: Iterator[Case], steps: tuple[str, ...]) -> list[tuple[Case, str]]:
@@ -35,7 +36,7 @@ def some(cases: Iterator[Case], steps: tuple[str, ...]) -> list[tuple[Case, str]
     ]
 
 
-RUNS = some(dense_cases(), DENSE) + some(sparse_cases(), STEPS[True])
+RUNS = some(dense_cases(), DENSE) + some(sparse_cases(), OF_SPARSE)
 CASE = next(dense_cases())
 
 
@@ -48,13 +49,32 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated.Kernels]:
 
 
 def run(case: Case, step: str) -> None:
-    check(case, step, forward=step == STEPS[isinstance(case, SparseCase)][0])
+    check(case, step, forward=step in (DENSE[0], OF_SPARSE[0]))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("case", "step"), RUNS, ids=[f"{c}-{s}" for c, s in RUNS])
 def test_pair(case: Case, step: str, kernels: emulated.Kernels) -> None:
     run(case, step)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", os.environ.get("RAWATTN_VARIANT", "").split(","))
+def test_row_that_is_asked_for(name: str, dtype: str, kernels: emulated.Kernels) -> None:
+    """By RAWATTN_VARIANT: it runs, in the first step that has its kernel, and is right."""
+    if not name:
+        pytest.skip("RAWATTN_VARIANT names none")
+    row = next(row for row in TABLE if row.name == name)
+    sparse = row.kernel.sparse
+    case = replace(next(sparse_cases() if sparse else dense_cases()), dtype=dtype)
+    case = replace(case, head_dim=row.head_dim, head_dim_v=row.head_dim)
+    step, *_ = [
+        step
+        for step, stems in (SPARSE_STEPS if sparse else STEPS).items()
+        if row.stem in {"forward", "sparse_forward", *(of.stem for of in stems)}
+    ]
+    check(case, step, forward=True)
+    assert name in {launched for launched, _ in kernels.launched}
 
 
 def verdicts() -> set[str]:
