@@ -10,7 +10,7 @@ import click
 
 from rawattn import env
 from rawattn.check.compiled import arch_number
-from rawattn.variants import TABLE
+from rawattn.variants import TABLE, names_in
 
 
 class NewFile(click.Path):
@@ -70,7 +70,7 @@ def doubts(environ: Mapping[str, str] = os.environ) -> list[str]:
         if name.startswith("RAWATTN_") and name not in known
     ]
     rows = [row.name for row in TABLE]
-    for name in filter(None, map(str.strip, environ.get(env.VARIANT.name, "").split(","))):
+    for name in names_in(environ.get(env.VARIANT.name, "")):
         if name not in rows:
             unknown = f"{env.VARIANT.name} names {name!r}, which is no row"
             found.append(f"{unknown} of `rawattn-check variants`{_instead(name, rows)}")

@@ -4,7 +4,7 @@
 each function.
 """
 
-from rawattn.variants.choice import TABLE, select
+from rawattn.variants.choice import TABLE, names_in, select
 from rawattn.variants.row import (
     HEAD_DIMS,
     NO_BLOCKS,
@@ -31,6 +31,7 @@ __all__ = [
     "Tiles",
     "block_keys",
     "method_of",
+    "names_in",
     "select",
     "serves",
     "smem_limit",

@@ -21,8 +21,7 @@ from rawattn.variants.sm90 import SM90
 
 _CUDA = (*SM90, *SM80)
 TABLE: tuple[Row, ...] = (*_CUDA, *map(twin, dict.fromkeys(row.kernel for row in _CUDA)))
-if len({row.name for row in TABLE}) < len(TABLE):
-    _TWICE = [name for name, times in Counter(row.name for row in TABLE).items() if times > 1]
+if _TWICE := [name for name, n in Counter(row.name for row in TABLE).items() if n > 1]:
     raise ValueError(f"rows of one name: {', '.join(_TWICE)}. Give one of each a tag=.")
 
 
@@ -129,7 +128,7 @@ def _select(
             f"into the {smem_limit(arch) // KIB} KiB of shared memory of compute capability "
             f"{arch / 10:.1f}. Use backend=None or backend='numba'."
         )
-    names = _names(preferred)
+    names = names_in(preferred)
     asked = [row for row in rows if row.name in names]
     suited = [row for row in rows if not row.when.max_ctas or _is_small(row, size)]
     widest = [row for row in reversed(rows) if row.when.max_ctas]  # before a twin, if none is left
@@ -147,5 +146,6 @@ def _is_small(row: Row, size: tuple[int, int, int] | None) -> bool:
     return ctas <= row.when.max_ctas * num_sms
 
 
-def _names(preferred: str) -> list[str]:
+def names_in(preferred: str) -> list[str]:
+    """The names of rows that a value of RAWATTN_VARIANT has, be there such rows or not."""
     return [name.strip() for name in preferred.split(",") if name.strip()]

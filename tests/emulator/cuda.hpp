@@ -1,7 +1,7 @@
 // CUDA C++ on one thread of a CPU, as far as the sources of kernels_cu/ go: blocks one after the
 // other, the threads of a block as fibers that take turns where one waits. Instructions are in
-// base/ptx.cuh beside this file. It shows wrong numbers, deadlocks, accesses outside shared memory
-// and missing waits (see Lateness); nothing about speed.
+// base/ptx.cuh beside this file. It shows wrong numbers, deadlocks, instructions that leave
+// shared memory, and missing waits (see Lateness); nothing about speed.
 #pragma once
 #include <signal.h>
 #include <sys/mman.h>
@@ -28,7 +28,6 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __CUDA_ARCH__ 900
 
@@ -72,28 +71,27 @@ struct Fiber {
   const char* waits_for = "";
 };
 
-struct Meeting {  // of the lanes of a warp, or of the threads of a barrier
+struct Meeting {  // of the lanes of a warp, or of the threads of a block
   int arrived = 0, generation = 0;
   const char* name = "";
-  void* slots[128];
+  void* slots[WARP];
 };
 
 inline std::vector<Fiber> fibers;
 inline std::vector<int> turns;  // the order in which threads take turns, and each one's place in it
 inline std::vector<int> places;
-inline std::vector<Meeting> warps, groups;  // groups: of 128 threads
-inline Meeting barriers[16];
+inline std::vector<Meeting> warps;
+inline Meeting block;
 inline std::deque<std::function<void()>> late;  // work that nobody has had to wait for yet
 struct Copies {  // of one thread: groups that were committed, and what is in none yet
   std::deque<std::vector<std::function<void()>>> groups;
   std::vector<std::function<void()>> open;
 };
 inline std::vector<Copies> copies;
-inline int count, running, alive, mode;
+inline int count, running, alive, mode, shared_bytes;
 inline bool greedy;
 inline int stuck, quiet;  // waits since a barrier was passed; since a warp got anywhere
 inline jmp_buf home;
-inline ucontext_t home_context;
 inline char error[2048];
 inline std::function<void()> body;
 
@@ -168,15 +166,16 @@ void wait_until(Done&& done, const char* what) {
   fibers[running].waits_for = "nothing";
 }
 
-// All `members` threads of a meeting hand over `mine`; the last to come does `op` for all of them.
+// All lanes of a warp hand over `mine`; the last to come does `op` for all of them.
 template <class Op>
-void together(Meeting& meeting, int members, int place, const char* name, void* mine, Op&& op) {
+void warp_together(const char* name, void* mine, Op&& op) {
+  Meeting& meeting = warps[running / WARP];
   if (meeting.arrived && std::strcmp(meeting.name, name) != 0) {
     fail("some threads are at %s, others at %s", meeting.name, name);
   }
   meeting.name = name;
-  meeting.slots[place] = mine;
-  if (++meeting.arrived == members) {
+  meeting.slots[running % WARP] = mine;
+  if (++meeting.arrived == WARP) {
     op(meeting.slots);
     meeting.arrived = 0;
     ++meeting.generation;
@@ -185,10 +184,6 @@ void together(Meeting& meeting, int members, int place, const char* name, void* 
   }
   const int generation = meeting.generation;
   wait_until([&] { return meeting.generation != generation; }, name);
-}
-template <class Op>
-void warp_together(const char* name, void* mine, Op&& op) {
-  together(warps[running / WARP], WARP, running % WARP, name, mine, op);
 }
 
 // Asynchronous work that is not a thread's own to wait for
@@ -214,7 +209,10 @@ T lanes(const char* name, T mine, F&& f) {
 
 inline char* at(unsigned address, int bytes) {
   if (address % bytes) fail("shared address %u is not a multiple of %d", address, bytes);
-  return shared + static_cast<int>(address);
+  if (address + bytes > static_cast<unsigned>(shared_bytes)) {
+    fail("shared address %u, of %d bytes", address, shared_bytes);
+  }
+  return shared + address;
 }
 
 inline void run_fiber() {
@@ -226,12 +224,11 @@ inline void run_fiber() {
   resume(next);
 }
 
-inline void run_block(int threads, unsigned seed) {
+inline void begin_block(int threads, unsigned seed) {
   count = alive = threads, stuck = quiet = 0;
   fibers.resize(threads);
   turns.resize(threads), places.resize(threads);
-  warps.assign(threads / WARP, {}), groups.assign((threads + 127) / 128, {});
-  for (Meeting& barrier : barriers) barrier = {};
+  warps.assign(threads / WARP, {}), block = {};
   late.clear();
   copies.assign(threads, {});
   std::vector<int> order(threads / WARP);
@@ -241,8 +238,10 @@ inline void run_block(int threads, unsigned seed) {
     seed = seed * 1664525u + 1013904223u;
     std::swap(order[w], order[(seed >> 8) % (w + 1)]);
   }
-  for (int t = 0; t < threads; ++t) turns[t] = order[t / WARP] * WARP + t % WARP;
-  for (int t = 0; t < threads; ++t) places[turns[t]] = t;
+  for (int t = 0; t < threads; ++t) {
+    turns[t] = order[t / WARP] * WARP + t % WARP;
+    places[turns[t]] = t;
+  }
   std::memset(shared, 0xff, sizeof shared);
   for (Fiber& fiber : fibers) {
     fiber.begun = fiber.ended = false, fiber.waits_for = "nothing";
@@ -260,12 +259,11 @@ inline void run_block(int threads, unsigned seed) {
 // The whole grid; an empty text, or what went wrong
 template <class Args>
 const char* run(void (*kernel)(Args), const void* given, const unsigned (&grid)[3], int threads,
-                int shared_bytes, unsigned seed, int lateness) {
-  (void)shared_bytes;
+                int dynamic_bytes, unsigned seed, int lateness) {
   static Args args;
   std::memcpy(&args, given, sizeof args);
   error[0] = 0;
-  mode = lateness;
+  mode = lateness, shared_bytes = dynamic_bytes;
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {static_cast<unsigned>(threads), 1, 1};
   body = [kernel] { kernel(args); };
   static struct sigaction faults, before;
@@ -279,7 +277,7 @@ const char* run(void (*kernel)(Args), const void* given, const unsigned (&grid)[
     for (y = 0; y < grid[1]; ++y) {
       for (x = 0; x < grid[0]; ++x) {
         blockIdx = {x, y, z};
-        run_block(threads, seed ? seed + x : 0);
+        begin_block(threads, seed ? seed + x : 0);
         const int ended = _setjmp(home);
         if (ended == 0) resume(turns[0]);
         if (ended == 1) goto over;
@@ -304,24 +302,19 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 
-inline void barrier_of(int id, int members, bool waits) {
-  emulator::Meeting& barrier = emulator::barriers[id];
-  const int generation = barrier.generation;
-  ++barrier.arrived;
+inline void __syncthreads() {
+  emulator::Meeting& block = emulator::block;
+  const int generation = block.generation;
+  ++block.arrived;
   const auto done = [&] {
-    if (barrier.generation != generation) return true;
-    if (barrier.arrived < (members ? members : emulator::alive)) return false;
-    barrier.arrived = 0, ++barrier.generation;
+    if (block.generation != generation) return true;
+    if (block.arrived < emulator::alive) return false;
+    block.arrived = 0, ++block.generation;
     emulator::stuck = 0;
     return true;
   };
-  if (waits) {
-    emulator::wait_until(done, "a barrier of the block");
-  } else {
-    done();
-  }
+  emulator::wait_until(done, "__syncthreads");
 }
-inline void __syncthreads() { barrier_of(0, 0, true); }
 inline void __syncwarp() {
   emulator::warp_together("__syncwarp", nullptr, [](void**) {});
 }
@@ -354,7 +347,6 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   });
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
-inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }
 template <class T>
 T __reduce_min_sync(unsigned, T x) {
   return emulator::lanes("__reduce_min_sync", x, [](const T* all, int) {

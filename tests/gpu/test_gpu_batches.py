@@ -16,7 +16,7 @@ from rawattn.check.run import judge_case
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.variants import METHODS
 from tests.shared.gpu_arrays import Arrays, assert_close, bits, host_arrays, on
-from tests.shared.gpu_graphs import cupy_replays
+from tests.shared.gpu_graphs import replays
 from tests.shared.gpu_problems import ARCH, sized
 
 cupy = pytest.importorskip("cupy")
@@ -161,8 +161,7 @@ def grown(lengths: tuple[int, ...], seed: int) -> Arrays:
 def test_a_graph_whose_offsets_have_grown() -> None:
     """Captured with 46 tokens, replayed with 400, and with 1, in the same arrays."""
     batches = [grown(n, i) for i, n in enumerate(((5, 40, 1, 0), (70, 1, 0, 329), (0, 0, 1, 0)))]
-    replayed = cupy_replays(everything, [on("cupy", batch) for batch in batches])
-    for results, batch in zip(replayed, (*batches[1:], batches[0]), strict=True):
+    for results, batch in replays("cupy", everything, batches):
         for name, exact in everything(on("cupy", batch)).items():
             for found, wanted in zip(results[name], exact, strict=True):
                 if "atomic" in name:

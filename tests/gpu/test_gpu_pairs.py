@@ -1,7 +1,6 @@
 """Every CUDA kernel on every pair of native head_dim and head_dim_v, judged by the tolerance.
 
-The 36 pairs take dtypes, masks and groups in turn, so that each head_dim meets all of them and few
-kernels are compiled. Dense problems ask for the rows of large ones; those for small grids follow.
+Dense problems ask for the rows of large ones; those for small grids follow.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ import pytest
 
 import rawattn
 from tests.shared.gpu_arrays import Arrays, assert_close, bits, host_arrays, keep_busy, numpy_of, on
-from tests.shared.gpu_graphs import cupy_replays, torch_replays
+from tests.shared.gpu_graphs import replays
 
 cupy = pytest.importorskip("cupy")
 
@@ -249,10 +249,7 @@ def check_replay(call: Call, results: tuple[Any, ...], content: Arrays) -> None:
 @any_call
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_graph(call: Call, library: str) -> None:
-    first, second = contents()
-    replays = {"cupy": cupy_replays, "torch": torch_replays}[library]
-    replayed = replays(partial(all_results, call), [on(library, first), on(library, second)])
-    for results, content in zip(replayed, (second, first), strict=True):
+    for results, content in replays(library, partial(all_results, call), contents()):
         check_replay(call, results, content)
 
 

@@ -4,7 +4,6 @@ The emulated machine does asynchronous copies as late as it may, and its memory 
 arrays end. What it cannot show is a race that no order of its threads brings out.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,10 +13,11 @@ from typing import Any
 import pytest
 
 import rawattn
+from rawattn import env
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import HALF, Case
 from rawattn.check.run import evaluate
-from rawattn.variants import HEAD_DIMS, METHODS, TABLE
+from rawattn.variants import HEAD_DIMS, METHODS, TABLE, names_in
 from rawattn.variants.steps import SECOND, SPARSE_STEPS, STEPS
 from tests.shared import emulated, fake_gpu, lies
 from tests.shared.pairs import check, dense_cases, sparse_cases
@@ -48,18 +48,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated.Kernels]:
     fake_gpu.remove()
 
 
-def run(case: Case, step: str) -> None:
-    check(case, step, forward=step in (DENSE[0], OF_SPARSE[0]))
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize(("case", "step"), RUNS, ids=[f"{c}-{s}" for c, s in RUNS])
 def test_pair(case: Case, step: str, kernels: emulated.Kernels) -> None:
-    run(case, step)
+    check(case, step, forward=step in (DENSE[0], OF_SPARSE[0]))
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", os.environ.get("RAWATTN_VARIANT", "").split(","))
+@pytest.mark.parametrize("name", names_in(env.value(env.VARIANT)) or [""])
 def test_row_that_is_asked_for(name: str, dtype: str, kernels: emulated.Kernels) -> None:
     """By RAWATTN_VARIANT: it runs, in the first step that has its kernel, and is right."""
     if not name:

@@ -68,6 +68,7 @@ def whole(path: str, seen: set[str]) -> str:
     return INCLUDE.sub(of, _text(path)).replace("#pragma once", "")
 
 
+@cache
 def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str], ...]) -> Any:
     """A source with its constants, compiled for this machine; ``changes`` are made to it before."""
     source = whole(path, set())
@@ -75,11 +76,7 @@ def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str]
         assert old in source, f"{path} has no {old!r}"
         source = source.replace(old, new)
     machine = (EMULATOR / "cuda.hpp").read_text().replace("#pragma once", "")
-    return _compiled(stem, "\n".join((machine, constants, source, _ENTRY.format(stem=stem))))
-
-
-@cache
-def _compiled(stem: str, text: str) -> Any:
+    text = "\n".join((machine, constants, source, _ENTRY.format(stem=stem)))
     file = folder() / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
@@ -148,11 +145,12 @@ def guarded(values: Any, dtype: Any = None) -> np.ndarray:
     """A copy whose memory ends, up to 15 bytes, where pages that nobody may touch begin; others
     lie less than a page in front of it. What was read-only stays so, for pointers too."""
     given = np.asarray(values)
-    page, size = mmap.PAGESIZE, -(-given.astype(dtype or given.dtype).nbytes // 16) * 16
+    kind, page = np.dtype(dtype or given.dtype), mmap.PAGESIZE
+    size = -(-given.size * kind.itemsize // 16) * 16
     inside = -(-max(size, 1) // page) * page
     whole = np.frombuffer(mmap.mmap(-1, inside + 2 * page), np.uint8)
     start = whole.ctypes.data
-    copy = whole[page + inside - size : page + inside].view(dtype or given.dtype)
+    copy = whole[page + inside - size : page + inside].view(kind)
     copy = copy[: given.size].reshape(given.shape)
     copy[...] = given
     _protect(start, page, _NONE)
@@ -164,6 +162,7 @@ def guarded(values: Any, dtype: Any = None) -> np.ndarray:
 
 def install(monkeypatch: Any) -> Kernels:
     """The fake GPU with the sources as its kernels, and with guarded memory."""
+    library.cache_clear()  # the sources may be others than those of the last test
     kernels: Kernels = fake_gpu.install(monkeypatch, Kernels)
     monkeypatch.setattr(fake_gpu, "aligned", guarded)
     arrays = types.SimpleNamespace(asarray=lambda array: fake_gpu.cupy_array(guarded(array)))

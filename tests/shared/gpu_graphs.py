@@ -3,7 +3,16 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.shared.gpu_arrays import Arrays
+from tests.shared.gpu_arrays import Arrays, on
+
+
+def replays(
+    library: str, work: Callable[[Arrays], Any], contents: list[Arrays]
+) -> Iterator[tuple[Any, Arrays]]:
+    """Results of a graph of ``work`` on arrays of a library, with the host arrays they are of."""
+    of_library = {"cupy": cupy_replays, "torch": torch_replays}[library]
+    replayed = of_library(work, [on(library, content) for content in contents])
+    yield from zip(replayed, (*contents[1:], contents[0]), strict=True)
 
 
 def cupy_replays(work: Callable[[Arrays], Any], batches: list[Arrays]) -> Iterator[Any]:
