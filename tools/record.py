@@ -169,7 +169,7 @@ def run_sanitizer(tools: tuple[str, ...] = SANITIZERS) -> dict[str, int | None]:
 
     results = sanitize(tools)
     for result in results.values():
-        print(result.get("log", ""), end="")
+        print(result["log"], end="")
     return {tool: result["errors"] for tool, result in results.items()}
 
 

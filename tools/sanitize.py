@@ -1,4 +1,4 @@
-"""Run small problems over every kernel under compute-sanitizer: one process per tool, all at once.
+"""Run small problems over every kernel under compute-sanitizer: all tools at once, on all cores.
 
     python tools/sanitize.py [--json FILE] [TOOL ...]
 
@@ -9,10 +9,12 @@ unseen.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,17 @@ from visits_sparse import visit_sparse
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
+Result = dict[str, Any]
 
-def visit_all() -> None:
-    """Run every problem; RuntimeError when a result is not finite."""
+
+def visit_all(part: str = "1/1") -> None:
+    """Run every problem, or every second with "1/2"; RuntimeError when a result is not finite."""
     import cupy
 
     cupy.cuda.set_allocator(None)
-    visit_dense()
-    visit_sparse()
+    number, parts = map(int, part.split("/"))
+    visit_dense(slice(number - 1, None, parts))
+    visit_sparse(slice(number - 1, None, parts))
 
 
 def errors_in(log: str) -> int | None:
@@ -42,43 +47,67 @@ def errors_in(log: str) -> int | None:
     return sum(map(int, counts)) if counts else None
 
 
-def run_tool(tool: str, timeout: float) -> dict[str, Any]:
-    """One tool over all problems: its errors (None when it did not end well) and the log's end."""
-    # CUDA's own Python bindings probe the driver for symbols it may lack: no error of a kernel
-    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command = ["compute-sanitizer", "--tool", tool, *quiet, sys.executable, __file__, "--visit"]
+def run_part(tool: str, part: str, timeout: float) -> Result:
+    """One tool over a part of the problems: its errors, None when it did not end well, and the end
+    of its log. Without a tool the problems alone run, which fills the kernel cache."""
+    command = [sys.executable, __file__, "--visit", part]
+    if tool:
+        # CUDA's own Python bindings probe the driver for symbols it may lack: no error of a kernel
+        quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command = ["compute-sanitizer", "--tool", tool, *quiet, *command]
     try:
         run = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        return {"errors": None, "log": f"no end within {timeout:.0f} s"}
-    errors = errors_in(run.stdout)
+        return {"errors": None, "log": f"{part}: no end within {timeout:.0f} s\n"}
+    errors = errors_in(run.stdout) if tool else 0
     if run.returncode and not errors:
         errors = None
-    return {"errors": errors} | ({} if errors == 0 else {"log": run.stdout[-4000:]})
+    return {"errors": errors, "log": "" if errors == 0 else run.stdout[-4000:]}
 
 
-def sanitize(tools: tuple[str, ...] = TOOLS, timeout: float = 500.0) -> dict[str, dict[str, Any]]:
-    """Every tool's result by its name. A run without one goes first: it fills the kernel cache."""
-    subprocess.run([sys.executable, __file__, "--visit"], check=True, timeout=timeout)
-    with ThreadPoolExecutor(len(tools)) as pool:
-        results = pool.map(lambda tool: run_tool(tool, timeout), tools)
-        return dict(zip(tools, results, strict=True))
+def sanitize(tools: tuple[str, ...] = TOOLS, timeout: float = 500.0) -> dict[str, Result]:
+    """Every tool's result by its name; what has not ended after ``timeout`` seconds is given up.
+
+    Instrumenting a kernel takes longer than running it, and is the work of one core: the problems
+    go to as many processes as there are cores.
+    """
+    deadline = time.monotonic() + timeout
+    parts = max(1, (os.cpu_count() or 1) // len(tools))
+
+    def run_all(tools: tuple[str, ...], parts: int) -> dict[str, Result]:
+        runs = [(tool, f"{i + 1}/{parts}") for tool in tools for i in range(parts)]
+        with ThreadPoolExecutor(len(runs)) as pool:
+            of_parts = pool.map(lambda run: run_part(*run, deadline - time.monotonic()), runs)
+            results = list(zip(runs, of_parts, strict=True))
+        return {tool: together([part for (of, _), part in results if of == tool]) for tool in tools}
+
+    plain = run_all(("",), parts * len(tools))[""]
+    if plain["errors"] is None:
+        raise RuntimeError(f"the problems do not run without a tool:\n{plain['log']}")
+    return run_all(tools, parts)
+
+
+def together(parts: list[Result]) -> Result:
+    """The result of all parts: their errors added up, None when one of them is."""
+    errors = [part["errors"] for part in parts]
+    log = "".join(part["log"] for part in parts)
+    return {"errors": None if None in errors else sum(errors), "log": log}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; all")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for one tool")
-    parser.add_argument("--visit", action="store_true", help="only run the problems, in here")
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for all")
+    parser.add_argument("--visit", metavar="I/N", help="only run a part of the problems, in here")
     options = parser.parse_args()
     unknown = set(options.tools) - set(TOOLS)
     if unknown:
         parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
     if options.visit:
-        visit_all()
+        visit_all(options.visit)
         return 0
     if not has_cuda_device():
         sys.exit("Error: no CUDA device: kernels run under compute-sanitizer on a GPU alone")
@@ -87,7 +116,7 @@ def main() -> int:
     results = sanitize(tuple(options.tools) or TOOLS, options.timeout)
     for tool, result in results.items():
         print(f"{tool:10} errors: {result['errors']}")
-        print(result.get("log", ""), end="")
+        print(result["log"], end="")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if all(result["errors"] == 0 for result in results.values()) else 1

@@ -132,10 +132,10 @@ def selection_of(visit: SparseVisit, arrays: Arrays, cu_q: Any, cu_k: Any) -> tu
     return table, blocks if visit.source == "mask" else 3
 
 
-def visit_sparse() -> None:
-    """Run every problem; RuntimeError when a result is not finite."""
+def visit_sparse(part: slice = slice(None)) -> None:
+    """Run a part of the problems; RuntimeError when a result is not finite."""
     arrays = Arrays()
-    for visit in sparse_visits():
+    for visit in sparse_visits()[part]:
         os.environ["RAWATTN_VARIANT"] = visit.row
         with memory_for(visit):
             read(run(visit, arrays), visit)

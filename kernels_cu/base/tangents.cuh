@@ -46,8 +46,9 @@ struct RowSums {
   float delta, ddelta;
 };
 // One row of ddO finished, ddO - e O, and its sums; of a dead row nothing is read. O and dO point at
-// this lane's first columns; without dO (forward mode) there are no sums.
-template <int NT>
+// this lane's first columns; without SUMS (forward mode) there is no dO. A condition at run time
+// would keep the loads of a row from leaving together.
+template <bool SUMS, int NT>
 __device__ __forceinline__ RowSums finish_ddout(float (&rddO)[NT][4], int half, float e, bool alive,
                                                 const uint16_t* gO, const uint16_t* gdO) {
   RowSums sums{0.0f, 0.0f};
@@ -58,7 +59,7 @@ __device__ __forceinline__ RowSums finish_ddout(float (&rddO)[NT][4], int half, 
       float& x = rddO[j][half * 2];
       float& y = rddO[j][half * 2 + 1];
       x -= e * out.x, y -= e * out.y;
-      if (gdO) {
+      if constexpr (SUMS) {
         const Pair dout(gdO + j * 8);
         sums.delta += dout.x * out.x + dout.y * out.y;
         sums.ddelta += dout.x * x + dout.y * y;

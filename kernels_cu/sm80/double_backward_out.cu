@@ -70,7 +70,7 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
       const uint16_t* gO = args.out.at(tile.first_row + row, tile.head) + lane % 4 * 2;
       const uint16_t* gdO = args.dout.at(tile.first_row + row, tile.head) + lane % 4 * 2;
       const float ddlse = sum_of_row(tangent[i][half]);
-      const RowSums sums = finish_ddout(rddO[i], half, rounded[i][half * 2], alive, gO, gdO);
+      const RowSums sums = finish_ddout<true>(rddO[i], half, rounded[i][half * 2], alive, gO, gdO);
       if (lane % 4 == 0 && row < tile.valid_rows) {
         const int64_t index = tile.statistic(args.sizes) + row;
         args.ddlse[index] = ddlse;

@@ -64,7 +64,9 @@ __device__ __forceinline__ void epilogue(const Args& args, const ItemTile& tile,
     const uint16_t* gO = alive ? row_of(args.out, tile, row) + lane % 4 * 2 : nullptr;
     const uint16_t* gdO = alive && second ? row_of(args.dout, tile, row) + lane % 4 * 2 : nullptr;
     const float ddlse = sum_of_row(tangent[0][half]);
-    const RowSums sums = finish_ddout(rddO[0], half, rounded[0][half * 2], alive, gO, gdO);
+    const float e = rounded[0][half * 2];
+    const RowSums sums = second ? finish_ddout<true>(rddO[0], half, e, alive, gO, gdO)
+                                : finish_ddout<false>(rddO[0], half, e, alive, gO, gdO);
     if (lane % 4 == 0 && tile.valid(row)) {
       const int64_t index = statistic_of(tile, row, args.sizes.total_q);
       args.ddlse[index] = ddlse;

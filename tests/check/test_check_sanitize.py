@@ -129,7 +129,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_every_row_runs_and_every_direction(recorder: Recorder) -> None:
-    sanitize.visit_all()
+    for part in ("1/3", "2/3", "3/3"):
+        sanitize.visit_all(part)
+        assert recorder.rows < {row.name for row in TABLE} or part == "3/3"
     assert recorder.rows == {row.name for row in TABLE}
     parts = ["qkv", *visits.DIRECTIONS]
     assert recorder.directions == {tuple(name in part for name in "qkv") for part in parts}

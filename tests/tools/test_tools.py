@@ -367,7 +367,34 @@ def test_a_tool_that_ends_badly_is_no_pass(
 ) -> None:
     fake_sanitizer(tmp_path, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert sanitize.run_tool("memcheck", 60)["errors"] == errors
+    assert sanitize.run_part("memcheck", "1/1", 60)["errors"] == errors
+
+
+def test_every_tool_meets_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: dict[str, list[str]] = {}
+
+    def run_part(tool: str, part: str, timeout: float) -> sanitize.Result:
+        assert 50 < timeout <= 60
+        met.setdefault(tool, []).append(part)
+        errors = {"memcheck": 2, "racecheck": None if part == "3/3" else 1}.get(tool, 0)
+        return {"errors": errors, "log": f"{part} "}
+
+    monkeypatch.setattr(sanitize, "run_part", run_part)
+    monkeypatch.setattr(os, "cpu_count", lambda: 14)
+    results = sanitize.sanitize(timeout=60)
+    assert {tool: result["errors"] for tool, result in results.items()} == {
+        **{"memcheck": 6, "racecheck": None, "synccheck": 0, "initcheck": 0}
+    }
+    assert results["memcheck"]["log"] == "1/3 2/3 3/3 "
+    assert sorted(met.pop("")) == sorted(f"{i + 1}/12" for i in range(12))
+    assert all(sorted(parts) == ["1/3", "2/3", "3/3"] for parts in met.values())
+
+
+def test_problems_that_do_not_run_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"errors": None, "log": "a traceback"}
+    monkeypatch.setattr(sanitize, "run_part", lambda *_: failed)
+    with pytest.raises(RuntimeError, match="without a tool:\na traceback"):
+        sanitize.sanitize()
 
 
 def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
