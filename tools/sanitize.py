@@ -77,11 +77,11 @@ def sanitize(tools: tuple[str, ...] = TOOLS, timeout: float = 500.0) -> dict[str
     parts = max(1, (os.cpu_count() or 1) // len(tools))
 
     def run_all(tools: tuple[str, ...], parts: int) -> dict[str, Result]:
-        runs = [(tool, f"{i + 1}/{parts}") for tool in tools for i in range(parts)]
-        with ThreadPoolExecutor(len(runs)) as pool:
-            of_parts = pool.map(lambda run: run_part(*run, deadline - time.monotonic()), runs)
-            results = list(zip(runs, of_parts, strict=True))
-        return {tool: together([part for (of, _), part in results if of == tool]) for tool in tools}
+        left = deadline - time.monotonic()
+        names = [f"{i + 1}/{parts}" for i in range(parts)]
+        with ThreadPoolExecutor(len(tools) * parts) as pool:
+            runs = {t: [pool.submit(run_part, t, name, left) for name in names] for t in tools}
+        return {tool: together([run.result() for run in of]) for tool, of in runs.items()}
 
     plain = run_all(("",), parts * len(tools))[""]
     if plain["errors"] is None:
