@@ -142,6 +142,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
 
   if constexpr (cfg::ATOMIC)
     __syncthreads();  // every warp has left Q, which dK's products read whole
+  else
+    __syncwarp();  // every lane has left the warp's rows of Q
   store_tile(smem.q, rdQ, warp_row, 0, [&](int, int) { return args.sizes.softmax_scale; });
   __syncwarp();  // the rows were written by this warp's other lanes
   write_warp_rows<cfg::WIDTH, WARP_M>(args.dq, tile.rows(), smem.q, warp_row);

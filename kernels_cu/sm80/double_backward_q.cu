@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     }
   }
 
+  __syncwarp();  // every lane has left the warp's rows of Q
   store_tile(smem.q, rgQ, warp_row, 0, [&](int, int) { return softmax_scale; });
   __syncwarp();  // the rows were written by this warp's other lanes
   write_warp_rows<cfg::WIDTH, WARP_M>(args.gq, tile.rows(), smem.q, warp_row);
