@@ -104,6 +104,11 @@ def is_aligned(view: View) -> bool:
     return element == 1 and not (view.ptr | (token | head) * ITEMSIZE[dtype]) % ALIGNMENT[dtype]
 
 
+def runs_forward(view: View) -> bool:
+    """Whether a view's strides are positive, where they are used: a tensor map has no others."""
+    return all(s > 0 or n <= 1 for s, n in zip(view.strides, view.shape, strict=True))
+
+
 def is_dense(view: View) -> bool:
     """Whether the elements lie in row-major order without gaps."""
     return view.strides == row_major(view.shape)

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from rawattn.variants.row import NO_BLOCKS, Blocks, Cfg, Row, Tiles, tile_widths
+from rawattn.variants.row import COUNTERS, NO_BLOCKS, Blocks, Cfg, Row, Tiles, tile_widths
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 Direction = tuple[bool, bool, bool]  # which parts of (tq, tk, tv), or (ddq, ddk, ddv), are there
@@ -99,6 +99,7 @@ def prelude(build: Build) -> str:
         "BLOCK_SIZE": build.blocks[1],
         "SMEM_BYTES": build.smem,
         "ARGS_BYTES": build.args_bytes,
+        "COUNTERS": COUNTERS,
     }
     read = source(build.path).names
     if lacking := sorted(read - given.keys()):

@@ -78,11 +78,20 @@ class Call(NamedTuple):
         """Set every element, on the stream."""
         self.framework.fill(view, value, self.stream)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether the call becomes part of a graph."""
+        return device.is_capturing(self.stream)
+
     def rows(self, view: _View) -> _View:
         """A (tokens, heads, size) array as kernels load it, copied only where they could not."""
         if view is None or arrays.is_aligned(view):
             return view
         return self.framework.contiguous(view, self.stream)
+
+    def mapped(self, view: View) -> View:
+        """A (tokens, heads, size) array that is ready, copied where it can have no tensor map."""
+        return view if arrays.runs_forward(view) else self.framework.contiguous(view, self.stream)
 
     def dense(self, view: _View) -> _View:
         """An array that kernels take without strides."""

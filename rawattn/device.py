@@ -98,6 +98,11 @@ def follow(stream: int, producer: int, device: int) -> None:
         stream_of(stream).wait_event(event)
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether what goes to a stream becomes part of a graph."""
+    return bool(cupy().cuda.runtime.streamIsCapturing(stream))
+
+
 _KEPT: deque[tuple[Any, list[Any]]] = deque()  # events, and what lives until they have happened
 
 
@@ -107,9 +112,9 @@ def keep(owners: Iterable[Any], stream: int) -> None:
     For libraries that would hand the memory of a dropped array to work on streams of their own.
     Under stream capture nothing is held: a graph's arrays are its owner's to keep.
     """
-    cuda = cupy().cuda
-    if cuda.runtime.streamIsCapturing(stream):
+    if is_capturing(stream):
         return
+    cuda = cupy().cuda
     while _KEPT and _KEPT[0][0].done:
         _KEPT.popleft()
     event = cuda.Event(disable_timing=True)

@@ -64,6 +64,35 @@ __device__ __forceinline__ void write_warp_rows(const Tensor& x, const Rows& row
                                                  first_col);
 }
 
+// A row of accumulators times `factor`, as 16-bit elements, from its four lanes to global memory:
+// they exchange what they hold, so that each writes 16 bytes of every four chunks. Columns at or
+// past WIDTH stay unwritten, and all of them unless `valid`.
+template <int WIDTH, int NT>
+__device__ __forceinline__ void write_row_of_quad(uint16_t* row, const float (&c)[1][NT][4],
+                                                  int half, float factor, bool valid) {
+  static_assert(NT % 4 == 0, "cfg::HEAD_DIM_V: a multiple of 32");
+  const int place = threadIdx.x % 4;
+  // of a pair each lane keeps one and swaps the other with the lane `far` away
+  const auto swap = [&](uint32_t& low, uint32_t& high, int far) {
+    const bool upper = place & far;
+    const uint32_t got = __shfl_xor_sync(0xffffffff, upper ? low : high, far);
+    (upper ? low : high) = got;
+  };
+#pragma unroll
+  for (int j = 0; j < NT; j += 4) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = cvt_rn_x2(c[0][j + i][2 * half] * factor, c[0][j + i][2 * half + 1] * factor);
+    }
+    swap(x[0], x[1], 1), swap(x[2], x[3], 1);
+    swap(x[0], x[2], 2), swap(x[1], x[3], 2);
+    if (valid && (j + place) * 8 < WIDTH) {
+      *reinterpret_cast<uint4*>(row + (j + place) * 8) = uint4{x[0], x[1], x[2], x[3]};
+    }
+  }
+}
+
 // Zeros to rows of a packed tensor
 template <int WIDTH>
 __device__ __forceinline__ void zero_rows(const Tensor& x, const Rows& rows) {

@@ -16,6 +16,7 @@ struct QueryTile {
   // nothing to compute: the rows see no key, belong to no sequence, or do not exist
   __device__ __forceinline__ bool dead() const { return n_end <= n_begin; }
   __device__ __forceinline__ Rows rows() const { return {first_row, head, valid_rows}; }
+  __device__ __forceinline__ int end_row() const { return row0 + valid_rows; }
   // of a tile of keys
   template <int BLOCK_N>
   __device__ __forceinline__ Rows keys_of(int n) const {
@@ -27,13 +28,22 @@ struct QueryTile {
   }
 };
 
-// That of this CTA, in a grid of (tiles of queries, upper bound; query heads)
+// Tiles of keys, [begin, end)
+struct KeyTiles {
+  int begin, end;
+};
+// Those that hold a key which some of `rows` rows from `row` on may see
+template <int BLOCK_N>
+__device__ __forceinline__ KeyTiles key_tiles(const Mask& mask, int row, int rows) {
+  if (rows <= 0) return {0, 0};
+  return {mask.first_key(row) / BLOCK_N, ceil_div(mask.end_key(row + rows - 1), BLOCK_N)};
+}
+
+// A tile of a sequence's queries, of one head
 template <int BLOCK_M, int BLOCK_N, class Args>
-__device__ __forceinline__ QueryTile find_query_tile(const Args& args) {
+__device__ __forceinline__ QueryTile query_tile(const Args& args, const TileOfSequence& found,
+                                                int head) {
   const Sizes& sizes = args.sizes;
-  const int head = blockIdx.y;
-  const TileOfSequence found =
-      find_tile(args.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, blockIdx.x);
   QueryTile tile{found.batch_index, head, head / sizes.group()};
   int block = found.block;
   if (found.batch_index >= 0) {
@@ -46,11 +56,19 @@ __device__ __forceinline__ QueryTile find_query_tile(const Args& args) {
   tile.valid_rows = min(BLOCK_M, found.length - tile.row0);
   tile.first_row = found.start + tile.row0;
   tile.mask = Mask{found.length, tile.keys.length, sizes.window_left, sizes.window_right};
-  if (tile.valid_rows > 0) {
-    tile.n_begin = tile.mask.first_key(tile.row0) / BLOCK_N;
-    tile.n_end = ceil_div(tile.mask.end_key(tile.row0 + tile.valid_rows - 1), BLOCK_N);
-  }
+  const KeyTiles keys = key_tiles<BLOCK_N>(tile.mask, tile.row0, tile.valid_rows);
+  tile.n_begin = keys.begin;
+  tile.n_end = keys.end;
   return tile;
+}
+
+// That of this CTA, in a grid of (tiles of queries, upper bound; query heads)
+template <int BLOCK_M, int BLOCK_N, class Args>
+__device__ __forceinline__ QueryTile find_query_tile(const Args& args) {
+  const Sizes& sizes = args.sizes;
+  const TileOfSequence found =
+      find_tile(args.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, blockIdx.x);
+  return query_tile<BLOCK_M, BLOCK_N>(args, found, blockIdx.y);
 }
 
 // BLOCK_N keys of one kv head. Tiles of queries [m_begin, m_end) hold queries that see some of them.

@@ -5,6 +5,7 @@
 // The loops along k are unrolled by cfg::UNROLL_K steps: further ahead the compiler would load
 // operands into registers that the accumulators need, and spill.
 #pragma once
+#include "base/accumulators.cuh"
 #include "base/layout.cuh"
 
 __device__ constexpr int largest_divisor(int number, int limit) {
@@ -30,28 +31,6 @@ struct WarpTile {
         col((EVERY ? warp / ALONG_M : warp / ALONG_M % WARPS_N) * SPAN_N) {}
   __device__ __forceinline__ bool any() const { return EVERY || row < ROWS; }
 };
-
-template <int MT, int NT>
-__device__ __forceinline__ void clear(float (&c)[MT][NT][4]) {
-#pragma unroll
-  for (int i = 0; i < MT; ++i) {
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) c[i][j][e] = 0.0f;
-    }
-  }
-}
-
-// A row of accumulators times `factor`
-template <int MT, int NT>
-__device__ __forceinline__ void scale_row(float (&c)[MT][NT][4], int i, int half, float factor) {
-#pragma unroll
-  for (int j = 0; j < NT; ++j) {
-    c[i][j][half * 2] *= factor;
-    c[i][j][half * 2 + 1] *= factor;
-  }
-}
 
 // One step of 16 along k: c += a b, B read as NT / 2 squares.
 template <int MT, int NT, class LoadB>

@@ -53,7 +53,7 @@ def builds(row: Row) -> list[Build]:
     if row.kernel.directed:
         whole, queries = WHOLE, (True, False, False)
     half, brain = HALF
-    size = args_bytes(row.stem)
+    size = args_bytes(row.stem, row.family)
     if row.kernel.sparse:
         made = [
             Build(row, brain, d, d, False, True, atomic, whole, (16, 64), args_bytes=size),
@@ -111,7 +111,7 @@ def _dense_builds(arch: str) -> Iterator[Build]:
                 direction = WHOLE if row.kernel.directed else NO_DIRECTION
                 fixed = (dtype, head_dim, head_dim, False, right == 0, step.atomic, direction)
                 if row.family != "numba":  # the widest tiles do not fit every GPU
-                    yield Build(row, *fixed, args_bytes=args_bytes(row.stem))
+                    yield Build(row, *fixed, args_bytes=args_bytes(row.stem, row.family))
 
 
 def sparse_builds(arch: str) -> Iterator[Build]:
@@ -128,7 +128,7 @@ def sparse_builds(arch: str) -> Iterator[Build]:
             blocks = (HEADS_A_SELECTION, KEYS_A_BLOCK) if row.kernel.sparse else NO_BLOCKS
             fixed = (dtype, head_dim, head_dim, False, True, step.atomic, direction, blocks)
             if row.family != "numba":  # the widest tiles do not fit every GPU
-                yield Build(row, *fixed, args_bytes=args_bytes(row.stem))
+                yield Build(row, *fixed, args_bytes=args_bytes(row.stem, row.family))
 
 
 def arch_number(arch: str) -> int:

@@ -23,6 +23,8 @@ Int = Annotated[int, "i"]
 Int64 = Annotated[int, "q"]
 Float = Annotated[float, "f"]
 
+MAP_BYTES = 128  # of a TensorMap, and what it is aligned to
+
 SIZES = (  # struct Sizes
     *(("batch", "i"), ("total_q", "i"), ("total_k", "i"), ("num_heads_q", "i")),
     *(("num_heads_kv", "i"), ("window_left", "i"), ("window_right", "i"), ("softmax_scale", "f")),
@@ -48,17 +50,28 @@ def sizes(problem: Problem | None, selection: Selection | None = None) -> list[f
 class Layout:
     """Where the fields of an ``Args`` lie: ``fields`` as (name, letters) in order, ``size`` bytes.
 
-    ``problem`` and ``selection`` say whose sizes the struct holds behind its arrays.
+    ``problem`` and ``selection`` say whose sizes the struct holds behind its arrays, ``maps`` the
+    tensors whose tensor maps lie in front of all fields.
     """
 
-    def __init__(self, args: type[Any], *, problem: bool = False, selection: bool = False) -> None:
+    def __init__(
+        self,
+        args: type[Any],
+        *,
+        problem: bool = False,
+        selection: bool = False,
+        maps: tuple[str, ...] = (),
+    ) -> None:
         hints = typing.get_type_hints(args, include_extras=True)
         own = [(name, _letters(hint)) for name, hint in hints.items()]
         arrays = [field for field in own if field[1].startswith("P")]
         between = (*(SIZES if problem else ()), *(SELECTION_SIZES if selection else ()))
-        self.fields = (*arrays, *between, *own[len(arrays) :])
+        before = [(f"{name}_map", f"{MAP_BYTES}s") for name in maps]
+        self.fields = (*before, *arrays, *between, *own[len(arrays) :])
         # native alignment, and an end padded as C++ pads a struct
-        self._struct = struct.Struct("@" + "".join(letters for _, letters in self.fields) + "0q")
+        format = "@" + "".join(letters for _, letters in self.fields) + "0q"
+        end = f"{-struct.calcsize(format) % MAP_BYTES}x" if maps else ""
+        self._struct = struct.Struct(format + end)
         self.size = self._struct.size
         # ``pack`` is in the way of every launch. It reads pointers and strides in one step, and
         # puts them, followed by what ``_lasting`` makes of the strides and sizes, into order.
@@ -77,7 +90,11 @@ class Layout:
         self._order = itemgetter(*order, *range(behind, behind + len(between)))
 
     def pack(
-        self, args: Any, problem: Problem | None = None, selection: Selection | None = None
+        self,
+        args: Any,
+        problem: Problem | None = None,
+        selection: Selection | None = None,
+        maps: tuple[bytes, ...] = (),
     ) -> bytes:
         """The bytes of ``struct Args``; an array that is None becomes a null pointer."""
         if None in args:
@@ -85,7 +102,7 @@ class Layout:
         read = self._read(args)
         lasting = _lasting(read[self._num_arrays :], problem, selection)
         numbers = args[self._num_arrays :]
-        return self._struct.pack(*self._order(read + lasting), *numbers)
+        return self._struct.pack(*maps, *self._order(read + lasting), *numbers)
 
 
 _NULL = View(0, (), (0, 0, 0), "", -1, None)  # in the place of an array that is None
@@ -106,10 +123,11 @@ def _letters(hint: Any) -> str:
     return str(next(p.__metadata__[0] for p in parts if hasattr(p, "__metadata__")))
 
 
-def args_bytes(stem: str) -> int:
-    """Bytes of the ``struct Args`` of a kernel."""
-    size: int = importlib.import_module(f"rawattn.ops.{stem}").LAYOUT.size
-    return size
+def args_bytes(stem: str, family: str = "sm80") -> int:
+    """Bytes of the ``struct Args`` of a kernel of a family."""
+    module = importlib.import_module(f"rawattn.ops.{stem}")
+    layout: Layout = module.LAYOUT_SM90 if family == "sm90" else module.LAYOUT
+    return layout.size
 
 
 # ---- what launchers need beside it --------------------------------------------------------------

@@ -6,6 +6,7 @@ each function.
 
 from rawattn.variants.choice import TABLE, names_in, select
 from rawattn.variants.row import (
+    COUNTERS,
     HEAD_DIMS,
     NO_BLOCKS,
     Blocks,
@@ -13,6 +14,7 @@ from rawattn.variants.row import (
     Row,
     Tiles,
     block_keys,
+    panel_of,
     serves,
     smem_limit,
     tile_width,
@@ -21,6 +23,7 @@ from rawattn.variants.row import (
 from rawattn.variants.steps import METHODS, method_of
 
 __all__ = [
+    "COUNTERS",
     "HEAD_DIMS",
     "METHODS",
     "NO_BLOCKS",
@@ -32,6 +35,7 @@ __all__ = [
     "block_keys",
     "method_of",
     "names_in",
+    "panel_of",
     "select",
     "serves",
     "smem_limit",

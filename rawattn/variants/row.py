@@ -7,6 +7,7 @@ from typing import NamedTuple
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 HALF = ("float16", "bfloat16")
 KIB = 1024
+COUNTERS = 65536  # of a kernel whose CTAs share their work: more than launches run at once
 SHORT = 64  # queries of a sequence, on average, that rows for short ones are for
 SMALLEST = 99  # KiB of shared memory that a CTA may have on every GPU from 8.0 on
 # KiB that a CTA may have (CUDA C++ programming guide, table of compute capabilities)
@@ -111,14 +112,17 @@ class Sm90:
     """The choices of a kernel of kernels_cu/sm90/: a producer warpgroup and ``consumers`` others.
 
     ``registers``: of a thread of the producer and of the consumers. ``pingpong``: the consumers
-    take turns, one's softmax beside the other's products. ``pieces``: as of Sm80.
+    take turns, one's softmax beside the other's products. ``num_stages``: tiles of K and of V that
+    are there at once, ``q_stages``: of Q. ``min_ctas`` and ``pieces``: as of Sm80.
     """
 
     block_m: int
     block_n: int
     consumers: int = 2
     num_stages: int = 2
-    registers: tuple[int, int] = (24, 240)
+    q_stages: int = 1
+    min_ctas: int = 1
+    registers: tuple[int, int] = (40, 232)
     pingpong: bool = False
     pieces: int = 1
 
@@ -126,10 +130,16 @@ class Sm90:
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
+    @property
+    def entry_registers(self) -> int:
+        """Of a thread when a kernel begins; what warpgroups hold later may not be more together."""
+        return 65536 // (self.threads * self.min_ctas) // 8 * 8
+
     def constants(self) -> dict[str, int | bool]:
         given: dict[str, int | bool] = {n.upper(): v for n, v in asdict(self).items()}
         del given["REGISTERS"]
         producer, consumer = self.registers
+        given["NUM_WARPS"] = 4 * (1 + self.consumers)
         return given | {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
@@ -220,6 +230,11 @@ def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     d, dv = tile_width(head_dim), tile_width(head_dim_v)
     step = 64 if max(d, dv) >= 128 else 32
     return -(-d // step) * step, -(-dv // step) * step
+
+
+def panel_of(width: int) -> int:
+    """Columns of a panel of a tile, see kernels_cu/base/layout.cuh."""
+    return 64 if width % 64 == 0 else 32
 
 
 def block_keys(row: Row, block_size: int) -> int:

@@ -62,7 +62,7 @@ def test_forward_on_a_device(gpu: fake_gpu.Kernels, kind: str, dtype: str) -> No
     assert type(out) is type(lse) is RESULTS[kind]
     case.close(out, case.exact[0])
     case.close(lse, case.exact[1], case.statistic)
-    family = "sm80" if dtype in ("float16", "bfloat16") else "numba"
+    family = "sm90" if dtype in ("float16", "bfloat16") else "numba"
     [(row, used)] = gpu.launched
     assert row.startswith("forward") and family in row
     assert used == STREAMS.get(kind, STREAMS["cupy"])

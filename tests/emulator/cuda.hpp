@@ -1,12 +1,13 @@
 // CUDA C++ on one thread of a CPU, as far as the sources of kernels_cu/ go: blocks one after the
 // other, the threads of a block as fibers that take turns where one waits. Instructions are in
-// base/ptx.cuh beside this file. It shows wrong numbers, deadlocks, instructions that leave
-// shared memory, and missing waits (see Lateness); nothing about speed.
+// base/ptx.cuh beside this file. It shows wrong numbers, deadlocks, accesses outside shared memory
+// and missing waits (see Lateness); nothing about speed.
 #pragma once
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstdarg>
@@ -71,17 +72,17 @@ struct Fiber {
   const char* waits_for = "";
 };
 
-struct Meeting {  // of the lanes of a warp, or of the threads of a block
+struct Meeting {  // of the lanes of a warp, or of the threads of a barrier
   int arrived = 0, generation = 0;
   const char* name = "";
-  void* slots[WARP];
+  void* slots[128];
 };
 
 inline std::vector<Fiber> fibers;
 inline std::vector<int> turns;  // the order in which threads take turns, and each one's place in it
 inline std::vector<int> places;
-inline std::vector<Meeting> warps;
-inline Meeting block;
+inline std::vector<Meeting> warps, groups;  // groups: of 128 threads
+inline Meeting barriers[16];
 inline std::deque<std::function<void()>> late;  // work that nobody has had to wait for yet
 struct Copies {  // of one thread: groups that were committed, and what is in none yet
   std::deque<std::vector<std::function<void()>>> groups;
@@ -166,16 +167,15 @@ void wait_until(Done&& done, const char* what) {
   fibers[running].waits_for = "nothing";
 }
 
-// All lanes of a warp hand over `mine`; the last to come does `op` for all of them.
+// All `members` threads of a meeting hand over `mine`; the last to come does `op` for all of them.
 template <class Op>
-void warp_together(const char* name, void* mine, Op&& op) {
-  Meeting& meeting = warps[running / WARP];
+void together(Meeting& meeting, int members, int place, const char* name, void* mine, Op&& op) {
   if (meeting.arrived && std::strcmp(meeting.name, name) != 0) {
     fail("some threads are at %s, others at %s", meeting.name, name);
   }
   meeting.name = name;
-  meeting.slots[running % WARP] = mine;
-  if (++meeting.arrived == WARP) {
+  meeting.slots[place] = mine;
+  if (++meeting.arrived == members) {
     op(meeting.slots);
     meeting.arrived = 0;
     ++meeting.generation;
@@ -184,6 +184,10 @@ void warp_together(const char* name, void* mine, Op&& op) {
   }
   const int generation = meeting.generation;
   wait_until([&] { return meeting.generation != generation; }, name);
+}
+template <class Op>
+void warp_together(const char* name, void* mine, Op&& op) {
+  together(warps[running / WARP], WARP, running % WARP, name, mine, op);
 }
 
 // Asynchronous work that is not a thread's own to wait for
@@ -228,7 +232,8 @@ inline void begin_block(int threads, unsigned seed) {
   count = alive = threads, stuck = quiet = 0;
   fibers.resize(threads);
   turns.resize(threads), places.resize(threads);
-  warps.assign(threads / WARP, {}), block = {};
+  warps.assign(threads / WARP, {}), groups.assign((threads + 127) / 128, {});
+  for (Meeting& barrier : barriers) barrier = {};
   late.clear();
   copies.assign(threads, {});
   std::vector<int> order(threads / WARP);
@@ -238,10 +243,8 @@ inline void begin_block(int threads, unsigned seed) {
     seed = seed * 1664525u + 1013904223u;
     std::swap(order[w], order[(seed >> 8) % (w + 1)]);
   }
-  for (int t = 0; t < threads; ++t) {
-    turns[t] = order[t / WARP] * WARP + t % WARP;
-    places[turns[t]] = t;
-  }
+  for (int t = 0; t < threads; ++t) turns[t] = order[t / WARP] * WARP + t % WARP;
+  for (int t = 0; t < threads; ++t) places[turns[t]] = t;
   std::memset(shared, 0xff, sizeof shared);
   for (Fiber& fiber : fibers) {
     fiber.begun = fiber.ended = false, fiber.waits_for = "nothing";
@@ -302,19 +305,24 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 
-inline void __syncthreads() {
-  emulator::Meeting& block = emulator::block;
-  const int generation = block.generation;
-  ++block.arrived;
+inline void barrier_of(int id, int members, bool waits) {
+  emulator::Meeting& barrier = emulator::barriers[id];
+  const int generation = barrier.generation;
+  ++barrier.arrived;
   const auto done = [&] {
-    if (block.generation != generation) return true;
-    if (block.arrived < emulator::alive) return false;
-    block.arrived = 0, ++block.generation;
+    if (barrier.generation != generation) return true;
+    if (barrier.arrived < (members ? members : emulator::alive)) return false;
+    barrier.arrived = 0, ++barrier.generation;
     emulator::stuck = 0;
     return true;
   };
-  emulator::wait_until(done, "__syncthreads");
+  if (waits) {
+    emulator::wait_until(done, "a barrier of the block");
+  } else {
+    done();
+  }
 }
+inline void __syncthreads() { barrier_of(0, 0, true); }
 inline void __syncwarp() {
   emulator::warp_together("__syncwarp", nullptr, [](void**) {});
 }
@@ -359,6 +367,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 
 template <class T>
 T atomicAdd(T* address, T x) {

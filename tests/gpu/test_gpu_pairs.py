@@ -4,6 +4,7 @@ Dense problems ask for the rows of large ones; those for small grids follow.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -58,7 +59,7 @@ def sparse_builds(case: SparseCase, step: str) -> Iterator[Build]:
         blocks = selection.blocks(problem) if row.kernel.sparse else NO_BLOCKS
         direction = WHOLE if row.kernel.directed else NO_DIRECTION
         fixed = (case.dtype, case.head_dim, case.head_dim_v, False, right == 0, atomic)
-        yield Build(row, *fixed, direction, blocks, case.gate, args_bytes(stem))
+        yield Build(row, *fixed, direction, blocks, case.gate, args_bytes(stem, row.family))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +80,14 @@ def test_pair(case: Case, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = large_rows(case, ("forward", *stems_of(step)))
     monkeypatch.setenv("RAWATTN_VARIANT", ",".join(row.name for row in rows.values()))
     check(case, step, forward=step == STEPS[0])
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_forward_of_older_gpus(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that Hopper's own stand in front of."""
+    row = variants.select("forward", replace(problem_of(case, tokens=2**20), arch=80))
+    monkeypatch.setenv("RAWATTN_VARIANT", row.name)
+    check(case, "jvp", forward=True)
 
 
 @pytest.mark.parametrize(("case", "step"), SMALL, ids=[f"{c}-{s}" for c, s in SMALL])

@@ -20,17 +20,18 @@ PROBLEM = Problem("float16", 3, 5, 7, 12, 4, 64, 32, 9, -1, 0.25, 90, 0)
 SELECTION = Selection(4, 6, 16, own=True, chunk=256)
 
 
-def layout(stem: str) -> Layout:
-    given: Layout = import_module(f"rawattn.ops.{stem}").LAYOUT
+def layout(stem: str, family: str = "sm80") -> Layout:
+    module = import_module(f"rawattn.ops.{stem}")
+    given: Layout = module.LAYOUT_SM90 if family == "sm90" else module.LAYOUT
     return given
 
 
-@pytest.mark.parametrize("stem", structs.STEMS)
-def test_args_are_the_struct_of_the_source(stem: str) -> None:
+@pytest.mark.parametrize(("stem", "family"), structs.SOURCES)
+def test_args_are_the_struct_of_the_source(stem: str, family: str) -> None:
     """Field for field, in order, in kind and in bytes."""
-    fields = [(name, structs.letters(kind)) for name, kind in structs.fields_of(stem)]
-    assert list(layout(stem).fields) == fields
-    assert args_bytes(stem) == structs.size_of(stem)
+    fields = [(name, structs.letters(kind)) for name, kind in structs.fields_of(stem, family)]
+    assert list(layout(stem, family).fields) == fields
+    assert args_bytes(stem, family) == structs.size_of(stem, family)
 
 
 def packed(stem: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:

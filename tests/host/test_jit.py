@@ -525,7 +525,7 @@ def test_a_hopper_row_is_compiled_for_sm_90a(
 ) -> None:
     (sources / "sm90").mkdir(exist_ok=True)
     (sources / "sm90/forward.cu").write_text(
-        'static_assert(cfg::PRODUCER_REGISTERS == 24 && !cfg::PINGPONG, "");\n'
+        'static_assert(cfg::PRODUCER_REGISTERS == 40 && !cfg::PINGPONG, "");\n'
         'extern "C" __global__ void forward() { asm volatile("wgmma.fence.sync.aligned;"); }\n'
     )
     source.cache_clear()

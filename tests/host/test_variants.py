@@ -31,6 +31,7 @@ STEMS = (
     *("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess"),
     *("jvp", "double_backward_out", "double_backward_kv", "double_backward_q"),
 )
+STEMS_SM90 = {row.stem for row in TABLE if row.family == "sm90"}
 SPARSE_STEMS = tuple(sorted({row.stem for row in TABLE if row.kernel.sparse}))
 CUDA_ROWS = [row for row in TABLE if row.family != "numba"]
 # KiB of shared memory of an SM, of which one CTA may have all but one; 99 where it is unknown
@@ -120,7 +121,7 @@ def test_names_are_unique_and_fit_a_list() -> None:
 def test_row_says_what_it_is_and_why(row: Row) -> None:
     assert not re.fullmatch(r"(\d+ KiB|after \d\.\d|and|;|,|\s)*", row.why), "a because"
     assert row.stem in STEMS + SPARSE_STEMS and row.name.startswith(row.stem)
-    assert row.family in ("sm80", "numba") and row.family in row.name
+    assert row.family in ("sm90", "sm80", "numba") and row.family in row.name
     assert row.head_dim in variants.HEAD_DIMS
 
 
@@ -132,6 +133,10 @@ def test_row_fits_a_gpu_and_its_ctas_fit_together(row: Row) -> None:
     for arch in archs:
         need = row.smem_bytes(Tiles(row.head_dim, row.head_dim, False, (16, 64)))
         assert need <= smem_limit(arch)
+    if row.family == "sm90":  # else setmaxnreg waits for ever
+        producer, consumer = row.cfg.registers
+        held = producer + row.cfg.consumers * consumer
+        assert held <= (1 + row.cfg.consumers) * row.cfg.entry_registers
     # an SM has one KiB more than one CTA may have, and each CTA takes one KiB of its own
     assert any(row.cfg.min_ctas * (need + kib) <= smem_limit(arch) + kib for arch in archs)
 
@@ -167,8 +172,8 @@ def test_row_for_small_problems_is_chosen_by_size_alone(row: Row) -> None:
 )
 def test_row_for_short_sequences_gives_the_bits_of_the_other(row: Row) -> None:
     """As tests/gpu shows of two rows whose tiles of keys are equally long."""
-    d = row.head_dim
-    short, long = (select(row.stem, problem("float16", d, d, 90, tiles)) for tiles in (2, 3))
+    d, arch = row.head_dim, 90 if row.family == "sm90" else 80
+    short, long = (select(row.stem, problem("float16", d, d, arch, tiles)) for tiles in (2, 3))
     assert short is row
     assert not long.when.short
     assert (short.cfg.block_n, short.workspace) == (long.cfg.block_n, long.workspace)
@@ -253,7 +258,8 @@ def test_numba_has_what_the_cuda_rows_have_not(stem: str, arch: int, dtype: str)
     raw = arch >= 80 and dtype in ("float16", "bfloat16")
     for d, dv in ((8, 8), (64, 128), (256, 8), (256, 256)):
         row = select(stem, problem(dtype, d, dv, arch))
-        assert (row.stem, row.family) == (stem, "sm80" if raw else "numba")
+        family = "sm90" if arch == 90 and stem in STEMS_SM90 else "sm80"
+        assert (row.stem, row.family) == (stem, family if raw else "numba")
         assert select(stem, problem(dtype, d, dv, arch), backend="numba").family == "numba"
 
 
@@ -274,7 +280,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, preferred: str, *args, **kwargs) -> 
 
 
 def test_preferred_row_is_taken_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, narrow = "forward_sm80_d128_128x64", "forward_sm80_d128_64x64"
+    wide, narrow = "forward_sm90_d128_128x128", "forward_sm80_d128_64x64"
     assert select("forward", problem()).name == wide
     assert choose(monkeypatch, narrow, "forward", problem()) == narrow
     both = f"backward_kv_sm80_d128_64x64,{narrow}"
@@ -284,10 +290,10 @@ def test_preferred_row_is_taken_where_it_serves(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_preferred_row_is_ignored_where_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, narrow = "forward_sm80_d128_128x64", "forward_sm80_d128_64x64"
+    wide, narrow = "forward_sm90_d128_128x128", "forward_sm80_d128_64x64"
     small_gpu, head_dim_64 = problem(arch=86), problem(head_dim=64, head_dim_v=64)
     assert choose(monkeypatch, wide, "forward", small_gpu) == narrow
-    assert choose(monkeypatch, narrow, "forward", head_dim_64) == "forward_sm80_d64_128x64"
+    assert choose(monkeypatch, narrow, "forward", head_dim_64) == "forward_sm90_d64_192x128"
     assert choose(monkeypatch, narrow, "forward", problem("float32")) == "forward_numba"
     assert choose(monkeypatch, narrow, "forward", problem(), backend="numba") == "forward_numba"
     assert choose(monkeypatch, "no_such_row", "forward", problem()) == wide

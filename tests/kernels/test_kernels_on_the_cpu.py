@@ -38,6 +38,8 @@ def some(cases: Iterator[Case], steps: tuple[str, ...]) -> list[tuple[Case, str]
 
 RUNS = some(dense_cases(), DENSE) + some(sparse_cases(), OF_SPARSE)
 CASE = next(dense_cases())
+# of many tiles of keys, the last of which end in the midst of a tile
+LONG = [replace(c, lengths_q=(300, 5, 129, 1), lengths_k=(130, 5, 385, 9)) for c in dense_cases()]
 
 
 @pytest.fixture
@@ -73,15 +75,43 @@ def test_row_that_is_asked_for(name: str, dtype: str, kernels: emulated.Kernels)
     assert name in {launched for launched, _ in kernels.launched}
 
 
-def verdicts() -> set[str]:
+def verdicts(case: Case) -> set[str]:
     """Of the forward."""
     forward = Candidate("cuda", "cupy", forward=partial(rawattn.forward, backend="cuda"))
-    return {row.verdict.verdict for row in evaluate(forward, CASE)}
+    verdicts = [row.verdict for row in evaluate(forward, case)]
+    assert not [v.note for v in verdicts if "error: " in v.note], "a kernel does not compile"
+    return {v.verdict for v in verdicts}
 
 
-def test_order_of_threads_and_copies(kernels: emulated.Kernels) -> None:
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_order_of_threads_and_copies(
+    family: str, kernels: emulated.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_gpu.GPU, "compute_capability", family.removeprefix("sm"))
     for kernels.seed, kernels.lateness in product(range(3), (emulated.EARLY, emulated.LATE)):
-        assert verdicts() == {"pass"}
+        assert verdicts(LONG[0]) == {"pass"}
+    assert {row.split("_")[1] for row, _ in kernels.launched} == {family}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", LONG[::5], ids=str)
+def test_forward_on_hopper(case: Case, kernels: emulated.Kernels) -> None:
+    for kernels.seed, kernels.lateness in ((0, emulated.LATE), (1, emulated.EARLY)):
+        assert verdicts(case) <= {"pass", "vacuous"}
+    assert {row.split("_")[1] for row, _ in kernels.launched} == {"sm90"}
+
+
+@pytest.mark.parametrize("capturing", (False, True))
+def test_ctas_share_their_work(
+    capturing: bool, kernels: emulated.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three CTAs for all tiles: with one counter, which each launch leaves at 0, or, as in a graph,
+    without."""
+    fake_gpu.GPU.num_sms, fake_gpu.GPU.capturing = 3, capturing
+    monkeypatch.setattr("rawattn.ops.forward.COUNTERS", 1)
+    for case in (LONG[0], LONG[0], LONG[1]):  # the last is causal
+        assert verdicts(case) == {"pass"}
+    assert {grid for grid in kernels.grids} == {(3, 1, 1)}
 
 
 @pytest.mark.sweep
@@ -93,18 +123,30 @@ def test_offsets_that_lie(form: lies.Form, kernels: emulated.Kernels) -> None:
 
 
 PLANTS = {
-    "a copy is not waited for": ("cp_async_wait<0>();", ""),
-    "a load runs past the sequence": ("row + i * STEP < rows.valid", "true"),
-    "K is overwritten while it is read": ("__syncthreads();  // V is here", "// V is here"),
+    "a copy is not waited for": ("80", "cp_async_wait<0>();", ""),
+    "a load runs past the sequence": ("80", "row + i * STEP < rows.valid", "true"),
+    "K is overwritten while it is read": ("80", "__syncthreads();  // V is here", "// V is here"),
+    "a product is not waited for": ("90", "wgmma_wait_group<0>();\n        hold", "hold"),
+    "V of the next sequence is not cleared": ("90", "if (valid < BLOCK_N)", "if (false)"),
+    "K is given back too early": (
+        "90",
+        "    leave_k(n);\n    const",
+        "    leave_k(n), leave_k(n);\n    const",
+    ),
+    "V is never given back": ("90", "v.release(smem.v);", ""),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bug_is_seen(plant: str, kernels: emulated.Kernels) -> None:
-    kernels.changes = (PLANTS[plant],)
+def test_a_planted_bug_is_seen(
+    plant: str, kernels: emulated.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arch, right, wrong = PLANTS[plant]
+    monkeypatch.setattr(fake_gpu.GPU, "compute_capability", arch)
+    kernels.changes = ((right, wrong),)
     seen: set[str] = set()
     for kernels.seed in range(3):
-        seen |= verdicts()
+        seen |= verdicts(LONG[0])
     assert "FAIL" in seen
 
 

@@ -102,6 +102,7 @@ class Kernel:
     def launch(self, grid: tuple[int, int, int], arguments: bytes, stream: int) -> None:
         build, kernels = self.build, self.kernels
         kernels.launched.append((build.row.name, stream))
+        kernels.grids.append(grid)
         made = library(build.path, build.row.stem, prelude(build), kernels.changes)
         schedule = (kernels.seed, kernels.lateness)
         wrong = made.run_grid(arguments, *grid, build.cfg.threads, build.smem, *schedule)
@@ -117,6 +118,10 @@ class Kernels(fake_gpu.Kernels):
 
     seed, lateness = 0, LATE
     changes: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: list[tuple[int, int, int]] = []
 
     def kernel(  # type: ignore[override]
         self, row: Row, problem: Problem, *, selection: Any = None, **options: Any

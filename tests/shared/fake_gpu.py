@@ -11,6 +11,7 @@ nothing alone.
 import ctypes
 import dataclasses
 import math
+import struct
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from rawattn import api, arrays, call, checks, device, kernels_numba
 from rawattn import launch as loaded
-from rawattn.ops import arguments
+from rawattn.ops import arguments, tensor_maps
 from rawattn.problem import Problem, Selection
 from rawattn.reference import dense, second
 from rawattn.variants import block_keys, tile_widths
@@ -128,7 +129,7 @@ class Device:
     def __init__(self, device: int) -> None:
         self.id = device
         self.compute_capability = GPU.compute_capability
-        self.attributes = {"MultiProcessorCount": 132}
+        self.attributes = {"MultiProcessorCount": GPU.num_sms}
 
     def __enter__(self) -> None:
         self.previous, GPU.current = GPU.current, self.id
@@ -142,7 +143,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.current, self.count = 0, 2
-        self.compute_capability = "90"
+        self.compute_capability, self.num_sms = "90", 132
         self.entered: list[int] = []
         self.capturing = False
         self.log: list[Any] = []
@@ -460,6 +461,23 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a.astype(float) @ b.astype(float)
 
 
+def tensor_map(ptr: int, dtype: str, dims: Any, strides: Any, box: Any) -> bytes:
+    """In the place of cuTensorMapEncodeTiled, whose rules are checked; tests/emulator reads it."""
+    assert ptr % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in strides)
+    assert all(0 < n <= 2**32 for n in dims) and all(0 < n <= 256 for n in box)
+    return struct.pack("6Q3I", ptr, *dims, *strides, *box).ljust(structs.MAP_BYTES, b"\0")
+
+
+def check_map(given: bytes, tensor: tuple[int, int, int], total_k: int) -> None:
+    """A tensor map is of the tensor of its name, where there are keys at all."""
+    ptr, _dim, heads, tokens, head_stride, token_stride = struct.unpack_from("6Q", given)
+    if not total_k:
+        return
+    assert ptr == tensor[0]
+    assert tokens == 1 or token_stride == 2 * tensor[1]
+    assert heads == 1 or head_stride == 2 * tensor[2]
+
+
 class Kernel:
     """What ``launch.kernel`` gives: a kernel that gets the bytes of its ``struct Args``."""
 
@@ -467,7 +485,8 @@ class Kernel:
         self.kernels, self.row, self.problem, self.options = kernels, row, problem, options
 
     def launch(self, grid: tuple[int, int, int], arguments: bytes, stream: int) -> None:
-        given, stem = structs.decode(self.row.stem, arguments), self.row.stem
+        stem, family = self.row.stem, self.row.family
+        given = structs.decode(stem, arguments, family)
         assert min(grid) > 0 and max(grid[1:]) < 2**16
         p, choice = self.problem, None
         own = {field.name for field in dataclasses.fields(Problem)}
@@ -483,7 +502,9 @@ class Kernel:
             assert (asked.blocks(p), asked.width) == (choice.blocks(p), choice.width)
         head_dims = self.options.get("head_dims", (p.head_dim, p.head_dim_v))
         a = types.SimpleNamespace(**given)
-        for name, kind in structs.fields_of(stem):
+        for name, kind in structs.fields_of(stem, family):
+            if kind == "TensorMap":
+                check_map(given[name], given[name.removesuffix("_map")], p.total_k)
             if kind != "Tensor" and not kind.endswith("*"):
                 continue
             shape = shape_of(name, p, choice, head_dims)
@@ -702,12 +723,14 @@ def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
     monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
     kernels, pack = kind(), arguments.Layout.pack
 
-    def noted(layout: Any, args: Any, *sizes: Any) -> bytes:
+    def noted(layout: Any, args: Any, *sizes: Any, **maps: bytes) -> bytes:
         kernels.note(args)
-        return pack(layout, args, *sizes)
+        return pack(layout, args, *sizes, **maps)
 
     monkeypatch.setattr(arguments.Layout, "pack", noted)
     monkeypatch.setattr(loaded, "kernel", kernels.kernel)
+    monkeypatch.setattr(tensor_maps, "encode", tensor_map)
+    tensor_maps._encoded.cache_clear()
     for stem in structs.STEMS:
         twin = types.SimpleNamespace(launch=kernels.twin)
         monkeypatch.setattr(kernels_numba, stem, twin, raising=False)

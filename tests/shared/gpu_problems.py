@@ -378,7 +378,7 @@ def builds_of(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
         direction = case.direction if used.kernel.directed else NO_DIRECTION
         for dims in gathered if stem == "backward_postprocess" else {(d, dv)}:
             fixed = (used, case.dtype, *dims, *sides, atomic, direction)
-            yield Build(*fixed, args_bytes=args_bytes(stem))
+            yield Build(*fixed, args_bytes=args_bytes(stem, used.family))
 
 
 def built(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:

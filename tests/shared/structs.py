@@ -8,20 +8,23 @@ import re
 import struct
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import rawattn
 
 KERNELS = Path(rawattn.__file__).parent.parent / "kernels_cu"
 STEMS = sorted(path.stem for path in KERNELS.glob("sm80/*.cu"))
-_LETTERS = {"Tensor": "Pqq", "int": "i", "int64_t": "q", "float": "f"}
+SOURCES = sorted((path.stem, path.parent.name) for path in KERNELS.glob("sm*/*.cu"))
+MAP_BYTES = 128  # of a TensorMap, which is aligned to them too
+_LETTERS = {"Tensor": "Pqq", "TensorMap": f"{MAP_BYTES}s", "int": "i", "int64_t": "q", "float": "f"}
 
 Fields = tuple[tuple[str, str], ...]
 
 
 @cache
-def fields_of(stem: str) -> Fields:
+def fields_of(stem: str, family: str = "sm80") -> Fields:
     """The fields of ``struct Args`` of a kernel."""
-    return _fields((KERNELS / "sm80" / f"{stem}.cu").read_text(), "Args")
+    return _fields((KERNELS / family / f"{stem}.cu").read_text(), "Args")
 
 
 def _fields(source: str, name: str) -> Fields:
@@ -57,19 +60,24 @@ def letters(kind: str) -> str:
     return "P" if kind.endswith("*") else _LETTERS[kind]
 
 
-def size_of(stem: str) -> int:
+def size_of(stem: str, family: str = "sm80") -> int:
     """Bytes of ``struct Args``."""
-    return _layout(fields_of(stem)).size
+    return _layout(fields_of(stem, family)).size
 
 
-def decode(stem: str, arguments: bytes) -> dict[str, int | float | tuple[int, int, int]]:
-    """What a kernel reads: a pointer, its (pointer, token stride, head stride), or a number."""
-    values = iter(_layout(fields_of(stem)).unpack(arguments))
+def decode(stem: str, arguments: bytes, family: str = "sm80") -> dict[str, Any]:
+    """What a kernel reads: a pointer, its (pointer, token stride, head stride), a number, or the
+    bytes of a tensor map."""
+    fields = fields_of(stem, family)
+    values = iter(_layout(fields).unpack(arguments))
     return {
         name: (next(values), next(values), next(values)) if kind == "Tensor" else next(values)
-        for name, kind in fields_of(stem)
+        for name, kind in fields
     }
 
 
 def _layout(fields: Fields) -> struct.Struct:
-    return struct.Struct("@" + "".join(letters(kind) for _, kind in fields) + "0q")
+    format = "@" + "".join(letters(kind) for _, kind in fields) + "0q"
+    if ("TensorMap" in dict(fields).values()) and (rest := struct.calcsize(format) % MAP_BYTES):
+        format += f"{MAP_BYTES - rest}x"
+    return struct.Struct(format)

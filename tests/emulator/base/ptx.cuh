@@ -58,27 +58,31 @@ __device__ __forceinline__ void cp_async_wait() {
 namespace emulator {
 struct Mbarrier {  // 8 bytes, as the real one
   short arrivals, pending;
-  int phase;
+  int phase : 1;
+  int bytes : 31;  // that are still to come
 };
 inline Mbarrier& mbarrier(uint32_t address) {
   auto& barrier = *reinterpret_cast<Mbarrier*>(at(address, 8));
   if (barrier.arrivals <= 0) fail("the mbarrier at %u was not initialised", address);
   return barrier;
 }
+inline void settle(Mbarrier& barrier) {
+  if (barrier.pending < 0) fail("an mbarrier got more arrivals than it was made for");
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    barrier.pending = barrier.arrivals, barrier.phase = ~barrier.phase;
+    stuck = 0;
+  }
+}
 inline void arrive(uint32_t address, int arrivals) {
   Mbarrier& barrier = mbarrier(address);
   barrier.pending -= arrivals;
-  if (barrier.pending < 0) fail("an mbarrier got more arrivals than it was made for");
-  if (barrier.pending == 0) {
-    barrier.pending = barrier.arrivals, barrier.phase ^= 1;
-    stuck = 0;
-  }
+  settle(barrier);
 }
 }  // namespace emulator
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   *reinterpret_cast<emulator::Mbarrier*>(emulator::at(barrier, 8)) = {
-      static_cast<short>(arrivals), static_cast<short>(arrivals), 0};
+      static_cast<short>(arrivals), static_cast<short>(arrivals), 0, 0};
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) { emulator::arrive(barrier, 1); }
 __device__ __forceinline__ void mbarrier_arrive_no_complete(uint32_t barrier, int arrivals) {
@@ -96,7 +100,7 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier)
   });
 }
 __device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, int parity) {
-  const bool done = emulator::mbarrier(barrier).phase != parity;
+  const bool done = (emulator::mbarrier(barrier).phase & 1) != parity;
   if (!done) emulator::wait_for("an mbarrier");
   return done;
 }

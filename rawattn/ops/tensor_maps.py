@@ -1,0 +1,69 @@
+"""Tensor maps: how the tensor memory accelerator of Hopper reads boxes of a packed tensor."""
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+from rawattn.arrays import Shape, View
+
+ELEMENT_BYTES = 2
+
+
+def map_of(view: View, rows: int, panel: int) -> bytes:
+    """The 128 bytes of the map of a (tokens, heads, dim) tensor.
+
+    A box is ``rows`` tokens of one head by ``panel`` columns: 64, swizzled by 128 bytes, or 32,
+    by 64, as kernels_cu/base/layout.cuh lays out a Tile. What lies outside becomes zeros.
+    """
+    return _encoded(view.ptr, view.shape, view.strides, view.dtype, rows, panel)
+
+
+@lru_cache(maxsize=4096)
+def _encoded(ptr: int, shape: Shape, strides: Shape, dtype: str, rows: int, panel: int) -> bytes:
+    (tokens, heads, dim), (token_stride, head_stride, _) = shape, strides
+    # the stride of a dimension of one element is never used, but must be one
+    head_stride = head_stride if heads > 1 else dim
+    token_stride = token_stride if tokens > 1 else heads * head_stride
+    return encode(
+        ptr,
+        dtype,
+        (dim, heads, tokens),
+        (head_stride * ELEMENT_BYTES, token_stride * ELEMENT_BYTES),
+        (panel, 1, rows),
+    )
+
+
+def encode(ptr: int, dtype: str, dims: Shape, strides: Shape, box: Shape) -> bytes:
+    """cuTensorMapEncodeTiled. Raises RuntimeError where the driver refuses."""
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[dtype]
+    swizzles = driver.CUtensorMapSwizzle
+    wide = box[0] * ELEMENT_BYTES == 128
+    status, made = driver.cuTensorMapEncodeTiled(
+        kind,
+        len(dims),
+        ptr,
+        [driver.cuuint64_t(n) for n in dims],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(1)] * len(dims),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if wide else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"no tensor map of {dims} elements of {dtype} at {ptr:#x}, strides of {strides} bytes, "
+            f"boxes of {box}: {status.name}"
+        )
+    return _bytes_of(made)
+
+
+def _bytes_of(made: Any) -> bytes:
+    return ctypes.string_at(int(made.getPtr()), 128)
