@@ -39,7 +39,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one dtype, one pair of head_dims and one kind of mask, which share their kernels."""
+    """Batches of one dtype, pair of head_dims and kind of mask, which share their kernels."""
 
     dtype: str
     dims: tuple[int, int]
