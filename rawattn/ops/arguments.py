@@ -89,6 +89,12 @@ class Layout:
                 behind += 2
         self._order = itemgetter(*order, *range(behind, behind + len(between)))
 
+    def offset(self, name: str) -> int:
+        """Where a field begins, in bytes."""
+        at = [field for field, _ in self.fields].index(name)
+        before, own = "".join(letters for _, letters in self.fields[:at]), self.fields[at][1]
+        return struct.calcsize(f"@{before}0{own}")
+
     def pack(
         self,
         args: Any,

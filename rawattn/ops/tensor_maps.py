@@ -1,26 +1,20 @@
 """Tensor maps: how the tensor memory accelerator of Hopper reads boxes of a packed tensor."""
 
 import ctypes
-from functools import lru_cache
 from typing import Any
 
-from rawattn.arrays import Shape, View
+from rawattn.arrays import Shape
 
 ELEMENT_BYTES = 2
 
 
-def map_of(view: View, rows: int, panel: int) -> bytes:
-    """The 128 bytes of the map of a (tokens, heads, dim) tensor.
+def map_of(dtype: str, ptr: int, shape: Shape, strides: Shape, box: tuple[int, int]) -> bytes:
+    """The 128 bytes of the map of a (tokens, heads, dim) tensor, strides in elements.
 
-    A box is ``rows`` tokens of one head by ``panel`` columns: 64, swizzled by 128 bytes, or 32,
+    A ``box`` is so many tokens of one head by a panel of columns: 64, swizzled by 128 bytes, or 32,
     by 64, as kernels_cu/base/layout.cuh lays out a Tile. What lies outside becomes zeros.
     """
-    return _encoded(view.ptr, view.shape, view.strides, view.dtype, rows, panel)
-
-
-@lru_cache(maxsize=4096)
-def _encoded(ptr: int, shape: Shape, strides: Shape, dtype: str, rows: int, panel: int) -> bytes:
-    (tokens, heads, dim), (token_stride, head_stride, _) = shape, strides
+    (tokens, heads, dim), (token_stride, head_stride, _), (rows, panel) = shape, strides, box
     # the stride of a dimension of one element is never used, but must be one
     head_stride = head_stride if heads > 1 else dim
     token_stride = token_stride if tokens > 1 else heads * head_stride

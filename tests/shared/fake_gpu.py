@@ -21,6 +21,7 @@ import numpy as np
 from rawattn import api, arrays, call, checks, device, kernels_numba
 from rawattn import launch as loaded
 from rawattn.ops import arguments, tensor_maps
+from rawattn.ops import forward as forward_op
 from rawattn.problem import Problem, Selection
 from rawattn.reference import dense, second
 from rawattn.variants import block_keys, tile_widths
@@ -721,16 +722,22 @@ def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
         monkeypatch.setattr(module, "namespace", lambda array: np)
     monkeypatch.setitem(arrays.sys.modules, "numba", NUMBA)
     monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
-    kernels, pack = kind(), arguments.Layout.pack
+    kernels, pack, launch = kind(), arguments.Layout.pack, forward_op._launch_sm90
 
     def noted(layout: Any, args: Any, *sizes: Any, **maps: bytes) -> bytes:
-        kernels.note(args)
+        if not isinstance(args, forward_op.HopperArgs):  # which are noted before they are packed
+            kernels.note(args)
         return pack(layout, args, *sizes, **maps)
 
+    def noted_hopper(row: Any, problem: Problem, args: Any, *options: Any) -> None:
+        kernels.note(args)
+        launch(row, problem, args, *options)
+
     monkeypatch.setattr(arguments.Layout, "pack", noted)
+    monkeypatch.setattr(forward_op, "_launch_sm90", noted_hopper)
     monkeypatch.setattr(loaded, "kernel", kernels.kernel)
     monkeypatch.setattr(tensor_maps, "encode", tensor_map)
-    tensor_maps._encoded.cache_clear()
+    forward_op._packed.cache_clear()
     for stem in structs.STEMS:
         twin = types.SimpleNamespace(launch=kernels.twin)
         monkeypatch.setattr(kernels_numba, stem, twin, raising=False)
