@@ -2,9 +2,10 @@
 
 Every time is the median GPU time of one call, the L2 cache flushed before it. An absolute number
 holds only beside the numbers of the same run. Memory is the most that a contender takes beyond the
-inputs.
+inputs. Accuracy is that of the forward against float64, ours and the peers'.
 
     python tools/bench.py --suite paper --suite varlen --json bench.json
+    python tools/bench.py --suite paper --accuracy         # and the accuracy; alone without a suite
     python tools/bench.py --suite paper --sustained 1      # and alone, under continuous load
     python tools/bench.py --old ../before --suite seed     # beside the sources of another checkout
     python tools/bench.py --host
@@ -68,6 +69,9 @@ EXISTING = click.Path(exists=True, path_type=Path)
     show_default=True,
     help="the chosen peers: the fastest of them counts",
 )
+@click.option(
+    "--accuracy", is_flag=True, help="measure the accuracy too; without --suite, nothing else"
+)
 @click.option("--host", is_flag=True, help="measure host times instead of the suites")
 @click.option(
     "--old", "tree", type=EXISTING, help="a checkout whose rawattn is timed too, host times as well"
@@ -88,6 +92,7 @@ def main(
     directions: tuple[str, ...],
     against: str,
     budget: float,
+    accuracy: bool,
     source: Path | None,
     target: Path | None,
     pages: tuple[Path, ...],
@@ -98,8 +103,9 @@ def main(
     if source:
         result, missing = json.loads(source.read_text()), 0
     else:
-        cases = [case for name in suites or SUITES for case in SUITES[name]() if only in case.name]
-        result, missing = run(cases, directions, budget, **how)
+        names = suites or (() if accuracy else SUITES)
+        cases = [case for name in names for case in SUITES[name]() if only in case.name]
+        result, missing = run(cases, directions, budget, accuracy=accuracy, **how)
     chosen = against.split(",")
     print_tables(result, chosen)
     if target:
@@ -121,12 +127,15 @@ def run(
     budget: float,
     *,
     peers: str | None,
+    accuracy: bool,
     host: bool,
     tree: Path | None,
     **plan: Any,
 ) -> tuple[dict[str, Any], int]:
     """What was measured, and how many measurements are missing."""
     require_gpu()
+    from measure.accuracy import cases as accuracy_cases
+    from measure.accuracy import measure as measure_accuracy
     from measure.beside import load_old
     from measure.host import first_call_times, host_times
     from rawattn.check.machine import describe
@@ -142,9 +151,13 @@ def run(
     chosen = tuple(filter(None, peers.split(",")))
     rows = measure(cases, directions, Plan(peers=chosen, old=old, **plan), budget)
     result = describe() | {"bench": rows}
+    missing = len(wanted(cases, directions)) - len(rows)
+    if accuracy:
+        result["accuracy"] = measure_accuracy(chosen, budget)
+        missing += len(accuracy_cases()) - len(result["accuracy"])
     if old:
         result |= {"old": old_summary(rows), "host": host_times(old)}
-    return result, len(wanted(cases, directions)) - len(rows)
+    return result, missing
 
 
 def require_gpu() -> None:

@@ -1,6 +1,6 @@
 """What a GPU showed of these sources, kept in tools/records/<gpu>.json: tests, sanitizer, bench.
 
-    python tools/record.py --tests --sanitizer --bench --host    # or each part on its own:
+    python tools/record.py --tests --sanitizer --bench --accuracy --host   # or each on its own:
     python tools/record.py --tests --shard 2/4                   # a quarter of the tests
     python tools/record.py --sanitizer racecheck
     python tools/record.py --bench --suite paper --sustained 1
@@ -28,6 +28,10 @@ RECORDS = ROOT / "tools" / "records"
 SUFFIXES = {".py", ".cu", ".cuh"}
 DIAGNOSIS = Path("rawattn", "check", "diagnose")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+KEYS = {  # which row of a part it is
+    "bench": ("suite", "case", "direction"),
+    "accuracy": ("scores", "head_dim", "dtype", "causal"),
+}
 
 Record = dict[str, Any]
 
@@ -92,18 +96,17 @@ def record_path(gpu: str, folder: Path = RECORDS) -> Path:
 def merge(old: Record | None, new: Record) -> Record:
     """``new`` parts over ``old``'s when the sources are the same.
 
-    Benchmark rows go by their case, sanitizer results by their tool, tests by their shard.
+    Rows of the benchmark and of the accuracy go by their case, sanitizer results by their tool,
+    tests by their shard.
     """
     if old is None or old["sources"] != new["sources"]:
         return new
 
-    def key(row: Record) -> tuple[str, ...]:
-        return row["suite"], row["case"], row["direction"]
-
     merged = old | new
-    rows = {key(row): row for record in (old, new) for row in record.get("bench", [])}
-    if rows:
-        merged["bench"] = list(rows.values())
+    for part, key in KEYS.items():
+        rows = [row for record in (old, new) for row in record.get(part, [])]
+        if rows:
+            merged[part] = list({tuple(row[name] for name in key): row for row in rows}.values())
     if "sanitizer" in merged:
         merged["sanitizer"] = old.get("sanitizer", {}) | new.get("sanitizer", {})
     shards = new.get("tests", {}).get("shards", {})
@@ -183,6 +186,14 @@ def run_bench(suites: list[str], budget: float, sustained: float) -> Record:
     return {"bench": measure(cases, plan=Plan(methods=METHODS, sustained=sustained), budget=budget)}
 
 
+def run_accuracy(budget: float) -> tuple[Record, list[str]]:
+    """Errors against float64, ours and the peers'; and what is less exact than it must be."""
+    from measure.accuracy import faults, measure
+
+    rows = measure(budget=budget)
+    return {"accuracy": rows}, [fault for row in rows for fault in faults(row)]
+
+
 def run_host() -> Record:
     """Host times of a call and of a process's first."""
     from measure.host import first_call_times, host_times
@@ -191,7 +202,8 @@ def run_host() -> Record:
 
 
 def update(options: argparse.Namespace) -> int:
-    """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed."""
+    """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed or the
+    accuracy is less than it must be."""
     from rawattn.check.machine import describe, gpu_name
 
     if not gpu_name():
@@ -216,6 +228,12 @@ def update(options: argparse.Namespace) -> int:
         good &= all(errors == 0 for errors in sanitizer.values())
     if options.bench:
         write(run_bench(options.suite, options.budget, options.sustained))
+    if options.accuracy:
+        accuracy, inexact = run_accuracy(options.budget)
+        write(accuracy)
+        for fault in inexact:
+            print(fault)
+        good &= bool(accuracy["accuracy"]) and not inexact
     if options.host:
         write(run_host())
     return 0 if good else 1
@@ -232,18 +250,22 @@ def main() -> int:
     suites = ["paper", "varlen", "seed", "dims", "many_short", "windows", "second", "second_length"]
     suites += ["sparse", "sparse_local", "sparse_length"]
     parser.add_argument("--suite", nargs="+", default=suites)
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds of the benchmark")
+    parser.add_argument(
+        "--budget", type=float, default=300.0, help="seconds of the benchmark, and of the accuracy"
+    )
     parser.add_argument(
         "--sustained", type=float, default=0.0, help="seconds of continuous load a contender"
     )
+    parser.add_argument("--accuracy", action="store_true", help="errors of the forward")
     parser.add_argument("--host", action="store_true", help="host times and first calls")
     options = parser.parse_args()
     if options.check:
         return check()
     if options.shard and not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
         parser.error(f"--shard is I/N such as 2/4, was {options.shard}")
-    if not (options.tests or options.sanitizer is not None or options.bench or options.host):
-        parser.error("choose --check, or any of --tests, --sanitizer, --bench, --host")
+    measured = options.bench or options.accuracy or options.host
+    if not (options.tests or options.sanitizer is not None or measured):
+        parser.error("choose --check, or any of --tests, --sanitizer, --bench, --accuracy, --host")
     return update(options)
 
 

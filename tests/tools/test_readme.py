@@ -114,6 +114,7 @@ def test_the_readme_is_short() -> None:
 def test_every_table_has_its_place() -> None:
     more = (
         "sustained",
+        "accuracy",
         "summary",
         "summary_second",
         "summary_sparse",

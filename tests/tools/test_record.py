@@ -69,6 +69,15 @@ def test_parts_merge_while_the_sources_are_the_same() -> None:
     assert record.merge(old, fresh) == fresh and record.merge(None, fresh) == fresh
 
 
+def test_accuracy_merges_by_its_case() -> None:
+    kinds = [("normal", 64, "float16", True), ("normal", 64, "float16", False)]
+    rows = [dict(zip(record.KEYS["accuracy"], kind, strict=True)) for kind in kinds]
+    old = {"sources": "a", "bench": ROWS, "accuracy": [row | {"ours_rms": 2.0} for row in rows]}
+    again = rows[1] | {"ours_rms": 1.0}
+    merged = record.merge(old, {"sources": "a", "accuracy": [again]})
+    assert merged["accuracy"] == [rows[0] | {"ours_rms": 2.0}, again] and merged["bench"] == ROWS
+
+
 def test_records_are_named_after_the_gpu() -> None:
     assert record.record_path("NVIDIA H200").name == "h200.json"
     assert record.record_path("NVIDIA GeForce RTX 4090").name == "geforce-rtx-4090.json"

@@ -229,14 +229,18 @@ def test_bench_without_a_gpu_says_so_in_a_line() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    for options in (["--suite", "seed"], ["--host"], ["--old", str(ROOT)]):
+    for options in (["--suite", "seed"], ["--accuracy"], ["--host"], ["--old", str(ROOT)]):
         run = CliRunner().invoke(bench.main, options)
         assert run.exit_code == 1 and isinstance(run.exception, SystemExit)
         assert run.output.startswith("Error: no CUDA device") and run.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "command", ["sanitize.py", "record.py --tests", "record.py --sanitizer", "record.py --host"]
+    "command",
+    [
+        "sanitize.py",
+        *(f"record.py --{part}" for part in ("tests", "sanitizer", "accuracy", "host")),
+    ],
 )
 def test_what_needs_a_gpu_says_so_in_a_line(command: str, tmp_path: Path) -> None:
     if device_arch():

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
+from measure.accuracy import LIMITS, SCORES, faults, to_most_exact
 from measure.cases import FIRST_ORDER, SECOND_ORDER, SUITES, WORK, BenchCase
+from measure.floors import GPUS, floor
 
 Row = dict[str, Any]
 Grid = list[list[str]]  # the header, then the lines
@@ -30,17 +32,35 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _pair(values: Iterable[float | None], digits: int) -> str:
-    shown = ["-" if value is None else f"{value:.{digits}f}" for value in values]
+def _shown(values: Iterable[Any], show: Callable[[Any], str]) -> str:
+    shown = ["-" if value is None else show(value) for value in values]
     return "" if set(shown) == {"-"} else " / ".join(shown)
 
 
-def case_grid(rows: list[Row], against: list[str]) -> Grid:
+def _pair(values: Iterable[float | None], digits: int) -> str:
+    return _shown(values, lambda value: f"{value:.{digits}f}")
+
+
+def floor_header(gpu: str) -> list[str]:
+    """The columns that ``floor_cells`` fills; none for a GPU whose floors are not known."""
+    return ["of floor", "floor by"] if gpu in GPUS else []
+
+
+def floor_cells(both: list[Row | None], gpu: str) -> list[str]:
+    """What part of ours' time the floor is, and the unit that sets it, forward / backward."""
+    if gpu not in GPUS:
+        return []
+    floors = [row and floor(CASES[row["case"]], row["direction"], GPUS[gpu]) for row in both]
+    shares = (row and ms[0] / row["ours_ms"] for row, ms in zip(both, floors, strict=True))
+    return [_pair(shares, 2), _shown(floors, lambda found: found[1])]
+
+
+def case_grid(rows: list[Row], against: list[str], gpu: str = "") -> Grid:
     """TFLOP/s, forward / backward, one line a case, one column a contender; then the ratios."""
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     methods = list(dict.fromkeys(name for row in rows for name in row.get("methods", {})))
     header = ["case", "ours", *methods, *names, f"ours to {' or '.join(against)}", "ours to best"]
-    grid = [header]
+    grid = [[*header, *floor_header(gpu)]]
     for case, group in groupby(rows, key=lambda row: row["case"]):
         by_direction = {row["direction"]: row for row in group}
         both = [by_direction.get(direction) for direction in FIRST_ORDER]
@@ -54,6 +74,7 @@ def case_grid(rows: list[Row], against: list[str]) -> Grid:
                 *map(rates, ("ours", *methods, *names)),
                 _pair((row and ratio(row, against) for row in both), 2),
                 _pair((row and ratio(row) for row in both), 2),
+                *floor_cells(both, gpu),
             ]
         )
     return grid
@@ -102,30 +123,30 @@ def line_grid(rows: list[Row]) -> Grid:
     return grid
 
 
-def time_grid(rows: list[Row]) -> Grid:
+def time_grid(rows: list[Row], gpu: str = "") -> Grid:
     """Milliseconds, forward / backward, one line a case; how many times faster ours is than each
     peer, and the geometric means of that."""
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     methods = list(dict.fromkeys(name for row in rows for name in row.get("methods", {})))
     header = ["case", *(f"{name} ms" for name in ("ours", *methods, *names))]
-    grid = [[*header, *(f"ours to {name}" for name in names)]]
+    grid = [[*header, *(f"ours to {name}" for name in names), *floor_header(gpu)]]
 
     def cell(both: list[Row | None], name: str) -> str:
-        times = [row and _times(row).get(name) for row in both]
-        shown = ["-" if ms is None else three_digits(ms) for ms in times]
-        return "" if set(shown) == {"-"} else " / ".join(shown)
+        return _shown((row and _times(row).get(name) for row in both), three_digits)
 
     for case, group in groupby(rows, key=lambda row: row["case"]):
         by_direction = {row["direction"]: row for row in group}
         both = [by_direction.get(direction) for direction in FIRST_ORDER]
         ratios = (_pair((row and ratio(row, [name]) for row in both), 2) for name in names)
-        grid.append([case, *(cell(both, name) for name in ("ours", *methods, *names)), *ratios])
+        times = (cell(both, name) for name in ("ours", *methods, *names))
+        grid.append([case, *times, *ratios, *floor_cells(both, gpu)])
     by_direction = [[row for row in rows if row["direction"] == d] for d in FIRST_ORDER]
     means = (
         _pair((geometric_mean(ratio(row, [name]) for row in rs) for rs in by_direction), 2)
         for name in names
     )
-    return [*grid, ["geometric mean", *[""] * (len(header) - 1), *means]] if names else grid
+    blank = [""] * len(floor_header(gpu))
+    return [*grid, ["geometric mean", *[""] * (len(header) - 1), *means, *blank]] if names else grid
 
 
 def three_digits(value: float) -> str:
@@ -184,6 +205,35 @@ def peers_grid(rows: list[Row], directions: tuple[str, ...]) -> Grid:
     return grid
 
 
+def accuracy_grid(rows: list[Row]) -> Grid:
+    """Errors of out relative to its size, and of lse, full / causal, one line for scores, head_dim
+    and dtype; ours to the most exact peer's: 2.00 is twice as far off."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers_rms"]))
+    header = ["scores", "head_dim", "dtype", "ours", *names, "ours to most exact", "limit"]
+    grid = [[*header, "lse error"]]
+
+    def line_of(row: Row) -> tuple[int, int, str]:
+        return SCORES.index(row["scores"]), row["head_dim"], row["dtype"]
+
+    def error(rms: float) -> str:
+        return three_digits(rms) if rms else "exact"
+
+    for (scores, head_dim, dtype), group in groupby(sorted(rows, key=line_of), key=line_of):
+        by_mask = {row["causal"]: row for row in group}
+        both = [by_mask.get(causal) for causal in (False, True)]
+        grid.append(
+            [
+                *(SCORES[scores], str(head_dim), dtype),
+                _shown((row and row["ours_rms"] for row in both), error),
+                *(_shown((row and row["peers_rms"].get(n) for row in both), error) for n in names),
+                _pair((row and to_most_exact(row) for row in both), 2),
+                str(LIMITS.get(SCORES[scores], "exact")),
+                _shown((row and row["lse_error"] for row in both), lambda found: f"{found:.0e}"),
+            ]
+        )
+    return grid
+
+
 def old_summary(rows: list[Row]) -> list[dict[str, Any]]:
     """By suite and direction: how many times faster than the old sources, and the worst case."""
     found = []
@@ -226,17 +276,20 @@ def rows_grid(rows: list[Row]) -> Grid:
 
 def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
     """Every table that ``result`` has the numbers for, by the name of its markers."""
-    rows = result.get("bench", [])
+    rows, gpu = result.get("bench", []), result["gpu"]
     tables = {}
     for suite in SUITES:
         if members := [row for row in rows if row["suite"] == suite]:
             if suite in DENSE_SUITES:
-                tables[suite] = case_grid(members, against)
+                tables[suite] = case_grid(members, against, gpu)
+            elif suite in TIME_SUITES:
+                tables[suite] = time_grid(members, gpu)
             else:
-                timed = (*TIME_SUITES, *SPARSE_SUITES)
-                tables[suite] = (time_grid if suite in timed else line_grid)(members)
+                tables[suite] = (time_grid if suite in SPARSE_SUITES else line_grid)(members)
     if sustained := sustained_rows(rows):
-        tables["sustained"] = case_grid(sustained, against)
+        tables["sustained"] = case_grid(sustained, against, gpu)
+    if accuracy := result.get("accuracy"):
+        tables["accuracy"] = accuracy_grid(accuracy)
     if [row for row in rows if row["suite"] in (*DENSE_SUITES, *TIME_SUITES)]:
         tables["summary"] = summary_grid(rows, against)
     if members := [row for row in rows if row["suite"].startswith("second")]:
@@ -262,7 +315,8 @@ def machine_line(result: dict[str, Any]) -> str:
 
 
 def print_tables(result: dict[str, Any], against: list[str]) -> None:
-    """The tables, and the peers that failed, to the terminal."""
+    """The tables, the peers that failed, and what is less exact than it must be, to the
+    terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -277,5 +331,11 @@ def print_tables(result: dict[str, Any], against: list[str]) -> None:
         for row in result.get("bench", [])
         for peer, error in row.get("errors", {}).items()
     }
-    for failure in sorted(failures):
+    accuracy = result.get("accuracy", [])
+    failures |= {
+        f"accuracy d{row['head_dim']} {row['dtype']} {peer}: {error}"
+        for row in accuracy
+        for peer, error in row.get("errors", {}).items()
+    }
+    for failure in (*sorted(failures), *(fault for row in accuracy for fault in faults(row))):
         console.print(failure, markup=False)
