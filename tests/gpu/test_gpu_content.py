@@ -8,6 +8,8 @@ import pytest
 
 import rawattn
 from rawattn.check.cases import HALF, dtype_of
+from rawattn.variants import HEAD_DIMS
+from tests.shared import scores
 from tests.shared.gpu_arrays import Arrays, bits, host_arrays, on
 
 cupy = pytest.importorskip("cupy")
@@ -64,6 +66,13 @@ def test_a_number_that_is_none(
         of_rows = np.isnan(out.get().astype(np.float32))
         np.testing.assert_array_equal(of_rows.all(axis=2).T, nan, name)
         np.testing.assert_array_equal(of_rows.any(axis=2).T, nan, name)
+
+
+@pytest.mark.parametrize("kind", scores.KINDS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scores_that_lead_a_softmax_astray(head_dim: int, kind: str) -> None:
+    for dtype, mask in product(HALF, MASKS):
+        assert scores.deviation(kind, dtype, head_dim, mask, cupy.asarray) < 4, (dtype, mask)
 
 
 # ---- memory of results ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rawattn.check.cases import HALF, Case
 from rawattn.check.run import evaluate
 from rawattn.variants import HEAD_DIMS, METHODS, TABLE, names_in
 from rawattn.variants.steps import SECOND, SPARSE_STEPS, STEPS
-from tests.shared import emulated, fake_gpu, lies
+from tests.shared import emulated, fake_gpu, lies, scores
 from tests.shared.pairs import check, dense_cases, sparse_cases
 
 DENSE = (*METHODS, *SECOND)
@@ -90,6 +90,17 @@ def test_order_of_threads_and_copies(
     monkeypatch.setattr(fake_gpu.GPU, "compute_capability", family.removeprefix("sm"))
     for kernels.seed, kernels.lateness in product(range(3), (emulated.EARLY, emulated.LATE)):
         assert verdicts(LONG[0]) == {"pass"}
+    assert {row.split("_")[1] for row, _ in kernels.launched} == {family}
+
+
+@pytest.mark.parametrize("kind", scores.KINDS)
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_scores_that_lead_a_softmax_astray(
+    family: str, kind: str, kernels: emulated.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_gpu.GPU, "compute_capability", family.removeprefix("sm"))
+    for mask in ({}, {"causal": True}):
+        assert scores.deviation(kind, HALF[0], 64, mask, fake_gpu.cupy_array) < 4
     assert {row.split("_")[1] for row, _ in kernels.launched} == {family}
 
 
