@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.shared.device import device_arch
+from tests.shared.device import device_arch, device_count
 from tests.shared.thinned import thin
 
 MARKERS = {
@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if config.option.markexpr == "not sweep" and all("::" in arg for arg in config.args):
         config.option.markexpr = ""  # tests asked for by name run, be they of a sweep or not
+    share_gpus()
     if device_arch() == 0:
         # Numba reads this once, when it is imported: so before any test module is.
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
@@ -76,6 +77,16 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="rawattn-tests-")
         os.environ["RAWATTN_CACHE_DIR"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def share_gpus() -> None:
+    """Each worker of a parallel run sees one of the GPUs; CUDA reads this when it begins."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker:
+        os.environ["RAWATTN_TEST_GPUS"] = str(device_count())
+    elif (gpus := int(os.environ["RAWATTN_TEST_GPUS"])) > 1:
+        own = int(worker.removeprefix("gw")) % gpus
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(own))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Which GPU the tests are on."""
+"""Which GPUs the tests are on."""
 
 
 def device_arch() -> int:
@@ -8,3 +8,12 @@ def device_arch() -> int:
     except ImportError:
         return 0
     return int(Device(0).compute_capability) if is_available() else 0
+
+
+def device_count() -> int:
+    """GPUs that there are, 0 without a usable one."""
+    try:
+        from cupy.cuda import is_available, runtime
+    except ImportError:
+        return 0
+    return int(runtime.getDeviceCount()) if is_available() else 0
