@@ -94,14 +94,10 @@ def test_order_of_threads_and_copies(
 
 
 @pytest.mark.parametrize("kind", scores.KINDS)
-@pytest.mark.parametrize("family", ("sm80", "sm90"))
-def test_scores_that_lead_a_softmax_astray(
-    family: str, kind: str, kernels: emulated.Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake_gpu.GPU, "compute_capability", family.removeprefix("sm"))
+def test_scores_that_lead_a_softmax_astray(kind: str, kernels: emulated.Kernels) -> None:
     for mask in ({}, {"causal": True}):
         assert scores.deviation(kind, HALF[0], 64, mask, fake_gpu.cupy_array) < 4
-    assert {row.split("_")[1] for row, _ in kernels.launched} == {family}
+    assert {row.split("_")[1] for row, _ in kernels.launched} == {"sm90"}
 
 
 @pytest.mark.sweep
@@ -155,10 +151,12 @@ def test_a_planted_bug_is_seen(
     arch, right, wrong = PLANTS[plant]
     monkeypatch.setattr(fake_gpu.GPU, "compute_capability", arch)
     kernels.changes = ((right, wrong),)
-    seen: set[str] = set()
-    for kernels.seed in range(3):
-        seen |= verdicts(LONG[0])
-    assert "FAIL" in seen
+
+    def fails(seed: int) -> bool:
+        kernels.seed = seed
+        return "FAIL" in verdicts(LONG[0])
+
+    assert any(map(fails, range(3)))
 
 
 def test_offsets_that_are_believed_are_seen(kernels: emulated.Kernels) -> None:
