@@ -9,7 +9,6 @@ struct alignas(128) TensorMap {
 };
 
 // L2 eviction priorities, as createpolicy encodes them
-constexpr uint64_t EVICT_NORMAL = 0x1000000000000000;
 constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
 constexpr uint64_t EVICT_LAST = 0x14F0000000000000;
 

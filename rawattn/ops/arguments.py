@@ -51,7 +51,8 @@ class Layout:
     """Where the fields of an ``Args`` lie: ``fields`` as (name, letters) in order, ``size`` bytes.
 
     ``problem`` and ``selection`` say whose sizes the struct holds behind its arrays, ``maps`` the
-    tensors whose tensor maps lie in front of all fields.
+    tensors whose tensor maps lie in front of all fields, ``numbers`` the fields that a launcher
+    adds behind them.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class Layout:
         problem: bool = False,
         selection: bool = False,
         maps: tuple[str, ...] = (),
+        numbers: tuple[tuple[str, str], ...] = (),
     ) -> None:
         hints = typing.get_type_hints(args, include_extras=True)
         own = [(name, _letters(hint)) for name, hint in hints.items()]
         arrays = [field for field in own if field[1].startswith("P")]
         between = (*(SIZES if problem else ()), *(SELECTION_SIZES if selection else ()))
         before = [(f"{name}_map", f"{MAP_BYTES}s") for name in maps]
-        self.fields = (*before, *arrays, *between, *own[len(arrays) :])
+        self.fields = (*before, *arrays, *between, *own[len(arrays) :], *numbers)
         # native alignment, and an end padded as C++ pads a struct
         format = "@" + "".join(letters for _, letters in self.fields) + "0q"
         end = f"{-struct.calcsize(format) % MAP_BYTES}x" if maps else ""
@@ -101,14 +103,15 @@ class Layout:
         problem: Problem | None = None,
         selection: Selection | None = None,
         maps: tuple[bytes, ...] = (),
+        numbers: tuple[int, ...] = (),
     ) -> bytes:
         """The bytes of ``struct Args``; an array that is None becomes a null pointer."""
         if None in args:
             args = args._make(_NULL if value is None else value for value in args)
         read = self._read(args)
         lasting = _lasting(read[self._num_arrays :], problem, selection)
-        numbers = args[self._num_arrays :]
-        return self._struct.pack(*maps, *self._order(read + lasting), *numbers)
+        own = args[self._num_arrays :]
+        return self._struct.pack(*maps, *self._order(read + lasting), *own, *numbers)
 
 
 _NULL = View(0, (), (0, 0, 0), "", -1, None)  # in the place of an array that is None
@@ -131,9 +134,14 @@ def _letters(hint: Any) -> str:
 
 def args_bytes(stem: str, family: str = "sm80") -> int:
     """Bytes of the ``struct Args`` of a kernel of a family."""
+    return layout_of(stem, family).size
+
+
+def layout_of(stem: str, family: str = "sm80") -> Layout:
+    """That of the ``struct Args`` of a kernel of a family."""
     module = importlib.import_module(f"rawattn.ops.{stem}")
     layout: Layout = module.LAYOUT_SM90 if family == "sm90" else module.LAYOUT
-    return layout.size
+    return layout
 
 
 # ---- what launchers need beside it --------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rawattn import launch as loaded
 from rawattn.arrays import Shape, View
-from rawattn.ops.arguments import Int, Layout, Pointer, Tensor, query_tiles
+from rawattn.ops.arguments import Layout, Pointer, Tensor, query_tiles
 from rawattn.ops.tensor_maps import map_of
 from rawattn.problem import Problem
 from rawattn.variants import COUNTERS, Row, panel_of, tile_widths
@@ -24,22 +24,9 @@ class Args(NamedTuple):
     cu_seqlens_k: Pointer
 
 
-class HopperArgs(NamedTuple):
-    """``struct Args`` of the kernel of sm90: maps of q, k and v in front, sizes apart."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Pointer
-    cu_seqlens_q: Pointer
-    cu_seqlens_k: Pointer
-    num_tiles: Int
-    counter: Int
-
-
 LAYOUT = Layout(Args, problem=True)
-LAYOUT_SM90 = Layout(HopperArgs, problem=True, maps=("q", "k", "v"))
+NUMBERS = (("num_tiles", "i"), ("counter", "i"))
+LAYOUT_SM90 = Layout(Args, problem=True, maps=("q", "k", "v"), numbers=NUMBERS)
 
 
 def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool = False) -> None:
@@ -103,5 +90,4 @@ def _packed(
     views = [
         View(ptr, (), of, p.dtype, p.device, None) for ptr, of in zip(pointers, every, strict=True)
     ]
-    hopper = HopperArgs._make((*views, tiles, -1))
-    return (ctas, 1, 1), LAYOUT_SM90.pack(hopper, p, maps=maps)
+    return (ctas, 1, 1), LAYOUT_SM90.pack(Args._make(views), p, maps=maps, numbers=(tiles, -1))

@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstdarg>
@@ -243,8 +242,10 @@ inline void begin_block(int threads, unsigned seed) {
     seed = seed * 1664525u + 1013904223u;
     std::swap(order[w], order[(seed >> 8) % (w + 1)]);
   }
-  for (int t = 0; t < threads; ++t) turns[t] = order[t / WARP] * WARP + t % WARP;
-  for (int t = 0; t < threads; ++t) places[turns[t]] = t;
+  for (int t = 0; t < threads; ++t) {
+    turns[t] = order[t / WARP] * WARP + t % WARP;
+    places[turns[t]] = t;
+  }
   std::memset(shared, 0xff, sizeof shared);
   for (Fiber& fiber : fibers) {
     fiber.begun = fiber.ended = false, fiber.waits_for = "nothing";

@@ -11,7 +11,7 @@ import rawattn
 from rawattn import variants
 from rawattn.arrays import View
 from rawattn.ops import workspaces
-from rawattn.ops.arguments import Layout, args_bytes
+from rawattn.ops.arguments import args_bytes, layout_of
 from rawattn.problem import Problem, Selection
 from tests.shared import structs
 
@@ -20,30 +20,24 @@ PROBLEM = Problem("float16", 3, 5, 7, 12, 4, 64, 32, 9, -1, 0.25, 90, 0)
 SELECTION = Selection(4, 6, 16, own=True, chunk=256)
 
 
-def layout(stem: str, family: str = "sm80") -> Layout:
-    module = import_module(f"rawattn.ops.{stem}")
-    given: Layout = module.LAYOUT_SM90 if family == "sm90" else module.LAYOUT
-    return given
-
-
 @pytest.mark.parametrize(("stem", "family"), structs.SOURCES)
 def test_args_are_the_struct_of_the_source(stem: str, family: str) -> None:
     """Field for field, in order, in kind and in bytes."""
     fields = [(name, structs.letters(kind)) for name, kind in structs.fields_of(stem, family)]
-    assert list(layout(stem, family).fields) == fields
+    assert list(layout_of(stem, family).fields) == fields
     assert args_bytes(stem, family) == structs.size_of(stem, family)
 
 
 def packed(stem: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What arrives of arguments that are all different, and what was given; ``array(n)`` is one."""
     args: Any = import_module(f"rawattn.ops.{stem}").Args
-    own = dict(layout(stem).fields)
+    own = dict(layout_of(stem).fields)
     given = {
         name: array(n) if own[name].startswith("P") else n
         for n, name in enumerate(args._fields, start=1)
     }
     sizes = (PROBLEM, SELECTION)[: ("num_heads_kv" in own) + ("chunk" in own)]
-    return structs.decode(stem, layout(stem).pack(args(**given), *sizes)), given
+    return structs.decode(stem, layout_of(stem).pack(args(**given), *sizes)), given
 
 
 @pytest.mark.parametrize("stem", structs.STEMS)

@@ -1,15 +1,6 @@
 """Which GPUs the tests are on."""
 
 
-def device_arch() -> int:
-    """Compute capability of device 0 as a number (90 for 9.0), 0 without a usable GPU."""
-    try:
-        from cupy.cuda import Device, is_available
-    except ImportError:
-        return 0
-    return int(Device(0).compute_capability) if is_available() else 0
-
-
 def device_count() -> int:
     """GPUs that there are, 0 without a usable one."""
     try:
@@ -17,3 +8,12 @@ def device_count() -> int:
     except ImportError:
         return 0
     return int(runtime.getDeviceCount()) if is_available() else 0
+
+
+def device_arch() -> int:
+    """Compute capability of device 0 as a number (90 for 9.0), 0 without a usable GPU."""
+    if not device_count():
+        return 0
+    from cupy.cuda import Device
+
+    return int(Device(0).compute_capability)

@@ -724,10 +724,10 @@ def install(monkeypatch: Any, kind: type[Any] = Kernels) -> Any:
     monkeypatch.setitem(arrays.sys.modules, "jax.dlpack", JAX_DLPACK)
     kernels, pack, launch = kind(), arguments.Layout.pack, forward_op._launch_sm90
 
-    def noted(layout: Any, args: Any, *sizes: Any, **maps: bytes) -> bytes:
-        if not isinstance(args, forward_op.HopperArgs):  # which are noted before they are packed
+    def noted(layout: Any, args: Any, *sizes: Any, **beside: Any) -> bytes:
+        if layout is not forward_op.LAYOUT_SM90:  # of which they are noted before they are packed
             kernels.note(args)
-        return pack(layout, args, *sizes, **maps)
+        return pack(layout, args, *sizes, **beside)
 
     def noted_hopper(row: Any, problem: Problem, args: Any, *options: Any) -> None:
         kernels.note(args)

@@ -10,7 +10,6 @@ struct alignas(128) TensorMap {
   uint32_t box[3];
 };
 
-constexpr uint64_t EVICT_NORMAL = 0;
 constexpr uint64_t EVICT_FIRST = 0;
 constexpr uint64_t EVICT_LAST = 0;
 
