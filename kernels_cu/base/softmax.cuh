@@ -34,7 +34,22 @@ struct OnlineSoftmax {
                                              ScaleRows&& scale_rows,
                                              float rescale_log2 = RESCALE_LOG2) {
     float block_max[MT][2];
+    find_max(rS, block_max);
     bool grown = false;
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        grown |= block_max[i][half] * scale_log2 > row_max[i][half] * scale_log2 + rescale_log2;
+      }
+    }
+    if (__any_sync(0xffffffff, grown)) rescale(block_max, scale_log2, scale_rows, rescale_log2);
+  }
+
+  // The largest of S of each row, in all of its lanes
+  template <int NT>
+  static __device__ __forceinline__ void find_max(const float (&rS)[MT][NT][4],
+                                                  float (&block_max)[MT][2]) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
@@ -49,10 +64,8 @@ struct OnlineSoftmax {
         m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
         m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
         block_max[i][half] = m;
-        grown |= m * scale_log2 > row_max[i][half] * scale_log2 + rescale_log2;
       }
     }
-    if (__any_sync(0xffffffff, grown)) rescale(block_max, scale_log2, scale_rows, rescale_log2);
   }
 
   // S -> P = exp2(S scale_log2 - maximum) in place, summed up

@@ -42,8 +42,9 @@ struct alignas(1024) SmemPlan {
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
-// Rows of a tile see different keys: a consumer passes over tiles of keys that none of its rows sees
-constexpr bool BOUNDED = cfg::HAS_LEFT || cfg::HAS_RIGHT;
+// A consumer passes over tiles of keys that none of its rows sees: there are such where a tile of
+// queries is higher than one of keys is wide
+constexpr bool PASSES_OVER = (cfg::HAS_LEFT || cfg::HAS_RIGHT) && BLOCK_M > BLOCK_N;
 
 enum NamedBarrier : int { TAIL_OF_FIRST = 1, TURN_OF_FIRST = TAIL_OF_FIRST + CONSUMERS };
 
@@ -277,17 +278,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         apply_mask(rS, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
       }
     };
-    const auto softmax_step = [&](float (&rS)[1][BLOCK_N / 8][4], bool grows) {
-      if (grows) {
-        softmax.update_max(rS, scale_log2,
-                           [&](int, int half, float factor) { scale_row(rO, 0, half, factor); });
-      }
-      softmax.exponentiate(rS, scale_log2);
-      to_operand(rP, rS);
-    };
-
     KeyTiles seen{tile.n_begin, tile.n_end};
-    if (BOUNDED) {
+    if (PASSES_OVER) {
       seen = key_tiles<BLOCK_N>(tile.mask, row0, min(tile.end_row() - row0, WARPGROUP_M));
       if (seen.begin >= seen.end) seen = {tile.n_begin, tile.n_begin};
     }
@@ -305,7 +297,9 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         hold(rS);
         leave_k(n);
         mask_scores(rS, n);
-        softmax_step(rS, true);
+        softmax.update_max(rS, scale_log2, [](int, int, float) {});
+        softmax.exponentiate(rS, scale_log2);
+        to_operand(rP, rS);
       }
       const int valid = tile.keys.length - n * BLOCK_N;
       if (valid < BLOCK_N) {
@@ -324,9 +318,21 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         hold(rS);
         leave_k(n);
         mask_scores(rS, n);
-        const bool grows = may_grow(softmax, rS, scale_log2);
+        // a maximum is looked for beside P V, and O rescaled behind it
+        float factor[2] = {1.0f, 1.0f};
+        const Growth growth(softmax, rS, scale_log2);
+        const bool grows = growth.any();
+        if (grows) {
+          growth.follow(softmax, rS, scale_log2,
+                        [&](int, int half, float by) { factor[half] = by; });
+        }
         end_output();
-        softmax_step(rS, grows);
+        if (grows) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
+        }
+        softmax.exponentiate(rS, scale_log2);
+        to_operand(rP, rS);
       }
       v.wait_full(smem.v);
       begin_output();

@@ -1,30 +1,58 @@
-// Whether the online softmax of a warpgroup's rows has anything to do but exponentiate.
+// An online softmax that looks for a new maximum only where a row asks for one.
 #pragma once
 #include "base/softmax.cuh"
 #include "sm90/ptx.cuh"
 
-// False where softmax.update_max(rS, ...) would change nothing for any row of the warp, as of most
-// tiles: a lane compares the largest of its own scores, and no row's lanes meet. Positive floats are
-// ordered as their bits are and the bits of negative ones are negative integers, so that the largest
-// of the bits, three at a time, is the largest score or, of negative ones alone, 0: which is enough
-// while the threshold is not negative either. A row that has seen no key always grows.
-template <int NT>
-__device__ __forceinline__ bool may_grow(const OnlineSoftmax<1>& softmax,
-                                         const float (&rS)[1][NT][4], float scale_log2) {
-  int largest[2][2] = {};
+// P of the true maximum is 1, which rounding to 16 bits leaves alone. Against a maximum that lags
+// the largest P is rounded, and where few keys weigh out is off by as much. So a lane's scores may
+// come above the maximum by 2^3 times the lane's sum so far, and by 2^8, which float16 holds: no
+// key then weighs much and is rounded.
+constexpr float FOLLOW_LOG2 = 3.0f, FOLLOW_MAX_LOG2 = 8.0f;
+
+// Which rows of a lane ask for a new maximum, as few do in most tiles: a lane compares the largest
+// of its own scores, and no row's lanes meet. Positive floats are ordered as their bits are and the
+// bits of negative ones are negative integers, so that the largest of the bits, three at a time, is
+// the largest score or, of negative ones alone, 0, which asks for one maximum too many at most.
+// A row that has seen no key always asks.
+struct Growth {
+  bool grows[2];
+
+  template <int NT>
+  __device__ __forceinline__ Growth(const OnlineSoftmax<1>& softmax, const float (&rS)[1][NT][4],
+                                    float scale_log2) {
+    int largest[2][2] = {};
 #pragma unroll
-  for (int j = 0; j < NT; ++j) {
+    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int& x = largest[half][j % 2];
+        x = max3(__float_as_int(rS[0][j][half * 2]), __float_as_int(rS[0][j][half * 2 + 1]), x);
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int& x = largest[half][j % 2];
-      x = max3(__float_as_int(rS[0][j][half * 2]), __float_as_int(rS[0][j][half * 2 + 1]), x);
+      const float m = __int_as_float(max(largest[half][0], largest[half][1]));
+      const float sum_log2 = lg2_approx(softmax.row_sum[0][half]);
+      const float lag = fminf(fmaxf(sum_log2 + FOLLOW_LOG2, 0.0f), FOLLOW_MAX_LOG2);
+      grows[half] = m * scale_log2 > softmax.row_max[0][half] * scale_log2 + lag;
     }
   }
-  bool grows = false;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float m = __int_as_float(max(largest[half][0], largest[half][1]));
-    grows |= m * scale_log2 > softmax.row_max[0][half] * scale_log2 + RESCALE_LOG2;
+  // of any row of the warp
+  __device__ __forceinline__ bool any() const {
+    return __any_sync(0xffffffff, grows[0] | grows[1]);
   }
-  return __any_sync(0xffffffff, grows);
-}
+  // A new maximum for the rows that ask for one; scale_rows as in OnlineSoftmax::update_max
+  template <int NT, class ScaleRows>
+  __device__ __forceinline__ void follow(OnlineSoftmax<1>& softmax, const float (&rS)[1][NT][4],
+                                         float scale_log2, ScaleRows&& scale_rows) const {
+    float block_max[1][2];
+    OnlineSoftmax<1>::find_max(rS, block_max);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t lanes = __ballot_sync(0xffffffff, grows[half]);
+      const uint32_t of_row = lanes >> (threadIdx.x % WARP_SIZE & ~3) & 0xf;
+      if (!of_row) block_max[0][half] = -INF;
+    }
+    softmax.rescale(block_max, scale_log2, scale_rows, 0.0f);
+  }
+};
