@@ -43,7 +43,7 @@ class Build:
     @property
     def path(self) -> str:
         """The source, below ``sources_root()``."""
-        return f"{self.row.family}/{self.row.stem}.cu"
+        return f"{self.row.family}/{self.row.source}.cu"
 
     @property
     def tiles(self) -> Tiles:

@@ -148,6 +148,8 @@ def backward(
     call = beside(call, row)
     q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
     dout, out, lse, dlse = ready_passed(call, passed)
+    if row.family == "sm90":
+        q, k, v, dout = map(call.mapped, (q, k, v, dout))
     delta = call.empty(lse.shape, lse.dtype)
     dq_accum = None
     if method == "atomic_dq":
@@ -192,7 +194,8 @@ def backward(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    kv_op.launch(row, problem, args, stream=call.stream)
+    counted = row.family == "sm90" and not call.capturing
+    kv_op.launch(row, problem, args, stream=call.stream, counted=counted)
     if dq_accum is not None:
         _postprocess(call, row, dq_accum, cu_seqlens_q, dq, scale)
     else:

@@ -22,6 +22,11 @@ struct Mask {
   __device__ __forceinline__ int end_query(int col) const {
     return cfg::HAS_LEFT ? min(col - shift() + left + 1, seqlen_q) : seqlen_q;
   }
+  // does no query of [row, row + rows) see a key of [col, col + cols)?
+  __device__ __forceinline__ bool hides(int row, int rows, int col, int cols) const {
+    return col >= seqlen_k || (cfg::HAS_RIGHT && row + rows <= first_query(col)) ||
+           (cfg::HAS_LEFT && row >= end_query(col + cols - 1));
+  }
   // does the tile of rows [row, row + rows) and columns [col, col + cols) hold a forbidden pair?
   __device__ __forceinline__ bool cuts(int row, int rows, int col, int cols) const {
     return col + cols > end_key(row) || (cfg::HAS_LEFT && col < first_key(row + rows - 1));

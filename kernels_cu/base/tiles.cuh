@@ -85,14 +85,13 @@ struct KeyTile {
   __device__ __forceinline__ Rows rows() const { return {first_col, kv_head, valid_cols}; }
 };
 
-// That of this CTA, in a grid of (tiles of keys, upper bound; kv heads)
+// Tile `number` of all sequences, of one kv head
 template <int BLOCK_M, int BLOCK_N, class Args>
-__device__ __forceinline__ KeyTile find_key_tile(const Args& args) {
+__device__ __forceinline__ KeyTile find_key_tile(const Args& args, int number, int kv_head) {
   const Sizes& sizes = args.sizes;
   const TileOfSequence found =
-      find_tile(args.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, blockIdx.x);
-  KeyTile tile{found.batch_index, static_cast<int>(blockIdx.y), found.block * BLOCK_N,
-               found.valid_rows(BLOCK_N)};
+      find_tile(args.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, number);
+  KeyTile tile{found.batch_index, kv_head, found.block * BLOCK_N, found.valid_rows(BLOCK_N)};
   tile.first_col = found.start + tile.col0;
   if (found.batch_index >= 0) {
     tile.queries = sequence_at(args.cu_seqlens_q, found.batch_index, sizes.total_q);
@@ -103,6 +102,12 @@ __device__ __forceinline__ KeyTile find_key_tile(const Args& args) {
     tile.m_end = ceil_div(tile.mask.end_query(tile.col0 + tile.valid_cols - 1), BLOCK_M);
   }
   return tile;
+}
+
+// That of this CTA, in a grid of (tiles of keys, upper bound; kv heads)
+template <int BLOCK_M, int BLOCK_N, class Args>
+__device__ __forceinline__ KeyTile find_key_tile(const Args& args) {
+  return find_key_tile<BLOCK_M, BLOCK_N>(args, blockIdx.x, blockIdx.y);
 }
 
 // The tiles of queries that meet a tile of keys, of one head of its group after the other

@@ -22,23 +22,21 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/works.cuh"
 
 constexpr int CONSUMERS = cfg::CONSUMERS, WARPGROUP = 128, WARPGROUP_M = 64;
 constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
 static_assert(BLOCK_M == WARPGROUP_M * CONSUMERS, "cfg::BLOCK_M: 64 rows for each of CONSUMERS");
 using Q = Ring<cfg::Q_STAGES>;
 using KV = Ring<cfg::NUM_STAGES>;
-using Works = Ring<2>;
 
 struct alignas(1024) SmemPlan {
   TileQ q_tile[Q::STAGES];
   TileK k_tile[KV::STAGES];
   TileV v_tile[KV::STAGES];
-  QueryTile work[Works::STAGES];
   Q q;
   KV k, v;
-  Works works;
-  uint64_t wanted;  // a phase ends when the next work is wanted
+  Works<QueryTile> works;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -67,52 +65,17 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/forw
 
 // --- producer ------------------------------------------------------------------------------------
 
-// The next works of all CTAs of a launch, and how many of these have no more. Launches that may run
-// at the same time have different places; the last CTA leaves zeros behind.
-struct Counter {
-  int next, done;
-};
-__device__ Counter counters[cfg::COUNTERS];
-
-// The CTA's tiles to `works`, those without rows left out; then one without rows, the end. The first
-// is its own, then each takes the next that nobody has when the loads of the last one end: what is
-// taken earlier, a CTA that runs late takes from one that does not. Without a counter CTAs take
-// turns, every other round backwards.
-__device__ __forceinline__ void find_works(const Args& args, SmemPlan& smem) {
-  const int heads = args.sizes.num_heads_q, total = args.num_tiles * heads, ctas = gridDim.x;
-  const bool first_lane = threadIdx.x % WARP_SIZE == 0;
-  Counter* counter = args.counter < 0 ? nullptr : counters + args.counter;
-  Place<Works::STAGES> place;
-  const auto hand_over = [&](const QueryTile& tile) {
-    place.wait_empty(smem.works);
-    if (first_lane) {
-      smem.work[place.stage] = tile;
-      mbarrier_arrive(smem_address(smem.works.full + place.stage));
-    }
-    place.advance();
-  };
-  int work = blockIdx.x, parity = 0;
-  for (int round = 1; work < total; ++round) {
+// The CTA's tiles
+__device__ __forceinline__ void find_tiles(const Args& args, SmemPlan& smem) {
+  const int heads = args.sizes.num_heads_q;
+  find_works<1>(smem.works, args.num_tiles * heads, args.counter, [&](int work) {
     // under a right bound tiles differ in length: the long ones of all heads come first
     const int number = cfg::HAS_RIGHT ? work / heads : work % args.num_tiles;
     const int head = cfg::HAS_RIGHT ? work % heads : work / args.num_tiles;
     const TileOfSequence found =
         find_tile(args.cu_seqlens_q, args.sizes.batch, args.sizes.total_q, BLOCK_M, number);
-    const QueryTile tile = query_tile<BLOCK_M, BLOCK_N>(args, found, head);
-    if (tile.valid_rows > 0) {
-      hand_over(tile);
-      mbarrier_wait(smem_address(&smem.wanted), parity);
-      parity ^= 1;
-    }
-    if (counter) {
-      if (first_lane) work = ctas + atomicAdd(&counter->next, 1);
-      work = __shfl_sync(0xffffffff, work, 0);
-    } else {
-      work = round * ctas + (round % 2 ? ctas - 1 - blockIdx.x : blockIdx.x);
-    }
-  }
-  hand_over(QueryTile{});
-  if (counter && first_lane && atomicAdd(&counter->done, 1) == ctas - 1) *counter = {0, 0};
+    return query_tile<BLOCK_M, BLOCK_N>(args, found, head);
+  });
 }
 
 // Q, K and V of all works, by one thread
@@ -120,17 +83,14 @@ __device__ __forceinline__ void load_works(const Args& args, SmemPlan& smem) {
   prefetch_tensormap(args.q_map);
   prefetch_tensormap(args.k_map);
   prefetch_tensormap(args.v_map);
-  Place<Works::STAGES> work;
+  Works<QueryTile>::Place work;
   Place<Q::STAGES> q;
   Place<KV::STAGES> k, v;
   while (true) {
-    work.wait_full(smem.works);
-    const QueryTile& tile = smem.work[work.stage];
+    const QueryTile tile = smem.works.take(work);
     if (tile.valid_rows <= 0) return;
     const int n_begin = tile.n_begin, n_end = tile.n_end, start = tile.keys.start;
     const int kv_head = tile.kv_head, head = tile.head, first_row = tile.first_row;
-    mbarrier_arrive(smem_address(smem.works.empty + work.stage));
-    work.advance();
     const auto load_k = [&](int n) {
       k.wait_empty(smem.k);
       load_tile(smem.k_tile[k.stage], args.k_map, kv_head, start + n * BLOCK_N,
@@ -146,7 +106,7 @@ __device__ __forceinline__ void load_works(const Args& args, SmemPlan& smem) {
     // finding the next work takes as long as a step or two
     const int ask = max(min(n_begin + 2, n_end - 1), n_begin);
     const auto want = [&](int n) {
-      if (n == ask) mbarrier_arrive(smem_address(&smem.wanted));
+      if (n == ask) smem.works.want();
     };
     if (n_end <= n_begin) {
       want(ask);
@@ -179,22 +139,6 @@ __device__ __forceinline__ void clear_tail(TileV& tile, int valid, int consumer)
   bar_sync(TAIL_OF_FIRST + consumer, WARPGROUP);
 }
 
-// The right to issue products, which goes round among the consumers
-struct Turn {
-  int mine, next;
-
-  __device__ __forceinline__ explicit Turn(int consumer)
-      : mine(TURN_OF_FIRST + consumer), next(TURN_OF_FIRST + (consumer + 1) % CONSUMERS) {
-    if (cfg::PINGPONG && consumer == CONSUMERS - 1) pass();  // to the first
-  }
-  __device__ __forceinline__ void wait() const {
-    if constexpr (cfg::PINGPONG) bar_sync(mine, 2 * WARPGROUP);
-  }
-  __device__ __forceinline__ void pass() const {
-    if constexpr (cfg::PINGPONG) bar_arrive(next, 2 * WARPGROUP);
-  }
-};
-
 // O / row_sum to global memory, 16 bytes a lane, and L
 __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile, int warp_row,
                                          const OnlineSoftmax<1>& softmax,
@@ -218,16 +162,12 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x / WARP_SIZE * 16 - WARPGROUP_M;
   const float scale_log2 = args.sizes.softmax_scale * LOG2E;
-  const Turn turn(consumer);
-  Place<Works::STAGES> work;
+  const Turn<cfg::PINGPONG, TURN_OF_FIRST, CONSUMERS> turn(consumer);
+  Works<QueryTile>::Place work;
   Place<Q::STAGES> q;
   Place<KV::STAGES> k, v;
   while (true) {
-    work.wait_full(smem.works);
-    const QueryTile tile = smem.work[work.stage];
-    __syncwarp();  // every lane has read it
-    work.release(smem.works);
-    work.advance();
+    const QueryTile tile = smem.works.take_together(work);
     if (tile.valid_rows <= 0) return;
 
     OnlineSoftmax<1> softmax;
@@ -353,13 +293,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     smem.k.init(CONSUMER_WARPS);
     smem.v.init(CONSUMER_WARPS);
     smem.works.init(CONSUMER_WARPS + 1);
-    mbarrier_init(smem_address(&smem.wanted), 1);
     fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are there
   if (warp < 4) {
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (warp == 1) find_works(args, smem);
+    if (warp == 1) find_tiles(args, smem);
     if (warp == 0 && elect_sync()) load_works(args, smem);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();

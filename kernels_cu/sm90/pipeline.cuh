@@ -9,11 +9,11 @@ struct Ring {
   static constexpr int STAGES = STAGES_;
   uint64_t full[STAGES], empty[STAGES];
 
-  // by one thread, before anybody waits
-  __device__ __forceinline__ void init(int readers) {
+  // by one thread, before anybody waits; `writers` arrive on `full`
+  __device__ __forceinline__ void init(int readers, int writers = 1) {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(smem_address(full + stage), 1);
+      mbarrier_init(smem_address(full + stage), writers);
       mbarrier_init(smem_address(empty + stage), readers);
     }
   }
@@ -41,15 +41,35 @@ struct Place {
   }
 };
 
-// A tile of rows from token `token` on, by one thread; `full` counts its bytes.
+// A right that goes round among warpgroups, by named barriers from FIRST on, one for each; where it
+// is not TAKEN everybody has it.
+template <bool TAKEN, int FIRST, int WARPGROUPS>
+struct Turn {
+  static constexpr int MEETING = 256;  // threads: who waits, and who passes
+  int mine, next;
+
+  __device__ __forceinline__ explicit Turn(int warpgroup)
+      : mine(FIRST + warpgroup), next(FIRST + (warpgroup + 1) % WARPGROUPS) {
+    if (TAKEN && warpgroup == WARPGROUPS - 1) pass();  // to the first
+  }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (TAKEN) bar_sync(mine, MEETING);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (TAKEN) bar_arrive(next, MEETING);
+  }
+};
+
+// A tile of rows from token `token` and column `first_col` on, by one thread; `full` counts its bytes.
 template <class TileT>
 __device__ __forceinline__ void load_tile(const TileT& tile, const TensorMap& map, int head,
-                                          int token, const uint64_t& full, uint64_t policy) {
+                                          int token, const uint64_t& full, uint64_t policy,
+                                          int first_col = 0) {
   const uint32_t barrier = smem_address(&full), dst = tile.address();
   mbarrier_arrive_expect_tx(barrier, TileT::BYTES);
 #pragma unroll
   for (int panel = 0; panel < TileT::COLS / TileT::PANEL; ++panel) {
-    cp_async_bulk_tensor_3d(dst + panel * TileT::PANEL_BYTES, map, panel * TileT::PANEL, head,
-                            token, barrier, policy);
+    cp_async_bulk_tensor_3d(dst + panel * TileT::PANEL_BYTES, map, first_col + panel * TileT::PANEL,
+                            head, token, barrier, policy);
   }
 }

@@ -32,10 +32,43 @@ struct Operand {
 template <int K, bool ACCUMULATE, int NT, class TileX, class TileY>
 __device__ __forceinline__ void multiply_xyt(float (&c)[1][NT][4], const Operand<TileX, K_MAJOR>& x,
                                              const Operand<TileY, K_MAJOR>& y) {
-  Wgmma<NT * 8>::template multiply<ACCUMULATE, K_MAJOR>(c, x.at(0), y.at(0));
+  Wgmma<NT * 8>::template multiply<ACCUMULATE, K_MAJOR, K_MAJOR>(c, x.at(0), y.at(0));
 #pragma unroll
   for (int k = 1; k < K / 16; ++k) {
-    Wgmma<NT * 8>::template multiply<true, K_MAJOR>(c, x.at(k), y.at(k));
+    Wgmma<NT * 8>::template multiply<true, K_MAJOR, K_MAJOR>(c, x.at(k), y.at(k));
+  }
+}
+// c = X Y^T as above, the first KT steps of X from registers
+template <int K, int KT, int NT, class TileX, class TileY>
+__device__ __forceinline__ void multiply_xyt(float (&c)[1][NT][4], const uint32_t (&x)[KT][4],
+                                             const Operand<TileX, K_MAJOR>& others,
+                                             const Operand<TileY, K_MAJOR>& y) {
+  Wgmma<NT * 8>::template multiply<false, K_MAJOR>(c, x[0], y.at(0));
+#pragma unroll
+  for (int k = 1; k < KT; ++k) Wgmma<NT * 8>::template multiply<true, K_MAJOR>(c, x[k], y.at(k));
+#pragma unroll
+  for (int k = KT; k < K / 16; ++k) {
+    Wgmma<NT * 8>::template multiply<true, K_MAJOR, K_MAJOR>(c, others.at(k), y.at(k));
+  }
+}
+// c += X Y, rows of 64 of X[m][k] and all of Y[k][n]; K of k
+template <int K, int NT, class TileX, class TileY>
+__device__ __forceinline__ void multiply_xy(float (&c)[1][NT][4], const Operand<TileX, K_MAJOR>& x,
+                                            const Operand<TileY, MN_MAJOR>& y) {
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    Wgmma<NT * 8>::template multiply<true, K_MAJOR, MN_MAJOR>(c, x.at(k), y.at(k));
+  }
+}
+// c (+)= X^T Y, 64 columns of X[k][m] (those of the panel at `x`) and all of Y[k][n]; K of k
+template <int K, bool ACCUMULATE, int NT, class TileX, class TileY>
+__device__ __forceinline__ void multiply_xty(float (&c)[1][NT][4],
+                                             const Operand<TileX, MN_MAJOR>& x,
+                                             const Operand<TileY, MN_MAJOR>& y) {
+  Wgmma<NT * 8>::template multiply<ACCUMULATE, MN_MAJOR, MN_MAJOR>(c, x.at(0), y.at(0));
+#pragma unroll
+  for (int k = 1; k < K / 16; ++k) {
+    Wgmma<NT * 8>::template multiply<true, MN_MAJOR, MN_MAJOR>(c, x.at(k), y.at(k));
   }
 }
 // c += P Y, P in registers and Y[k][n]

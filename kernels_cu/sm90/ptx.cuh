@@ -43,6 +43,40 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t dst, const Tens
       : "memory");
 }
 
+// --- clusters: CTAs that reach into each other's shared memory ------------------------------------
+
+__device__ __forceinline__ uint32_t cluster_ctarank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+// The same place in the shared memory of another CTA of the cluster
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// An arrival in another CTA's shared memory, that says nothing of what this thread has written: a
+// release would wait for its reductions in global memory too
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier)
+               : "memory");
+}
+// All threads of the cluster meet
+__device__ __forceinline__ void barrier_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
+                   : "memory");
+}
+// Bytes of this CTA's shared memory to that of another one, where they count at `barrier`
+__device__ __forceinline__ void cp_async_bulk_cluster(uint32_t dst, uint32_t src, int bytes,
+                                                      uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n" ::"r"(dst),
+      "r"(src), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Barriers 1 to 15 of a CTA: `threads` arrive, some of which wait
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");

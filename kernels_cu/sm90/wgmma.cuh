@@ -85,10 +85,10 @@ struct Wgmma;
 
 // the instruction: `t` the elements' type, `m` "+" to accumulate or "=", r0 .. r5 the numbers of the
 // operands behind the accumulators
-#define RAWATTN_SS(t, m, n, r0, r1, r2, r3) \
+#define RAWATTN_SS(t, m, n, r0, r1, r2, r3, r4) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" r2 ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." t "." t " {" RAWATTN_R##n "}, %" r0 ", %" r1 ", p, 1, 1, 0, %" r3 ";\n}\n" \
-               : RAWATTN_C##n(m) : "l"(a), "l"(b), "n"(int{ACCUMULATE}), "n"(int{B_MAJOR}))
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." t "." t " {" RAWATTN_R##n "}, %" r0 ", %" r1 ", p, 1, 1, %" r3 ", %" r4 ";\n}\n" \
+               : RAWATTN_C##n(m) : "l"(a), "l"(b), "n"(int{ACCUMULATE}), "n"(int{A_MAJOR}), "n"(int{B_MAJOR}))
 #define RAWATTN_RS(t, m, n, r0, r1, r2, r3, r4, r5, r6) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" r5 ", 0;\n" \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." t "." t " {" RAWATTN_R##n "}, {%" r0 ", %" r1 ", %" r2 ", %" r3 "}, %" r4 ", p, 1, 1, %" r6 ";\n}\n" \
@@ -97,10 +97,10 @@ struct Wgmma;
   if constexpr (cfg::BF16) { instruction("bf16", m, __VA_ARGS__); } else { instruction("f16", m, __VA_ARGS__); }
 #define RAWATTN_WGMMA(n, r0, r1, r2, r3, r4, r5, r6) \
   template <> struct Wgmma<n> { \
-    template <bool ACCUMULATE, Major B_MAJOR> \
+    template <bool ACCUMULATE, Major A_MAJOR, Major B_MAJOR> \
     static __device__ __forceinline__ void multiply(float (&c)[1][n / 8][4], uint64_t a, uint64_t b) { \
-      if constexpr (ACCUMULATE) { RAWATTN_EITHER(RAWATTN_SS, "+", n, r0, r1, r2, r3) } \
-      else { RAWATTN_EITHER(RAWATTN_SS, "=", n, r0, r1, r2, r3) } \
+      if constexpr (ACCUMULATE) { RAWATTN_EITHER(RAWATTN_SS, "+", n, r0, r1, r2, r3, r4) } \
+      else { RAWATTN_EITHER(RAWATTN_SS, "=", n, r0, r1, r2, r3, r4) } \
     } \
     template <bool ACCUMULATE, Major B_MAJOR> \
     static __device__ __forceinline__ void multiply(float (&c)[1][n / 8][4], const uint32_t (&a)[4], uint64_t b) { \

@@ -1,9 +1,11 @@
-"""Launch of kernels_cu/sm80/backward_kv.cu, or of its Numba twin."""
+"""Launch of backward_kv.cu of kernels_cu/sm90/ or kernels_cu/sm80/, or of their Numba twin."""
 
 from typing import NamedTuple
 
 from rawattn import launch as loaded
 from rawattn.ops.arguments import Layout, Pointer, Tensor, key_tiles
+from rawattn.ops.tensor_maps import maps_of
+from rawattn.ops.works import NO_COUNTER, NUMBERS, grid_of, with_counter
 from rawattn.problem import Problem
 from rawattn.variants import Row
 
@@ -25,15 +27,34 @@ class Args(NamedTuple):
 
 
 LAYOUT = Layout(Args, problem=True)
+MAPS = ("q", "k", "v", "dout")
+LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=NUMBERS)
 
 
-def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
-    """dk and dv; with dq_accum (zeroed) also dQ / softmax_scale, by atomic adds into it."""
+BOX = 64  # rows of K and V that are loaded at a time
+
+
+def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool = False) -> None:
+    """dk and dv; with dq_accum (zeroed) also dQ / softmax_scale, by atomic adds into it.
+
+    ``counted``: as of forward.launch.
+    """
     if row.family == "numba":
         from rawattn.kernels_numba import backward_kv as twin
 
         twin.launch(row, problem, args, stream=stream)
         return
-    kernel = loaded.kernel(row, problem, atomic=args.dq_accum is not None, args_bytes=LAYOUT.size)
-    grid = (key_tiles(row, problem), problem.num_heads_kv, 1)
-    kernel.launch(grid, LAYOUT.pack(args, problem), stream)
+    layout = LAYOUT_SM90 if row.family == "sm90" else LAYOUT
+    kernel = loaded.kernel(row, problem, atomic=args.dq_accum is not None, args_bytes=layout.size)
+    if row.family != "sm90":
+        grid = (key_tiles(row, problem), problem.num_heads_kv, 1)
+        kernel.launch(grid, layout.pack(args, problem), stream)
+        return
+    mapped = args[: len(MAPS)]
+    pointers, strides = tuple(x.ptr for x in mapped), tuple(x.strides for x in mapped)
+    maps = maps_of(problem, (row.cfg.block_m, BOX), MAPS, pointers, strides)
+    tiles = problem.total_k // (row.cfg.cluster * row.cfg.block_n) + problem.batch + 1
+    packed = layout.pack(args, problem, maps=maps, numbers=(tiles, NO_COUNTER))
+    if counted:
+        packed = with_counter(layout, packed)
+    kernel.launch(grid_of(row, problem, tiles * problem.num_heads_kv), packed, stream)

@@ -1,15 +1,15 @@
 """Launch of kernels_cu/sm90/forward.cu, of kernels_cu/sm80/forward.cu, or of their Numba twin."""
 
 from functools import lru_cache
-from itertools import count
 from typing import NamedTuple
 
 from rawattn import launch as loaded
 from rawattn.arrays import Shape, View
 from rawattn.ops.arguments import Layout, Pointer, Tensor, query_tiles
-from rawattn.ops.tensor_maps import map_of
+from rawattn.ops.tensor_maps import maps_of
+from rawattn.ops.works import NO_COUNTER, NUMBERS, grid_of, with_counter
 from rawattn.problem import Problem
-from rawattn.variants import COUNTERS, Row, panel_of, tile_widths
+from rawattn.variants import Row
 
 
 class Args(NamedTuple):
@@ -25,8 +25,8 @@ class Args(NamedTuple):
 
 
 LAYOUT = Layout(Args, problem=True)
-NUMBERS = (("num_tiles", "i"), ("counter", "i"))
-LAYOUT_SM90 = Layout(Args, problem=True, maps=("q", "k", "v"), numbers=NUMBERS)
+MAPS = ("q", "k", "v")
+LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=NUMBERS)
 
 
 def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool = False) -> None:
@@ -48,10 +48,6 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool
     )
 
 
-_launches = count()
-_COUNTER = LAYOUT_SM90.offset("counter")
-
-
 def _launch_sm90(row: Row, problem: Problem, args: Args, stream: int, counted: bool) -> None:
     """A grid of as many CTAs as run at once; each takes one tile after the other."""
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = args
@@ -61,9 +57,8 @@ def _launch_sm90(row: Row, problem: Problem, args: Args, stream: int, counted: b
         (q.ptr, k.ptr, v.ptr, out.ptr, lse.ptr, cu_seqlens_q.ptr, cu_seqlens_k.ptr),
         (q.strides, k.strides, v.strides, out.strides),
     )
-    if counted:  # launches that may run at the same time have different ones
-        counter = (next(_launches) % COUNTERS).to_bytes(4, "little")
-        packed = packed[:_COUNTER] + counter + packed[_COUNTER + 4 :]
+    if counted:
+        packed = with_counter(LAYOUT_SM90, packed)
     loaded.kernel(row, problem, args_bytes=LAYOUT_SM90.size).launch(grid, packed, stream)
 
 
@@ -73,21 +68,13 @@ def _packed(
 ) -> tuple[tuple[int, int, int], bytes]:
     """The grid and the bytes of ``struct Args``, without a counter."""
     p, cfg = problem, row.cfg
-    shapes = (
-        (p.total_q, p.num_heads_q, p.head_dim),
-        (p.total_k, p.num_heads_kv, p.head_dim),
-        (p.total_k, p.num_heads_kv, p.head_dim_v),
-    )
-    d, dv = map(panel_of, tile_widths(p.head_dim, p.head_dim_v))
-    boxes = ((cfg.block_m, d), (cfg.block_n, d), (cfg.block_n, dv))
-    mapped = list(zip(pointers, shapes, strides, boxes, strict=False))
-    if not p.total_k:  # no tile of keys is loaded, and a map wants memory
-        mapped = mapped[:1] * 3
-    maps = tuple(map_of(p.dtype, *of) for of in mapped)
+    mapped = len(MAPS)
+    maps = maps_of(p, (cfg.block_m, cfg.block_n), MAPS, pointers[:mapped], strides[:mapped])
     tiles = query_tiles(row, p)
-    ctas = min(tiles * p.num_heads_q, p.num_sms * cfg.min_ctas)
+    grid = grid_of(row, p, tiles * p.num_heads_q)
     every = (*strides, *[()] * (len(pointers) - len(strides)))  # Layout.pack reads but these two
     views = [
         View(ptr, (), of, p.dtype, p.device, None) for ptr, of in zip(pointers, every, strict=True)
     ]
-    return (ctas, 1, 1), LAYOUT_SM90.pack(Args._make(views), p, maps=maps, numbers=(tiles, -1))
+    numbers = tiles, NO_COUNTER
+    return grid, LAYOUT_SM90.pack(Args._make(views), p, maps=maps, numbers=numbers)

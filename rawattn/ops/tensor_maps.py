@@ -1,11 +1,40 @@
 """Tensor maps: how the tensor memory accelerator of Hopper reads boxes of a packed tensor."""
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 from rawattn.arrays import Shape
+from rawattn.problem import Problem
+from rawattn.variants import panel_of, tile_widths
 
 ELEMENT_BYTES = 2
+
+
+@lru_cache(maxsize=4096)
+def maps_of(
+    problem: Problem,
+    rows: tuple[int, int],
+    names: tuple[str, ...],
+    pointers: tuple[int, ...],
+    strides: tuple[Shape, ...],
+) -> tuple[bytes, ...]:
+    """The maps of the tensors of a call, of "q", "k", "v" and "dout"; ``rows`` are those of a box,
+    of queries and of keys."""
+    p, (of_queries, of_keys) = problem, rows
+    d, dv = tile_widths(p.head_dim, p.head_dim_v)
+    queries, keys = (p.total_q, p.num_heads_q), (p.total_k, p.num_heads_kv)
+    kinds = {
+        "q": ((*queries, p.head_dim), (of_queries, panel_of(d))),
+        "k": ((*keys, p.head_dim), (of_keys, panel_of(d))),
+        "v": ((*keys, p.head_dim_v), (of_keys, panel_of(dv))),
+        "dout": ((*queries, p.head_dim_v), (of_queries, panel_of(dv))),
+    }
+    given = [(ptr, *kinds[n], of) for n, ptr, of in zip(names, pointers, strides, strict=True)]
+    # a map wants memory: of a side without tokens no tile is loaded, and any other map will do
+    filled = next((one for one in given if one[1][0]), None)
+    given = [one if one[1][0] else filled for one in given]
+    return tuple(map_of(p.dtype, ptr, shape, of, box) for ptr, shape, box, of in given)
 
 
 def map_of(dtype: str, ptr: int, shape: Shape, strides: Shape, box: tuple[int, int]) -> bytes:

@@ -121,6 +121,9 @@ class Sm90:
     consumers: int = 2
     num_stages: int = 2
     q_stages: int = 1
+    cluster: int = 1
+    kv_stages: int = 1
+    v_steps: int = 0
     min_ctas: int = 1
     registers: tuple[int, int] = (40, 232)
     pingpong: bool = False
@@ -174,10 +177,16 @@ class Row:
     workspace: str = ""
     fit: Callable[["Row", Tiles], Cfg] = _as_it_is
     smem: Callable[..., int] = _no_smem
+    file: str = ""
+
+    @property
+    def source(self) -> str:
+        """The name of the file that holds the kernel, which mostly is that of the kernel."""
+        return self.file or self.stem
 
     @property
     def stem(self) -> str:
-        """The kernel's name, which is that of its files."""
+        """The kernel's name."""
         return self.kernel.stem
 
     @property

@@ -1,5 +1,5 @@
-// CUDA C++ on one thread of a CPU, as far as the sources of kernels_cu/ go: blocks one after the
-// other, the threads of a block as fibers that take turns where one waits. Instructions are in
+// CUDA C++ on one thread of a CPU, as far as the sources of kernels_cu/ go: clusters of blocks one
+// after the other, the threads of a cluster as fibers that take turns where one waits. Instructions are in
 // base/ptx.cuh beside this file. It shows wrong numbers, deadlocks, accesses outside shared memory
 // and missing waits (see Lateness); nothing about speed.
 #pragma once
@@ -28,6 +28,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __CUDA_ARCH__ 900
 
@@ -51,7 +52,6 @@ struct alignas(16) float4 {
 };
 
 inline uint3 threadIdx, blockIdx, blockDim, gridDim;
-alignas(1024) inline char shared[232448];  // what `extern __shared__ char shared[]` of a kernel is
 
 namespace emulator {
 
@@ -77,23 +77,34 @@ struct Meeting {  // of the lanes of a warp, or of the threads of a barrier
   void* slots[128];
 };
 
+constexpr int SHARED = 232448, LARGEST_CLUSTER = 2, RANK_BIT = 24;
+alignas(1024) inline char memory[LARGEST_CLUSTER * SHARED];  // shared memory of a cluster's blocks
 inline std::vector<Fiber> fibers;
 inline std::vector<int> turns;  // the order in which threads take turns, and each one's place in it
 inline std::vector<int> places;
 inline std::vector<Meeting> warps, groups;  // groups: of 128 threads
-inline Meeting barriers[16];
+struct Block {  // of a cluster
+  Meeting barriers[16];
+  int alive;
+};
+inline Block blocks[LARGEST_CLUSTER];
+inline Meeting cluster_barrier;
 inline std::deque<std::function<void()>> late;  // work that nobody has had to wait for yet
 struct Copies {  // of one thread: groups that were committed, and what is in none yet
   std::deque<std::vector<std::function<void()>>> groups;
   std::vector<std::function<void()>> open;
 };
 inline std::vector<Copies> copies;
-inline int count, running, alive, mode, shared_bytes;
+inline int count, running, mode, shared_bytes;
+inline int block_threads, cluster;  // threads of a block, blocks of a cluster
+inline unsigned first_block;
 inline bool greedy;
 inline int stuck, quiet;  // waits since a barrier was passed; since a warp got anywhere
 inline jmp_buf home;
 inline char error[2048];
 inline std::function<void()> body;
+
+inline int rank() { return running / block_threads; }  // of the running thread's block
 
 [[noreturn]] inline void fail(const char* format, ...) {
   va_list values;
@@ -108,7 +119,8 @@ inline std::function<void()> body;
 
 inline void resume(int next) {
   running = next;
-  threadIdx.x = static_cast<unsigned>(next);
+  threadIdx.x = static_cast<unsigned>(next % block_threads);
+  blockIdx.x = first_block + rank();
   Fiber& fiber = fibers[next];
   if (fiber.begun) _longjmp(fiber.place, 1);
   fiber.begun = true;
@@ -210,29 +222,42 @@ T lanes(const char* name, T mine, F&& f) {
   return given;
 }
 
+// What `extern __shared__ char shared[]` of a kernel is
+inline char* own_shared() { return memory + rank() * SHARED; }
+// An address in the shared memory of a block, as every block of the cluster may use it, later too
+inline unsigned of_rank(unsigned address, int rank) {
+  return (address & ((1u << RANK_BIT) - 1)) | (rank + 1u) << RANK_BIT;
+}
+inline unsigned of_cluster(unsigned address) {
+  return address >> RANK_BIT ? address : of_rank(address, rank());
+}
 inline char* at(unsigned address, int bytes) {
+  char* const base = address >> RANK_BIT ? memory + ((address >> RANK_BIT) - 1) * SHARED : own_shared();
+  address &= (1u << RANK_BIT) - 1;
   if (address % bytes) fail("shared address %u is not a multiple of %d", address, bytes);
   if (address + bytes > static_cast<unsigned>(shared_bytes)) {
     fail("shared address %u, of %d bytes", address, shared_bytes);
   }
-  return shared + address;
+  return base + address;
 }
 
 inline void run_fiber() {
   body();
   fibers[running].ended = true;
-  --alive, stuck = 0;
+  --blocks[rank()].alive, stuck = 0;
   const int next = next_turn();
   if (next < 0) _longjmp(home, 2);
   resume(next);
 }
 
-inline void begin_block(int threads, unsigned seed) {
-  count = alive = threads, stuck = quiet = 0;
+inline void begin_cluster(unsigned seed) {
+  const int threads = block_threads * cluster;
+  count = threads, stuck = quiet = running = 0;
   fibers.resize(threads);
   turns.resize(threads), places.resize(threads);
   warps.assign(threads / WARP, {}), groups.assign((threads + 127) / 128, {});
-  for (Meeting& barrier : barriers) barrier = {};
+  for (Block& block : blocks) block = {{}, block_threads};
+  cluster_barrier = {};
   late.clear();
   copies.assign(threads, {});
   std::vector<int> order(threads / WARP);
@@ -246,7 +271,7 @@ inline void begin_block(int threads, unsigned seed) {
     turns[t] = order[t / WARP] * WARP + t % WARP;
     places[turns[t]] = t;
   }
-  std::memset(shared, 0xff, sizeof shared);
+  std::memset(memory, 0xff, sizeof memory);
   for (Fiber& fiber : fibers) {
     fiber.begun = fiber.ended = false, fiber.waits_for = "nothing";
     if (!fiber.stack) {
@@ -263,11 +288,12 @@ inline void begin_block(int threads, unsigned seed) {
 // The whole grid; an empty text, or what went wrong
 template <class Args>
 const char* run(void (*kernel)(Args), const void* given, const unsigned (&grid)[3], int threads,
-                int dynamic_bytes, unsigned seed, int lateness) {
+                int dynamic_bytes, int blocks_together, unsigned seed, int lateness) {
   static Args args;
   std::memcpy(&args, given, sizeof args);
   error[0] = 0;
   mode = lateness, shared_bytes = dynamic_bytes;
+  block_threads = threads, cluster = blocks_together;
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {static_cast<unsigned>(threads), 1, 1};
   body = [kernel] { kernel(args); };
   static struct sigaction faults, before;
@@ -279,9 +305,9 @@ const char* run(void (*kernel)(Args), const void* given, const unsigned (&grid)[
   static unsigned z, y, x;  // static: a jump back here leaves other variables undefined
   for (z = 0; z < grid[2]; ++z) {
     for (y = 0; y < grid[1]; ++y) {
-      for (x = 0; x < grid[0]; ++x) {
-        blockIdx = {x, y, z};
-        begin_block(threads, seed ? seed + x : 0);
+      for (x = 0; x < grid[0]; x += cluster) {
+        blockIdx = {x, y, z}, first_block = x;
+        begin_cluster(seed ? seed + x : 0);
         const int ended = _setjmp(home);
         if (ended == 0) resume(turns[0]);
         if (ended == 1) goto over;
@@ -307,12 +333,13 @@ T max(T a, T b) {
 }
 
 inline void barrier_of(int id, int members, bool waits) {
-  emulator::Meeting& barrier = emulator::barriers[id];
+  emulator::Block& block = emulator::blocks[emulator::rank()];
+  emulator::Meeting& barrier = block.barriers[id];
   const int generation = barrier.generation;
   ++barrier.arrived;
   const auto done = [&] {
     if (barrier.generation != generation) return true;
-    if (barrier.arrived < (members ? members : emulator::alive)) return false;
+    if (barrier.arrived < (members ? members : block.alive)) return false;
     barrier.arrived = 0, ++barrier.generation;
     emulator::stuck = 0;
     return true;

@@ -33,9 +33,9 @@ EARLY, LATE = 0, 1  # asynchronous copies: at once, or not before somebody has w
 _ENTRY = """
 extern "C" __attribute__((visibility("default"))) const char* run_grid(
     const void* args, unsigned x, unsigned y, unsigned z, int threads, int shared_bytes,
-    unsigned seed, int lateness) {{
+    int cluster, unsigned seed, int lateness) {{
   const unsigned grid[3] = {{x, y, z}};
-  return emulator::run({stem}, args, grid, threads, shared_bytes, seed, lateness);
+  return emulator::run({stem}, args, grid, threads, shared_bytes, cluster, seed, lateness);
 }}
 """
 
@@ -51,7 +51,7 @@ def _text(name: str) -> str:
     """A source; one of the emulator in the place of that of PTX."""
     own = EMULATOR / name
     text = (own if own.exists() else builds.sources_root() / name).read_text()
-    text = text.replace("extern __shared__", "extern")
+    text = re.sub(r"extern __shared__ [^;]* shared\[\];", "char* shared = emulator::own_shared();", text)
     return re.sub(r"\b__shared__\b", "static", text)
 
 
@@ -105,7 +105,7 @@ class Kernel:
         kernels.grids.append(grid)
         made = library(build.path, build.row.stem, prelude(build), kernels.changes)
         schedule = (kernels.seed, kernels.lateness)
-        wrong = made.run_grid(arguments, *grid, build.cfg.threads, build.smem, *schedule)
+        wrong = made.run_grid(arguments, *grid, build.cfg.threads, build.smem, getattr(build.cfg, "cluster", 1), *schedule)
         assert not wrong, f"{build.row.name}: {wrong.decode()}"
 
 

@@ -3,7 +3,7 @@
 #include "base/compat.cuh"
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const char*>(pointer) - shared);
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::own_shared());
 }
 
 // --- asynchronous copies: a thread's own, in groups ----------------------------------------------

@@ -35,6 +35,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t dst, const Tens
   const TensorMap copy = map;
   const int row_bytes = copy.box[0] * ELEMENT_BYTES;
   if (dst % (8 * row_bytes)) emulator::fail("a box at %u, where its swizzle does not begin", dst);
+  dst = emulator::of_cluster(dst), barrier = emulator::of_cluster(barrier);
   emulator::later([=] {
     for (uint32_t row = 0; row < copy.box[2]; ++row) {
       for (uint32_t x = 0; x < copy.box[0]; ++x) {
@@ -53,6 +54,30 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t dst, const Tens
     }
     emulator::Mbarrier& full = emulator::mbarrier(barrier);
     full.bytes -= row_bytes * copy.box[2];
+    emulator::settle(full);
+  });
+}
+
+__device__ __forceinline__ uint32_t cluster_ctarank() { return emulator::rank(); }
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
+  return emulator::of_rank(address, rank);
+}
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  emulator::arrive(barrier, 1);
+}
+__device__ __forceinline__ void barrier_cluster() {
+  emulator::together(emulator::cluster_barrier, emulator::count, 0, "barrier.cluster", nullptr,
+                     [](void**) {});
+}
+__device__ __forceinline__ void cp_async_bulk_cluster(uint32_t dst, uint32_t src, int bytes,
+                                                      uint32_t barrier) {
+  src = emulator::of_cluster(src);
+  emulator::later([=] {
+    for (int i = 0; i < bytes; i += 16) {
+      std::memcpy(emulator::at(dst + i, 16), emulator::at(src + i, 16), 16);
+    }
+    emulator::Mbarrier& full = emulator::mbarrier(barrier);
+    full.bytes -= bytes;
     emulator::settle(full);
   });
 }

@@ -45,14 +45,14 @@ inline float operand(uint64_t descriptor, bool mn_major, int mn, int k) {
 }
 
 template <int N>
-void multiply(const std::vector<Wgmma>& lanes, bool accumulate, bool b_mn_major,
+void multiply(const std::vector<Wgmma>& lanes, bool accumulate, bool a_mn_major, bool b_mn_major,
               bool a_in_registers) {
   static float x[64][16], y[16][N];
   for (int row = 0; row < 64; ++row) {
     for (int k = 0; k < 16; ++k) {
       const int lane = row / 16 * 32 + row % 8 * 4 + k % 8 / 2;
       x[row][k] = a_in_registers ? element(lanes[lane].a[row % 16 / 8 + k / 8 * 2], k % 2)
-                                 : operand(lanes[0].a_descriptor, false, row, k);
+                                 : operand(lanes[0].a_descriptor, a_mn_major, row, k);
     }
   }
   for (int k = 0; k < 16; ++k) {
@@ -69,7 +69,7 @@ void multiply(const std::vector<Wgmma>& lanes, bool accumulate, bool b_mn_major,
 }
 
 template <int N>
-void wgmma(Wgmma mine, bool accumulate, bool b_mn_major, bool a_in_registers) {
+void wgmma(Wgmma mine, bool accumulate, bool a_mn_major, bool b_mn_major, bool a_in_registers) {
   warpgroup_together("wgmma", &mine, [=](void** slots) {
     std::vector<Wgmma> lanes;
     for (int t = 0; t < WARPGROUP_THREADS; ++t) lanes.push_back(*static_cast<Wgmma*>(slots[t]));
@@ -79,7 +79,9 @@ void wgmma(Wgmma mine, bool accumulate, bool b_mn_major, bool a_in_registers) {
         fail("the threads of a warpgroup have different operands");
       }
     }
-    const auto work = [=] { multiply<N>(lanes, accumulate, b_mn_major, a_in_registers); };
+    const auto work = [=] {
+      multiply<N>(lanes, accumulate, a_mn_major, b_mn_major, a_in_registers);
+    };
     if (mode == EARLY) {
       work();
     } else {
@@ -116,12 +118,13 @@ __device__ __forceinline__ void hold(uint32_t (&)[KT][4]) {}
 
 template <int N>
 struct Wgmma {
-  template <bool ACCUMULATE, Major B_MAJOR>
+  template <bool ACCUMULATE, Major A_MAJOR, Major B_MAJOR>
   static void multiply(float (&c)[1][N / 8][4], uint64_t a, uint64_t b) {
-    emulator::wgmma<N>({&c[0][0][0], nullptr, a, b}, ACCUMULATE, B_MAJOR == MN_MAJOR, false);
+    emulator::wgmma<N>({&c[0][0][0], nullptr, a, b}, ACCUMULATE, A_MAJOR == MN_MAJOR,
+                       B_MAJOR == MN_MAJOR, false);
   }
   template <bool ACCUMULATE, Major B_MAJOR>
   static void multiply(float (&c)[1][N / 8][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::wgmma<N>({&c[0][0][0], a, 0, b}, ACCUMULATE, B_MAJOR == MN_MAJOR, true);
+    emulator::wgmma<N>({&c[0][0][0], a, 0, b}, ACCUMULATE, false, B_MAJOR == MN_MAJOR, true);
   }
 };

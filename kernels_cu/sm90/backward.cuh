@@ -1,0 +1,177 @@
+// What both backward_kv.cu and backward_kv_wide.cu are made of: their arguments, the keys of a
+// cluster, and the warps that load. Of a `Plan` of shared memory they use
+//   works, queries, exchange                  rings
+//   lse_log2, delta                           of the queries of a stage
+//   ds, ds_of_peer, from_peer                 dS^T, and what counts the other CTA's
+#pragma once
+#include "base/accumulators.cuh"
+#include "base/shapes.cuh"
+#include "base/statistics.cuh"
+#include "base/store.cuh"
+#include "base/tiles.cuh"
+#include "base/workspace.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/works.cuh"
+
+constexpr int CONSUMERS = cfg::CONSUMERS, CLUSTER = cfg::CLUSTER, WARPGROUP = 128;
+constexpr int CONSUMER_WARPS = 4 * CONSUMERS, WARPGROUP_ROWS = 64;
+constexpr int KEY_BLOCKS = BLOCK_N / WARPGROUP_ROWS;  // of a CTA
+static_assert(BLOCK_M == WARPGROUP_ROWS, "cfg::BLOCK_M: dQ of a step is one warpgroup's");
+using TileDS = Tile<BLOCK_N, BLOCK_M>;  // dS^T
+
+struct Args {
+  TensorMap q_map;          // of q, boxes of 64 rows
+  TensorMap k_map;          // of k, boxes of BLOCK_N rows
+  TensorMap v_map;          // of v, boxes of BLOCK_N rows
+  TensorMap dout_map;       // of dout, boxes of 64 rows
+  Tensor q;                 // (total_q, num_heads_q, head_dim)
+  Tensor k;                 // (total_k, num_heads_kv, head_dim)
+  Tensor v;                 // (total_k, num_heads_kv, head_dim_v)
+  Tensor dout;              // (total_q, num_heads_q, head_dim_v)
+  const float* lse;         // (num_heads_q, total_q)
+  const float* delta;       // (num_heads_q, total_q)
+  float* dq_accum;          // workspace of dQ, zeroed; unused without cfg::ATOMIC
+  Tensor dk;                // (total_k, num_heads_kv, head_dim)
+  Tensor dv;                // (total_k, num_heads_kv, head_dim_v)
+  const int* cu_seqlens_q;  // (batch + 1,)
+  const int* cu_seqlens_k;  // (batch + 1,)
+  Sizes sizes;
+  int num_tiles;  // of keys, of a cluster, upper bound
+  int counter;    // this launch's, or -1
+};
+static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_kv.py differ");
+
+// Key blocks of 64 of the CTAs of a cluster, from the first of its tile on. Under a right bound the
+// later ones see fewer queries: of four blocks one CTA has the first and the last.
+__device__ __forceinline__ int first_key(int rank, int block) {
+  return (block * CLUSTER + (block % 2 ? CLUSTER - 1 - rank : rank)) * WARPGROUP_ROWS;
+}
+__device__ __forceinline__ int valid_keys(const KeyTile& tile, int rank, int block) {
+  return min(max(tile.valid_cols - first_key(rank, block), 0), WARPGROUP_ROWS);
+}
+
+// What a tile walks over; a dead one over nothing
+__device__ __forceinline__ QueryWalk walk_of(const Args& args, const KeyTile& tile) {
+  QueryWalk walk(tile, args.sizes.group());
+  if (tile.dead()) walk.head = walk.end_head;
+  return walk;
+}
+
+// --- producers -------------------------------------------------------------------------------------
+
+// The cluster's tiles
+template <class Plan>
+__device__ __forceinline__ void find_tiles(const Args& args, Plan& smem) {
+  find_works<CLUSTER>(smem.works, args.num_tiles * args.sizes.num_heads_kv, args.counter,
+                      [&](int work) {
+                        return find_key_tile<BLOCK_M, CLUSTER * BLOCK_N>(
+                            args, work % args.num_tiles, work / args.num_tiles);
+                      });
+}
+
+// Rows of K or V of a CTA from column `first_col` on
+template <class TileT>
+__device__ __forceinline__ void load_keys(const TileT& into, const TensorMap& map,
+                                          const KeyTile& tile, int rank, const uint64_t& full,
+                                          int first_col = 0) {
+  const uint32_t barrier = smem_address(&full);
+  mbarrier_arrive_expect_tx(barrier, TileT::BYTES);
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; ++block) {
+    const int token = tile.first_col + first_key(rank, block);
+    const uint32_t dst = into.address() + block * WARPGROUP_ROWS * TileT::ROW_BYTES;
+#pragma unroll
+    for (int panel = 0; panel < TileT::COLS / TileT::PANEL; ++panel) {
+      cp_async_bulk_tensor_3d(dst + panel * TileT::PANEL_BYTES, map,
+                              first_col + panel * TileT::PANEL, tile.kv_head, token, barrier,
+                              EVICT_FIRST);
+    }
+  }
+}
+
+// L log2(e) and D of the same queries, by one warp; inf and 0 where there is no query or no key
+template <class Plan>
+__device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  Works<KeyTile>::Place work;
+  Place<decltype(Plan::queries)::STAGES> place;
+  while (true) {
+    const KeyTile tile = smem.works.take_together(work);
+    if (tile.valid_cols <= 0) return;
+    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+      const Rows rows = at.rows<BLOCK_M>(tile.queries);
+      const int64_t first = static_cast<int64_t>(rows.head) * args.sizes.total_q + rows.first;
+      float natural[BLOCK_M / WARP_SIZE], delta[BLOCK_M / WARP_SIZE];
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / WARP_SIZE; ++i) {
+        const int row = i * WARP_SIZE + lane;
+        natural[i] = row < rows.valid ? args.lse[first + row] : -INF;
+        delta[i] = row < rows.valid ? args.delta[first + row] : 0.0f;
+      }
+      place.wait_empty(smem.queries);
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / WARP_SIZE; ++i) {
+        const bool dead = natural[i] == -INF;
+        smem.lse_log2[place.stage][i * WARP_SIZE + lane] = dead ? INF : natural[i] * LOG2E;
+        smem.delta[place.stage][i * WARP_SIZE + lane] = dead ? 0.0f : delta[i];
+      }
+      __syncwarp();  // all of them are written
+      if (lane == 0) mbarrier_arrive(smem_address(smem.queries.full + place.stage));
+      place.advance();
+    }
+  }
+}
+
+// Every dS^T of this CTA to the other one, by one thread
+template <class Plan>
+__device__ __forceinline__ void send_ds(const Args& args, Plan& smem, int peer) {
+  Works<KeyTile>::Place work;
+  Place<decltype(Plan::exchange)::STAGES> place;
+  while (true) {
+    const KeyTile tile = smem.works.take(work);
+    if (tile.valid_cols <= 0) return;
+    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+      place.wait_full(smem.exchange);  // so what came two steps before has been read
+      mbarrier_arrive_expect_tx(smem_address(smem.from_peer + place.stage), TileDS::BYTES);
+      cp_async_bulk_cluster(mapa(smem.ds_of_peer[place.stage].address(), peer),
+                            smem.ds[place.stage].address(), TileDS::BYTES,
+                            mapa(smem_address(smem.from_peer + place.stage), peer));
+      place.advance();
+    }
+  }
+}
+
+// --- consumers -------------------------------------------------------------------------------------
+
+// A consumer passes over steps in which nobody sees its keys
+constexpr bool PASSES_OVER = cfg::HAS_LEFT || cfg::HAS_RIGHT;
+
+// Zeros to the rows of a tile from `valid` to `end`, by `THREADS` threads, of which this is one
+template <int THREADS, class TileT>
+__device__ __forceinline__ void clear_rows(TileT& tile, int valid, int end = TileT::ROWS) {
+  for (int i = threadIdx.x % THREADS; i < (end - valid) * TileT::CHUNKS; i += THREADS) {
+    const int offset = TileT::offset(valid + i / TileT::CHUNKS, i % TileT::CHUNKS);
+    *reinterpret_cast<uint4*>(tile.bytes + offset) = uint4{0, 0, 0, 0};
+  }
+}
+
+// S^T of one thread, from key `key` and query `query` on: -inf where forbidden
+template <int NT>
+__device__ __forceinline__ void apply_mask_of_keys(float (&rS)[1][NT][4], const Mask& mask, int key,
+                                                   int query) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int col = key + half * 8;
+    const int begin = mask.first_query(col) - query;
+    const int end = col < mask.seqlen_k ? mask.end_query(col) - query : begin;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int offset = j * 8 + e;
+        if (offset < begin || offset >= end) rS[0][j][half * 2 + e] = -INF;
+      }
+    }
+  }
+}

@@ -1,0 +1,363 @@
+// backward_kv_wide: what backward_kv computes, where dK and dV of 64 keys are too wide for the
+// registers of one warpgroup. wgmma and TMA.
+//
+//   Two warpgroups share 64 keys: each has S^T and dP^T of half of the BLOCK_M queries of a step,
+//   and half of dK's and dV's columns. So P^T and dS^T go through shared memory, from which both
+//   warpgroups read all of them. dQ, a step later: two CTAs of a cluster on neighbouring keys send
+//   each other dS^T, and four warpgroups add a panel of dQ's columns each, for the keys of both.
+//
+//   warpgroup 0, warp 0   loads K and V, then Q and dO, as far ahead as there are stages
+//                warp 1   loads L and D beside these
+//                warp 2   sends dS^T to the other CTA of the cluster
+//                warp 3   finds the tiles to work on
+//   warpgroups 1 and 2    as above
+//
+// Twin: rawattn/kernels_numba/backward_kv.py. Source: FlashAttention-3, arXiv 2407.08608, appendix B.1.
+#include "sm90/backward.cuh"
+
+static_assert(CONSUMERS == 2 && CLUSTER == 2 && KEY_BLOCKS == 1, "cfg: two by two, 64 keys each");
+constexpr bool EXCHANGES = cfg::ATOMIC;
+constexpr int OWN_QUERIES = BLOCK_M / CONSUMERS;
+using TilePt = Tile<BLOCK_N, BLOCK_M>;
+using Queries = Ring<cfg::Q_STAGES>;  // Q, and L with D
+using Douts = Ring<cfg::NUM_STAGES>;  // dO
+using Exchange = Ring<2>;
+// Panels of dQ: of four or more each warpgroup has its own; fewer go round from step to step, which
+// takes all of K's columns of both CTAs
+constexpr int PANELS = HEAD_DIM / TileK::PANEL;
+constexpr bool GOES_ROUND = PANELS < 4;
+static_assert(PANELS <= 4, "cfg::HEAD_DIM: a panel of dQ for each of four warpgroups");
+using TileKOfPeer = Tile<BLOCK_N, (GOES_ROUND ? HEAD_DIM : HEAD_DIM / 2)>;
+static_assert(TileKOfPeer::PANEL == TileK::PANEL, "panels of the same width");
+
+struct alignas(1024) SmemPlan {
+  TileK k;
+  TileV v;
+  TileKOfPeer k_of_peer;
+  TileQ q[Queries::STAGES];
+  TileO dout[Douts::STAGES];
+  TilePt p[Exchange::STAGES];
+  TileDS ds[Exchange::STAGES], ds_of_peer[Exchange::STAGES];
+  float lse_log2[Queries::STAGES][BLOCK_M], delta[Queries::STAGES][BLOCK_M];
+  Ring<1> keys;
+  Queries queries;
+  Douts douts;
+  Exchange exchange;  // of p and ds, and for the writers of ds_of_peer
+  uint64_t from_peer[Exchange::STAGES];
+  Works<KeyTile> works;
+};
+static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
+
+enum NamedBarrier : int { CONSUMERS_MEET = 1, TAIL_OF_FIRST };
+
+// The columns of dK or dV that one of the two consumers adds up: whole panels
+template <class TileX, bool BEFORE>
+struct Part {
+  static constexpr int CUT = (TileX::COLS / TileX::PANEL + 1) / 2 * TileX::PANEL;
+  static constexpr int FIRST = BEFORE ? 0 : CUT, COLS = BEFORE ? CUT : TileX::COLS - CUT;
+};
+
+// K and V of all tiles, and Q and dO of all that they walk over, by one thread
+__device__ __forceinline__ void load_tiles(const Args& args, SmemPlan& smem, int rank) {
+  prefetch_tensormap(args.k_map);
+  prefetch_tensormap(args.v_map);
+  prefetch_tensormap(args.q_map);
+  prefetch_tensormap(args.dout_map);
+  Works<KeyTile>::Place work;
+  Place<1> kv;
+  Place<Queries::STAGES> query;
+  Place<Douts::STAGES> gradient;
+  while (true) {
+    const KeyTile tile = smem.works.take(work);
+    if (tile.valid_cols <= 0) return;
+    // finding the next work takes as long as a step or two
+    int until_want = (tile.m_end - tile.m_begin) * args.sizes.group() - 2;
+    if (until_want <= 0) smem.works.want();
+    if (tile.dead()) continue;
+    kv.wait_empty(smem.keys);
+    const uint64_t& keys_full = smem.keys.full[kv.stage];
+    load_keys(smem.k, args.k_map, tile, rank, keys_full);
+    load_keys(smem.v, args.v_map, tile, rank, keys_full);
+    if constexpr (EXCHANGES) {
+      load_keys(smem.k_of_peer, args.k_map, tile, CLUSTER - 1 - rank, keys_full,
+                GOES_ROUND ? 0 : rank * TileKOfPeer::COLS);
+    }
+    kv.advance();
+    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+      const int first = tile.queries.start + at.m * BLOCK_M;
+      query.wait_empty(smem.queries);
+      load_tile(smem.q[query.stage], args.q_map, at.head, first, smem.queries.full[query.stage],
+                EVICT_LAST);
+      query.advance();
+      gradient.wait_empty(smem.douts);
+      load_tile(smem.dout[gradient.stage], args.dout_map, at.head, first,
+                smem.douts.full[gradient.stage], EVICT_LAST);
+      gradient.advance();
+      if (--until_want == 0) smem.works.want();
+    }
+  }
+}
+
+// 32 queries of X^T of a consumer, from `first_query` on, as 16-bit elements to shared memory
+template <class TileX>
+__device__ __forceinline__ void write_transposed(TileX& tile,
+                                                 const uint32_t (&x)[OWN_QUERIES / 16][4], int row,
+                                                 int first_query) {
+  const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+  for (int j = 0; j < OWN_QUERIES / 8; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int offset = TileX::offset(row + half * 8 + lane / 4, first_query / 8 + j);
+      *reinterpret_cast<uint32_t*>(tile.bytes + offset + lane % 4 * 4) = x[j / 2][j % 2 * 2 + half];
+    }
+  }
+}
+
+// c += X^T Y of a step: X^T[key][query] from shared memory, `COLS` columns of Y from `col` on
+template <class TileX, class TileY, int NT>
+__device__ __forceinline__ void add_product(float (&c)[1][NT][4], const TileX& x, const TileY& y,
+                                            int col) {
+  multiply_xy<BLOCK_M>(
+      c, Operand<TileX, K_MAJOR>(x.address()),
+      Operand<TileY, MN_MAJOR>(y.address() + col / TileY::PANEL * TileY::PANEL_BYTES));
+}
+
+template <int CONSUMER>
+__device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int rank) {
+  using OfK = Part<TileK, CONSUMER == 0>;
+  using OfV = Part<TileV, CONSUMER == 1>;
+  constexpr int OWN_QUERY = CONSUMER * OWN_QUERIES;
+  const int lane = threadIdx.x % WARP_SIZE;
+  const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;
+  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
+  Works<KeyTile>::Place work;
+  Place<1> kv;
+  Place<Queries::STAGES> query;
+  Place<Douts::STAGES> gradient;
+  Place<Exchange::STAGES> written, read;
+  while (true) {
+    work.wait_full(smem.works.ring);
+    const KeyTile& tile = smem.works.tiles[work.stage];  // stays there: registers are short
+    if (tile.valid_cols <= 0) return;
+    const int valid = valid_keys(tile, rank, 0), length = tile.queries.length;
+    const int key = tile.col0 + first_key(rank, 0);
+    const Mask mask = tile.mask;
+    float rdK[1][OfK::COLS > 0 ? OfK::COLS / 8 : 1][4];
+    float rdV[1][OfV::COLS > 0 ? OfV::COLS / 8 : 1][4];
+    clear(rdK);
+    clear(rdV);
+    if (!tile.dead()) {
+      kv.wait_full(smem.keys);
+      if (tile.valid_cols < CLUSTER * BLOCK_N) {
+        if (CONSUMER == 0) clear_rows<WARPGROUP>(smem.k, valid);
+        if (CONSUMER == 1) clear_rows<WARPGROUP>(smem.v, valid);
+        if (EXCHANGES && CONSUMER == 1) {
+          clear_rows<WARPGROUP>(smem.k_of_peer, valid_keys(tile, CLUSTER - 1 - rank, 0));
+        }
+        fence_proxy_async();
+        bar_sync(CONSUMERS_MEET, CONSUMERS * WARPGROUP);
+      }
+    }
+    // what a step adds to dK and dV, from P^T and dS^T, which it makes
+    const auto add_step = [&](TileQ& q, int row0) {
+      float rP[1][OWN_QUERIES / 8][4], rdS[1][OWN_QUERIES / 8][4];
+      uint32_t rPt[OWN_QUERIES / 16][4], rdSt[OWN_QUERIES / 16][4];
+      wgmma_fence();
+      multiply_xyt<HEAD_DIM, false>(rP, Operand<TileK, K_MAJOR>(smem.k.address()),
+                                    Operand<TileQ, K_MAJOR>(q.address(), OWN_QUERY));
+      wgmma_commit_group();
+      gradient.wait_full(smem.douts);
+      TileO& dout = smem.dout[gradient.stage];
+      if (length - row0 < BLOCK_M) {
+        clear_rows<WARPGROUP>(dout, length - row0);
+        fence_proxy_async();
+        bar_sync(TAIL_OF_FIRST + CONSUMER, WARPGROUP);
+      }
+      wgmma_fence();
+      multiply_xyt<HEAD_DIM_V, false>(rdS, Operand<TileV, K_MAJOR>(smem.v.address()),
+                                      Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
+      wgmma_commit_group();
+      wgmma_wait_group<1>();
+      hold(rP);
+      if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
+        apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2);
+      }
+      const float* lse_log2 = smem.lse_log2[query.stage] + OWN_QUERY + lane % 4 * 2;
+      const float* delta = smem.delta[query.stage] + OWN_QUERY + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < OWN_QUERIES / 8; ++j) {
+        const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          rP[0][j][e] = ex2_approx(rP[0][j][e] * scale_log2 - (e % 2 ? of.y : of.x));
+        }
+      }
+      to_operand(rPt, rP);
+      written.wait_empty(smem.exchange);
+      write_transposed(smem.p[written.stage], rPt, warp_row, OWN_QUERY);
+      wgmma_wait_group<0>();
+      hold(rdS);
+#pragma unroll
+      for (int j = 0; j < OWN_QUERIES / 8; ++j) {
+        const float2 of = *reinterpret_cast<const float2*>(delta + j * 8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          rdS[0][j][e] = rP[0][j][e] * (rdS[0][j][e] - (e % 2 ? of.y : of.x));
+        }
+      }
+      to_operand(rdSt, rdS);
+      write_transposed(smem.ds[written.stage], rdSt, warp_row, OWN_QUERY);
+      fence_proxy_async();
+      __syncwarp();  // this warp's part is written
+      if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
+      written.wait_full(smem.exchange);
+      wgmma_fence();
+      if constexpr (OfV::COLS > 0) add_product(rdV, smem.p[written.stage], dout, OfV::FIRST);
+      if constexpr (OfK::COLS > 0) add_product(rdK, smem.ds[written.stage], q, OfK::FIRST);
+      wgmma_commit_group();
+    };
+    // a panel of dQ of the step before, for the keys of both CTAs
+    int round = rank * CONSUMERS + CONSUMER;
+    const auto has_panel = [&] { return !GOES_ROUND || round < PANELS; };
+    const auto wait_for_ds = [&] {
+      read.wait_full(smem.exchange);
+      mbarrier_wait(smem_address(smem.from_peer + read.stage), read.parity);
+    };
+    const auto begin_dq = [&](float (&rdQ)[1][TileK::PANEL / 8][4]) {
+      wait_for_ds();
+      const int panel = round * TileK::PANEL_BYTES;
+      const int panel_of_peer = GOES_ROUND ? panel : CONSUMER * TileK::PANEL_BYTES;
+      wgmma_fence();
+      multiply_xty<BLOCK_N, false>(rdQ, Operand<TileDS, MN_MAJOR>(smem.ds[read.stage].address()),
+                                   Operand<TileK, MN_MAJOR>(smem.k.address() + panel));
+      multiply_xty<BLOCK_N, true>(
+          rdQ, Operand<TileDS, MN_MAJOR>(smem.ds_of_peer[read.stage].address()),
+          Operand<TileKOfPeer, MN_MAJOR>(smem.k_of_peer.address() + panel_of_peer));
+      wgmma_commit_group();
+    };
+    const auto end_dq = [&](float (&rdQ)[1][TileK::PANEL / 8][4], int head, int row0) {
+      wgmma_wait_group<0>();
+      hold(rdQ);
+      const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
+                                     tile.queries.start, tile.batch_index);
+      add_units(sums, rdQ, row0, warp_row, round * TileK::PANEL, length - row0);
+    };
+    const auto leave_ds = [&] {
+      if (EXCHANGES && !has_panel()) wait_for_ds();  // a phase of its barrier ends before the next
+      read.release(smem.exchange);
+      if (EXCHANGES && lane == 0) {
+        mbarrier_arrive_cluster(
+            mapa(smem_address(smem.exchange.empty + read.stage), CLUSTER - 1 - rank));
+      }
+      read.advance();
+      if (GOES_ROUND) round = (round + 1) % 4;
+    };
+    int head_before = 0, row_before = 0;  // of the step before
+    bool written_before = false;
+    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+      query.wait_full(smem.queries);
+      TileQ& q = smem.q[query.stage];
+      const int row0 = at.m * BLOCK_M;
+      if (PASSES_OVER && mask.hides(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
+        gradient.wait_full(smem.douts);
+        written.wait_empty(smem.exchange);
+        write_transposed(smem.ds[written.stage], {}, warp_row, OWN_QUERY);
+        fence_proxy_async();
+        __syncwarp();  // this warp's part is written
+        if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
+      } else {
+        if (length - row0 < BLOCK_M) {
+          clear_rows<WARPGROUP>(q, length - row0);
+          fence_proxy_async();
+          bar_sync(TAIL_OF_FIRST + CONSUMER, WARPGROUP);
+        }
+        add_step(q, row0);
+      }
+      const auto leave = [&] {
+        hold(rdK);
+        hold(rdV);
+        query.release(smem.queries);
+        query.advance();
+        gradient.release(smem.douts);
+        gradient.advance();
+      };
+      written.advance();
+      if (EXCHANGES && written_before && has_panel()) {
+        float rdQ[1][TileK::PANEL / 8][4];
+        begin_dq(rdQ);
+        wgmma_wait_group<1>();
+        leave();
+        end_dq(rdQ, head_before, row_before);
+      } else {
+        wgmma_wait_group<0>();
+        leave();
+      }
+      if (!EXCHANGES || written_before) leave_ds();
+      head_before = at.head, row_before = row0, written_before = true;
+    }
+    if (!tile.dead()) {
+      if (EXCHANGES) {
+        if (has_panel()) {
+          float rdQ[1][TileK::PANEL / 8][4];
+          begin_dq(rdQ);
+          end_dq(rdQ, head_before, row_before);
+        }
+        leave_ds();
+      }
+      kv.release(smem.keys);
+      kv.advance();
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + half * 8 + lane / 4;
+      const int token = tile.first_col + first_key(rank, 0) + row;
+      if constexpr (OfK::COLS > 0) {
+        write_row_of_quad<cfg::WIDTH - OfK::FIRST>(args.dk.at(token, tile.kv_head) + OfK::FIRST,
+                                                   rdK, half, args.sizes.softmax_scale,
+                                                   row < valid);
+      }
+      if constexpr (OfV::COLS > 0) {
+        write_row_of_quad<cfg::WIDTH_V - OfV::FIRST>(args.dv.at(token, tile.kv_head) + OfV::FIRST,
+                                                     rdV, half, 1.0f, row < valid);
+      }
+    }
+    work.release(smem.works.ring);
+    work.advance();
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
+    __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS) backward_kv(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) char shared[];
+  SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared);
+  const int rank = cluster_ctarank();
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / WARP_SIZE, 0);
+  if (threadIdx.x == 0) {
+    smem.keys.init(CONSUMER_WARPS, EXCHANGES ? 3 : 2);  // writers: K, V, and K of the peer
+    smem.queries.init(CONSUMER_WARPS, 2);               // writers: Q, and L with D
+    smem.douts.init(CONSUMER_WARPS);
+    smem.exchange.init(EXCHANGES ? 2 * CONSUMER_WARPS : CONSUMER_WARPS, CONSUMER_WARPS);
+    for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
+    smem.works.init(CONSUMER_WARPS + (EXCHANGES ? 3 : 2));
+    fence_mbarrier_init();
+  }
+  barrier_cluster();  // the barriers of both CTAs are there
+  if (warp < 4) {
+    setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
+    if (warp == 0 && elect_sync()) load_tiles(args, smem, rank);
+    if (warp == 1) load_terms(args, smem);
+    if constexpr (EXCHANGES) {
+      if (warp == 2 && elect_sync()) send_ds(args, smem, CLUSTER - 1 - rank);
+    }
+    if (warp == 3) find_tiles(args, smem);
+  } else {
+    setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    if (warp < 8) {
+      consume<0>(args, smem, rank);
+    } else {
+      consume<1>(args, smem, rank);
+    }
+  }
+  barrier_cluster();  // nobody reaches into a CTA that has gone
+}
