@@ -1,7 +1,7 @@
 // What both backward_kv.cu and backward_kv_wide.cu are made of: their arguments, the keys of a
 // cluster, and the warps that load. Of a `Plan` of shared memory they use
 //   works, queries, exchange                  rings
-//   lse_log2, delta                           of the queries of a stage
+//   lse_log2, delta, terms_full               of the queries of a stage, and the barriers of these
 //   ds, ds_of_peer, from_peer                 dS^T, and what counts the other CTA's
 #pragma once
 #include "base/accumulators.cuh"
@@ -116,8 +116,7 @@ __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
         smem.lse_log2[place.stage][i * WARP_SIZE + lane] = dead ? INF : natural[i] * LOG2E;
         smem.delta[place.stage][i * WARP_SIZE + lane] = dead ? 0.0f : delta[i];
       }
-      __syncwarp();  // all of them are written
-      if (lane == 0) mbarrier_arrive(smem_address(smem.queries.full + place.stage));
+      mbarrier_arrive(smem_address(smem.terms_full + place.stage));  // each lane for its own
       place.advance();
     }
   }
@@ -143,6 +142,32 @@ __device__ __forceinline__ void send_ds(const Args& args, Plan& smem, int peer) 
 }
 
 // --- consumers -------------------------------------------------------------------------------------
+
+// Steps of 16 columns of V that consumers keep in registers: shared memory has so much less to give,
+// whose time is short where dQ is read out of it too
+constexpr int STEPS_OF_V = HEAD_DIM_V / 16 < cfg::V_STEPS ? HEAD_DIM_V / 16 : cfg::V_STEPS;
+constexpr int V_STEPS = cfg::ATOMIC ? STEPS_OF_V : 0;
+struct RegistersOfV {
+  uint32_t steps[V_STEPS > 0 ? V_STEPS : 1][4];
+
+  // 16 rows of a tile from `row` on, by a warp
+  __device__ __forceinline__ void load(const TileV& tile, int row) {
+    const SquareReader<TileV, true, false, HEAD_DIM_V> rows(tile.address(), row);
+#pragma unroll
+    for (int k = 0; k < V_STEPS; ++k) rows.load(steps[k], 0, k);
+  }
+};
+// dP^T = V dO^T, the rows of V that `values` and `v` begin with
+template <int NT>
+__device__ __forceinline__ void multiply_values(float (&rdP)[1][NT][4], const RegistersOfV& v,
+                                                const Operand<TileV, K_MAJOR>& values,
+                                                const Operand<TileO, K_MAJOR>& gradients) {
+  if constexpr (V_STEPS > 0) {
+    multiply_xyt<HEAD_DIM_V>(rdP, v.steps, values, gradients);
+  } else {
+    multiply_xyt<HEAD_DIM_V, false>(rdP, values, gradients);
+  }
+}
 
 // A consumer passes over steps in which nobody sees its keys
 constexpr bool PASSES_OVER = cfg::HAS_LEFT || cfg::HAS_RIGHT;

@@ -24,10 +24,6 @@
 // The CTAs of a cluster exchange dS, where half of dQ's columns are whole panels of K
 constexpr bool SHARES = CLUSTER == 2 && HEAD_DIM % 128 == 0, EXCHANGES = cfg::ATOMIC && SHARES;
 constexpr int DQ_COLS = SHARES ? HEAD_DIM / 2 : HEAD_DIM;  // of dQ, that a CTA adds to
-// Steps of 16 columns of V that consumers keep in registers: shared memory has so much less to give,
-// whose time is short where dQ is read out of it too
-constexpr int STEPS_OF_V = HEAD_DIM_V / 16 < cfg::V_STEPS ? HEAD_DIM_V / 16 : cfg::V_STEPS;
-constexpr int V_STEPS = cfg::ATOMIC ? STEPS_OF_V : 0;
 static_assert(BLOCK_N == WARPGROUP_ROWS * CONSUMERS, "cfg::BLOCK_N: 64 keys for each of CONSUMERS");
 using TileKOfPeer = Tile<BLOCK_N, DQ_COLS>;
 using KV = Ring<cfg::KV_STAGES>;
@@ -50,17 +46,14 @@ struct alignas(1024) SmemPlan : OfPeer<SHARES> {
   float lse_log2[Queries::STAGES][BLOCK_M], delta[Queries::STAGES][BLOCK_M];
   KV keys;
   Queries queries;
-  Exchange exchange;  // of ds, and for the writers of ds_of_peer
+  uint64_t terms_full[Queries::STAGES];  // of lse_log2 and delta
+  Exchange exchange;                     // of ds, and for the writers of ds_of_peer
   uint64_t from_peer[Exchange::STAGES];
   Works<KeyTile> works;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
-enum NamedBarrier : int {
-  CONSUMERS_MEET = 1,
-  TAIL_OF_FIRST,
-  TURN_OF_FIRST = TAIL_OF_FIRST + CONSUMERS
-};
+enum NamedBarrier : int { CONSUMERS_MEET = 1, TAIL_OF_FIRST };
 
 // K and V of all tiles, and Q and dO of all that they walk over, by one thread
 template <class Plan>
@@ -108,7 +101,6 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   const int own_row = consumer * WARPGROUP_ROWS;                  // of its keys in the CTA's tiles
   const int own_key = first_key(rank, consumer);                  // and in the cluster's
   const float scale_log2 = args.sizes.softmax_scale * LOG2E;
-  const Turn<cfg::PINGPONG, TURN_OF_FIRST, CONSUMERS> turn_at_exponentials(consumer);
   Works<KeyTile>::Place work;
   Place<KV::STAGES> kv;
   Place<Queries::STAGES> place;
@@ -122,7 +114,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     const Mask mask = tile.mask;
     TileK& k_tile = smem.k[kv.stage];
     TileV& v_tile = smem.v[kv.stage];
-    uint32_t rV[V_STEPS > 0 ? V_STEPS : 1][4];
+    RegistersOfV rV;
     float rdK[1][HEAD_DIM / 8][4], rdV[1][HEAD_DIM_V / 8][4];
     clear(rdK);
     clear(rdV);
@@ -139,9 +131,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
         fence_proxy_async();
         bar_sync(CONSUMERS_MEET, CONSUMERS * WARPGROUP);
       }
-      const SquareReader<TileV, true, false, HEAD_DIM_V> rows(v_tile.address(), own_row + warp_row);
-#pragma unroll
-      for (int k = 0; k < V_STEPS; ++k) rows.load(rV[k], 0, k);
+      rV.load(v_tile, own_row + warp_row);
     }
     const Operand<TileK, K_MAJOR> own_keys(k_tile.address(), own_row);
     const Operand<TileV, K_MAJOR> own_values(v_tile.address(), own_row);
@@ -195,19 +185,14 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       wgmma_fence();
       multiply_xyt<HEAD_DIM, false>(rP, own_keys, Operand<TileQ, K_MAJOR>(q.address()));
       wgmma_commit_group();
-      const Operand<TileO, K_MAJOR> gradients(dout.address());
-      if constexpr (V_STEPS > 0) {
-        multiply_xyt<HEAD_DIM_V>(rdS, rV, own_values, gradients);
-      } else {
-        multiply_xyt<HEAD_DIM_V, false>(rdS, own_values, gradients);
-      }
+      multiply_values(rdS, rV, own_values, Operand<TileO, K_MAJOR>(dout.address()));
       wgmma_commit_group();
       wgmma_wait_group<1>();
       hold(rP);
-      turn_at_exponentials.wait();
       if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + lane % 4 * 2);
       }
+      mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
       const float* lse_log2 = smem.lse_log2[place.stage] + lane % 4 * 2;
       const float* delta = smem.delta[place.stage] + lane % 4 * 2;
 #pragma unroll
@@ -231,7 +216,6 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
       to_operand(rPt, rP);
       to_operand(rdSt, rdS);
-      turn_at_exponentials.pass();
       wgmma_fence();
       multiply_py(rdV, rPt, Operand<TileO, MN_MAJOR>(dout.address()));
       multiply_py(rdK, rdSt, Operand<TileQ, MN_MAJOR>(q.address()));
@@ -251,8 +235,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       TileO& dout = smem.dout[place.stage];
       const int row0 = at.m * BLOCK_M, rows = length - row0;
       if (PASSES_OVER && mask.hides(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
-        turn_at_exponentials.wait();
-        turn_at_exponentials.pass();
+        mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
         if constexpr (cfg::ATOMIC) write_ds({});
       } else {
         if (rows < BLOCK_M) {
@@ -263,7 +246,8 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
         }
         add_step(q, dout, row0);
       }
-      place.release(smem.queries);
+      mbarrier_arrive(
+          smem_address(smem.queries.empty + place.stage));  // each lane has read L and D
       place.advance();
       if constexpr (cfg::ATOMIC) {
         if (written_before) {
@@ -303,9 +287,10 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
   const int rank = CLUSTER == 1 ? 0 : cluster_ctarank();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / WARP_SIZE, 0);
   if (threadIdx.x == 0) {
-    smem.queries.init(CONSUMER_WARPS, 3);                // writers: Q, dO, and L with D
+    smem.queries.init(CONSUMERS * WARPGROUP, 2);         // writers: Q and dO
     smem.exchange.init(SHARES ? 8 : 4, CONSUMER_WARPS);  // a warpgroup reads it, of each CTA
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
+    for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
     smem.keys.init(CONSUMER_WARPS, EXCHANGES ? 3 : 2);  // writers: K, V, and K of the peer
     smem.works.init(CONSUMER_WARPS + (EXCHANGES ? 3 : 2));
     fence_mbarrier_init();

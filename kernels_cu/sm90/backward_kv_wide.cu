@@ -41,14 +41,16 @@ struct alignas(1024) SmemPlan {
   float lse_log2[Queries::STAGES][BLOCK_M], delta[Queries::STAGES][BLOCK_M];
   Ring<1> keys;
   Queries queries;
+  uint64_t terms_full[Queries::STAGES];  // of lse_log2 and delta
   Douts douts;
   Exchange exchange;  // of p and ds, and for the writers of ds_of_peer
   uint64_t from_peer[Exchange::STAGES];
+  uint64_t cleared;  // a phase ends when what lies past the keys is zero
   Works<KeyTile> works;
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
-enum NamedBarrier : int { CONSUMERS_MEET = 1, TAIL_OF_FIRST };
+enum NamedBarrier : int { TAIL_OF_FIRST = 1 };
 
 // The columns of dK or dV that one of the two consumers adds up: whole panels
 template <class TileX, bool BEFORE>
@@ -114,13 +116,27 @@ __device__ __forceinline__ void write_transposed(TileX& tile,
   }
 }
 
-// c += X^T Y of a step: X^T[key][query] from shared memory, `COLS` columns of Y from `col` on
-template <class TileX, class TileY, int NT>
-__device__ __forceinline__ void add_product(float (&c)[1][NT][4], const TileX& x, const TileY& y,
-                                            int col) {
-  multiply_xy<BLOCK_M>(
-      c, Operand<TileX, K_MAJOR>(x.address()),
-      Operand<TileY, MN_MAJOR>(y.address() + col / TileY::PANEL * TileY::PANEL_BYTES));
+// c += X^T Y of a step, columns of Y from `COL` on: of the consumer's own queries, whose X^T it has in
+// registers, or of the other's, from shared memory
+template <int CONSUMER, int COL, class TileY, int NT>
+__device__ __forceinline__ void add_own(float (&c)[1][NT][4],
+                                        const uint32_t (&x)[OWN_QUERIES / 16][4], const TileY& y) {
+  const Operand<TileY, MN_MAJOR> columns(y.address() + COL / TileY::PANEL * TileY::PANEL_BYTES);
+#pragma unroll
+  for (int k = 0; k < OWN_QUERIES / 16; ++k) {
+    Wgmma<NT * 8>::template multiply<true, MN_MAJOR>(c, x[k],
+                                                     columns.at(CONSUMER * OWN_QUERIES / 16 + k));
+  }
+}
+template <int CONSUMER, int COL, class TileX, class TileY, int NT>
+__device__ __forceinline__ void add_other(float (&c)[1][NT][4], const TileX& x, const TileY& y) {
+  const Operand<TileX, K_MAJOR> rows(x.address());
+  const Operand<TileY, MN_MAJOR> columns(y.address() + COL / TileY::PANEL * TileY::PANEL_BYTES);
+#pragma unroll
+  for (int k = 0; k < OWN_QUERIES / 16; ++k) {
+    const int at = (1 - CONSUMER) * OWN_QUERIES / 16 + k;
+    Wgmma<NT * 8>::template multiply<true, K_MAJOR, MN_MAJOR>(c, rows.at(at), columns.at(at));
+  }
 }
 
 template <int CONSUMER>
@@ -136,6 +152,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   Place<Queries::STAGES> query;
   Place<Douts::STAGES> gradient;
   Place<Exchange::STAGES> written, read;
+  int parity_of_cleared = 0;
   while (true) {
     work.wait_full(smem.works.ring);
     const KeyTile& tile = smem.works.tiles[work.stage];  // stays there: registers are short
@@ -143,6 +160,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
     const int valid = valid_keys(tile, rank, 0), length = tile.queries.length;
     const int key = tile.col0 + first_key(rank, 0);
     const Mask mask = tile.mask;
+    RegistersOfV rV;
     float rdK[1][OfK::COLS > 0 ? OfK::COLS / 8 : 1][4];
     float rdV[1][OfV::COLS > 0 ? OfV::COLS / 8 : 1][4];
     clear(rdK);
@@ -156,13 +174,23 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
           clear_rows<WARPGROUP>(smem.k_of_peer, valid_keys(tile, CLUSTER - 1 - rank, 0));
         }
         fence_proxy_async();
-        bar_sync(CONSUMERS_MEET, CONSUMERS * WARPGROUP);
+        __syncwarp();  // this warp's part is clear
+        if (lane == 0) mbarrier_arrive(smem_address(&smem.cleared));
+        mbarrier_wait(smem_address(&smem.cleared), parity_of_cleared);
+        parity_of_cleared ^= 1;
       }
+      rV.load(smem.v, warp_row);
     }
+    const auto write_ds = [&](const uint32_t (&rdSt)[OWN_QUERIES / 16][4]) {
+      write_transposed(smem.ds[written.stage], rdSt, warp_row, OWN_QUERY);
+      fence_proxy_async();
+      __syncwarp();  // this warp's part is written
+      if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
+    };
     // what a step adds to dK and dV, from P^T and dS^T, which it makes
-    const auto add_step = [&](TileQ& q, int row0) {
+    const auto add_step = [&](TileQ& q, int row0, uint32_t (&rPt)[OWN_QUERIES / 16][4],
+                              uint32_t (&rdSt)[OWN_QUERIES / 16][4]) {
       float rP[1][OWN_QUERIES / 8][4], rdS[1][OWN_QUERIES / 8][4];
-      uint32_t rPt[OWN_QUERIES / 16][4], rdSt[OWN_QUERIES / 16][4];
       wgmma_fence();
       multiply_xyt<HEAD_DIM, false>(rP, Operand<TileK, K_MAJOR>(smem.k.address()),
                                     Operand<TileQ, K_MAJOR>(q.address(), OWN_QUERY));
@@ -175,14 +203,15 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         bar_sync(TAIL_OF_FIRST + CONSUMER, WARPGROUP);
       }
       wgmma_fence();
-      multiply_xyt<HEAD_DIM_V, false>(rdS, Operand<TileV, K_MAJOR>(smem.v.address()),
-                                      Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
+      multiply_values(rdS, rV, Operand<TileV, K_MAJOR>(smem.v.address()),
+                      Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
       wgmma_commit_group();
       wgmma_wait_group<1>();
       hold(rP);
       if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2);
       }
+      mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
       const float* lse_log2 = smem.lse_log2[query.stage] + OWN_QUERY + lane % 4 * 2;
       const float* delta = smem.delta[query.stage] + OWN_QUERY + lane % 4 * 2;
 #pragma unroll
@@ -207,15 +236,20 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         }
       }
       to_operand(rdSt, rdS);
-      write_transposed(smem.ds[written.stage], rdSt, warp_row, OWN_QUERY);
-      fence_proxy_async();
-      __syncwarp();  // this warp's part is written
-      if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
+      write_ds(rdSt);
+      wgmma_fence();
+      if constexpr (OfV::COLS > 0) add_own<CONSUMER, OfV::FIRST>(rdV, rPt, dout);
+      if constexpr (OfK::COLS > 0) add_own<CONSUMER, OfK::FIRST>(rdK, rdSt, q);
       written.wait_full(smem.exchange);
       wgmma_fence();
-      if constexpr (OfV::COLS > 0) add_product(rdV, smem.p[written.stage], dout, OfV::FIRST);
-      if constexpr (OfK::COLS > 0) add_product(rdK, smem.ds[written.stage], q, OfK::FIRST);
+      if constexpr (OfV::COLS > 0) {
+        add_other<CONSUMER, OfV::FIRST>(rdV, smem.p[written.stage], dout);
+      }
+      if constexpr (OfK::COLS > 0) {
+        add_other<CONSUMER, OfK::FIRST>(rdK, smem.ds[written.stage], q);
+      }
       wgmma_commit_group();
+      written.advance();
     };
     // a panel of dQ of the step before, for the keys of both CTAs
     int round = rank * CONSUMERS + CONSUMER;
@@ -259,30 +293,35 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       query.wait_full(smem.queries);
       TileQ& q = smem.q[query.stage];
       const int row0 = at.m * BLOCK_M;
-      if (PASSES_OVER && mask.hides(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
+      uint32_t rPt[OWN_QUERIES / 16][4] = {}, rdSt[OWN_QUERIES / 16][4] = {};
+      const bool hidden = PASSES_OVER && mask.hides(row0, BLOCK_M, key, WARPGROUP_ROWS);
+      if (hidden) {
+        mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
         gradient.wait_full(smem.douts);
-        written.wait_empty(smem.exchange);
-        write_transposed(smem.ds[written.stage], {}, warp_row, OWN_QUERY);
-        fence_proxy_async();
-        __syncwarp();  // this warp's part is written
-        if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
+        if (EXCHANGES) {
+          written.wait_empty(smem.exchange);
+          write_ds(rdSt);
+          written.advance();
+        }
       } else {
         if (length - row0 < BLOCK_M) {
           clear_rows<WARPGROUP>(q, length - row0);
           fence_proxy_async();
           bar_sync(TAIL_OF_FIRST + CONSUMER, WARPGROUP);
         }
-        add_step(q, row0);
+        add_step(q, row0, rPt, rdSt);
       }
       const auto leave = [&] {
         hold(rdK);
         hold(rdV);
-        query.release(smem.queries);
+        hold(rPt);
+        hold(rdSt);
+        mbarrier_arrive(
+            smem_address(smem.queries.empty + query.stage));  // each lane has read L and D
         query.advance();
         gradient.release(smem.douts);
         gradient.advance();
       };
-      written.advance();
       if (EXCHANGES && written_before && has_panel()) {
         float rdQ[1][TileK::PANEL / 8][4];
         begin_dq(rdQ);
@@ -293,7 +332,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         wgmma_wait_group<0>();
         leave();
       }
-      if (!EXCHANGES || written_before) leave_ds();
+      if (EXCHANGES ? written_before : !hidden) leave_ds();
       head_before = at.head, row_before = row0, written_before = true;
     }
     if (!tile.dead()) {
@@ -335,10 +374,12 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / WARP_SIZE, 0);
   if (threadIdx.x == 0) {
     smem.keys.init(CONSUMER_WARPS, EXCHANGES ? 3 : 2);  // writers: K, V, and K of the peer
-    smem.queries.init(CONSUMER_WARPS, 2);               // writers: Q, and L with D
+    smem.queries.init(CONSUMERS * WARPGROUP);
     smem.douts.init(CONSUMER_WARPS);
     smem.exchange.init(EXCHANGES ? 2 * CONSUMER_WARPS : CONSUMER_WARPS, CONSUMER_WARPS);
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
+    for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
+    mbarrier_init(smem_address(&smem.cleared), CONSUMER_WARPS);
     smem.works.init(CONSUMER_WARPS + (EXCHANGES ? 3 : 2));
     fence_mbarrier_init();
   }

@@ -139,6 +139,22 @@ __device__ __forceinline__ void clear_tail(TileV& tile, int valid, int consumer)
   bar_sync(TAIL_OF_FIRST + consumer, WARPGROUP);
 }
 
+// The right to issue products, which goes round among the consumers
+struct Turn {
+  int mine, next;
+
+  __device__ __forceinline__ explicit Turn(int consumer)
+      : mine(TURN_OF_FIRST + consumer), next(TURN_OF_FIRST + (consumer + 1) % CONSUMERS) {
+    if (cfg::PINGPONG && consumer == CONSUMERS - 1) pass();  // to the first
+  }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (cfg::PINGPONG) bar_sync(mine, 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (cfg::PINGPONG) bar_arrive(next, 2 * WARPGROUP);
+  }
+};
+
 // O / row_sum to global memory, 16 bytes a lane, and L
 __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile, int warp_row,
                                          const OnlineSoftmax<1>& softmax,
@@ -162,7 +178,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x / WARP_SIZE * 16 - WARPGROUP_M;
   const float scale_log2 = args.sizes.softmax_scale * LOG2E;
-  const Turn<cfg::PINGPONG, TURN_OF_FIRST, CONSUMERS> turn(consumer);
+  const Turn turn(consumer);
   Works<QueryTile>::Place work;
   Place<Q::STAGES> q;
   Place<KV::STAGES> k, v;

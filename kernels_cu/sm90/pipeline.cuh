@@ -41,25 +41,6 @@ struct Place {
   }
 };
 
-// A right that goes round among warpgroups, by named barriers from FIRST on, one for each; where it
-// is not TAKEN everybody has it.
-template <bool TAKEN, int FIRST, int WARPGROUPS>
-struct Turn {
-  static constexpr int MEETING = 256;  // threads: who waits, and who passes
-  int mine, next;
-
-  __device__ __forceinline__ explicit Turn(int warpgroup)
-      : mine(FIRST + warpgroup), next(FIRST + (warpgroup + 1) % WARPGROUPS) {
-    if (TAKEN && warpgroup == WARPGROUPS - 1) pass();  // to the first
-  }
-  __device__ __forceinline__ void wait() const {
-    if constexpr (TAKEN) bar_sync(mine, MEETING);
-  }
-  __device__ __forceinline__ void pass() const {
-    if constexpr (TAKEN) bar_arrive(next, MEETING);
-  }
-};
-
 // A tile of rows from token `token` and column `first_col` on, by one thread; `full` counts its bytes.
 template <class TileT>
 __device__ __forceinline__ void load_tile(const TileT& tile, const TensorMap& map, int head,

@@ -93,8 +93,10 @@ def run(json_file: Path | None, text: str, quick: bool) -> None:
     sample = [] if arch else sample_builds(ARCHS_EACH)
     builds = [(build, name) for build, name in sample if text in build.row.name]
     if quick:  # the first row of each kernel
-        firsts = {build.row.stem: (build, name) for build, name in reversed(builds)}
-        builds = list(reversed(firsts.values()))
+        firsts: dict[str, tuple[Build, str]] = {}
+        for build, name in builds:
+            firsts.setdefault(build.row.stem, (build, name))
+        builds = list(firsts.values())
     if not cases and not builds:
         raise click.UsageError(f"no case and no row has {text!r} in its name")
     calls: Calls = [partial(judge_case, *job) for job in cases]

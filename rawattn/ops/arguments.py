@@ -8,7 +8,7 @@ selection, for kernels that read them; ``pack`` fills those in.
 import importlib
 import struct
 import typing
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any
 
@@ -91,7 +91,6 @@ class Layout:
                 behind += 2
         self._order = itemgetter(*order, *range(behind, behind + len(between)))
 
-    @cache
     def offset(self, name: str) -> int:
         """Where a field begins, in bytes."""
         at = [field for field, _ in self.fields].index(name)

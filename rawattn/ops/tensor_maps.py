@@ -32,7 +32,7 @@ def maps_of(
     }
     given = [(ptr, *kinds[n], of) for n, ptr, of in zip(names, pointers, strides, strict=True)]
     # a map wants memory: of a side without tokens no tile is loaded, and any other map will do
-    filled = next((one for one in given if one[1][0]), None)
+    filled = next((one for one in given if one[1][0]), given[0])
     given = [one if one[1][0] else filled for one in given]
     return tuple(map_of(p.dtype, ptr, shape, of, box) for ptr, shape, box, of in given)
 

@@ -112,8 +112,11 @@ class Sm90:
     """The choices of a kernel of kernels_cu/sm90/: a producer warpgroup and ``consumers`` others.
 
     ``registers``: of a thread of the producer and of the consumers. ``pingpong``: the consumers
-    take turns, one's softmax beside the other's products. ``num_stages``: tiles of K and of V that
-    are there at once, ``q_stages``: of Q. ``min_ctas`` and ``pieces``: as of Sm80.
+    take turns, one's softmax beside the other's products. ``num_stages``: tiles that are there at
+    once of what a CTA walks over, K and V in the forward, Q and dO in the backward; ``q_stages``:
+    of Q where it has its own; ``kv_stages``: of K and V in the backward. ``cluster``: CTAs that
+    work on one tile. ``v_steps``: 16 columns of V each, which consumers keep in registers.
+    ``min_ctas`` and ``pieces``: as of Sm80.
     """
 
     block_m: int
@@ -164,7 +167,8 @@ class Row:
     ``head_dim``: the widest tile that the row serves. ``why``: a because. ``workspace`` names the
     layout of the float32 sums that the row adds into or reads: rows of different layouts never meet
     in one call. ``fit`` gives ``cfg`` as it is for tiles, ``smem`` the bytes of dynamic shared
-    memory that such a cfg takes (a static_assert compares). ``cfg`` of a Numba twin is never read.
+    memory that such a cfg takes (a static_assert compares), ``file`` the source where it is not
+    named as its kernel. ``cfg`` of a Numba twin is never read.
     """
 
     name: str

@@ -94,8 +94,11 @@ PASSES = {
 def test_passes_of_a_method(gpu: fake_gpu.Kernels, method: str, backend: str | None) -> None:
     case = Case("float16")
     backward(on("cupy", case), case, method=method, backend=backend)
-    family = "numba" if backend == "numba" else "sm80"
-    expected = [f"backward_{stem}_{family}" for stem in PASSES[method]]
+    family = dict.fromkeys(("preprocess", "q", "postprocess"), "sm80") | {"kv": "sm90"}
+    expected = [
+        f"backward_{stem}_{'numba' if backend == 'numba' else family[stem]}"
+        for stem in PASSES[method]
+    ]
     given = [row for row, _ in gpu.launched]
     assert [row[: len(name)] for row, name in zip(given, expected, strict=True)] == expected
 

@@ -83,7 +83,7 @@ inline std::vector<Fiber> fibers;
 inline std::vector<int> turns;  // the order in which threads take turns, and each one's place in it
 inline std::vector<int> places;
 inline std::vector<Meeting> warps, groups;  // groups: of 128 threads
-struct Block {  // of a cluster
+struct Block {                              // of a cluster
   Meeting barriers[16];
   int alive;
 };
@@ -232,7 +232,8 @@ inline unsigned of_cluster(unsigned address) {
   return address >> RANK_BIT ? address : of_rank(address, rank());
 }
 inline char* at(unsigned address, int bytes) {
-  char* const base = address >> RANK_BIT ? memory + ((address >> RANK_BIT) - 1) * SHARED : own_shared();
+  char* const base =
+      address >> RANK_BIT ? memory + ((address >> RANK_BIT) - 1) * SHARED : own_shared();
   address &= (1u << RANK_BIT) - 1;
   if (address % bytes) fail("shared address %u is not a multiple of %d", address, bytes);
   if (address + bytes > static_cast<unsigned>(shared_bytes)) {

@@ -106,7 +106,9 @@ def test_first_order_on_hopper(case: Case, kernels: emulated.Kernels) -> None:
     method = METHODS[0]
     for kernels.seed, kernels.lateness in ((0, emulated.LATE), (1, emulated.EARLY)):
         check(case, method, forward=True)
-    expected = {"forward", "backward_kv"} if max(case.head_dim, case.head_dim_v) <= 128 else {"forward"}
+    expected = (
+        {"forward", "backward_kv"} if max(case.head_dim, case.head_dim_v) <= 128 else {"forward"}
+    )
     assert {row.split("_sm90")[0] for row, _ in kernels.launched if "sm90" in row} == expected
 
 
@@ -117,7 +119,7 @@ def test_ctas_share_their_work(
     """Three CTAs for all tiles: with one counter, which each launch leaves at 0, or, as in a graph,
     without."""
     fake_gpu.GPU.num_sms, fake_gpu.GPU.capturing = 3, capturing
-    monkeypatch.setattr("rawattn.ops.forward.COUNTERS", 1)
+    monkeypatch.setattr("rawattn.ops.works.COUNTERS", 1)
     for case in (LONG[0], LONG[0], LONG[1]):  # the last is causal
         assert verdicts(case) == {"pass"}
     assert {grid for grid in kernels.grids} == {(3, 1, 1)}

@@ -51,7 +51,9 @@ def _text(name: str) -> str:
     """A source; one of the emulator in the place of that of PTX."""
     own = EMULATOR / name
     text = (own if own.exists() else builds.sources_root() / name).read_text()
-    text = re.sub(r"extern __shared__ [^;]* shared\[\];", "char* shared = emulator::own_shared();", text)
+    text = re.sub(
+        r"extern __shared__ [^;]* shared\[\];", "char* shared = emulator::own_shared();", text
+    )
     return re.sub(r"\b__shared__\b", "static", text)
 
 
@@ -105,7 +107,14 @@ class Kernel:
         kernels.grids.append(grid)
         made = library(build.path, build.row.stem, prelude(build), kernels.changes)
         schedule = (kernels.seed, kernels.lateness)
-        wrong = made.run_grid(arguments, *grid, build.cfg.threads, build.smem, getattr(build.cfg, "cluster", 1), *schedule)
+        wrong = made.run_grid(
+            arguments,
+            *grid,
+            build.cfg.threads,
+            build.smem,
+            getattr(build.cfg, "cluster", 1),
+            *schedule,
+        )
         assert not wrong, f"{build.row.name}: {wrong.decode()}"
 
 

@@ -14,7 +14,10 @@ import rawattn
 
 KERNELS = Path(rawattn.__file__).parent.parent / "kernels_cu"
 STEMS = sorted(path.stem for path in KERNELS.glob("sm80/*.cu"))
-SOURCES = sorted((path.stem, path.parent.name) for path in KERNELS.glob("sm*/*.cu"))
+OPS = {path.stem for path in (KERNELS.parent / "rawattn/ops").glob("*.py")}
+SOURCES = sorted(
+    (path.stem, path.parent.name) for path in KERNELS.glob("sm*/*.cu") if path.stem in OPS
+)
 MAP_BYTES = 128  # of a TensorMap, which is aligned to them too
 _LETTERS = {"Tensor": "Pqq", "TensorMap": f"{MAP_BYTES}s", "int": "i", "int64_t": "q", "float": "f"}
 
@@ -24,7 +27,9 @@ Fields = tuple[tuple[str, str], ...]
 @cache
 def fields_of(stem: str, family: str = "sm80") -> Fields:
     """The fields of ``struct Args`` of a kernel."""
-    return _fields((KERNELS / family / f"{stem}.cu").read_text(), "Args")
+    text = (KERNELS / family / f"{stem}.cu").read_text()
+    shared = re.findall(rf'#include "({family}/\w+\.cuh)"', text)
+    return _fields(text + "".join((KERNELS / name).read_text() for name in shared), "Args")
 
 
 def _fields(source: str, name: str) -> Fields:
