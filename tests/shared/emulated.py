@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rawattn import build as builds
 from rawattn.build import INCLUDE, NO_DIRECTION, Build, prelude
@@ -72,10 +73,11 @@ def whole(path: str, seen: set[str]) -> str:
 
 @cache
 def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str], ...]) -> Any:
-    """A source with its constants, compiled for this machine; ``changes`` are made to it before."""
+    """A source with its constants, compiled for this machine; ``changes`` are made to it before,
+    where it has what they replace: of several kernels a bug is planted in those that can have it.
+    """
     source = whole(path, set())
     for old, new in changes:
-        assert old in source, f"{path} has no {old!r}"
         source = source.replace(old, new)
     machine = (EMULATOR / "cuda.hpp").read_text().replace("#pragma once", "")
     text = "\n".join((machine, constants, source, _ENTRY.format(stem=stem)))
@@ -88,7 +90,8 @@ def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str]
             command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-fno-gnu-unique"]
             command += ["-fvisibility=hidden", str(given), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, f"{stem}:\n{done.stderr[:4000]}"
+            if done.returncode:  # ends the test, as no exception would that a verdict is made of
+                pytest.fail(f"{stem} does not compile:\n{done.stderr[:4000]}")
             made.replace(file)
     loaded = ctypes.CDLL(str(file))
     loaded.run_grid.restype = ctypes.c_char_p
