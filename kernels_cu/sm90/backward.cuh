@@ -22,8 +22,8 @@ using TileDS = Tile<BLOCK_N, BLOCK_M>;  // dS^T
 
 struct Args {
   TensorMap q_map;          // of q, boxes of 64 rows
-  TensorMap k_map;          // of k, boxes of BLOCK_N rows
-  TensorMap v_map;          // of v, boxes of BLOCK_N rows
+  TensorMap k_map;          // of k, boxes of 64 rows
+  TensorMap v_map;          // of v, boxes of 64 rows
   TensorMap dout_map;       // of dout, boxes of 64 rows
   Tensor q;                 // (total_q, num_heads_q, head_dim)
   Tensor k;                 // (total_k, num_heads_kv, head_dim)
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_keys(const TileT& into, const TensorMap& ma
   }
 }
 
-// L log2(e) and D of the same queries, by one warp; inf and 0 where there is no query or no key
+// L log2(e) and D of the queries of all steps, by one warp; inf and 0 where there is no query or no key
 template <class Plan>
 __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
   const int lane = threadIdx.x % WARP_SIZE;
@@ -178,6 +178,47 @@ __device__ __forceinline__ void clear_rows(TileT& tile, int valid, int end = Til
   for (int i = threadIdx.x % THREADS; i < (end - valid) * TileT::CHUNKS; i += THREADS) {
     const int offset = TileT::offset(valid + i / TileT::CHUNKS, i % TileT::CHUNKS);
     *reinterpret_cast<uint4*>(tile.bytes + offset) = uint4{0, 0, 0, 0};
+  }
+}
+
+// X^T of a warp, whose queries begin at `first_query`, as 16-bit elements to rows `row` .. of a tile
+template <class TileX, int KT>
+__device__ __forceinline__ void write_transposed(TileX& tile, const uint32_t (&x)[KT][4], int row,
+                                                 int first_query) {
+  const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+  for (int j = 0; j < 2 * KT; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int offset = TileX::offset(row + half * 8 + lane / 4, first_query / 8 + j);
+      *reinterpret_cast<uint32_t*>(tile.bytes + offset + lane % 4 * 4) = x[j / 2][j % 2 * 2 + half];
+    }
+  }
+}
+// S^T -> P^T in place, `lse_log2` from this thread's first query on
+template <int NT>
+__device__ __forceinline__ void exponentiate(float (&rS)[1][NT][4], const float* lse_log2,
+                                             float scale_log2) {
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      rS[0][j][e] = ex2_approx(rS[0][j][e] * scale_log2 - (e % 2 ? of.y : of.x));
+    }
+  }
+}
+// dP^T -> dS^T in place, `delta` likewise
+template <int NT>
+__device__ __forceinline__ void weigh(float (&rdP)[1][NT][4], const float (&rP)[1][NT][4],
+                                      const float* delta) {
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    const float2 of = *reinterpret_cast<const float2*>(delta + j * 8);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      rdP[0][j][e] = rP[0][j][e] * (rdP[0][j][e] - (e % 2 ? of.y : of.x));
+    }
   }
 }
 

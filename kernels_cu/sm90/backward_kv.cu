@@ -5,11 +5,12 @@
 //            +-------------------+       queries of every head of the group, BLOCK_M a step.
 //   BLOCK_N  | S^T, dP^T         |       S and dP lie transposed, keys by queries: what a warpgroup
 //   keys     |   -> P^T, dS^T    |       has of them in registers is operand A of its dV and dK.
-//            +-------------------+       Grid: (tiles of keys, upper bound; kv heads).
+//            +-------------------+       Grid: CTAs, as many as run at once, or fewer.
 //
 //   warpgroup 0, warp 0   loads K and V, then Q and dO, as far ahead as there are stages
 //                warp 1   loads L and D beside these
 //                warp 2   sends dS^T to the other CTA of a cluster
+//                warp 3   finds the tiles to work on
 //   warpgroups 1 ..       64 keys each: S^T and dP^T, then P^T and dS^T, then dV and dK; dS^T to
 //                         shared memory. dQ of a step is one warpgroup's, in turn, a step later.
 //
@@ -165,15 +166,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     // dS^T of this warp to shared memory
     const auto write_ds = [&](const uint32_t (&rdSt)[BLOCK_M / 16][4]) {
       written.wait_empty(smem.exchange);
-#pragma unroll
-      for (int j = 0; j < BLOCK_M / 8; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = own_row + warp_row + half * 8 + lane / 4;
-          *reinterpret_cast<uint32_t*>(smem.ds[written.stage].bytes + TileDS::offset(row, j) +
-                                       lane % 4 * 4) = rdSt[j / 2][j % 2 * 2 + half];
-        }
-      }
+      write_transposed(smem.ds[written.stage], rdSt, own_row + warp_row, 0);
       fence_proxy_async();
       __syncwarp();  // this warp's part is written
       if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
@@ -195,24 +188,10 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
       const float* lse_log2 = smem.lse_log2[place.stage] + lane % 4 * 2;
       const float* delta = smem.delta[place.stage] + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < BLOCK_M / 8; ++j) {
-        const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          rP[0][j][e] = ex2_approx(rP[0][j][e] * scale_log2 - (e % 2 ? of.y : of.x));
-        }
-      }
+      exponentiate(rP, lse_log2, scale_log2);
       wgmma_wait_group<0>();
       hold(rdS);
-#pragma unroll
-      for (int j = 0; j < BLOCK_M / 8; ++j) {
-        const float2 of = *reinterpret_cast<const float2*>(delta + j * 8);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          rdS[0][j][e] = rP[0][j][e] * (rdS[0][j][e] - (e % 2 ? of.y : of.x));
-        }
-      }
+      weigh(rdS, rP, delta);
       uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
       to_operand(rPt, rP);
       to_operand(rdSt, rdS);

@@ -100,22 +100,6 @@ __device__ __forceinline__ void load_tiles(const Args& args, SmemPlan& smem, int
   }
 }
 
-// 32 queries of X^T of a consumer, from `first_query` on, as 16-bit elements to shared memory
-template <class TileX>
-__device__ __forceinline__ void write_transposed(TileX& tile,
-                                                 const uint32_t (&x)[OWN_QUERIES / 16][4], int row,
-                                                 int first_query) {
-  const int lane = threadIdx.x % WARP_SIZE;
-#pragma unroll
-  for (int j = 0; j < OWN_QUERIES / 8; ++j) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int offset = TileX::offset(row + half * 8 + lane / 4, first_query / 8 + j);
-      *reinterpret_cast<uint32_t*>(tile.bytes + offset + lane % 4 * 4) = x[j / 2][j % 2 * 2 + half];
-    }
-  }
-}
-
 // c += X^T Y of a step, columns of Y from `COL` on: of the consumer's own queries, whose X^T it has in
 // registers, or of the other's, from shared memory
 template <int CONSUMER, int COL, class TileY, int NT>
@@ -214,27 +198,13 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
       const float* lse_log2 = smem.lse_log2[query.stage] + OWN_QUERY + lane % 4 * 2;
       const float* delta = smem.delta[query.stage] + OWN_QUERY + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < OWN_QUERIES / 8; ++j) {
-        const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          rP[0][j][e] = ex2_approx(rP[0][j][e] * scale_log2 - (e % 2 ? of.y : of.x));
-        }
-      }
+      exponentiate(rP, lse_log2, scale_log2);
       to_operand(rPt, rP);
       written.wait_empty(smem.exchange);
       write_transposed(smem.p[written.stage], rPt, warp_row, OWN_QUERY);
       wgmma_wait_group<0>();
       hold(rdS);
-#pragma unroll
-      for (int j = 0; j < OWN_QUERIES / 8; ++j) {
-        const float2 of = *reinterpret_cast<const float2*>(delta + j * 8);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          rdS[0][j][e] = rP[0][j][e] * (rdS[0][j][e] - (e % 2 ? of.y : of.x));
-        }
-      }
+      weigh(rdS, rP, delta);
       to_operand(rdSt, rdS);
       write_ds(rdSt);
       wgmma_fence();

@@ -51,15 +51,6 @@ __device__ __forceinline__ void multiply_xyt(float (&c)[1][NT][4], const uint32_
     Wgmma<NT * 8>::template multiply<true, K_MAJOR, K_MAJOR>(c, others.at(k), y.at(k));
   }
 }
-// c += X Y, rows of 64 of X[m][k] and all of Y[k][n]; K of k
-template <int K, int NT, class TileX, class TileY>
-__device__ __forceinline__ void multiply_xy(float (&c)[1][NT][4], const Operand<TileX, K_MAJOR>& x,
-                                            const Operand<TileY, MN_MAJOR>& y) {
-#pragma unroll
-  for (int k = 0; k < K / 16; ++k) {
-    Wgmma<NT * 8>::template multiply<true, K_MAJOR, MN_MAJOR>(c, x.at(k), y.at(k));
-  }
-}
 // c (+)= X^T Y, 64 columns of X[k][m] (those of the panel at `x`) and all of Y[k][n]; K of k
 template <int K, bool ACCUMULATE, int NT, class TileX, class TileY>
 __device__ __forceinline__ void multiply_xty(float (&c)[1][NT][4],
