@@ -169,8 +169,8 @@ def query_tiles(row: Row, problem: Problem) -> int:
 
 
 def key_tiles(row: Row, problem: Problem) -> int:
-    """CTAs along the keys of all sequences: the most that there can be."""
-    return problem.total_k // row.cfg.block_n + problem.batch + 1
+    """CTAs, or clusters, along the keys of all sequences: the most that there can be."""
+    return problem.total_k // (row.cfg.cluster * row.cfg.block_n) + problem.batch + 1
 
 
 def item_tiles(row: Row, problem: Problem, selection: Selection) -> int:

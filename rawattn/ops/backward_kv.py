@@ -1,6 +1,6 @@
 """Launch of backward_kv.cu of kernels_cu/sm90/ or kernels_cu/sm80/, or of their Numba twin."""
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from rawattn import launch as loaded
 from rawattn.ops.arguments import Layout, Pointer, Tensor, key_tiles
@@ -8,7 +8,6 @@ from rawattn.ops.tensor_maps import maps_of
 from rawattn.ops.works import NO_COUNTER, NUMBERS, grid_of, with_counter
 from rawattn.problem import Problem
 from rawattn.variants import Row
-from rawattn.variants.row import Sm90
 
 
 class Args(NamedTuple):
@@ -30,8 +29,6 @@ class Args(NamedTuple):
 LAYOUT = Layout(Args, problem=True)
 MAPS = ("q", "k", "v", "dout")
 LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=NUMBERS)
-
-
 BOX = 64  # rows of K and V that are loaded at a time
 
 
@@ -47,15 +44,13 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool
         return
     layout = LAYOUT_SM90 if row.family == "sm90" else LAYOUT
     kernel = loaded.kernel(row, problem, atomic=args.dq_accum is not None, args_bytes=layout.size)
+    tiles = key_tiles(row, problem)
     if row.family != "sm90":
-        grid = (key_tiles(row, problem), problem.num_heads_kv, 1)
-        kernel.launch(grid, layout.pack(args, problem), stream)
+        kernel.launch((tiles, problem.num_heads_kv, 1), layout.pack(args, problem), stream)
         return
-    cfg = cast(Sm90, row.cfg)
     mapped = args.q, args.k, args.v, args.dout
     pointers, strides = tuple(x.ptr for x in mapped), tuple(x.strides for x in mapped)
-    maps = maps_of(problem, (cfg.block_m, BOX), MAPS, pointers, strides)
-    tiles = problem.total_k // (cfg.cluster * cfg.block_n) + problem.batch + 1
+    maps = maps_of(problem, (row.cfg.block_m, BOX), MAPS, pointers, strides)
     packed = layout.pack(args, problem, maps=maps, numbers=(tiles, NO_COUNTER))
     if counted:
         packed = with_counter(layout, packed)

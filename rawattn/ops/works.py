@@ -2,12 +2,10 @@
 
 from functools import cache
 from itertools import count
-from typing import cast
 
 from rawattn.ops.arguments import Layout
 from rawattn.problem import Problem
 from rawattn.variants import COUNTERS, Row
-from rawattn.variants.row import Sm90
 
 NUMBERS = (("num_tiles", "i"), ("counter", "i"))  # the last fields of such a kernel's ``Args``
 NO_COUNTER = -1
@@ -29,6 +27,6 @@ def with_counter(layout: Layout, packed: bytes) -> bytes:
 
 def grid_of(row: Row, problem: Problem, works: int) -> tuple[int, int, int]:
     """As many CTAs as run at once, or as there are works for; whole clusters."""
-    cfg = cast(Sm90, row.cfg)
+    cfg = row.cfg
     at_once = problem.num_sms * cfg.min_ctas // cfg.cluster
     return (min(works, at_once) * cfg.cluster, 1, 1)

@@ -103,6 +103,11 @@ class Sm80:
     def threads(self) -> int:
         return 32 * self.num_warps
 
+    @property
+    def cluster(self) -> int:
+        """CTAs that work on one tile, as in Sm90."""
+        return 1
+
     def constants(self) -> dict[str, int | bool]:
         return {name.upper(): value for name, value in asdict(self).items()}
 

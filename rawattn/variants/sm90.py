@@ -10,11 +10,16 @@ _BARRIERS = 16  # bytes of the two barriers of a buffer
 _ALIGNMENT = 1024  # bytes of a swizzled tile
 
 
+def _bytes(elements: int, others: int) -> int:
+    """Of a SmemPlan: its tiles' elements, of 16 bits, and the bytes of all else, aligned."""
+    return -(-(2 * elements + others) // _ALIGNMENT) * _ALIGNMENT
+
+
 def _forward_smem(c: Sm90, t: Tiles) -> int:
     d, dv = t.head_dim, t.head_dim_v
     tiles = c.q_stages * c.block_m * d + c.num_stages * c.block_n * (d + dv)
     others = _WORKS + (c.q_stages + 2 * c.num_stages) * _BARRIERS
-    return -(-(2 * tiles + others) // _ALIGNMENT) * _ALIGNMENT
+    return _bytes(tiles, others)
 
 
 def _forward(
@@ -32,10 +37,9 @@ def _backward_kv_smem(c: Sm90, t: Tiles) -> int:
     tiles = (c.kv_stages * c.block_n + c.num_stages * c.block_m) * columns
     tiles += 2 * (1 + shares) * c.block_n * c.block_m  # dS, of both CTAs
     tiles += shares * c.kv_stages * c.block_n * t.head_dim // 2  # K of the other one
-    others = (
-        c.num_stages * (8 * c.block_m + _BARRIERS + 8) + (2 + c.kv_stages) * _BARRIERS + 16 + _WORKS
-    )
-    return -(-(2 * tiles + others) // _ALIGNMENT) * _ALIGNMENT
+    others = c.num_stages * (8 * c.block_m + _BARRIERS + 8)
+    others += (2 + c.kv_stages) * _BARRIERS + 16 + _WORKS
+    return _bytes(tiles, others)
 
 
 def _backward_kv(head_dim: int, block_m: int, block_n: int, why: str, **cfg: Any) -> Row:
@@ -55,7 +59,7 @@ def _backward_kv_wide_smem(c: Sm90, t: Tiles) -> int:
     tiles = rows * (d + dv + of_peer + c.q_stages * d + c.num_stages * dv)
     tiles += 6 * rows * rows  # P, dS and dS of the other CTA, twice
     others = c.q_stages * (8 * rows + _BARRIERS + 8) + (3 + c.num_stages) * _BARRIERS + 24 + _WORKS
-    return -(-(2 * tiles + others) // _ALIGNMENT) * _ALIGNMENT
+    return _bytes(tiles, others)
 
 
 def _backward_kv_wide(head_dim: int, why: str, **cfg: Any) -> Row:

@@ -115,7 +115,7 @@ class Kernel:
             *grid,
             build.cfg.threads,
             build.smem,
-            getattr(build.cfg, "cluster", 1),
+            build.cfg.cluster,
             *schedule,
         )
         assert not wrong, f"{build.row.name}: {wrong.decode()}"
