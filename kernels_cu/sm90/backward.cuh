@@ -63,11 +63,11 @@ __device__ __forceinline__ QueryWalk walk_of(const Args& args, const KeyTile& ti
 // The cluster's tiles
 template <class Plan>
 __device__ __forceinline__ void find_tiles(const Args& args, Plan& smem) {
-  find_works<CLUSTER>(smem.works, args.num_tiles * args.sizes.num_heads_kv, args.counter,
-                      [&](int work) {
-                        return find_key_tile<BLOCK_M, CLUSTER * BLOCK_N>(
-                            args, work % args.num_tiles, work / args.num_tiles);
-                      });
+  const int heads = args.sizes.num_heads_kv;
+  find_works<CLUSTER>(smem.works, args.num_tiles * heads, args.counter, [&](int work) {
+    const TileOfHead at = tile_of_head(work, args.num_tiles, heads);
+    return find_key_tile<BLOCK_M, CLUSTER * BLOCK_N>(args, at.number, at.head);
+  });
 }
 
 // Rows of K or V of a CTA from column `first_col` on

@@ -69,12 +69,10 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/forw
 __device__ __forceinline__ void find_tiles(const Args& args, SmemPlan& smem) {
   const int heads = args.sizes.num_heads_q;
   find_works<1>(smem.works, args.num_tiles * heads, args.counter, [&](int work) {
-    // under a right bound tiles differ in length: the long ones of all heads come first
-    const int number = cfg::HAS_RIGHT ? work / heads : work % args.num_tiles;
-    const int head = cfg::HAS_RIGHT ? work % heads : work / args.num_tiles;
+    const TileOfHead at = tile_of_head(work, args.num_tiles, heads);
     const TileOfSequence found =
-        find_tile(args.cu_seqlens_q, args.sizes.batch, args.sizes.total_q, BLOCK_M, number);
-    return query_tile<BLOCK_M, BLOCK_N>(args, found, head);
+        find_tile(args.cu_seqlens_q, args.sizes.batch, args.sizes.total_q, BLOCK_M, at.number);
+    return query_tile<BLOCK_M, BLOCK_N>(args, found, at.head);
   });
 }
 

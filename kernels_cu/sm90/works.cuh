@@ -15,6 +15,16 @@ __device__ Counter counters[cfg::COUNTERS];
 __device__ __forceinline__ int extent(const QueryTile& tile) { return tile.valid_rows; }
 __device__ __forceinline__ int extent(const KeyTile& tile) { return tile.valid_cols; }
 
+// Which tile of which head a work is. Under a right bound tiles differ in length: the long ones of all
+// heads come first.
+struct TileOfHead {
+  int number, head;
+};
+__device__ __forceinline__ TileOfHead tile_of_head(int work, int num_tiles, int num_heads) {
+  if (cfg::HAS_RIGHT) return {work / num_heads, work % num_heads};
+  return {work % num_tiles, work / num_tiles};
+}
+
 // What the first CTA of a cluster tells the other one
 struct alignas(16) Mail {
   int sent[4], received[4];
