@@ -438,17 +438,18 @@ def test_what_plants_replace_is_there() -> None:
 
 
 # the rows whose kernel the plants are in, on GPUs that have others too
-FORWARD_ROWS = {
-    row.head_dim: row.name
+PLANTED_ROWS = {
+    (row.stem, row.head_dim): row.name
     for row in reversed(TABLE)
-    if (row.stem, row.family) == ("forward", "sm80") and not (row.when.short or row.when.max_ctas)
+    if row.family == "sm80" and row.stem in ("forward", "backward_kv")
+    if not (row.when.short or row.when.max_ctas)
 }
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A copy of the CUDA sources that kernels are built from while the test runs."""
-    monkeypatch.setenv("RAWATTN_VARIANT", ",".join(FORWARD_ROWS.values()))
+    monkeypatch.setenv("RAWATTN_VARIANT", ",".join(PLANTED_ROWS.values()))
     folder = tmp_path / "kernels_cu"
     shutil.copytree(build.sources_root(), folder)
     for module in (build, jit):
