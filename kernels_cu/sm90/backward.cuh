@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
   Works<KeyTile>::Place work;
   Place<decltype(Plan::queries)::STAGES> place;
   while (true) {
-    const KeyTile tile = smem.works.take_together(work);
+    const KeyTile tile = smem.works.take(work);
     if (tile.valid_cols <= 0) return;
     for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
       const Rows rows = at.rows<BLOCK_M>(tile.queries);

@@ -107,8 +107,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   Place<Queries::STAGES> place;
   Place<Exchange::STAGES> written, read;
   while (true) {
-    work.wait_full(smem.works.ring);
-    const KeyTile& tile = smem.works.tiles[work.stage];  // stays there: registers are short
+    const KeyTile& tile = smem.works.look(work);  // and no copy: registers are short
     if (tile.valid_cols <= 0) return;
     const int valid = valid_keys(tile, rank, consumer);
     const int key = tile.col0 + own_key, length = tile.queries.length;
@@ -254,8 +253,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       write_row_of_quad<cfg::WIDTH_V>(args.dv.at(token, tile.kv_head), rdV, half, 1.0f,
                                       row < valid);
     }
-    work.release(smem.works.ring);
-    work.advance();
+    smem.works.leave(work);
   }
 }
 
@@ -271,7 +269,7 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
     for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
     smem.keys.init(CONSUMER_WARPS, EXCHANGES ? 3 : 2);  // writers: K, V, and K of the peer
-    smem.works.init(CONSUMER_WARPS + (EXCHANGES ? 3 : 2));
+    smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + (EXCHANGES ? 2 : 1));
     fence_mbarrier_init();
   }
   if constexpr (CLUSTER == 2) {

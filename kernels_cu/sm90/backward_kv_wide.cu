@@ -138,8 +138,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   Place<Exchange::STAGES> written, read;
   int parity_of_cleared = 0;
   while (true) {
-    work.wait_full(smem.works.ring);
-    const KeyTile& tile = smem.works.tiles[work.stage];  // stays there: registers are short
+    const KeyTile& tile = smem.works.look(work);  // and no copy: registers are short
     if (tile.valid_cols <= 0) return;
     const int valid = valid_keys(tile, rank, 0), length = tile.queries.length;
     const int key = tile.col0 + first_key(rank, 0);
@@ -331,8 +330,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
                                                      rdV, half, 1.0f, row < valid);
       }
     }
-    work.release(smem.works.ring);
-    work.advance();
+    smem.works.leave(work);
   }
 }
 
@@ -350,7 +348,7 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
     for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
     mbarrier_init(smem_address(&smem.cleared), CONSUMER_WARPS);
-    smem.works.init(CONSUMER_WARPS + (EXCHANGES ? 3 : 2));
+    smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + (EXCHANGES ? 2 : 1));
     fence_mbarrier_init();
   }
   barrier_cluster();  // the barriers of both CTAs are there

@@ -40,7 +40,7 @@ struct Works {
   uint64_t wanted;  // a phase ends when the next work is wanted
   TileT tiles[STAGES];
 
-  // by one thread, before anybody waits; `readers` arrive for each work
+  // by one thread, before anybody waits; `readers` are threads
   __device__ __forceinline__ void init(int readers) {
     ring.init(readers);
     mbarrier_init(smem_address(&wanted), 1);
@@ -48,22 +48,20 @@ struct Works {
     mbarrier_init(smem_address(&mail.empty), 1);
   }
   __device__ __forceinline__ void want() const { mbarrier_arrive(smem_address(&wanted)); }
-  // by one thread
+  // by a thread for itself, as all that follows
   __device__ __forceinline__ TileT take(Place& place) const {
-    place.wait_full(ring);
-    const TileT tile = tiles[place.stage];
-    mbarrier_arrive(smem_address(ring.empty + place.stage));
-    place.advance();
+    const TileT tile = look(place);
+    leave(place);
     return tile;
   }
-  // by a warp
-  __device__ __forceinline__ TileT take_together(Place& place) const {
+  // where it stays until the thread leaves it
+  __device__ __forceinline__ const TileT& look(const Place& place) const {
     place.wait_full(ring);
-    const TileT tile = tiles[place.stage];
-    __syncwarp();  // every lane has read it
-    place.release(ring);
+    return tiles[place.stage];
+  }
+  __device__ __forceinline__ void leave(Place& place) const {
+    mbarrier_arrive(smem_address(ring.empty + place.stage));
     place.advance();
-    return tile;
   }
 };
 
