@@ -165,10 +165,10 @@ def backward(
         float64 inputs), used as passed: with those of a larger attention, of which these keys are
         a part, the result is this part's share of the gradients.
     dlse: (num_heads_q, total_q) of lse's dtype; None is zero.
-    deterministic: bitwise the same on every run: no floating-point atomics, method "two_pass".
+    deterministic: bitwise the same on every run, each sum in one order: method "deterministic".
     method: None (the fastest), "atomic_dq" (key tiles outer, dQ by float32 atomic adds),
-        "atomic_dkv" (query tiles outer, dK and dV by float32 atomic adds) or "two_pass" (no
-        atomics).
+        "atomic_dkv" (query tiles outer, dK and dV by float32 atomic adds) or "deterministic" (on
+        Hopper key tiles outer that add to dQ in their order, elsewhere dQ in a pass of its own).
     dq, dk, dv: arrays to write into, shaped like q, k, v; must not overlap an input.
 
     Returns (dq, dk, dv), shaped like q, k, v and of their dtype; dk and dv are summed over the

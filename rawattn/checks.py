@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 BACKENDS = ("cuda", "numba", "reference")
-METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
+METHODS = ("atomic_dq", "atomic_dkv", "deterministic")
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**31 - 1024  # the rows of a tile that begins before it count in 32 bits too
@@ -609,7 +609,7 @@ def method(given: str | None, deterministic: bool) -> None:
         raise ValueError(f"method is {given!r}: expected {_either(METHODS)}; None takes the best")
     if deterministic and given in ("atomic_dq", "atomic_dkv"):
         raise ValueError(
-            f"method is {given!r} with deterministic=True: expected 'two_pass', since atomics add "
+            f"method is {given!r} with deterministic=True: expected None, since atomics add "
             "in any order; pass method=None or deterministic=False"
         )
 

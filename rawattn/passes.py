@@ -20,7 +20,7 @@ from rawattn.ops import double_backward_out as double_out_op
 from rawattn.ops import double_backward_q as double_q_op
 from rawattn.ops import forward as forward_op
 from rawattn.ops import jvp as jvp_op
-from rawattn.ops.workspaces import accum_shape, check_layout
+from rawattn.ops.workspaces import accum_shape, check_layout, turns
 from rawattn.variants import Row
 
 if TYPE_CHECKING:
@@ -152,8 +152,10 @@ def backward(
         q, k, v, dout = map(call.mapped, (q, k, v, dout))
     delta = call.empty(lse.shape, lse.dtype)
     dq_accum = None
-    if method == "atomic_dq":
-        dq_accum = call.empty(accum_shape(row, problem, "dq"), lse.dtype)
+    in_order = method == "deterministic" and row.in_order
+    if method == "atomic_dq" or in_order:
+        (size,) = accum_shape(row, problem, "dq")
+        dq_accum = call.empty((size + in_order * turns(problem),), lse.dtype)
     preprocess(call, out, dout, dlse, delta, dq_accum)
 
     def along_queries(row: Row, dk_accum: "View | None", dv_accum: "View | None") -> None:
@@ -194,8 +196,8 @@ def backward(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    counted = row.family == "sm90" and not call.capturing
-    kv_op.launch(row, problem, args, stream=call.stream, counted=counted)
+    counted = row.family == "sm90" and not in_order and not call.capturing
+    kv_op.launch(row, problem, args, stream=call.stream, counted=counted, in_order=in_order)
     if dq_accum is not None:
         _postprocess(call, row, dq_accum, cu_seqlens_q, dq, scale)
     else:

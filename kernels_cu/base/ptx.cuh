@@ -148,6 +148,16 @@ __device__ __forceinline__ float lg2_approx(float x) {
 __device__ __forceinline__ void red_add(float* address, float x) {
   asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(address), "f"(x) : "memory");
 }
+// A number that other CTAs raise, with all that they did before
+__device__ __forceinline__ int ld_acquire(const int* address) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+// Raises a number, when all that was done before has been
+__device__ __forceinline__ void red_release_max(int* address, int x) {
+  asm volatile("red.release.gpu.global.max.s32 [%0], %1;\n" ::"l"(address), "r"(x) : "memory");
+}
 // Four at consecutive addresses, 16-byte aligned: one instruction from 9.0 on
 __device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900

@@ -20,15 +20,22 @@ __device__ __forceinline__ void zero_workspace(float* data, int64_t size) {
   }
 }
 
+// Of all heads; a sequence's first one of a head
+__device__ __forceinline__ int64_t units_of(int heads, int total, int batch) {
+  return static_cast<int64_t>(heads) * (total / UNIT + batch);
+}
+__device__ __forceinline__ int64_t unit_of(int head, int total, int batch, int start,
+                                           int batch_index) {
+  return units_of(head, total, batch) + start / UNIT + batch_index;
+}
+
 template <int COLS>
 struct Workspace {
   float* data;  // this head's first unit of this sequence
 
   __device__ __forceinline__ Workspace(float* base, int head, int total, int batch, int start,
-                                       int batch_index) {
-    const int64_t units = total / UNIT + batch;
-    data = base + (head * units + start / UNIT + batch_index) * (UNIT * COLS);
-  }
+                                       int batch_index)
+      : data(base + unit_of(head, total, batch, start, batch_index) * (UNIT * COLS)) {}
   // the square of rows 16 * row16 .. and columns 8 * col8 .. ; this lane's four floats
   __device__ __forceinline__ void add(int row16, int col8, const float (&x)[4]) const {
     float* square = data + (row16 * (COLS / 8) + col8) * (UNIT * 8);

@@ -31,7 +31,7 @@ struct Args {
   Tensor dout;              // (total_q, num_heads_q, head_dim_v)
   const float* lse;         // (num_heads_q, total_q)
   const float* delta;       // (num_heads_q, total_q)
-  float* dq_accum;          // workspace of dQ, zeroed; unused without cfg::ATOMIC
+  float* dq_accum;          // workspace of dQ, zeroed; and the turns, without cfg::ATOMIC
   Tensor dk;                // (total_k, num_heads_kv, head_dim)
   Tensor dv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
@@ -42,6 +42,27 @@ struct Args {
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_kv.py differ");
 
+// With cfg::ATOMIC tiles of keys add to dQ when they come to it. Without, those of a sequence take
+// turns in their order, so that sums are the same on every run. Behind the sums stand this launch's
+// Counter, since a tile waits for those before it, and for each unit, and each of up to PARTS parts
+// of its columns, the number of the tile whose turn it is.
+constexpr bool IN_ORDER = !cfg::ATOMIC;
+constexpr int PARTS = 4;
+struct Turns {
+  Counter* counter;
+  int* next;
+};
+__device__ __forceinline__ Turns turns_of(const Args& args) {
+  const Sizes& sizes = args.sizes;
+  const int64_t units = units_of(sizes.num_heads_q, sizes.total_q, sizes.batch);
+  float* behind = args.dq_accum + units * (UNIT * HEAD_DIM);
+  return {reinterpret_cast<Counter*>(behind), reinterpret_cast<int*>(behind) + PARTS};
+}
+struct KeyWork : KeyTile {
+  int end_before;  // of the tiles of queries that the tile of keys before it adds to
+  __device__ __forceinline__ int number() const { return col0 / (CLUSTER * BLOCK_N); }
+};
+
 // Key blocks of 64 of the CTAs of a cluster, from the first of its tile on. Under a right bound the
 // later ones see fewer queries: of four blocks one CTA has the first and the last.
 __device__ __forceinline__ int first_key(int rank, int block) {
@@ -51,9 +72,20 @@ __device__ __forceinline__ int valid_keys(const KeyTile& tile, int rank, int blo
   return min(max(tile.valid_cols - first_key(rank, block), 0), WARPGROUP_ROWS);
 }
 
-// What a tile walks over; a dead one over nothing
-__device__ __forceinline__ QueryWalk walk_of(const Args& args, const KeyTile& tile) {
-  QueryWalk walk(tile, args.sizes.group());
+// What a tile walks over; a dead one over nothing. In order it goes down: of tiles that begin at the
+// same time each comes to its turns when the one before it has left them.
+struct Walk : QueryWalk {
+  using QueryWalk::QueryWalk;
+  __device__ __forceinline__ void advance() {
+    if (!IN_ORDER) return QueryWalk::advance();
+    const bool last_of_head = m == m_begin;
+    m = (last_of_head ? m_end : m) - 1;
+    head += last_of_head;
+  }
+};
+__device__ __forceinline__ Walk walk_of(const Args& args, const KeyTile& tile) {
+  Walk walk(tile, args.sizes.group());
+  if (IN_ORDER) walk.m = tile.m_end - 1;
   if (tile.dead()) walk.head = walk.end_head;
   return walk;
 }
@@ -63,10 +95,22 @@ __device__ __forceinline__ QueryWalk walk_of(const Args& args, const KeyTile& ti
 // The cluster's tiles
 template <class Plan>
 __device__ __forceinline__ void find_tiles(const Args& args, Plan& smem) {
-  const int heads = args.sizes.num_heads_kv;
-  find_works<CLUSTER>(smem.works, args.num_tiles * heads, args.counter, [&](int work) {
-    const TileOfHead at = tile_of_head(work, args.num_tiles, heads);
-    return find_key_tile<BLOCK_M, CLUSTER * BLOCK_N>(args, at.number, at.head);
+  constexpr int KEYS = CLUSTER * BLOCK_N;
+  const Sizes& sizes = args.sizes;
+  const int works = args.num_tiles * sizes.num_heads_kv;
+  Counter* counter = IN_ORDER ? turns_of(args).counter : counter_at(args.counter);
+  find_works<CLUSTER, IN_ORDER>(smem.works, works, counter, [&](int work) {
+    const TileOfHead at = tile_of_head<IN_ORDER>(work, args.num_tiles, sizes.num_heads_kv);
+    int before = -1;  // the sequence that has the tile before, another one where offsets fall
+    if (IN_ORDER) {
+      before =
+          sequence_of_tile(args.cu_seqlens_k, sizes.batch + 1, sizes.total_k, KEYS, at.number - 1);
+    }
+    KeyWork tile{find_key_tile<BLOCK_M, KEYS>(args, at.number, at.head)};
+    if (tile.col0 > 0 && tile.valid_cols > 0 && before == tile.batch_index) {
+      tile.end_before = ceil_div(tile.mask.end_query(tile.col0 - 1), BLOCK_M);
+    }
+    return tile;
   });
 }
 
@@ -94,12 +138,12 @@ __device__ __forceinline__ void load_keys(const TileT& into, const TensorMap& ma
 template <class Plan>
 __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
   const int lane = threadIdx.x % WARP_SIZE;
-  Works<KeyTile>::Place work;
+  Works<KeyWork>::Place work;
   Place<decltype(Plan::queries)::STAGES> place;
   while (true) {
-    const KeyTile tile = smem.works.take(work);
+    const KeyWork tile = smem.works.take(work);
     if (tile.valid_cols <= 0) return;
-    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+    for (Walk at = walk_of(args, tile); !at.done(); at.advance()) {
       const Rows rows = at.rows<BLOCK_M>(tile.queries);
       const int64_t first = static_cast<int64_t>(rows.head) * args.sizes.total_q + rows.first;
       float natural[BLOCK_M / WARP_SIZE], delta[BLOCK_M / WARP_SIZE];
@@ -125,12 +169,12 @@ __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
 // Every dS^T of this CTA to the other one, by one thread
 template <class Plan>
 __device__ __forceinline__ void send_ds(const Args& args, Plan& smem, int peer) {
-  Works<KeyTile>::Place work;
+  Works<KeyWork>::Place work;
   Place<decltype(Plan::exchange)::STAGES> place;
   while (true) {
-    const KeyTile tile = smem.works.take(work);
+    const KeyWork tile = smem.works.take(work);
     if (tile.valid_cols <= 0) return;
-    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+    for (Walk at = walk_of(args, tile); !at.done(); at.advance()) {
       place.wait_full(smem.exchange);  // so what came two steps before has been read
       mbarrier_arrive_expect_tx(smem_address(smem.from_peer + place.stage), TileDS::BYTES);
       cp_async_bulk_cluster(mapa(smem.ds_of_peer[place.stage].address(), peer),
@@ -145,8 +189,7 @@ __device__ __forceinline__ void send_ds(const Args& args, Plan& smem, int peer) 
 
 // Steps of 16 columns of V that consumers keep in registers: shared memory has so much less to give,
 // whose time is short where dQ is read out of it too
-constexpr int STEPS_OF_V = HEAD_DIM_V / 16 < cfg::V_STEPS ? HEAD_DIM_V / 16 : cfg::V_STEPS;
-constexpr int V_STEPS = cfg::ATOMIC ? STEPS_OF_V : 0;
+constexpr int V_STEPS = HEAD_DIM_V / 16 < cfg::V_STEPS ? HEAD_DIM_V / 16 : cfg::V_STEPS;
 struct RegistersOfV {
   uint32_t steps[V_STEPS > 0 ? V_STEPS : 1][4];
 
@@ -166,6 +209,30 @@ __device__ __forceinline__ void multiply_values(float (&rdP)[1][NT][4], const Re
     multiply_xyt<HEAD_DIM_V>(rdP, v.steps, values, gradients);
   } else {
     multiply_xyt<HEAD_DIM_V, false>(rdP, values, gradients);
+  }
+}
+
+// By a warp that will add to rows `row` .. of dQ, of which there may be none: until those before number
+// `number` have. `taken` is its turn or null, in shared memory since registers are short. The lanes
+// leave the loop together: otherwise the compiler moves accumulators out of its way.
+__device__ __forceinline__ void wait_turn(const Args& args, const KeyWork& tile, int head, int row,
+                                          int part, int number, bool follows, int*& taken) {
+  const Sizes& sizes = args.sizes;
+  const int length = tile.queries.length;
+  const int64_t unit =
+      unit_of(head, sizes.total_q, sizes.batch, tile.queries.start, tile.batch_index);
+  int* turn = turns_of(args).next + (unit + min(row, length - 1) / UNIT) * PARTS + part;
+  const int least = follows || row < tile.end_before * BLOCK_M ? number : 0;
+  while (!__all_sync(0xffffffff, ld_acquire(turn) >= least)) {
+  }
+  if (threadIdx.x % WARP_SIZE == 0) taken = row < length ? turn : nullptr;
+}
+// To the next number, when what the warp has added is there
+__device__ __forceinline__ void pass_turn(int number, int*& taken) {
+  __syncwarp();
+  if (threadIdx.x % WARP_SIZE == 0 && taken != nullptr) {
+    red_release_max(taken, number + 1);
+    taken = nullptr;
   }
 }
 

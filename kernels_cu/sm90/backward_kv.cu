@@ -1,5 +1,5 @@
 // backward_kv: dK = softmax_scale dS^T Q and dV = P^T dO in registers;
-//              dQ += dS K by float32 atomic adds (cfg::ATOMIC). wgmma and TMA.
+//              dQ += dS K in float32, by atomic adds (cfg::ATOMIC) or in order. wgmma and TMA.
 //
 //              BLOCK_M queries           A CTA owns BLOCK_N keys of one kv head and walks over the
 //            +-------------------+       queries of every head of the group, BLOCK_M a step.
@@ -23,9 +23,10 @@
 #include "sm90/backward.cuh"
 
 // The CTAs of a cluster exchange dS, where half of dQ's columns are whole panels of K
-constexpr bool SHARES = CLUSTER == 2 && HEAD_DIM % 128 == 0, EXCHANGES = cfg::ATOMIC && SHARES;
+constexpr bool SHARES = CLUSTER == 2 && HEAD_DIM % 128 == 0;
 constexpr int DQ_COLS = SHARES ? HEAD_DIM / 2 : HEAD_DIM;  // of dQ, that a CTA adds to
 static_assert(BLOCK_N == WARPGROUP_ROWS * CONSUMERS, "cfg::BLOCK_N: 64 keys for each of CONSUMERS");
+constexpr int ADDERS = SHARES ? 1 : CLUSTER;  // to the same columns of dQ, one after the other
 using TileKOfPeer = Tile<BLOCK_N, DQ_COLS>;
 using KV = Ring<cfg::KV_STAGES>;
 using Queries = Ring<cfg::NUM_STAGES>;
@@ -50,7 +51,8 @@ struct alignas(1024) SmemPlan : OfPeer<SHARES> {
   uint64_t terms_full[Queries::STAGES];  // of lse_log2 and delta
   Exchange exchange;                     // of ds, and for the writers of ds_of_peer
   uint64_t from_peer[Exchange::STAGES];
-  Works<KeyTile> works;
+  Works<KeyWork> works;
+  int* turns[CONSUMER_WARPS];
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -63,11 +65,11 @@ __device__ __forceinline__ void load_tiles(const Args& args, Plan& smem, int ran
   prefetch_tensormap(args.v_map);
   prefetch_tensormap(args.q_map);
   prefetch_tensormap(args.dout_map);
-  Works<KeyTile>::Place work;
+  Works<KeyWork>::Place work;
   Place<KV::STAGES> kv;
   Place<Queries::STAGES> place;
   while (true) {
-    const KeyTile tile = smem.works.take(work);
+    const KeyWork tile = smem.works.take(work);
     if (tile.valid_cols <= 0) return;
     // finding the next work takes as long as a step or two
     int until_want = (tile.m_end - tile.m_begin) * args.sizes.group() - 3;
@@ -77,12 +79,12 @@ __device__ __forceinline__ void load_tiles(const Args& args, Plan& smem, int ran
     const uint64_t& keys_full = smem.keys.full[kv.stage];
     load_keys(smem.k[kv.stage], args.k_map, tile, rank, keys_full);
     load_keys(smem.v[kv.stage], args.v_map, tile, rank, keys_full);
-    if constexpr (EXCHANGES) {
+    if constexpr (SHARES) {
       load_keys(smem.k_of_peer[kv.stage], args.k_map, tile, CLUSTER - 1 - rank, keys_full,
                 rank * DQ_COLS);
     }
     kv.advance();
-    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+    for (Walk at = walk_of(args, tile); !at.done(); at.advance()) {
       place.wait_empty(smem.queries);
       const uint64_t& full = smem.queries.full[place.stage];
       const int first = tile.queries.start + at.m * BLOCK_M;
@@ -102,12 +104,14 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   const int own_row = consumer * WARPGROUP_ROWS;                  // of its keys in the CTA's tiles
   const int own_key = first_key(rank, consumer);                  // and in the cluster's
   const float scale_log2 = args.sizes.softmax_scale * LOG2E;
-  Works<KeyTile>::Place work;
+  int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
+  if (IN_ORDER && lane == 0) turn = nullptr;
+  Works<KeyWork>::Place work;
   Place<KV::STAGES> kv;
   Place<Queries::STAGES> place;
   Place<Exchange::STAGES> written, read;
   while (true) {
-    const KeyTile& tile = smem.works.look(work);  // and no copy: registers are short
+    const KeyWork& tile = smem.works.look(work);  // and no copy: registers are short
     if (tile.valid_cols <= 0) return;
     const int valid = valid_keys(tile, rank, consumer);
     const int key = tile.col0 + own_key, length = tile.queries.length;
@@ -123,7 +127,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       if (tile.valid_cols < CLUSTER * BLOCK_N) {
         clear_rows<WARPGROUP>(k_tile, own_row + valid, own_row + WARPGROUP_ROWS);
         clear_rows<WARPGROUP>(v_tile, own_row + valid, own_row + WARPGROUP_ROWS);
-        if constexpr (EXCHANGES) {
+        if constexpr (SHARES) {
           clear_rows<WARPGROUP>(smem.k_of_peer[kv.stage],
                                 own_row + valid_keys(tile, peer, consumer),
                                 own_row + WARPGROUP_ROWS);
@@ -139,14 +143,14 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     const auto add_dq = [&](int head, int row0) {
       read.wait_full(smem.exchange);
       float rdQ[1][DQ_COLS / 8][4];
-      const int first_col = EXCHANGES ? rank * DQ_COLS : 0;
-      if (EXCHANGES) mbarrier_wait(smem_address(smem.from_peer + read.stage), read.parity);
+      const int first_col = SHARES ? rank * DQ_COLS : 0;
+      if (SHARES) mbarrier_wait(smem_address(smem.from_peer + read.stage), read.parity);
       wgmma_fence();
       multiply_xty<BLOCK_N, false>(
           rdQ, Operand<TileDS, MN_MAJOR>(smem.ds[read.stage].address()),
           Operand<TileK, MN_MAJOR>(k_tile.address() +
                                    first_col / TileK::PANEL * TileK::PANEL_BYTES));
-      if constexpr (EXCHANGES) {
+      if constexpr (SHARES) {
         multiply_xty<BLOCK_N, true>(
             rdQ, Operand<TileDS, MN_MAJOR>(smem.ds_of_peer[read.stage].address()),
             Operand<TileKOfPeer, MN_MAJOR>(smem.k_of_peer[kv.stage].address()));
@@ -155,7 +159,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       wgmma_wait_group<0>();
       hold(rdQ);
       read.release(smem.exchange);
-      if (EXCHANGES && lane == 0) {
+      if (SHARES && lane == 0) {
         mbarrier_arrive_cluster(mapa(smem_address(smem.exchange.empty + read.stage), peer));
       }
       const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
@@ -171,6 +175,18 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
       written.advance();
     };
+    int adder = 0, head_before = 0, row_before = 0;  // of the step before
+    bool written_before = false;
+    // this warp's last turn passes on, then its next one comes
+    const auto number = [&] { return tile.number() * ADDERS + (ADDERS > 1 ? rank : 0); };
+    const auto take_turns = [&] {
+      if (!IN_ORDER) return;
+      pass_turn(number(), turn);
+      if (written_before && adder == consumer) {
+        wait_turn(args, tile, head_before, row_before + warp_row, SHARES ? rank : 0, number(),
+                  ADDERS > 1 && rank > 0, turn);
+      }
+    };
     // what a step adds to dK and dV, and its dS^T
     const auto add_step = [&](const TileQ& q, const TileO& dout, int row0) {
       float rP[1][BLOCK_M / 8][4], rdS[1][BLOCK_M / 8][4];
@@ -179,6 +195,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       wgmma_commit_group();
       multiply_values(rdS, rV, own_values, Operand<TileO, K_MAJOR>(dout.address()));
       wgmma_commit_group();
+      take_turns();
       wgmma_wait_group<1>();
       hold(rP);
       if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
@@ -198,23 +215,22 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       multiply_py(rdV, rPt, Operand<TileO, MN_MAJOR>(dout.address()));
       multiply_py(rdK, rdSt, Operand<TileQ, MN_MAJOR>(q.address()));
       wgmma_commit_group();
-      if constexpr (cfg::ATOMIC) write_ds(rdSt);
+      write_ds(rdSt);
       wgmma_wait_group<0>();
       hold(rdV);
       hold(rdK);
       hold(rPt);
       hold(rdSt);
     };
-    int turn = 0, head_before = 0, row_before = 0;  // of the step before
-    bool written_before = false;
-    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+    for (Walk at = walk_of(args, tile); !at.done(); at.advance()) {
       place.wait_full(smem.queries);
       TileQ& q = smem.q[place.stage];
       TileO& dout = smem.dout[place.stage];
       const int row0 = at.m * BLOCK_M, rows = length - row0;
       if (PASSES_OVER && mask.hides(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
+        take_turns();
         mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
-        if constexpr (cfg::ATOMIC) write_ds({});
+        write_ds({});
       } else {
         if (rows < BLOCK_M) {
           clear_rows<WARPGROUP>(q, rows);
@@ -227,20 +243,18 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       mbarrier_arrive(
           smem_address(smem.queries.empty + place.stage));  // each lane has read L and D
       place.advance();
-      if constexpr (cfg::ATOMIC) {
-        if (written_before) {
-          if (turn == consumer) add_dq(head_before, row_before);
-          read.advance();
-          turn = turn + 1 == CONSUMERS ? 0 : turn + 1;
-        }
-        head_before = at.head, row_before = row0, written_before = true;
+      if (written_before) {
+        if (adder == consumer) add_dq(head_before, row_before);
+        read.advance();
+        adder = adder + 1 == CONSUMERS ? 0 : adder + 1;
       }
+      head_before = at.head, row_before = row0, written_before = true;
     }
     if (!tile.dead()) {
-      if constexpr (cfg::ATOMIC) {
-        if (turn == consumer) add_dq(head_before, row_before);
-        read.advance();
-      }
+      take_turns();
+      if (adder == consumer) add_dq(head_before, row_before);
+      read.advance();
+      if (IN_ORDER) pass_turn(number(), turn);
       kv.release(smem.keys);
       kv.advance();
     }
@@ -268,8 +282,8 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
     smem.exchange.init(SHARES ? 8 : 4, CONSUMER_WARPS);  // a warpgroup reads it, of each CTA
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
     for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
-    smem.keys.init(CONSUMER_WARPS, EXCHANGES ? 3 : 2);  // writers: K, V, and K of the peer
-    smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + (EXCHANGES ? 2 : 1));
+    smem.keys.init(CONSUMER_WARPS, SHARES ? 3 : 2);  // writers: K, V, and K of the peer
+    smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + (SHARES ? 2 : 1));
     fence_mbarrier_init();
   }
   if constexpr (CLUSTER == 2) {
@@ -281,7 +295,7 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
     if (warp == 1) load_terms(args, smem);
     if (warp == 0 && elect_sync()) load_tiles(args, smem, rank);
-    if constexpr (EXCHANGES) {
+    if constexpr (SHARES) {
       if (warp == 2 && elect_sync()) send_ds(args, smem, CLUSTER - 1 - rank);
     }
     if (warp == 3) find_tiles(args, smem);

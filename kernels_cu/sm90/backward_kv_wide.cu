@@ -16,7 +16,6 @@
 #include "sm90/backward.cuh"
 
 static_assert(CONSUMERS == 2 && CLUSTER == 2 && KEY_BLOCKS == 1, "cfg: two by two, 64 keys each");
-constexpr bool EXCHANGES = cfg::ATOMIC;
 constexpr int OWN_QUERIES = BLOCK_M / CONSUMERS;
 using TilePt = Tile<BLOCK_N, BLOCK_M>;
 using Queries = Ring<cfg::Q_STAGES>;  // Q, and L with D
@@ -46,7 +45,8 @@ struct alignas(1024) SmemPlan {
   Exchange exchange;  // of p and ds, and for the writers of ds_of_peer
   uint64_t from_peer[Exchange::STAGES];
   uint64_t cleared;  // a phase ends when what lies past the keys is zero
-  Works<KeyTile> works;
+  Works<KeyWork> works;
+  int* turns[CONSUMER_WARPS];
 };
 static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and SmemPlan differ");
 
@@ -65,12 +65,12 @@ __device__ __forceinline__ void load_tiles(const Args& args, SmemPlan& smem, int
   prefetch_tensormap(args.v_map);
   prefetch_tensormap(args.q_map);
   prefetch_tensormap(args.dout_map);
-  Works<KeyTile>::Place work;
+  Works<KeyWork>::Place work;
   Place<1> kv;
   Place<Queries::STAGES> query;
   Place<Douts::STAGES> gradient;
   while (true) {
-    const KeyTile tile = smem.works.take(work);
+    const KeyWork tile = smem.works.take(work);
     if (tile.valid_cols <= 0) return;
     // finding the next work takes as long as a step or two
     int until_want = (tile.m_end - tile.m_begin) * args.sizes.group() - 2;
@@ -80,12 +80,10 @@ __device__ __forceinline__ void load_tiles(const Args& args, SmemPlan& smem, int
     const uint64_t& keys_full = smem.keys.full[kv.stage];
     load_keys(smem.k, args.k_map, tile, rank, keys_full);
     load_keys(smem.v, args.v_map, tile, rank, keys_full);
-    if constexpr (EXCHANGES) {
-      load_keys(smem.k_of_peer, args.k_map, tile, CLUSTER - 1 - rank, keys_full,
-                GOES_ROUND ? 0 : rank * TileKOfPeer::COLS);
-    }
+    load_keys(smem.k_of_peer, args.k_map, tile, CLUSTER - 1 - rank, keys_full,
+              GOES_ROUND ? 0 : rank * TileKOfPeer::COLS);
     kv.advance();
-    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+    for (Walk at = walk_of(args, tile); !at.done(); at.advance()) {
       const int first = tile.queries.start + at.m * BLOCK_M;
       query.wait_empty(smem.queries);
       load_tile(smem.q[query.stage], args.q_map, at.head, first, smem.queries.full[query.stage],
@@ -131,14 +129,16 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;
   const float scale_log2 = args.sizes.softmax_scale * LOG2E;
-  Works<KeyTile>::Place work;
+  int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
+  if (IN_ORDER && lane == 0) turn = nullptr;
+  Works<KeyWork>::Place work;
   Place<1> kv;
   Place<Queries::STAGES> query;
   Place<Douts::STAGES> gradient;
   Place<Exchange::STAGES> written, read;
   int parity_of_cleared = 0;
   while (true) {
-    const KeyTile& tile = smem.works.look(work);  // and no copy: registers are short
+    const KeyWork& tile = smem.works.look(work);  // and no copy: registers are short
     if (tile.valid_cols <= 0) return;
     const int valid = valid_keys(tile, rank, 0), length = tile.queries.length;
     const int key = tile.col0 + first_key(rank, 0);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       if (tile.valid_cols < CLUSTER * BLOCK_N) {
         if (CONSUMER == 0) clear_rows<WARPGROUP>(smem.k, valid);
         if (CONSUMER == 1) clear_rows<WARPGROUP>(smem.v, valid);
-        if (EXCHANGES && CONSUMER == 1) {
+        if (CONSUMER == 1) {
           clear_rows<WARPGROUP>(smem.k_of_peer, valid_keys(tile, CLUSTER - 1 - rank, 0));
         }
         fence_proxy_async();
@@ -169,6 +169,19 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       fence_proxy_async();
       __syncwarp();  // this warp's part is written
       if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
+    };
+    int round = rank * CONSUMERS + CONSUMER;
+    const auto has_panel = [&] { return !GOES_ROUND || round < PANELS; };
+    int head_before = 0, row_before = 0;  // of the step before
+    bool written_before = false;
+    // this warp's last turn passes on, then its next one comes
+    const auto take_turns = [&] {
+      if (!IN_ORDER) return;
+      pass_turn(tile.number(), turn);
+      if (written_before && has_panel()) {
+        wait_turn(args, tile, head_before, row_before + warp_row, round, tile.number(), false,
+                  turn);
+      }
     };
     // what a step adds to dK and dV, from P^T and dS^T, which it makes
     const auto add_step = [&](TileQ& q, int row0, uint32_t (&rPt)[OWN_QUERIES / 16][4],
@@ -189,6 +202,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       multiply_values(rdS, rV, Operand<TileV, K_MAJOR>(smem.v.address()),
                       Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
       wgmma_commit_group();
+      take_turns();
       wgmma_wait_group<1>();
       hold(rP);
       if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
@@ -221,8 +235,6 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       written.advance();
     };
     // a panel of dQ of the step before, for the keys of both CTAs
-    int round = rank * CONSUMERS + CONSUMER;
-    const auto has_panel = [&] { return !GOES_ROUND || round < PANELS; };
     const auto wait_for_ds = [&] {
       read.wait_full(smem.exchange);
       mbarrier_wait(smem_address(smem.from_peer + read.stage), read.parity);
@@ -247,18 +259,16 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       add_units(sums, rdQ, row0, warp_row, round * TileK::PANEL, length - row0);
     };
     const auto leave_ds = [&] {
-      if (EXCHANGES && !has_panel()) wait_for_ds();  // a phase of its barrier ends before the next
+      if (!has_panel()) wait_for_ds();  // a phase of its barrier ends before the next
       read.release(smem.exchange);
-      if (EXCHANGES && lane == 0) {
+      if (lane == 0) {
         mbarrier_arrive_cluster(
             mapa(smem_address(smem.exchange.empty + read.stage), CLUSTER - 1 - rank));
       }
       read.advance();
       if (GOES_ROUND) round = (round + 1) % 4;
     };
-    int head_before = 0, row_before = 0;  // of the step before
-    bool written_before = false;
-    for (QueryWalk at = walk_of(args, tile); !at.done(); at.advance()) {
+    for (Walk at = walk_of(args, tile); !at.done(); at.advance()) {
       query.wait_full(smem.queries);
       TileQ& q = smem.q[query.stage];
       const int row0 = at.m * BLOCK_M;
@@ -267,11 +277,10 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       if (hidden) {
         mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
         gradient.wait_full(smem.douts);
-        if (EXCHANGES) {
-          written.wait_empty(smem.exchange);
-          write_ds(rdSt);
-          written.advance();
-        }
+        take_turns();
+        written.wait_empty(smem.exchange);
+        write_ds(rdSt);
+        written.advance();
       } else {
         if (length - row0 < BLOCK_M) {
           clear_rows<WARPGROUP>(q, length - row0);
@@ -291,7 +300,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         gradient.release(smem.douts);
         gradient.advance();
       };
-      if (EXCHANGES && written_before && has_panel()) {
+      if (written_before && has_panel()) {
         float rdQ[1][TileK::PANEL / 8][4];
         begin_dq(rdQ);
         wgmma_wait_group<1>();
@@ -301,18 +310,18 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         wgmma_wait_group<0>();
         leave();
       }
-      if (EXCHANGES ? written_before : !hidden) leave_ds();
+      if (written_before) leave_ds();
       head_before = at.head, row_before = row0, written_before = true;
     }
     if (!tile.dead()) {
-      if (EXCHANGES) {
-        if (has_panel()) {
-          float rdQ[1][TileK::PANEL / 8][4];
-          begin_dq(rdQ);
-          end_dq(rdQ, head_before, row_before);
-        }
-        leave_ds();
+      take_turns();
+      if (has_panel()) {
+        float rdQ[1][TileK::PANEL / 8][4];
+        begin_dq(rdQ);
+        end_dq(rdQ, head_before, row_before);
       }
+      leave_ds();
+      if (IN_ORDER) pass_turn(tile.number(), turn);
       kv.release(smem.keys);
       kv.advance();
     }
@@ -341,14 +350,14 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
   const int rank = cluster_ctarank();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / WARP_SIZE, 0);
   if (threadIdx.x == 0) {
-    smem.keys.init(CONSUMER_WARPS, EXCHANGES ? 3 : 2);  // writers: K, V, and K of the peer
+    smem.keys.init(CONSUMER_WARPS, 3);  // writers: K, V, and K of the peer
     smem.queries.init(CONSUMERS * WARPGROUP);
     smem.douts.init(CONSUMER_WARPS);
-    smem.exchange.init(EXCHANGES ? 2 * CONSUMER_WARPS : CONSUMER_WARPS, CONSUMER_WARPS);
+    smem.exchange.init(2 * CONSUMER_WARPS, CONSUMER_WARPS);
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
     for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
     mbarrier_init(smem_address(&smem.cleared), CONSUMER_WARPS);
-    smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + (EXCHANGES ? 2 : 1));
+    smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + 2);
     fence_mbarrier_init();
   }
   barrier_cluster();  // the barriers of both CTAs are there
@@ -356,9 +365,7 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
     if (warp == 0 && elect_sync()) load_tiles(args, smem, rank);
     if (warp == 1) load_terms(args, smem);
-    if constexpr (EXCHANGES) {
-      if (warp == 2 && elect_sync()) send_ds(args, smem, CLUSTER - 1 - rank);
-    }
+    if (warp == 2 && elect_sync()) send_ds(args, smem, CLUSTER - 1 - rank);
     if (warp == 3) find_tiles(args, smem);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();

@@ -68,7 +68,7 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/forw
 // The CTA's tiles
 __device__ __forceinline__ void find_tiles(const Args& args, SmemPlan& smem) {
   const int heads = args.sizes.num_heads_q;
-  find_works<1>(smem.works, args.num_tiles * heads, args.counter, [&](int work) {
+  find_works<1, false>(smem.works, args.num_tiles * heads, counter_at(args.counter), [&](int work) {
     const TileOfHead at = tile_of_head(work, args.num_tiles, heads);
     const TileOfSequence found =
         find_tile(args.cu_seqlens_q, args.sizes.batch, args.sizes.total_q, BLOCK_M, at.number);

@@ -16,12 +16,13 @@ __device__ __forceinline__ int extent(const QueryTile& tile) { return tile.valid
 __device__ __forceinline__ int extent(const KeyTile& tile) { return tile.valid_cols; }
 
 // Which tile of which head a work is. Under a right bound tiles differ in length: the long ones of all
-// heads come first.
+// heads come first. HEADS_FIRST: so they do in any case.
 struct TileOfHead {
   int number, head;
 };
+template <bool HEADS_FIRST = false>
 __device__ __forceinline__ TileOfHead tile_of_head(int work, int num_tiles, int num_heads) {
-  if (cfg::HAS_RIGHT) return {work / num_heads, work % num_heads};
+  if (HEADS_FIRST || cfg::HAS_RIGHT) return {work / num_heads, work % num_heads};
   return {work % num_tiles, work / num_tiles};
 }
 
@@ -65,17 +66,21 @@ struct Works {
   }
 };
 
+__device__ __forceinline__ Counter* counter_at(int index) {
+  return index < 0 ? nullptr : counters + index;
+}
+
 // Works 0 .. `total` - 1 to `works`, by a warp: those without extent left out, then one without, the
 // end. The first is the cluster's own, then each takes the next that nobody has when the loads of the
-// last one end: what is taken earlier, a CTA that runs late takes from one that does not. Without a
-// counter (-1) clusters take turns, every other round backwards. tile_of(work) is that tile.
-template <int CLUSTER, class TileT, class TileOf>
-__device__ __forceinline__ void find_works(Works<TileT>& works, int total, int counter_index,
+// last one end: what is taken earlier, a CTA that runs late takes from one that does not. IN_ORDER:
+// the first one too is the next, so that a work is only begun when those before it have been. Without
+// a counter clusters take turns, every other round backwards. tile_of(work) is that tile.
+template <int CLUSTER, bool IN_ORDER, class TileT, class TileOf>
+__device__ __forceinline__ void find_works(Works<TileT>& works, int total, Counter* counter,
                                            TileOf&& tile_of) {
   const int clusters = gridDim.x / CLUSTER, own = blockIdx.x / CLUSTER;
   const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
   const bool first_lane = threadIdx.x % WARP_SIZE == 0;
-  Counter* counter = counter_index < 0 ? nullptr : counters + counter_index;
   Place<Works<TileT>::STAGES> place;
   const auto hand_over = [&](const TileT& tile) {
     place.wait_empty(works.ring);
@@ -108,7 +113,12 @@ __device__ __forceinline__ void find_works(Works<TileT>& works, int total, int c
     }
     return work;
   };
-  int work = own, parity = 0;
+  const auto next = [&] {
+    int work = 0;
+    if (first_lane && rank == 0) work = (IN_ORDER ? 0 : clusters) + atomicAdd(&counter->next, 1);
+    return together(__shfl_sync(0xffffffff, work, 0));
+  };
+  int work = IN_ORDER ? next() : own, parity = 0;
   for (int round = 1; work < total; ++round) {
     const TileT tile = tile_of(work);
     if (extent(tile) > 0) {
@@ -117,8 +127,7 @@ __device__ __forceinline__ void find_works(Works<TileT>& works, int total, int c
       parity ^= 1;
     }
     if (counter) {
-      if (first_lane && rank == 0) work = clusters + atomicAdd(&counter->next, 1);
-      work = together(__shfl_sync(0xffffffff, work, 0));
+      work = next();
     } else {
       work = round * clusters + (round % 2 ? clusters - 1 - own : own);
     }

@@ -91,7 +91,7 @@ def sample_builds(archs_each: int) -> list[tuple[Build, str]]:
 
 
 def library_builds(arch: str) -> list[Build]:
-    """What calls on ``arch`` need: native head_dims, causal or not, default and two_pass.
+    """What calls on ``arch`` need: native head_dims, causal or not, default and deterministic.
 
     Beyond first derivatives: a direction of three parts, large problems and small ones. Of
     block-sparse attention: see ``sparse_builds``.
@@ -100,7 +100,7 @@ def library_builds(arch: str) -> list[Build]:
 
 
 def _dense_builds(arch: str) -> Iterator[Build]:
-    methods = dict.fromkeys((method_of(None, False), "two_pass", *SECOND))
+    methods = dict.fromkeys((method_of(None, False), method_of(None, True), *SECOND))
     steps = dict.fromkeys((Step("forward"), *(step for name in methods for step in STEPS[name])))
     for head_dim, dtype, right in product(HEAD_DIMS, HALF, (-1, 0)):
         sizes = (1, 1, 1, 1, 1, head_dim, head_dim)

@@ -131,7 +131,7 @@ def _has_rows(case: Case, step: str, arch: int) -> bool:
     """Whether the table has CUDA rows for ``step``: the widest tiles do not fit every GPU."""
     sizes = (case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v)
     problem = Problem(case.dtype, 1, 1, 1, *sizes, *case.mask_window, 1.0, arch, 0)
-    return all(select(stem, problem).family != "numba" for stem, _ in STEPS[step])
+    return all(select(of.stem, problem).family != "numba" for of in STEPS[step])
 
 
 def is_quick(case: Case) -> bool:

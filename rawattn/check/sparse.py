@@ -72,7 +72,7 @@ def _steps_with_rows(case: SparseCase, arch: int) -> tuple[str, ...] | None:
     selection = Selection(*blocks, case.own, 256)
 
     def served(steps: tuple[Step, ...]) -> bool:
-        rows = [select(stem, problem, selection=selection) for stem, _ in steps]
+        rows = [select(stem, problem, selection=selection) for stem, *_ in steps]
         return all(row.family != "numba" for row in rows)
 
     if not served((Step("sparse_forward"),)):

@@ -32,10 +32,19 @@ LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=NUMBERS)
 BOX = 64  # rows of K and V that are loaded at a time
 
 
-def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool = False) -> None:
+def launch(
+    row: Row,
+    problem: Problem,
+    args: Args,
+    *,
+    stream: int,
+    counted: bool = False,
+    in_order: bool = False,
+) -> None:
     """dk and dv; with dq_accum (zeroed) also dQ / softmax_scale, by atomic adds into it.
 
-    ``counted``: as of forward.launch.
+    ``counted``: as of forward.launch. ``in_order``: what is added to an element of dQ is so in the
+    same order every time; behind the sums are zeros for the turns.
     """
     if row.family == "numba":
         from rawattn.kernels_numba import backward_kv as twin
@@ -43,7 +52,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool
         twin.launch(row, problem, args, stream=stream)
         return
     layout = LAYOUT_SM90 if row.family == "sm90" else LAYOUT
-    kernel = loaded.kernel(row, problem, atomic=args.dq_accum is not None, args_bytes=layout.size)
+    atomic = args.dq_accum is not None and not in_order
+    kernel = loaded.kernel(row, problem, atomic=atomic, args_bytes=layout.size)
     tiles = key_tiles(row, problem)
     if row.family != "sm90":
         kernel.launch((tiles, problem.num_heads_kv, 1), layout.pack(args, problem), stream)

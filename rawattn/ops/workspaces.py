@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rawattn.arrays import Shape
 
 UNIT = 16  # rows that kernels_cu/base/workspace.cuh keeps together
+PARTS, COUNTS = 4, 4  # of turns: those of a unit, and what stands in front of them all
 Gradient = Literal["dq", "dk", "dv"]
 
 
@@ -31,6 +32,16 @@ def check_layout(filling: Row, reading: Row) -> None:
         )
 
 
+def _units(tokens: int, heads: int, problem: Problem) -> int:
+    return heads * (tokens // UNIT + problem.batch)
+
+
+def turns(problem: Problem) -> int:
+    """Numbers behind the squares of dq where they are added in order, see
+    kernels_cu/sm90/backward.cuh."""
+    return PARTS * _units(problem.total_q, problem.num_heads_q, problem) + COUNTS
+
+
 def accum_shape(row: Row, problem: Problem, gradient: Gradient) -> "Shape":
     """Shape of the workspace of ``gradient`` that ``row`` fills; of dense rows one-dimensional."""
     of_q = gradient == "dq"
@@ -42,6 +53,6 @@ def accum_shape(row: Row, problem: Problem, gradient: Gradient) -> "Shape":
         widths = tile_widths(*widths)
     width = widths[gradient == "dv"]
     if layout == "squares":
-        return (heads * (tokens // UNIT + problem.batch) * UNIT * width,)
+        return (_units(tokens, heads, problem) * UNIT * width,)
     shape = (tokens, heads, width)
     return shape if row.stem.startswith("sparse_") else (math.prod(shape),)

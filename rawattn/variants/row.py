@@ -189,6 +189,11 @@ class Row:
     file: str = ""
 
     @property
+    def in_order(self) -> bool:
+        """Whether the form that is not atomic adds to dQ as the atomic one does, but in order."""
+        return self.family == "sm90" and self.kernel.accumulates
+
+    @property
     def source(self) -> str:
         """The name of the file that holds the kernel, which mostly is that of the kernel."""
         return self.file or self.stem

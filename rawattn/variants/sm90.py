@@ -6,6 +6,7 @@ from rawattn.variants.row import Row, Sm90, Tiles, When, panel_of
 from rawattn.variants.sm80 import BACKWARD_KV, FORWARD
 
 _WORKS = 256  # bytes of struct Works, at most
+_TURNS = 32  # bytes of a warpgroup's
 _BARRIERS = 16  # bytes of the two barriers of a buffer
 _ALIGNMENT = 1024  # bytes of a swizzled tile
 
@@ -38,7 +39,7 @@ def _backward_kv_smem(c: Sm90, t: Tiles) -> int:
     tiles += 2 * (1 + shares) * c.block_n * c.block_m  # dS, of both CTAs
     tiles += shares * c.kv_stages * c.block_n * t.head_dim // 2  # K of the other one
     others = c.num_stages * (8 * c.block_m + _BARRIERS + 8)
-    others += (2 + c.kv_stages) * _BARRIERS + 16 + _WORKS
+    others += (2 + c.kv_stages) * _BARRIERS + 16 + _WORKS + _TURNS * c.consumers
     return _bytes(tiles, others)
 
 
@@ -58,7 +59,8 @@ def _backward_kv_wide_smem(c: Sm90, t: Tiles) -> int:
     of_peer = d if d // panel_of(d) < 4 else d // 2
     tiles = rows * (d + dv + of_peer + c.q_stages * d + c.num_stages * dv)
     tiles += 6 * rows * rows  # P, dS and dS of the other CTA, twice
-    others = c.q_stages * (8 * rows + _BARRIERS + 8) + (3 + c.num_stages) * _BARRIERS + 24 + _WORKS
+    others = c.q_stages * (8 * rows + _BARRIERS + 8) + (3 + c.num_stages) * _BARRIERS + 24
+    others += _WORKS + _TURNS * c.consumers
     return _bytes(tiles, others)
 
 

@@ -4,21 +4,30 @@ or visit them."""
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from rawattn.variants.row import Row
+
 
 class Step(NamedTuple):
-    """A kernel of a function, and whether it takes its atomic form there."""
+    """A kernel of a function, and whether it takes its atomic form there.
+
+    ``in_order``: only beside a row of backward_kv that can add in order, or, False, that cannot.
+    """
 
     stem: str
     atomic: bool = False
+    in_order: bool | None = None
 
 
-METHODS = ("atomic_dq", "atomic_dkv", "two_pass")
+METHODS = ("atomic_dq", "atomic_dkv", "deterministic")
 _FIRST = Step("backward_preprocess")
 _LAST = Step("backward_postprocess")
 STEPS: Mapping[str, tuple[Step, ...]] = {  # methods of backward, jvp, two ways of double_backward
     "atomic_dq": (_FIRST, Step("backward_kv", True), _LAST),
     "atomic_dkv": (_FIRST, Step("backward_q", True), _LAST),
-    "two_pass": (_FIRST, Step("backward_kv"), Step("backward_q")),
+    "deterministic": (
+        *(_FIRST, Step("backward_kv"), Step("backward_q", in_order=False)),
+        Step("backward_postprocess", in_order=True),
+    ),
     "jvp": (Step("jvp"),),
     "second/atomic": (Step("double_backward_out"), Step("double_backward_kv", True), _LAST),
     "second/two_pass": (
@@ -40,8 +49,13 @@ SPARSE_STEPS: Mapping[str, tuple[Step, ...]] = {
 }
 
 
+def steps_beside(row: Row, name: str) -> tuple[Step, ...]:
+    """The steps of a function where ``row`` is that of backward_kv."""
+    return tuple(step for step in STEPS[name] if step.in_order in (None, row.in_order))
+
+
 def method_of(method: str | None, deterministic: bool) -> str:
     """How the backward accumulates: the caller's choice, else the fastest that is allowed."""
     if deterministic:
-        return "two_pass"
+        return METHODS[-1]
     return method or "atomic_dq"

@@ -1,5 +1,5 @@
-// CUDA C++ on one thread of a CPU, as far as the sources of kernels_cu/ go: clusters of blocks one
-// after the other, the threads of a cluster as fibers that take turns where one waits. Instructions are in
+// CUDA C++ on one thread of a CPU, as far as the sources of kernels_cu/ go: a few clusters of
+// blocks at a time, their threads as fibers that take turns where one waits. Instructions are in
 // base/ptx.cuh beside this file. It shows wrong numbers, deadlocks, accesses outside shared memory
 // and missing waits (see Lateness); nothing about speed.
 #pragma once
@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstdarg>
@@ -77,18 +78,19 @@ struct Meeting {  // of the lanes of a warp, or of the threads of a barrier
   void* slots[128];
 };
 
-constexpr int SHARED = 232448, LARGEST_CLUSTER = 2, RANK_BIT = 24;
-alignas(1024) inline char memory[LARGEST_CLUSTER * SHARED];  // shared memory of a cluster's blocks
+constexpr int SHARED = 232448, LARGEST_CLUSTER = 2, CLUSTERS = 3, RANK_BIT = 24;
+constexpr int BLOCKS = LARGEST_CLUSTER * CLUSTERS;  // that run at once
+alignas(1024) inline char memory[BLOCKS * SHARED];  // shared memory of these
 inline std::vector<Fiber> fibers;
 inline std::vector<int> turns;  // the order in which threads take turns, and each one's place in it
 inline std::vector<int> places;
 inline std::vector<Meeting> warps, groups;  // groups: of 128 threads
-struct Block {                              // of a cluster
+struct Block {
   Meeting barriers[16];
   int alive;
 };
-inline Block blocks[LARGEST_CLUSTER];
-inline Meeting cluster_barrier;
+inline Block blocks[BLOCKS];
+inline Meeting cluster_barriers[CLUSTERS];
 inline std::deque<std::function<void()>> late;  // work that nobody has had to wait for yet
 struct Copies {  // of one thread: groups that were committed, and what is in none yet
   std::deque<std::vector<std::function<void()>>> groups;
@@ -104,7 +106,8 @@ inline jmp_buf home;
 inline char error[2048];
 inline std::function<void()> body;
 
-inline int rank() { return running / block_threads; }  // of the running thread's block
+inline int block() { return running / block_threads; }  // of the running thread
+inline int rank() { return block() % cluster; }         // in its cluster
 
 [[noreturn]] inline void fail(const char* format, ...) {
   va_list values;
@@ -120,7 +123,7 @@ inline int rank() { return running / block_threads; }  // of the running thread'
 inline void resume(int next) {
   running = next;
   threadIdx.x = static_cast<unsigned>(next % block_threads);
-  blockIdx.x = first_block + rank();
+  blockIdx.x = first_block + block();
   Fiber& fiber = fibers[next];
   if (fiber.begun) _longjmp(fiber.place, 1);
   fiber.begun = true;
@@ -223,10 +226,11 @@ T lanes(const char* name, T mine, F&& f) {
 }
 
 // What `extern __shared__ char shared[]` of a kernel is
-inline char* own_shared() { return memory + rank() * SHARED; }
+inline char* own_shared() { return memory + block() * SHARED; }
 // An address in the shared memory of a block, as every block of the cluster may use it, later too
-inline unsigned of_rank(unsigned address, int rank) {
-  return (address & ((1u << RANK_BIT) - 1)) | (rank + 1u) << RANK_BIT;
+inline unsigned of_rank(unsigned address, int other) {
+  const int there = block() - rank() + other;
+  return (address & ((1u << RANK_BIT) - 1)) | (there + 1u) << RANK_BIT;
 }
 inline unsigned of_cluster(unsigned address) {
   return address >> RANK_BIT ? address : of_rank(address, rank());
@@ -245,20 +249,20 @@ inline char* at(unsigned address, int bytes) {
 inline void run_fiber() {
   body();
   fibers[running].ended = true;
-  --blocks[rank()].alive, stuck = 0;
+  --blocks[block()].alive, stuck = 0;
   const int next = next_turn();
   if (next < 0) _longjmp(home, 2);
   resume(next);
 }
 
-inline void begin_cluster(unsigned seed) {
-  const int threads = block_threads * cluster;
+inline void begin_blocks(int number, unsigned seed) {
+  const int threads = block_threads * number;
   count = threads, stuck = quiet = running = 0;
   fibers.resize(threads);
   turns.resize(threads), places.resize(threads);
   warps.assign(threads / WARP, {}), groups.assign((threads + 127) / 128, {});
   for (Block& block : blocks) block = {{}, block_threads};
-  cluster_barrier = {};
+  for (Meeting& barrier : cluster_barriers) barrier = {};
   late.clear();
   copies.assign(threads, {});
   std::vector<int> order(threads / WARP);
@@ -272,7 +276,7 @@ inline void begin_cluster(unsigned seed) {
     turns[t] = order[t / WARP] * WARP + t % WARP;
     places[turns[t]] = t;
   }
-  std::memset(memory, 0xff, sizeof memory);
+  std::memset(memory, 0xff, number * SHARED);
   for (Fiber& fiber : fibers) {
     fiber.begun = fiber.ended = false, fiber.waits_for = "nothing";
     if (!fiber.stack) {
@@ -289,7 +293,7 @@ inline void begin_cluster(unsigned seed) {
 // The whole grid; an empty text, or what went wrong
 template <class Args>
 const char* run(void (*kernel)(Args), const void* given, const unsigned (&grid)[3], int threads,
-                int dynamic_bytes, int blocks_together, unsigned seed, int lateness) {
+                int dynamic_bytes, int blocks_together, int clusters, unsigned seed, int lateness) {
   static Args args;
   std::memcpy(&args, given, sizeof args);
   error[0] = 0;
@@ -306,9 +310,9 @@ const char* run(void (*kernel)(Args), const void* given, const unsigned (&grid)[
   static unsigned z, y, x;  // static: a jump back here leaves other variables undefined
   for (z = 0; z < grid[2]; ++z) {
     for (y = 0; y < grid[1]; ++y) {
-      for (x = 0; x < grid[0]; x += cluster) {
+      for (x = 0; x < grid[0]; x += cluster * clusters) {
         blockIdx = {x, y, z}, first_block = x;
-        begin_cluster(seed ? seed + x : 0);
+        begin_blocks(std::min(cluster * clusters, int(grid[0] - x)), seed ? seed + x : 0);
         const int ended = _setjmp(home);
         if (ended == 0) resume(turns[0]);
         if (ended == 1) goto over;
@@ -334,7 +338,7 @@ T max(T a, T b) {
 }
 
 inline void barrier_of(int id, int members, bool waits) {
-  emulator::Block& block = emulator::blocks[emulator::rank()];
+  emulator::Block& block = emulator::blocks[emulator::block()];
   emulator::Meeting& barrier = block.barriers[id];
   const int generation = barrier.generation;
   ++barrier.arrived;
@@ -384,6 +388,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   });
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
 template <class T>
 T __reduce_min_sync(unsigned, T x) {
   return emulator::lanes("__reduce_min_sync", x, [](const T* all, int) {

@@ -266,13 +266,13 @@ PLANTS = (
         "dq without the scale",
         ("output-scale",),
         ((BACKWARD_Q, SCALED, PLAIN),),
-        options={"method": "two_pass"},
+        options={"method": "deterministic"},
     ),
     Plant(
         "one head of the group",
         ("gqa-group-not-summed",),
         ((TILES, "(tile.kv_head + 1) * group", "tile.kv_head * group + 1"),),
-        options={"method": "two_pass"},
+        options={"method": "deterministic"},
     ),
     Plant(
         "dlse with the other sign",
@@ -310,7 +310,7 @@ PLANTS = (
         "dq holds its last tile",
         ("tile-overwrites",),
         ((BACKWARD_Q, "clear(rdS);", "clear(rdS);\n    clear(rdQ);"),),
-        options={"method": "two_pass"},
+        options={"method": "deterministic"},
     ),
     Plant(
         "the last tile of queries adds nothing to dk and dv",
@@ -322,7 +322,7 @@ PLANTS = (
                 "tile.mask.end_query(tile.col0 + tile.valid_cols - 1) / BLOCK_M",
             ),
         ),
-        options={"method": "two_pass"},
+        options={"method": "deterministic"},
     ),
     Plant(
         "jvp: tlse is kept as a sum",

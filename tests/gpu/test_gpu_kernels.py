@@ -45,8 +45,8 @@ pytestmark = pytest.mark.gpu
 STEPS = ("forward", *METHODS)
 STEPS_OF = {
     "forward": ("forward",),
-    "backward_kv": ("atomic_dq", "two_pass"),
-    "backward_q": ("atomic_dkv", "two_pass"),
+    "backward_kv": ("atomic_dq", "deterministic"),
+    "backward_q": ("atomic_dkv", "deterministic"),
 }
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 200)
 EDGES_K = (5, 0, 64, 129, 1, 200, 65, 0, 127)  # with queries that see no key, under any mask
@@ -248,7 +248,7 @@ REPEATED = [
 REPEATED_IDS = [f"{case}-d{case.head_dim}" for case in REPEATED]
 
 
-@pytest.mark.parametrize("step", ["forward", "two_pass"])
+@pytest.mark.parametrize("step", ["forward", "deterministic"])
 @pytest.mark.parametrize("case", REPEATED, ids=REPEATED_IDS)
 def test_bitwise_repeatable(case: Case, step: str) -> None:
     expected, t = prepared(case)
@@ -277,7 +277,7 @@ def test_atomics_differ_by_rounding_alone(case: Case, step: str) -> None:
 @pytest.mark.parametrize("case", REPEATED, ids=REPEATED_IDS)
 def test_a_sequence_alone_and_in_a_batch(case: Case) -> None:
     expected, t = prepared(case)
-    whole = run_step(expected, t, "forward") | run_step(expected, t, "two_pass")
+    whole = run_step(expected, t, "forward") | run_step(expected, t, "deterministic")
     given_out, given_lse = moved(expected.out), moved(expected.lse)
     bounds_q, bounds_k = (np.cumsum([0, *n]).tolist() for n in (case.lengths_q, case.lengths_k))
     for b in range(len(case.lengths_q)):

@@ -156,7 +156,9 @@ REFUSALS = [
     value(
         checks.method, "split", False, text="method is 'split': expected atomic_dq, atomic_dkv or"
     ),
-    value(checks.method, "atomic_dq", True, text="'atomic_dq' with deterministic=True: .*two_pass"),
+    value(
+        checks.method, "atomic_dq", True, text="'atomic_dq' with deterministic=True: expected None"
+    ),
     value(checks.method, "atomic_dkv", True, text="'atomic_dkv' with deterministic=True"),
 ]
 
@@ -230,7 +232,7 @@ def test_every_rule_is_tested() -> None:
         (checks.backend, ("cuda", 0)),
         (checks.numba_device, (True,)),
         (checks.method, (None, True)),
-        (checks.method, ("two_pass", True)),
+        (checks.method, ("deterministic", True)),
         (checks.method, ("atomic_dkv", False)),
     ],
 )

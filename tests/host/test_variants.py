@@ -326,12 +326,12 @@ def test_tile_width_is_the_least_that_holds() -> None:
 
 
 def test_method_is_the_callers_unless_determinism_is_asked_for() -> None:
-    assert variants.METHODS == ("atomic_dq", "atomic_dkv", "two_pass")
+    assert variants.METHODS == ("atomic_dq", "atomic_dkv", "deterministic")
     assert variants.method_of(None, False) in variants.METHODS
     for method in variants.METHODS:
         assert variants.method_of(method, False) == method
-    assert variants.method_of(None, True) == "two_pass"
-    assert variants.method_of("two_pass", True) == "two_pass"
+    assert variants.method_of(None, True) == "deterministic"
+    assert variants.method_of("deterministic", True) == "deterministic"
 
 
 # --- rows of another family, workspaces, the size of a GPU --------------------------------------

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+import rawattn
+from rawattn.check.cases import Case, make
 from rawattn.variants import METHODS
-from tests.shared import emulated
+from tests.shared import emulated, fake_gpu
 from tests.shared.pairs import check, dense_cases
 
 LENGTHS = {"lengths_q": (300, 5, 129, 1), "lengths_k": (130, 5, 385, 9)}
@@ -51,6 +53,57 @@ def test_backward(name: str, kernels: emulated.Kernels) -> None:
         for kernels.lateness in (emulated.EARLY, emulated.LATE):
             check(CASES[name], METHODS[0], forward=False)
     assert any(row.startswith("backward_kv_sm90") for row, _ in kernels.launched)
+
+
+def gradients(case: Case) -> list[bytes]:
+    """dq, dk and dv with deterministic=True."""
+    t = make(case)
+    q, k, v, dout, cu_seqlens, cu_seqlens_k = (
+        fake_gpu.cupy_array(emulated.guarded(array))
+        for array in (t.q, t.k, t.v, t.dout, t.cu_seqlens_q, t.cu_seqlens_k)
+    )
+    options = {"causal": case.causal, "window": case.window, "cu_seqlens_k": cu_seqlens_k}
+    out, lse = rawattn.forward(q, k, v, cu_seqlens, return_lse=True, **options)
+    passed = (dout, q, k, v, out, lse, cu_seqlens)
+    found = rawattn.backward(*passed, deterministic=True, **options)
+    return [array.tobytes() for array in found]
+
+
+def in_any_schedule(case: Case, kernels: emulated.Kernels, seeds: int) -> set[bytes]:
+    """The values of dq that schedules lead to."""
+    fake_gpu.GPU.num_sms, kernels.clusters = 6, 3
+    found = set()
+    for kernels.seed in range(seeds):
+        dq, *_ = gradients(case)
+        found.add(dq)
+    return found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CASES)
+def test_deterministic(name: str, kernels: emulated.Kernels) -> None:
+    for kernels.clusters, fake_gpu.GPU.num_sms in ((1, 132), (3, 6)):
+        check(CASES[name], METHODS[-1], forward=False)
+    assert len(in_any_schedule(CASES[name], kernels, 3)) == 1
+    assert not any(row.startswith("backward_q") for row, _ in kernels.launched)
+
+
+BACKWARDS = (  # the tiles of keys are begun
+    "return {work / num_heads, work % num_heads};",
+    "return {num_tiles - 1 - work / num_heads, work % num_heads};",
+)
+LOST = (("ld_acquire(turn) >= least", "true"), ("tile.end_before = ", "0;"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("lost", (None, *LOST))
+def test_order_of_tiles(lost: tuple[str, str] | None, kernels: emulated.Kernels) -> None:
+    """Three tiles, each by a cluster of its own, that would like to add to dq from the last on."""
+    sizes = {"lengths_q": (200,), "lengths_k": (700,), "num_heads_kv": 1, "poisoned": ()}
+    case = replace(CASES["cluster"], **sizes)
+    right = in_any_schedule(case, kernels, 1)
+    kernels.changes = (BACKWARDS,) if lost is None else (BACKWARDS, lost)
+    assert (in_any_schedule(case, kernels, 2) == right) == (lost is None)
 
 
 @pytest.mark.sweep

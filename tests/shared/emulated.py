@@ -34,9 +34,10 @@ EARLY, LATE = 0, 1  # asynchronous copies: at once, or not before somebody has w
 _ENTRY = """
 extern "C" __attribute__((visibility("default"))) const char* run_grid(
     const void* args, unsigned x, unsigned y, unsigned z, int threads, int shared_bytes,
-    int cluster, unsigned seed, int lateness) {{
+    int cluster, int clusters, unsigned seed, int lateness) {{
   const unsigned grid[3] = {{x, y, z}};
-  return emulator::run({stem}, args, grid, threads, shared_bytes, cluster, seed, lateness);
+  return emulator::run({stem}, args, grid, threads, shared_bytes, cluster, clusters, seed,
+                       lateness);
 }}
 """
 
@@ -109,7 +110,7 @@ class Kernel:
         kernels.launched.append((build.row.name, stream))
         kernels.grids.append(grid)
         made = library(build.path, build.row.stem, prelude(build), kernels.changes)
-        schedule = (kernels.seed, kernels.lateness)
+        schedule = (kernels.clusters, kernels.seed, kernels.lateness)
         wrong = made.run_grid(
             arguments,
             *grid,
@@ -125,10 +126,10 @@ class Kernels(fake_gpu.Kernels):
     """The kernels of the fake GPU by their sources, with ``changes`` made to these first.
 
     With a ``seed`` warps take their turns in a random order, each as long as it gets anywhere;
-    with 0 all threads go on together.
+    with 0 all threads go on together. ``clusters`` run at once, three at most, then the next ones.
     """
 
-    seed, lateness = 0, LATE
+    seed, lateness, clusters = 0, LATE, 1
     changes: tuple[tuple[str, str], ...] = ()
 
     def __init__(self) -> None:

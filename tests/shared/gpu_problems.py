@@ -26,7 +26,7 @@ from rawattn.ops.arguments import args_bytes
 from rawattn.problem import Problem
 from rawattn.reference.dense import allowed
 from rawattn.variants import Row
-from rawattn.variants.steps import STEPS, Step
+from rawattn.variants.steps import STEPS, Step, steps_beside
 from tests.shared.device import device_arch
 from tests.shared.gpu_arrays import Arrays
 
@@ -364,7 +364,7 @@ def large_rows(case: Case, stems: Iterable[str]) -> dict[str, Row]:
 
 def stems_of(step: str) -> tuple[str, ...]:
     """The kernels of "forward" or of a step of STEPS."""
-    return ("forward",) if step == "forward" else tuple(stem for stem, _ in STEPS[step])
+    return ("forward",) if step == "forward" else tuple(of.stem for of in STEPS[step])
 
 
 def builds_of(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
@@ -373,7 +373,9 @@ def builds_of(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
     sides = tuple(n >= 0 for n in case.mask_window)
     # the gathered tensor's own head_dim comes first: of dK and dV both, else of dQ
     gathered = {(d, dv), (dv, d)} if step == "atomic_dkv" else {(d, dv)}
-    for stem, atomic in (Step("forward"),) if step == "forward" else STEPS[step]:
+    of_keys = row if row is not None and row.stem == "backward_kv" else chosen("backward_kv", case)
+    steps = (Step("forward"),) if step == "forward" else steps_beside(of_keys, step)
+    for stem, atomic, _ in steps:
         used = row if row is not None and row.stem == stem else chosen(stem, case)
         direction = case.direction if used.kernel.directed else NO_DIRECTION
         for dims in gathered if stem == "backward_postprocess" else {(d, dv)}:

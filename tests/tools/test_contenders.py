@@ -208,7 +208,7 @@ def test_peers_are_asked_for_the_cases_they_compute():
     alone = replace(sparse, alone=True)
     assert all(contenders.theirs(name, alone, data, "forward") is None for name in peers.PEERS)
     methods = contenders.METHODS
-    assert contenders.methods_of(sparse, methods) == ["two_pass"]
+    assert contenders.methods_of(sparse, methods) == ["deterministic"]
     assert contenders.methods_of(dense, methods) == [*methods]
 
 
@@ -233,7 +233,9 @@ def test_a_row_holds_times_and_memory_and_says_who_failed(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
     names = ["sdpa_flash", "torch_math", "broken", "wrong", "fa4"]
-    row = timing.measure_row(case, "second", timing.Plan(tuple(names), ("two_pass",), rounds=1))
+    row = timing.measure_row(
+        case, "second", timing.Plan(tuple(names), ("deterministic",), rounds=1)
+    )
     assert row["peers"] == {"torch_math": 2} and row["peers_gib"] == {"torch_math": 0.5}
     assert row["ours_ms"] == 2 and row["ours_gib"] == 0.5 and "methods" not in row
     assert row["ours_tflops"] == round(case.flop("second") / 2e9, 1)
@@ -255,7 +257,7 @@ def test_a_dense_peer_beside_a_sparse_case_is_timed_and_not_compared(monkeypatch
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
     row = timing.measure_row(case, "backward", timing.Plan(("torch_math",), contenders.METHODS, 1))
     assert row["peers"] == {"torch_math": 2} and "errors" not in row
-    assert row["methods"] == {"two_pass": 2}
+    assert row["methods"] == {"deterministic": 2}
 
 
 def test_every_case_is_measured_in_the_directions_of_its_suite_or_in_those_asked_for():
@@ -341,7 +343,7 @@ def test_a_row_keeps_the_times_under_load_and_those_of_old_sources(monkeypatch):
     monkeypatch.setattr(
         timing, "time_sustained", lambda calls, guess, plan: dict.fromkeys(calls, 3)
     )
-    plan = timing.Plan(("torch_math",), ("two_pass",), sustained=1.0, old=contenders.rawattn)
+    plan = timing.Plan(("torch_math",), ("deterministic",), sustained=1.0, old=contenders.rawattn)
     row = timing.measure_row(case, "second", plan)
     assert (row["ours_ms"], row["old_ms"], row["peers"]) == (2, 2, {"torch_math": 2})
     assert (row["sustained_ms"], row["peers_sustained"]) == (3, {"torch_math": 3})

@@ -208,6 +208,15 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
 }
 
 __device__ __forceinline__ void red_add(float* address, float x) { *address += x; }
+__device__ __forceinline__ int ld_acquire(const int* address) {
+  emulator::quiet = 2 * WARP_SIZE;  // who looks again and again lets other warps go on
+  emulator::wait_for("a number in global memory");
+  return *address;
+}
+__device__ __forceinline__ void red_release_max(int* address, int x) {
+  *address = max(*address, x);
+  emulator::stuck = 0;
+}
 __device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
   for (int e = 0; e < 4; ++e) address[e] += x[e];
 }

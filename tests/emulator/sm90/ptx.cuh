@@ -66,7 +66,8 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   emulator::arrive(barrier, 1);
 }
 __device__ __forceinline__ void barrier_cluster() {
-  emulator::together(emulator::cluster_barrier, emulator::count, 0, "barrier.cluster", nullptr,
+  emulator::together(emulator::cluster_barriers[emulator::block() / emulator::cluster],
+                     emulator::cluster * emulator::block_threads, 0, "barrier.cluster", nullptr,
                      [](void**) {});
 }
 __device__ __forceinline__ void cp_async_bulk_cluster(uint32_t dst, uint32_t src, int bytes,
