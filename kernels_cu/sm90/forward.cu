@@ -181,7 +181,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
   Place<Q::STAGES> q;
   Place<KV::STAGES> k, v;
   while (true) {
-    const QueryTile tile = smem.works.take(work);
+    const QueryTile tile = smem.works.take_together(work);
     if (tile.valid_rows <= 0) return;
 
     OnlineSoftmax<1> softmax;
@@ -306,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     smem.q.init(CONSUMER_WARPS);
     smem.k.init(CONSUMER_WARPS);
     smem.v.init(CONSUMER_WARPS);
-    smem.works.init(CONSUMERS * WARPGROUP + 1);
+    smem.works.init(CONSUMER_WARPS + 1);
     fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are there

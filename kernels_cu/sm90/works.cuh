@@ -41,7 +41,7 @@ struct Works {
   uint64_t wanted;  // a phase ends when the next work is wanted
   TileT tiles[STAGES];
 
-  // by one thread, before anybody waits; `readers` are threads
+  // by one thread, before anybody waits; `readers` are threads, or warps that take together
   __device__ __forceinline__ void init(int readers) {
     ring.init(readers);
     mbarrier_init(smem_address(&wanted), 1);
@@ -53,6 +53,15 @@ struct Works {
   __device__ __forceinline__ TileT take(Place& place) const {
     const TileT tile = look(place);
     leave(place);
+    return tile;
+  }
+  // by a warp, with a register or two less
+  __device__ __forceinline__ TileT take_together(Place& place) const {
+    place.wait_full(ring);
+    const TileT tile = tiles[place.stage];
+    __syncwarp();  // every lane has read it
+    place.release(ring);
+    place.advance();
     return tile;
   }
   // where it stays until the thread leaves it
@@ -113,12 +122,11 @@ __device__ __forceinline__ void find_works(Works<TileT>& works, int total, Count
     }
     return work;
   };
-  const auto next = [&] {
-    int work = 0;
+  const auto after = [&](int work) {
     if (first_lane && rank == 0) work = (IN_ORDER ? 0 : clusters) + atomicAdd(&counter->next, 1);
     return together(__shfl_sync(0xffffffff, work, 0));
   };
-  int work = IN_ORDER ? next() : own, parity = 0;
+  int work = IN_ORDER ? after(own) : own, parity = 0;
   for (int round = 1; work < total; ++round) {
     const TileT tile = tile_of(work);
     if (extent(tile) > 0) {
@@ -127,7 +135,7 @@ __device__ __forceinline__ void find_works(Works<TileT>& works, int total, Count
       parity ^= 1;
     }
     if (counter) {
-      work = next();
+      work = after(work);
     } else {
       work = round * clusters + (round % 2 ? clusters - 1 - own : own);
     }
