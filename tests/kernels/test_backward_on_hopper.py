@@ -82,9 +82,8 @@ def in_any_schedule(case: Case, kernels: emulated.Kernels, seeds: int) -> set[by
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_deterministic(name: str, kernels: emulated.Kernels) -> None:
-    for kernels.clusters, fake_gpu.GPU.num_sms in ((1, 132), (3, 6)):
-        check(CASES[name], METHODS[-1], forward=False)
-    assert len(in_any_schedule(CASES[name], kernels, 3)) == 1
+    assert len(in_any_schedule(CASES[name], kernels, 2)) == 1
+    check(CASES[name], METHODS[-1], forward=False)
     assert not any(row.startswith("backward_q") for row, _ in kernels.launched)
 
 
