@@ -609,8 +609,8 @@ def method(given: str | None, deterministic: bool) -> None:
         raise ValueError(f"method is {given!r}: expected {_either(METHODS)}; None takes the best")
     if deterministic and given in ("atomic_dq", "atomic_dkv"):
         raise ValueError(
-            f"method is {given!r} with deterministic=True: expected None, since atomics add "
-            "in any order; pass method=None or deterministic=False"
+            f"method is {given!r} with deterministic=True: expected 'deterministic', since "
+            "atomics add in any order; pass method=None or deterministic=False"
         )
 
 

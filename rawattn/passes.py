@@ -20,7 +20,7 @@ from rawattn.ops import double_backward_out as double_out_op
 from rawattn.ops import double_backward_q as double_q_op
 from rawattn.ops import forward as forward_op
 from rawattn.ops import jvp as jvp_op
-from rawattn.ops.workspaces import accum_shape, check_layout, turns
+from rawattn.ops.workspaces import accum_shape, check_layout
 from rawattn.variants import Row
 
 if TYPE_CHECKING:
@@ -154,8 +154,7 @@ def backward(
     dq_accum = None
     in_order = method == "deterministic" and row.in_order
     if method == "atomic_dq" or in_order:
-        (size,) = accum_shape(row, problem, "dq")
-        dq_accum = call.empty((size + in_order * turns(problem),), lse.dtype)
+        dq_accum = call.empty(accum_shape(row, problem, "dq", in_order=in_order), lse.dtype)
     preprocess(call, out, dout, dlse, delta, dq_accum)
 
     def along_queries(row: Row, dk_accum: "View | None", dv_accum: "View | None") -> None:

@@ -44,10 +44,10 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/back
 
 // With cfg::ATOMIC tiles of keys add to dQ when they come to it. Without, those of a sequence take
 // turns in their order, so that sums are the same on every run. Behind the sums stand this launch's
-// Counter, since a tile waits for those before it, and for each unit, and each of up to PARTS parts
-// of its columns, the number of the tile whose turn it is.
+// Counter, since a tile waits for those before it, in COUNTS numbers, and for each unit, and each of
+// up to PARTS parts of its columns, the number of the tile whose turn it is. Size: ops/workspaces.py.
 constexpr bool IN_ORDER = !cfg::ATOMIC;
-constexpr int PARTS = 4;
+constexpr int COUNTS = 4, PARTS = 4;
 struct Turns {
   Counter* counter;
   int* next;
@@ -56,7 +56,7 @@ __device__ __forceinline__ Turns turns_of(const Args& args) {
   const Sizes& sizes = args.sizes;
   const int64_t units = units_of(sizes.num_heads_q, sizes.total_q, sizes.batch);
   float* behind = args.dq_accum + units * (UNIT * HEAD_DIM);
-  return {reinterpret_cast<Counter*>(behind), reinterpret_cast<int*>(behind) + PARTS};
+  return {reinterpret_cast<Counter*>(behind), reinterpret_cast<int*>(behind) + COUNTS};
 }
 struct KeyWork : KeyTile {
   int end_before;  // of the tiles of queries that the tile of keys before it adds to

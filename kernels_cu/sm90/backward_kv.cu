@@ -177,8 +177,8 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     };
     int adder = 0, head_before = 0, row_before = 0;  // of the step before
     bool written_before = false;
-    // this warp's last turn passes on, then its next one comes
     const auto number = [&] { return tile.number() * ADDERS + (ADDERS > 1 ? rank : 0); };
+    // this warp's last turn passes on, then its next one comes
     const auto take_turns = [&] {
       if (!IN_ORDER) return;
       pass_turn(number(), turn);

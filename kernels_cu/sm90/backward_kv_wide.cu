@@ -152,8 +152,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       kv.wait_full(smem.keys);
       if (tile.valid_cols < CLUSTER * BLOCK_N) {
         if (CONSUMER == 0) clear_rows<WARPGROUP>(smem.k, valid);
-        if (CONSUMER == 1) clear_rows<WARPGROUP>(smem.v, valid);
         if (CONSUMER == 1) {
+          clear_rows<WARPGROUP>(smem.v, valid);
           clear_rows<WARPGROUP>(smem.k_of_peer, valid_keys(tile, CLUSTER - 1 - rank, 0));
         }
         fence_proxy_async();
@@ -170,7 +170,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       __syncwarp();  // this warp's part is written
       if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
     };
-    int round = rank * CONSUMERS + CONSUMER;
+    int round = rank * CONSUMERS + CONSUMER;  // its panel of dQ, if there is one
     const auto has_panel = [&] { return !GOES_ROUND || round < PANELS; };
     int head_before = 0, row_before = 0;  // of the step before
     bool written_before = false;

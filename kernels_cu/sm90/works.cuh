@@ -49,13 +49,7 @@ struct Works {
     mbarrier_init(smem_address(&mail.empty), 1);
   }
   __device__ __forceinline__ void want() const { mbarrier_arrive(smem_address(&wanted)); }
-  // by a thread for itself, as all that follows
-  __device__ __forceinline__ TileT take(Place& place) const {
-    const TileT tile = look(place);
-    leave(place);
-    return tile;
-  }
-  // by a warp, with a register or two less
+  // by a warp: what needs fewer registers than that each lane takes it
   __device__ __forceinline__ TileT take_together(Place& place) const {
     place.wait_full(ring);
     const TileT tile = tiles[place.stage];
@@ -64,7 +58,13 @@ struct Works {
     place.advance();
     return tile;
   }
-  // where it stays until the thread leaves it
+  // by a thread for itself
+  __device__ __forceinline__ TileT take(Place& place) const {
+    const TileT tile = look(place);
+    leave(place);
+    return tile;
+  }
+  // likewise; the tile stays where it is until the thread leaves it
   __device__ __forceinline__ const TileT& look(const Place& place) const {
     place.wait_full(ring);
     return tiles[place.stage];

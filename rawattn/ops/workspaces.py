@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rawattn.arrays import Shape
 
 UNIT = 16  # rows that kernels_cu/base/workspace.cuh keeps together
-PARTS, COUNTS = 4, 4  # of turns: those of a unit, and what stands in front of them all
+COUNTS, PARTS = 4, 4  # of turns: what stands in front of them all, and those of a unit
 Gradient = Literal["dq", "dk", "dv"]
 
 
@@ -32,18 +32,13 @@ def check_layout(filling: Row, reading: Row) -> None:
         )
 
 
-def _units(tokens: int, heads: int, problem: Problem) -> int:
-    return heads * (tokens // UNIT + problem.batch)
+def accum_shape(
+    row: Row, problem: Problem, gradient: Gradient, *, in_order: bool = False
+) -> "Shape":
+    """Shape of the workspace of ``gradient`` that ``row`` fills; of dense rows one-dimensional.
 
-
-def turns(problem: Problem) -> int:
-    """Numbers behind the squares of dq where they are added in order, see
-    kernels_cu/sm90/backward.cuh."""
-    return PARTS * _units(problem.total_q, problem.num_heads_q, problem) + COUNTS
-
-
-def accum_shape(row: Row, problem: Problem, gradient: Gradient) -> "Shape":
-    """Shape of the workspace of ``gradient`` that ``row`` fills; of dense rows one-dimensional."""
+    ``in_order``: squares with the turns behind them, see kernels_cu/sm90/backward.cuh.
+    """
     of_q = gradient == "dq"
     tokens = problem.total_q if of_q else problem.total_k
     heads = problem.num_heads_q if of_q else problem.num_heads_kv
@@ -53,6 +48,7 @@ def accum_shape(row: Row, problem: Problem, gradient: Gradient) -> "Shape":
         widths = tile_widths(*widths)
     width = widths[gradient == "dv"]
     if layout == "squares":
-        return (_units(tokens, heads, problem) * UNIT * width,)
+        units = heads * (tokens // UNIT + problem.batch)
+        return (units * UNIT * width + in_order * (COUNTS + units * PARTS),)
     shape = (tokens, heads, width)
     return shape if row.stem.startswith("sparse_") else (math.prod(shape),)

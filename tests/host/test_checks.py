@@ -157,7 +157,8 @@ REFUSALS = [
         checks.method, "split", False, text="method is 'split': expected atomic_dq, atomic_dkv or"
     ),
     value(
-        checks.method, "atomic_dq", True, text="'atomic_dq' with deterministic=True: expected None"
+        *(checks.method, "atomic_dq", True),
+        text="'atomic_dq' with deterministic=True: expected 'deterministic'",
     ),
     value(checks.method, "atomic_dkv", True, text="'atomic_dkv' with deterministic=True"),
 ]

@@ -22,6 +22,7 @@ from rawattn import api, arrays, call, checks, device, kernels_numba
 from rawattn import launch as loaded
 from rawattn.ops import arguments, tensor_maps
 from rawattn.ops import forward as forward_op
+from rawattn.ops.workspaces import accum_shape
 from rawattn.problem import Problem, Selection
 from rawattn.reference import dense, second
 from rawattn.variants import block_keys, tile_widths
@@ -548,10 +549,12 @@ class Kernel:
         accums = ("dk_accum",) if self.row.stem == "backward_q" else ("dq_accum", "gq_accum")
         if self.row.stem.endswith(("backward_kv", "backward_q")):
             there = any(getattr(a, name, None) is not None for name in accums)
+            atomic = self.options.get("atomic", False)
             if self.row.in_order:
-                assert there
+                asked = accum_shape(self.row, self.problem, "dq", in_order=not atomic)
+                assert there and (self.kernels.zeroed,) == asked
             else:
-                assert self.options.get("atomic", False) == there
+                assert atomic == there
 
 
 INDICES, MASK, PATTERN = range(3)
@@ -620,6 +623,7 @@ class Kernels:
         if a.dq_accum is not None:
             assert a.dq_accum_size >= a.dq_accum.size
             a.dq_accum[...] = 0
+            self.zeroed = a.dq_accum_size
 
     def _gradients(self, problem: Any, a: Any) -> Any:
         # with an out of zeros, D is -dlse: that makes it the delta that was handed over
