@@ -144,6 +144,13 @@ __device__ __forceinline__ float lg2_approx(float x) {
   return y;
 }
 
+// The lane of this thread, read anew: it takes no register before
+__device__ __forceinline__ int read_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(lane));
+  return lane;
+}
+
 // float32 added to global memory without a return value.
 __device__ __forceinline__ void red_add(float* address, float x) {
   asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(address), "f"(x) : "memory");
@@ -158,7 +165,15 @@ __device__ __forceinline__ int ld_acquire(const int* address) {
 __device__ __forceinline__ void red_release_max(int* address, int x) {
   asm volatile("red.release.gpu.global.max.s32 [%0], %1;\n" ::"l"(address), "r"(x) : "memory");
 }
-// Four at consecutive addresses, 16-byte aligned: one instruction from 9.0 on
+// Two and four at consecutive addresses, 8- and 16-byte aligned: one instruction from 9.0 on
+__device__ __forceinline__ void red_add_v2(float* address, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(address), "f"(x), "f"(y) : "memory");
+#else
+  red_add(address, x);
+  red_add(address + 1, y);
+#endif
+}
 __device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(x[0]),

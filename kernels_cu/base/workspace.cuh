@@ -1,11 +1,11 @@
-// Float32 sums that many CTAs add into, kept in the order of the accumulators so that atomic adds
-// are wide and coalesced.
+// Float32 sums of a gradient that many CTAs add into, as many as the gradient has elements.
 //
-//   [head][unit][column / 8][lane][4]
+//   Each sequence's rows of a head are cut into units of 16, from its first row on. A unit begins
+//   where its rows would: [head][token][WIDTH]. Inside, the order is that of the accumulators, so
+//   that atomic adds are wide and coalesced: [column / 8][lane][4], each 16 x 8 square is one mma
+//   accumulator. A sequence's last unit may have fewer rows; there it is [row][column].
 //
-// A unit is 16 rows of one sequence; each 16 x 8 square is one mma accumulator. Sequence b begins
-// at unit start / 16 + b: consecutive sequences never share a unit, since
-// floor((c + n) / 16) - floor(c / 16) + 1 >= ceil(n / 16). Size: ops/backward_postprocess.py.
+// WIDTH: columns of the gradient, of which accumulators may have more. Size: ops/workspaces.py.
 #pragma once
 #include "base/ptx.cuh"
 
@@ -20,55 +20,99 @@ __device__ __forceinline__ void zero_workspace(float* data, int64_t size) {
   }
 }
 
-// Of all heads; a sequence's first one of a head
-__device__ __forceinline__ int64_t units_of(int heads, int total, int batch) {
-  return static_cast<int64_t>(heads) * (total / UNIT + batch);
-}
-__device__ __forceinline__ int64_t unit_of(int head, int total, int batch, int start,
-                                           int batch_index) {
-  return units_of(head, total, batch) + start / UNIT + batch_index;
-}
+// Sixteen rows, of which the first `rows` are there. A lane has four numbers of each square: two
+// columns of a row of the upper eight and of one of the lower eight.
+template <int WIDTH>
+struct UnitOfSums {
+  static constexpr int SQUARE = UNIT * 8;
+  float* data;
+  int rows;
 
-template <int COLS>
-struct Workspace {
-  float* data;  // this head's first unit of this sequence
-
-  __device__ __forceinline__ Workspace(float* base, int head, int total, int batch, int start,
-                                       int batch_index)
-      : data(base + unit_of(head, total, batch, start, batch_index) * (UNIT * COLS)) {}
-  // the square of rows 16 * row16 .. and columns 8 * col8 .. ; this lane's four floats
-  __device__ __forceinline__ void add(int row16, int col8, const float (&x)[4]) const {
-    float* square = data + (row16 * (COLS / 8) + col8) * (UNIT * 8);
-    const int lane = threadIdx.x % WARP_SIZE;
+  // Sums of NT squares from column `col` of PADDED on. Addresses differ by constants: registers and
+  // instructions are dear where this stands.
+  template <int PADDED, int NT>
+  __device__ __forceinline__ void add(int col, const float (&c)[NT][4]) const {
+    if (whole()) {
+      float* to = first_of(col);
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        if (WIDTH < PADDED && col + j * 8 >= WIDTH) break;
 #if __CUDA_ARCH__ >= 900
-    red_add_v4(square + lane * 4, x);
+        red_add_v4(to + j * SQUARE, c[j]);
 #else
 #pragma unroll
-    for (int e = 0; e < 4; ++e) red_add(square + e * WARP_SIZE + lane, x[e]);
+        for (int e = 0; e < 4; ++e) red_add(to + j * SQUARE + e * WARP_SIZE, c[j][e]);
 #endif
+      }
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!has(half)) break;
+      float* to = pair_of(col, half);
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        if (WIDTH < PADDED && col + j * 8 >= WIDTH) break;
+        red_add_v2(to + j * 8, c[j][half * 2], c[j][half * 2 + 1]);
+      }
+    }
   }
-  __device__ __forceinline__ void read(int row16, int col8, float (&x)[4]) const {
-    const float* square = data + (row16 * (COLS / 8) + col8) * (UNIT * 8);
-    const int lane = threadIdx.x % WARP_SIZE;
+  // the square from column `col` on
+  __device__ __forceinline__ void read(int col, float (&x)[4]) const {
+    if (!whole()) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* from = pair_of(col, half);
+        x[half * 2] = has(half) ? from[0] : 0.0f;
+        x[half * 2 + 1] = has(half) ? from[1] : 0.0f;
+      }
+      return;
+    }
 #if __CUDA_ARCH__ >= 900
-    const float4 four = reinterpret_cast<const float4*>(square)[lane];
+    const float4 four = *reinterpret_cast<const float4*>(first_of(col));
     x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
 #else
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = square[e * WARP_SIZE + lane];
+    for (int e = 0; e < 4; ++e) x[e] = first_of(col)[e * WARP_SIZE];
 #endif
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return read_lane(); }
+  __device__ __forceinline__ bool whole() const { return rows >= UNIT; }
+  // the first of this lane's numbers in a square of a unit that is whole
+  __device__ __forceinline__ float* first_of(int col) const {
+    return data + col * UNIT + lane() * (__CUDA_ARCH__ >= 900 ? 4 : 1);
+  }
+  // two of them in one that is not, and whether that has their row
+  __device__ __forceinline__ bool has(int half) const { return half * 8 + lane() / 4 < rows; }
+  __device__ __forceinline__ float* pair_of(int col, int half) const {
+    return data + (half * 8 + lane() / 4) * WIDTH + col + lane() % 4 * 2;
   }
 };
 
-// A product of a warp, rows `row0` + `row` .. of a sequence from column `col` on, added to its units;
-// none at or past `valid_rows`, counted from `row0`: that unit may belong to the next sequence
-template <int COLS, int MT, int NT>
-__device__ __forceinline__ void add_units(const Workspace<COLS>& sums, const float (&c)[MT][NT][4],
-                                          int row0, int row, int col, int valid_rows) {
+// A sequence's rows of a head
+template <int WIDTH>
+struct Workspace {
+  float* data;
+  int rows;
+
+  __device__ __forceinline__ Workspace(float* base, int head, int total, int start, int rows)
+      : data(base + (static_cast<int64_t>(head) * total + start) * WIDTH), rows(rows) {}
+  __device__ __forceinline__ UnitOfSums<WIDTH> unit(int row) const {
+    return {data + static_cast<int64_t>(row) * WIDTH, rows - row};
+  }
+};
+
+// A product of a warp, rows `row` .. of a sequence, some of which may be past its last one, from
+// column `col` of PADDED, added
+template <int PADDED, int WIDTH, int MT, int NT>
+__device__ __forceinline__ void add_units(const Workspace<WIDTH>& sums, const float (&c)[MT][NT][4],
+                                          int row, int col) {
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
-    if (row + i * 16 >= valid_rows) break;
-#pragma unroll
-    for (int j = 0; j < NT; ++j) sums.add((row0 + row) / UNIT + i, col / 8 + j, c[i][j]);
+    const auto unit = sums.unit(row + i * UNIT);
+    if (unit.rows <= 0) break;
+    unit.template add<PADDED>(col, c[i]);
   }
 }

@@ -96,13 +96,13 @@ __device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const M
 }
 
 // dQ of this tile of queries: dS K, added to the workspace
-__device__ __forceinline__ void add_dq(const Workspace<HEAD_DIM>& sums, const SmemPlan& smem,
-                                       const WarpQ& warp, int row0, int valid_rows) {
+__device__ __forceinline__ void add_dq(const Workspace<cfg::WIDTH>& sums, const SmemPlan& smem,
+                                       const WarpQ& warp, int row0) {
   float rdQ[WarpQ::MT][WarpQ::NT][4];
   clear(rdQ);
   multiply_xy<BLOCK_N>(rdQ, OperandA<TileP>(smem.ds.address(), warp.row),
                        OperandBT<TileK, WarpQ::SPAN_N>(smem.k.address(), 0, warp.col));
-  add_units(sums, rdQ, row0, warp.row, warp.col, valid_rows);
+  add_units<HEAD_DIM>(sums, rdQ, row0 + warp.row, warp.col);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
@@ -139,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
         rdV, OperandAT<TileP, WarpV::SPAN_M>(smem.p.address(), 0, warp.v.row),
         OperandBT<TileO, WarpV::SPAN_N>(smem.dout[stage].address(), 0, warp.v.col));
     if constexpr (cfg::ATOMIC) {
-      const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
-                                     tile.queries.start, tile.batch_index);
-      add_dq(sums, smem, warp.q, row0, tile.queries.length - row0);
+      const Workspace<cfg::WIDTH> sums(args.dq_accum, head, args.sizes.total_q, tile.queries.start,
+                                       tile.queries.length);
+      add_dq(sums, smem, warp.q, row0);
     }
     multiply_xty<BLOCK_M>(  // dK += dS^T Q
         rdK, OperandAT<TileP, WarpK::SPAN_M>(smem.ds.address(), 0, warp.k.row),

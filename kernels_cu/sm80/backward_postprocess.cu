@@ -14,7 +14,7 @@ using TileX = Tile<BLOCK_M, HEAD_DIM>;
 static_assert(sizeof(TileX) == cfg::SMEM_BYTES, "the row's shared memory and TileX differ");
 
 struct Args {
-  float* accum;           // [head][unit][column / 8][lane][4], see base/workspace.cuh
+  float* accum;           // (num_heads * total_rows * head_dim,), see base/workspace.cuh
   Tensor grad;            // (total_rows, num_heads, head_dim)
   const int* cu_seqlens;  // (batch + 1,)
   int batch;
@@ -39,11 +39,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   }
   const int warp_row = threadIdx.x / WARP_SIZE * UNIT;
   if (warp_row >= rows.valid) return;
-  const Workspace<HEAD_DIM> sums(args.accum, head, args.total_rows, args.batch, tile.start,
-                                 tile.batch_index);
+  const Workspace<cfg::WIDTH> sums(args.accum, head, args.total_rows, tile.start,
+                                   row0 + rows.valid);
+  const auto unit = sums.unit(row0 + warp_row);
   float rX[1][HEAD_DIM / 8][4];
 #pragma unroll
-  for (int j = 0; j < HEAD_DIM / 8; ++j) sums.read((row0 + warp_row) / UNIT, j, rX[0][j]);
+  for (int j = 0; j < cfg::WIDTH / 8; ++j) unit.read(j * 8, rX[0][j]);
   store_tile(tile_x, rX, warp_row, 0, [&](int, int) { return args.scale; });
   __syncwarp();  // the rows were written by this warp's other lanes
   write_warp_rows<cfg::WIDTH, UNIT>(args.grad, rows, tile_x, warp_row);

@@ -54,30 +54,28 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/back
 
 // X^T Y of this tile of keys, X = P or dS, added to the workspace of dV or dK, cfg::PIECES times
 // COLS / PIECES columns
-template <class WarpT, class TileY, int COLS>
-__device__ __forceinline__ void add_transposed(const Workspace<COLS>& sums, const TileP& x,
-                                               const TileY& y, const WarpT& warp, int col0,
-                                               int valid_cols) {
+template <int COLS, class WarpT, class TileY, int WIDTH>
+__device__ __forceinline__ void add_transposed(const Workspace<WIDTH>& sums, const TileP& x,
+                                               const TileY& y, const WarpT& warp, int col0) {
 #pragma unroll 1
   for (int piece = 0; piece < COLS; piece += COLS / cfg::PIECES) {
     float rY[WarpT::MT][WarpT::NT][4];
     clear(rY);
     multiply_xty<BLOCK_M>(rY, OperandAT<TileP, WarpT::SPAN_M>(x.address(), 0, warp.row),
                           OperandBT<TileY, WarpT::SPAN_N>(y.address(), 0, piece + warp.col));
-    add_units(sums, rY, col0, warp.row, piece + warp.col, valid_cols);
+    add_units<COLS>(sums, rY, col0 + warp.row, piece + warp.col);
   }
 }
 
 // dK and dV of this tile of keys, from the P and dS of all warps
 __device__ __forceinline__ void add_dk_and_dv(const Args& args, const SmemPlan& smem,
                                               const QueryTile& tile, int warp, int col0) {
-  const int valid_cols = tile.keys.length - col0;
-  const Workspace<HEAD_DIM_V> sums_v(args.dv_accum, tile.kv_head, args.sizes.total_k,
-                                     args.sizes.batch, tile.keys.start, tile.batch_index);
-  add_transposed(sums_v, smem.p, smem.dout, WarpV(warp), col0, valid_cols);
-  const Workspace<HEAD_DIM> sums_k(args.dk_accum, tile.kv_head, args.sizes.total_k,
-                                   args.sizes.batch, tile.keys.start, tile.batch_index);
-  add_transposed(sums_k, smem.ds, smem.q, WarpK(warp), col0, valid_cols);
+  const Workspace<cfg::WIDTH_V> sums_v(args.dv_accum, tile.kv_head, args.sizes.total_k,
+                                       tile.keys.start, tile.keys.length);
+  add_transposed<HEAD_DIM_V>(sums_v, smem.p, smem.dout, WarpV(warp), col0);
+  const Workspace<cfg::WIDTH> sums_k(args.dk_accum, tile.kv_head, args.sizes.total_k,
+                                     tile.keys.start, tile.keys.length);
+  add_transposed<HEAD_DIM>(sums_k, smem.ds, smem.q, WarpK(warp), col0);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)

@@ -92,8 +92,8 @@ __device__ __forceinline__ void make_tiles(SmemPlan& smem, const Mask& mask, con
 }
 
 // gQ of this tile of queries: tdS K + dS ddK, added to the workspace
-__device__ __forceinline__ void add_gq(const Workspace<HEAD_DIM>& sums, const SmemPlan& smem,
-                                       const WarpQ& warp, int row0, int valid_rows) {
+__device__ __forceinline__ void add_gq(const Workspace<cfg::WIDTH>& sums, const SmemPlan& smem,
+                                       const WarpQ& warp, int row0) {
   float rgQ[WarpQ::MT][WarpQ::NT][4];
   clear(rgQ);
   multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(smem.tds.address(), warp.row),
@@ -102,7 +102,7 @@ __device__ __forceinline__ void add_gq(const Workspace<HEAD_DIM>& sums, const Sm
     multiply_xy<BLOCK_N>(rgQ, OperandA<TileP>(smem.ds.address(), warp.row),
                          OperandBT<TileK, WarpQ::SPAN_N>(smem.keys.ddk.address(), 0, warp.col));
   }
-  add_units(sums, rgQ, row0, warp.row, warp.col, valid_rows);
+  add_units<HEAD_DIM>(sums, rgQ, row0 + warp.row, warp.col);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
@@ -136,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
       load_queries(args, smem, tile.queries, next);
     }
     if constexpr (cfg::ATOMIC) {
-      const Workspace<HEAD_DIM> sums(args.gq_accum, head, args.sizes.total_q, args.sizes.batch,
-                                     tile.queries.start, tile.batch_index);
-      add_gq(sums, smem, warp.q, row0, tile.queries.length - row0);
+      const Workspace<cfg::WIDTH> sums(args.gq_accum, head, args.sizes.total_q, tile.queries.start,
+                                       tile.queries.length);
+      add_gq(sums, smem, warp.q, row0);
     }
   }
 

@@ -54,13 +54,19 @@ struct Turns {
 };
 __device__ __forceinline__ Turns turns_of(const Args& args) {
   const Sizes& sizes = args.sizes;
-  const int64_t units = units_of(sizes.num_heads_q, sizes.total_q, sizes.batch);
-  float* behind = args.dq_accum + units * (UNIT * HEAD_DIM);
+  float* behind =
+      args.dq_accum + static_cast<int64_t>(sizes.num_heads_q) * sizes.total_q * cfg::WIDTH;
   return {reinterpret_cast<Counter*>(behind), reinterpret_cast<int*>(behind) + COUNTS};
 }
 struct KeyWork : KeyTile {
   int end_before;  // of the tiles of queries that the tile of keys before it adds to
   __device__ __forceinline__ int number() const { return col0 / (CLUSTER * BLOCK_N); }
+  // which unit of all has a row of a head. Sequences never share one:
+  // floor((c + n) / 16) - floor(c / 16) + 1 >= ceil(n / 16).
+  __device__ __forceinline__ int64_t unit(const Sizes& sizes, int head, int row) const {
+    const int64_t of_heads = static_cast<int64_t>(head) * (sizes.total_q / UNIT + sizes.batch);
+    return of_heads + queries.start / UNIT + batch_index + row / UNIT;
+  }
 };
 
 // Key blocks of 64 of the CTAs of a cluster, from the first of its tile on. Under a right bound the
@@ -217,11 +223,8 @@ __device__ __forceinline__ void multiply_values(float (&rdP)[1][NT][4], const Re
 // leave the loop together: otherwise the compiler moves accumulators out of its way.
 __device__ __forceinline__ void wait_turn(const Args& args, const KeyWork& tile, int head, int row,
                                           int part, int number, bool follows, int*& taken) {
-  const Sizes& sizes = args.sizes;
   const int length = tile.queries.length;
-  const int64_t unit =
-      unit_of(head, sizes.total_q, sizes.batch, tile.queries.start, tile.batch_index);
-  int* turn = turns_of(args).next + (unit + min(row, length - 1) / UNIT) * PARTS + part;
+  int* turn = turns_of(args).next + tile.unit(args.sizes, head, min(row, length - 1)) * PARTS + part;
   const int least = follows || row < tile.end_before * BLOCK_M ? number : 0;
   while (!__all_sync(0xffffffff, ld_acquire(turn) >= least)) {
   }

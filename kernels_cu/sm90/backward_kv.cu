@@ -162,9 +162,9 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       if (SHARES && lane == 0) {
         mbarrier_arrive_cluster(mapa(smem_address(smem.exchange.empty + read.stage), peer));
       }
-      const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
-                                     tile.queries.start, tile.batch_index);
-      add_units(sums, rdQ, row0, warp_row, first_col, tile.queries.length - row0);
+      const Workspace<cfg::WIDTH> sums(args.dq_accum, head, args.sizes.total_q, tile.queries.start,
+                                       tile.queries.length);
+      add_units<HEAD_DIM>(sums, rdQ, row0 + warp_row, first_col);
     };
     // dS^T of this warp to shared memory
     const auto write_ds = [&](const uint32_t (&rdSt)[BLOCK_M / 16][4]) {

@@ -254,9 +254,9 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
     const auto end_dq = [&](float (&rdQ)[1][TileK::PANEL / 8][4], int head, int row0) {
       wgmma_wait_group<0>();
       hold(rdQ);
-      const Workspace<HEAD_DIM> sums(args.dq_accum, head, args.sizes.total_q, args.sizes.batch,
-                                     tile.queries.start, tile.batch_index);
-      add_units(sums, rdQ, row0, warp_row, round * TileK::PANEL, length - row0);
+      const Workspace<cfg::WIDTH> sums(args.dq_accum, head, args.sizes.total_q, tile.queries.start,
+                                       length);
+      add_units<HEAD_DIM>(sums, rdQ, row0 + warp_row, round * TileK::PANEL);
     };
     const auto leave_ds = [&] {
       if (!has_panel()) wait_for_ds();  // a phase of its barrier ends before the next

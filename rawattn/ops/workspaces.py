@@ -3,7 +3,7 @@
 The row that fills a workspace decides how it is laid out; rows of other layouts cannot read it.
 
     rows     as the gradient itself, (tokens, heads, size): the Numba twins
-    squares  dense CUDA rows: whole tiles, in units of 16 rows, see kernels_cu/base/workspace.cuh
+    units    dense CUDA rows: in units of 16 rows of a sequence, see kernels_cu/base/workspace.cuh
     lanes    sparse CUDA rows: (tokens, heads, tile), where inside 16 columns the order is that of
              a lane's accumulators: place 4 q + (0, 1, 2, 3) is column 2 q + (0, 1, 8, 9)
 """
@@ -37,18 +37,16 @@ def accum_shape(
 ) -> "Shape":
     """Shape of the workspace of ``gradient`` that ``row`` fills; of dense rows one-dimensional.
 
-    ``in_order``: squares with the turns behind them, see kernels_cu/sm90/backward.cuh.
+    ``in_order``: units with the turns behind them, see kernels_cu/sm90/backward.cuh.
     """
     of_q = gradient == "dq"
     tokens = problem.total_q if of_q else problem.total_k
     heads = problem.num_heads_q if of_q else problem.num_heads_kv
     widths = problem.head_dim, problem.head_dim_v
-    layout = row.workspace
-    if layout != "rows":
+    if row.workspace == "lanes":
         widths = tile_widths(*widths)
-    width = widths[gradient == "dv"]
-    if layout == "squares":
-        units = heads * (tokens // UNIT + problem.batch)
-        return (units * UNIT * width + in_order * (COUNTS + units * PARTS),)
-    shape = (tokens, heads, width)
-    return shape if row.stem.startswith("sparse_") else (math.prod(shape),)
+    shape = (tokens, heads, widths[gradient == "dv"])
+    if row.stem.startswith("sparse_"):
+        return shape
+    turns = COUNTS + heads * (tokens // UNIT + problem.batch) * PARTS
+    return (math.prod(shape) + in_order * turns,)

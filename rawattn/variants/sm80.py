@@ -196,11 +196,11 @@ def _rows(kernel: Kernel, **of_all: Any) -> Callable[..., Row]:
 
 
 _forward = _rows(FORWARD, smem=_forward_smem, min_ctas=2)
-_backward_kv = _rows(BACKWARD_KV, smem=_backward_kv_smem, workspace="squares")
-_backward_q = _rows(BACKWARD_Q, smem=_backward_q_smem, workspace="squares")
+_backward_kv = _rows(BACKWARD_KV, smem=_backward_kv_smem, workspace="units")
+_backward_q = _rows(BACKWARD_Q, smem=_backward_q_smem, workspace="units")
 _jvp = _rows(JVP, smem=_jvp_smem, min_ctas=2)
 _double_out = _rows(DOUBLE_OUT, smem=_double_out_smem, min_ctas=2)
-_double_kv = _rows(DOUBLE_KV, smem=_double_kv_smem, workspace="squares")
+_double_kv = _rows(DOUBLE_KV, smem=_double_kv_smem, workspace="units")
 _double_q = _rows(DOUBLE_Q, smem=_double_q_smem)
 
 
@@ -263,7 +263,7 @@ SM80: tuple[Row, ...] = (
     _backward_q(192, 64, 32, "dQ takes 96 registers a thread", num_warps=4, kv=2),
     _backward_q(256, 64, 32, "dQ takes 128 registers a thread", num_warps=4, kv=2, pieces=2),
     _backward_q(256, 32, 32, _LITTLE, num_warps=2, kv=2, pieces=2),
-    _any(BACKWARD_POSTPROCESS, "memory is the bound, so a warp takes one unit of 16 rows", smem=_postprocess_smem, workspace="squares"),
+    _any(BACKWARD_POSTPROCESS, "memory is the bound, so a warp takes one unit of 16 rows", smem=_postprocess_smem, workspace="units"),
     _jvp(32, 64, 64, "three CTAs an SM hide each other's softmax", min_ctas=3),
     _jvp(64, 64, 96, "few CTAs hide little of each other's waits, and wide key tiles meet at fewer barriers", unroll_k=2, max_ctas=2, max_arch=90),
     _jvp(64, 64, 64, "O and tO take 64 registers at 16 rows a warp"),

@@ -49,7 +49,7 @@ def _backward_kv(head_dim: int, block_m: int, block_n: int, why: str, **cfg: Any
     when = When(archs=(90,))
     return Row(
         *(name, BACKWARD_KV, why, "sm90", head_dim, when, made),
-        workspace="squares",
+        workspace="units",
         smem=_backward_kv_smem,
     )
 
@@ -69,7 +69,7 @@ def _backward_kv_wide(head_dim: int, why: str, **cfg: Any) -> Row:
     made = Sm90(64, 64, cluster=2, **cfg)
     return Row(
         *(name, BACKWARD_KV, why, "sm90", head_dim, When(archs=(90,)), made),
-        workspace="squares",
+        workspace="units",
         smem=_backward_kv_wide_smem,
         file="backward_kv_wide",
     )

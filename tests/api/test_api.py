@@ -6,6 +6,7 @@ what is tested here is all that happens around the kernels. Long by the kinds of
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.shared.api_case import (
     on,
     spread,
 )
-from tests.shared.fake_gpu import GPU, MAKERS, RESULTS, STREAMS, values_of
+from tests.shared.fake_gpu import DTYPES, GPU, MAKERS, RESULTS, STREAMS, values_of
 
 METHODS = checks.METHODS
 
@@ -133,6 +134,25 @@ def test_rows_that_cannot_add_in_order_take_two_passes(
     case = Case("float16")
     backward(on("cupy", case), case, deterministic=True)
     assert len(gpu.launched) == 3 and "backward_q" in gpu.launched[2][0]
+
+
+@pytest.mark.parametrize("backend", [None, "numba"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_memory_beyond_the_gradients(
+    gpu: fake_gpu.Kernels, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str | None
+) -> None:
+    """However short sequences are, and of a head_dim that no kernel has."""
+    empty, taken = call.Call.empty, []
+
+    def counted(self: call.Call, shape: Any, dtype: str) -> arrays.View:
+        taken.append(math.prod(shape) * DTYPES[dtype].itemsize)
+        return empty(self, shape, dtype)
+
+    case = Case(dtype)
+    monkeypatch.setattr(call.Call, "empty", counted)
+    backward(on("cupy", case), case, backend=backend)
+    assert len(taken) == 2, "D and the workspace of dQ"
+    assert sum(taken) <= 4 * case.q.size + 12 * case.lse.size
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -379,6 +379,28 @@ def test_autograd_gives_what_the_functions_give(heads: tuple[int, int]) -> None:
     assert found == plain(first_order, host)
 
 
+@pytest.mark.parametrize("lengths", [(4096,), (1, 2, 3, 17) * 64], ids=["long", "short"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_memory_beyond_the_gradients(head_dim: int, lengths: tuple[int, ...]) -> None:
+    """4 bytes an element of q and 12 a row and head; torch allocates 512 bytes at a time."""
+    torch = pytest.importorskip("torch")
+    a = on("torch", host_arrays(lengths=lengths, head_dim=head_dim))
+    inputs = (a["q"], a["k"], a["v"])
+    out, lse = api.forward(*inputs, a["cu_seqlens"], return_lse=True, causal=True)
+    grads = [torch.empty_like(x) for x in inputs]
+    given = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+    def step() -> None:
+        api.backward(a["dout"], *inputs, out, lse, a["cu_seqlens"], causal=True, **given)
+
+    step()  # compiled and loaded
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert lse.nbytes < taken <= 4 * a["q"].numel() + 12 * lse.numel() + 2 * 512
+
+
 def test_cotangent_of_lse(torch_arrays: Arrays) -> None:
     a = torch_arrays
     import torch

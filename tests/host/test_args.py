@@ -78,5 +78,5 @@ def test_rows_of_two_layouts_do_not_meet() -> None:
     dense, twin = rows["backward_postprocess_numba"], rows["sparse_postprocess_numba"]
     raw = next(row for row in rows.values() if row.stem == "backward_kv" and row.family != "numba")
     workspaces.check_layout(dense, twin)
-    with pytest.raises(RuntimeError, match=r"squares.*rows"):
+    with pytest.raises(RuntimeError, match=r"units.*rows"):
         workspaces.check_layout(raw, dense)

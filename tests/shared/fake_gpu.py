@@ -669,7 +669,7 @@ class Kernels:
 
     def double_backward_out(self, problem: Any, a: Any) -> None:
         if a.gq_accum is not None:
-            assert a.gq_accum_size >= a.gq_accum.size
+            assert a.gq_accum_size == a.gq_accum.size
             a.gq_accum[...] = 0
         tout, a.ddlse[...] = self._tangents(problem, self._terms(a), a.out, a.lse)
         a.ddout[...] = tout

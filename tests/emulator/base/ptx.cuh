@@ -207,6 +207,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
   });
 }
 
+__device__ __forceinline__ int read_lane() { return threadIdx.x % WARP_SIZE; }
 __device__ __forceinline__ void red_add(float* address, float x) { *address += x; }
 __device__ __forceinline__ int ld_acquire(const int* address) {
   emulator::quiet = 2 * WARP_SIZE;  // who looks again and again lets other warps go on
@@ -216,6 +217,10 @@ __device__ __forceinline__ int ld_acquire(const int* address) {
 __device__ __forceinline__ void red_release_max(int* address, int x) {
   *address = max(*address, x);
   emulator::stuck = 0;
+}
+__device__ __forceinline__ void red_add_v2(float* address, float x, float y) {
+  address[0] += x;
+  address[1] += y;
 }
 __device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
   for (int e = 0; e < 4; ++e) address[e] += x[e];
