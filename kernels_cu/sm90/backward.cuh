@@ -78,22 +78,28 @@ __device__ __forceinline__ int valid_keys(const KeyTile& tile, int rank, int blo
   return min(max(tile.valid_cols - first_key(rank, block), 0), WARPGROUP_ROWS);
 }
 
-// What a tile walks over; a dead one over nothing. In order it goes down: of tiles that begin at the
-// same time each comes to its turns when the one before it has left them.
+// What a tile walks over; a dead one over nothing. In order it goes down, every row of the group's
+// heads at once: of tiles that begin at the same time each comes to its turns when the one before it
+// has left them.
 struct Walk : QueryWalk {
-  using QueryWalk::QueryWalk;
+  int first_head;
+  __device__ __forceinline__ Walk(const KeyTile& tile, int group)
+      : QueryWalk(tile, group), first_head(head) {
+    if (IN_ORDER) m = m_end - 1;
+    if (tile.dead()) head = end_head;
+  }
+  __device__ __forceinline__ bool done() const {
+    return QueryWalk::done() || (IN_ORDER && m < m_begin);
+  }
   __device__ __forceinline__ void advance() {
     if (!IN_ORDER) return QueryWalk::advance();
-    const bool last_of_head = m == m_begin;
-    m = (last_of_head ? m_end : m) - 1;
-    head += last_of_head;
+    const bool last_of_rows = head + 1 == end_head;
+    head = last_of_rows ? first_head : head + 1;
+    m -= last_of_rows;
   }
 };
 __device__ __forceinline__ Walk walk_of(const Args& args, const KeyTile& tile) {
-  Walk walk(tile, args.sizes.group());
-  if (IN_ORDER) walk.m = tile.m_end - 1;
-  if (tile.dead()) walk.head = walk.end_head;
-  return walk;
+  return Walk(tile, args.sizes.group());
 }
 
 // --- producers -------------------------------------------------------------------------------------
@@ -218,17 +224,20 @@ __device__ __forceinline__ void multiply_values(float (&rdP)[1][NT][4], const Re
   }
 }
 
-// By a warp that will add to rows `row` .. of dQ, of which there may be none: until those before number
-// `number` have. `taken` is its turn or null, in shared memory since registers are short. The lanes
-// leave the loop together: otherwise the compiler moves accumulators out of its way.
-__device__ __forceinline__ void wait_turn(const Args& args, const KeyWork& tile, int head, int row,
-                                          int part, int number, bool follows, int*& taken) {
-  const int length = tile.queries.length;
-  int* turn = turns_of(args).next + tile.unit(args.sizes, head, min(row, length - 1)) * PARTS + part;
+// The turns of rows `row` .. of dQ, of which there may be none
+__device__ __forceinline__ int* turn_at(const Args& args, const KeyWork& tile, int head, int row,
+                                        int part) {
+  const int last = tile.queries.length - 1;
+  return turns_of(args).next + tile.unit(args.sizes, head, min(row, last)) * PARTS + part;
+}
+// By a warp that is about to add: until those before number `number` have, if the number `seen` some
+// time ago does not say so. `taken` is its turn or null, in shared memory since registers are short.
+// The lanes leave the loop together: otherwise the compiler moves accumulators out of its way.
+__device__ __forceinline__ void wait_turn(const KeyWork& tile, int* turn, int row, int number,
+                                          bool follows, int seen, int*& taken) {
   const int least = follows || row < tile.end_before * BLOCK_M ? number : 0;
-  while (!__all_sync(0xffffffff, ld_acquire(turn) >= least)) {
-  }
-  if (threadIdx.x % WARP_SIZE == 0) taken = row < length ? turn : nullptr;
+  while (!__all_sync(0xffffffff, seen >= least)) seen = ld_acquire(turn);
+  if (threadIdx.x % WARP_SIZE == 0) taken = row < tile.queries.length ? turn : nullptr;
 }
 // To the next number, when what the warp has added is there
 __device__ __forceinline__ void pass_turn(int number, int*& taken) {

@@ -139,6 +139,16 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     }
     const Operand<TileK, K_MAJOR> own_keys(k_tile.address(), own_row);
     const Operand<TileV, K_MAJOR> own_values(v_tile.address(), own_row);
+    int adder = 0, head_before = 0, row_before = 0;  // of the step before
+    bool written_before = false;
+    const auto number = [&] { return tile.number() * ADDERS + (ADDERS > 1 ? rank : 0); };
+    const auto turn_before = [&] {
+      return turn_at(args, tile, head_before, row_before + warp_row, SHARES ? rank : 0);
+    };
+    int seen = -1;  // of this turn, long before it is needed
+    const auto look_at_turn = [&] {
+      if (IN_ORDER && written_before && adder == consumer) seen = ld_relaxed(turn_before());
+    };
     // dQ of a step: all columns, or half of them for the keys of both CTAs
     const auto add_dq = [&](int head, int row0) {
       read.wait_full(smem.exchange);
@@ -164,6 +174,11 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       }
       const Workspace<cfg::WIDTH> sums(args.dq_accum, head, args.sizes.total_q, tile.queries.start,
                                        tile.queries.length);
+      if (IN_ORDER) {
+        wait_turn(tile, turn_before(), row0 + warp_row, number(), ADDERS > 1 && rank > 0, seen,
+                  turn);
+        seen = -1;
+      }
       add_units<HEAD_DIM>(sums, rdQ, row0 + warp_row, first_col);
     };
     // dS^T of this warp to shared memory
@@ -175,18 +190,6 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));
       written.advance();
     };
-    int adder = 0, head_before = 0, row_before = 0;  // of the step before
-    bool written_before = false;
-    const auto number = [&] { return tile.number() * ADDERS + (ADDERS > 1 ? rank : 0); };
-    // this warp's last turn passes on, then its next one comes
-    const auto take_turns = [&] {
-      if (!IN_ORDER) return;
-      pass_turn(number(), turn);
-      if (written_before && adder == consumer) {
-        wait_turn(args, tile, head_before, row_before + warp_row, SHARES ? rank : 0, number(),
-                  ADDERS > 1 && rank > 0, turn);
-      }
-    };
     // what a step adds to dK and dV, and its dS^T
     const auto add_step = [&](const TileQ& q, const TileO& dout, int row0) {
       float rP[1][BLOCK_M / 8][4], rdS[1][BLOCK_M / 8][4];
@@ -195,7 +198,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       wgmma_commit_group();
       multiply_values(rdS, rV, own_values, Operand<TileO, K_MAJOR>(dout.address()));
       wgmma_commit_group();
-      take_turns();
+      look_at_turn();
       wgmma_wait_group<1>();
       hold(rP);
       if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
@@ -216,6 +219,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       multiply_py(rdK, rdSt, Operand<TileQ, MN_MAJOR>(q.address()));
       wgmma_commit_group();
       write_ds(rdSt);
+      if (IN_ORDER) pass_turn(number(), turn);
       wgmma_wait_group<0>();
       hold(rdV);
       hold(rdK);
@@ -228,7 +232,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       TileO& dout = smem.dout[place.stage];
       const int row0 = at.m * BLOCK_M, rows = length - row0;
       if (PASSES_OVER && mask.hides(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
-        take_turns();
+        if (IN_ORDER) pass_turn(number(), turn);
         mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
         write_ds({});
       } else {
@@ -251,7 +255,6 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       head_before = at.head, row_before = row0, written_before = true;
     }
     if (!tile.dead()) {
-      take_turns();
       if (adder == consumer) add_dq(head_before, row_before);
       read.advance();
       if (IN_ORDER) pass_turn(number(), turn);

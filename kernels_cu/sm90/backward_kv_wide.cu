@@ -174,14 +174,12 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
     const auto has_panel = [&] { return !GOES_ROUND || round < PANELS; };
     int head_before = 0, row_before = 0;  // of the step before
     bool written_before = false;
-    // this warp's last turn passes on, then its next one comes
-    const auto take_turns = [&] {
-      if (!IN_ORDER) return;
-      pass_turn(tile.number(), turn);
-      if (written_before && has_panel()) {
-        wait_turn(args, tile, head_before, row_before + warp_row, round, tile.number(), false,
-                  turn);
-      }
+    const auto turn_before = [&] {
+      return turn_at(args, tile, head_before, row_before + warp_row, round);
+    };
+    int seen = -1;  // of this turn, long before it is needed
+    const auto look_at_turn = [&] {
+      if (IN_ORDER && written_before && has_panel()) seen = ld_relaxed(turn_before());
     };
     // what a step adds to dK and dV, from P^T and dS^T, which it makes
     const auto add_step = [&](TileQ& q, int row0, uint32_t (&rPt)[OWN_QUERIES / 16][4],
@@ -202,7 +200,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       multiply_values(rdS, rV, Operand<TileV, K_MAJOR>(smem.v.address()),
                       Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
       wgmma_commit_group();
-      take_turns();
+      look_at_turn();
       wgmma_wait_group<1>();
       hold(rP);
       if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
@@ -232,6 +230,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         add_other<CONSUMER, OfK::FIRST>(rdK, smem.ds[written.stage], q);
       }
       wgmma_commit_group();
+      if (IN_ORDER) pass_turn(tile.number(), turn);
       written.advance();
     };
     // a panel of dQ of the step before, for the keys of both CTAs
@@ -256,6 +255,10 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       hold(rdQ);
       const Workspace<cfg::WIDTH> sums(args.dq_accum, head, args.sizes.total_q, tile.queries.start,
                                        length);
+      if (IN_ORDER) {
+        wait_turn(tile, turn_before(), row0 + warp_row, tile.number(), false, seen, turn);
+        seen = -1;
+      }
       add_units<HEAD_DIM>(sums, rdQ, row0 + warp_row, round * TileK::PANEL);
     };
     const auto leave_ds = [&] {
@@ -277,7 +280,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       if (hidden) {
         mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
         gradient.wait_full(smem.douts);
-        take_turns();
+        if (IN_ORDER) pass_turn(tile.number(), turn);
         written.wait_empty(smem.exchange);
         write_ds(rdSt);
         written.advance();
@@ -314,7 +317,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       head_before = at.head, row_before = row0, written_before = true;
     }
     if (!tile.dead()) {
-      take_turns();
+      if (IN_ORDER) pass_turn(tile.number(), turn);
       if (has_panel()) {
         float rdQ[1][TileK::PANEL / 8][4];
         begin_dq(rdQ);

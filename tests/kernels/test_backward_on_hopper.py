@@ -90,7 +90,7 @@ BACKWARDS = (  # the tiles of keys are begun
     "return {work / num_heads, work % num_heads};",
     "return {num_tiles - 1 - work / num_heads, work % num_heads};",
 )
-LOST = (("ld_acquire(turn) >= least", "true"), ("tile.end_before = ", "0;"))
+LOST = (("seen >= least", "true"), ("tile.end_before = ", "0;"))
 
 
 @pytest.mark.sweep

@@ -209,6 +209,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
 
 __device__ __forceinline__ int read_lane() { return threadIdx.x % WARP_SIZE; }
 __device__ __forceinline__ void red_add(float* address, float x) { *address += x; }
+__device__ __forceinline__ int ld_relaxed(const int* address) { return *address; }
 __device__ __forceinline__ int ld_acquire(const int* address) {
   emulator::quiet = 2 * WARP_SIZE;  // who looks again and again lets other warps go on
   emulator::wait_for("a number in global memory");
