@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -160,3 +161,22 @@ def test_on_a_gpu():
     # by more than the verdict allows (seen once in six); three pairs over 300 steps do not
     result = CliRunner().invoke(tp.main, ["--device", "cuda", "--runs", "3"])
     assert result.exit_code == 0, result.output
+
+
+def test_speed_is_of_whole_steps_of_every_attention(tmp_path, monkeypatch):
+    """An attention that takes its time has the lower rate, and fails if it is rawattn's."""
+
+    def slow(*args):
+        time.sleep(0.02)
+        return models.attend_rawattn(*args)
+
+    attentions = {"rawattn": models.attend_rawattn, "slow": slow}
+    monkeypatch.setattr(tp, "packed_attentions", lambda device, dtype: attentions)
+    record = tmp_path / "speed.json"
+    result = run("--speed", "--steps", "2", "--json", str(record))
+    assert result.exit_code == 0, result.output
+    rates = json.loads(record.read_text())["tokens_a_second"]
+    assert list(rates) == ["rawattn", "slow"] and rates["slow"] < rates["rawattn"] < 1e7
+    assert rates["slow"] < 256 / 0.02
+    attentions = {"rawattn": slow, "other": models.attend_rawattn}
+    assert run("--speed", "--steps", "2").exit_code == 1

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -78,6 +79,28 @@ def torch_attention(device: str, dtype: torch.dtype) -> Attention:
         return theirs(q, k, v, pack.cu_seqlens, pack.cu_seqlens, longest, longest, **causal)
 
     return attend
+
+
+def packed_attentions(device: str, dtype: torch.dtype) -> dict[str, Attention]:
+    """rawattn's packed attention, then those of others that are installed."""
+    found = {"rawattn": attend_rawattn, "torch": torch_attention(device, dtype)}
+    if device == "cuda" and dtype != torch.float32 and find_spec("flash_attn"):
+        from flash_attn.cute import flash_attn_varlen_func
+
+        def attend_fa4(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> Tensor:
+            longest = max(pack.lengths)
+            result: Any = flash_attn_varlen_func(
+                *(q, k, v),
+                cu_seqlens_q=pack.cu_seqlens,
+                cu_seqlens_k=pack.cu_seqlens,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                causal=True,
+            )
+            return result[0] if isinstance(result, tuple) else result
+
+        found["fa4"] = attend_fa4
+    return found
 
 
 def at_least_float32(x: Tensor) -> Tensor:
