@@ -52,8 +52,9 @@ struct UnitOfSums {
       float* to = pair_of(col, half);
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
-        if (WIDTH < PADDED && col + j * 8 >= WIDTH) break;
-        red_add_v2(to + j * 8, c[j][half * 2], c[j][half * 2 + 1]);
+        // sums past WIDTH are zeros: to the last columns with them, to leave them out costs spills
+        const int at = WIDTH < PADDED ? min(j * 8, WIDTH - 8 - col) : j * 8;
+        red_add_v2(to + at, c[j][half * 2], c[j][half * 2 + 1]);
       }
     }
   }

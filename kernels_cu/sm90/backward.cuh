@@ -31,33 +31,25 @@ struct Args {
   Tensor dout;              // (total_q, num_heads_q, head_dim_v)
   const float* lse;         // (num_heads_q, total_q)
   const float* delta;       // (num_heads_q, total_q)
-  float* dq_accum;          // workspace of dQ, zeroed; and the turns, without cfg::ATOMIC
+  float* dq_accum;          // workspace of dQ, zeroed
   Tensor dk;                // (total_k, num_heads_kv, head_dim)
   Tensor dv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
   Sizes sizes;
+  int* turns;     // without cfg::ATOMIC: zeros, see IN_ORDER
   int num_tiles;  // of keys, of a cluster, upper bound
   int counter;    // this launch's, or -1
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_kv.py differ");
 
 // With cfg::ATOMIC tiles of keys add to dQ when they come to it. Without, those of a sequence take
-// turns in their order, so that sums are the same on every run. Behind the sums stand this launch's
-// Counter, since a tile waits for those before it, in COUNTS numbers, and for each unit, and each of
-// up to PARTS parts of its columns, the number of the tile whose turn it is. Size: ops/workspaces.py.
+// turns in their order, so that sums are the same on every run. Args::turns begins with this launch's
+// Counter, since a tile waits for those before it, in COUNTS numbers; then comes for each unit, and
+// each of up to PARTS parts of its columns, the number of the tile whose turn it is. Size:
+// ops/workspaces.py.
 constexpr bool IN_ORDER = !cfg::ATOMIC;
 constexpr int COUNTS = 4, PARTS = 4;
-struct Turns {
-  Counter* counter;
-  int* next;
-};
-__device__ __forceinline__ Turns turns_of(const Args& args) {
-  const Sizes& sizes = args.sizes;
-  float* behind =
-      args.dq_accum + static_cast<int64_t>(sizes.num_heads_q) * sizes.total_q * cfg::WIDTH;
-  return {reinterpret_cast<Counter*>(behind), reinterpret_cast<int*>(behind) + COUNTS};
-}
 struct KeyWork : KeyTile {
   int end_before;  // of the tiles of queries that the tile of keys before it adds to
   __device__ __forceinline__ int number() const { return col0 / (CLUSTER * BLOCK_N); }
@@ -110,7 +102,7 @@ __device__ __forceinline__ void find_tiles(const Args& args, Plan& smem) {
   constexpr int KEYS = CLUSTER * BLOCK_N;
   const Sizes& sizes = args.sizes;
   const int works = args.num_tiles * sizes.num_heads_kv;
-  Counter* counter = IN_ORDER ? turns_of(args).counter : counter_at(args.counter);
+  Counter* counter = IN_ORDER ? reinterpret_cast<Counter*>(args.turns) : counter_at(args.counter);
   find_works<CLUSTER, IN_ORDER>(smem.works, works, counter, [&](int work) {
     const TileOfHead at = tile_of_head<IN_ORDER>(work, args.num_tiles, sizes.num_heads_kv);
     int before = -1;  // the sequence that has the tile before, another one where offsets fall
@@ -228,7 +220,7 @@ __device__ __forceinline__ void multiply_values(float (&rdP)[1][NT][4], const Re
 __device__ __forceinline__ int* turn_at(const Args& args, const KeyWork& tile, int head, int row,
                                         int part) {
   const int last = tile.queries.length - 1;
-  return turns_of(args).next + tile.unit(args.sizes, head, min(row, last)) * PARTS + part;
+  return args.turns + COUNTS + tile.unit(args.sizes, head, min(row, last)) * PARTS + part;
 }
 // By a warp that is about to add: until those before number `number` have, if the number `seen` some
 // time ago does not say so. `taken` is its turn or null, in shared memory since registers are short.

@@ -157,8 +157,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
           clear_rows<WARPGROUP>(smem.k_of_peer, valid_keys(tile, CLUSTER - 1 - rank, 0));
         }
         fence_proxy_async();
-        __syncwarp();  // this warp's part is clear
-        if (lane == 0) mbarrier_arrive(smem_address(&smem.cleared));
+        mbarrier_arrive(smem_address(&smem.cleared));  // each lane for its own
         mbarrier_wait(smem_address(&smem.cleared), parity_of_cleared);
         parity_of_cleared ^= 1;
       }
@@ -359,7 +358,7 @@ extern "C" __global__ void __cluster_dims__(cfg::CLUSTER, 1, 1)
     smem.exchange.init(2 * CONSUMER_WARPS, CONSUMER_WARPS);
     for (uint64_t& barrier : smem.from_peer) mbarrier_init(smem_address(&barrier), 1);
     for (uint64_t& barrier : smem.terms_full) mbarrier_init(smem_address(&barrier), WARP_SIZE);
-    mbarrier_init(smem_address(&smem.cleared), CONSUMER_WARPS);
+    mbarrier_init(smem_address(&smem.cleared), CONSUMERS * WARPGROUP);
     smem.works.init(CONSUMERS * WARPGROUP + WARP_SIZE + 2);
     fence_mbarrier_init();
   }

@@ -6,6 +6,7 @@ from rawattn import launch as loaded
 from rawattn.ops.arguments import Layout, Pointer, Tensor, key_tiles
 from rawattn.ops.tensor_maps import maps_of
 from rawattn.ops.works import NO_COUNTER, NUMBERS, grid_of, with_counter
+from rawattn.ops.workspaces import turns_in
 from rawattn.problem import Problem
 from rawattn.variants import Row
 
@@ -28,7 +29,7 @@ class Args(NamedTuple):
 
 LAYOUT = Layout(Args, problem=True)
 MAPS = ("q", "k", "v", "dout")
-LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=NUMBERS)
+LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=(("turns", "P"), *NUMBERS))
 BOX = 64  # rows of K and V that are loaded at a time
 
 
@@ -44,7 +45,7 @@ def launch(
     """dk and dv; with dq_accum (zeroed) also dQ / softmax_scale, by atomic adds into it.
 
     ``counted``: as of forward.launch. ``in_order``: what is added to an element of dQ is so in the
-    same order every time; behind the sums are zeros for the turns.
+    same order every time; behind dQ's sums in dq_accum are zeros for the turns.
     """
     if row.family == "numba":
         from rawattn.kernels_numba import backward_kv as twin
@@ -61,7 +62,8 @@ def launch(
     mapped = args.q, args.k, args.v, args.dout
     pointers, strides = tuple(x.ptr for x in mapped), tuple(x.strides for x in mapped)
     maps = maps_of(problem, (row.cfg.block_m, BOX), MAPS, pointers, strides)
-    packed = layout.pack(args, problem, maps=maps, numbers=(tiles, NO_COUNTER))
+    turns = turns_in(args.dq_accum, problem) if in_order and args.dq_accum else 0
+    packed = layout.pack(args, problem, maps=maps, numbers=(turns, tiles, NO_COUNTER))
     if counted:
         packed = with_counter(layout, packed)
     kernel.launch(grid_of(row, problem, tiles * problem.num_heads_kv), packed, stream)

@@ -15,8 +15,9 @@ from rawattn.problem import Problem
 from rawattn.variants import Row, tile_widths
 
 if TYPE_CHECKING:
-    from rawattn.arrays import Shape
+    from rawattn.arrays import Shape, View
 
+FLOAT = 4  # bytes
 UNIT = 16  # rows that kernels_cu/base/workspace.cuh keeps together
 COUNTS, PARTS = 4, 4  # of turns: what stands in front of them all, and those of a unit
 Gradient = Literal["dq", "dk", "dv"]
@@ -50,3 +51,8 @@ def accum_shape(
         return shape
     turns = COUNTS + heads * (tokens // UNIT + problem.batch) * PARTS
     return (math.prod(shape) + in_order * turns,)
+
+
+def turns_in(dq_accum: "View", problem: Problem) -> int:
+    """Where the turns begin."""
+    return dq_accum.ptr + FLOAT * problem.total_q * problem.num_heads_q * problem.head_dim

@@ -241,7 +241,15 @@ PLANTS = (
     Plant(
         "the first key tile is not seen",
         ("tile-skipped",),
-        ((FORWARD, "n >= tile.n_begin; --n", "n > tile.n_begin; --n"),),
+        (
+            (FORWARD, "n >= tile.n_begin; --n", "n > tile.n_begin; --n"),
+            # what the loop no longer awaits would land in O's tile: another bug
+            (
+                FORWARD,
+                "  epilogue(args",
+                "  cp_async_wait<0>();\n  __syncthreads();\n  epilogue(args",
+            ),
+        ),
         replace(CAUSAL, head_dim=128, head_dim_v=128),
     ),
     Plant(

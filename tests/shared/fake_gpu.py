@@ -22,7 +22,7 @@ from rawattn import api, arrays, call, checks, device, kernels_numba
 from rawattn import launch as loaded
 from rawattn.ops import arguments, tensor_maps
 from rawattn.ops import forward as forward_op
-from rawattn.ops.workspaces import accum_shape
+from rawattn.ops.workspaces import COUNTS, accum_shape
 from rawattn.problem import Problem, Selection
 from rawattn.reference import dense, second
 from rawattn.variants import block_keys, tile_widths
@@ -420,6 +420,8 @@ def shape_of(name: str, problem: Problem, choice: Selection | None, head_dims: A
         return (*queries, dv)
     if name in ("lse", "dlse", "ddlse", "tlse", "delta", "ddelta"):
         return queries[::-1]
+    if name == "turns":  # of them all, what stands in front
+        return (COUNTS,)
     if name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"):
         return (p.batch + 1,)
     if choice is None:  # the numbers of a workspace that are in use
@@ -553,6 +555,8 @@ class Kernel:
             if self.row.in_order:
                 asked = accum_shape(self.row, self.problem, "dq", in_order=not atomic)
                 assert there and (self.kernels.zeroed,) == asked
+                assert atomic == (a.turns is None)
+                assert atomic or a.turns.ctypes.data == a.dq_accum.ctypes.data + a.dq_accum.nbytes
             else:
                 assert atomic == there
 

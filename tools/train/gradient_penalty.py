@@ -25,7 +25,7 @@ from training import Autocast, Recipe, dtype_option, options
 WEIGHT = 10.0  # of the penalty
 SIZES = {
     "cpu": Size(2, 2, 32, tokens=256, longest=96, steps=30, learning_rate=4e-4),
-    "cuda": Size(4, 8, 64, tokens=8192, longest=1024, steps=200, learning_rate=2e-4),
+    "cuda": Size(4, 8, 64, tokens=8192, longest=1024, steps=40, learning_rate=2e-4),
 }
 
 
