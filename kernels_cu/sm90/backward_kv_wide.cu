@@ -176,9 +176,10 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
     const auto turn_before = [&] {
       return turn_at(args, tile, head_before, row_before + warp_row, round);
     };
-    int seen = -1;  // of this turn, long before it is needed
+    int seen = -1;  // of this turn, long before it is needed: a register, which not all builds have
     const auto look_at_turn = [&] {
-      if (IN_ORDER && written_before && has_panel()) seen = ld_relaxed(turn_before());
+      constexpr bool LOOKS = IN_ORDER && cfg::WIDTH == HEAD_DIM;
+      if (LOOKS && written_before && has_panel()) seen = ld_relaxed(turn_before());
     };
     // what a step adds to dK and dV, from P^T and dS^T, which it makes
     const auto add_step = [&](TileQ& q, int row0, uint32_t (&rPt)[OWN_QUERIES / 16][4],
