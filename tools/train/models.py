@@ -84,7 +84,12 @@ def torch_attention(device: str, dtype: torch.dtype) -> Attention:
 def packed_attentions(device: str, dtype: torch.dtype) -> dict[str, Attention]:
     """rawattn's packed attention, then those of others that are installed."""
     found = {"rawattn": attend_rawattn, "torch": torch_attention(device, dtype)}
-    if device == "cuda" and dtype != torch.float32 and find_spec("flash_attn"):
+    if (
+        device == "cuda"
+        and dtype != torch.float32
+        and find_spec("flash_attn")
+        and find_spec("flash_attn.cute")
+    ):
         from flash_attn.cute import flash_attn_varlen_func
 
         def attend_fa4(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> Tensor:

@@ -1,76 +1,38 @@
 """Train one model by several attentions side by side, and say how many tokens a second each took.
 
-What is timed is a whole step: forward, backward and optimiser. All see the same batches, in an
-order that turns round, so that clocks and caches favour nobody.
+What is timed is whole steps: forward, backward and optimiser, over the same batches for all, which
+take turns.
 """
 
 import itertools
-import statistics
-import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from models import Attention
-from packing import Pack
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from training import Recipe, Setting
+from training import Recipe, Setting, median_times, start, step
 
 NOISE = 0.01  # by which the rates of two equal runs differ
 
 
-@dataclass(frozen=True)
-class Racer:
-    """A model of its own that one attention trains."""
-
-    attend: Attention
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def step(self, recipe: Recipe, setting: Setting, pack: Pack) -> None:
-        loss = recipe.loss(self.model, pack, self.attend, setting.autocast)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-
-
-def race(
-    recipe: Recipe, setting: Setting, attentions: dict[str, Attention], rounds: int = 5
-) -> dict[str, float]:
-    """Tokens a second of each attention, from its median time for each batch.
-
-    The first round is not counted: kernels are compiled in it.
-    """
-    size, racers = setting.size, {}
-    for name, attend in attentions.items():
-        torch.manual_seed(setting.seed)
-        model = recipe.model(size).to(setting.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
-        racers[name] = Racer(attend, model, optimizer)
+def race(recipe: Recipe, setting: Setting, attentions: dict[str, Attention]) -> dict[str, float]:
+    """Tokens a second of each attention, of the median time for all batches."""
+    size = setting.size
     batches = recipe.batches(setting.seed, size.tokens, size.longest, setting.device)
     packs = list(itertools.islice(batches, size.steps))
-    times: dict[str, list[list[float]]] = {name: [[] for _ in packs] for name in racers}
-    order = list(racers.items())
-    for number in range(rounds + 1):
-        for i, pack in enumerate(packs):
-            for name, racer in order:
-                seconds = _seconds(racer, recipe, setting, pack)
-                if number > 0:
-                    times[name][i].append(seconds)
-        order.reverse()
+
+    def run_of(attend: Attention) -> Callable[[], None]:
+        model, optimizer = start(recipe, setting)
+
+        def run() -> None:
+            for pack in packs:
+                step(recipe, setting, model, optimizer, pack, attend)
+
+        return run
+
+    times = median_times({name: run_of(x) for name, x in attentions.items()}, setting.device)
     tokens = sum(sum(pack.lengths) for pack in packs)
-    return {name: tokens / sum(map(statistics.median, each)) for name, each in times.items()}
-
-
-def _seconds(racer: Racer, recipe: Recipe, setting: Setting, pack: Pack) -> float:
-    wait: Any = torch.cuda.synchronize if setting.device == "cuda" else lambda: None
-    wait()
-    begin = time.perf_counter()
-    racer.step(recipe, setting, pack)
-    wait()
-    return time.perf_counter() - begin
+    return {name: tokens / (ms * 1e-3) for name, ms in times.items()}
 
 
 def show(console: Console, rates: dict[str, float], title: str) -> bool:

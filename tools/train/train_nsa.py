@@ -15,8 +15,6 @@ by torch.
 """
 
 import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,12 +32,21 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_packed import cross_entropy
-from training import Curve, Recipe, Setting, bar, dtype_option, run_options, settle, train
+from training import (
+    Curve,
+    Recipe,
+    Setting,
+    bar,
+    dtype_option,
+    median_times,
+    run_options,
+    settle,
+    train,
+)
 
 from rawattn.torch import NativeSparseAttention
 
 MARGIN = 1.1
-ROUNDS = 5  # of the layers' times
 
 
 @dataclass(frozen=True)
@@ -186,19 +193,6 @@ def layer_times(tokens: int, device: str, dtype: torch.dtype) -> dict[str, float
         for name, make in layers.items()
     }
     return median_times(calls, device)
-
-
-def median_times(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
-    """Milliseconds of each call; A, B, A, B, ... after a round that warms up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(1 + ROUNDS):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - began) * 1e3)
-    return {name: statistics.median(seen[1:]) for name, seen in times.items()}
 
 
 def show_times(console: Console, times: dict[str, float], tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Train a small model with the attention of one's choice; the rest is the same for every run."""
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+ROUNDS = 5  # of calls that are timed
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -61,6 +64,34 @@ def perturb(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
             weight.mul_(1 + torch.finfo(dtype).eps * nudge)
 
 
+def start(
+    recipe: Recipe, setting: Setting, perturbed: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model before its first step, and its optimiser; ``perturbed`` as in ``train``."""
+    torch.manual_seed(setting.seed)
+    model = recipe.model(setting.size)
+    if perturbed:
+        perturb(model, setting.dtype, setting.seed + perturbed)
+    model.to(setting.device)
+    return model, torch.optim.AdamW(model.parameters(), lr=setting.size.learning_rate)
+
+
+def step(
+    recipe: Recipe,
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pack: Pack,
+    attend: Attention,
+) -> Tensor:
+    """Forward, backward and optimiser on one batch; its loss."""
+    loss = recipe.loss(model, pack, attend, setting.autocast)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def train(
     recipe: Recipe,
     setting: Setting,
@@ -71,24 +102,29 @@ def train(
 ) -> tuple[Curve, nn.Module]:
     """One run from the start; ``perturbed`` is 0 or the number of the perturbation."""
     size = setting.size
-    torch.manual_seed(setting.seed)
-    model = recipe.model(size)
-    if perturbed:
-        perturb(model, setting.dtype, setting.seed + perturbed)
-    model.to(setting.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
+    model, optimizer = start(recipe, setting, perturbed)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, max(1, size.steps // 10))
     batches = recipe.batches(setting.seed, size.tokens, size.longest, setting.device)
     losses: list[float] = []
     begin = time.perf_counter()
     for pack in progress.track(itertools.islice(batches, size.steps), size.steps, description=name):
-        loss = recipe.loss(model, pack, attend, setting.autocast)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = step(recipe, setting, model, optimizer, pack, attend)
         warm_up.step()
         losses.append(loss.item())
     return Curve(name, losses, time.perf_counter() - begin), model
+
+
+def median_times(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Milliseconds of each call; A, B, A, B, ... after a round that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(1 + ROUNDS):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: statistics.median(seen[1:]) for name, seen in times.items()}
 
 
 def options(function: Callable[..., None]) -> Callable[..., None]:
