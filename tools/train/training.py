@@ -115,10 +115,17 @@ def train(
 
 
 def median_times(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
-    """Milliseconds of each call; A, B, A, B, ... after a round that warms up."""
+    """Milliseconds of each call; A, A, B, B, A, A, ... after a round that warms up.
+
+    The first of two goes untimed: clocks, which the call before has left higher or lower by what
+    it took from the power limit, settle to this one in it.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + ROUNDS):
         for name, call in calls.items():
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
             began = time.perf_counter()
             call()
             if device == "cuda":
