@@ -123,15 +123,18 @@ def median_times(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, 
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + ROUNDS):
         for name, call in calls.items():
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - began) * 1e3)
+            _milliseconds(call, device)
+            times[name].append(_milliseconds(call, device))
     return {name: statistics.median(seen[1:]) for name, seen in times.items()}
+
+
+def _milliseconds(call: Callable[[], Any], device: str) -> float:
+    """Of a call, until what it has queued is done."""
+    began = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3
 
 
 def options(function: Callable[..., None]) -> Callable[..., None]:
