@@ -15,8 +15,9 @@ its results, the gradients are
     of u          backward(wtout, wtlse)
     of (q, k, v)  backward(wout, wlse) + the (gq, gk, gv) of double_backward(u, wtout, wtlse)
 
-Names: those of ``dense``, with t for the tangent in direction (tq, tk, tv) or (ddq, ddk, ddv); E is
-the tangent of S, and W that of D as far as dout stays.
+With sinks they too move, along tsinks or ddsinks, and have gradients. Names: those of ``dense``,
+with t for the tangent in direction (tq, tk, tv) or (ddq, ddk, ddv); F is the tangent of X, E that
+of S, E0 that of a sink, and W that of D as far as dout stays.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from rawattn.reference.dense import (
     Window,
     allowed,
     arithmetic,
+    capped,
     dead_to_inf,
     forward,
     logsumexp,
@@ -48,13 +50,17 @@ def jvp(
     *,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    tsinks: Array | None = None,
+    seqused_k: Array | None = None,
     rounding: Any = None,
 ) -> tuple[Array, Array, Array, Array]:
     """Out and lse of ``dense.forward``, and their tangents when (q, k, v) moves along (tq, tk, tv).
 
-    tq, tk and tv have the shapes of q, k and v; None stands for zeros. The other arguments are
-    those of ``forward``. ``rounding`` rounds after every operation that autograd's forward mode
-    runs, where logsumexp and its tangent count as one each.
+    tq, tk and tv have the shapes of q, k and v, and ``tsinks`` that of ``sinks``; None stands for
+    zeros. The other arguments are those of ``forward``. ``rounding`` rounds after every operation
+    that autograd's forward mode runs, where logsumexp and its tangent count as one each.
     Returns out, tout (total_q, num_heads_q, head_dim_v) and lse, tlse (num_heads_q, total_q) in the
     order (out, tout, lse, tlse), all float64. Where lse is -inf, both tangents are 0.
     """
@@ -62,19 +68,25 @@ def jvp(
     load, r = arithmetic(xp, rounding)
     tq, tk, tv = (xp.zeros(a.shape) if t is None else t for a, t in ((q, tq), (k, tk), (v, tv)))
     mode: dict[str, Any] = {"window": window, "softmax_scale": s, "rounding": rounding}
+    mode |= {"softcap": softcap, "sinks": sinks, "seqused_k": seqused_k}
     out, lse = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **mode)
     tout, tlse = xp.zeros(out.shape, dtype=xp.float64), xp.zeros(lse.shape, dtype=xp.float64)
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+    with_sinks = sinks is not None
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, without_keys=with_sinks):
         mask = allowed(rows.stop - rows.start, keys.stop - keys.start, window, xp)
         for head_kv in range(k.shape[1]):
             heads = slice(head_kv * group, (head_kv + 1) * group)
             Q, tQ = load(q[rows, heads]).swapaxes(0, 1), load(tq[rows, heads]).swapaxes(0, 1)
             K, V, L = load(k[keys, head_kv]), load(v[keys, head_kv]), load(lse[heads, rows])
             tK, tV = load(tk[keys, head_kv]), load(tv[keys, head_kv])
-            S = xp.where(mask, r(s * r(Q @ K.T)), -xp.inf)
+            S, slope, _ = capped(xp, r(s * r(Q @ K.T)), softcap, r)
+            S = xp.where(mask, S, -xp.inf)
             P = r(xp.exp(S - dead_to_inf(xp, L)[..., None]))
-            E = r(s * r(r(tQ @ K.T) + r(Q @ tK.T)))
+            E = r(slope * r(s * r(r(tQ @ K.T) + r(Q @ tK.T))))
             tL = (P * E).sum(axis=-1)
+            if sinks is not None and tsinks is not None:
+                P0 = xp.exp(load(sinks[heads])[:, None] - dead_to_inf(xp, L))
+                tL = tL + P0 * load(tsinks[heads])[:, None]
             tP = r(P * r(E - r(tL)[..., None]))
             tO = r(r(tP @ V) + r(P @ tV))
             tout[rows, heads], tlse[heads, rows] = tO.swapaxes(0, 1), tL
@@ -97,26 +109,37 @@ def double_backward(
     dlse: Array | None = None,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    ddsinks: Array | None = None,
+    seqused_k: Array | None = None,
     rounding: Any = None,
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradients of <ddq, dq> + <ddk, dk> + <ddv, dv>, where dq, dk, dv are those of ``backward``.
 
-    ddq, ddk and ddv have the shapes of q, k and v; None stands for zeros. ``out`` and ``lse`` must
-    be those of ``forward`` on the same arrays. The other arguments are those of ``backward``.
+    ddq, ddk and ddv have the shapes of q, k and v; None stands for zeros. With ``sinks`` comes
+    + <ddsinks, dsinks>. ``out`` and ``lse`` must be those of ``forward`` on the same arrays. The
+    other arguments are those of ``backward``.
     ``rounding`` rounds after every operation that autograd runs to differentiate dense attention
     twice: every product, sum and scaling, softmax and its backward each as one, and the backward of
     the latter multiplied out (``softmax_twice``); lse and what its cotangent adds are of float32.
     P and the row terms then come from the rounded scores, as there, not from ``out`` and ``lse``.
     Returns ddout, ddlse, gq, gk, gv: with respect to dout, dlse, q, k and v, and of their shapes,
-    all float64. They are 0 for a query whose lse is -inf, and for a row of no sequence.
+    all float64; with ``sinks`` gsinks too. They are 0 for a query whose lse is -inf, and for a row
+    of no sequence. ValueError for ``rounding`` together with ``softcap`` or ``sinks``.
     """
+    if rounding is not None and (softcap is not None or sinks is not None):
+        raise ValueError("rounding goes with neither softcap nor sinks; leave it out")
     xp, group, s = namespace(q), q.shape[1] // k.shape[1], scale_of(q, softmax_scale)
     load, r = arithmetic(xp, rounding)
     ddq, ddk, ddv = (
         xp.zeros(a.shape) if dd is None else dd for a, dd in ((q, ddq), (k, ddk), (v, ddv))
     )
-    ddout, ddlse, gq, gk, gv = (xp.zeros(a.shape, dtype=xp.float64) for a in (dout, lse, q, k, v))
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+    with_sinks = sinks is not None
+    inputs = (dout, lse, q, k, v) if sinks is None else (dout, lse, q, k, v, sinks)
+    results = [xp.zeros(a.shape, dtype=xp.float64) for a in inputs]
+    ddout, ddlse, gq, gk, gv, *_ = results
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, without_keys=with_sinks):
         mask = allowed(rows.stop - rows.start, keys.stop - keys.start, window, xp)
         for head_kv in range(k.shape[1]):
             heads = slice(head_kv * group, (head_kv + 1) * group)
@@ -125,11 +148,17 @@ def double_backward(
             K, V = load(k[keys, head_kv]), load(v[keys, head_kv])
             ddK, ddV = load(ddk[keys, head_kv]), load(ddv[keys, head_kv])
             dL = 0.0 if dlse is None else load(dlse[heads, rows])[..., None]
-            S = xp.where(mask, r(s * r(Q @ K.T)), -xp.inf)
+            S, slope, bend = capped(xp, r(s * r(Q @ K.T)), softcap, r)
+            S = xp.where(mask, S, -xp.inf)
             L = load(lse[heads, rows]) if rounding is None else logsumexp(xp, S)
             P = r(xp.exp(S - dead_to_inf(xp, L)[..., None]))
-            E = r(s * r(r(ddQ @ K.T) + r(Q @ ddK.T)))
+            F = r(s * r(r(ddQ @ K.T) + r(Q @ ddK.T)))
+            E = slope * F
             ddL = (P * E).sum(axis=-1, keepdims=True)
+            if sinks is not None:
+                P0 = xp.exp(load(sinks[heads])[:, None] - dead_to_inf(xp, L))[..., None]
+                E0 = 0.0 if ddsinks is None else load(ddsinks[heads])[:, None, None]
+                ddL = ddL + P0 * E0
             tP = r(P * (E - ddL))
             ddO = r(r(tP @ V) + r(P @ ddV))
             dP, tdP = r(dO @ V.T), r(dO @ ddV.T)
@@ -139,15 +168,17 @@ def double_backward(
                 W = (dO * ddO).sum(axis=-1, keepdims=True)
                 dS = P * (dP - D)
                 tdS = tP * (dP - D) + P * (tdP - W)
+                if with_sinks:  # its dP and tdP are 0
+                    results[5][heads] -= (P0 * (E0 - ddL) * D + P0 * W).sum(axis=(1, 2))
             else:
                 dS, tdS = softmax_twice(P, E, dP, tdP, dL, r)
-            dX, tdX = r(s * dS), r(s * tdS)  # of X = Q K^T
+            dX, tdX = r(s * slope * dS), r(s * (slope * tdS + bend * F * dS))  # of Q K^T
             gQ = r(r(tdX @ K) + r(dX @ ddK))
             gK = r(r(r(tdX.swapaxes(1, 2) @ Q) + r(dX.swapaxes(1, 2) @ ddQ)).sum(axis=0))
             gV = r(r(tP.swapaxes(1, 2) @ dO).sum(axis=0))
             ddout[rows, heads], ddlse[heads, rows] = ddO.swapaxes(0, 1), ddL[..., 0]
             gq[rows, heads], gk[keys, head_kv], gv[keys, head_kv] = gQ.swapaxes(0, 1), gK, gV
-    return ddout, ddlse, gq, gk, gv
+    return tuple(results)
 
 
 def softmax_twice(
