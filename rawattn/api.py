@@ -33,6 +33,9 @@ def forward(
     causal: bool = False,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    seqused_k: Array | None = None,
     max_seqlen: int | None = None,
     return_lse: bool = False,
     out: Array | None = None,
@@ -57,6 +60,12 @@ def forward(
     window: (left, right), inclusive distances from i + seqlen_k - seqlen_q; -1 is open.
         ``causal`` caps right at 0.
     softmax_scale: positive factor on the scores, by default head_dim ** -0.5.
+    softcap: scores become softcap * tanh(score / softcap), after the scale and before the mask
+        (Gemma 2, arXiv 2408.00118); None or 0 is none.
+    sinks: (num_heads_q,) of any float dtype, a logit of each head that counts in the denominator,
+        and in lse, without a value (gpt-oss; StreamingLLM, arXiv 2309.17453).
+    seqused_k: (batch,) int32 or int64, how many keys of each sequence are in use: those from there
+        on are no keys, and masks count from the last one in use.
     max_seqlen: accepted for the sake of other signatures; not needed.
     return_lse: also return the logsumexp.
     out: array to write into, of the shape and dtype of the result; must not overlap an input.
@@ -66,7 +75,7 @@ def forward(
 
     Returns out (total_q, num_heads_q, head_dim_v) of q's dtype, or (out, lse) with lse
     (num_heads_q, total_q), natural logarithm, float32 (float64 for float64 inputs). A query that
-    may see no key has out 0 and lse -inf.
+    may see no key has out 0 and lse -inf, or its sink where its sequence has one.
 
     Raises TypeError (library, dtype, kind of argument), ValueError (shape, device, value) or
     RuntimeError (nothing here can run it), each with the remedy.
@@ -74,15 +83,24 @@ def forward(
     if extra or wrong:
         checks.call_style("forward", extra, wrong)
     given, inputs = call.look(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
+        *(q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate),
+        softcap=softcap,
+        sinks=sinks,
+        seqused_k=seqused_k,
     )
     results = (given.result(out, "out", given.rows), given.result(None, "lse", given.sums))
+
+    def reference() -> Any:
+        x = call.neutral(inputs)
+        return dense.forward(*x[:5], **call.options(given.problem, x))
+
     out, lse = call.compute(
         given,
         inputs,
         results,
         empty=(0.0, -_INF),
-        reference=lambda: dense.forward(*call.neutral(inputs), **call.mask(given.problem)),
+        without_keys=sinks is not None,
+        reference=reference,
         kernels=lambda to, out, lse: passes.forward(to, inputs, out, lse),
     )
     return (out, lse) if return_lse else out
@@ -142,6 +160,9 @@ def backward(
     causal: bool = False,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    seqused_k: Array | None = None,
     max_seqlen: int | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
@@ -149,18 +170,19 @@ def backward(
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
+    dsinks: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
     **wrong: Never,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Gradients of ``forward`` for the cotangents dout of out and dlse of lse.
 
         D_i = dO_i . O_i - dL_i      dP = dO V^T      dS = P o (dP - D)
         dQ = s dS K                  dK = s dS^T Q    dV = P^T dO
 
     dout: (total_q, num_heads_q, head_dim_v) of q's dtype.
-    q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, max_seqlen, backend, validate:
-        as in ``forward``.
+    q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, softcap, sinks, seqused_k,
+        max_seqlen, backend, validate: as in ``forward``.
     out: (total_q, num_heads_q, head_dim_v), lse: (num_heads_q, total_q) float32 (float64 for
         float64 inputs), used as passed: with those of a larger attention, of which these keys are
         a part, the result is this part's share of the gradients.
@@ -169,35 +191,40 @@ def backward(
     method: None (the fastest), "atomic_dq" (key tiles outer, dQ by float32 atomic adds),
         "atomic_dkv" (query tiles outer, dK and dV by float32 atomic adds) or "deterministic" (on
         Hopper key tiles outer that add to dQ in their order, elsewhere dQ in a pass of its own).
-    dq, dk, dv: arrays to write into, shaped like q, k, v; must not overlap an input.
+    dq, dk, dv, dsinks: arrays to write into, shaped like q, k, v, sinks; must not overlap an input.
 
     Returns (dq, dk, dv), shaped like q, k, v and of their dtype; dk and dv are summed over the
-    query heads of a group in float32. Raises as ``forward`` does.
+    query heads of a group in float32. With ``sinks`` dsinks comes fourth, of their dtype: minus the
+    sum of exp(sink - lse_i) D_i over the queries. Raises as ``forward`` does.
     """
     if extra or wrong:
         checks.call_style("backward", extra, wrong)
     given, inputs = call.look(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
+        *(q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate),
+        softcap=softcap,
+        sinks=sinks,
+        seqused_k=seqused_k,
     )
     checks.method(method, deterministic)
     passed = given.passed(dout, out, lse, dlse)
-    results = given.gradients(inputs, "d", dq, dk, dv)
+    results = given.gradients(inputs, "d", dq, dk, dv) + given.of_sinks(inputs, "dsinks", dsinks)
 
     def reference() -> Any:
         x, y = call.neutral(inputs), call.neutral(passed)
         arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
-        return dense.backward(*arrays_, dlse=y.dlse, **call.mask(given.problem))
+        return dense.backward(*arrays_, dlse=y.dlse, **call.options(given.problem, x))
 
     chosen = variants.method_of(method, deterministic)
-    dq, dk, dv = call.compute(
+    gradients = call.compute(
         given,
         (*inputs, *passed),
         results,
-        empty=(0.0, 0.0, 0.0),
+        empty=(0.0,) * len(results),
+        without_keys=sinks is not None,
         reference=reference,
         kernels=lambda to, *rooms: passes.backward(to, chosen, inputs, passed, *rooms),
     )
-    return dq, dk, dv
+    return tuple(gradients)
 
 
 # ---- the row term -----------------------------------------------------------------------------

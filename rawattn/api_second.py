@@ -37,6 +37,10 @@ def double_backward(
     causal: bool = False,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    ddsinks: Array | None = None,
+    seqused_k: Array | None = None,
     max_seqlen: int | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
@@ -45,10 +49,11 @@ def double_backward(
     gq: Array | None = None,
     gk: Array | None = None,
     gv: Array | None = None,
+    gsinks: Array | None = None,
     backend: str | None = None,
     validate: bool = False,
     **wrong: Never,
-) -> tuple[Any, Any, Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Gradients of ``backward`` for the cotangents ddq, ddk and ddv of dq, dk and dv.
 
     With E of the direction (ddq, ddk, ddv), and with D, dP and dS = P o Z as in ``backward``:
@@ -58,54 +63,61 @@ def double_backward(
         gQ = s (dS' K + dS ddk)      gK = s (dS'^T Q + dS^T ddq)            gV = P'^T dO
 
     ddq, ddk, ddv: shaped like q, k, v and of their dtype, of any strides (an expanded array need
-        not be copied). None is zero, and its products are left out.
+        not be copied). None is zero, and its products are left out. ddsinks: likewise of sinks.
     dout: (total_q, num_heads_q, head_dim_v) of q's dtype, as it was given to ``backward``.
-    q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, max_seqlen, backend, validate:
-        as in ``forward``.
+    q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, softcap, sinks, seqused_k,
+        max_seqlen, backend, validate: as in ``forward``.
     out: (total_q, num_heads_q, head_dim_v), lse: (num_heads_q, total_q) float32 (float64 for
         float64 inputs), what ``forward`` gave for the same q, k and v: unlike in ``backward`` they
         cannot be those of a larger attention, since ddL and W are sums over all its keys.
     dlse: (num_heads_q, total_q) of lse's dtype, as it was given to ``backward``; None is zero.
     deterministic: bitwise the same on every run: gq in a pass of its own, no atomic adds.
-    ddout, ddlse, gq, gk, gv: arrays to write into, shaped like out, lse, q, k, v; must not overlap
-        an input.
+    ddout, ddlse, gq, gk, gv, gsinks: arrays to write into, shaped like out, lse, q, k, v, sinks;
+        must not overlap an input.
 
-    Returns (ddout, ddlse, gq, gk, gv): the gradients with respect to dout, dlse, q, k and v, of
-    their shapes and dtypes (ddlse also without dlse); gk and gv are summed over the query heads of
-    a group in float32. out and lse count as functions of q, k and v: what passes through them is in
-    gq, gk and gv. A query that may see no key has zeros. Raises as ``forward`` does.
+    Returns (ddout, ddlse, gq, gk, gv), with ``sinks`` gsinks too: the gradients with respect to
+    dout, dlse, q, k, v and sinks, of their shapes and dtypes (ddlse also without dlse); gk and gv
+    are summed over the query heads of a group in float32. out and lse count as functions of q, k, v
+    and sinks: what passes through them is in gq, gk, gv and gsinks. A query that may see no key has
+    zeros. Raises as ``forward`` does.
     """
     if extra or wrong:
         checks.call_style("double_backward", extra, wrong)
     given, inputs = call.look(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
+        *(q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate),
+        softcap=softcap,
+        sinks=sinks,
+        seqused_k=seqused_k,
     )
     parts = given.direction("dd", inputs, ddq, ddk, ddv)
     passed = given.passed(dout, out, lse, dlse)
+    moved = given.along_sinks(inputs, "ddsinks", ddsinks)
     results = (
         given.result(ddout, "ddout", given.rows),
         given.result(ddlse, "ddlse", given.sums),
         *given.gradients(inputs, "g", gq, gk, gv),
+        *given.of_sinks(inputs, "gsinks", gsinks),
     )
 
     def reference() -> Any:
         x, y, z = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
         arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
-        mask = call.mask(given.problem)
-        return second.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **mask)
+        options = call.options(given.problem, x) | {"ddsinks": call.neutral_or_none(moved)}
+        return second.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **options)
 
-    ddout, ddlse, gq, gk, gv = call.compute(
+    gradients = call.compute(
         given,
-        (*inputs, *parts, *passed),
+        (*inputs, *parts, *passed, moved),
         results,
-        empty=(0.0,) * 5,
-        nothing=not any(parts),
+        empty=(0.0,) * len(results),
+        nothing=not any((*parts, moved)),
+        without_keys=sinks is not None,
         reference=reference,
         kernels=lambda to, *rooms: passes.double_backward(
             to, deterministic, inputs, parts, passed, *rooms
         ),
     )
-    return ddout, ddlse, gq, gk, gv
+    return tuple(gradients)
 
 
 def jvp(
@@ -121,6 +133,10 @@ def jvp(
     causal: bool = False,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    tsinks: Array | None = None,
+    seqused_k: Array | None = None,
     max_seqlen: int | None = None,
     deterministic: bool = False,
     out: Array | None = None,
@@ -134,10 +150,10 @@ def jvp(
         E = s (tq K^T + Q tk^T)      tlse_i = sum_j P_ij E_ij
         tout = (P o E) V + P tv - tlse o out
 
-    q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, max_seqlen, backend, validate:
-        as in ``forward``.
+    q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, softcap, sinks, seqused_k,
+        max_seqlen, backend, validate: as in ``forward``.
     tq, tk, tv: shaped like q, k, v and of their dtype, of any strides (an expanded array need not
-        be copied). None is zero, and its products are left out.
+        be copied). None is zero, and its products are left out. tsinks: likewise of sinks.
     deterministic: a sequence is computed to the same bits alone and in any batch. Without it the
         kernel is chosen by the size of the batch; on every run it gives the same bits either way.
     out, tout: arrays to write into, of the shape and dtype of the results; must not overlap an
@@ -150,9 +166,13 @@ def jvp(
     if extra or wrong:
         checks.call_style("jvp", extra, wrong)
     given, inputs = call.look(
-        q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate
+        *(q, k, v, cu_seqlens, cu_seqlens_k, causal, window, softmax_scale, backend, validate),
+        softcap=softcap,
+        sinks=sinks,
+        seqused_k=seqused_k,
     )
     parts = given.direction("t", inputs, tq, tk, tv)
+    moved = given.along_sinks(inputs, "tsinks", tsinks)
     results = (
         given.result(out, "out", given.rows),
         given.result(tout, "tout", given.rows),
@@ -161,14 +181,16 @@ def jvp(
     )
 
     def reference() -> Any:
-        q, k, v, *offsets = call.neutral(inputs)
-        return second.jvp(q, k, v, *call.neutral(parts), *offsets, **call.mask(given.problem))
+        x = call.neutral(inputs)
+        options = call.options(given.problem, x) | {"tsinks": call.neutral_or_none(moved)}
+        return second.jvp(*x[:3], *call.neutral(parts), *x[3:5], **options)
 
     out, tout, lse, tlse = call.compute(
         given,
-        (*inputs, *parts),
+        (*inputs, *parts, moved),
         results,
         empty=(0.0, 0.0, -_INF, 0.0),
+        without_keys=sinks is not None,
         reference=reference,
         kernels=lambda to, *rooms: passes.jvp(to, deterministic, inputs, parts, *rooms),
     )

@@ -96,7 +96,9 @@ def sparse_forward(
         (given.result(out, "out", given.rows), Result("lse", given.sums)),
         empty=(0.0, -_INF),
         nothing=not chosen.selection.width,
-        reference=lambda: sparse.forward(*call.neutral(inputs), **_options(given, chosen, inputs)),
+        reference=lambda: sparse.forward(
+            *call.neutral(inputs)[:5], **_options(given, chosen, inputs)
+        ),
         kernels=lambda to, *rooms: passes_sparse.forward(to, chosen, inputs, *rooms),
     )
     answers = (out, lse) if return_lse else (out,)
@@ -352,7 +354,7 @@ def sparse_jvp(
     of_scale = _direction_of_scale(given, chosen, tblock_scale, "tblock_scale")
 
     def reference() -> Any:
-        q, k, v, *offsets = call.neutral(inputs)
+        q, k, v, *offsets = call.neutral(inputs)[:5]
         options = _options(given, chosen, inputs) | {"tblock_scale": _neutral(of_scale)}
         return sparse.jvp(q, k, v, *call.neutral(parts), *offsets, **options)
 
@@ -432,5 +434,5 @@ def _neutral(view: View | None) -> Array | None:
 def _options(given: Given, chosen: Chosen, inputs: Inputs) -> dict[str, Any]:
     """What the reference wants to know beside the arrays of dense attention."""
     problem, (selection, source, block_scale) = given.problem, chosen
-    options = named_blocks(problem, selection, source, inputs[3:])
+    options = named_blocks(problem, selection, source, inputs[3:5])
     return options | {"block_scale": _neutral(block_scale), "softmax_scale": problem.softmax_scale}

@@ -30,6 +30,8 @@ class Inputs(NamedTuple):
     v: View
     cu_seqlens_q: View
     cu_seqlens_k: View
+    sinks: View | None
+    seqused_k: View | None
 
 
 class Passed(NamedTuple):
@@ -147,7 +149,7 @@ class Given(NamedTuple):
 
     def direction(self, prefix: str, inputs: Inputs, *parts: Array | None) -> Parts:
         """Views of what is like q, k and v; they are called so behind the prefix."""
-        names = zip("qkv", parts, inputs, strict=False)
+        names = zip("qkv", parts, inputs[:3], strict=True)
         return Parts(
             *(
                 None if part is None else self.view_like(part, prefix + name, (x.shape, x.dtype))
@@ -164,9 +166,22 @@ class Given(NamedTuple):
         checks.distinct_elements(name, view.shape, view.strides)
         return Result(name, like, array, view)
 
+    def along_sinks(self, inputs: Inputs, name: str, part: Array | None) -> View | None:
+        """View of a direction of the sinks."""
+        if part is None:
+            return None
+        if (x := inputs.sinks) is None:
+            checks.without_sinks(name)
+        return self.view_like(part, name, (x.shape, x.dtype))
+
+    def of_sinks(self, inputs: Inputs, name: str, room: Array | None = None) -> tuple[Result, ...]:
+        """The result that is like sinks, where there are any."""
+        x = inputs.sinks
+        return () if x is None else (self.result(room, name, (x.shape, x.dtype)),)
+
     def gradients(self, inputs: Inputs, prefix: str, *rooms: Array | None) -> tuple[Result, ...]:
         """The results that are like q, k and v; they are called so behind the prefix."""
-        named = zip("qkv", rooms, inputs, strict=False)
+        named = zip("qkv", rooms, inputs[:3], strict=True)
         return tuple(self.result(room, prefix + x, (y.shape, y.dtype)) for x, room, y in named)
 
 
@@ -181,6 +196,10 @@ def look(
     softmax_scale: float | None,
     backend: str | None,
     validate: bool,
+    *,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    seqused_k: Array | None = None,
 ) -> tuple[Given, Inputs]:
     """Views of what every call has, and the Problem that they pose."""
     framework = framework_of(q, "q")
@@ -205,11 +224,21 @@ def look(
         gq.dtype, gk.dtype, gv.dtype, offsets_q.dtype, offsets_k.dtype, cu_seqlens_k is None,
         checks.window(window, causal if type(causal) is bool else checks.flag("causal", causal)),
         None if softmax_scale is None else checks.softmax_scale(softmax_scale), backend, ordinal,
+        checks.softcap(softcap) if softcap else 0.0,
     )  # fmt: skip
     if validate or ordinal < 0:
         check_offsets(offsets_q, offsets_k, problem.total_q, problem.total_k)
     given = _new(Given, (framework, problem, rows, sums, backend, gq))
-    return given, _new(Inputs, (gq, gk, gv, offsets_q, offsets_k))
+    of_sinks = used = None
+    if sinks is not None:
+        of_sinks = given.view(sinks, "sinks")
+        checks.shape("sinks", of_sinks.shape, (problem.num_heads_q,))
+        checks.dtype("sinks", of_sinks.dtype)
+    if seqused_k is not None:
+        used = given.view(seqused_k, "seqused_k")
+        checks.shape("seqused_k", used.shape, (problem.batch,))
+        checks.block_dtype("seqused_k", used.dtype)
+    return given, _new(Inputs, (gq, gk, gv, offsets_q, offsets_k, of_sinks, used))
 
 
 def check_offsets(offsets_q: View, offsets_k: View, total_q: int, total_k: int) -> None:
@@ -237,6 +266,7 @@ def pose(
     softmax_scale: float | None,
     backend: str | None,
     ordinal: int,
+    softcap: float,
 ) -> tuple[Problem, Like, Like]:
     """Check shapes, dtypes and options against each other, and put them into a Problem.
 
@@ -278,6 +308,7 @@ def pose(
         arch=device.arch_of(ordinal),
         device=ordinal,
         num_sms=device.sms_of(ordinal),
+        softcap=softcap,
     )
     rows, sums = (total_q, num_heads_q, head_dim_v), (num_heads_q, total_q)
     return problem, (rows, dtype), (sums, statistic(dtype))
@@ -353,10 +384,12 @@ def compute(
     reference: Callable[[], Sequence[Array]],
     kernels: Callable[..., None],
     nothing: bool = False,
+    without_keys: bool = False,
 ) -> list[Any]:
     """The results, in the caller's kind of array, after all work on ``views`` has been queued.
 
-    ``empty`` are their values where no token sees another, or ``nothing`` else asks for more.
+    ``empty`` are their values where no token sees another, or ``nothing`` else asks for more; but
+    ``without_keys`` queries alone are something.
     ``reference`` gives values for all; ``kernels`` gets a Call and Views to write to.
     """
     framework, problem, _rows, _sums, backend, like = given
@@ -374,7 +407,8 @@ def compute(
         rooms = []
         for _, (shape, dtype), _, view in results:
             rooms.append(view or framework.empty(shape, dtype, like))
-        if nothing or not (problem.batch and problem.total_q and problem.total_k):
+        keys = problem.total_k or without_keys
+        if nothing or not (problem.batch and problem.total_q and keys):
             for room, value in zip(rooms, empty, strict=True):
                 framework.fill(room, value, stream)
         elif backend == "reference" or (backend is None and ordinal < 0):
@@ -424,6 +458,17 @@ def mask(problem: Problem) -> dict[str, Any]:
     """What the reference wants to know of a Problem."""
     window = (problem.window_left, problem.window_right)
     return {"window": window, "softmax_scale": problem.softmax_scale}
+
+
+def options(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    """What the dense reference wants to know beyond arrays, of neutral inputs."""
+    more = {"softcap": problem.softcap or None, "sinks": inputs.sinks}
+    return mask(problem) | more | {"seqused_k": inputs.seqused_k}
+
+
+def neutral_or_none(view: View | None) -> Any:
+    """One array as the reference takes it."""
+    return None if view is None else arrays.neutral(view)
 
 
 def neutral(views: Any) -> Any:

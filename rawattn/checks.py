@@ -27,6 +27,10 @@ LAYOUTS = {
     "q": "(total_q, num_heads_q, head_dim)",
     "k": "(total_k, num_heads_kv, head_dim)",
     "v": "(total_k, num_heads_kv, head_dim_v)",
+    "sinks": "(num_heads_q,)",
+    "tsinks": "(num_heads_q,), like sinks",
+    "ddsinks": "(num_heads_q,), like sinks",
+    "seqused_k": "(batch,)",
     "out": "(total_q, num_heads_q, head_dim_v)",
     "lse": "(num_heads_q, total_q)",
     "dout": "(total_q, num_heads_q, head_dim_v), like out",
@@ -563,6 +567,24 @@ def window(given: Any, causal: bool) -> tuple[int, int]:
             "attention pass causal=True"
         )
     return left, 0 if causal else right
+
+
+def without_sinks(name: str) -> NoReturn:
+    """A direction of sinks goes with sinks."""
+    raise ValueError(f"{name} is given without sinks; pass sinks too, or leave it out")
+
+
+def softcap(given: Any) -> float:
+    """A positive finite number."""
+    if not isinstance(given, Real):
+        raise TypeError(
+            f"softcap is a {_spell(type(given))}: expected a number or None; pass a Python number, "
+            "since one in an array would have to be read back from the device"
+        )
+    cap = float(given)
+    if not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"softcap is {cap}: expected a positive finite number; None is none")
+    return cap
 
 
 def softmax_scale(given: Any) -> float | None:

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 def ready(call: Call, inputs: Inputs) -> Inputs:
     """The inputs of a call; offsets that are shared stay so."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k = inputs
+    if call.problem.softcap or sinks or seqused_k:
+        raise RuntimeError(
+            'no kernel serves softcap, sinks or seqused_k yet; pass backend="reference"'
+        )
     shared = cu_seqlens_k is cu_seqlens_q
     # What is usual is found at one look; without it the rest comes to the same.
     if (
@@ -50,6 +54,8 @@ def ready(call: Call, inputs: Inputs) -> Inputs:
         v=call.rows(v),
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets if shared else call.offsets(cu_seqlens_k),
+        sinks=None,
+        seqused_k=None,
     )
 
 
@@ -74,7 +80,7 @@ def beside(call: Call, row: Row) -> Call:
 
 def forward(call: Call, inputs: Inputs, out: "View", lse: "View") -> None:
     """out and lse."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
     row = call.row("forward")
     counted = False
     if row.family == "sm90":
@@ -146,7 +152,7 @@ def backward(
     problem, scale = call.problem, call.problem.softmax_scale
     row = call.row("backward_q" if method == "atomic_dkv" else "backward_kv")
     call = beside(call, row)
-    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
     dout, out, lse, dlse = ready_passed(call, passed)
     if row.family == "sm90":
         q, k, v, dout = map(call.mapped, (q, k, v, dout))
@@ -227,7 +233,7 @@ def double_backward(
     problem, by_size = call.problem, not deterministic
     of_keys = call.row("double_backward_kv", by_size=by_size)
     call = beside(call, of_keys)
-    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
     ddq, ddk, ddv = ready_parts(call, parts)
     dout, out, lse, dlse = ready_passed(call, passed)
     delta = call.empty(lse.shape, lse.dtype)
@@ -317,7 +323,7 @@ def jvp(
         call.fill(tout, 0.0)
         call.fill(tlse, 0.0)
         return
-    q, k, v, cu_seqlens_q, cu_seqlens_k = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
     tq, tk, tv = ready_parts(call, parts)
     args = jvp_op.Args(
         q=q,

@@ -12,7 +12,8 @@ class Problem:
 
     ``dtype`` is "float16", "bfloat16", "float32" or "float64". ``window_left`` and
     ``window_right`` are inclusive distances around i + seqlen_k - seqlen_q, -1 is open; causal is
-    ``window_right`` 0. ``arch`` is the compute capability as a number (90 for 9.0), 0 on the CPU;
+    ``window_right`` 0. ``softcap`` is 0 where there is none.
+    ``arch`` is the compute capability as a number (90 for 9.0), 0 on the CPU;
     ``device`` the CUDA ordinal, -1 on the CPU; ``num_sms`` the GPU's multiprocessors (132: of an
     H100 or H200), by which ``variants.select`` tells a small grid. Nothing here depends on the
     content of cu_seqlens.
@@ -32,6 +33,7 @@ class Problem:
     arch: int
     device: int
     num_sms: int = 132
+    softcap: float = 0.0
 
     @property
     def group(self) -> int:

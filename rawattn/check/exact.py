@@ -93,9 +93,10 @@ def exact(case: Case, seed: int = 0) -> tuple[Tensors, Exact]:
 
 def sliding(case: SparseCase, exact: Exact, rounding: Any = None) -> Results:
     """out and lse of the sliding branch."""
-    inputs, mode = (*exact.tensors[:3], *exact.where[:2]), {"window": case.mask_window}
-    scale = case.softmax_scale
-    results = dense.forward(*inputs, softmax_scale=scale, rounding=rounding, **mode)
+    inputs = (*exact.tensors[:3], *exact.where[:2])
+    results = dense.forward(
+        *inputs, window=case.mask_window, softmax_scale=case.softmax_scale, rounding=rounding
+    )
     return _named(("sliding out", "sliding lse"), results)
 
 

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
 ]
 
-HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 6
+HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 2, 8, 16
 LENGTHS_Q, LENGTHS_K, USED = (5, 3, 0, 7, 4), (7, 0, 2, 5, 6), (3, 0, 2, 9, -1)
 CU_Q, CU_K = (np.cumsum([0, *lengths]) for lengths in (LENGTHS_Q, LENGTHS_K))
 PAST = 2  # rows of no sequence
