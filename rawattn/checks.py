@@ -571,7 +571,7 @@ def window(given: Any, causal: bool) -> tuple[int, int]:
 
 def without_sinks(name: str) -> NoReturn:
     """A direction of sinks goes with sinks."""
-    raise ValueError(f"{name} is given without sinks; pass sinks too, or leave it out")
+    raise ValueError(f"{name} is given without sinks: expected both or neither; pass sinks too")
 
 
 def softcap(given: Any) -> float:

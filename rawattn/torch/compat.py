@@ -52,15 +52,14 @@ def varlen_attn_compat(
     and device of :func:`rawattn.torch.varlen_attn` works.
 
     Returns out, or (out, lse) with ``return_aux=AuxRequest(lse=True)``; lse is (num_heads_q,
-    total_q). Raises ValueError for what rawattn does not do: ``seqused_k``, ``block_table`` (paged
-    caches), ``cu_seq_k=None``, more than one split.
+    total_q). Raises ValueError for what rawattn does not do: ``block_table`` (paged caches),
+    ``cu_seq_k=None``, more than one split.
     """
-    for name, given in (("seqused_k", seqused_k), ("block_table", block_table)):
-        if given is not None:
-            raise ValueError(
-                f"varlen_attn_compat: {name} (a cache of keys) is not supported; pass the keys in "
-                "use as one packed tensor, with cu_seq_k"
-            )
+    if block_table is not None:
+        raise ValueError(
+            "varlen_attn_compat: block_table (a paged cache of keys) is not supported; pass the "
+            "keys in use as one packed tensor, with cu_seq_k"
+        )
     if cu_seq_k is None:
         raise ValueError(
             "varlen_attn_compat: cu_seq_k is None, which torch allows with a paged cache alone; "
@@ -105,6 +104,7 @@ def varlen_attn_compat(
         causal=is_causal,
         window=(left, right),
         softmax_scale=scale,
+        seqused_k=seqused_k,
         return_lse=return_aux is not None and return_aux.lse,
         deterministic=batch_invariant,
     )

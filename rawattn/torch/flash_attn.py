@@ -26,10 +26,8 @@ Window = tuple[int, int]
 _LACKING: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "attention dropout is not supported; pass 0.0, drop out the result instead"),
     "alibi_slopes": (None, "ALiBi is not supported; pass None, rotate q and k instead"),
-    "softcap": (0.0, "softcap is not supported; pass 0.0"),
     "block_table": (None, "paged keys are not supported; pass the keys in use, packed"),
     "leftpad_k": (None, "padding on the left is not supported; pass the keys in use, packed"),
-    "seqused_k": (None, "unused keys are not supported; pass the keys in use, packed"),
     "return_softmax": (False, "no kernel keeps the probabilities; pass False"),
 }
 
@@ -54,13 +52,14 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, num_heads_q, head_dim_v); with ``return_attn_probs`` (out, lse,
     None), lse (batch, num_heads_q, seqlen_q), natural logarithm, float32.
     """
-    _refuse("flash_attn_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     _check_batched("flash_attn_func", q=q, k=k, v=v)
     batch, seqlen_q, num_heads_q, _ = q.shape
     cu_seqlens_q, cu_seqlens_k = (_offsets(batch, x.shape[1], x.device) for x in (q, k))
     out, lse, _ = _varlen(
         *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_k),
         softmax_scale=softmax_scale,
+        softcap=softcap,
         causal=causal,
         window=window_size,
         deterministic=deterministic,
@@ -110,13 +109,13 @@ def flash_attn_varlen_func(
     _refuse(
         "flash_attn_varlen_func",
         dropout_p=dropout_p,
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
         block_table=block_table,
     )
     result = _varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
         softmax_scale=softmax_scale,
+        softcap=softcap,
         causal=causal,
         window=window_size,
         deterministic=deterministic,
@@ -187,12 +186,10 @@ def _flash_attn_varlen_forward(
     _refuse(
         "_flash_attn_varlen_forward",
         dropout_p=dropout_p,
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
         return_softmax=return_softmax,
         block_table=block_table,
         leftpad_k=leftpad_k,
-        seqused_k=seqused_k,
     )
     with torch.no_grad():
         out, lse = api.forward(
@@ -201,6 +198,8 @@ def _flash_attn_varlen_forward(
             causal=causal,
             window=(window_size_left, window_size_right),
             softmax_scale=softmax_scale,
+            softcap=softcap,
+            seqused_k=seqused_k,
             return_lse=True,
         )
     return out, lse, None, None
@@ -238,7 +237,6 @@ def _flash_attn_varlen_backward(
     _refuse(
         "_flash_attn_varlen_backward",
         dropout_p=dropout_p,
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
     )
     with torch.no_grad():
@@ -248,6 +246,7 @@ def _flash_attn_varlen_backward(
             causal=causal,
             window=(window_size_left, window_size_right),
             softmax_scale=softmax_scale,
+            softcap=softcap,
             deterministic=deterministic,
             dq=dq,
             dk=dk,
@@ -268,6 +267,7 @@ def _varlen(
     cu_seqlens_k: Tensor,
     *,
     softmax_scale: float | None,
+    softcap: float,
     causal: bool,
     window: Window,
     deterministic: bool,
@@ -277,6 +277,7 @@ def _varlen(
         causal=causal,
         window=(window[0], window[1]),
         softmax_scale=softmax_scale,
+        softcap=softcap or None,
         return_lse=True,
         deterministic=deterministic,
     )

@@ -34,11 +34,11 @@ FOREIGN = {
     **dict.fromkeys(("cu_seq_q", "cu_seqlens", "indptr"), "pass cu_seqlens_q"),
     "cu_seq_k": "pass cu_seqlens_k",
     **dict.fromkeys(
-        ("attn_mask", "alibi_slopes", "softcap"),
+        ("attn_mask", "alibi_slopes"),
         "leave it out, or use torch's flex_attention, which bends scores at will",
     ),
     **dict.fromkeys(
-        ("block_table", "seqused_k", "leftpad_k"),
+        ("block_table", "leftpad_k"),
         "there are no paged caches: pass the keys in use as one packed tensor, with cu_seqlens_k",
     ),
 }
@@ -129,7 +129,7 @@ def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def is_unseen(q: Any, k: Any, v: Any, block_scale: Tensor | None = None) -> bool:
+def is_unseen(q: Any, k: Any, v: Any, other: Tensor | None = None) -> bool:
     """Whether nobody would see the operator: no gradient, mode, transform, tangent or subclass.
 
     Then a call may go straight to the core, which halves its time on the host. Spelled out, since
@@ -142,10 +142,7 @@ def is_unseen(q: Any, k: Any, v: Any, block_scale: Tensor | None = None) -> bool
         and type(k) is Tensor
         and type(v) is Tensor
         and not (wanted and (q.requires_grad or k.requires_grad or v.requires_grad))
-        and (
-            block_scale is None
-            or (type(block_scale) is Tensor and not (wanted and block_scale.requires_grad))
-        )
+        and (other is None or (type(other) is Tensor and not (wanted and other.requires_grad)))
         and not q.is_meta
         and forward_ad._current_level < 0
         and not torch._C._len_torch_dispatch_stack()

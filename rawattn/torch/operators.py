@@ -62,6 +62,11 @@ def _refuse_vmap(function: str, *_: Any) -> None:
 # ---- the shapes of their results --------------------------------------------------------------
 
 
+def nothing_like(tensor: Tensor) -> Tensor:
+    """In the place of the gradient of an input that there is not: operators return tensors."""
+    return tensor.new_empty((0,))
+
+
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     total_q, num_heads_q, _head_dim = q.shape

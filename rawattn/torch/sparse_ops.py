@@ -20,7 +20,7 @@ from torch import Tensor
 from rawattn import api_sparse, checks
 from rawattn.tables import BlockTable
 from rawattn.torch.autograd import register
-from rawattn.torch.operators import Operators, define, fake_forward, fake_jvp
+from rawattn.torch.operators import Operators, define, fake_forward, fake_jvp, nothing_like
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? block_scale"
 DIRECTION = "Tensor? {0}q, Tensor? {0}k, Tensor? {0}v, Tensor? {0}block_scale"
@@ -127,7 +127,7 @@ def _compute_backward(
         deterministic=_is_deterministic(rest),
         **keywords,
     )
-    return dq, dk, dv, _empty(lse) if block_scale is None else dblock_scale
+    return dq, dk, dv, nothing_like(lse) if block_scale is None else dblock_scale
 
 
 def _compute_double_backward(
@@ -166,7 +166,7 @@ def _compute_double_backward(
         deterministic=_is_deterministic(rest),
         **keywords,
     )
-    return *results, _empty(lse) if block_scale is None else gblock_scale
+    return *results, nothing_like(lse) if block_scale is None else gblock_scale
 
 
 def _compute_jvp(
@@ -197,11 +197,6 @@ def _compute_jvp(
     return results
 
 
-def _empty(lse: Tensor) -> Tensor:
-    """In the place of a gradient of block_scale where there is none: operators return tensors."""
-    return lse.new_empty((0,))
-
-
 # ---- the shapes of their results --------------------------------------------------------------
 
 
@@ -216,7 +211,9 @@ def _fake_backward(
     lse: Tensor,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_scale = _empty(lse) if block_scale is None else block_scale.new_empty(block_scale.shape)
+    of_scale = (
+        nothing_like(lse) if block_scale is None else block_scale.new_empty(block_scale.shape)
+    )
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_scale
 
 

@@ -701,11 +701,12 @@ def test_bfloat16_over_the_interface(gpu: fake_gpu.Kernels) -> None:
 def test_signatures() -> None:
     assert str(inspect.signature(rawattn.forward)).replace(" ", "").startswith("(q:Any,k:Any,v:Any")
     order = {
-        rawattn.forward: "q k v cu_seqlens cu_seqlens_k causal window softmax_scale max_seqlen "
-        "return_lse out backend validate",
+        rawattn.forward: "q k v cu_seqlens cu_seqlens_k causal window softmax_scale softcap sinks "
+        "seqused_k max_seqlen return_lse out backend validate",
         rawattn.backward_preprocess: "out dout dlse delta backend",
         rawattn.backward: "dout q k v out lse cu_seqlens cu_seqlens_k causal window softmax_scale "
-        "max_seqlen dlse deterministic method dq dk dv backend validate",
+        "softcap sinks seqused_k max_seqlen dlse deterministic method dq dk dv dsinks backend "
+        "validate",
     }
     positional = {rawattn.forward: 4, rawattn.backward_preprocess: 2, rawattn.backward: 7}
     for function, names in order.items():

@@ -771,11 +771,13 @@ def test_arrays_of_two_libraries(gpu: fake_gpu.Kernels) -> None:
 
 
 def test_signatures() -> None:
-    mask = "cu_seqlens_k causal window softmax_scale max_seqlen"
+    mask = "cu_seqlens_k causal window softmax_scale softcap sinks"
     order = {
         rawattn.double_backward: "ddq ddk ddv dout q k v out lse cu_seqlens "
-        f"{mask} dlse deterministic ddout ddlse gq gk gv backend validate",
-        rawattn.jvp: f"q k v tq tk tv cu_seqlens {mask} deterministic out tout backend validate",
+        f"{mask} ddsinks seqused_k max_seqlen dlse deterministic ddout ddlse gq gk gv gsinks "
+        "backend validate",
+        rawattn.jvp: f"q k v tq tk tv cu_seqlens {mask} tsinks seqused_k max_seqlen deterministic "
+        "out tout backend validate",
     }
     positional = {rawattn.double_backward: 10, rawattn.jvp: 7}
     for function, names in order.items():

@@ -50,6 +50,7 @@ OF_TORCH = {
     "sparse_ops": {"autograd", "operators"},
     "sparse": {"inputs", "sparse_ops", "varlen"},
     "compat": {"inputs", "varlen"},
+    "flash_attn": {"varlen"},
     "sparse_compat": {"sparse"},
     "nsa": {"inputs", "sparse", "varlen"},
     "__init__": {"compat", "nsa", "sparse", "sparse_compat", "varlen"},

@@ -117,7 +117,8 @@ def test_rows_without_keys_are_zero_with_zero_gradients():
 def test_opcheck_of_the_forward(option, grad):
     q, k, v, cu_q, cu_k = tensors(lengths_k=LENGTHS[1], grad=grad)
     causal, window = option.get("causal", False), option.get("window", (-1, -1))
-    args = (q, k, v, cu_q, cu_k, causal, *window, None, option.get("deterministic", False), None)
+    rest = (causal, *window, None, None, option.get("deterministic", False), None)
+    args = (q, k, v, None, cu_q, cu_k, None, *rest)
     results = torch.library.opcheck(torch_ops.varlen_forward, args)
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
@@ -125,10 +126,10 @@ def test_opcheck_of_the_forward(option, grad):
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_opcheck_of_the_backward(with_dlse):
     q, k, v, cu_q, _ = tensors(grad=False)
-    options = (True, -1, -1, 0.25, False, "reference")
-    out, lse = torch_ops.varlen_forward(q, k, v, cu_q, None, *options)
+    options = (None, True, -1, -1, 0.25, None, False, "reference")
+    out, lse = torch_ops.varlen_forward(q, k, v, None, cu_q, None, *options)
     dlse = torch.randn_like(lse) if with_dlse else None
-    args = (torch.randn_like(out), dlse, q, k, v, out, lse, cu_q, None, *options)
+    args = (torch.randn_like(out), dlse, q, k, v, None, out, lse, cu_q, None, *options)
     results = torch.library.opcheck(torch_ops.varlen_backward, args)
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
@@ -388,12 +389,12 @@ def test_cuda_agrees_with_the_cpu(mask, dtype, compiled):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cuda_opcheck(dtype):
     (q, k, v, cu_q, cu_k), _ = cuda_tensors(dtype)
-    options = (True, -1, -1, None, True, None)
-    results = torch.library.opcheck(torch_ops.varlen_forward, (q, k, v, cu_q, cu_k, *options))
+    options = (None, True, -1, -1, None, None, True, None)
+    results = torch.library.opcheck(torch_ops.varlen_forward, (q, k, v, None, cu_q, cu_k, *options))
     assert set(results.values()) == {"SUCCESS"}
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = torch_ops.varlen_forward(q, k, v, cu_q, cu_k, *options)
-    args = (torch.randn_like(out), finite(lse), q, k, v, out, lse, cu_q, cu_k, *options)
+    out, lse = torch_ops.varlen_forward(q, k, v, None, cu_q, cu_k, *options)
+    args = (torch.randn_like(out), finite(lse), q, k, v, None, out, lse, cu_q, cu_k, *options)
     assert set(torch.library.opcheck(torch_ops.varlen_backward, args).values()) == {"SUCCESS"}
 
 

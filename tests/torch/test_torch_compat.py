@@ -46,6 +46,7 @@ def test_every_parameter_of_torch_is_there():
         ({"scale": 0.1}, {"softmax_scale": 0.1}),
         ({"num_splits": 1}, {}),
         ({"batch_invariant": True}, {"deterministic": True}),
+        ({"seqused_k": torch.tensor([2, 1, 7])}, {"seqused_k": torch.tensor([2, 1, 7])}),
         ({"return_aux": None, "seqused_k": None, "block_table": None}, {}),
         ({"return_aux": AuxRequest()}, {}),
     ],
@@ -104,7 +105,6 @@ def test_gradients_and_compile(packed):
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
-        ({"seqused_k": torch.tensor([5, 1, 7])}, "seqused_k .*not supported; pass the keys"),
         ({"block_table": torch.zeros(3, 1)}, "block_table .*not supported; pass the keys"),
         ({"num_splits": 4}, "num_splits=4 is not supported, only None and 1"),
         ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\): expected two integers"),

@@ -19,7 +19,7 @@ from tests.shared.torch_problems import (  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS = (True, -1, -1, 0.25, True, "reference")
+OPTIONS = (None, True, -1, -1, 0.25, None, True, "reference")  # from seqused_k on
 
 
 # ---- torch.compile ----------------------------------------------------------------------------
@@ -148,9 +148,11 @@ def batch(x):
 def foreign(differentiate):
     """varlen_backward with an out that is not of its q, k and v."""
     rest = (PROBLEM.ours.keywords["cu_q"], PROBLEM.ours.keywords["cu_k"], *OPTIONS)
-    out, lse = torch_ops.varlen_forward(Q, K, V, *rest)
+    out, lse = torch_ops.varlen_forward(Q, K, V, None, *rest)
     backward = torch_ops.varlen_backward
-    return differentiate(lambda o: backward(PROBLEM.dout, None, Q, K, V, o, lse, *rest)[0], out)
+    return differentiate(
+        lambda o: backward(PROBLEM.dout, None, Q, K, V, None, o, lse, *rest)[0], out
+    )
 
 
 gradient = func.grad(loss)
@@ -177,7 +179,9 @@ REFUSED = {
         "jvp_grad_jvp": lambda: jvp_of(func.grad(lambda q: jvp_of(loss, q))),
         "jvp_of_operator": lambda: jvp_of(
             lambda q: torch_ops.varlen_jvp(
-                *(q, K, V, Q, None, None), *[*PROBLEM.ours.keywords.values()][:2], *OPTIONS
+                *(q, K, V, None, Q, None, None, None),
+                *[*PROBLEM.ours.keywords.values()][:2],
+                *OPTIONS,
             )
         ),
     },

@@ -501,15 +501,15 @@ def test_nothing_but_inputs_and_results_is_saved():
     inputs = leaves(problem.qkv)
     cotangents, direction = leaves((problem.dout, problem.dlse)), leaves(problem.direction)
     options = (*problem.ours.keywords.values(),)[:2]
-    rest = (*options, True, -1, -1, None, False, None)
+    rest = (*options, None, True, -1, -1, None, None, False, None)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = [*torch_ops.varlen_forward(*inputs, *rest)]
+        results = [*torch_ops.varlen_forward(*inputs, None, *rest)]
         out, lse = results
         dout, dlse = cotangents
-        given = (dout, dlse, *inputs, out, lse)
+        given = (dout, dlse, *inputs, None, out, lse)
         results += torch_ops.varlen_backward(*given, *rest)
-        results += torch_ops.varlen_double_backward(*direction, *given, *rest)
-        results += torch_ops.varlen_jvp(*inputs, *direction, *rest)
+        results += torch_ops.varlen_double_backward(*direction, None, *given, *rest)
+        results += torch_ops.varlen_jvp(*inputs, None, *direction, None, *rest)
     known = {x.data_ptr() for x in (*inputs, *cotangents, *direction, *options, *results)}
     assert len(saved) == 7 + 9 + 12 + 10 and {x.data_ptr() for x in saved} <= known
 
@@ -567,7 +567,7 @@ def test_autocast():
     assert {g.dtype for g in second} == {torch.float32}
 
 
-OPTIONS = (True, -1, -1, 0.25, True, "reference")
+OPTIONS = (None, True, -1, -1, 0.25, None, True, "reference")  # from seqused_k on
 
 
 # What stands beside the directions matters to none of them: so it is varied for two alone.
@@ -586,10 +586,10 @@ def test_opcheck_of_the_double_backward(given, beside):
     problem = Problem(**SMALL)
     q, k, v = problem.qkv
     rest = (problem.ours.keywords["cu_q"], problem.ours.keywords["cu_k"], *OPTIONS)
-    out, lse = torch_ops.varlen_forward(q, k, v, *rest)
+    out, lse = torch_ops.varlen_forward(q, k, v, None, *rest)
     direction = [x if n else None for x, n in zip(problem.direction, given, strict=True)]
     dlse = problem.dlse if beside else None
-    args = (*direction, problem.dout, dlse, q, k, v, out, lse, *rest)
+    args = (*direction, None, problem.dout, dlse, q, k, v, None, out, lse, *rest)
     results = torch.library.opcheck(torch_ops.varlen_double_backward, args)
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
@@ -602,27 +602,27 @@ def test_opcheck_of_the_jvp(given, beside):
         [x.clone().requires_grad_(beside) for x in y] for y in (problem.qkv, problem.direction)
     )
     direction = [x if n else None for x, n in zip(direction, given, strict=True)]
-    results = torch.library.opcheck(torch_ops.varlen_jvp, (*qkv, *direction, *rest))
+    results = torch.library.opcheck(torch_ops.varlen_jvp, (*qkv, None, *direction, None, *rest))
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
 
 def test_opcheck_of_the_backward_with_gradients():
     problem = Problem(**SMALL)
     rest = (problem.ours.keywords["cu_q"], problem.ours.keywords["cu_k"], *OPTIONS)
-    results = torch_ops.varlen_forward(*problem.qkv, *rest)
+    results = torch_ops.varlen_forward(*problem.qkv, None, *rest)
     inputs = leaves((problem.dout, problem.dlse, *problem.qkv))
-    checks = torch.library.opcheck(torch_ops.varlen_backward, (*inputs, *results, *rest))
+    checks = torch.library.opcheck(torch_ops.varlen_backward, (*inputs, None, *results, *rest))
     assert len(checks) == 4 and set(checks.values()) == {"SUCCESS"}
 
 
 def test_results_share_no_memory_with_inputs():
     problem = Problem("full", (1,), (1,), spare=0)  # one key: tout equals tv, and must not be tv
     out, lse = problem.ours(*problem.qkv)
-    rest = (*[*problem.ours.keywords.values()][:2], False, -1, -1, None, False, None)
+    rest = (*[*problem.ours.keywords.values()][:2], None, False, -1, -1, None, None, False, None)
     results = [
-        *torch_ops.varlen_jvp(*problem.qkv, *problem.direction, *rest),
+        *torch_ops.varlen_jvp(*problem.qkv, None, *problem.direction, None, *rest),
         *torch_ops.varlen_double_backward(
-            *problem.direction, problem.dout, None, *problem.qkv, out, lse, *rest
+            *problem.direction, None, problem.dout, None, *problem.qkv, None, out, lse, *rest
         ),
     ]
     storages = [
