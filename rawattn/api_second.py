@@ -114,7 +114,7 @@ def double_backward(
         without_keys=sinks is not None,
         reference=reference,
         kernels=lambda to, *rooms: passes.double_backward(
-            to, deterministic, inputs, parts, passed, *rooms
+            to, deterministic, inputs, parts, passed, *rooms, ddsinks=moved
         ),
     )
     return tuple(gradients)
@@ -192,6 +192,8 @@ def jvp(
         empty=(0.0, 0.0, -_INF, 0.0),
         without_keys=sinks is not None,
         reference=reference,
-        kernels=lambda to, *rooms: passes.jvp(to, deterministic, inputs, parts, *rooms),
+        kernels=lambda to, *rooms: passes.jvp(
+            to, deterministic, inputs, parts, *rooms, tsinks=moved
+        ),
     )
     return out, tout, lse, tlse

@@ -25,7 +25,8 @@ class Build:
     """A row specialised to what is fixed at compile time.
 
     Of a sparse row, ``blocks`` are (query heads that share a selection, keys of a block), and
-    ``scaled`` says that blocks have factors. ``args_bytes``: the size of ``struct Args``.
+    ``scaled`` says that blocks have factors. ``args_bytes``: the size of ``struct Args``. The last three say which
+    options of dense attention there are.
     """
 
     row: Row
@@ -39,6 +40,9 @@ class Build:
     blocks: Blocks = NO_BLOCKS
     scaled: bool = False
     args_bytes: int = 0
+    softcap: bool = False
+    sinks: bool = False
+    seqused_k: bool = False
 
     @property
     def path(self) -> str:
@@ -95,6 +99,9 @@ def prelude(build: Build) -> str:
         "HAS_TK": build.direction[1],
         "HAS_TV": build.direction[2],
         "HAS_BLOCK_SCALE": build.scaled,
+        "HAS_SOFTCAP": build.softcap,
+        "HAS_SINKS": build.sinks,
+        "HAS_SEQUSED_K": build.seqused_k,
         "GROUP": build.blocks[0],
         "BLOCK_SIZE": build.blocks[1],
         "SMEM_BYTES": build.smem,

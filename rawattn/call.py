@@ -107,6 +107,15 @@ class Call(NamedTuple):
             return view
         return self.framework.as_int32(view, self.stream)
 
+    def sums(self, view: View | None) -> View | None:
+        """Numbers that kernels read beside lse, dense and of its dtype."""
+        dtype = statistic(self.problem.dtype)
+        if view is None or (view.dtype == dtype and arrays.is_dense(view)):
+            return view
+        room = self.empty(view.shape, dtype)
+        self.framework.copy(room, view, self.stream)
+        return room
+
     def row(self, stem: str, *, by_size: bool = False, selection: Selection | None = None) -> Row:
         """The row that computes the call with kernel ``stem``; options as in ``select``."""
         return variants.select(
@@ -224,7 +233,7 @@ def look(
         gq.dtype, gk.dtype, gv.dtype, offsets_q.dtype, offsets_k.dtype, cu_seqlens_k is None,
         checks.window(window, causal if type(causal) is bool else checks.flag("causal", causal)),
         None if softmax_scale is None else checks.softmax_scale(softmax_scale), backend, ordinal,
-        checks.softcap(softcap) if softcap else 0.0,
+        checks.softcap(softcap) if softcap else 0.0, sinks is not None, seqused_k is not None,
     )  # fmt: skip
     if validate or ordinal < 0:
         check_offsets(offsets_q, offsets_k, problem.total_q, problem.total_k)
@@ -267,6 +276,8 @@ def pose(
     backend: str | None,
     ordinal: int,
     softcap: float,
+    has_sinks: bool,
+    has_seqused_k: bool,
 ) -> tuple[Problem, Like, Like]:
     """Check shapes, dtypes and options against each other, and put them into a Problem.
 
@@ -309,6 +320,8 @@ def pose(
         device=ordinal,
         num_sms=device.sms_of(ordinal),
         softcap=softcap,
+        has_sinks=has_sinks,
+        has_seqused_k=has_seqused_k,
     )
     rows, sums = (total_q, num_heads_q, head_dim_v), (num_heads_q, total_q)
     return problem, (rows, dtype), (sums, statistic(dtype))

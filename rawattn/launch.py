@@ -110,6 +110,7 @@ def kernel(
         selection.blocks(problem) if selection else NO_BLOCKS,
         scaled,
         args_bytes,
+        (problem.softcap > 0, problem.has_sinks, problem.has_seqused_k),
         problem.arch,
         problem.device,
     )
@@ -131,13 +132,14 @@ def _kernel(
     blocks: Blocks,
     scaled: bool,
     args_bytes: int,
+    options: tuple[bool, bool, bool],
     arch: int,
     device: int,
 ) -> Loaded:
     """Problems whose builds differ in nothing that the source reads share a kernel."""
     build = Build(
         *(row, dtype, head_dim, head_dim_v, has_left, has_right, atomic),
-        *(direction, blocks, scaled, args_bytes),
+        *(direction, blocks, scaled, args_bytes, *options),
     )
     key = (build.path, prelude(build), build.smem, build.cfg.threads, arch, device)
     if key not in _loaded:

@@ -15,6 +15,7 @@ from rawattn.ops import backward_kv as kv_op
 from rawattn.ops import backward_postprocess as postprocess_op
 from rawattn.ops import backward_preprocess as preprocess_op
 from rawattn.ops import backward_q as q_op
+from rawattn.ops import backward_sinks as sinks_op
 from rawattn.ops import double_backward_kv as double_kv_op
 from rawattn.ops import double_backward_out as double_out_op
 from rawattn.ops import double_backward_q as double_q_op
@@ -33,14 +34,12 @@ if TYPE_CHECKING:
 def ready(call: Call, inputs: Inputs) -> Inputs:
     """The inputs of a call; offsets that are shared stay so."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k = inputs
-    if call.problem.softcap or sinks or seqused_k:
-        raise RuntimeError(
-            'no kernel serves softcap, sinks or seqused_k yet; pass backend="reference"'
-        )
     shared = cu_seqlens_k is cu_seqlens_q
     # What is usual is found at one look; without it the rest comes to the same.
     if (
         shared
+        and sinks is None
+        and seqused_k is None
         and not (q.ptr | k.ptr | v.ptr) % 16
         and are_usual(
             q.dtype, cu_seqlens_q.dtype, q.strides, k.strides, v.strides, cu_seqlens_q.strides
@@ -54,8 +53,8 @@ def ready(call: Call, inputs: Inputs) -> Inputs:
         v=call.rows(v),
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets if shared else call.offsets(cu_seqlens_k),
-        sinks=None,
-        seqused_k=None,
+        sinks=call.sums(sinks),
+        seqused_k=None if seqused_k is None else call.offsets(seqused_k),
     )
 
 
@@ -70,6 +69,13 @@ def ready_passed(call: Call, passed: Passed) -> Passed:
     return Passed(call.rows(dout), call.rows(out), call.dense(lse), call.dense(dlse))
 
 
+def _zeros_like(call: Call, x: "View") -> "View":
+    """Zeros of the shape and dtype of x."""
+    zeros = call.empty(x.shape, x.dtype)
+    call.fill(zeros, 0.0)
+    return zeros
+
+
 def beside(call: Call, row: Row) -> Call:
     """The call with its other kernels from the family of ``row``, whose workspaces they read."""
     return call._replace(backend="numba" if row.family == "numba" else "cuda")
@@ -80,14 +86,14 @@ def beside(call: Call, row: Row) -> Call:
 
 def forward(call: Call, inputs: Inputs, out: "View", lse: "View") -> None:
     """out and lse."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k = ready(call, inputs)
     row = call.row("forward")
     counted = False
     if row.family == "sm90":
         q, k, v = call.mapped(q), call.mapped(k), call.mapped(v)
         # a graph may run twice at once, and beside whoever has its counter by then
         counted = not call.capturing
-    args = forward_op.Args(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    args = forward_op.Args(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k)
     forward_op.launch(row, call.problem, args, stream=call.stream, counted=counted)
 
 
@@ -139,6 +145,37 @@ def _postprocess(
     postprocess_op.launch(row, call.problem, args, stream=call.stream)
 
 
+def _along_sinks(
+    call: Call,
+    sinks: "View",
+    lse: "View",
+    delta: "View",
+    cu_seqlens_q: "View",
+    grad: "View",
+    *,
+    ddsinks: "View | None" = None,
+    ddlse: "View | None" = None,
+    ddelta: "View | None" = None,
+) -> None:
+    """The gradient of sinks, from the terms of the rows; with ddlse and ddelta the second one."""
+    sums = grad if grad.dtype == lse.dtype else call.empty(grad.shape, lse.dtype)
+    args = sinks_op.Args(
+        sinks=sinks,
+        lse=lse,
+        delta=delta,
+        ddsinks=ddsinks,
+        ddlse=ddlse,
+        ddelta=ddelta,
+        grad=sums,
+        cu_seqlens_q=cu_seqlens_q,
+        batch=call.problem.batch,
+        total_q=call.problem.total_q,
+    )
+    sinks_op.launch(call.row("backward_sinks"), call.problem, args, stream=call.stream)
+    if sums is not grad:
+        call.framework.copy(grad, sums, call.stream)
+
+
 def backward(
     call: Call,
     method: str,
@@ -147,12 +184,13 @@ def backward(
     dq: "View",
     dk: "View",
     dv: "View",
+    dsinks: "View | None" = None,
 ) -> None:
-    """dq, dk, dv by one of ``variants.METHODS``."""
+    """dq, dk, dv by one of ``variants.METHODS``; and of sinks dsinks."""
     problem, scale = call.problem, call.problem.softmax_scale
     row = call.row("backward_q" if method == "atomic_dkv" else "backward_kv")
     call = beside(call, row)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k = ready(call, inputs)
     dout, out, lse, dlse = ready_passed(call, passed)
     if row.family == "sm90":
         q, k, v, dout = map(call.mapped, (q, k, v, dout))
@@ -162,6 +200,8 @@ def backward(
     if method == "atomic_dq" or in_order:
         dq_accum = call.empty(accum_shape(row, problem, "dq", in_order=in_order), lse.dtype)
     preprocess(call, out, dout, dlse, delta, dq_accum)
+    if sinks is not None and dsinks is not None:
+        _along_sinks(call, sinks, lse, delta, cu_seqlens_q, dsinks)
 
     def along_queries(row: Row, dk_accum: "View | None", dv_accum: "View | None") -> None:
         args = q_op.Args(
@@ -176,6 +216,7 @@ def backward(
             dv_accum=dv_accum,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
+            seqused_k=seqused_k,
         )
         q_op.launch(row, problem, args, stream=call.stream)
 
@@ -200,6 +241,7 @@ def backward(
         dv=dv,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
     )
     counted = row.family == "sm90" and not in_order and not call.capturing
     kv_op.launch(row, problem, args, stream=call.stream, counted=counted, in_order=in_order)
@@ -223,8 +265,11 @@ def double_backward(
     gq: "View",
     gk: "View",
     gv: "View",
+    gsinks: "View | None" = None,
+    *,
+    ddsinks: "View | None" = None,
 ) -> None:
-    """ddout, ddlse, gq, gk and gv in the direction ``parts``.
+    """ddout, ddlse, gq, gk and gv in the direction ``parts``; and of sinks gsinks, and ddsinks.
 
     The first pass goes along the queries and leaves the rows' sums D and W to the second, which
     goes along the keys. gq is gathered by atomic adds in a workspace that the first pass zeroes;
@@ -233,8 +278,11 @@ def double_backward(
     problem, by_size = call.problem, not deterministic
     of_keys = call.row("double_backward_kv", by_size=by_size)
     call = beside(call, of_keys)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k = ready(call, inputs)
     ddq, ddk, ddv = ready_parts(call, parts)
+    ddsinks = call.sums(ddsinks)
+    if ddsinks is not None and ddq is None and ddk is None:
+        ddq = _zeros_like(call, q)  # it moves P, which kernels know by a part of q or k
     dout, out, lse, dlse = ready_passed(call, passed)
     delta = call.empty(lse.shape, lse.dtype)
     ddelta = call.empty(lse.shape, lse.dtype)
@@ -259,10 +307,16 @@ def double_backward(
         gq_accum=gq_accum,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        sinks=sinks,
+        ddsinks=ddsinks,
+        seqused_k=seqused_k,
         gq_accum_size=gq_accum.shape[0] if gq_accum else 0,
     )
     row = call.row("double_backward_out", by_size=by_size)
     double_out_op.launch(row, problem, of_out, stream=call.stream)
+    if sinks is not None and gsinks is not None:
+        second = {"ddsinks": ddsinks, "ddlse": ddlse, "ddelta": ddelta}
+        _along_sinks(call, sinks, lse, delta, cu_seqlens_q, gsinks, **second)
     of_kv = double_kv_op.Args(
         q=q,
         k=k,
@@ -280,6 +334,7 @@ def double_backward(
         gv=gv,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
     )
     double_kv_op.launch(of_keys, problem, of_kv, stream=call.stream)
     if gq_accum is not None:
@@ -300,6 +355,7 @@ def double_backward(
         gq=gq,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
     )
     double_q_op.launch(call.row("double_backward_q"), problem, of_q, stream=call.stream)
 
@@ -313,18 +369,22 @@ def jvp(
     tout: "View",
     lse: "View",
     tlse: "View",
+    *,
+    tsinks: "View | None" = None,
 ) -> None:
     """out, lse and their tangents tout, tlse; by ``forward`` if no part of the direction is there.
 
     ``deterministic``: the same row, and so the same bits, for a sequence alone and in a batch.
     """
-    if not any(parts):
+    if not any((*parts, tsinks)):
         forward(call, inputs, out, lse)
         call.fill(tout, 0.0)
         call.fill(tlse, 0.0)
         return
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *_ = ready(call, inputs)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, seqused_k = ready(call, inputs)
     tq, tk, tv = ready_parts(call, parts)
+    if tsinks is not None and tq is None and tk is None:
+        tq = _zeros_like(call, q)
     args = jvp_op.Args(
         q=q,
         k=k,
@@ -338,6 +398,9 @@ def jvp(
         tlse=tlse,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        sinks=sinks,
+        tsinks=call.sums(tsinks),
+        seqused_k=seqused_k,
     )
     jvp_op.launch(
         call.row("jvp", by_size=not deterministic), call.problem, args, stream=call.stream

@@ -12,7 +12,8 @@ class Problem:
 
     ``dtype`` is "float16", "bfloat16", "float32" or "float64". ``window_left`` and
     ``window_right`` are inclusive distances around i + seqlen_k - seqlen_q, -1 is open; causal is
-    ``window_right`` 0. ``softcap`` is 0 where there is none.
+    ``window_right`` 0. ``softcap`` is 0 where there is none; the last two say whether there are
+    sinks and a seqused_k.
     ``arch`` is the compute capability as a number (90 for 9.0), 0 on the CPU;
     ``device`` the CUDA ordinal, -1 on the CPU; ``num_sms`` the GPU's multiprocessors (132: of an
     H100 or H200), by which ``variants.select`` tells a small grid. Nothing here depends on the
@@ -34,6 +35,8 @@ class Problem:
     device: int
     num_sms: int = 132
     softcap: float = 0.0
+    has_sinks: bool = False
+    has_seqused_k: bool = False
 
     @property
     def group(self) -> int:

@@ -39,6 +39,7 @@ struct Sizes {
   int window_left;
   int window_right;
   float softmax_scale;
+  float softcap;  // with cfg::HAS_SOFTCAP
 
   __device__ __forceinline__ int group() const { return num_heads_q / num_heads_kv; }
 };

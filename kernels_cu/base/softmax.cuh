@@ -14,6 +14,11 @@ __device__ __forceinline__ float sum_of_row(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// What a row comes to
+struct RowEnd {
+  float lse, inverse;
+};
+
 template <int MT>
 struct OnlineSoftmax {
   float row_max[MT][2];  // the maximum that P is taken against, in units of S
@@ -119,7 +124,25 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float lse(int i, int half, float sum, float softmax_scale) const {
     return sum == 0.0f ? -INF : row_max[i][half] * softmax_scale + lg2_approx(sum) * LN2;
   }
+  // L, and the factor that makes probabilities of sums. A sink is one more score, without a value:
+  // it counts with cfg::HAS_SINKS alone.
+  __device__ __forceinline__ RowEnd end(int i, int half, float scale, float sink) const;
 };
 
 // The factor that makes probabilities of sums; 0 for a row without keys
 __device__ __forceinline__ float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+template <int MT>
+__device__ __forceinline__ RowEnd OnlineSoftmax<MT>::end(int i, int half, float scale,
+                                                         float sink) const {
+  const float sum = total(i, half);
+  if constexpr (cfg::HAS_SINKS) {
+    const float own = row_max[i][half] * scale;
+    const float largest = fmaxf(own, sink);
+    if (largest == -INF) return {-INF, 0.0f};
+    const float factor = ex2_approx((own - largest) * LOG2E);
+    const float whole = sum * factor + ex2_approx((sink - largest) * LOG2E);
+    return {largest + lg2_approx(whole) * LN2, factor / whole};
+  }
+  return {lse(i, half, sum, scale), inverse_of(sum)};
+}

@@ -5,6 +5,7 @@
 //
 //   S = Q K^T     E = tQ K^T + Q tK^T     (both without softmax_scale)
 #pragma once
+#include "base/softcap.cuh"
 #include "base/softmax.cuh"
 #include "base/statistics.cuh"
 
@@ -72,33 +73,48 @@ __device__ __forceinline__ RowSums finish_ddout(float (&rddO)[NT][4], int half, 
 // What the second pass knows of a row beside L: D = dO.O - dL, e = ddL and W = dO.ddO.
 template <int MT>
 struct RowTerms {
-  PerRow<MT> delta, ddlse, ddelta;
+  PerRow<MT> lse_log2, delta, ddlse, ddelta;
 };
 
 // The same from L, D, e and W of BLOCK_M rows each in shared memory, from this lane's first row on
 template <int MT>
 __device__ __forceinline__ RowTerms<MT> row_terms(const float* terms) {
   const auto lse_log2 = load_lse_log2<MT>(terms, 0, cfg::BLOCK_M);
-  return {load_delta<MT>(terms + cfg::BLOCK_M, 0, lse_log2),
+  return {lse_log2, load_delta<MT>(terms + cfg::BLOCK_M, 0, lse_log2),
           load_delta<MT>(terms + 2 * cfg::BLOCK_M, 0, lse_log2),
           load_delta<MT>(terms + 3 * cfg::BLOCK_M, 0, lse_log2)};
 }
 
 // E -> tP = P (E - e), E times the scale;  dP -> dS = P (dP - D);
-// X -> tdS = tP (dP - D) + P (X - W)
+// X -> tdS = tP (dP - D) + P (X - W). Under a softcap E is of what it takes, F, and dS and tdS too:
+// with t = tanh(X / c), E = (1 - t^2) F,  dS -> (1 - t^2) dS,
+// tdS -> (1 - t^2) tdS - 2 t (1 - t^2) / c F dS
 template <int MT, int NT>
 __device__ __forceinline__ void tangents_of_p_and_ds(
     float (&rE)[MT][NT][4], float (&rdP)[MT][NT][4], float (&rX)[MT][NT][4],
-    const float (&rP)[MT][NT][4], const RowTerms<MT>& terms, float softmax_scale) {
+    const float (&rP)[MT][NT][4], const RowTerms<MT>& terms, const Sizes& sizes) {
   for_each<MT, NT>([&](int i, int j, int e) {
     const float p = rP[i][j][e];
+    float slope = 1.0f, bend = 0.0f;
+    if constexpr (cfg::HAS_SOFTCAP) {
+      const float t = Slope(sizes).tanh_of(p, terms.lse_log2.value[i][e / 2]);
+      slope = 1.0f - t * t;
+      bend = -2.0f * t * slope / sizes.softcap;
+    }
     float tds = p * (rX[i][j][e] - terms.ddelta.value[i][e / 2]);
     if constexpr (HAS_E) {
-      const float tp = p * (rE[i][j][e] * softmax_scale - terms.ddlse.value[i][e / 2]);
+      const float f = rE[i][j][e] * sizes.softmax_scale;
+      const float tp = p * ((cfg::HAS_SOFTCAP ? slope * f : f) - terms.ddlse.value[i][e / 2]);
       const float z = rdP[i][j][e] - terms.delta.value[i][e / 2];
       tds += tp * z;
       rE[i][j][e] = tp;
       rdP[i][j][e] = p * z;
+      if constexpr (cfg::HAS_SOFTCAP) {
+        tds = slope * tds + bend * f * rdP[i][j][e];
+        rdP[i][j][e] *= slope;
+      }
+    } else if constexpr (cfg::HAS_SOFTCAP) {
+      tds *= slope;
     }
     rX[i][j][e] = tds;
   });

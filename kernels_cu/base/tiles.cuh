@@ -26,6 +26,12 @@ struct QueryTile {
   __device__ __forceinline__ int64_t statistic(const Sizes& sizes) const {
     return static_cast<int64_t>(head) * sizes.total_q + first_row;
   }
+  // of its head, which no row outside of a sequence has
+  template <class Args>
+  __device__ __forceinline__ float sink(const Args& args) const {
+    if constexpr (cfg::HAS_SINKS) return batch_index >= 0 ? args.sinks[head] : -INF;
+    return -INF;
+  }
 };
 
 // Tiles of keys, [begin, end)
@@ -47,7 +53,7 @@ __device__ __forceinline__ QueryTile query_tile(const Args& args, const TileOfSe
   QueryTile tile{found.batch_index, head, head / sizes.group()};
   int block = found.block;
   if (found.batch_index >= 0) {
-    tile.keys = sequence_at(args.cu_seqlens_k, found.batch_index, sizes.total_k);
+    tile.keys = keys_in_use(args, found.batch_index);
     // with a right bound the last tiles of a sequence are the longest: they start first
     const int blocks = ceil_div(found.length, BLOCK_M);
     if (cfg::HAS_RIGHT && block < blocks) block = blocks - 1 - block;
@@ -83,6 +89,11 @@ struct KeyTile {
   // nothing to compute: nobody sees the keys, they belong to no sequence, or do not exist
   __device__ __forceinline__ bool dead() const { return m_end <= m_begin; }
   __device__ __forceinline__ Rows rows() const { return {first_col, kv_head, valid_cols}; }
+  // of the keys those in use, which come first
+  __device__ __forceinline__ int used_cols() const {
+    return cfg::HAS_SEQUSED_K ? min(valid_cols, mask.seqlen_k - col0) : valid_cols;
+  }
+  __device__ __forceinline__ Rows used_rows() const { return {first_col, kv_head, used_cols()}; }
 };
 
 // Tile `number` of all sequences, of one kv head
@@ -96,10 +107,14 @@ __device__ __forceinline__ KeyTile find_key_tile(const Args& args, int number, i
   if (found.batch_index >= 0) {
     tile.queries = sequence_at(args.cu_seqlens_q, found.batch_index, sizes.total_q);
   }
-  tile.mask = Mask{tile.queries.length, found.length, sizes.window_left, sizes.window_right};
-  if (tile.valid_cols > 0) {
+  int length = found.length;
+  if constexpr (cfg::HAS_SEQUSED_K) {
+    if (found.batch_index >= 0) length = keys_in_use(args, found.batch_index).length;
+  }
+  tile.mask = Mask{tile.queries.length, length, sizes.window_left, sizes.window_right};
+  if (const int cols = tile.used_cols(); cols > 0) {
     tile.m_begin = tile.mask.first_query(tile.col0) / BLOCK_M;
-    tile.m_end = ceil_div(tile.mask.end_query(tile.col0 + tile.valid_cols - 1), BLOCK_M);
+    tile.m_end = ceil_div(tile.mask.end_query(tile.col0 + cols - 1), BLOCK_M);
   }
   return tile;
 }

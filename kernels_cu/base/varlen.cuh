@@ -21,6 +21,16 @@ __device__ __forceinline__ Sequence sequence_at(const int* cu_seqlens, int batch
   return {start, end - start};
 }
 
+// Its keys, of which with cfg::HAS_SEQUSED_K there may be more than are in use
+template <class Args>
+__device__ __forceinline__ Sequence keys_in_use(const Args& args, int batch_index) {
+  Sequence keys = sequence_at(args.cu_seqlens_k, batch_index, args.sizes.total_k);
+  if constexpr (cfg::HAS_SEQUSED_K) {
+    keys.length = min(keys.length, max(args.seqused_k[batch_index], 0));
+  }
+  return keys;
+}
+
 // The number of the first tile of a sequence that starts at row `start`
 __device__ __forceinline__ int first_tile(int start, int batch_index, int rows) {
   return start / rows + batch_index;

@@ -10,6 +10,7 @@
 //
 // Without cfg::ATOMIC this is the first half of the deterministic backward, before backward_q.
 // Twin: rawattn/kernels_numba/backward_kv.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 2.
+#include "base/softcap.cuh"
 #include "base/statistics.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
@@ -44,6 +45,7 @@ struct Args {
   Tensor dv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_kv.py differ");
@@ -69,7 +71,8 @@ __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
 // P and dS of this tile into shared memory, cfg::PIECES times BLOCK_N / PIECES columns
 __device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const Mask& mask,
                                               const WarpS& warp, int row0, int col0,
-                                              float scale_log2) {
+                                              const Sizes& sizes) {
+  const float scale_log2 = score_scale_log2(sizes);
   const int lane = threadIdx.x % WARP_SIZE;
   const OperandA<TileQ> queries(smem.q[stage].address(), warp.row);
   const OperandA<TileO> gradients(smem.dout[stage].address(), warp.row);
@@ -80,6 +83,7 @@ __device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const M
     float rP[WarpS::MT][WarpS::NT][4], rdS[WarpS::MT][WarpS::NT][4];
     clear(rP);
     multiply_xyt<HEAD_DIM>(rP, queries, OperandB<TileK>(smem.k.address(), col));  // S = Q K^T
+    cap_scores(rP, sizes);
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, mask, row0 + warp.row + lane / 4, col0 + col + lane % 4 * 2);
     }
@@ -91,6 +95,7 @@ __device__ __forceinline__ void make_p_and_ds(SmemPlan& smem, int stage, const M
     // L is read again rather than kept: registers are what this loop is short of
     const auto lse_log2 = load_lse_log2<WarpS::MT>(lse, 0, BLOCK_M);
     dp_to_ds(rdS, rP, load_delta<WarpS::MT>(lse + BLOCK_M, 0, lse_log2));
+    slope_ds(rdS, rP, lse_log2, sizes);
     store_tile(smem.ds, rdS, warp.row, col);
   }
 }
@@ -116,12 +121,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     return;
   }
   const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
-  load_rows<cfg::WIDTH>(smem.k, args.k, tile.rows());
-  load_rows<cfg::WIDTH_V>(smem.v, args.v, tile.rows());
+  load_rows<cfg::WIDTH>(smem.k, args.k, tile.used_rows());
+  load_rows<cfg::WIDTH_V>(smem.v, args.v, tile.used_rows());
   QueryWalk next(tile, args.sizes.group());
   load_queries(args, smem, tile.queries, next, 0);
 
-  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
   float rdK[WarpK::MT][WarpK::NT][4], rdV[WarpV::MT][WarpV::NT][4];
   clear(rdK);
   clear(rdV);
@@ -132,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_wait<0>();
     __syncthreads();  // Q and dO are here; every warp has left P, dS and the other stage
     if (NUM_STAGES == 2 && !next.done()) load_queries(args, smem, tile.queries, next, stage ^ 1);
-    make_p_and_ds(smem, stage, tile.mask, warp.s, row0, tile.col0, scale_log2);
+    make_p_and_ds(smem, stage, tile.mask, warp.s, row0, tile.col0, args.sizes);
     __syncthreads();  // P and dS are whole
 
     multiply_xty<BLOCK_M>(  // dV += P^T dO

@@ -11,6 +11,7 @@
 // Without cfg::ATOMIC this is the second half of the deterministic backward, after backward_kv.
 // Twin: rawattn/kernels_numba/backward_q.py.
 // Source: FlashAttention, arXiv 2205.14135, algorithm 4, loops exchanged.
+#include "base/softcap.cuh"
 #include "base/statistics.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
@@ -48,6 +49,7 @@ struct Args {
   float* dv_accum;          // workspace of dV, zeroed; unused without cfg::ATOMIC
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_q.py differ");
@@ -70,11 +72,15 @@ __device__ __forceinline__ void add_transposed(const Workspace<WIDTH>& sums, con
 // dK and dV of this tile of keys, from the P and dS of all warps
 __device__ __forceinline__ void add_dk_and_dv(const Args& args, const SmemPlan& smem,
                                               const QueryTile& tile, int warp, int col0) {
-  const Workspace<cfg::WIDTH_V> sums_v(args.dv_accum, tile.kv_head, args.sizes.total_k,
-                                       tile.keys.start, tile.keys.length);
+  Sequence keys = tile.keys;  // a workspace is laid out by all of them
+  if constexpr (cfg::HAS_SEQUSED_K) {
+    keys = sequence_at(args.cu_seqlens_k, tile.batch_index, args.sizes.total_k);
+  }
+  const Workspace<cfg::WIDTH_V> sums_v(args.dv_accum, tile.kv_head, args.sizes.total_k, keys.start,
+                                       keys.length);
   add_transposed<HEAD_DIM_V>(sums_v, smem.p, smem.dout, WarpV(warp), col0);
-  const Workspace<cfg::WIDTH> sums_k(args.dk_accum, tile.kv_head, args.sizes.total_k,
-                                     tile.keys.start, tile.keys.length);
+  const Workspace<cfg::WIDTH> sums_k(args.dk_accum, tile.kv_head, args.sizes.total_k, keys.start,
+                                     keys.length);
   add_transposed<HEAD_DIM>(sums_k, smem.ds, smem.q, WarpK(warp), col0);
 }
 
@@ -116,11 +122,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     clear(rdS);  // dP = dO V^T
     multiply_xyt<HEAD_DIM_V>(rdS, OperandA<TileO>(smem.dout.address(), warp_row),
                              OperandB<TileV>(sV));
+    cap_scores(rP, args.sizes);
     if (tile.mask.cuts(tile.row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, tile.mask, tile.row0 + stat_row, col0 + lane % 4 * 2);
     }
-    scores_to_p(rP, lse_log2, args.sizes.softmax_scale * LOG2E);
+    scores_to_p(rP, lse_log2, score_scale_log2(args.sizes));
     dp_to_ds(rdS, rP, delta);
+    slope_ds(rdS, rP, lse_log2, args.sizes);
     if constexpr (cfg::ATOMIC) {
       store_tile(smem.p, rP, warp_row, 0);
       store_tile(smem.ds, rdS, warp_row, 0);

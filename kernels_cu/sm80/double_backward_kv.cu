@@ -42,6 +42,7 @@ struct Args {
   Tensor gv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES,
@@ -70,7 +71,7 @@ __device__ __forceinline__ void load_queries(const Args& args, SmemPlan& smem,
 
 // tP, dS and tdS of this tile into shared memory, cfg::PIECES times BLOCK_N / PIECES columns
 __device__ __forceinline__ void make_tiles(SmemPlan& smem, const Mask& mask, const WarpS& warp,
-                                           int row0, int col0, float softmax_scale) {
+                                           int row0, int col0, const Sizes& sizes) {
   constexpr int MT = WarpS::MT, NT = WarpS::NT;
   const int lane = threadIdx.x % WARP_SIZE, stat_row = warp.row + lane / 4;
   const OperandA<TileQ> q(smem.q.address(), warp.row);
@@ -80,13 +81,15 @@ __device__ __forceinline__ void make_tiles(SmemPlan& smem, const Mask& mask, con
     const int col = piece + warp.col;
     float rP[MT][NT][4], rE[MT][NT][4], rdP[MT][NT][4], rX[MT][NT][4];
     multiply_scores<HEAD_DIM>(rP, rE, q, OperandB<TileK>(smem.keys.k.address(), col));
+    cap_scores(rP, sizes);
     if (mask.cuts(row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, mask, row0 + stat_row, col0 + col + lane % 4 * 2);
     }
-    scores_to_p(rP, load_lse_log2<MT>(smem.terms[0] + stat_row, 0, BLOCK_M), softmax_scale * LOG2E);
+    scores_to_p(rP, load_lse_log2<MT>(smem.terms[0] + stat_row, 0, BLOCK_M),
+                score_scale_log2(sizes));
     multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(smem.keys.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
-    tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(&smem.terms[0][stat_row]), softmax_scale);
+    tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(&smem.terms[0][stat_row]), sizes);
     smem.store_factors(rE, rdP, rX, warp.row, col);
   }
 }
@@ -116,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     return;
   }
   const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
-  smem.keys.load_k(args, tile.rows());
-  smem.keys.load_v(args, tile.rows());
+  smem.keys.load_k(args, tile.used_rows());
+  smem.keys.load_v(args, tile.used_rows());
   QueryWalk next(tile, args.sizes.group());
   load_queries(args, smem, tile.queries, next);
 
@@ -127,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     next.advance();
     cp_async_wait<0>();
     __syncthreads();  // Q, ddQ, dO and the row terms are here; every warp has left tP, dS and tdS
-    make_tiles(smem, tile.mask, warp.s, row0, tile.col0, args.sizes.softmax_scale);
+    make_tiles(smem, tile.mask, warp.s, row0, tile.col0, args.sizes);
     __syncthreads();  // tP, dS and tdS are whole
 
     gradients.add(smem, warp);

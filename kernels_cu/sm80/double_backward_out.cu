@@ -49,11 +49,21 @@ struct Args {
   float* gq_accum;          // (gq_accum_size,), zeroed here, or null
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const float* sinks;       // (num_heads_q,), with cfg::HAS_SINKS
+  const float* ddsinks;     // (num_heads_q,), or null
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
   int64_t gq_accum_size;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES,
               "struct Args and rawattn/ops/double_backward_out.py differ");
+
+// What a sink that moves along ddsinks adds to e of a row, P0 ddsinks
+__device__ __forceinline__ float sink_tangent(const Args& args, const QueryTile& tile,
+                                              float lse_log2) {
+  if (!args.ddsinks) return 0.0f;
+  return ex2_approx(tile.sink(args) * LOG2E - lse_log2) * args.ddsinks[tile.head];
+}
 
 // ddO, e, D and W of this warp's rows. A dead row, or one past the sequence's end, reads nothing.
 __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile, int warp_row,
@@ -69,8 +79,12 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
       const bool alive = lse_log2.value[i][half] != INF;
       const uint16_t* gO = args.out.at(tile.first_row + row, tile.head) + lane % 4 * 2;
       const uint16_t* gdO = args.dout.at(tile.first_row + row, tile.head) + lane % 4 * 2;
-      const float ddlse = sum_of_row(tangent[i][half]);
-      const RowSums sums = finish_ddout<true>(rddO[i], half, rounded[i][half * 2], alive, gO, gdO);
+      float ddlse = sum_of_row(tangent[i][half]), e = rounded[i][half * 2];
+      if constexpr (cfg::HAS_SINKS) {
+        const float own = sink_tangent(args, tile, lse_log2.value[i][half]);
+        ddlse += own, e += own;
+      }
+      const RowSums sums = finish_ddout<true>(rddO[i], half, e, alive, gO, gdO);
       if (lane % 4 == 0 && row < tile.valid_rows) {
         const int64_t index = tile.statistic(args.sizes) + row;
         args.ddlse[index] = ddlse;
@@ -88,6 +102,15 @@ __device__ __forceinline__ void write_dead_rows(const Args& args, const QueryTil
   zero_rows<cfg::WIDTH_V>(args.ddout, tile.rows());
   for (float* x : {args.ddlse, args.delta, args.ddelta}) {
     fill_statistic(x, tile.statistic(args.sizes), tile.valid_rows, 0.0f);
+  }
+  if constexpr (cfg::HAS_SINKS) {  // of a sequence: L is its sink, and O 0
+    if (tile.batch_index < 0) return;
+    for (int row = threadIdx.x; row < tile.valid_rows; row += NUM_THREADS) {
+      const int64_t index = tile.statistic(args.sizes) + row;
+      if (args.lse[index] == -INF) continue;
+      args.ddlse[index] = sink_tangent(args, tile, args.lse[index] * LOG2E);
+      if (args.dlse) args.delta[index] = -args.dlse[index];
+    }
   }
 }
 
@@ -131,10 +154,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_wait<0>();
     __syncthreads();  // V and ddV are here; every warp has left K and ddK
     if (n > tile.n_begin) load_keys(n - 1);
+    cap_scores(rP, args.sizes);
+    if constexpr (HAS_E) slope_tangents(rE, rP);
     if (tile.mask.cuts(tile.row0, BLOCK_M, n * BLOCK_N, BLOCK_N)) {
       apply_mask(rP, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
     }
-    scores_to_p(rP, lse_log2, softmax_scale * LOG2E);
+    scores_to_p(rP, lse_log2, score_scale_log2(args.sizes));
     if constexpr (HAS_E) weigh_tangents(rE, rP, softmax_scale, tangent);
     add_tangent_products(rddO, rP, rE, v, rounded);  // ddO  [WARP_M, HEAD_DIM_V]
   }

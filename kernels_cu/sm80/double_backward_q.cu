@@ -38,6 +38,7 @@ struct Args {
   Tensor gq;                // (total_q, num_heads_q, head_dim)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES,
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   const int64_t statistic = tile.statistic(args.sizes);
   const int stat_row = warp_row + lane / 4;
   const auto lse_log2 = load_lse_log2<MT>(args.lse + statistic, stat_row, tile.valid_rows);
-  const RowTerms<MT> terms{load_delta<MT>(args.delta + statistic, stat_row, lse_log2),
+  const RowTerms<MT> terms{lse_log2, load_delta<MT>(args.delta + statistic, stat_row, lse_log2),
                            load_delta<MT>(args.ddlse + statistic, stat_row, lse_log2),
                            load_delta<MT>(args.ddelta + statistic, stat_row, lse_log2)};
 
@@ -84,11 +85,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     float rdS[MT][BLOCK_N / 8][4], rtdS[MT][BLOCK_N / 8][4];
     multiply_scores<HEAD_DIM>(rP, rE, q, k);             // S and E  [WARP_M, BLOCK_N]
     multiply_gradients<HEAD_DIM_V>(rdS, rtdS, dout, v);  // dP and X
+    cap_scores(rP, args.sizes);
     if (tile.mask.cuts(tile.row0, BLOCK_M, col0, BLOCK_N)) {
       apply_mask(rP, tile.mask, tile.row0 + stat_row, col0 + lane % 4 * 2);
     }
-    scores_to_p(rP, lse_log2, softmax_scale * LOG2E);
-    tangents_of_p_and_ds(rE, rdS, rtdS, rP, terms, softmax_scale);
+    scores_to_p(rP, lse_log2, score_scale_log2(args.sizes));
+    tangents_of_p_and_ds(rE, rdS, rtdS, rP, terms, args.sizes);
     multiply_py(rgQ, rtdS, OperandBT<TileK>(smem.keys.k.address()));  // gQ += tdS K + dS ddK
     if constexpr (cfg::HAS_TK) multiply_py(rgQ, rdS, OperandBT<TileK>(smem.keys.ddk.address()));
     if (n > tile.n_begin) {

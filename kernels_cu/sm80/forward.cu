@@ -8,6 +8,7 @@
 // K and V arrive by cp.async: V loads behind S = Q K^T, the next K behind softmax and P V; the first
 // V with the first K, as many sequences have no second tile. Warps without a row only load.
 // Twin: rawattn/kernels_numba/forward.py. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
+#include "base/softcap.cuh"
 #include "base/softmax.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
@@ -32,6 +33,8 @@ struct Args {
   float* lse;               // (num_heads_q, total_q)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const float* sinks;       // (num_heads_q,), with cfg::HAS_SINKS
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/forward.py differ");
@@ -71,14 +74,14 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
                                          const OnlineSoftmax<MT>& softmax,
                                          const float (&rO)[MT][HEAD_DIM_V / 8][4], TileO& sO) {
   const int lane = threadIdx.x % WARP_SIZE;
+  const float sink = tile.sink(args);
   store_tile(sO, rO, warp_row, 0, [&](int i, int half) {
-    const float sum = softmax.total(i, half);
+    const RowEnd end = softmax.end(i, half, score_scale(args.sizes), sink);
     const int row = warp_row + i * 16 + half * 8 + lane / 4;
     if (lane % 4 == 0 && row < tile.valid_rows) {
-      args.lse[tile.statistic(args.sizes) + row] =
-          softmax.lse(i, half, sum, args.sizes.softmax_scale);
+      args.lse[tile.statistic(args.sizes) + row] = end.lse;
     }
-    return inverse_of(sum);
+    return end.inverse;
   });
   __syncwarp();  // the rows were written by this warp's other lanes
   write_warp_rows<cfg::WIDTH_V, WARP_M>(args.out, tile.rows(), sO, warp_row);
@@ -91,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   const QueryTile tile = find_query_tile<BLOCK_M, BLOCK_N>(args);
   if (tile.dead()) {
     zero_rows<cfg::WIDTH_V>(args.out, tile.rows());
-    fill_statistic(args.lse, tile.statistic(args.sizes), tile.valid_rows, -INF);
+    fill_statistic(args.lse, tile.statistic(args.sizes), tile.valid_rows, tile.sink(args));
     return;
   }
   const auto load_k = [&](int n) {
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   load_k(tile.n_end - 1);
 
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
-  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
+  const float scale_log2 = score_scale_log2(args.sizes);
   Scores scores(smem.q, warp_row);
   OnlineSoftmax<MT> softmax;
   float rO[MT][HEAD_DIM_V / 8][4], rS[MT][BLOCK_N / 8][4];
@@ -127,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_wait<0>();
     __syncthreads();  // V is here; every warp has left K
     if (n > tile.n_begin) load_k(n - 1);
+    cap_scores(rS, args.sizes);
     if (tile.mask.cuts(tile.row0, BLOCK_M, n * BLOCK_N, BLOCK_N)) {
       apply_mask(rS, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
     }

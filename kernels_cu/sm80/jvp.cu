@@ -48,6 +48,9 @@ struct Args {
   float* tlse;              // (num_heads_q, total_q)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const float* sinks;       // (num_heads_q,), with cfg::HAS_SINKS
+  const float* tsinks;      // (num_heads_q,), or null
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/jvp.py differ");
@@ -85,12 +88,24 @@ struct Sums {
   }
 };
 
+// What a sink that moves along tsinks adds to e of a row, P0 tsinks
+__device__ __forceinline__ float sink_tangent(const Args& args, const QueryTile& tile, float lse) {
+  if constexpr (cfg::HAS_SINKS) {
+    if (args.tsinks && lse != -INF) {
+      return ex2_approx((tile.sink(args) - lse) * LOG2E) * args.tsinks[tile.head];
+    }
+  }
+  return 0.0f;
+}
+
 __device__ __forceinline__ void write_dead_rows(const Args& args, const QueryTile& tile) {
   if (blockIdx.z > 0) return;
   zero_rows<cfg::WIDTH_V>(args.out, tile.rows());
   zero_rows<cfg::WIDTH_V>(args.tout, tile.rows());
-  fill_statistic(args.lse, tile.statistic(args.sizes), tile.valid_rows, -INF);
-  fill_statistic(args.tlse, tile.statistic(args.sizes), tile.valid_rows, 0.0f);
+  const float lse = tile.sink(args);
+  fill_statistic(args.lse, tile.statistic(args.sizes), tile.valid_rows, lse);
+  fill_statistic(args.tlse, tile.statistic(args.sizes), tile.valid_rows,
+                 sink_tangent(args, tile, lse));
 }
 
 // O, tO, L and tL of this warp's rows, the first two through its rows of shared memory
@@ -98,12 +113,14 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
                                          const OnlineSoftmax<MT>& softmax, Sums& sums,
                                          SmemPlan& smem) {
   const int lane = threadIdx.x % WARP_SIZE, first_col = blockIdx.z * COLS_V;
+  const float sink = tile.sink(args);
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.total(i, half), inverse = inverse_of(sum);
-      const float e = sums.rounded[i][half * 2] * inverse;
+      const RowEnd end = softmax.end(i, half, score_scale(args.sizes), sink);
+      const float inverse = end.inverse, of_sink = sink_tangent(args, tile, end.lse);
+      const float e = sums.rounded[i][half * 2] * inverse + of_sink;
 #pragma unroll
       for (int j = 0; j < COLS_V / 8; ++j) {
 #pragma unroll
@@ -112,11 +129,11 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
           sums.rTO[i][j][c] = sums.rTO[i][j][c] * inverse - e * sums.rO[i][j][c];
         }
       }
-      const float tangent = sum_of_row(sums.tangent[i][half]) * inverse;
+      const float tangent = sum_of_row(sums.tangent[i][half]) * inverse + of_sink;
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && blockIdx.z == 0 && row < tile.valid_rows) {
         const int64_t index = tile.statistic(args.sizes) + row;
-        args.lse[index] = softmax.lse(i, half, sum, args.sizes.softmax_scale);
+        args.lse[index] = end.lse;
         args.tlse[index] = tangent;
       }
     }
@@ -160,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   load_keys(tile.n_end - 1);
 
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
-  const float softmax_scale = args.sizes.softmax_scale, scale_log2 = softmax_scale * LOG2E;
+  const float softmax_scale = args.sizes.softmax_scale, scale_log2 = score_scale_log2(args.sizes);
   const OperandA<TileQ> q(smem.q.address(), warp_row);
   const OperandB<TileK> k(smem.k.address());
   const OperandBT<PartV> v(smem.v.address());
@@ -177,6 +194,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     cp_async_wait<0>();
     __syncthreads();  // V and tV are here; every warp has left K and tK
     if (n > tile.n_begin) load_keys(n - 1);
+    cap_scores(rS, args.sizes);
+    if constexpr (HAS_E) slope_tangents(rE, rS);
     if (tile.mask.cuts(tile.row0, BLOCK_M, n * BLOCK_N, BLOCK_N)) {
       apply_mask(rS, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
     }

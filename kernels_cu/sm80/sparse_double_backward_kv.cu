@@ -106,7 +106,7 @@ __device__ __forceinline__ void make_tiles(const Args& args, SmemPlan& smem, con
     float rdP[MT][NT][4], rX[MT][NT][4];
     multiply_gradients<HEAD_DIM_V>(rdP, rX, dout, OperandB<TileV>(side.keys.v.address(), col));
     // L is read again rather than kept: registers are what this loop is short of
-    tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(terms), softmax_scale);
+    tangents_of_p_and_ds(rE, rdP, rX, rP, row_terms<MT>(terms), args.sizes);
     if constexpr (cfg::HAS_BLOCK_SCALE) {
       for_each<MT, NT>([&](int i, int j, int e) {
         scale_sum[i][e / 2] +=

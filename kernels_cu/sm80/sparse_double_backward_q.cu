@@ -80,7 +80,7 @@ __device__ __forceinline__ void make_gq(const Args& args, SmemPlan& smem, const 
   const auto term = [&](const float* x) {
     return own_statistic(x, tile, warp_row, args.sizes.total_q, lse_log2);
   };
-  const RowTerms<1> terms{term(args.delta), term(args.ddlse), term(args.ddelta)};
+  const RowTerms<1> terms{lse_log2, term(args.delta), term(args.ddlse), term(args.ddelta)};
   float rgQ[1][HEAD_DIM / 8][4];
   clear(rgQ);
   cp_async_wait<0>();
@@ -97,7 +97,7 @@ __device__ __forceinline__ void make_gq(const Args& args, SmemPlan& smem, const 
       block_scale.apply(rP, rE);
       if (rows.cut) cut_rows(rP, rows, col);
       scores_to_p(rP, lse_log2, softmax_scale * LOG2E);
-      tangents_of_p_and_ds(rE, rdS, rtdS, rP, terms, softmax_scale);
+      tangents_of_p_and_ds(rE, rdS, rtdS, rP, terms, args.sizes);
       block_scale.apply(rdS, rtdS);
       add_products(rgQ, rtdS, rdS, OperandBT<TileK>(sK, col));
     }

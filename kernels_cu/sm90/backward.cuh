@@ -6,6 +6,7 @@
 #pragma once
 #include "base/accumulators.cuh"
 #include "base/shapes.cuh"
+#include "base/softcap.cuh"
 #include "base/statistics.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
@@ -36,6 +37,7 @@ struct Args {
   Tensor dv;                // (total_k, num_heads_kv, head_dim_v)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
   int* turns;     // without cfg::ATOMIC: zeros, see IN_ORDER
   int num_tiles;  // of keys, of a cluster, upper bound
@@ -68,6 +70,9 @@ __device__ __forceinline__ int first_key(int rank, int block) {
 }
 __device__ __forceinline__ int valid_keys(const KeyTile& tile, int rank, int block) {
   return min(max(tile.valid_cols - first_key(rank, block), 0), WARPGROUP_ROWS);
+}
+__device__ __forceinline__ int used_keys(const KeyTile& tile, int rank, int block) {
+  return min(max(tile.used_cols() - first_key(rank, block), 0), WARPGROUP_ROWS);
 }
 
 // What a tile walks over; a dead one over nothing. In order it goes down, every row of the group's
@@ -279,16 +284,28 @@ __device__ __forceinline__ void exponentiate(float (&rS)[1][NT][4], const float*
     }
   }
 }
-// dP^T -> dS^T in place, `delta` likewise
+// dP^T -> dS^T in place, `delta` likewise; under a softcap of what the scores were before it
 template <int NT>
 __device__ __forceinline__ void weigh(float (&rdP)[1][NT][4], const float (&rP)[1][NT][4],
-                                      const float* delta) {
+                                      const float* delta, [[maybe_unused]] const float* lse_log2,
+                                      const Sizes& sizes) {
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     const float2 of = *reinterpret_cast<const float2*>(delta + j * 8);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       rdP[0][j][e] = rP[0][j][e] * (rdP[0][j][e] - (e % 2 ? of.y : of.x));
+    }
+  }
+  if constexpr (cfg::HAS_SOFTCAP) {
+    const Slope slope(sizes);
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+      const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        rdP[0][j][e] *= slope.at(rP[0][j][e], e % 2 ? of.y : of.x);
+      }
     }
   }
 }

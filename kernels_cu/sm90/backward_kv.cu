@@ -103,7 +103,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;  // within the warpgroup's 64
   const int own_row = consumer * WARPGROUP_ROWS;                  // of its keys in the CTA's tiles
   const int own_key = first_key(rank, consumer);                  // and in the cluster's
-  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
+  const float scale_log2 = score_scale_log2(args.sizes);
   int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
   if (IN_ORDER && lane == 0) turn = nullptr;
   Works<KeyWork>::Place work;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   while (true) {
     const KeyWork& tile = smem.works.look(work);  // and no copy: registers are short
     if (tile.valid_cols <= 0) return;
-    const int valid = valid_keys(tile, rank, consumer);
+    const int valid = valid_keys(tile, rank, consumer), used = used_keys(tile, rank, consumer);
     const int key = tile.col0 + own_key, length = tile.queries.length;
     const Mask mask = tile.mask;
     TileK& k_tile = smem.k[kv.stage];
@@ -124,12 +124,11 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     clear(rdV);
     if (!tile.dead()) {
       kv.wait_full(smem.keys);
-      if (tile.valid_cols < CLUSTER * BLOCK_N) {
-        clear_rows<WARPGROUP>(k_tile, own_row + valid, own_row + WARPGROUP_ROWS);
-        clear_rows<WARPGROUP>(v_tile, own_row + valid, own_row + WARPGROUP_ROWS);
+      if (tile.used_cols() < CLUSTER * BLOCK_N) {
+        clear_rows<WARPGROUP>(k_tile, own_row + used, own_row + WARPGROUP_ROWS);
+        clear_rows<WARPGROUP>(v_tile, own_row + used, own_row + WARPGROUP_ROWS);
         if constexpr (SHARES) {
-          clear_rows<WARPGROUP>(smem.k_of_peer[kv.stage],
-                                own_row + valid_keys(tile, peer, consumer),
+          clear_rows<WARPGROUP>(smem.k_of_peer[kv.stage], own_row + used_keys(tile, peer, consumer),
                                 own_row + WARPGROUP_ROWS);
         }
         fence_proxy_async();
@@ -201,6 +200,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       look_at_turn();
       wgmma_wait_group<1>();
       hold(rP);
+      cap_scores(rP, args.sizes);
       if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + lane % 4 * 2);
       }
@@ -210,7 +210,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       exponentiate(rP, lse_log2, scale_log2);
       wgmma_wait_group<0>();
       hold(rdS);
-      weigh(rdS, rP, delta);
+      weigh(rdS, rP, delta, lse_log2, args.sizes);
       uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
       to_operand(rPt, rP);
       to_operand(rdSt, rdS);

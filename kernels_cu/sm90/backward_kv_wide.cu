@@ -128,7 +128,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   constexpr int OWN_QUERY = CONSUMER * OWN_QUERIES;
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;
-  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
+  const float scale_log2 = score_scale_log2(args.sizes);
   int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
   if (IN_ORDER && lane == 0) turn = nullptr;
   Works<KeyWork>::Place work;
@@ -140,7 +140,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   while (true) {
     const KeyWork& tile = smem.works.look(work);  // and no copy: registers are short
     if (tile.valid_cols <= 0) return;
-    const int valid = valid_keys(tile, rank, 0), length = tile.queries.length;
+    const int valid = valid_keys(tile, rank, 0), used = used_keys(tile, rank, 0);
+    const int length = tile.queries.length;
     const int key = tile.col0 + first_key(rank, 0);
     const Mask mask = tile.mask;
     RegistersOfV rV;
@@ -150,11 +151,11 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
     clear(rdV);
     if (!tile.dead()) {
       kv.wait_full(smem.keys);
-      if (tile.valid_cols < CLUSTER * BLOCK_N) {
-        if (CONSUMER == 0) clear_rows<WARPGROUP>(smem.k, valid);
+      if (tile.used_cols() < CLUSTER * BLOCK_N) {
+        if (CONSUMER == 0) clear_rows<WARPGROUP>(smem.k, used);
         if (CONSUMER == 1) {
-          clear_rows<WARPGROUP>(smem.v, valid);
-          clear_rows<WARPGROUP>(smem.k_of_peer, valid_keys(tile, CLUSTER - 1 - rank, 0));
+          clear_rows<WARPGROUP>(smem.v, used);
+          clear_rows<WARPGROUP>(smem.k_of_peer, used_keys(tile, CLUSTER - 1 - rank, 0));
         }
         fence_proxy_async();
         mbarrier_arrive(smem_address(&smem.cleared));  // each lane for its own
@@ -203,6 +204,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       look_at_turn();
       wgmma_wait_group<1>();
       hold(rP);
+      cap_scores(rP, args.sizes);
       if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2);
       }
@@ -215,7 +217,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       write_transposed(smem.p[written.stage], rPt, warp_row, OWN_QUERY);
       wgmma_wait_group<0>();
       hold(rdS);
-      weigh(rdS, rP, delta);
+      weigh(rdS, rP, delta, lse_log2, args.sizes);
       to_operand(rdSt, rdS);
       write_ds(rdSt);
       wgmma_fence();

@@ -16,6 +16,7 @@
 // Twin: rawattn/kernels_numba/forward.py. Source: FlashAttention-3, arXiv 2407.08608, algorithm 2.
 #include "base/accumulators.cuh"
 #include "base/shapes.cuh"
+#include "base/softcap.cuh"
 #include "base/softmax.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
@@ -57,6 +58,8 @@ struct Args {
   float* lse;               // (num_heads_q, total_q)
   const int* cu_seqlens_q;  // (batch + 1,)
   const int* cu_seqlens_k;  // (batch + 1,)
+  const float* sinks;       // (num_heads_q,), with cfg::HAS_SINKS
+  const int* seqused_k;     // (batch,), with cfg::HAS_SEQUSED_K
   Sizes sizes;
   int num_tiles;  // of queries, upper bound
   int counter;    // this launch's, or -1
@@ -158,16 +161,16 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
                                          const OnlineSoftmax<1>& softmax,
                                          const float (&rO)[1][HEAD_DIM_V / 8][4]) {
   const int lane = threadIdx.x % WARP_SIZE;
+  const float sink = tile.sink(args);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + half * 8 + lane / 4;
-    const float sum = softmax.total(0, half);
+    const RowEnd end = softmax.end(0, half, score_scale(args.sizes), sink);
     if (lane % 4 == 0 && row < tile.valid_rows) {
-      args.lse[tile.statistic(args.sizes) + row] =
-          softmax.lse(0, half, sum, args.sizes.softmax_scale);
+      args.lse[tile.statistic(args.sizes) + row] = end.lse;
     }
     write_row_of_quad<cfg::WIDTH_V>(args.out.at(tile.first_row + row, tile.head), rO, half,
-                                    inverse_of(sum), row < tile.valid_rows);
+                                    end.inverse, row < tile.valid_rows);
   }
 }
 
@@ -175,7 +178,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
   const int consumer = __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP - 1, 0);
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x / WARP_SIZE * 16 - WARPGROUP_M;
-  const float scale_log2 = args.sizes.softmax_scale * LOG2E;
+  const float scale_log2 = score_scale_log2(args.sizes);
   const Turn turn(consumer);
   Works<QueryTile>::Place work;
   Place<Q::STAGES> q;
@@ -228,6 +231,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
     };
     const int row0 = tile.row0 + consumer * WARPGROUP_M;
     const auto mask_scores = [&](float (&rS)[1][BLOCK_N / 8][4], int n) {
+      cap_scores(rS, args.sizes);
       if (tile.mask.cuts(row0, WARPGROUP_M, n * BLOCK_N, BLOCK_N)) {
         apply_mask(rS, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
       }

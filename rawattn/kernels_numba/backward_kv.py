@@ -18,6 +18,7 @@ from rawattn.kernels_numba.common import (
     encoder,
     filled,
     find_tile,
+    keys_in_use,
     load_row_terms,
     query_range,
     run,
@@ -37,8 +38,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     ``dq_accum``, row-major (total_q, num_heads_q, head_dim) if given, has dQ / softmax_scale added.
     """
     p = problem
-    args = filled(args, p, dq_accum=1)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
+    args = filled(args, p, dq_accum=1, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0)
     run(
         kernel,
         (tiles_bound(p.total_k, p.batch, block), p.num_heads_kv),
@@ -52,7 +53,7 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 
 @functools.cache
-def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
+def compiled(dtype: str, head_dim: int, head_dim_v: int, capped: bool) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
     HEAD_DIM, HEAD_DIM_V = head_dim, head_dim_v
@@ -61,7 +62,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
     QK_TILE, V_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, HEAD_DIM_V + 1), (BLOCK, BLOCK + 1)
     QK_SHARE, V_SHARE = HEAD_DIM // LANES, HEAD_DIM_V // LANES
     load_qk, load_v = tile_loader(dtype, BLOCK, HEAD_DIM), tile_loader(dtype, BLOCK, HEAD_DIM_V)
-    scores = backward_scores(dtype, BLOCK, HEAD_DIM, HEAD_DIM_V)
+    scores = backward_scores(dtype, BLOCK, HEAD_DIM, HEAD_DIM_V, capped)
 
     def kernel(
         q: Array,
@@ -75,6 +76,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         dv: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -83,6 +85,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sK = cuda.shared.array(QK_TILE, real)
@@ -98,14 +101,15 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         row, lane = thread // LANES, thread % LANES
         head_kv = cuda.blockIdx.y
         group = num_heads_q // num_heads_kv
-        b, start_k, seqlen_k, n_start = find_tile(
+        b, start_k, allotted, n_start = find_tile(
             cu_seqlens_k, batch, total_k, cuda.blockIdx.x, BLOCK
         )
-        if n_start >= seqlen_k:
+        if n_start >= allotted:
             return
+        _, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         load_qk(k, start_k + n_start, seqlen_k - n_start, head_kv, sK, thread)
         load_v(v, start_k + n_start, seqlen_k - n_start, head_kv, sV, thread)
@@ -115,6 +119,8 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
             rdV[x] = real(0)
         n_stop = min(n_start + BLOCK, seqlen_k)
         first, last = query_range(n_start, n_stop, shift, seqlen_q, window_left, window_right)
+        if n_start >= seqlen_k:
+            last = 0  # keys that are not in use: gradients of zeros
         for head in range(head_kv * group, (head_kv + 1) * group):
             for m_start in range(first // BLOCK * BLOCK, last, BLOCK):
                 first_row, rows = start_q + m_start, seqlen_q - m_start
@@ -142,6 +148,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
                     window_left,
                     window_right,
                     scale,
+                    cap_at,
                 )
                 cuda.syncthreads()  # P and dS are whole
 
@@ -160,7 +167,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
                         cuda.atomic.add(dq_accum, base + d, total)
                 cuda.syncthreads()  # Q, dO, P, dS are read, and may make room for the next tile's
 
-        if n_start + row < seqlen_k:
+        if n_start + row < allotted:
             token = start_k + n_start + row
             for x in range(QK_SHARE):
                 dk[token, head_kv, lane + x * LANES] = encode(scale * rdK[x])

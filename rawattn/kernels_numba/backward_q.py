@@ -19,9 +19,9 @@ from rawattn.kernels_numba.common import (
     filled,
     find_tile,
     key_range,
+    keys_in_use,
     load_row_terms,
     run,
-    sequence,
     tile_loader,
     tiles_bound,
 )
@@ -38,8 +38,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     (total_k, num_heads_kv, size), if both are given.
     """
     p = problem
-    args = filled(args, p, dk_accum=1, dv_accum=1)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
+    args = filled(args, p, dk_accum=1, dv_accum=1, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
@@ -53,7 +53,7 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 
 @functools.cache
-def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
+def compiled(dtype: str, head_dim: int, head_dim_v: int, capped: bool) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
     HEAD_DIM, HEAD_DIM_V = head_dim, head_dim_v
@@ -62,7 +62,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
     QK_TILE, V_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, HEAD_DIM_V + 1), (BLOCK, BLOCK + 1)
     QK_SHARE = HEAD_DIM // LANES
     load_qk, load_v = tile_loader(dtype, BLOCK, HEAD_DIM), tile_loader(dtype, BLOCK, HEAD_DIM_V)
-    scores = backward_scores(dtype, BLOCK, HEAD_DIM, HEAD_DIM_V)
+    scores = backward_scores(dtype, BLOCK, HEAD_DIM, HEAD_DIM_V, capped)
 
     def kernel(
         q: Array,
@@ -76,6 +76,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         dv_accum: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -84,6 +85,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sK = cuda.shared.array(QK_TILE, real)
@@ -103,9 +105,9 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+        start_k, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         first_row, rows = start_q + m_start, seqlen_q - m_start
         load_qk(q, first_row, rows, head, sQ, thread)
@@ -139,6 +141,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
                 window_left,
                 window_right,
                 scale,
+                cap_at,
             )
             cuda.syncthreads()  # P and dS are whole
 

@@ -69,6 +69,7 @@ def compiled() -> Any:
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
         num_heads_sel: int,
         num_selected: int,
         width: int,

@@ -150,6 +150,15 @@ def sequence(cu_seqlens: Array, batch: int, b: int, total: int) -> Any:
 
 
 @device_function
+def keys_in_use(cu_seqlens_k: Array, seqused_k: Array, batch: int, b: int, total_k: int) -> Any:
+    """``sequence`` of the keys, of which there may be more than are in use."""
+    start, length = sequence(cu_seqlens_k, batch, b, total_k)
+    if seqused_k.shape[0] > 0 and b < batch:
+        length = min(length, max(int(seqused_k[b]), 0))
+    return start, length
+
+
+@device_function
 def find_tile(cu_seqlens: Array, batch: int, total: int, tile: int, block: int) -> Any:
     """Which tile is this: (sequence, its first row, its length, first row of the tile within it).
 
@@ -203,6 +212,27 @@ def tiles_bound(total: int, batch: int, block: int) -> int:
     return total // block + batch + 1
 
 
+@functools.cache
+def capper(dtype: str, capped: bool) -> Callable[..., Any]:
+    """Device function: a score, its slope and its bend, from what they are before the softcap.
+
+    The score is softcap tanh(x / softcap), slope and bend its derivatives; x, 1 and 0 without.
+    """
+    real = accumulator(dtype)
+
+    @device_function
+    def cap(x: float, softcap: float) -> Any:
+        t = math.tanh(x / softcap)
+        slope = real(1) - t * t
+        return softcap * t, slope, real(-2) / softcap * t * slope
+
+    @device_function
+    def leave(x: float, softcap: float) -> Any:
+        return x, real(1), real(0)
+
+    return cap if capped else leave
+
+
 # ---- what both orders of the backward pass do with a pair of tiles ------------------------------
 
 
@@ -218,12 +248,15 @@ def load_row_terms(
 
 
 @functools.cache
-def backward_scores(dtype: str, block: int, head_dim: int, head_dim_v: int) -> Callable[..., Any]:
+def backward_scores(
+    dtype: str, block: int, head_dim: int, head_dim_v: int, capped: bool
+) -> Callable[..., Any]:
     """Device function: P = exp(S - L) and dS = P (dO V^T - D) of a pair of tiles.
 
     Thread (row, lane) fills query row ``row``. Both are 0 where the mask or an end forbids.
+    ``capped``: there is a softcap, and dS is of the scores before it.
     """
-    real = accumulator(dtype)
+    real, cap = accumulator(dtype), capper(dtype, capped)
 
     @device_function
     def scores(
@@ -244,6 +277,7 @@ def backward_scores(dtype: str, block: int, head_dim: int, head_dim_v: int) -> C
         left: int,
         right: int,
         scale: float,
+        softcap: float,
     ) -> None:
         i, shift = m_start + row, seqlen_k - seqlen_q
         for n in range(lane, block, LANES):
@@ -256,8 +290,9 @@ def backward_scores(dtype: str, block: int, head_dim: int, head_dim_v: int) -> C
                     score += sQ[row, d] * sK[n, d]
                 for d in range(head_dim_v):
                     dprobability += sdO[row, d] * sV[n, d]
-                probability = math.exp(scale * score - sL[row])
-                dscore = probability * (dprobability - sD[row])
+                score, slope, _ = cap(scale * score, softcap)
+                probability = math.exp(score - sL[row])
+                dscore = probability * (dprobability - sD[row]) * slope
             sP[row, n] = probability
             sdS[row, n] = dscore
 

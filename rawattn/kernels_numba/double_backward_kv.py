@@ -20,6 +20,7 @@ from rawattn.kernels_numba.common import (
     encoder,
     filled,
     find_tile,
+    keys_in_use,
     query_range,
     run,
     sequence,
@@ -41,8 +42,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """
     p = problem
     parts = given(args.ddq, args.ddk, args.ddv)
-    args = filled(args, p, ddq=3, ddk=3, ddv=3, gq_accum=1)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
+    args = filled(args, p, ddq=3, ddk=3, ddv=3, gq_accum=1, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0, *parts)
     run(
         kernel,
         (tiles_bound(p.total_k, p.batch, block), p.num_heads_kv),
@@ -57,7 +58,13 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 @functools.cache
 def compiled(
-    dtype: str, head_dim: int, head_dim_v: int, has_ddq: bool, has_ddk: bool, has_ddv: bool
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    capped: bool,
+    has_ddq: bool,
+    has_ddk: bool,
+    has_ddv: bool,
 ) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
@@ -84,7 +91,7 @@ def compiled(
     load_q = live_tile_loader(dtype, BLOCK, HEAD_DIM)
     load_dout = live_tile_loader(dtype, BLOCK, HEAD_DIM_V)
     terms = row_terms(dtype)
-    scores = second_scores(dtype, HEAD_DIM, HEAD_DIM_V, (HAS_DDQ, HAS_DDK, HAS_DDV))
+    scores = second_scores(dtype, HEAD_DIM, HEAD_DIM_V, capped, (HAS_DDQ, HAS_DDK, HAS_DDV))
 
     def kernel(
         q: Array,
@@ -103,6 +110,7 @@ def compiled(
         gv: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -111,6 +119,7 @@ def compiled(
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sK = cuda.shared.array(QK_TILE, real)
@@ -128,14 +137,15 @@ def compiled(
         row, lane = thread // LANES, thread % LANES
         head_kv = cuda.blockIdx.y
         group = num_heads_q // num_heads_kv
-        b, start_k, seqlen_k, n_start = find_tile(
+        b, start_k, allotted, n_start = find_tile(
             cu_seqlens_k, batch, total_k, cuda.blockIdx.x, BLOCK
         )
-        if n_start >= seqlen_k:
+        if n_start >= allotted:
             return
+        _, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         start_q, seqlen_q = sequence(cu_seqlens_q, batch, b, total_q)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         load_k(k, start_k + n_start, seqlen_k - n_start, head_kv, sK, thread)
         if HAS_E:
@@ -150,6 +160,8 @@ def compiled(
             rgV[x] = real(0)
         n_stop = min(n_start + BLOCK, seqlen_k)
         first, last = query_range(n_start, n_stop, shift, seqlen_q, window_left, window_right)
+        if n_start >= seqlen_k:
+            last = 0  # keys that are not in use: gradients of zeros
         for head in range(head_kv * group, (head_kv + 1) * group):
             for m_start in range(first // BLOCK * BLOCK, last, BLOCK):
                 first_row, rows = start_q + m_start, seqlen_q - m_start
@@ -181,6 +193,7 @@ def compiled(
                             row,
                             n,
                             scale,
+                            cap_at,
                         )
                     stP[row, n] = tprobability
                     stdS[row, n] = tdscore
@@ -207,7 +220,7 @@ def compiled(
                         cuda.atomic.add(gq_accum, base + d, total)
                 cuda.syncthreads()  # Q, dO, ddQ, tP, tdS, dS are read, and may make room
 
-        if n_start + row < seqlen_k:
+        if n_start + row < allotted:
             token = start_k + n_start + row
             for x in range(QK_SHARE):
                 gk[token, head_kv, lane + x * LANES] = encode(scale * rgK[x])

@@ -19,14 +19,15 @@ from rawattn.kernels_numba.common import (
     Array,
     accumulator,
     block_rows,
+    capper,
     cuda,
     decoder,
     encoder,
     filled,
     find_tile,
     key_range,
+    keys_in_use,
     run,
-    sequence,
     tile_loader,
     tiles_bound,
     visible,
@@ -45,8 +46,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """
     p = problem
     parts = given(args.ddq, args.ddk, args.ddv)
-    args = filled(args, p, ddq=3, ddk=3, ddv=3, dlse=2, gq_accum=1)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
+    args = filled(args, p, ddq=3, ddk=3, ddv=3, dlse=2, gq_accum=1, sinks=1, ddsinks=1, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0, *parts)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
@@ -61,7 +62,13 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 @functools.cache
 def compiled(
-    dtype: str, head_dim: int, head_dim_v: int, has_ddq: bool, has_ddk: bool, has_ddv: bool
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    capped: bool,
+    has_ddq: bool,
+    has_ddk: bool,
+    has_ddv: bool,
 ) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, decode, encode = accumulator(dtype), decoder(dtype), encoder(dtype)
@@ -76,6 +83,7 @@ def compiled(
     QK_TILE, KV_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, COLUMNS + 1), (BLOCK, BLOCK + 1)
     DDQ_TILE, DDKV_TILE = (BLOCK, DDQ_COLUMNS + 1), (BLOCK, DDKV_COLUMNS + 1)
     V_SHARE = HEAD_DIM_V // LANES
+    cap = capper(dtype, capped)
     load_qk, load_v = tile_loader(dtype, BLOCK, HEAD_DIM), tile_loader(dtype, BLOCK, HEAD_DIM_V)
     qk_products = score_and_tangent(dtype, HEAD_DIM, HAS_DDQ, HAS_DDK)
 
@@ -97,6 +105,9 @@ def compiled(
         gq_accum: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        sinks: Array,
+        ddsinks: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -105,6 +116,7 @@ def compiled(
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
         gq_accum_size: int,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
@@ -129,17 +141,19 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+        start_k, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         first_row, rows = start_q + m_start, seqlen_q - m_start
         load_qk(q, first_row, rows, head, sQ, thread)
         if HAS_DDQ:
             load_qk(ddq, first_row, rows, head, sddQ, thread)
-        dead = row >= rows or seqlen_k == 0 or lse[head, first_row + row] == -math.inf
+        dead = row >= rows or b == batch or lse[head, first_row + row] == -math.inf
         row_lse = real(math.inf) if dead else lse[head, first_row + row]
         row_tangent = real(0)
+        if sinks.shape[0] > 0 and ddsinks.shape[0] > 0:
+            row_tangent = math.exp(sinks[head] - row_lse) * ddsinks[head]
         for x in range(V_SHARE):
             rddO[x] = real(0)
         m_stop = min(m_start + BLOCK, seqlen_q)
@@ -156,9 +170,11 @@ def compiled(
                 i, j = m_start + row, n_start + n
                 if j < seqlen_k and visible(i, j, shift, window_left, window_right):
                     score, tangent = qk_products(sQ, sKV, sddQ, sddKV, row, n)
-                    probability = math.exp(scale * score - row_lse)
+                    score, slope, _ = cap(scale * score, cap_at)
+                    probability = math.exp(score - row_lse)
+                    tangent *= scale * slope
                 sP[row, n] = probability
-                stP[row, n] = probability * (scale * tangent)
+                stP[row, n] = probability * tangent
             cuda.syncthreads()  # P and P o E are whole, and K and ddK may make room for V and ddV
 
             if HAS_E:

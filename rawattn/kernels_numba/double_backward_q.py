@@ -21,8 +21,8 @@ from rawattn.kernels_numba.common import (
     filled,
     find_tile,
     key_range,
+    keys_in_use,
     run,
-    sequence,
     tile_loader,
     tiles_bound,
     visible,
@@ -38,8 +38,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``gq``."""
     p = problem
     parts = given(args.ddq, args.ddk, args.ddv)
-    args = filled(args, p, ddq=3, ddk=3, ddv=3)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
+    args = filled(args, p, ddq=3, ddk=3, ddv=3, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0, *parts)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
@@ -54,7 +54,13 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 @functools.cache
 def compiled(
-    dtype: str, head_dim: int, head_dim_v: int, has_ddq: bool, has_ddk: bool, has_ddv: bool
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    capped: bool,
+    has_ddq: bool,
+    has_ddk: bool,
+    has_ddv: bool,
 ) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
@@ -81,7 +87,7 @@ def compiled(
     load_q = live_tile_loader(dtype, BLOCK, HEAD_DIM)
     load_dout = live_tile_loader(dtype, BLOCK, HEAD_DIM_V)
     terms = row_terms(dtype)
-    scores = second_scores(dtype, HEAD_DIM, HEAD_DIM_V, (HAS_DDQ, HAS_DDK, HAS_DDV))
+    scores = second_scores(dtype, HEAD_DIM, HEAD_DIM_V, capped, (HAS_DDQ, HAS_DDK, HAS_DDV))
 
     def kernel(
         q: Array,
@@ -98,6 +104,7 @@ def compiled(
         gq: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -106,6 +113,7 @@ def compiled(
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sK = cuda.shared.array(QK_TILE, real)
@@ -126,9 +134,9 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+        start_k, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         first_row, rows = start_q + m_start, seqlen_q - m_start
         load_q(q, lse, first_row, rows, head, sQ, thread)
@@ -171,6 +179,7 @@ def compiled(
                         row,
                         n,
                         scale,
+                        cap_at,
                     )
                 stdS[row, n] = tdscore
                 sdS[row, n] = dscore

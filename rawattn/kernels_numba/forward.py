@@ -15,12 +15,14 @@ from rawattn.kernels_numba.common import (
     Array,
     accumulator,
     block_rows,
+    capper,
     cuda,
     encoder,
+    filled,
     find_tile,
     key_range,
+    keys_in_use,
     run,
-    sequence,
     tile_loader,
     tiles_bound,
     visible,
@@ -34,7 +36,8 @@ from rawattn.variants import Row
 def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``out`` and ``lse``; shapes as in ``api.forward``."""
     p = problem
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v)
+    args = filled(args, p, sinks=1, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
@@ -48,7 +51,7 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 
 @functools.cache
-def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
+def compiled(dtype: str, head_dim: int, head_dim_v: int, capped: bool) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
     HEAD_DIM, HEAD_DIM_V, COLUMNS = head_dim, head_dim_v, max(head_dim, head_dim_v)
@@ -56,6 +59,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
     # one more column than there are numbers: rows then start in different banks of shared memory
     QK_TILE, KV_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, COLUMNS + 1), (BLOCK, BLOCK + 1)
     V_SHARE = HEAD_DIM_V // LANES
+    cap = capper(dtype, capped)
     load_qk, load_v = tile_loader(dtype, BLOCK, HEAD_DIM), tile_loader(dtype, BLOCK, HEAD_DIM_V)
 
     def kernel(
@@ -66,6 +70,8 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         lse: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        sinks: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -74,6 +80,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sKV = cuda.shared.array(KV_TILE, real)
@@ -89,14 +96,16 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+        start_k, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         load_qk(q, start_q + m_start, seqlen_q - m_start, head, sQ, thread)
         for x in range(V_SHARE):
             rO[x] = real(0)
         row_max, row_sum = real(-math.inf), real(0)
+        if sinks.shape[0] > 0 and b < batch and sinks[head] > -math.inf:
+            row_max, row_sum = sinks[head], real(1)  # as if a key with this score had been first
         m_stop = min(m_start + BLOCK, seqlen_q)
         first, last = key_range(m_start, m_stop, shift, seqlen_k, window_left, window_right)
         for n_start in range(first // BLOCK * BLOCK, last, BLOCK):
@@ -110,7 +119,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
                     score = real(0)
                     for d in range(HEAD_DIM):
                         score += sQ[row, d] * sKV[n, d]
-                    score *= scale
+                    score, _, _ = cap(scale * score, cap_at)
                     if score == -math.inf:
                         score = real(math.nan)  # a key that is seen: not as if there were none
                 sS[row, n] = score

@@ -18,13 +18,14 @@ from rawattn.kernels_numba.common import (
     Array,
     accumulator,
     block_rows,
+    capper,
     cuda,
     encoder,
     filled,
     find_tile,
     key_range,
+    keys_in_use,
     run,
-    sequence,
     tile_loader,
     tiles_bound,
     visible,
@@ -40,8 +41,8 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
     """Queue the kernel that fills ``out``, ``tout``, ``lse`` and ``tlse``."""
     p = problem
     parts = given(args.tq, args.tk, args.tv)
-    args = filled(args, p, tq=3, tk=3, tv=3)
-    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, *parts)
+    args = filled(args, p, tq=3, tk=3, tv=3, sinks=1, tsinks=1, seqused_k=1)
+    kernel, block = compiled(p.dtype, p.head_dim, p.head_dim_v, p.softcap > 0, *parts)
     run(
         kernel,
         (tiles_bound(p.total_q, p.batch, block), p.num_heads_q),
@@ -56,7 +57,13 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int) -> None:
 
 @functools.cache
 def compiled(
-    dtype: str, head_dim: int, head_dim_v: int, has_tq: bool, has_tk: bool, has_tv: bool
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    capped: bool,
+    has_tq: bool,
+    has_tk: bool,
+    has_tv: bool,
 ) -> tuple[Any, int]:
     """The kernel for these compile-time constants, and its BLOCK."""
     real, encode = accumulator(dtype), encoder(dtype)
@@ -69,6 +76,7 @@ def compiled(
     QK_TILE, KV_TILE, SCORES = (BLOCK, HEAD_DIM + 1), (BLOCK, COLUMNS + 1), (BLOCK, BLOCK + 1)
     TQ_TILE, TKV_TILE = (BLOCK, TQ_COLUMNS + 1), (BLOCK, TKV_COLUMNS + 1)
     V_SHARE = HEAD_DIM_V // LANES
+    cap = capper(dtype, capped)
     load_qk, load_v = tile_loader(dtype, BLOCK, HEAD_DIM), tile_loader(dtype, BLOCK, HEAD_DIM_V)
     qk_products = score_and_tangent(dtype, HEAD_DIM, HAS_TQ, HAS_TK)
 
@@ -85,6 +93,9 @@ def compiled(
         tlse: Array,
         cu_seqlens_q: Array,
         cu_seqlens_k: Array,
+        sinks: Array,
+        tsinks: Array,
+        seqused_k: Array,
         batch: int,
         total_q: int,
         total_k: int,
@@ -93,6 +104,7 @@ def compiled(
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
     ) -> None:
         sQ = cuda.shared.array(QK_TILE, real)
         sKV = cuda.shared.array(KV_TILE, real)
@@ -112,9 +124,9 @@ def compiled(
         )
         if m_start >= seqlen_q:
             return
-        start_k, seqlen_k = sequence(cu_seqlens_k, batch, b, total_k)
+        start_k, seqlen_k = keys_in_use(cu_seqlens_k, seqused_k, batch, b, total_k)
         shift = seqlen_k - seqlen_q
-        scale = real(softmax_scale)
+        scale, cap_at = real(softmax_scale), real(softcap)
 
         load_qk(q, start_q + m_start, seqlen_q - m_start, head, sQ, thread)
         if HAS_TQ:
@@ -123,6 +135,10 @@ def compiled(
             rO[x] = real(0)
             rtO[x] = real(0)
         row_max, row_sum, row_tangent = real(-math.inf), real(0), real(0)
+        if sinks.shape[0] > 0 and b < batch and sinks[head] > -math.inf:
+            row_max, row_sum = sinks[head], real(1)  # as if a key with this score had been first
+            if tsinks.shape[0] > 0:
+                row_tangent = tsinks[head]
         m_stop = min(m_start + BLOCK, seqlen_q)
         first, last = key_range(m_start, m_stop, shift, seqlen_k, window_left, window_right)
         for n_start in range(first // BLOCK * BLOCK, last, BLOCK):
@@ -136,10 +152,10 @@ def compiled(
                 i, j = m_start + row, n_start + n
                 if j < seqlen_k and visible(i, j, shift, window_left, window_right):
                     score, tangent = qk_products(sQ, sKV, stQ, stKV, row, n)
-                    score *= scale
+                    score, slope, _ = cap(scale * score, cap_at)
                     if score == -math.inf:
                         score = real(math.nan)  # a key that is seen: not as if there were none
-                    tangent *= scale
+                    tangent *= scale * slope
                 sS[row, n] = score
                 sE[row, n] = tangent
             cuda.syncthreads()  # S is whole, and K and tK may make room for V and tV

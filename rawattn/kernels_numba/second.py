@@ -9,7 +9,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rawattn.kernels_numba.common import LANES, Array, accumulator, decoder, device_function
+from rawattn.kernels_numba.common import (
+    LANES,
+    Array,
+    accumulator,
+    capper,
+    decoder,
+    device_function,
+)
 
 Given = tuple[bool, bool, bool]  # which of the three arrays of a direction are there
 
@@ -78,13 +85,16 @@ def score_and_tangent(
 
 
 @functools.cache
-def second_scores(dtype: str, head_dim: int, head_dim_v: int, given: Given) -> Callable[..., Any]:
+def second_scores(
+    dtype: str, head_dim: int, head_dim_v: int, capped: bool, given: Given
+) -> Callable[..., Any]:
     """Device function: tP, tdS, dS of one query and one key of a tile, with P = exp(S - L).
 
     tP = P (E - ddlse) and dS = P (dP - delta), both 0 if neither ddq nor ddk is there;
-    tdS = tP (dP - delta) + P (dO ddV^T - ddelta).
+    tdS = tP (dP - delta) + P (dO ddV^T - ddelta). ``capped``: there is a softcap, and dS and tdS
+    are of the scores before it.
     """
-    real = accumulator(dtype)
+    real, cap = accumulator(dtype), capper(dtype, capped)
     has_ddq, has_ddk, has_ddv = given
     has_e = has_ddq or has_ddk
     qk_products = score_and_tangent(dtype, head_dim, has_ddq, has_ddk)
@@ -105,9 +115,12 @@ def second_scores(dtype: str, head_dim: int, head_dim_v: int, given: Given) -> C
         row: int,
         n: int,
         scale: float,
+        softcap: float,
     ) -> Any:
         score, tangent = qk_products(sQ, sK, sddQ, sddK, row, n)
-        probability = math.exp(scale * score - row_lse)
+        score, slope, bend = cap(scale * score, softcap)
+        tangent *= scale
+        probability = math.exp(score - row_lse)
         dprobability, tdprobability = real(0), real(0)
         for d in range(head_dim_v):
             if has_e:
@@ -117,9 +130,9 @@ def second_scores(dtype: str, head_dim: int, head_dim_v: int, given: Given) -> C
         tprobability, dscore = real(0), real(0)
         tdscore = probability * (tdprobability - row_ddelta)
         if has_e:
-            tprobability = probability * (scale * tangent - row_ddlse)
+            tprobability = probability * (slope * tangent - row_ddlse)
             tdscore += tprobability * (dprobability - row_delta)
             dscore = probability * (dprobability - row_delta)
-        return tprobability, tdscore, dscore
+        return tprobability, slope * tdscore + bend * tangent * dscore, slope * dscore
 
     return scores

@@ -107,6 +107,7 @@ def compiled(dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, int]:
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
         num_heads_sel: int,
         num_selected: int,
         width: int,

@@ -108,6 +108,7 @@ def compiled(
         window_left: int,
         window_right: int,
         softmax_scale: float,
+        softcap: float,
         num_heads_sel: int,
         num_selected: int,
         width: int,

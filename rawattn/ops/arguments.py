@@ -28,6 +28,7 @@ MAP_BYTES = 128  # of a TensorMap, and what it is aligned to
 SIZES = (  # struct Sizes
     *(("batch", "i"), ("total_q", "i"), ("total_k", "i"), ("num_heads_q", "i")),
     *(("num_heads_kv", "i"), ("window_left", "i"), ("window_right", "i"), ("softmax_scale", "f")),
+    ("softcap", "f"),
 )
 SELECTION_SIZES = (  # struct SelectionSizes
     *(("num_heads_sel", "i"), ("num_selected", "i"), ("width", "i")),
@@ -41,7 +42,7 @@ def sizes(problem: Problem | None, selection: Selection | None = None) -> list[f
     values: list[float] = []
     if p is not None:
         values += (p.batch, p.total_q, p.total_k, p.num_heads_q, p.num_heads_kv)
-        values += (p.window_left, p.window_right, p.softmax_scale)
+        values += (p.window_left, p.window_right, p.softmax_scale, p.softcap)
     if s is not None:
         values += (s.num_heads_sel, s.num_selected, s.width, s.block_size, s.chunk)
     return values

@@ -25,6 +25,7 @@ class Args(NamedTuple):
     dv: Tensor
     cu_seqlens_q: Pointer
     cu_seqlens_k: Pointer
+    seqused_k: Pointer | None
 
 
 LAYOUT = Layout(Args, problem=True)

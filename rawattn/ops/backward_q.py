@@ -22,6 +22,7 @@ class Args(NamedTuple):
     dv_accum: Pointer | None
     cu_seqlens_q: Pointer
     cu_seqlens_k: Pointer
+    seqused_k: Pointer | None
 
 
 LAYOUT = Layout(Args, problem=True)

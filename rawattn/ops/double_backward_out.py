@@ -28,6 +28,9 @@ class Args(NamedTuple):
     gq_accum: Pointer | None
     cu_seqlens_q: Pointer
     cu_seqlens_k: Pointer
+    sinks: Pointer | None
+    ddsinks: Pointer | None
+    seqused_k: Pointer | None
     gq_accum_size: Int64
 
 

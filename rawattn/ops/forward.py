@@ -22,6 +22,8 @@ class Args(NamedTuple):
     lse: Pointer
     cu_seqlens_q: Pointer
     cu_seqlens_k: Pointer
+    sinks: Pointer | None
+    seqused_k: Pointer | None
 
 
 LAYOUT = Layout(Args, problem=True)
@@ -50,11 +52,11 @@ def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool
 
 def _launch_sm90(row: Row, problem: Problem, args: Args, stream: int, counted: bool) -> None:
     """A grid of as many CTAs as run at once; each takes one tile after the other."""
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = args
+    q, k, v, out = args[:4]
     grid, packed = _packed(
         row,
         problem,
-        (q.ptr, k.ptr, v.ptr, out.ptr, lse.ptr, cu_seqlens_q.ptr, cu_seqlens_k.ptr),
+        tuple(0 if x is None else x.ptr for x in args),
         (q.strides, k.strides, v.strides, out.strides),
     )
     if counted:

@@ -23,6 +23,9 @@ class Args(NamedTuple):
     tlse: Pointer
     cu_seqlens_q: Pointer
     cu_seqlens_k: Pointer
+    sinks: Pointer | None
+    tsinks: Pointer | None
+    seqused_k: Pointer | None
 
 
 LAYOUT = Layout(Args, problem=True)

@@ -72,6 +72,7 @@ def _of_problem(
         preferred,
         size,
         problem.total_q <= SHORT * problem.batch,
+        problem.softcap > 0,
         selection.blocks(problem) if selection else NO_BLOCKS,
         workspace,
     )
@@ -90,6 +91,7 @@ def _select(
     preferred: str,
     size: tuple[int, int, int] | None,
     short: bool,
+    softcap: bool,
     blocks: tuple[int, int],
     workspace: str | None,
 ) -> Row:
@@ -114,6 +116,7 @@ def _select(
             and backend != "numba"
             and row.when.bounded in (None, bounded)
             and row.when.short <= short
+            and row.when.softcap in (None, softcap)
             and (row.kernel.any_width or row.head_dim == max(d, dv))
             and row.fits(tiles, arch)
         )

@@ -46,6 +46,7 @@ class When:
     on the keys that a query sees (causal, a window), or, False, only without. ``max_ctas``: only
     for grids of at most so many CTAs for each multiprocessor, and for callers that do not need the
     same row for every batch (``select(by_size=True)``); and on GPUs where no wider row fits.
+    ``softcap``: only with one, or, False, only without.
     ``short``: only for batches of SHORT queries a sequence or fewer, on average. Such a row gives a
     sequence the bits of the row that serves the others: same block_n, same order of sums.
     """
@@ -54,6 +55,7 @@ class When:
     max_arch: int = 999
     min_smem_kib: int = 0
     bounded: bool | None = None
+    softcap: bool | None = None
     max_ctas: int = 0
     short: bool = False
     dtypes: tuple[str, ...] = HALF

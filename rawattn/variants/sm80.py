@@ -18,6 +18,7 @@ FORWARD = Kernel("forward")
 BACKWARD_PREPROCESS = Kernel("backward_preprocess", any_width=True)
 BACKWARD_KV = Kernel("backward_kv", outer="keys", accumulates=True)
 BACKWARD_Q = Kernel("backward_q", accumulates=True)
+BACKWARD_SINKS = Kernel("backward_sinks", any_width=True)
 BACKWARD_POSTPROCESS = Kernel("backward_postprocess", any_width=True)
 JVP = Kernel("jvp", directed=True)
 DOUBLE_OUT = Kernel("double_backward_out", directed=True)
@@ -263,6 +264,7 @@ SM80: tuple[Row, ...] = (
     _backward_q(192, 64, 32, "dQ takes 96 registers a thread", num_warps=4, kv=2),
     _backward_q(256, 64, 32, "dQ takes 128 registers a thread", num_warps=4, kv=2, pieces=2),
     _backward_q(256, 32, 32, _LITTLE, num_warps=2, kv=2, pieces=2),
+    _any(BACKWARD_SINKS, "one order of a head's rows, so one CTA adds them up", num_warps=32),
     _any(BACKWARD_POSTPROCESS, "memory is the bound, so a warp takes one unit of 16 rows", smem=_postprocess_smem, workspace="units"),
     _jvp(32, 64, 64, "three CTAs an SM hide each other's softmax", min_ctas=3),
     _jvp(64, 64, 96, "few CTAs hide little of each other's waits, and wide key tiles meet at fewer barriers", unroll_k=2, max_ctas=2, max_arch=90),

@@ -256,7 +256,7 @@ def test_workspaces(gpu: fake_gpu.Kernels, dtype: str) -> None:
     double_backward(on("torch", case), case)
     (first, keys, last), problem = gpu.views, gpu.problems[0]
     [name] = [row for row, _ in gpu.launched if "postprocess" in row]
-    *_, delta, ddelta, zeroed, cu_q, cu_k = first
+    *_, delta, ddelta, zeroed, cu_q, cu_k, _sinks, _ddsinks, _seqused_k = first
     accum, gq, offsets = last
     assert offsets == cu_q != cu_k and gq.shape == case.q.shape
     assert accum.shape == accum_shape(ROWS[name], problem, "dq")
@@ -264,7 +264,7 @@ def test_workspaces(gpu: fake_gpu.Kernels, dtype: str) -> None:
         assert view.dtype == case.statistic
     for view in (delta, ddelta):
         assert view.shape == case.lse.shape
-    _q, _k, _v, _ddq, _ddk, _ddv, _dout, _lse, *sums, gq_accum, _gk, _gv, _, _ = keys
+    _q, _k, _v, _ddq, _ddk, _ddv, _dout, _lse, *sums, gq_accum, _gk, _gv, _, _, _ = keys
     assert sums == [delta, first[11], ddelta], "delta, ddlse, ddelta"
     assert gq_accum == zeroed == accum
     assert len({view.ptr for view in (delta, ddelta, accum, first[11])}) == 4

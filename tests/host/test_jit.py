@@ -98,6 +98,9 @@ BUILD_CHANGES = {
     "blocks": (4, 16),
     "scaled": True,
     "args_bytes": 160,
+    "softcap": True,
+    "sinks": True,
+    "seqused_k": True,
 }
 READ_BY = {"atomic": "backward_kv", "direction": "jvp"}  # what forward does not read
 SPARSE = Build(

@@ -33,6 +33,7 @@ LIMITS = {  # percent of the code lines of a source
     "block_lists": 3.0,
     "backward_preprocess": 0.0,
     "backward_postprocess": 0.0,
+    "backward_sinks": 0.0,
     "sparse_postprocess": 0.0,
 }
 

@@ -26,7 +26,7 @@ def test_strides_and_pointers_belong_to_the_call() -> None:
     def packed(ptr: int, token: int) -> bytes:
         q = View(ptr, (64, 2, 64), (token, 64, 1), "float16", 0, None)
         other = View(4096, (64, 2, 64), (128, 64, 1), "float16", 0, None)
-        return forward.LAYOUT.pack(forward.Args(q, *6 * (other,)), PROBLEM)
+        return forward.LAYOUT.pack(forward.Args(q, *8 * (other,)), PROBLEM)
 
     assert len({packed(ptr, token) for ptr in (1024, 2048) for token in (128, 384)}) == 4
     assert packed(1024, 128) == packed(1024, 128)

@@ -29,6 +29,7 @@ from rawattn.variants.sm80 import FORWARD
 
 STEMS = (
     *("forward", "backward_preprocess", "backward_kv", "backward_q", "backward_postprocess"),
+    "backward_sinks",
     *("jvp", "double_backward_out", "double_backward_kv", "double_backward_q"),
 )
 STEMS_SM90 = {row.stem for row in TABLE if row.family == "sm90"}

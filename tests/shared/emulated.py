@@ -145,7 +145,8 @@ class Kernels(fake_gpu.Kernels):
         blocks = selection.blocks(problem) if selection else NO_BLOCKS
         atomic, direction = options.get("atomic", False), options.get("direction", NO_DIRECTION)
         kind = (atomic, direction, blocks, options.get("scaled", False), options["args_bytes"])
-        return Kernel(self, Build(row, problem.dtype, *dims, *bounds, *kind))
+        of_dense = (problem.softcap > 0, problem.has_sinks, problem.has_seqused_k)
+        return Kernel(self, Build(row, problem.dtype, *dims, *bounds, *kind, *of_dense))
 
 
 # ---- memory -------------------------------------------------------------------------------------

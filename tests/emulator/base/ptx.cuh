@@ -136,6 +136,7 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float lo, float hi) {
   return emulator::rounded(lo) | emulator::rounded(hi) << 16;
 }
 __device__ __forceinline__ float ex2_approx(float x) { return std::exp2(x); }
+__device__ __forceinline__ float rcp_approx(float x) { return 1.0f / x; }
 __device__ __forceinline__ float lg2_approx(float x) { return std::log2(x); }
 
 // --- matrices of a warp --------------------------------------------------------------------------

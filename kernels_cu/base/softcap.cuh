@@ -1,0 +1,91 @@
+// Scores under a softcap c, S = c tanh(X / c) with X = softmax_scale Q K^T (cfg::HAS_SOFTCAP):
+// accumulators of Q K^T become T = log2(e) tanh(X / c), so that c T is a score in powers of two and c,
+// where a kernel has the scale of scores, needs no register. Source: arXiv 2408.00118.
+#pragma once
+#include "base/statistics.cuh"
+
+// What an accumulator is times as a score, and as one in powers of two
+__device__ __forceinline__ float score_scale(const Sizes& sizes) {
+  return cfg::HAS_SOFTCAP ? sizes.softcap * LN2 : sizes.softmax_scale;
+}
+__device__ __forceinline__ float score_scale_log2(const Sizes& sizes) {
+  return cfg::HAS_SOFTCAP ? sizes.softcap : sizes.softmax_scale * LOG2E;
+}
+
+// log2(e) tanh(x), to 4e-7. The exponential unit is what softmax waits for, so that arguments up to TANH_SMALL
+// get a polynomial (the least largest error there); its square comes with them.
+constexpr float TANH_SMALL = 0.75f;
+__device__ __forceinline__ float tanh_small(float x, float square) {
+  float p = 0.017772308f;
+  p = p * square - 0.071096644f;
+  p = p * square + 0.190812171f;
+  p = p * square - 0.480750370f;
+  p = p * square + 1.442690999f;
+  return x * p;
+}
+__device__ __forceinline__ float tanh_large(float x) {
+  return LOG2E - 2.0f * LOG2E * rcp_approx(1.0f + ex2_approx(x * (2.0f * LOG2E)));
+}
+
+// Q K^T -> T, before the mask. An element's bits hang on no other, although a warp looks at the
+// largest of them for whether there is one that asks for more than the polynomial.
+template <int MT, int NT>
+__device__ __forceinline__ void cap_scores(float (&rS)[MT][NT][4], const Sizes& sizes) {
+  if constexpr (cfg::HAS_SOFTCAP) {
+    const float inverse = sizes.softmax_scale * rcp_approx(sizes.softcap);
+    float largest = 0.0f;
+    for_each<MT, NT>([&](int i, int j, int e) { largest = fmaxf(largest, fabsf(rS[i][j][e])); });
+    const bool large = __any_sync(0xffffffff, !(largest * inverse <= TANH_SMALL));
+    if (large) {
+      for_each<MT, NT>([&](int i, int j, int e) {
+        const float x = rS[i][j][e] * inverse;
+        const float small = tanh_small(x, x * x);
+        rS[i][j][e] = fabsf(x) <= TANH_SMALL ? small : tanh_large(x);
+      });
+    } else {
+      for_each<MT, NT>([&](int i, int j, int e) {
+        const float x = rS[i][j][e] * inverse;
+        rS[i][j][e] = tanh_small(x, x * x);
+      });
+    }
+  }
+}
+
+// E -> slope E, where the slope is 1 - tanh(X / c)^2: the tangent of scores, from that of X
+template <int MT, int NT>
+__device__ __forceinline__ void slope_tangents(float (&rE)[MT][NT][4],
+                                               const float (&rT)[MT][NT][4]) {
+  if constexpr (cfg::HAS_SOFTCAP) {
+    for_each<MT, NT>([&](int i, int j, int e) {
+      const float t = rT[i][j][e] * LN2;
+      rE[i][j][e] *= 1.0f - t * t;
+    });
+  }
+}
+
+// The slope again, from P = exp(c tanh - L), in the place of registers to keep it: 0 where P is 0
+struct Slope {
+  float inverse;  // 1 / (c log2(e))
+
+  __device__ __forceinline__ explicit Slope(const Sizes& sizes)
+      : inverse(rcp_approx(sizes.softcap * LOG2E)) {}
+  __device__ __forceinline__ float tanh_of(float p, float lse_log2) const {
+    return fminf(fmaxf((lg2_approx(p) + lse_log2) * inverse, -1.0f), 1.0f);
+  }
+  __device__ __forceinline__ float at(float p, float lse_log2) const {
+    const float t = (lg2_approx(p) + lse_log2) * inverse;
+    return 1.0f - fminf(t * t, 1.0f);  // where P is 0 the square is infinite, or NaN
+  }
+};
+
+// dS -> slope dS
+template <int MT, int NT>
+__device__ __forceinline__ void slope_ds(float (&rdS)[MT][NT][4], const float (&rP)[MT][NT][4],
+                                         const PerRow<MT>& lse_log2, const Sizes& sizes) {
+  if constexpr (cfg::HAS_SOFTCAP) {
+    const Slope slope(sizes);
+    for_each<MT, NT>([&](int i, int j, int e) {
+      rdS[i][j][e] *= slope.at(rP[i][j][e], lse_log2.value[i][e / 2]);
+    });
+  }
+}
