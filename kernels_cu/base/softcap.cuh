@@ -12,42 +12,18 @@ __device__ __forceinline__ float score_scale_log2(const Sizes& sizes) {
   return cfg::HAS_SOFTCAP ? sizes.softcap : sizes.softmax_scale * LOG2E;
 }
 
-// log2(e) tanh(x), to 4e-7. The exponential unit is what softmax waits for, so that arguments up to TANH_SMALL
-// get a polynomial (the least largest error there); its square comes with them.
-constexpr float TANH_SMALL = 0.75f;
-__device__ __forceinline__ float tanh_small(float x, float square) {
-  float p = 0.017772308f;
-  p = p * square - 0.071096644f;
-  p = p * square + 0.190812171f;
-  p = p * square - 0.480750370f;
-  p = p * square + 1.442690999f;
-  return x * p;
-}
+// to 2e-7
 __device__ __forceinline__ float tanh_large(float x) {
-  return LOG2E - 2.0f * LOG2E * rcp_approx(1.0f + ex2_approx(x * (2.0f * LOG2E)));
+  return 1.0f - 2.0f * rcp_approx(1.0f + ex2_approx(x * (2.0f * LOG2E)));
 }
 
-// Q K^T -> T, before the mask. An element's bits hang on no other, although a warp looks at the
-// largest of them for whether there is one that asks for more than the polynomial.
+// Q K^T -> T, before the mask
 template <int MT, int NT>
 __device__ __forceinline__ void cap_scores(float (&rS)[MT][NT][4], const Sizes& sizes) {
   if constexpr (cfg::HAS_SOFTCAP) {
     const float inverse = sizes.softmax_scale * rcp_approx(sizes.softcap);
-    float largest = 0.0f;
-    for_each<MT, NT>([&](int i, int j, int e) { largest = fmaxf(largest, fabsf(rS[i][j][e])); });
-    const bool large = __any_sync(0xffffffff, !(largest * inverse <= TANH_SMALL));
-    if (large) {
-      for_each<MT, NT>([&](int i, int j, int e) {
-        const float x = rS[i][j][e] * inverse;
-        const float small = tanh_small(x, x * x);
-        rS[i][j][e] = fabsf(x) <= TANH_SMALL ? small : tanh_large(x);
-      });
-    } else {
-      for_each<MT, NT>([&](int i, int j, int e) {
-        const float x = rS[i][j][e] * inverse;
-        rS[i][j][e] = tanh_small(x, x * x);
-      });
-    }
+    for_each<MT, NT>(
+        [&](int i, int j, int e) { rS[i][j][e] = LOG2E * tanh_large(rS[i][j][e] * inverse); });
   }
 }
 

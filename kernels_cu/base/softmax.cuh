@@ -40,6 +40,11 @@ struct OnlineSoftmax {
                                              float rescale_log2 = RESCALE_LOG2) {
     float block_max[MT][2];
     find_max(rS, block_max);
+    follow_max(block_max, scale_log2, scale_rows, rescale_log2);
+  }
+  template <class ScaleRows>
+  __device__ __forceinline__ void follow_max(const float (&block_max)[MT][2], float scale_log2,
+                                             ScaleRows&& scale_rows, float rescale_log2) {
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
@@ -76,6 +81,12 @@ struct OnlineSoftmax {
   // S -> P = exp2(S scale_log2 - maximum) in place, summed up
   template <int NT>
   __device__ __forceinline__ void exponentiate(float (&rS)[MT][NT][4], float scale_log2) {
+    exponentiate(rS, scale_log2, [&](float s, float offset) { return s * scale_log2 - offset; });
+  }
+  // the same of other exponents; `offset` is the maximum
+  template <int NT, class Exponent>
+  __device__ __forceinline__ void exponentiate(float (&rS)[MT][NT][4], float scale_log2,
+                                               Exponent&& exponent) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
@@ -88,7 +99,7 @@ struct OnlineSoftmax {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& s = rS[i][j][half * 2 + e];
-            s = ex2_approx(s * scale_log2 - offset);
+            s = ex2_approx(exponent(s, offset));
             sum[e] += s;
           }
         }

@@ -1,18 +1,18 @@
 // What both backward_kv.cu and backward_kv_wide.cu are made of: their arguments, the keys of a
 // cluster, and the warps that load. Of a `Plan` of shared memory they use
 //   works, queries, exchange                  rings
-//   lse_log2, delta, terms_full               of the queries of a stage, and the barriers of these
+//   lse_log2, delta, large, terms_full        of the queries of a stage, and the barriers of these
 //   ds, ds_of_peer, from_peer                 dS^T, and what counts the other CTA's
 #pragma once
 #include "base/accumulators.cuh"
 #include "base/shapes.cuh"
-#include "base/softcap.cuh"
 #include "base/statistics.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
 #include "base/workspace.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
+#include "sm90/softcap.cuh"
 #include "sm90/works.cuh"
 
 constexpr int CONSUMERS = cfg::CONSUMERS, CLUSTER = cfg::CLUSTER, WARPGROUP = 128;
@@ -42,6 +42,7 @@ struct Args {
   int* turns;     // without cfg::ATOMIC: zeros, see IN_ORDER
   int num_tiles;  // of keys, of a cluster, upper bound
   int counter;    // this launch's, or -1
+  CapSizes cap;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/backward_kv.py differ");
 
@@ -163,6 +164,14 @@ __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
         delta[i] = row < rows.valid ? args.delta[first + row] : 0.0f;
       }
       place.wait_empty(smem.queries);
+      if constexpr (cfg::HAS_SOFTCAP) {
+        const Cap cap{args.cap};
+        bool large = false;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / WARP_SIZE; ++i) large |= cap.may_be_large(natural[i]);
+        large = __any_sync(0xffffffff, large);
+        if (lane == 0) smem.large[place.stage] = large;
+      }
 #pragma unroll
       for (int i = 0; i < BLOCK_M / WARP_SIZE; ++i) {
         const bool dead = natural[i] == -INF;
@@ -284,11 +293,28 @@ __device__ __forceinline__ void exponentiate(float (&rS)[1][NT][4], const float*
     }
   }
 }
-// dP^T -> dS^T in place, `delta` likewise; under a softcap of what the scores were before it
+// The same of scores Y^T in powers of two, under a softcap: P^T as operands, and in place what dS has
+// for P, P^T times the slope
+template <int NT>
+__device__ __forceinline__ void exponentiate(float (&rY)[1][NT][4], uint32_t (&rPt)[NT / 2][4],
+                                             const float* lse_log2, const Cap& cap) {
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
+    float p[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      p[e] = ex2_approx(rY[0][j][e] - (e % 2 ? of.y : of.x));
+      rY[0][j][e] = p[e] * cap.slope(rY[0][j][e]);
+    }
+    rPt[j / 2][j % 2 * 2] = cvt_rn_x2(p[0], p[1]);
+    rPt[j / 2][j % 2 * 2 + 1] = cvt_rn_x2(p[2], p[3]);
+  }
+}
+// dP^T -> dS^T in place, `delta` likewise
 template <int NT>
 __device__ __forceinline__ void weigh(float (&rdP)[1][NT][4], const float (&rP)[1][NT][4],
-                                      const float* delta, [[maybe_unused]] const float* lse_log2,
-                                      const Sizes& sizes) {
+                                      const float* delta) {
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     const float2 of = *reinterpret_cast<const float2*>(delta + j * 8);
@@ -297,23 +323,12 @@ __device__ __forceinline__ void weigh(float (&rdP)[1][NT][4], const float (&rP)[
       rdP[0][j][e] = rP[0][j][e] * (rdP[0][j][e] - (e % 2 ? of.y : of.x));
     }
   }
-  if constexpr (cfg::HAS_SOFTCAP) {
-    const Slope slope(sizes);
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-      const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        rdP[0][j][e] *= slope.at(rP[0][j][e], e % 2 ? of.y : of.x);
-      }
-    }
-  }
 }
 
-// S^T of one thread, from key `key` and query `query` on: -inf where forbidden
+// S^T of one thread, from key `key` and query `query` on: `masked` where forbidden
 template <int NT>
 __device__ __forceinline__ void apply_mask_of_keys(float (&rS)[1][NT][4], const Mask& mask, int key,
-                                                   int query) {
+                                                   int query, float masked) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int col = key + half * 8;
@@ -324,7 +339,7 @@ __device__ __forceinline__ void apply_mask_of_keys(float (&rS)[1][NT][4], const 
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int offset = j * 8 + e;
-        if (offset < begin || offset >= end) rS[0][j][half * 2 + e] = -INF;
+        if (offset < begin || offset >= end) rS[0][j][half * 2 + e] = masked;
       }
     }
   }

@@ -46,6 +46,7 @@ struct alignas(1024) SmemPlan : OfPeer<SHARES> {
   TileO dout[Queries::STAGES];
   TileDS ds[Exchange::STAGES];
   float lse_log2[Queries::STAGES][BLOCK_M], delta[Queries::STAGES][BLOCK_M];
+  int large[Queries::STAGES];  // may scores of these be, see Cap
   KV keys;
   Queries queries;
   uint64_t terms_full[Queries::STAGES];  // of lse_log2 and delta
@@ -103,7 +104,8 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;  // within the warpgroup's 64
   const int own_row = consumer * WARPGROUP_ROWS;                  // of its keys in the CTA's tiles
   const int own_key = first_key(rank, consumer);                  // and in the cluster's
-  const float scale_log2 = score_scale_log2(args.sizes);
+  const Cap cap{args.cap};
+  const float scale_log2 = Cap::scale_log2(args.sizes);
   int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
   if (IN_ORDER && lane == 0) turn = nullptr;
   Works<KeyWork>::Place work;
@@ -200,19 +202,29 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       look_at_turn();
       wgmma_wait_group<1>();
       hold(rP);
-      cap_scores(rP, args.sizes);
-      if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
-        apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + lane % 4 * 2);
-      }
-      mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
       const float* lse_log2 = smem.lse_log2[place.stage] + lane % 4 * 2;
       const float* delta = smem.delta[place.stage] + lane % 4 * 2;
-      exponentiate(rP, lse_log2, scale_log2);
+      const auto wait_for_terms = [&] {
+        mbarrier_wait(smem_address(smem.terms_full + place.stage), place.parity);
+      };
+      if constexpr (cfg::HAS_SOFTCAP) {
+        wait_for_terms();
+        cap.scores(rP, smem.large[place.stage]);
+      }
+      if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
+        apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + lane % 4 * 2, cap.masked());
+      }
+      if constexpr (!cfg::HAS_SOFTCAP) wait_for_terms();
+      uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
+      if constexpr (cfg::HAS_SOFTCAP) {
+        exponentiate(rP, rPt, lse_log2, cap);
+      } else {
+        exponentiate(rP, lse_log2, scale_log2);
+      }
       wgmma_wait_group<0>();
       hold(rdS);
-      weigh(rdS, rP, delta, lse_log2, args.sizes);
-      uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
-      to_operand(rPt, rP);
+      weigh(rdS, rP, delta);
+      if constexpr (!cfg::HAS_SOFTCAP) to_operand(rPt, rP);
       to_operand(rdSt, rdS);
       wgmma_fence();
       multiply_py(rdV, rPt, Operand<TileO, MN_MAJOR>(dout.address()));

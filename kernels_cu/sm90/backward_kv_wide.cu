@@ -38,6 +38,7 @@ struct alignas(1024) SmemPlan {
   TilePt p[Exchange::STAGES];
   TileDS ds[Exchange::STAGES], ds_of_peer[Exchange::STAGES];
   float lse_log2[Queries::STAGES][BLOCK_M], delta[Queries::STAGES][BLOCK_M];
+  int large[Queries::STAGES];  // may scores of these be, see Cap
   Ring<1> keys;
   Queries queries;
   uint64_t terms_full[Queries::STAGES];  // of lse_log2 and delta
@@ -128,7 +129,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   constexpr int OWN_QUERY = CONSUMER * OWN_QUERIES;
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;
-  const float scale_log2 = score_scale_log2(args.sizes);
+  const Cap cap{args.cap};
+  const float scale_log2 = Cap::scale_log2(args.sizes);
   int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
   if (IN_ORDER && lane == 0) turn = nullptr;
   Works<KeyWork>::Place work;
@@ -204,20 +206,31 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       look_at_turn();
       wgmma_wait_group<1>();
       hold(rP);
-      cap_scores(rP, args.sizes);
-      if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
-        apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2);
-      }
-      mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
       const float* lse_log2 = smem.lse_log2[query.stage] + OWN_QUERY + lane % 4 * 2;
       const float* delta = smem.delta[query.stage] + OWN_QUERY + lane % 4 * 2;
-      exponentiate(rP, lse_log2, scale_log2);
-      to_operand(rPt, rP);
+      const auto wait_for_terms = [&] {
+        mbarrier_wait(smem_address(smem.terms_full + query.stage), query.parity);
+      };
+      if constexpr (cfg::HAS_SOFTCAP) {
+        wait_for_terms();
+        cap.scores(rP, smem.large[query.stage]);
+      }
+      if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
+        apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2,
+                           cap.masked());
+      }
+      if constexpr (!cfg::HAS_SOFTCAP) wait_for_terms();
+      if constexpr (cfg::HAS_SOFTCAP) {
+        exponentiate(rP, rPt, lse_log2, cap);
+      } else {
+        exponentiate(rP, lse_log2, scale_log2);
+        to_operand(rPt, rP);
+      }
       written.wait_empty(smem.exchange);
       write_transposed(smem.p[written.stage], rPt, warp_row, OWN_QUERY);
       wgmma_wait_group<0>();
       hold(rdS);
-      weigh(rdS, rP, delta, lse_log2, args.sizes);
+      weigh(rdS, rP, delta);
       to_operand(rdSt, rdS);
       write_ds(rdSt);
       wgmma_fence();

@@ -16,7 +16,6 @@
 // Twin: rawattn/kernels_numba/forward.py. Source: FlashAttention-3, arXiv 2407.08608, algorithm 2.
 #include "base/accumulators.cuh"
 #include "base/shapes.cuh"
-#include "base/softcap.cuh"
 #include "base/softmax.cuh"
 #include "base/store.cuh"
 #include "base/tiles.cuh"
@@ -63,6 +62,7 @@ struct Args {
   Sizes sizes;
   int num_tiles;  // of queries, upper bound
   int counter;    // this launch's, or -1
+  CapSizes cap;
 };
 static_assert(sizeof(Args) == cfg::ARGS_BYTES, "struct Args and rawattn/ops/forward.py differ");
 
@@ -165,7 +165,7 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + half * 8 + lane / 4;
-    const RowEnd end = softmax.end(0, half, score_scale(args.sizes), sink);
+    const RowEnd end = softmax.end(0, half, Cap::scale(args.sizes), sink);
     if (lane % 4 == 0 && row < tile.valid_rows) {
       args.lse[tile.statistic(args.sizes) + row] = end.lse;
     }
@@ -178,7 +178,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
   const int consumer = __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP - 1, 0);
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x / WARP_SIZE * 16 - WARPGROUP_M;
-  const float scale_log2 = score_scale_log2(args.sizes);
+  const Cap cap{args.cap};
+  const float scale_log2 = Cap::scale_log2(args.sizes);
   const Turn turn(consumer);
   Works<QueryTile>::Place work;
   Place<Q::STAGES> q;
@@ -230,8 +231,9 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
       leave_v();
     };
     const int row0 = tile.row0 + consumer * WARPGROUP_M;
+    Large large;
     const auto mask_scores = [&](float (&rS)[1][BLOCK_N / 8][4], int n) {
-      cap_scores(rS, args.sizes);
+      large.look(rS, cap);
       if (tile.mask.cuts(row0, WARPGROUP_M, n * BLOCK_N, BLOCK_N)) {
         apply_mask(rS, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
       }
@@ -255,8 +257,10 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         hold(rS);
         leave_k(n);
         mask_scores(rS, n);
-        softmax.update_max(rS, scale_log2, [](int, int, float) {});
-        softmax.exponentiate(rS, scale_log2);
+        float largest[2];
+        begin_max(softmax, rS, scale_log2, cap, largest);
+        exponentiate(softmax, rS, scale_log2, cap,
+                     large.any(softmax, largest, cap, tile.valid_rows - warp_row));
         to_operand(rP, rS);
       }
       const int valid = tile.keys.length - n * BLOCK_N;
@@ -278,10 +282,10 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         mask_scores(rS, n);
         // a maximum is looked for beside P V, and O rescaled behind it
         float factor[2] = {1.0f, 1.0f};
-        const Growth growth(softmax, rS, scale_log2);
+        const Growth growth(softmax, rS, scale_log2, cap);
         const bool grows = growth.any();
         if (grows) {
-          growth.follow(softmax, rS, scale_log2,
+          growth.follow(softmax, rS, scale_log2, cap,
                         [&](int, int half, float by) { factor[half] = by; });
         }
         end_output();
@@ -289,7 +293,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
         }
-        softmax.exponentiate(rS, scale_log2);
+        exponentiate(softmax, rS, scale_log2, cap,
+                     large.any(softmax, growth.largest, cap, tile.valid_rows - warp_row));
         to_operand(rP, rS);
       }
       v.wait_full(smem.v);

@@ -104,6 +104,13 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // The largest of three, in one instruction
+__device__ __forceinline__ uint32_t max3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t largest;
+  asm("{\n.reg .u32 t;\nmax.u32 t, %1, %2;\nmax.u32 %0, t, %3;\n}\n"
+      : "=r"(largest)
+      : "r"(a), "r"(b), "r"(c));
+  return largest;
+}
 __device__ __forceinline__ int max3(int a, int b, int c) {
   int largest;
   asm("{\n.reg .s32 t;\nmax.s32 t, %1, %2;\nmax.s32 %0, t, %3;\n}\n"

@@ -104,7 +104,7 @@ class Layout:
         problem: Problem | None = None,
         selection: Selection | None = None,
         maps: tuple[bytes, ...] = (),
-        numbers: tuple[int, ...] = (),
+        numbers: tuple[float, ...] = (),
     ) -> bytes:
         """The bytes of ``struct Args``; an array that is None becomes a null pointer."""
         if None in args:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from rawattn import launch as loaded
 from rawattn.ops.arguments import Layout, Pointer, Tensor, key_tiles
+from rawattn.ops.softcaps import CAP_SIZES, cap_sizes
 from rawattn.ops.tensor_maps import maps_of
 from rawattn.ops.works import NO_COUNTER, NUMBERS, grid_of, with_counter
 from rawattn.ops.workspaces import turns_in
@@ -30,7 +31,7 @@ class Args(NamedTuple):
 
 LAYOUT = Layout(Args, problem=True)
 MAPS = ("q", "k", "v", "dout")
-LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=(("turns", "P"), *NUMBERS))
+LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=(("turns", "P"), *NUMBERS, *CAP_SIZES))
 BOX = 64  # rows of K and V that are loaded at a time
 
 
@@ -64,7 +65,7 @@ def launch(
     pointers, strides = tuple(x.ptr for x in mapped), tuple(x.strides for x in mapped)
     maps = maps_of(problem, (row.cfg.block_m, BOX), MAPS, pointers, strides)
     turns = turns_in(args.dq_accum, problem) if in_order and args.dq_accum else 0
-    packed = layout.pack(args, problem, maps=maps, numbers=(turns, tiles, NO_COUNTER))
+    packed = layout.pack(args, problem, maps=maps, numbers=(turns, tiles, NO_COUNTER, *cap_sizes(problem)))
     if counted:
         packed = with_counter(layout, packed)
     kernel.launch(grid_of(row, problem, tiles * problem.num_heads_kv), packed, stream)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from rawattn import launch as loaded
 from rawattn.arrays import Shape, View
 from rawattn.ops.arguments import Layout, Pointer, Tensor, query_tiles
+from rawattn.ops.softcaps import CAP_SIZES, cap_sizes
 from rawattn.ops.tensor_maps import maps_of
 from rawattn.ops.works import NO_COUNTER, NUMBERS, grid_of, with_counter
 from rawattn.problem import Problem
@@ -28,7 +29,7 @@ class Args(NamedTuple):
 
 LAYOUT = Layout(Args, problem=True)
 MAPS = ("q", "k", "v")
-LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=NUMBERS)
+LAYOUT_SM90 = Layout(Args, problem=True, maps=MAPS, numbers=(*NUMBERS, *CAP_SIZES))
 
 
 def launch(row: Row, problem: Problem, args: Args, *, stream: int, counted: bool = False) -> None:
@@ -78,5 +79,5 @@ def _packed(
     views = [
         View(ptr, (), of, p.dtype, p.device, None) for ptr, of in zip(pointers, every, strict=True)
     ]
-    numbers = tiles, NO_COUNTER
+    numbers = (tiles, NO_COUNTER, *cap_sizes(p))
     return grid, LAYOUT_SM90.pack(Args._make(views), p, maps=maps, numbers=numbers)

@@ -8,7 +8,9 @@ selective activation checkpointing:
     torch.ops.rawattn.varlen_double_backward.default    (ddout, ddlse, gq, gk, gv) of ddq, ddk, ddv
     torch.ops.rawattn.varlen_jvp.default                (out, tout, lse, tlse) of tq, tk, tv
 
-``varlen_attn_compat`` has the signature of ``torch.nn.attention.varlen.varlen_attn``.
+``varlen_attn_compat`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, behind which
+"RAWATTN" can be activated (``provider``); ``register_with_transformers`` makes it an attention of
+Hugging Face's models (``hugging_face``), and ``flash_attn`` has the names of that package.
 
 ``sparse_attn`` is attention to selected blocks of keys (``sparse``), ``native_sparse_attend``
 and ``parallel_nsa`` other libraries' signatures of it (``sparse_compat``), and
@@ -28,7 +30,9 @@ they stand on these private parts of it, the same from 2.11, the lower bound, to
     torch._guards            TracingContext
 """
 
+from rawattn.torch import provider
 from rawattn.torch.compat import AuxRequest, varlen_attn_compat
+from rawattn.torch.hugging_face import register_with_transformers
 from rawattn.torch.nsa import NativeSparseAttention
 from rawattn.torch.sparse import sparse_attn
 from rawattn.torch.sparse_compat import native_sparse_attend, parallel_nsa
@@ -39,7 +43,10 @@ __all__ = [
     "NativeSparseAttention",
     "native_sparse_attend",
     "parallel_nsa",
+    "register_with_transformers",
     "sparse_attn",
     "varlen_attn",
     "varlen_attn_compat",
 ]
+
+provider.register()

@@ -45,7 +45,7 @@ def _backward_kv_smem(c: Sm90, t: Tiles) -> int:
     tiles = (c.kv_stages * c.block_n + c.num_stages * c.block_m) * columns
     tiles += 2 * (1 + shares) * c.block_n * c.block_m  # dS, of both CTAs
     tiles += shares * c.kv_stages * c.block_n * t.head_dim // 2  # K of the other one
-    others = c.num_stages * (8 * c.block_m + _BARRIERS + 8)
+    others = c.num_stages * (8 * c.block_m + 4 + _BARRIERS + 8)
     others += (2 + c.kv_stages) * _BARRIERS + 16 + _WORKS + _TURNS * c.consumers
     return _bytes(tiles, others)
 
@@ -74,7 +74,7 @@ def _backward_kv_wide_smem(c: Sm90, t: Tiles) -> int:
     of_peer = d if d // panel_of(d) < 4 else d // 2
     tiles = rows * (d + dv + of_peer + c.q_stages * d + c.num_stages * dv)
     tiles += 6 * rows * rows  # P, dS and dS of the other CTA, twice
-    others = c.q_stages * (8 * rows + _BARRIERS + 8) + (3 + c.num_stages) * _BARRIERS + 24
+    others = c.q_stages * (8 * rows + 4 + _BARRIERS + 8) + (3 + c.num_stages) * _BARRIERS + 24
     others += _WORKS + _TURNS * c.consumers
     return _bytes(tiles, others)
 
@@ -108,8 +108,7 @@ SM90: tuple[Row, ...] = (
     _backward_kv(32, 64, 192, "three warpgroups, whose steps lie beside each other", num_stages=4, kv_stages=2, registers=(32, 160), v_steps=2),
     _backward_kv(64, 64, 192, "three warpgroups, whose steps lie beside each other", softcap=False, num_stages=4, kv_stages=2, registers=(32, 160), v_steps=1),
     _backward_kv(64, 64, 128, _SOFTCAP, softcap=True, num_stages=4, kv_stages=2, v_steps=4),
-    _backward_kv(96, 64, 128, "dK, dV, S, P and their gradients take 192 registers", softcap=False, num_stages=4, v_steps=5),
-    _backward_kv(96, 64, 128, _SOFTCAP, softcap=True, num_stages=4),
+    _backward_kv(96, 64, 128, "dK, dV, S, P and their gradients take 192 registers", num_stages=4, v_steps=5),
     _backward_kv(128, 64, 128, "dK, dV, S, P and their gradients take 224 registers", softcap=False, cluster=2, v_steps=1),
     _backward_kv(128, 64, 128, _SOFTCAP, softcap=True, cluster=2),
     _backward_kv_wide(192, "half of dK and of dV is what registers hold", v_steps=12, q_stages=2),
