@@ -25,8 +25,8 @@ class Build:
     """A row specialised to what is fixed at compile time.
 
     Of a sparse row, ``blocks`` are (query heads that share a selection, keys of a block), and
-    ``scaled`` says that blocks have factors. ``args_bytes``: the size of ``struct Args``. The last three say which
-    options of dense attention there are.
+    ``scaled`` says that blocks have factors. ``args_bytes``: the size of ``struct Args``. The last
+    three say which options of dense attention there are.
     """
 
     row: Row

@@ -65,7 +65,9 @@ def launch(
     pointers, strides = tuple(x.ptr for x in mapped), tuple(x.strides for x in mapped)
     maps = maps_of(problem, (row.cfg.block_m, BOX), MAPS, pointers, strides)
     turns = turns_in(args.dq_accum, problem) if in_order and args.dq_accum else 0
-    packed = layout.pack(args, problem, maps=maps, numbers=(turns, tiles, NO_COUNTER, *cap_sizes(problem)))
+    packed = layout.pack(
+        args, problem, maps=maps, numbers=(turns, tiles, NO_COUNTER, *cap_sizes(problem))
+    )
     if counted:
         packed = with_counter(layout, packed)
     kernel.launch(grid_of(row, problem, tiles * problem.num_heads_kv), packed, stream)

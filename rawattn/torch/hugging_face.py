@@ -6,6 +6,7 @@
 Long for what it does, since each way that transformers packs or pads a batch stands here once.
 """
 
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,11 +35,10 @@ def register_with_transformers(name: str = NAME) -> None:
             f"in them, 'eager', 'sdpa' and 'flex_attention' as its own; expected another one, as "
             f"{NAME!r}"
         )
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
-
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, flash_attention_mask)
+    transformers = importlib.import_module("transformers")
+    masks = importlib.import_module("transformers.masking_utils")
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, masks.flash_attention_mask)
 
 
 def attend(
@@ -111,9 +111,9 @@ class _Packed(NamedTuple):
 
     def unpacked(self, out: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self.of_queries is None:
-            return out.unflatten(0, shape)
+            return out.view(*shape, *out.shape[1:])
         whole = out.new_zeros((shape[0] * shape[1], *out.shape[1:]))
-        return whole.index_copy(0, self.of_queries, out).unflatten(0, shape)
+        return whole.index_copy(0, self.of_queries, out).view(*shape, *out.shape[1:])
 
 
 def _chosen(x: Tensor, indices: Tensor | None) -> Tensor:
@@ -134,7 +134,8 @@ def _packed(
         offsets_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         return _Packed(cu_seq_lens_q, offsets_k)
     if attention_mask is not None:
-        return _once(_without_padding, attention_mask, seqlen_q, seqlen_k)
+        unpadded: _Packed = _once(_without_padding, attention_mask, seqlen_q, seqlen_k)
+        return unpadded
     if position_ids is not None and batch == 1 and seqlen_q == seqlen_k > 1:
         if (starts := _once(_starts, position_ids)) is not None:
             return _Packed(starts, starts)

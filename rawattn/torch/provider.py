@@ -36,7 +36,11 @@ def activate() -> "_Active":
     from torch.nn.attention import varlen
 
     library: Any = torch.library.Library("torch_attn", "IMPL")  # type: ignore[no-untyped-call]
-    kernels = {"_varlen_attn": _forward, "_varlen_attn_out": _out, "_varlen_attn_backward": _backward}
+    kernels = {
+        "_varlen_attn": _forward,
+        "_varlen_attn_out": _out,
+        "_varlen_attn_backward": _backward,
+    }
     for name in _OPERATORS:
         if (operator := getattr(varlen, name, None)) is not None:
             kernel = _kernel(operator._init_fn, kernels[name])

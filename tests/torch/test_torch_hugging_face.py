@@ -204,7 +204,7 @@ def test_mutant_is_seen(
     assert apart(logits.detach(), expected(exact, name)[0]) > 1e-2
 
 
-# ---- generation, checkpointing, encoders ----------------------------------------------------------
+# ---- generation, checkpointing, encoders ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -239,7 +239,12 @@ ENCODERS = {
     "bert": ("BertConfig", {}),
     "modernbert": (
         "ModernBertConfig",
-        {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+        {
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
     ),
 }
 
@@ -263,7 +268,7 @@ def test_encoder(name: str, side: str) -> None:
     assert apart(*found) < 2e-5
 
 
-# ---- what it refuses ------------------------------------------------------------------------------
+# ---- what it refuses -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["my_flash", "sdpa", "eager"])
