@@ -119,8 +119,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     return;
   }
   const KeyWarps<WarpS> warp(threadIdx.x / WARP_SIZE);
-  smem.keys.load_k(args, tile.used_rows());
-  smem.keys.load_v(args, tile.used_rows());
+  smem.keys.load(args, tile.used_rows());
   QueryWalk next(tile, args.sizes.group());
   load_queries(args, smem, tile.queries, next);
 

@@ -54,8 +54,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     return;
   }
   const auto load_step = [&](int n) {
-    smem.keys.load_k(args, tile.keys_of<BLOCK_N>(n));
-    smem.keys.load_v(args, tile.keys_of<BLOCK_N>(n));
+    smem.keys.load(args, tile.keys_of<BLOCK_N>(n));
     cp_async_commit();
   };
   load_rows<cfg::WIDTH>(smem.q, args.q, tile.rows());

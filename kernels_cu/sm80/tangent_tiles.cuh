@@ -18,4 +18,9 @@ struct TangentKeys {
     if constexpr (HAS_E) load_rows<cfg::WIDTH_V>(v, args.v, rows);
     if constexpr (cfg::HAS_TV) load_rows<cfg::WIDTH_V>(ddv, args.ddv, rows);
   }
+  template <class Args>
+  __device__ __forceinline__ void load(const Args& args, const Rows& rows) const {
+    load_k(args, rows);
+    load_v(args, rows);
+  }
 };

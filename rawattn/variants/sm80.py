@@ -163,7 +163,7 @@ def _together(d: int, dv: int) -> int:
 
 # --- the rows -----------------------------------------------------------------------------------
 
-_WHEN = {"max_arch", "min_smem_kib", "max_ctas", "short"}
+_WHEN = {"max_arch", "min_smem_kib", "max_ctas", "short", "softcap"}
 _SHORT = {"s": "warps_m_s", "kv": "warps_n_kv", "dq": "warps_m_dq"}
 
 
@@ -224,6 +224,7 @@ _LITTLE = "99 KiB hold no larger tiles"
 _TWO_99 = "99 KiB still hold two CTAs of it"
 _TWO_163 = "163 KiB still hold two CTAs of it"
 _NEWER = "newer compilations of the rows above spill"
+SOFTCAP = "a softcap takes registers too"
 _SHARED = (
     "L2 traffic decides, so what a CTA's queries share is loaded once, by four producers an SM"
 )
@@ -235,7 +236,7 @@ _CROWD = "a tile of 64 rows holds what 48 do not: more than 48 heads of a select
 # fmt: off
 SM80: tuple[Row, ...] = (
     _forward(32, 128, 64, "exp2 is the bound, so Q stays in registers and shared memory is left alone", q_in_registers=True),
-    _forward(64, 64, 64, f"{_SHORT_ROWS}, four CTAs of it an SM", min_ctas=4, short=True, min_smem_kib=_BIG, max_arch=90),
+    _forward(64, 64, 64, f"{_SHORT_ROWS}, four CTAs of it an SM", softcap=False, min_ctas=4, short=True, min_smem_kib=_BIG, max_arch=90),
     _forward(64, 128, 64, "32 rows a warp halve the reads of K and V", q_in_registers=True, min_smem_kib=_BIG),
     _forward(64, 64, 64, "99 KiB hold more, smaller warps, which hide each other's waits", q_in_registers=True),
     _forward(96, 128, 64, "as head_dim 128", max_arch=90),
@@ -247,7 +248,7 @@ SM80: tuple[Row, ...] = (
     _forward(256, 64, 64, "O takes 128 registers at 16 rows a warp; its 96 KiB fit every GPU", min_ctas=1),
     _any(BACKWARD_PREPROCESS, "memory is the bound, so a lane reads 16 bytes at once", num_warps=8),
     _backward_kv(32, 64, 128, "two CTAs an SM hide each other's waits", num_warps=4, s=2, kv=4, dq=2, num_stages=2, pieces=2),
-    _backward_kv(64, 64, 96, "two CTAs an SM, with products of 32 x 48 a warp, reuse operands most", num_warps=4, s=2, kv=2, dq=2, min_smem_kib=_BIG),
+    _backward_kv(64, 64, 96, "two CTAs an SM, with products of 32 x 48 a warp, reuse operands most", softcap=False, num_warps=4, s=2, kv=2, dq=2, min_smem_kib=_BIG),
     _backward_kv(64, 64, 128, "99 KiB hold one wide tile; pieces keep S and dP small", num_warps=4, s=2, kv=4, dq=2, num_stages=2, pieces=4),
     _backward_kv(96, 64, 128, _WIDEST, num_warps=8, s=2, kv=4, dq=4, num_stages=2, unroll_k=2),
     _backward_kv(96, 64, 64, _LITTLE, num_warps=8, s=4, kv=4, dq=4),
@@ -269,9 +270,9 @@ SM80: tuple[Row, ...] = (
     _jvp(32, 64, 64, "three CTAs an SM hide each other's softmax", min_ctas=3),
     _jvp(64, 64, 96, "few CTAs hide little of each other's waits, and wide key tiles meet at fewer barriers", unroll_k=2, max_ctas=2, max_arch=90),
     _jvp(64, 64, 64, "O and tO take 64 registers at 16 rows a warp"),
-    _jvp(96, 64, 64, "O and tO take 96 registers at 16 rows a warp", max_arch=90),
-    _jvp(96, 64, 32, _NEWER),
-    _jvp(128, 64, 48, "O and tO take 128 registers at 16 rows a warp", unroll_k=8, min_smem_kib=_HOPPER, max_arch=90),
+    _jvp(96, 64, 64, "O and tO take 96 registers at 16 rows a warp", softcap=False, max_arch=90),
+    _jvp(96, 64, 32, f"{_NEWER}; and {SOFTCAP}"),
+    _jvp(128, 64, 48, "O and tO take 128 registers at 16 rows a warp", softcap=False, unroll_k=8, min_smem_kib=_HOPPER, max_arch=90),
     _jvp(128, 64, 32, "163 KiB still hold two CTAs of it; and newer compilations of the row above spill", max_arch=103),
     _jvp(128, 64, 16, _NEWER),
     _jvp(192, 64, 48, "two CTAs share the columns of O and tO, which would take 192 registers", pieces=2, unroll_k=2, min_smem_kib=_BIG),
@@ -281,8 +282,8 @@ SM80: tuple[Row, ...] = (
     _jvp(256, 32, 16, _NEWER, num_warps=2, min_ctas=1, pieces=2, unroll_k=2),
     _double_out(32, 64, 64, "three CTAs an SM hide each other's waits", min_ctas=3),
     _double_out(64, 64, 96, "few CTAs of 128 rows would leave SMs idle; and newer compilations of those spill", max_ctas=2),
-    _double_out(64, 128, 48, "32 rows a warp halve the reads of keys and values", max_arch=90),
-    _double_out(96, 128, 32, "32 rows a warp halve the reads of keys and values", unroll_k=2, max_arch=90),
+    _double_out(64, 128, 48, "32 rows a warp halve the reads of keys and values", softcap=False, max_arch=90),
+    _double_out(96, 128, 32, "32 rows a warp halve the reads of keys and values", softcap=False, unroll_k=2, max_arch=90),
     _double_out(96, 64, 64, _NEWER),
     _double_out(128, 64, 64, "ddO takes 64 registers at 16 rows a warp", unroll_k=8, min_smem_kib=_HOPPER),
     _double_out(128, 64, 32, _TWO_163),
@@ -292,7 +293,8 @@ SM80: tuple[Row, ...] = (
     _double_out(256, 32, 32, "99 KiB hold no larger tiles; and newer compilations of the row above spill", num_warps=2, min_ctas=1),
     _double_kv(32, 64, 128, "two CTAs an SM hide each other's waits", s=2, kv=4, dq=2, min_ctas=2, pieces=2, max_arch=90),
     _double_kv(32, 64, 64, _NEWER, s=2, kv=2, dq=2, min_ctas=2),
-    _double_kv(64, 64, 64, "two CTAs an SM hide each other's waits", s=2, kv=2, dq=2, min_ctas=2),
+    _double_kv(64, 64, 64, "two CTAs an SM hide each other's waits", softcap=False, s=2, kv=2, dq=2, min_ctas=2),
+    _double_kv(64, 64, 64, f"{SOFTCAP}, which pieces save", tag="_softcap", softcap=True, s=2, kv=2, dq=2, min_ctas=2, pieces=2),
     _double_kv(96, 64, 64, "two CTAs an SM hide each other's waits", s=2, kv=2, dq=2, min_ctas=2, pieces=2, unroll_k=2, min_smem_kib=_HOPPER),
     _double_kv(96, 32, 64, _TWO_163, s=2, kv=2, dq=2, min_ctas=2, pieces=2),
     _double_kv(128, 64, 32, "few CTAs leave SMs idle, so there are as many as can be; and 99 KiB hold no larger tiles", num_warps=8, s=4, kv=2, dq=2, unroll_k=8, max_ctas=1),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rawattn.variants.row import Row, Sm90, Tiles, When, panel_of
-from rawattn.variants.sm80 import BACKWARD_KV, FORWARD
+from rawattn.variants.sm80 import BACKWARD_KV, FORWARD, SOFTCAP
 
 _WORKS = 256  # bytes of struct Works, at most
 _TURNS = 32  # bytes of a warpgroup's
@@ -92,7 +92,6 @@ def _backward_kv_wide(head_dim: int, why: str, **cfg: Any) -> Row:
 
 _SHORT_ROWS = "a sequence of 64 queries leaves most of the rows empty, one stage is enough for its"
 _THREE = "three warpgroups, since O takes few registers and exponentials want to be hidden"
-_SOFTCAP = "a softcap takes registers too"
 
 # fmt: off
 SM90: tuple[Row, ...] = (
@@ -100,17 +99,17 @@ SM90: tuple[Row, ...] = (
     _forward(64, 64, 128, f"{_SHORT_ROWS} keys", short=True, num_stages=1, min_ctas=2, registers=(40, 216)),
     _forward(64, 192, 128, _THREE, registers=(32, 160), pingpong=True),
     _forward(96, 192, 112, _THREE, softcap=False, registers=(32, 160), q_stages=2, pingpong=True),
-    _forward(96, 128, 128, _SOFTCAP, softcap=True, q_stages=2, pingpong=True),
+    _forward(96, 128, 128, SOFTCAP, softcap=True, q_stages=2, pingpong=True),
     _forward(128, 64, 128, f"{_SHORT_ROWS} keys", short=True, num_stages=1, min_ctas=2, registers=(40, 216)),
     _forward(128, 128, 128, "O, S and P take 160 registers", q_stages=2, pingpong=True),
     _forward(192, 128, 112, "as many keys as 227 KiB hold twice", pingpong=True),
     _forward(256, 128, 64, "S and P leave registers to O, half of a diagonal tile is passed over", pingpong=True),
     _backward_kv(32, 64, 192, "three warpgroups, whose steps lie beside each other", num_stages=4, kv_stages=2, registers=(32, 160), v_steps=2),
     _backward_kv(64, 64, 192, "three warpgroups, whose steps lie beside each other", softcap=False, num_stages=4, kv_stages=2, registers=(32, 160), v_steps=1),
-    _backward_kv(64, 64, 128, _SOFTCAP, softcap=True, num_stages=4, kv_stages=2, v_steps=4),
+    _backward_kv(64, 64, 128, SOFTCAP, softcap=True, num_stages=4, kv_stages=2, v_steps=4),
     _backward_kv(96, 64, 128, "dK, dV, S, P and their gradients take 192 registers", num_stages=4, v_steps=5),
     _backward_kv(128, 64, 128, "dK, dV, S, P and their gradients take 224 registers", softcap=False, cluster=2, v_steps=1),
-    _backward_kv(128, 64, 128, _SOFTCAP, softcap=True, cluster=2),
+    _backward_kv(128, 64, 128, SOFTCAP, softcap=True, cluster=2),
     _backward_kv_wide(192, "half of dK and of dV is what registers hold", v_steps=12, q_stages=2),
     _backward_kv_wide(256, "half of dK and of dV is what registers hold", v_steps=6, q_stages=2, num_stages=1),
 )

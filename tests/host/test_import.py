@@ -53,7 +53,11 @@ OF_TORCH = {
     "flash_attn": {"varlen"},
     "sparse_compat": {"sparse"},
     "nsa": {"inputs", "sparse", "varlen"},
-    "__init__": {"compat", "nsa", "sparse", "sparse_compat", "varlen"},
+    "hugging_face": {"varlen"},
+    "provider": set(),
+    "__init__": {
+        *("compat", "hugging_face", "nsa", "provider", "sparse", "sparse_compat", "varlen"),
+    },
 }
 
 
