@@ -22,8 +22,9 @@ from rawattn.torch.varlen import varlen_attn
 Result = Tensor | tuple[Tensor, Tensor, None]
 Window = tuple[int, int]
 
+Lacking = dict[str, tuple[Any, str]]
 # What is asked for, its value when it is not, and what to do instead.
-_LACKING: dict[str, tuple[Any, str]] = {
+_LACKING: Lacking = {
     "dropout_p": (0.0, "attention dropout is not supported; pass 0.0, drop out the result instead"),
     "alibi_slopes": (None, "ALiBi is not supported; pass None, rotate q and k instead"),
     "block_table": (None, "paged keys are not supported; pass the keys in use, packed"),
@@ -285,9 +286,13 @@ def _varlen(
 
 
 def _refuse(function: str, **given: Any) -> None:
+    refuse(function, _LACKING, given)
+
+
+def refuse(function: str, lacking: Lacking, given: dict[str, Any]) -> None:
     """ValueError for an argument that asks for what rawattn does not do."""
     for name, value in given.items():
-        unused, remedy = _LACKING[name]
+        unused, remedy = lacking[name]
         if value is not None and (isinstance(value, Tensor) or value != unused):
             shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise ValueError(f"{function}: {name} is {shown}: {remedy}")

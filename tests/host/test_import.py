@@ -51,6 +51,7 @@ OF_TORCH = {
     "sparse": {"inputs", "sparse_ops", "varlen"},
     "compat": {"inputs", "varlen"},
     "flash_attn": {"varlen"},
+    "flash_attn_interface": {"flash_attn", "varlen"},
     "sparse_compat": {"sparse"},
     "nsa": {"inputs", "sparse", "varlen"},
     "hugging_face": {"varlen"},

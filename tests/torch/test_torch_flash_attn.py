@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from rawattn.torch import flash_attn as fa  # noqa: E402
+from rawattn.torch import flash_attn_interface as fa3  # noqa: E402
 from rawattn.torch import varlen_attn  # noqa: E402
 
 BATCH, LENGTH, HEADS, DIM = 3, 7, 4, 16
@@ -195,3 +196,35 @@ def test_shapes_that_do_not_fit(packed):
         fa.flash_attn_with_kvcache(qkv, qkv, qkv)
     with pytest.raises(TypeError, match="seqused_q"):
         fa.flash_attn_varlen_func(*qkv.unbind(1), cu, cu, seqused_q=cu)
+
+
+# ---- FlashAttention-3 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window_size": (3, 1)}])
+def test_names_of_version_3(options):
+    q, k, v = drawn(2, 7, 4, DIM), drawn(2, 7, 2, DIM, seed=1), drawn(2, 7, 2, DIM, seed=2)
+    second = fa.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    for found, exact in zip(
+        fa3.flash_attn_func(q, k, v, num_splits=0, return_attn_probs=True, **options),
+        second[:2],
+        strict=True,
+    ):
+        assert torch.equal(found, exact)
+    cu, used = torch.tensor((0, 7, 14)), torch.tensor((4, 7))
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    found = fa3.flash_attn_varlen_func(*flat, cu, cu, 7, 7, seqused_k=used, **options)
+    parts = [
+        fa.flash_attn_func(q[b, None], k[b, None, :n], v[b, None, :n], **options)
+        for b, n in enumerate(used.tolist())
+    ]
+    torch.testing.assert_close(found, torch.cat(parts, 1)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("qv", torch.ones(1)), ("q_descale", torch.ones(1)), ("attention_chunk", 8)]
+)
+def test_what_version_3_has_and_we_lack(name, value):
+    q, k, v = (drawn(1, 3, 2, DIM) for _ in range(3))
+    with pytest.raises(ValueError, match=f"flash_attn_func: {name} is"):
+        fa3.flash_attn_func(q, k, v, **{name: value})

@@ -34,6 +34,7 @@ BROKEN = {
 }
 DENSE = ("forward", "jvp", "backward_preprocess", "backward_kv", "backward_q")
 DENSE += ("backward_postprocess", "double_backward_out", "double_backward_kv", "double_backward_q")
+DENSE += ("backward_sinks",)
 LISTS = ("block_lists", "block_offsets", "block_queries", "block_order")
 SPARSE = tuple(stem for stem in structs.STEMS if stem not in (*DENSE, *LISTS))
 
@@ -67,12 +68,18 @@ def place(array):
     return View(array.ctypes.data, array.shape, strides, array.dtype.name, -1, array)
 
 
+OPTIONS = ("sinks", "tsinks", "ddsinks", "seqused_k")
+
+
 def arguments(stem, problem, arrays, rng):
     """An Args of arrays of the right shapes; those that are in ``arrays`` already are taken."""
     op = import_module(f"rawattn.ops.{stem}")
     values = {}
     for name, kind in structs.fields_of(stem):
         if name not in op.Args._fields:
+            continue
+        if name in OPTIONS and name not in arrays and stem != "backward_sinks":
+            values[name] = None
             continue
         if kind != "Tensor" and not kind.endswith("*"):
             numbers = {"source": 0, "global_blocks": 0, "segment": 8, "scale": 0.5}
@@ -83,6 +90,10 @@ def arguments(stem, problem, arrays, rng):
             )
             continue
         choice = SELECTION if stem in LISTS + SPARSE else None
+        if stem == "backward_sinks" and name in ("sinks", "ddsinks", "grad"):
+            arrays.setdefault(name, np.zeros(2, np.float32))
+            values[name] = place(arrays[name])
+            continue
         shape = shape_of("dq" if name in ("accum", "grad") else name, problem, choice, (8, 8))
         if stem.endswith("postprocess") and name == "accum" and stem in DENSE:
             shape = (int(np.prod(shape)),)

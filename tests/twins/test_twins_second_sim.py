@@ -183,10 +183,12 @@ def test_what_a_cta_allocates_fits_into_static_shared_memory(stem, dtype, given,
     shared = common_numba.simulator_numba.kernelapi.FakeCUDAShared
     monkeypatch.setattr(shared, "array", array)
     for head_dims in [*((d, d) for d in range(8, 257, 8)), (8, 256), (192, 128), (72, 8)]:
-        kernel, block = twin.compiled(dtype, *head_dims, *(letter in given for letter in "qkv"))
+        kernel, block = twin.compiled(
+            dtype, *head_dims, False, *(letter in given for letter in "qkv")
+        )
         numbers = {"num_heads_q": 1, "num_heads_kv": 1, "window_left": -1, "window_right": -1}
         numbers |= {"batch": 0, "total_q": 0, "total_k": 0, "softmax_scale": 1.0}
-        numbers |= {"gq_accum_size": 0}
+        numbers |= {"gq_accum_size": 0, "softcap": 0.0}
         names = inspect.signature(kernel.fn).parameters
         sizes.clear()
         kernel[(1, 1), 1](*(numbers.get(name, np.zeros(1, np.int32)) for name in names))
