@@ -198,7 +198,7 @@ def test_shapes_that_do_not_fit(packed):
         fa.flash_attn_varlen_func(*qkv.unbind(1), cu, cu, seqused_q=cu)
 
 
-# ---- FlashAttention-3 -----------------------------------------------------------------------------
+# ---- FlashAttention-3 ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window_size": (3, 1)}])
