@@ -50,7 +50,8 @@ class Visit:
 
     ``backend`` None: CUDA kernels, but for tiles that do not fit this GPU. ``steps`` come after the
     forward; ``direction`` is that of the steps beyond the backward. ``lie``: offsets of queries and
-    keys in the place of those of LENGTHS_Q and LENGTHS_K.
+    keys in the place of those of LENGTHS_Q and LENGTHS_K. The last are options of all functions:
+    with ``seqused`` a part of the keys is in use.
     """
 
     dtype: str
@@ -62,6 +63,9 @@ class Visit:
     direction: str = "qkv"
     head_dim_v: int | None = None
     lie: tuple[int, ...] = ()
+    softcap: float = 0.0
+    sinks: bool = False
+    seqused: bool = False
 
 
 def usual_rows(sparse: bool) -> tuple[str, list[Row]]:
@@ -93,11 +97,21 @@ def visits() -> list[Visit]:
             Visit(dtype, head_dim, masks[1], row=usual_names, steps=METHODS),
         ]
     others = [
-        Visit("float16", row.head_dim, MASKS[1], row=row.name, steps=steps_of(row.stem, STEPS))
+        Visit(
+            *("float16", row.head_dim, MASKS[1]),
+            row=row.name,
+            steps=steps_of(row.stem, STEPS),
+            softcap=20.0 if row.when.softcap else 0.0,
+        )
         for row in rest
     ]
+    every = {"softcap": 20.0, "sinks": True, "seqused": True}
+    options = [
+        Visit("bfloat16", head_dim, MASKS[i % len(MASKS)], row=usual_names, **every)
+        for i, head_dim in enumerate(HEAD_DIMS)
+    ]
     twins = [
-        Visit(dtype, 32, MASKS[1], "numba", direction=direction)
+        Visit(dtype, 32, MASKS[1], "numba", direction=direction, sinks=True, seqused=True)
         for dtype, direction in zip(
             ("float16", "bfloat16", "float32", "float64"), ("qkv", "q", "kv", "v"), strict=True
         )
@@ -107,7 +121,7 @@ def visits() -> list[Visit]:
         for i, (head_dim, lie) in enumerate(zip((64, 128, 32, 64), LIES, strict=True))
     ]
     narrow = Visit("float16", 256, MASKS[1], row=usual_names, steps=("jvp",), head_dim_v=32)
-    return [*usual, *others, *twins, *lies, narrow]
+    return [*usual, *others, *options, *twins, *lies, narrow]
 
 
 class Arrays:
@@ -185,7 +199,14 @@ def run(visit: Visit, arrays: Arrays) -> dict[str, Any]:
         "causal": visit.mask.causal,
         "window": visit.mask.window,
         "backend": visit.backend,
+        "softcap": visit.softcap,
     }
+    moved: dict[str, dict[str, Any]] = {"jvp": {}, "second": {}}
+    if visit.sinks:
+        options["sinks"], tangent = (arrays.normal(2, dtype="float32") for _ in range(2))
+        moved = {"jvp": {"tsinks": tangent}, "second": {"ddsinks": tangent}}
+    if visit.seqused:
+        options["seqused_k"] = arrays.put(np.array([n // 2 for n in LENGTHS_K], np.int32))
     out, lse = rawattn.forward(q, k, v, cu_q, return_lse=True, **options)
     results: dict[str, Any] = {"out": [out], "lse": [lse]}
     passed = (dout, q, k, v, out, lse, cu_q)
@@ -193,10 +214,10 @@ def run(visit: Visit, arrays: Arrays) -> dict[str, Any]:
         if step in METHODS:
             results[step] = rawattn.backward(*passed, method=step, **options)
         elif step == "jvp":
-            results[step] = rawattn.jvp(q, k, v, *direction, cu_q, **options)
+            results[step] = rawattn.jvp(q, k, v, *direction, cu_q, **options, **moved["jvp"])
         else:
             exact = step == "second/two_pass"
             results[step] = rawattn.double_backward(
-                *direction, *passed, deterministic=exact, **options
+                *direction, *passed, deterministic=exact, **options, **moved["second"]
             )
     return results

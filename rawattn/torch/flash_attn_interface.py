@@ -7,7 +7,6 @@ What only says how to compute (``max_seqlen``, ``num_splits``, ``pack_gqa``, ``s
 accepted and not needed; scales of float8, ``qv``, chunks and ``seqused_q`` are a ValueError.
 """
 
-
 from torch import Tensor
 
 from rawattn.torch import flash_attn

@@ -11,27 +11,31 @@ class Step(NamedTuple):
     """A kernel of a function, and whether it takes its atomic form there.
 
     ``in_order``: only beside a row of backward_kv that can add in order, or, False, that cannot.
+    ``of_sinks``: only where there are sinks.
     """
 
     stem: str
     atomic: bool = False
     in_order: bool | None = None
+    of_sinks: bool = False
 
 
 METHODS = ("atomic_dq", "atomic_dkv", "deterministic")
 _FIRST = Step("backward_preprocess")
+_SINKS = Step("backward_sinks", of_sinks=True)
 _LAST = Step("backward_postprocess")
 STEPS: Mapping[str, tuple[Step, ...]] = {  # methods of backward, jvp, two ways of double_backward
-    "atomic_dq": (_FIRST, Step("backward_kv", True), _LAST),
-    "atomic_dkv": (_FIRST, Step("backward_q", True), _LAST),
+    "atomic_dq": (_FIRST, _SINKS, Step("backward_kv", True), _LAST),
+    "atomic_dkv": (_FIRST, _SINKS, Step("backward_q", True), _LAST),
     "deterministic": (
-        *(_FIRST, Step("backward_kv"), Step("backward_q", in_order=False)),
+        *(_FIRST, _SINKS, Step("backward_kv"), Step("backward_q", in_order=False)),
         Step("backward_postprocess", in_order=True),
     ),
     "jvp": (Step("jvp"),),
-    "second/atomic": (Step("double_backward_out"), Step("double_backward_kv", True), _LAST),
+    "second/atomic": (Step("double_backward_out"), _SINKS, Step("double_backward_kv", True), _LAST),
     "second/two_pass": (
-        *(Step("double_backward_out"), Step("double_backward_kv"), Step("double_backward_q")),
+        *(Step("double_backward_out"), _SINKS),
+        *(Step("double_backward_kv"), Step("double_backward_q")),
     ),
 }
 SECOND = tuple(step for step in STEPS if step not in METHODS)  # those that take a direction
@@ -49,9 +53,10 @@ SPARSE_STEPS: Mapping[str, tuple[Step, ...]] = {
 }
 
 
-def steps_beside(row: Row, name: str) -> tuple[Step, ...]:
+def steps_beside(row: Row, name: str, *, sinks: bool = False) -> tuple[Step, ...]:
     """The steps of a function where ``row`` is that of backward_kv."""
-    return tuple(step for step in STEPS[name] if step.in_order in (None, row.in_order))
+    steps = (step for step in STEPS[name] if step.in_order in (None, row.in_order))
+    return tuple(step for step in steps if step.of_sinks <= sinks)
 
 
 def method_of(method: str | None, deterministic: bool) -> str:

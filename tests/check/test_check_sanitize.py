@@ -41,9 +41,12 @@ class Recorder:
         q, k, v = like
         dtype = "bfloat16" if q.dtype == ml_dtypes.bfloat16 else str(q.dtype)
         sizes = (len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-        problem = Problem(dtype, 4, *sizes, -1, -1, 1.0, 90, 0)
+        softcap = options["softcap"]
+        problem = Problem(dtype, 4, *sizes, -1, -1, 1.0, 90, 0, softcap=softcap)
         by_size = step in ("jvp", "second/atomic")  # as api_second selects
         for kernel in STEPS.get(step, (Step("forward"),)):
+            if kernel.of_sinks and "sinks" not in options:
+                continue
             row = select(kernel.stem, problem, backend=options["backend"], by_size=by_size)
             self.rows.add(row.name)
         zeros = np.zeros_like(q).view(OnDevice)

@@ -375,7 +375,7 @@ def builds_of(case: Case, step: str, row: Row | None = None) -> Iterator[Build]:
     gathered = {(d, dv), (dv, d)} if step == "atomic_dkv" else {(d, dv)}
     of_keys = row if row is not None and row.stem == "backward_kv" else chosen("backward_kv", case)
     steps = (Step("forward"),) if step == "forward" else steps_beside(of_keys, step)
-    for stem, atomic, _ in steps:
+    for stem, atomic, *_ in steps:
         used = row if row is not None and row.stem == stem else chosen(stem, case)
         direction = case.direction if used.kernel.directed else NO_DIRECTION
         for dims in gathered if stem == "backward_postprocess" else {(d, dv)}:

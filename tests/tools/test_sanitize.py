@@ -84,7 +84,9 @@ def test_the_sanitizer_visits_every_row(monkeypatch: pytest.MonkeyPatch) -> None
     for visit in visits.visits():
         monkeypatch.setenv("RAWATTN_VARIANT", visit.row)
         d = visit.head_dim
-        problem = Problem(visit.dtype, 4, 204, 209, 2, 1, d, d, -1, -1, d**-0.5, 90, 0)
+        sizes = (4, 204, 209, 2, 1, d, d)
+        softcap = visit.softcap
+        problem = Problem(visit.dtype, *sizes, -1, -1, d**-0.5, 90, 0, softcap=softcap)
         for stem in {row.stem for row in TABLE if not row.kernel.sparse}:
             visited.add(select(stem, problem, backend=visit.backend).name)
     for sparse in visits_sparse.sparse_visits():
