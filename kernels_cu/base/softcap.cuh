@@ -1,29 +1,38 @@
 // Scores under a softcap c, S = c tanh(X / c) with X = softmax_scale Q K^T (cfg::HAS_SOFTCAP):
-// accumulators of Q K^T become T = log2(e) tanh(X / c), so that c T is a score in powers of two and c,
-// where a kernel has the scale of scores, needs no register. Source: arXiv 2408.00118.
+// accumulators of Q K^T become T = tanh(X / c), and c has the place of softmax_scale. Source: arXiv
+// 2408.00118.
 #pragma once
 #include "base/statistics.cuh"
 
 // What an accumulator is times as a score, and as one in powers of two
 __device__ __forceinline__ float score_scale(const Sizes& sizes) {
-  return cfg::HAS_SOFTCAP ? sizes.softcap * LN2 : sizes.softmax_scale;
+  return cfg::HAS_SOFTCAP ? sizes.softcap : sizes.softmax_scale;
 }
 __device__ __forceinline__ float score_scale_log2(const Sizes& sizes) {
-  return cfg::HAS_SOFTCAP ? sizes.softcap : sizes.softmax_scale * LOG2E;
+  return score_scale(sizes) * LOG2E;
 }
 
-// to 2e-7
-__device__ __forceinline__ float tanh_large(float x) {
-  return 1.0f - 2.0f * rcp_approx(1.0f + ex2_approx(x * (2.0f * LOG2E)));
+// 1 / x as float32 has it
+__device__ __forceinline__ float inverse_of_cap(float x) {
+  const float y = rcp_approx(x);
+  return fmaf(y, fmaf(-x, y, 1.0f), y);
+}
+
+// to 2e-7 of itself: a polynomial where 1 - 2 / (1 + e^2x) would lose digits
+__device__ __forceinline__ float tanh_exact(float x) {
+  constexpr float A3 = -0.33332958f, A5 = 0.13320942f, A7 = -0.05268414f, A9 = 0.01645875f;
+  const float square = x * x;
+  const float tail = fmaf(fmaf(fmaf(A9, square, A7), square, A5), square, A3);
+  const float large = 1.0f - 2.0f * rcp_approx(1.0f + ex2_approx(x * (2.0f * LOG2E)));
+  return square < 0.3f ? fmaf(x * square, tail, x) : large;
 }
 
 // Q K^T -> T, before the mask
 template <int MT, int NT>
 __device__ __forceinline__ void cap_scores(float (&rS)[MT][NT][4], const Sizes& sizes) {
   if constexpr (cfg::HAS_SOFTCAP) {
-    const float inverse = sizes.softmax_scale * rcp_approx(sizes.softcap);
-    for_each<MT, NT>(
-        [&](int i, int j, int e) { rS[i][j][e] = LOG2E * tanh_large(rS[i][j][e] * inverse); });
+    const float inverse = sizes.softmax_scale * inverse_of_cap(sizes.softcap);
+    for_each<MT, NT>([&](int i, int j, int e) { rS[i][j][e] = tanh_exact(rS[i][j][e] * inverse); });
   }
 }
 
@@ -32,10 +41,7 @@ template <int MT, int NT>
 __device__ __forceinline__ void slope_tangents(float (&rE)[MT][NT][4],
                                                const float (&rT)[MT][NT][4]) {
   if constexpr (cfg::HAS_SOFTCAP) {
-    for_each<MT, NT>([&](int i, int j, int e) {
-      const float t = rT[i][j][e] * LN2;
-      rE[i][j][e] *= 1.0f - t * t;
-    });
+    for_each<MT, NT>([&](int i, int j, int e) { rE[i][j][e] *= 1.0f - rT[i][j][e] * rT[i][j][e]; });
   }
 }
 
@@ -44,7 +50,7 @@ struct Slope {
   float inverse;  // 1 / (c log2(e))
 
   __device__ __forceinline__ explicit Slope(const Sizes& sizes)
-      : inverse(rcp_approx(sizes.softcap * LOG2E)) {}
+      : inverse(inverse_of_cap(sizes.softcap * LOG2E)) {}
   __device__ __forceinline__ float tanh_of(float p, float lse_log2) const {
     return fminf(fmaxf((lg2_approx(p) + lse_log2) * inverse, -1.0f), 1.0f);
   }

@@ -168,7 +168,9 @@ __device__ __forceinline__ void load_terms(const Args& args, Plan& smem) {
         const Cap cap{args.cap};
         bool large = false;
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / WARP_SIZE; ++i) large |= cap.may_be_large(natural[i]);
+        for (int i = 0; i < BLOCK_M / WARP_SIZE; ++i) {
+          large |= natural[i] != -INF && cap.may_be_large(natural[i] * LOG2E);
+        }
         large = __any_sync(0xffffffff, large);
         if (lane == 0) smem.large[place.stage] = large;
       }
@@ -293,19 +295,20 @@ __device__ __forceinline__ void exponentiate(float (&rS)[1][NT][4], const float*
     }
   }
 }
-// The same of scores Y^T in powers of two, under a softcap: P^T as operands, and in place what dS has
-// for P, P^T times the slope
+// The same of tanh(X^T / c), under a softcap: P^T as operands, and in place what dS has for P, P^T times
+// the derivative of the score by X
 template <int NT>
-__device__ __forceinline__ void exponentiate(float (&rY)[1][NT][4], uint32_t (&rPt)[NT / 2][4],
-                                             const float* lse_log2, const Cap& cap) {
+__device__ __forceinline__ void exponentiate(float (&rT)[1][NT][4], uint32_t (&rPt)[NT / 2][4],
+                                             const float* lse_log2, float scale_log2) {
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
     float p[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      p[e] = ex2_approx(rY[0][j][e] - (e % 2 ? of.y : of.x));
-      rY[0][j][e] = p[e] * cap.slope(rY[0][j][e]);
+      const float t = rT[0][j][e];
+      p[e] = ex2_approx(t * scale_log2 - (e % 2 ? of.y : of.x));
+      rT[0][j][e] = p[e] * (1.0f - t * t);
     }
     rPt[j / 2][j % 2 * 2] = cvt_rn_x2(p[0], p[1]);
     rPt[j / 2][j % 2 * 2 + 1] = cvt_rn_x2(p[2], p[3]);

@@ -105,7 +105,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
   const int own_row = consumer * WARPGROUP_ROWS;                  // of its keys in the CTA's tiles
   const int own_key = first_key(rank, consumer);                  // and in the cluster's
   const Cap cap{args.cap};
-  const float scale_log2 = Cap::scale_log2(args.sizes);
+  const float scale_log2 = cfg::HAS_SOFTCAP ? args.cap.top : args.sizes.softmax_scale * LOG2E;
   int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
   if (IN_ORDER && lane == 0) turn = nullptr;
   Works<KeyWork>::Place work;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       };
       if constexpr (cfg::HAS_SOFTCAP) {
         wait_for_terms();
-        cap.scores(rP, smem.large[place.stage]);
+        cap.to_tanh(rP, lse_log2, smem.large[place.stage]);
       }
       if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + lane % 4 * 2, cap.masked());
@@ -217,7 +217,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       if constexpr (!cfg::HAS_SOFTCAP) wait_for_terms();
       uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
       if constexpr (cfg::HAS_SOFTCAP) {
-        exponentiate(rP, rPt, lse_log2, cap);
+        exponentiate(rP, rPt, lse_log2, scale_log2);
       } else {
         exponentiate(rP, lse_log2, scale_log2);
       }

@@ -130,7 +130,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;
   const Cap cap{args.cap};
-  const float scale_log2 = Cap::scale_log2(args.sizes);
+  const float scale_log2 = cfg::HAS_SOFTCAP ? args.cap.top : args.sizes.softmax_scale * LOG2E;
   int*& turn = smem.turns[threadIdx.x / WARP_SIZE - 4];
   if (IN_ORDER && lane == 0) turn = nullptr;
   Works<KeyWork>::Place work;
@@ -213,7 +213,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       };
       if constexpr (cfg::HAS_SOFTCAP) {
         wait_for_terms();
-        cap.scores(rP, smem.large[query.stage]);
+        cap.to_tanh(rP, lse_log2, smem.large[query.stage]);
       }
       if (mask.cuts(row0 + OWN_QUERY, OWN_QUERIES, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2,
@@ -221,7 +221,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
       }
       if constexpr (!cfg::HAS_SOFTCAP) wait_for_terms();
       if constexpr (cfg::HAS_SOFTCAP) {
-        exponentiate(rP, rPt, lse_log2, cap);
+        exponentiate(rP, rPt, lse_log2, scale_log2);
       } else {
         exponentiate(rP, lse_log2, scale_log2);
         to_operand(rPt, rP);

@@ -189,6 +189,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
     if (tile.valid_rows <= 0) return;
 
     OnlineSoftmax<1> softmax;
+    Ceilings ceilings;
     float rO[1][HEAD_DIM_V / 8][4];
     uint32_t rP[BLOCK_N / 16][4];
     clear(rO);
@@ -231,9 +232,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
       leave_v();
     };
     const int row0 = tile.row0 + consumer * WARPGROUP_M;
-    Large large;
     const auto mask_scores = [&](float (&rS)[1][BLOCK_N / 8][4], int n) {
-      large.look(rS, cap);
       if (tile.mask.cuts(row0, WARPGROUP_M, n * BLOCK_N, BLOCK_N)) {
         apply_mask(rS, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
       }
@@ -257,45 +256,52 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         hold(rS);
         leave_k(n);
         mask_scores(rS, n);
-        float largest[2];
-        begin_max(softmax, rS, scale_log2, cap, largest);
-        exponentiate(softmax, rS, scale_log2, cap,
-                     large.any(softmax, largest, cap, tile.valid_rows - warp_row));
-        to_operand(rP, rS);
+        if (begin_max(softmax, rS, scale_log2, cap, ceilings, tile.valid_rows - warp_row)) {
+          exponentiate<true>(softmax, rS, rP, scale_log2, cap);
+        } else {
+          exponentiate<false>(softmax, rS, rP, scale_log2, cap);
+        }
       }
       const int valid = tile.keys.length - n * BLOCK_N;
       if (valid < BLOCK_N) {
         v.wait_full(smem.v);
         clear_tail(smem.v_tile[v.stage], valid, consumer);
       }
-      for (--n; n >= seen.begin; --n) {
+      --n;
+      while (n >= seen.begin) {
         float rS[1][BLOCK_N / 8][4];
-        k.wait_full(smem.k);
-        turn.wait();
-        begin_scores(rS);
-        v.wait_full(smem.v);
-        begin_output();
-        turn.pass();
-        wgmma_wait_group<1>();
-        hold(rS);
-        leave_k(n);
-        mask_scores(rS, n);
-        // a maximum is looked for beside P V, and O rescaled behind it
-        float factor[2] = {1.0f, 1.0f};
-        const Growth growth(softmax, rS, scale_log2, cap);
-        const bool grows = growth.any();
-        if (grows) {
-          growth.follow(softmax, rS, scale_log2, cap,
-                        [&](int, int half, float by) { factor[half] = by; });
+        bool grows[2];
+        for (; n >= seen.begin; --n) {
+          k.wait_full(smem.k);
+          turn.wait();
+          begin_scores(rS);
+          v.wait_full(smem.v);
+          begin_output();
+          turn.pass();
+          wgmma_wait_group<1>();
+          hold(rS);
+          leave_k(n);
+          mask_scores(rS, n);
+          if (any_grows(grows, softmax, rS, scale_log2, cap, ceilings)) break;
+          end_output();
+          exponentiate<false>(softmax, rS, rP, scale_log2, cap);
         }
-        end_output();
-        if (grows) {
+        if (n >= seen.begin) {
+          // a maximum is looked for beside P V, and O rescaled behind it
+          float factor[2] = {1.0f, 1.0f};
+          follow_max(softmax, rS, grows, scale_log2, cap,
+                     [&](int, int half, float by) { factor[half] = by; });
+          ceilings.follow(softmax, cap);
+          end_output();
 #pragma unroll
           for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
+          if (any_large(rS, ceilings)) {
+            exponentiate<true>(softmax, rS, rP, scale_log2, cap);
+          } else {
+            exponentiate<false>(softmax, rS, rP, scale_log2, cap);
+          }
+          --n;
         }
-        exponentiate(softmax, rS, scale_log2, cap,
-                     large.any(softmax, growth.largest, cap, tile.valid_rows - warp_row));
-        to_operand(rP, rS);
       }
       v.wait_full(smem.v);
       begin_output();

@@ -5,31 +5,25 @@
 #include "base/softcap.cuh"
 #include "sm90/ptx.cuh"
 
-// With x = X / c, for |x| <= 0.3: tanh(x) = x (A0 + A1 x^2 + A2 x^4) to 1.7e-7, the least largest
-// error. What it comes to for an element S of Q K^T, from ops/softcaps.py.
+// A softcap's numbers, from ops/softcaps.py. Scores, maxima and L are in powers of two.
 struct CapSizes {
-  float a0;  // S (a0 + a1 S^2 + a2 S^4) is the score in powers of two
-  float a1;
-  float a2;
-  float inverse;  // x / S
-  float limit;    // the largest S that is small
-  float top;      // c in powers of two
-  float bend;     // 1 / top^2
-  float masked;   // farther below any L than a power of two can say
-  float least;    // of L, from which on what is large and negative has no weight,
-  float most;     // and up to which nothing is large and positive; or no L is between
+  float a0;     // of an element S of Q K^T that is small, S (a0 + a1 S^2 + a2 S^4) is the score, or
+  float a1;     // in a backward kernel tanh(X / c)
+  float a2;     // positive: of -inf comes -inf
+  float limit;  // up to the largest S, and down to the smallest, that is small
+  float twice;  // 2 log2(e) X / (c S)
+  float top;    // c
+  float masked;  // as tanh(X / c) makes a P of 0, and its square is finite
+  float least;  // of a row's maximum, or L, from which on what is large and negative has no weight,
+  float most;   // and of L up to which nothing is large and positive
 };
 
-// S stays what it is until its exponential; maxima are kept as scores in powers of two. An element's
-// bits hang on no other, although a warp looks at all for one that is large.
+// Whether a warp looks at its elements one by one hangs on all of its rows. What comes of an element
+// hangs on its own row.
 struct Cap {
   const CapSizes& sizes;
 
-  // what a maximum is kept as, and the factor that makes it a score in powers of two, or a score
-  __device__ __forceinline__ float of(float s) const {
-    if constexpr (!cfg::HAS_SOFTCAP) return s;
-    return is_small(s) ? exponent_small(s, 0.0f) : exponent_large(s, 0.0f);
-  }
+  // what is kept as a maximum times this is a score, or a natural one
   static __device__ __forceinline__ float scale_log2(const Sizes& sizes) {
     return cfg::HAS_SOFTCAP ? 1.0f : sizes.softmax_scale * LOG2E;
   }
@@ -37,60 +31,59 @@ struct Cap {
     return cfg::HAS_SOFTCAP ? LN2 : sizes.softmax_scale;
   }
 
-  // what a mask puts in the place of Y
-  __device__ __forceinline__ float masked() const { return cfg::HAS_SOFTCAP ? sizes.masked : -INF; }
-  __device__ __forceinline__ bool is_small(float s) const { return fabsf(s) <= sizes.limit; }
-  // the score of S less `offset`, in powers of two
-  __device__ __forceinline__ float exponent_small(float s, float offset) const {
+  // of small S the polynomial, less `offset`
+  __device__ __forceinline__ float small(float s, float offset) const {
     const float square = s * s;
     return fmaf(s, fmaf(fmaf(sizes.a2, square, sizes.a1), square, sizes.a0), -offset);
   }
-  __device__ __forceinline__ float exponent_large(float s, float offset) const {
-    return s == -INF ? -INF
-                     : sizes.top * tanh_large(s * sizes.inverse) - offset;  // -inf is the mask's
+  // S -> tanh(X / c)
+  __device__ __forceinline__ float tanh_of(float s) const {
+    return fmaf(-2.0f, rcp_approx(1.0f + ex2_approx(s * sizes.twice)), 1.0f);
   }
 
-  // S -> its score Y in powers of two, in place
-  template <int NT>
-  __device__ __forceinline__ void scores(float (&rS)[1][NT][4], bool large) const {
-    if (large) {
-      for_each<1, NT>([&](int i, int j, int e) { rS[i][j][e] = of(rS[i][j][e]); });
-    } else {
-      for_each<1, NT>(
-          [&](int i, int j, int e) { rS[i][j][e] = exponent_small(rS[i][j][e], 0.0f); });
-    }
+  // S of a row with this maximum -> its score less the maximum; ANY: S may be large
+  template <bool ANY>
+  __device__ __forceinline__ float score(float s, float row_max) const {
+    const float y = small(s, row_max);
+    if constexpr (!ANY) return y;
+    const float least = row_max >= sizes.least ? -INF : -sizes.limit;
+    const bool large = s > sizes.limit || (s < least && s != -INF);  // -inf is the mask's
+    return large ? fmaf(sizes.top, tanh_of(s), -row_max) : y;
   }
-  // the derivative of Y by X log2(e)
-  __device__ __forceinline__ float slope(float y) const { return 1.0f - y * sizes.bend * y; }
+  // S -> what is kept as a maximum
+  __device__ __forceinline__ float of_max(float s) const {
+    if (!cfg::HAS_SOFTCAP) return s;
+    return fabsf(s) <= sizes.limit ? small(s, 0.0f) : s == -INF ? s : sizes.top * tanh_of(s);
+  }
+  // From which element on a tile is large to a row with this maximum so far
+  __device__ __forceinline__ float ceiling(float row_max) const {
+    return row_max == INF ? INF : row_max >= sizes.least ? sizes.limit : -INF;
+  }
 
-  // Has a large element, in a row of this L, any weight? Its P is 1 at most. None in a dead row.
-  __device__ __forceinline__ bool may_be_large(float lse) const {
-    return !(lse >= sizes.least && lse <= sizes.most) && lse != -INF;
+  // Has a large element any weight, in a row of this L? Its P is 1 at most.
+  __device__ __forceinline__ bool may_be_large(float lse_log2) const {
+    return !(lse_log2 >= sizes.least && lse_log2 <= sizes.most);
   }
-  // The same of rows whose largest elements so far, and score of the maximum, are these
-  __device__ __forceinline__ bool may_be_large(float largest, float row_max) const {
-    return largest > sizes.limit || (row_max * LN2 < sizes.least && row_max != -INF);
-  }
-  // Do rows say so? For a small c what is large and negative has weight, and elements are asked.
-  __device__ __forceinline__ bool asks_rows() const { return sizes.least < sizes.most; }
-  // Is any of the warp's elements large? Before the mask. Of floats' bits as integers the largest is
-  // the largest positive one, and as unsigned integers the negative one that is farthest from 0.
+  // S^T -> tanh(X^T / c), in place; of a stage, where any L says so, each as its own L does
   template <int NT>
-  __device__ __forceinline__ bool any_large(const float (&rS)[1][NT][4]) const {
-    if constexpr (!cfg::HAS_SOFTCAP) return false;
-    int above[2] = {};
-    uint32_t below[2] = {};
+  __device__ __forceinline__ void to_tanh(float (&rS)[1][NT][4], const float* lse_log2,
+                                          bool any) const {
+    if (any) {
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
+      for (int j = 0; j < NT; ++j) {
+        const float2 of = *reinterpret_cast<const float2*>(lse_log2 + j * 8);
+        const bool by_row[2] = {may_be_large(of.x), may_be_large(of.y)};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float x = rS[0][j][half * 2], y = rS[0][j][half * 2 + 1];
-        above[half] = max3(__float_as_int(x), __float_as_int(y), above[half]);
-        below[half] = max3(__float_as_uint(x), __float_as_uint(y), below[half]);
+        for (int e = 0; e < 4; ++e) {
+          float& s = rS[0][j][e];
+          const float t = tanh_of(s);
+          s = fabsf(s) > sizes.limit && by_row[e % 2] ? t : small(s, 0.0f);
+        }
       }
+    } else {
+      for_each<1, NT>([&](int i, int j, int e) { rS[i][j][e] = small(rS[i][j][e], 0.0f); });
     }
-    const bool small = is_small(__int_as_float(max(above[0], above[1]))) &&
-                       is_small(__uint_as_float(max(below[0], below[1])));
-    return __any_sync(0xffffffff, !small);
   }
+  // what a mask puts in the place of tanh(X / c), or of S without a softcap
+  __device__ __forceinline__ float masked() const { return cfg::HAS_SOFTCAP ? sizes.masked : -INF; }
 };

@@ -66,7 +66,10 @@ def launch(
     maps = maps_of(problem, (row.cfg.block_m, BOX), MAPS, pointers, strides)
     turns = turns_in(args.dq_accum, problem) if in_order and args.dq_accum else 0
     packed = layout.pack(
-        args, problem, maps=maps, numbers=(turns, tiles, NO_COUNTER, *cap_sizes(problem))
+        args,
+        problem,
+        maps=maps,
+        numbers=(turns, tiles, NO_COUNTER, *cap_sizes(problem, of_scores=False)),
     )
     if counted:
         packed = with_counter(layout, packed)

@@ -79,5 +79,5 @@ def _packed(
     views = [
         View(ptr, (), of, p.dtype, p.device, None) for ptr, of in zip(pointers, every, strict=True)
     ]
-    numbers = (tiles, NO_COUNTER, *cap_sizes(p))
+    numbers = (tiles, NO_COUNTER, *cap_sizes(p, of_scores=True))
     return grid, LAYOUT_SM90.pack(Args._make(views), p, maps=maps, numbers=numbers)
