@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.cases import Case, Direction
-from rawattn.check.exact import GRADIENTS, SECOND
+from rawattn.check.exact import gradients_of, of_direction, second_of
 from rawattn.check.expected import Expected
-from rawattn.check.second import OF_DIRECTION, inner
+from rawattn.check.second import inner
 from rawattn.check.transfer import Array, to_framework, to_numpy
 
 FORWARD = ("out", "lse", "sliding out", "sliding lse")
@@ -89,11 +89,11 @@ class Candidate:
             function: Callable[..., Any], names: Names, direction: Direction
         ) -> dict[str, Array]:
             """The results of a backward pass; in a direction, of ``double_backward``."""
-            gate = dict(zip(("ddblock_scale",), direction[3:], strict=False))
-            _require(function, case.needs | _there(gate))
+            moved = dict(zip((f"dd{case.learned}",), direction[3:], strict=False))
+            _require(function, case.needs | _there(moved))
             due = tuple(name for name in names if name in expected.targets)
-            given = call(function, (*direction[:3], *passed), due, dlse=t.dlse, **gate)
-            if len(given) == len(due) + 1 and given[-1] is None:  # no gradient of block_scale
+            given = call(function, (*direction[:3], *passed), due, dlse=t.dlse, **moved)
+            if len(given) == len(due) + 1 and given[-1] is None:  # no gradient of ``case.learned``
                 given = given[:-1]
             return dict(zip(due, given, strict=True))
 
@@ -108,14 +108,14 @@ class Candidate:
             results["delta"] = self.preprocess(move(expected.out), t.dout, dlse=t.dlse)
         passed = (t.dout, t.q, t.k, t.v, move(expected.out), move(expected.lse))
         if self.jvp is not None:
-            gate = dict(zip(("tblock_scale",), t.direction[3:], strict=False))
-            _require(self.jvp, case.needs | _there(gate))
+            moved = dict(zip((f"t{case.learned}",), t.direction[3:], strict=False))
+            _require(self.jvp, case.needs | _there(moved))
             results_in = ("out", "tout") if "tout" in case.preallocated else ()
-            given = call(self.jvp, (t.q, t.k, t.v, *t.direction[:3]), results_in, **gate)
+            given = call(self.jvp, (t.q, t.k, t.v, *t.direction[:3]), results_in, **moved)
             results |= dict(zip(TANGENTS, given, strict=True))
         for function, names, direction in (
-            (self.backward, GRADIENTS, ()),
-            (self.double_backward, SECOND, t.direction),
+            (self.backward, gradients_of(case), ()),
+            (self.double_backward, second_of(case), t.direction),
         ):
             if function is not None:
                 found = backward(function, names, direction)
@@ -125,9 +125,9 @@ class Candidate:
                     results["repeat"] = np.array([_changed(found[n], again[n]) for n in again])
         if self.double_backward and self.symmetry and expected.symmetry is not None:
             u, w = expected.symmetry.direction, expected.tensors.direction
-            across = backward(self.double_backward, SECOND, tuple(map(move, u)))
+            across = backward(self.double_backward, second_of(case), tuple(map(move, u)))
             products = [
-                inner(part, [found.get(name) for name in OF_DIRECTION[: len(part)]])
+                inner(part, [found.get(name) for name in of_direction(case)[: len(part)]])
                 for part, found in ((u, results), (w, across))
             ]
             results["symmetry"] = np.array(products)

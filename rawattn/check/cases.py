@@ -7,7 +7,7 @@ Longer than other modules by the list of cases at its end.
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import ml_dtypes
@@ -28,7 +28,7 @@ FEW_HEAD_DIMS = (32, 40, 72, 136, 256)  # these and one apart will do where 16 i
 
 Lengths = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
-Direction = tuple[Array | None, ...]  # tq, tk, tv; of sparse cases tblock_scale too
+Direction = tuple[Array | None, ...]  # tq, tk, tv; where there is one, that of ``Case.learned``
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Case:
 
     ``lengths_*`` are tokens per sequence, ``poisoned`` the indices of the sequences whose every
     number is NaN; ``past_*`` counts rows that belong to no sequence. ``direction`` says which of
-    tq, tk and tv there are.
+    tq, tk and tv there are, ``sinks_direction`` whether the sinks move too. With ``sinks`` nothing
+    is poisoned: their gradients are sums over all sequences.
     """
 
     name: str
@@ -57,6 +58,10 @@ class Case:
     past_k: int = PAST_END
     strided: bool = False
     direction: tuple[bool, bool, bool] = (True, True, True)
+    softcap: float | None = None
+    sinks: bool = False
+    sinks_direction: bool = True
+    seqused_k: Lengths | None = None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}"
@@ -71,9 +76,20 @@ class Case:
         return (self.window[0], 0) if self.causal else self.window
 
     @property
+    def lengths_used(self) -> Lengths:
+        """How many keys of each sequence are in use."""
+        return self.lengths_k if self.seqused_k is None else self.seqused_k
+
+    @property
+    def learned(self) -> str:
+        """What has a gradient beside q, k and v, where it is there."""
+        return "sinks"
+
+    @property
     def options(self) -> dict[str, Any]:
-        """The keywords of every function that are no arrays."""
-        return {"causal": self.causal, "window": self.window, "softmax_scale": self.softmax_scale}
+        """The keywords of every function that are no arrays; those of rarer things if needed."""
+        usual = {"causal": self.causal, "window": self.window, "softmax_scale": self.softmax_scale}
+        return usual if self.softcap is None else usual | {"softcap": self.softcap}
 
     @property
     def forward_options(self) -> dict[str, Any]:
@@ -83,7 +99,8 @@ class Case:
     @property
     def preallocated(self) -> tuple[str, ...]:
         """The results that may be given to a function to write into."""
-        return ("out", "dq", "dk", "dv", "tout", "ddout", "ddlse", "gq", "gk", "gv")
+        first, second = ("out", "dq", "dk", "dv", "dsinks"), ("gq", "gk", "gv", "gsinks")
+        return (*first, "tout", "ddout", "ddlse", *second)
 
     @property
     def needs(self) -> dict[str, bool]:
@@ -93,6 +110,9 @@ class Case:
             "window": self.window != (-1, -1),
             "softmax_scale": self.softmax_scale is not None,
             "cu_seqlens_k": self.lengths_k != self.lengths_q or self.past_k != self.past_q,
+            "softcap": self.softcap is not None,
+            "sinks": self.sinks,
+            "seqused_k": self.seqused_k is not None,
         }
 
     @property
@@ -102,8 +122,8 @@ class Case:
         return max(longest_k, longest_q * self.group, self.head_dim, self.head_dim_v)
 
     def terms_of(self, name: str) -> int:
-        """``terms`` of the result ``name``."""
-        return self.terms
+        """``terms`` of the result ``name``; those of sinks are sums over all queries."""
+        return max(self.terms, sum(self.lengths_q)) if name.endswith("sinks") else self.terms
 
     def sequence_of(self, side: str) -> npt.NDArray[np.int64]:
         """For every row of side "q" or "k" the index of its sequence, -1 past the last one."""
@@ -122,18 +142,30 @@ class Case:
     def unseen(self, side: str) -> npt.NDArray[np.bool_]:
         """Rows that must come out exactly 0: past the end, or without an allowed partner."""
         rows = [np.zeros(0, dtype=bool)]
-        for seqlen_q, seqlen_k in zip(self.lengths_q, self.lengths_k, strict=True):
-            mask = allowed(seqlen_q, seqlen_k, self.mask_window)
-            rows.append(~mask.any(axis=1 if side == "q" else 0))
+        lengths = zip(self.lengths_q, self.lengths_k, self.lengths_used, strict=True)
+        for seqlen_q, seqlen_k, used in lengths:
+            mask = allowed(seqlen_q, used, self.mask_window)
+            unused = np.ones(seqlen_k - used if side == "k" else 0, dtype=bool)
+            rows += [~mask.any(axis=1 if side == "q" else 0), unused]
         past = self.past_q if side == "q" else self.past_k
         return np.concatenate([*rows, np.ones(past, dtype=bool)])
+
+    def trapped(self, side: str) -> npt.NDArray[np.bool_]:
+        """Rows whose inputs are NaN: poisoned ones, those of no sequence, keys not in use."""
+        trapped = ~self.healthy(side) | (self.sequence_of(side) < 0)
+        if side == "k" and self.seqused_k is not None:
+            places = (np.arange(n) for n in self.lengths_k)
+            unused = [i >= n for i, n in zip(places, self.seqused_k, strict=True)]
+            trapped |= np.concatenate([*unused, np.ones(self.past_k, dtype=bool)])
+        return trapped
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """The inputs of one case: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv,
     head_dim or head_dim_v), dout like out, dlse (num_heads_q, total_q) or None, int32 offsets; a
-    direction tq, tk, tv like q, k, v or None (``double_backward`` calls it ddq, ddk, ddv).
+    direction tq, tk, tv like q, k, v or None (``double_backward`` calls it ddq, ddk, ddv). Where
+    there are any, sinks (num_heads_q,) with their direction, and int32 seqused_k (batch,).
     """
 
     q: Array
@@ -146,15 +178,18 @@ class Tensors:
     tq: Array | None
     tk: Array | None
     tv: Array | None
+    sinks: Array | None = field(default=None, kw_only=True)
+    tsinks: Array | None = field(default=None, kw_only=True)
+    seqused_k: Array | None = field(default=None, kw_only=True)
 
     @property
     def direction(self) -> Direction:
-        return self.tq, self.tk, self.tv
+        return (self.tq, self.tk, self.tv, self.tsinks)[: len(self.origins)]
 
     @property
     def origins(self) -> tuple[Array | None, ...]:
         """What the parts of a direction move."""
-        return self.q, self.k, self.v
+        return (self.q, self.k, self.v) + (() if self.sinks is None else (self.sinks,))
 
     @property
     def where(self) -> tuple[Array, ...]:
@@ -164,11 +199,15 @@ class Tensors:
     @property
     def options(self) -> dict[str, Array]:
         """The keywords that are arrays."""
-        return {"cu_seqlens_k": self.cu_seqlens_k}
+        rarer = {"sinks": self.sinks, "seqused_k": self.seqused_k}
+        there = {name: array for name, array in rarer.items() if array is not None}
+        return {"cu_seqlens_k": self.cu_seqlens_k} | there
 
     def on(self, framework: str) -> Self:
         """The same tensors as "numpy", "cupy" or "torch" arrays, with the same strides."""
-        return type(self)(*(to_framework(getattr(self, f.name), framework) for f in fields(self)))
+        return type(self)(
+            **{f.name: to_framework(getattr(self, f.name), framework) for f in fields(self)}
+        )
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -182,7 +221,7 @@ def make(case: Case, seed: int = 0) -> Tensors:
     They are read-only: a function that writes to its inputs is caught in the act.
     """
     rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])
-    bad = {side: _bad_rows(case, side) for side in "qk"}
+    bad = {side: case.trapped(side) for side in "qk"}
 
     def draw(side: str, heads: int, width: int) -> Array:
         rows = len(bad[side])
@@ -211,7 +250,15 @@ def make(case: Case, seed: int = 0) -> Tensors:
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         for lengths in (case.lengths_q, case.lengths_k)
     )
-    return Tensors(q, k, v, dout, dlse if case.dlse else None, *offsets, *direction)
+    wide = lse_dtype(case.dtype)
+    sinks, tsinks = (rng.standard_normal(case.num_heads_q).astype(wide) for _ in range(2))
+    sinks.flags.writeable = tsinks.flags.writeable = False
+    return Tensors(
+        *(q, k, v, dout, dlse if case.dlse else None, *offsets, *direction),
+        sinks=sinks if case.sinks else None,
+        tsinks=tsinks if case.sinks and case.sinks_direction else None,
+        seqused_k=None if case.seqused_k is None else np.array(case.seqused_k, dtype=np.int32),
+    )
 
 
 def lse_dtype(dtype: str) -> np.dtype[Any]:
@@ -231,7 +278,8 @@ def standard(size: str) -> tuple[Case, ...]:
         features = _features(plain, *few, block=16, long=45, many=6)
         return tuple(replace(c, dtype=DTYPES[i % len(DTYPES)]) for i, c in enumerate(features))
     plain = Case("", (), ())
-    wide = ("edges", "edges-causal", "unequal-causal", "window", "dim-40", "dim-136", "dim-256")
+    dims = ("dim-40", "dim-136", "dim-256")
+    wide = ("edges", "edges-causal", "unequal-causal", "window", "softcap-sinks-seqused", *dims)
     return tuple(
         replace(case, dtype=dtype)
         for case in _features(plain, HEAD_DIMS, HEAD_DIMS_APART, block=128, long=1100, many=60)
@@ -240,18 +288,34 @@ def standard(size: str) -> tuple[Case, ...]:
     )
 
 
+def in_use(lengths: Lengths) -> Lengths:
+    """Keys in use of sequences with so many: most of them, half, all, all but one, in turn."""
+    return tuple((n - n // 3, n // 2, n, max(n - 1, 0))[b % 4] for b, n in enumerate(lengths))
+
+
+def with_options(case: Case, softcap: float | None, sinks: bool, seqused: bool) -> Case:
+    """``case``, capped, with sinks, with keys that are not in use; as it is in what is not asked
+    for."""
+    changes: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    changes |= {"sinks": True, "poisoned": ()} if sinks else {}
+    changes |= {"seqused_k": in_use(case.lengths_k)} if seqused else {}
+    return replace(case, **changes)
+
+
 def _features(
     plain: Case, dims: Lengths, dims_apart: Pairs, *, block: int, long: int, many: int
 ) -> Iterator[Case]:
     """``plain`` changed in one feature after the other, lengths around a tile of ``block`` rows."""
 
     def case(name: str, lengths_q: Lengths, lengths_k: Lengths = (), **changes: Any) -> Case:
-        """With a NaN sequence put into the middle; ``lengths_k`` is by default ``lengths_q``."""
-        lengths_k = lengths_k or lengths_q
+        """With a NaN sequence put into the middle, one of numbers where there are sinks;
+        ``lengths_k`` is by default ``lengths_q``."""
+        changes |= {"lengths_q": lengths_q, "lengths_k": lengths_k or lengths_q}
         at = len(lengths_q) // 2
-        with_q, with_k = ((*n[:at], NEIGHBOUR, *n[at:]) for n in (lengths_q, lengths_k))
-        changes |= {"name": name, "lengths_q": with_q, "lengths_k": with_k, "poisoned": (at,)}
-        return replace(plain, **changes)
+        for of in {"lengths_q", "lengths_k", "seqused_k"} & changes.keys():
+            changes[of] = (*changes[of][:at], NEIGHBOUR, *changes[of][at:])
+        poisoned = () if changes.get("sinks") else (at,)
+        return replace(plain, name=name, poisoned=poisoned, **changes)
 
     edges = (0, 1, block - 1, block, block + 1, 0)
     short = (block + 1, 7)
@@ -291,7 +355,15 @@ def _features(
     yield replace(plain, name="no-keys", lengths_q=(4, 2), lengths_k=(0, 0), past_k=0)
     yield replace(plain, name="no-sequences")
     yield replace(plain, name="no-tokens", lengths_q=(0,), lengths_k=(0,), past_q=0, past_k=0)
-
-
-def _bad_rows(case: Case, side: str) -> npt.NDArray[np.bool_]:
-    return ~case.healthy(side) | (case.sequence_of(side) < 0)
+    none, dead = (False, False, False), ((3, block + 5, 2, 9), (block + 2, 5, 0, 9))
+    few, fewer = (block - 1, 5, 0, 0, 3), (block // 2, 4, 0, 9)
+    two: dict[str, Any] = {"group": 2, "num_heads_kv": 2}
+    yield case("softcap", short, softcap=1.5, causal=True, group=3)
+    yield case("softcap-sinks", short, softcap=1.0, sinks=True, window=(6, 3), **two)
+    yield case("sinks", edges, sinks=True, causal=True, group=3)
+    yield case("sinks-dead", *dead, sinks=True, causal=True, direction=none)
+    yield case("seqused", *unequal, seqused_k=few, group=2)
+    steep: dict[str, Any] = {"softcap": 4.0, "softmax_scale": 1.0}
+    yield case("softcap-seqused", *dead, seqused_k=fewer, causal=True, window=(block, -1), **steep)
+    every = two | {"softcap": 1.5, "sinks": True, "seqused_k": few, "sinks_direction": False}
+    yield case("softcap-sinks-seqused", *unequal, causal=True, **every)

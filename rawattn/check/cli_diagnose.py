@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.candidate import Candidate, Unsupported, load
-from rawattn.check.cases import DTYPES, Case, standard
+from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose import harness, words
 from rawattn.check.diagnose.diagnosis import diagnose
 from rawattn.check.diagnose.failures import (
@@ -34,7 +34,7 @@ from rawattn.check.diagnose.pairs import Pair, load_two
 from rawattn.check.diagnose.printed import explain_log
 from rawattn.check.diagnose.question import STAGES, Answers, Question
 from rawattn.check.machine import default_framework, use_simulator
-from rawattn.check.options import NewFile, html_option, json_option
+from rawattn.check.options import NewFile, html_option, json_option, rare_options
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
@@ -158,6 +158,7 @@ def explain_command(
     "--window", callback=_integers, help="LEFT,RIGHT keys beside a query's own; -1 is open."
 )
 @click.option("--softmax-scale", type=float, help="head_dim ** -0.5 by default.")
+@rare_options
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
 @click.option("--num-selected", default=4, show_default=True, help="block-sparse: blocks a query.")
 @click.option("--seed", default=0, show_default=True)
@@ -168,13 +169,17 @@ def dump_command(
     candidate: str | None,
     framework: str | None,
     lengths: tuple[int, ...] | None,
+    softcap: float | None,
+    sinks: bool,
+    seqused: bool,
     seed: int,
     **sizes: Any,
 ) -> None:
     """Write inputs and results of a case to a .npz file, for `rawattn-check explain`.
 
-    CASE is one of the standard cases of --list; with --lengths a random one is made. Run your
-    kernel on the inputs, save its results under the same names, and let the two be explained.
+    CASE is one of the standard cases of --list; with --lengths a random one is made; --softcap,
+    --sinks and --seqused add to either. Run your kernel on the inputs, save its results under the
+    same names, and let the two be explained.
     """
     if listing:
         Console().print(_list())
@@ -183,6 +188,10 @@ def dump_command(
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
     chosen = _standard_case(case) if case else _random_case(lengths or (), **sizes)
+    if softcap is not None or sinks or seqused:
+        if isinstance(chosen, SparseCase):
+            raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
+        chosen = with_options(chosen, softcap, sinks, seqused)
     whose = candidate or "the reference"
     try:
         if candidate:
@@ -386,9 +395,14 @@ def _list() -> Table:
             _one_or_two(sum(case.lengths_q), sum(case.lengths_k)),
             _one_or_two(case.num_heads_q, case.num_heads_kv),
             _one_or_two(case.head_dim, case.head_dim_v),
-            ("causal" if case.causal else "not causal") + window,
+            ("causal" if case.causal else "not causal") + window + _rare(case),
         )
     return table
+
+
+def _rare(case: Case) -> str:
+    cap = "" if case.softcap is None else f", softcap {case.softcap:g}"
+    return cap + ", sinks" * case.sinks + ", seqused_k" * (case.seqused_k is not None)
 
 
 def _one_or_two(of_queries: int, of_keys: int) -> str:

@@ -6,11 +6,17 @@ from pathlib import Path
 import click
 
 from rawattn.check.candidate import Candidate, load
-from rawattn.check.cases import Case, standard
+from rawattn.check.cases import Case, standard, with_options
 from rawattn.check.diagnose.failures import SECONDS, explain_failures
 from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.machine import default_framework, gpu_name, has_torch, use_simulator
-from rawattn.check.options import filter_option, html_option, json_option, quick_option
+from rawattn.check.options import (
+    filter_option,
+    html_option,
+    json_option,
+    quick_option,
+    rare_options,
+)
 from rawattn.check.outcome import finish
 from rawattn.check.peer import torch_attention
 from rawattn.check.progress import Steps, counted, say
@@ -39,6 +45,7 @@ SECONDS_ON_GPU = 4.0  # SECONDS for a candidate that runs there
     "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (up to half a minute)."
 )
 @click.option("--full", is_flag=True, help="show every identity and every part.")
+@rare_options
 @html_option
 @json_option
 @filter_option
@@ -50,6 +57,9 @@ def diff_command(
     diagnosis: bool,
     html_file: Path | None,
     full: bool,
+    softcap: float | None,
+    sinks: bool,
+    seqused: bool,
     json_file: Path | None,
     text: str,
     quick: bool,
@@ -58,12 +68,13 @@ def diff_command(
 
     NAME has the signature of rawattn.forward; NAME_backward, NAME_double_backward and NAME_jvp (as
     far as the file has them) have those of rawattn's functions. A NAME that ends in one of these
-    words is judged alone. Each is called with the keywords that it names. Functions with a
-    parameter block_indices have the signatures of rawattn.sparse_forward, sparse_backward,
-    sparse_double_backward and sparse_jvp, and are judged on sparse cases. Small cases on a CPU,
-    large ones on a GPU. Errors are shown by tensor, sequence and head. Where something is wrong, a
-    diagnosis follows: which bug it is, with the evidence, from small problems of the kind that
-    failed; with --against, which side.
+    words is judged alone. Each is called with the keywords that it names, with softcap, sinks and
+    seqused_k where a case has them; --softcap, --sinks and --seqused give them to every case.
+    Functions with a parameter block_indices have the signatures of rawattn.sparse_forward,
+    sparse_backward, sparse_double_backward and sparse_jvp, and are judged on sparse cases. Small
+    cases on a CPU, large ones on a GPU. Errors are shown by tensor, sequence and head. Where
+    something is wrong, a diagnosis follows: which bug it is, with the evidence, from small problems
+    of the kind that failed; with --against, which side.
     """
     began = time.perf_counter()
     use_simulator()
@@ -81,6 +92,12 @@ def diff_command(
         for case in (standard_sparse(size) if judged.sparse else standard(size))
         if text in str(case) and (not quick or is_quick(case))
     ]
+    flags = " --sinks" * sinks + " --seqused" * seqused
+    flags += "" if softcap is None else f" --softcap {softcap:g}"
+    if flags:
+        if judged.sparse:
+            raise click.UsageError(f"{candidate} is about sparse attention, which has no{flags}")
+        cases = [with_options(case, softcap, sinks, seqused) for case in cases]
     if not cases:
         raise click.UsageError(f"no case has {text!r} in its name")
     rows: list[Row] = []
@@ -99,7 +116,7 @@ def diff_command(
         found = explain_failures(judged, failing, other, against=against, seconds=seconds)
     shown = found if diagnosis else None
     again = f"rawattn-check diff --candidate {candidate}"
-    again += "" if other is None else f" --against {against}"
+    again += flags if other is None else f" --against {against}{flags}"
     finish(
         rows,
         [],
@@ -107,6 +124,7 @@ def diff_command(
         json_file,
         title,
         again=again,
+        flags=flags,
         all_tensors=True,
         found=shown,
         html_file=html_file,

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from rawattn import jit
@@ -46,8 +46,8 @@ class Built:
 
 
 def builds(row: Row) -> list[Build]:
-    """The specialisations that are compiled to check a CUDA row: masks, dtypes, atomic or not,
-    without those that come to the same kernel."""
+    """The specialisations that are compiled to check a CUDA row: masks, dtypes, atomic or not, all
+    options of dense attention, without those that come to the same kernel."""
     d, atomic = row.head_dim, row.kernel.accumulates
     whole, queries = NO_DIRECTION, NO_DIRECTION
     if row.kernel.directed:
@@ -66,6 +66,9 @@ def builds(row: Row) -> list[Build]:
             Build(row, brain, d, d, False, False, atomic, queries, args_bytes=size),
             Build(row, half, d, d, True, True, False, whole, args_bytes=size),
         ]
+        capped = replace(made[0], softcap=row.when.softcap is not False)
+        made = [replace(build, softcap=row.when.softcap is True) for build in made]
+        made.append(replace(capped, sinks=True, seqused_k=True))
     return distinct(made)
 
 

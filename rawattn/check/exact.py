@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.cases import Case, Direction, Tensors, make
+from rawattn.check.diagnose.engine import Rounding, solve
+from rawattn.check.diagnose.question import Question
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors, make_sparse, seen
 from rawattn.check.transfer import Array
@@ -16,16 +18,30 @@ from rawattn.reference import dense, second, sparse
 Float64 = npt.NDArray[np.float64]
 Results = dict[str, Float64]  # by name; what does not exist for a case is not in it
 
-# The side of a result: it has rows like q or like k, or numbers for each row of q or each slot.
+# The side of a result: it has rows like q or like k, or numbers for each row of q, slot or head.
 SIDES = {
     **{"out": "q", "lse": "row", "dq": "q", "dk": "k", "dv": "k", "dblock_scale": "slot"},
     **{"tout": "q", "tlse": "row", "ddout": "q", "ddlse": "row"},
     **{"gq": "q", "gk": "k", "gv": "k", "gblock_scale": "slot"},
+    **{"dsinks": "head", "gsinks": "head"},
     **{"sliding out": "q", "sliding lse": "row"},
 }
-GRADIENTS = ("dq", "dk", "dv", "dblock_scale")
 HESSIAN = ("gq", "gk", "gv")  # the second derivatives times a direction
-SECOND = ("ddout", "ddlse", *HESSIAN, "gblock_scale")
+
+
+def gradients_of(case: Case) -> tuple[str, ...]:
+    """The results of ``backward``, the last one if the case has what it is of."""
+    return "dq", "dk", "dv", f"d{case.learned}"
+
+
+def second_of(case: Case) -> tuple[str, ...]:
+    """Those of ``double_backward``, likewise."""
+    return "ddout", "ddlse", *of_direction(case)
+
+
+def of_direction(case: Case) -> tuple[str, ...]:
+    """Those of them that there is one of for each part of a direction."""
+    return *HESSIAN, f"g{case.learned}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +52,7 @@ class Exact:
     says for a side which elements must be exactly 0. Every function has a ``rounding``.
     """
 
+    case: Case
     first: ModuleType
     beyond: ModuleType
     tensors: tuple[Float64, Float64, Float64, Float64]  # q, k, v, dout
@@ -55,11 +72,12 @@ class Exact:
         """The gradients."""
         q, k, v, dout = self.tensors
         inputs, mode = (dout, q, k, v, out, lse, *self.where), {"dlse": self.dlse} | self.options
-        return _named(GRADIENTS, self.first.backward(*inputs, rounding=rounding, **mode))
+        results = self.first.backward(*inputs, rounding=rounding, **mode)
+        return _named(gradients_of(self.case), results)
 
     def jvp(self, direction: Direction, rounding: Any = None) -> Results:
         """tout and tlse."""
-        parts, gate = self._parts(direction, "tblock_scale")
+        parts, gate = self._parts(direction, "t")
         inputs, mode = (*self.tensors[:3], *parts, *self.where), gate | self.options
         _, tout, _, tlse = self.beyond.jvp(*inputs, rounding=rounding, **mode)
         return {"tout": tout, "tlse": tlse}
@@ -68,15 +86,31 @@ class Exact:
         self, direction: Direction, out: Array, lse: Array, rounding: Any = None
     ) -> Results:
         """ddout, ddlse and the second derivatives in ``direction``."""
-        parts, gate = self._parts(direction, "ddblock_scale")
+        if rounding is not None and (self.case.softcap is not None or self.case.sinks):
+            return self.rounded_second(direction, out, lse, rounding)
+        parts, gate = self._parts(direction, "dd")
         q, k, v, dout = self.tensors
         inputs, mode = (*parts, dout, q, k, v, out, lse, *self.where), gate | self.options
         results = self.beyond.double_backward(*inputs, dlse=self.dlse, rounding=rounding, **mode)
-        return _named(SECOND, results)
+        return _named(second_of(self.case), results)
 
-    def _parts(self, direction: Direction, gate: str) -> tuple[Direction, dict[str, Any]]:
+    def rounded_second(
+        self, direction: Direction, out: Array, lse: Array, rounding: Any
+    ) -> Results:
+        """``double_backward`` with each step of the diagnosis' engine rounded: for softcap and
+        sinks, which the reference has no rounding for."""
+        q, k, v, dout = self.tensors
+        parts, moved = self._parts(direction, "t")
+        tangents = dict(zip(("tq", "tk", "tv"), parts, strict=True)) | moved
+        inputs = {"dout": dout, "dlse": self.dlse} | tangents | self.options
+        question = Question(q, k, v, *self.where, **inputs)
+        steps = Rounding(lambda x: np.asarray(x).astype(rounding).astype(np.float64))
+        return solve(question, "second", rounding=steps, given=(out, lse))
+
+    def _parts(self, direction: Direction, prefix: str) -> tuple[Direction, dict[str, Any]]:
         cleaned = tuple(None if part is None else clean(part) for part in direction)
-        return cleaned[:3], dict(zip((gate,), cleaned[3:], strict=False))
+        moved = zip((f"{prefix}{self.case.learned}",), cleaned[3:], strict=False)
+        return cleaned[:3], dict(moved)
 
 
 def exact(case: Case, seed: int = 0) -> tuple[Tensors, Exact]:
@@ -86,9 +120,14 @@ def exact(case: Case, seed: int = 0) -> tuple[Tensors, Exact]:
         return sparsely, _sparse(case, sparsely)
     tensors = make(case, seed)
     where = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    options = {"window": case.mask_window, "softmax_scale": case.softmax_scale}
+    options = {
+        **{"window": case.mask_window, "softmax_scale": case.softmax_scale},
+        **{"softcap": case.softcap, "seqused_k": tensors.seqused_k},
+        "sinks": None if tensors.sinks is None else clean(tensors.sinks),
+    }
     zeros = {side: case.unseen(side)[:, None, None] for side in "qk"}
-    return tensors, Exact(dense, second, *_cleaned(tensors), where, options, zeros)
+    zeros["head"] = np.zeros(case.num_heads_q, dtype=bool)
+    return tensors, Exact(case, dense, second, *_cleaned(tensors), where, options, zeros)
 
 
 def sliding(case: SparseCase, exact: Exact, rounding: Any = None) -> Results:
@@ -117,7 +156,7 @@ def _sparse(case: SparseCase, tensors: SparseTensors) -> Exact:
     }
     where = (t.cu_seqlens_q, t.cu_seqlens_k, t.block_indices)
     zeros = {"q": ~there.q[..., None], "k": ~there.k[..., None], "slot": ~there.slots}
-    return Exact(sparse, sparse, *_cleaned(tensors), where, options, zeros)
+    return Exact(case, sparse, sparse, *_cleaned(tensors), where, options, zeros)
 
 
 def _cleaned(t: Tensors) -> tuple[tuple[Float64, Float64, Float64, Float64], Float64 | None]:

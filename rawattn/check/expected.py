@@ -61,9 +61,10 @@ class Target:
         return np.compress(counted, array, axis=self.token_axis)
 
     def shares(self, candidate: Array, against: Array | None = None) -> list[Share]:
-        """The errors of ``candidate`` by sequence and head; none if its shape is another."""
+        """The errors of ``candidate`` by sequence and head; none if its shape is another, or it is
+        of heads alone."""
         wanted = self.reference if against is None else against
-        if candidate.shape != wanted.shape:
+        if candidate.shape != wanted.shape or wanted.ndim == 1:
             return []
         shares = breakdown(candidate, wanted, self.sequence_of, token_axis=self.token_axis)
         return [share for share in shares if share.sequence not in self.undefined]
@@ -134,11 +135,14 @@ def expect(case: Case, seed: int = 0) -> Expected:
 def target(
     case: Case, name: str, truth: Float64, same: Float64, zeros: Bools | None = None
 ) -> Target:
-    """The target of a result called ``name``; numbers for a row or a slot have lse's precision."""
+    """The target of a result called ``name``. Numbers for a row, slot or head have lse's precision;
+    those for a head are of all sequences."""
     side = SIDES[name]
     dtype = (dtype_of if side in "qk" else lse_dtype)(case.dtype)
     same, token_axis = _as_precise_as(dtype, truth, same), int(side == "row")
     sequence_of = case.sequence_of("k" if side == "k" else "q")
+    if side == "head":
+        sequence_of = np.zeros(case.num_heads_q, dtype=np.int64)
     return Target(
         truth, same, dtype, sequence_of, case.poisoned, zeros, token_axis, case.terms_of(name)
     )

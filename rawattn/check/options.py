@@ -1,10 +1,10 @@
 """What the subcommands of rawattn-check have in common: options, and refusals before the work."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -49,6 +49,20 @@ quick_option = click.option("--quick", is_flag=True, help="a few cases, and a ro
 arch_option = click.option(
     "--arch", "archs", multiple=True, callback=known_archs, help="such as sm_90; may be repeated."
 )
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def rare_options(command: Command) -> Command:
+    """Options of what few problems have, for commands that choose cases."""
+    softcap = click.FloatRange(min=0, min_open=True)
+    for option in (
+        click.option("--seqused", is_flag=True, help="some keys are not in use (seqused_k)."),
+        click.option("--sinks", is_flag=True, help="a learned logit a head in the denominator."),
+        click.option("--softcap", type=softcap, metavar="C", help="scores are C tanh(score / C)."),
+    ):
+        command = option(command)
+    return command
 
 
 def refuse_no_folders() -> None:

@@ -29,6 +29,7 @@ def finish(
     title: str = "",
     *,
     again: str = "rawattn-check run",
+    flags: str = "",
     all_tensors: bool = False,
     found: Diagnosis | None = None,
     html_file: Path | None = None,
@@ -36,7 +37,8 @@ def finish(
 ) -> NoReturn:
     """Show what was found, write the files, leave with the exit code.
 
-    ``began`` is of ``time.perf_counter``; ``again`` the command that judged, without its filter.
+    ``began`` is of ``time.perf_counter``; ``again`` the command that judged, without its filter;
+    ``flags`` what it gave to every case.
     """
     console = report.console()
     if rows:
@@ -55,7 +57,7 @@ def finish(
     for section in report.sections(rows, built):
         console.print()
         console.print(section)
-    _say_what_now(console, rows, built, again)
+    _say_what_now(console, rows, built, again, flags)
     console.print()
     console.print(summary(rows, built, time.perf_counter() - began))
     if json_file is not None:
@@ -85,7 +87,9 @@ def summary(rows: Sequence[Row], built: Sequence[Built], seconds: float) -> Text
     return Text(text, "bold green" if good else "bold red")
 
 
-def what_now(rows: Sequence[Row], built: Sequence[Built], again: str) -> Iterator[str]:
+def what_now(
+    rows: Sequence[Row], built: Sequence[Built], again: str, flags: str = ""
+) -> Iterator[str]:
     """What is to be done where something is not right, the next command first."""
     bad = [row for row in rows if row.verdict.verdict == "FAIL"]
     if bad:
@@ -94,7 +98,8 @@ def what_now(rows: Sequence[Row], built: Sequence[Built], again: str) -> Iterato
         yield "a kernel that was stopped, by its name: RAWATTN_SYNC=1 in front of it"
         yield "report it with what these write: rawattn-check --json found.json; rawattn-check env"
     elif bad:
-        yield f"the inputs and right results of a case as a file: rawattn-check dump {bad[0].case}"
+        dumped = f"rawattn-check dump {bad[0].case}{flags}"
+        yield f"the inputs and right results of a case as a file: {dumped}"
     if any(row.verdict.verdict == "vacuous" for row in rows):
         yield "vacuous is no pass: zeros would have been let through, so nothing is shown"
     refused = [b for b in built if not b.ok]
@@ -123,9 +128,9 @@ def as_json(rows: Sequence[Row], built: Sequence[Built]) -> dict[str, Any]:
 
 
 def _say_what_now(
-    console: Console, rows: Sequence[Row], built: Sequence[Built], again: str
+    console: Console, rows: Sequence[Row], built: Sequence[Built], again: str, flags: str
 ) -> None:
-    steps = list(what_now(rows, built, again))
+    steps = list(what_now(rows, built, again, flags))
     if steps:
         console.print("\nWhat now", style="bold")
         for step in steps:

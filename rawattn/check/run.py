@@ -21,6 +21,7 @@ from rawattn.variants.steps import SECOND, STEPS
 Job = tuple[Case, str, tuple[str, ...]]  # case, backend, steps beside the forward
 QUICK = (  # cases that stand for all of them
     *("edges-causal", "unequal", "window", "all-dead", "strided", "dim-40"),
+    "softcap-sinks-seqused",
     *("sparse-edges-open", "sparse-counts", "sparse-no-own", "sparse-gate"),
 )
 Results = dict[str, np.ndarray[Any, Any]]
@@ -130,7 +131,8 @@ def jobs(arch: int) -> list[Job]:
 def _has_rows(case: Case, step: str, arch: int) -> bool:
     """Whether the table has CUDA rows for ``step``: the widest tiles do not fit every GPU."""
     sizes = (case.num_heads_q, case.num_heads_kv, case.head_dim, case.head_dim_v)
-    problem = Problem(case.dtype, 1, 1, 1, *sizes, *case.mask_window, 1.0, arch, 0)
+    cap = case.softcap or 0.0
+    problem = Problem(case.dtype, 1, 1, 1, *sizes, *case.mask_window, 1.0, arch, 0, softcap=cap)
     return all(select(of.stem, problem).family != "numba" for of in STEPS[step])
 
 

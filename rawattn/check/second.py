@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.cases import Case, Direction, dtype_of, lse_dtype
-from rawattn.check.exact import HESSIAN, SECOND, SIDES, Results, clean
+from rawattn.check.exact import HESSIAN, SIDES, Results, clean, of_direction
 from rawattn.check.expected import Expected, Symmetry, Target, coarse, expect, target
 from rawattn.check.transfer import Array, to_numpy
 
 __all__ = ["HESSIAN", "expect_second", "inner"]
 
-OF_DIRECTION = SECOND[2:]  # one for each part of a direction
 OF_SCORES = ("tlse", "ddlse", "gv")  # 0 in a direction that leaves the scores as they are
 Compute = Callable[[Direction, Any], Results]  # results in a direction, with a rounding
 
@@ -42,10 +41,10 @@ def expect_second(case: Case) -> Expected:
     mirrored = _targets(first, u, double_backward)
     allowed = sum(
         targets[name].allowance() * _norm(part) + mirrored[name].allowance() * _norm(own)
-        for name, part, own in zip(OF_DIRECTION, u, t.direction, strict=False)
+        for name, part, own in zip(of_direction(case), u, t.direction, strict=False)
         if name in targets
     )
-    zero = not any(targets[name].reference.any() for name in OF_DIRECTION if name in targets)
+    zero = not any(targets[name].reference.any() for name in of_direction(case) if name in targets)
     return replace(first, targets=targets, symmetry=Symmetry(u, allowed, zero))
 
 
@@ -75,7 +74,7 @@ def _targets(first: Expected, direction: Direction, compute: Compute) -> dict[st
     for name in truth:
         zero = not any(given[:2] + given[3:] if name in OF_SCORES else given)
         if SIDES[name] == "row":
-            zeros = first.exact.zeros["q"][..., 0].T
+            zeros = first.exact.zeros["q"][..., 0].T & (not case.sinks)  # those are in every lse
             targets[name] = target(case, name, truth[name], same_rows[name], zeros | zero)
         else:
             zeros = first.exact.zeros[SIDES[name]]
@@ -101,7 +100,7 @@ def _across(first: Expected, targets: dict[str, Target]) -> Direction:
         unit.flags.writeable = False
         return unit
 
-    return tuple(map(part, OF_DIRECTION, t.origins))
+    return tuple(map(part, of_direction(first.case), t.origins))
 
 
 def _norm(part: Array | None) -> float:

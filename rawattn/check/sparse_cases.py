@@ -48,6 +48,10 @@ class SparseCase(Case):
         return self.terms + products * max(self.head_dim, self.head_dim_v)
 
     @property
+    def learned(self) -> str:
+        return "block_scale"
+
+    @property
     def mask_window(self) -> tuple[int, int]:
         """The window of the sliding branch."""
         if self.window == (-1, -1):

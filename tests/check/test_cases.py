@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 
 import numpy as np
 import pytest
 
-from rawattn.check.cases import DTYPES, HALF, Case, dtype_of, make, standard
+from rawattn.check.cases import DTYPES, HALF, Case, dtype_of, in_use, make, standard, with_options
 from rawattn.check.expected import expect
+from rawattn.check.run import jobs
 from rawattn.check.second import expect_second
 from rawattn.check.transfer import to_framework, to_numpy
+from rawattn.variants.steps import STEPS
 
 SIZES = ("small", "large")
 
@@ -36,6 +38,25 @@ def test_every_feature_is_there(size: str) -> None:
     assert {case.direction for case in cases} == set(product((True, False), repeat=3))
     assert any(not case.lengths_q for case in cases)
     assert any(sum(case.lengths_k) + case.past_k == 0 for case in cases)
+    assert {case.sinks_direction for case in cases if case.sinks} == {True, False}
+    capped = {case.softcap for case in cases} - {None}
+    assert len(capped) > 1 and min(capped) < 2 < max(capped)
+    of_keys = [(c.lengths_k, c.seqused_k) for c in cases if c.seqused_k is not None]
+    pairs = [pair for lengths in of_keys for pair in zip(*lengths, strict=True)]
+    assert all(used <= allotted for allotted, used in pairs)
+    parts = {(used > 0, used < allotted) for allotted, used in pairs if allotted}
+    assert parts == {(True, False), (True, True), (False, True)}, "all, some and no keys in use"
+
+
+@pytest.mark.parametrize("arch", [0, 90])
+def test_every_step_meets_softcap_sinks_and_seqused_k(arch: int) -> None:
+    """On a GPU with both backends, in every dtype."""
+    backends = {"numba", "cuda"} if arch else {"numba"}
+    for option in (lambda c: c.softcap, lambda c: c.sinks, lambda c: c.seqused_k):
+        met = [(case, by, steps) for case, by, steps in jobs(arch) if option(case)]
+        for backend in backends:
+            assert {step for _, by, steps in met if by == backend for step in steps} == set(STEPS)
+        assert not arch or {case.dtype for case, *_ in met} == set(DTYPES)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -50,13 +71,17 @@ def test_names_are_unique_and_large_cases_come_in_both_half_precisions(size: str
 @pytest.mark.parametrize("case", standard("small"), ids=str)
 def test_poison_stands_where_it_should(case: Case) -> None:
     t = make(case)
-    assert tuple(part is not None for part in t.direction) == case.direction
-    assert t.direction == (t.tq, t.tk, t.tv)
-    for origin, part in zip((t.q, t.k, t.v), t.direction, strict=True):
+    parts = (*case.direction, case.sinks_direction) if case.sinks else case.direction
+    assert tuple(part is not None for part in t.direction) == parts
+    assert t.direction == (t.tq, t.tk, t.tv, t.tsinks)[: 3 + case.sinks]
+    for origin, part in zip(t.origins, t.direction, strict=True):
         assert part is None or (part.shape == origin.shape and part.strides == origin.strides)
+    assert (t.sinks is not None) == case.sinks and not (case.sinks and case.poisoned)
+    assert (t.seqused_k is not None) == (case.seqused_k is not None)
     for side, given in (("q", (t.q, t.dout, t.tq)), ("k", (t.k, t.v, t.tk, t.tv))):
         arrays = [array for array in given if array is not None]
-        bad = ~case.healthy(side) | (case.sequence_of(side) < 0)
+        bad = case.trapped(side)
+        assert (bad >= ~case.healthy(side) | (case.sequence_of(side) < 0)).all()
         for array in arrays:
             assert np.isnan(array[bad].astype(np.float64)).all()
             assert np.isfinite(array[~bad].astype(np.float64)).all()
@@ -83,7 +108,7 @@ def test_same_seed_same_numbers() -> None:
     first, second, other = make(case), make(case), make(case, seed=1)
     for field in fields(first):
         a, b = getattr(first, field.name), getattr(second, field.name)
-        assert a.tobytes() == b.tobytes()
+        assert a is b is None or a.tobytes() == b.tobytes()
     assert first.q.tobytes() != other.q.tobytes()
 
 
@@ -96,6 +121,30 @@ def test_masks_of_rows() -> None:
     assert case.unseen("q").tolist() == [True, True, False, False, False, True, True, True]
     assert case.unseen("k").tolist() == [False, False, False]
     assert case.mask_window == (-1, 0)
+
+
+def test_rows_of_keys_that_are_not_in_use() -> None:
+    lengths = ((2, 1, 1), (3, 2, 1))
+    case = Case("rows", *lengths, causal=True, seqused_k=(2, 0, 1), past_q=0, past_k=1)
+    # The last query sees the last key in use, and a key that is not in use counts as none.
+    assert case.unseen("q").tolist() == [False, False, True, False]
+    assert case.unseen("k").tolist() == [False, False, True, True, True, False, True]
+    assert case.trapped("k").tolist() == [False, False, True, True, True, False, True]
+    assert not case.trapped("q").any() and case.lengths_used == (2, 0, 1)
+    plain = replace(case, seqused_k=None)
+    assert plain.trapped("k").tolist() == [False] * 6 + [True]
+    same = [(make(one).q, make(one).k[:2]) for one in (case, plain)]
+    for one, other in zip(*same, strict=True):
+        assert one.tobytes() == other.tobytes(), "the numbers do not depend on what is in use"
+
+
+def test_options_on_top_of_a_case() -> None:
+    case = standard("small")[0]
+    assert with_options(case, None, False, False) == case
+    found = with_options(case, 2.0, True, True)
+    assert (found.softcap, found.sinks, found.poisoned) == (2.0, True, ())
+    assert found.seqused_k == in_use(case.lengths_k) != case.lengths_k
+    assert with_options(case, None, False, True).poisoned == case.poisoned
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -134,9 +183,11 @@ def test_arrays_travel_and_come_back(framework: str, dtype: str) -> None:
     if framework == "torch":
         pytest.importorskip("torch")
     case = next(c for c in standard("large") if c.strided)
-    t = make(Case("travel", (5,), (5,), dtype=dtype, strided=case.strided))
+    t = make(Case("travel", (5,), (5,), dtype=dtype, strided=case.strided, sinks=True))
     moved = t.on(framework)
     for field in fields(t):
+        if getattr(t, field.name) is None:
+            continue
         before, after = getattr(t, field.name), to_numpy(getattr(moved, field.name))
         assert after.dtype == before.dtype and after.shape == before.shape
         assert after.strides == before.strides and after.tobytes() == before.tobytes()

@@ -29,36 +29,47 @@ from rawattn.reference import dense, second
 def mask(causal, window):
     return (window[0], 0) if causal else window
 
+def typed(g, q):
+    wide = np.float64 if q.dtype == np.float64 else np.float32
+    return g.astype(q.dtype if g.ndim == 3 else wide)
+
 def attend(q, k, v, cu_seqlens, *, cu_seqlens_k=None, causal=False, window=(-1, -1),
-           softmax_scale=None, return_lse=False, out=None):
+           softmax_scale=None, softcap=None, sinks=None, seqused_k=None, return_lse=False,
+           out=None):
     result, lse = dense.forward(q, k, v, cu_seqlens, cu_seqlens_k,
+                                softcap=softcap, sinks=sinks, seqused_k=seqused_k,
                                 window=mask(causal, window), softmax_scale=softmax_scale)
     out[...] = result
-    lse = lse.astype(np.float64 if q.dtype == np.float64 else np.float32)
+    lse = typed(lse, q)
     return (out, lse) if return_lse else out
 
 def attend_backward(dout, q, k, v, out, lse, cu_seqlens, *, cu_seqlens_k=None, causal=False,
-                    window=(-1, -1), softmax_scale=None, dlse=None):
+                    window=(-1, -1), softmax_scale=None, softcap=None, sinks=None,
+                    seqused_k=None, dlse=None):
     grads = dense.backward(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dlse=dlse,
+                           softcap=softcap, sinks=sinks, seqused_k=seqused_k,
                            window=mask(causal, window), softmax_scale=softmax_scale)
-    return tuple(g.astype(q.dtype) for g in grads)
+    return tuple(typed(g, q) for g in grads)
 
 def attend_double_backward(ddq, ddk, ddv, dout, q, k, v, out, lse, cu_seqlens, *,
                            cu_seqlens_k=None, causal=False, window=(-1, -1), softmax_scale=None,
+                           softcap=None, sinks=None, ddsinks=None, seqused_k=None,
                            dlse=None, ddlse=None):
     ddo, ddl, *grads = second.double_backward(
         ddq, ddk, ddv, dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dlse=dlse,
-        window=mask(causal, window), softmax_scale=softmax_scale)
+        window=mask(causal, window), softmax_scale=softmax_scale,
+        softcap=softcap, sinks=sinks, ddsinks=ddsinks, seqused_k=seqused_k)
     ddlse[...] = ddl
-    return ddo.astype(q.dtype), ddlse, *(g.astype(q.dtype) for g in grads)
+    return ddo.astype(q.dtype), ddlse, *(typed(g, q) for g in grads)
 
 def attend_jvp(q, k, v, tq, tk, tv, cu_seqlens, *, cu_seqlens_k=None, causal=False,
-               window=(-1, -1), softmax_scale=None, tout=None):
+               window=(-1, -1), softmax_scale=None, softcap=None, sinks=None, tsinks=None,
+               seqused_k=None, tout=None):
     out, tan, *rows = second.jvp(q, k, v, tq, tk, tv, cu_seqlens, cu_seqlens_k,
-                                 window=mask(causal, window), softmax_scale=softmax_scale)
+                                 window=mask(causal, window), softmax_scale=softmax_scale,
+                                 softcap=softcap, sinks=sinks, tsinks=tsinks, seqused_k=seqused_k)
     tout[...] = tan
-    return (out.astype(q.dtype), tout,
-            *(x.astype(np.float64 if q.dtype == np.float64 else np.float32) for x in rows))
+    return out.astype(q.dtype), tout, *(typed(x, q) for x in rows)
 """
 BEYOND = "ddout ddlse gq gk gv jvp-out tout jvp-lse tlse"
 # name: (text of RIGHT, what stands there in its place, tensors that must fail)
@@ -71,12 +82,12 @@ FAULTS = {
     "writes to its input": ("out[...] = result", "q[...] = 0", "-"),
     "not written": ("out[...] = result", "out[:-4] = result[:-4]", "out"),
     "float64 result": ("out[...] = result", "out = result", "out"),
-    "base of the logarithm": ("lse = lse.", "lse = (lse / np.log(2)).", "lse"),
+    "base of the logarithm": ("lse = typed(lse", "lse = typed(lse / np.log(2)", "lse"),
     "scale forgotten": ("softmax_scale)\n    out", "1.0)\n    out", "out lse"),
     "top-left causal": (
         "return (window[0], 0) if",
         "return (window[0], 1) if",
-        f"out lse dq dk dv {BEYOND}",
+        f"out lse dq dk dv {BEYOND} gsinks",
     ),
     "leaks to the neighbour": (
         "    result, lse = dense",
@@ -84,17 +95,17 @@ FAULTS = {
         "    result, lse = dense",
         "out lse",
     ),
-    "dlse forgotten": ("dlse=dlse", "dlse=None", "dq dk"),
-    "gradients zero": ("g.astype(q.dtype) for", "0 * g.astype(q.dtype) for", "dq dk dv"),
+    "dlse forgotten": ("dlse=dlse", "dlse=None", "dq dk dsinks"),
+    "gradients zero": ("typed(g, q) for", "0 * typed(g, q) for", "dq dk dv dsinks"),
     "dk and dq in turn": (
-        "return tuple(g",
-        "grads = grads[1::-1] + grads[2:]\n    return tuple(g",
+        "return tuple(typed",
+        "grads = grads[1::-1] + grads[2:]\n    return tuple(typed",
         "dq dk",
     ),
     "gq, gk and gv zero": (
-        "(g.astype(q.dtype) for g in grads)\n\ndef attend_jvp",
-        "(0 * g.astype(q.dtype) for g in grads)\n\ndef attend_jvp",
-        "gq gk gv",
+        "(typed(g, q) for g in grads)\n\ndef attend_jvp",
+        "(0 * typed(g, q) for g in grads)\n\ndef attend_jvp",
+        "gq gk gv gsinks",
     ),
     "gk a bit large": ("    ddlse[...]", "    grads[1] *= 1.3\n    ddlse[...]", "gk symmetry"),
     "ddlse not written": ("    ddlse[...] = ddl", "    pass", "ddlse"),
@@ -103,9 +114,13 @@ FAULTS = {
     "ddv forgotten": (
         "    ddq, ddk, ddv, dout",
         "    ddq, ddk, None, dout",
-        "ddout gq gk symmetry",
+        "ddout gq gk gsinks symmetry",
     ),
-    "dlse forgotten at second order": ("dlse=dlse,\n        w", "dlse=None,\n        w", "gq gk"),
+    "dlse forgotten at second order": (
+        "dlse=dlse,\n        w",
+        "dlse=None,\n        w",
+        "gq gk gsinks",
+    ),
     "tk forgotten": ("second.jvp(q, k, v, tq, tk", "second.jvp(q, k, v, tq, None", "tout tlse"),
     "None is not zero": (
         "    out, tan",
@@ -113,10 +128,24 @@ FAULTS = {
         "tout tlse",
     ),
     "out and tout in turn": (
-        "return (out.astype(q.dtype), tout",
-        "return (tout, out.astype(q.dtype)",
+        "return out.astype(q.dtype), tout",
+        "return tout, out.astype(q.dtype)",
         "jvp-out tout",
     ),
+    "softcap forgotten": ("softcap=softcap, sinks", "softcap=None, sinks", "out lse"),
+    "softcap forgotten in backward": (
+        "dlse=dlse,\n                           softcap=softcap",
+        "dlse=dlse,\n                           softcap=None",
+        "dq dk dv",
+    ),
+    "sinks forgotten": ("sinks=sinks, seqused", "sinks=None, seqused", "out lse"),
+    "dsinks of the other sign": (
+        "return tuple(typed(g, q) for g in grads)",
+        "return tuple(typed(g if g.ndim == 3 else -g, q) for g in grads)",
+        "dsinks",
+    ),
+    "no gradient of sinks": ("for g in grads)", "for g in grads[:3])", "-"),
+    "seqused_k ignored": ("seqused_k=seqused_k", "seqused_k=None", "out lse"),
 }
 
 
@@ -155,7 +184,7 @@ def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) 
     found = json.loads(file.read_text())
     assert found["ok"] and found["versions"]["numpy"] == np.__version__
     assert {row["case"] for row in found["rows"]} == {str(case) for case in standard("small")}
-    tensors = names(f"out lse dq dk dv {BEYOND} symmetry")
+    tensors = names(f"out lse dq dk dv dsinks {BEYOND} gsinks symmetry")
     assert {row["tensor"] for row in found["rows"]} == tensors
     for heading in ("case", "backend", "tensor", "error", "allowed", "verdict"):
         assert heading in result.output
@@ -258,11 +287,11 @@ def test_diff_against_torch(check, candidate, one_thread) -> None:
     ("name", "tensors"),
     [
         ("attend_jvp", "jvp-out jvp-lse tout tlse"),
-        ("attend_double_backward", "ddout ddlse gq gk gv symmetry"),
-        ("attend_backward", "dq dk dv"),
+        ("attend_double_backward", "ddout ddlse gq gk gv gsinks symmetry"),
+        ("attend_backward", "dq dk dv dsinks"),
         ("jvp", "jvp-out jvp-lse tout tlse"),
-        ("double_backward", "ddout ddlse gq gk gv symmetry"),
-        ("none", f"dq dk dv {BEYOND} symmetry"),
+        ("double_backward", "ddout ddlse gq gk gv gsinks symmetry"),
+        ("none", f"dq dk dv dsinks {BEYOND} gsinks symmetry"),
     ],
 )
 def test_diff_judges_what_there_is(name: str, tensors: str, check, candidate, tmp_path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from rawattn.check.cases import DTYPES, HALF, Case, dtype_of, standard
 from rawattn.check.diagnose.harness_pairs import rights, wrongs
 from rawattn.check.diff import agree, allowance, breakdown, judge
+from rawattn.check.exact import exact, of_direction
 from rawattn.check.expected import Expected, expect
 from rawattn.check.second import HESSIAN, expect_second, inner
 from rawattn.reference import dense, second
@@ -155,10 +156,10 @@ def test_gradients_of_any_size_are_judged_alike(dtype: str, size: float) -> None
         passed = (size * dout, q, k, v, out.astype(kind), lse)
         return dense.backward(*passed, offsets, offsets, rounding=rounding)
 
-    for exact, same, right in zip(*map(gradients, (None, kind, np.float32)), strict=True):
-        assert judge(right.astype(kind), exact, same, terms=64).ok
-        for wrong in (0.5 * exact, 0 * exact, -exact, exact[:, ::-1], 1.0625 * exact):
-            assert judge(wrong.astype(kind), exact, same, terms=64).verdict == "FAIL"
+    for truth, same, right in zip(*map(gradients, (None, kind, np.float32)), strict=True):
+        assert judge(right.astype(kind), truth, same, terms=64).ok
+        for wrong in (0.5 * truth, 0 * truth, -truth, truth[:, ::-1], 1.0625 * truth):
+            assert judge(wrong.astype(kind), truth, same, terms=64).verdict == "FAIL"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -315,6 +316,52 @@ def test_what_a_direction_leaves_out_is_zero_by_definition(
     assert {n for n, verdict in verdicts.items() if "by definition" in verdict.note} == set(zeros)
 
 
+# ---- softcap, sinks and seqused_k --------------------------------------------------------------
+
+OPTIONED = replace(CASE, poisoned=(), softcap=1.5, sinks=True, seqused_k=(11, 5, 0))
+
+
+@pytest.mark.parametrize("tensor", ["dsinks", "gsinks"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_sinks_are_judged(dtype: str, tensor: str) -> None:
+    target = expect_second(replace(OPTIONED, dtype=dtype)).targets[tensor]
+    right = target.same_dtype.astype(target.dtype)
+    assert right.shape == (OPTIONED.num_heads_q,) and right.dtype.itemsize >= 4
+    assert target.judge(right).ok and target.shares(right) == []
+    for wrong in (right * right.dtype.type(1.0625), 0 * right, -right, right[::-1], right * np.nan):
+        assert target.judge(wrong).verdict == "FAIL"
+    assert target.judge(right[:-1]).note.startswith("shape")
+
+
+def test_without_keys_the_tangent_of_lse_is_that_of_the_sink() -> None:
+    expected = expect_second(OPTIONED)
+    dead = (expected.case.sequence_of("q") == 2).nonzero()[0]
+    tlse = expected.targets["tlse"].same_dtype.astype(np.float32)
+    assert np.allclose(tlse[:, dead], expected.tensors.tsinks[:, None], rtol=1e-6)
+    assert expected.targets["tlse"].judge(tlse).ok
+    tlse[:, dead] = 0.0
+    assert expected.targets["tlse"].judge(tlse).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("case", [CASE, OPTIONED], ids=["plain", "optioned"])
+def test_double_backward_of_the_same_dtype_where_the_reference_has_none(case: Case) -> None:
+    """Rounded to float64 it is exact; else off by as much as the one that the reference has."""
+    tensors, reference = exact(case)
+    passed = reference.forward()["out"], reference.forward()["lse"]
+    truth = reference.double_backward(tensors.direction, *passed)
+    whole = reference.rounded_second(tensors.direction, *passed, np.float64)
+    half = reference.rounded_second(tensors.direction, *passed, np.float16)
+    plain = {} if case.sinks else reference.double_backward(tensors.direction, *passed, np.float16)
+    assert truth.keys() == whole.keys() == half.keys()
+    for name, exactly in truth.items():
+        size = np.abs(exactly).max()
+        assert np.abs(whole[name] - exactly).max() < 1e-13 * size
+        error = np.abs(half[name] - exactly).max() / size
+        assert 1e-5 < error < 1e-2
+        if name in plain:
+            assert 1 / 4 < error * size / np.abs(plain[name] - exactly).max() < 4
+
+
 # ---- the symmetry of second derivatives -------------------------------------------------------
 
 
@@ -395,6 +442,7 @@ def test_no_standard_case_is_vacuous_or_beyond_a_dense_implementation(case: Case
     for tensor, target in expected.targets.items():
         verdict = target.judge(target.same_dtype.astype(target.dtype))
         assert verdict.ok, (tensor, verdict)
-    grads = [expected.targets[name].reference for name in HESSIAN]
+    names = [name for name in of_direction(case) if name in expected.targets]
+    grads = [expected.targets[name].reference for name in names]
     product = inner(expected.symmetry.direction, grads)
     assert expected.symmetry.judge(np.array([product, product])).ok

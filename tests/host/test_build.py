@@ -79,6 +79,11 @@ def test_builds_cover_masks_dtypes_and_the_atomic_form() -> None:
         assert {build.scaled for build in made} == ({True, False} if kernel.sparse else {False})
         assert len({build.blocks for build in made}) == (3 if kernel.sparse else 1)
         assert {b.atomic for b in made} == ({True, False} if kernel.accumulates else {False})
+        assert {b.sinks and b.seqused_k for b in made} == (
+            {False} if kernel.sparse else {True, False}
+        )
+        if not kernel.sparse:
+            assert any(build.softcap for build in made) == (row.when.softcap is not False)
         directions = {(True, True, True), (True, False, False)}
         assert {b.direction for b in made} == (directions if kernel.directed else {(False,) * 3})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rawattn.check.diagnose import bugs_inputs
+from rawattn.check.diagnose import bugs_inputs, bugs_options
 from rawattn.check.diagnose.bugs_masks import masks, neighbours
 from rawattn.check.diagnose.bugs_numbers import of_backward, of_scores
 from rawattn.check.diagnose.bugs_tiles import dead_rows, tiles
@@ -29,6 +29,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     sizes = [tile for tile in TILES if tile < 2 * longest]
+    yield from bugs_options.bugs(question)
     yield from masks(question)
     yield from neighbours(question, list(TILES))
     yield from bugs_anywhere(question)

@@ -98,7 +98,8 @@ def masks(question: Question) -> Iterator[Bug]:
 def longer(question: Question, view: View, before: int, after: int, zeros: bool) -> View:
     """A view with more keys on both sides: rows of zeros, or what lies there in memory."""
     b = view.sequence
-    start, stop = int(question.cu_seqlens_k[b]), int(question.cu_seqlens_k[b + 1])
+    start = int(question.cu_seqlens_k[b])
+    stop = start + question.lengths_k[b]
     if not zeros:
         before, after = min(before, start), min(after, len(question.k) - stop)
     keys = np.arange(start - before, stop + after)

@@ -93,6 +93,26 @@ CLASSES: dict[str, BugClass] = {
         "the scores are capped by a tanh",
         "a softcap that is left on",
     ),
+    "softcap-dropped": BugClass(
+        "the scores are not capped",
+        "softcap on its way to the kernel: c tanh(score / c), after softmax_scale, before the mask",
+    ),
+    "softcap-slope-omitted": BugClass(
+        "the derivative of the softcap is missing",
+        "dS times 1 - tanh^2 before the products with k and q, and the same in every tangent",
+    ),
+    "sinks-dropped": BugClass(
+        "the sinks are not in the softmax denominator",
+        "sinks on their way to the kernel: exp(sink - row_max) in the row sum, and so in lse",
+    ),
+    "sinks-gradient": BugClass(
+        "the gradient of the sinks is wrong",
+        "dsinks = -sum over all queries of exp(sink - lse) (dout . out - dlse)",
+    ),
+    "seqused-ignored": BugClass(
+        "seqused_k is ignored",
+        "the number of keys of a sequence: in the mask of the last tile, and at the diagonal's end",
+    ),
     "rotary": BugClass(
         "rotary embeddings are applied to what must not be rotated, or not undone",
         "where q and k are rotated, and their gradients rotated back",

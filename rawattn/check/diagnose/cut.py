@@ -58,6 +58,8 @@ def _sequences(
         if x is not None:
             where = keys if name in of_keys else rows
             changes[name] = x[:, where] if name in ("dlse", "lse") else x[where]
+    if question.seqused_k is not None:
+        changes["seqused_k"] = question.seqused_k[first:last]
     changes["cu_seqlens_q"], changes["cu_seqlens_k"] = (
         x[first : last + 1] - x[first] for x in offsets
     )
@@ -74,13 +76,14 @@ def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, 
     """The first ``count`` key/value heads."""
     heads = count * question.group
     of_kv = ("k", "v", "tk", "tv")
+    by_head = ("dlse", "lse", "sinks", "tsinks")
     changes: dict[str, object] = {}
-    for name in ("q", "dout", "tq", "out", *of_kv, "dlse", "lse"):
+    for name in ("q", "dout", "tq", "out", *of_kv, *by_head):
         x = getattr(question, name)
         if x is None:
             continue
         kept = count if name in of_kv else heads
-        changes[name] = x[:kept] if name in ("dlse", "lse") else x[:, :kept]
+        changes[name] = x[:kept] if name in by_head else x[:, :kept]
     part = {}
     for name, x in answers.items():
         kept = count if name in OF_KEYS else heads

@@ -19,7 +19,7 @@ from rawattn.check.diagnose.cut import cut
 from rawattn.check.diagnose.engine import Bug, empty, solve
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
 from rawattn.check.diagnose.match import Explained, StageVerdict, beside, judge_stage
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.unjudged import without
 from rawattn.check.diff import FLOATING
 
@@ -63,9 +63,11 @@ def diagnose(
     for name, given, again in sides:
         given, strange = _numbers(given, name)
         findings += strange
-        question, part, fact = cut(whole, given)
+        question, part, fact = cut(whole, _with_rows(given))
         facts += [f"{name}: {fact}"] if fact else []
         found, held, said = _judge(question, part, name, again, until)
+        if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
+            found += proofs.of_sinks(question, given, name)
         if name == side or (found and not findings):
             shown = part
         findings += found
@@ -86,8 +88,12 @@ def diagnose(
 
 
 def _floating(call: Callable[[Question], Answers]) -> Callable[[Question], Answers]:
-    """``call`` with the floating arrays of its answers alone."""
-    return lambda question: _numbers(call(question), "")[0]
+    """``call`` with the floating arrays of its answers alone, those that have rows."""
+    return lambda question: _with_rows(_numbers(call(question), "")[0])
+
+
+def _with_rows(answers: Answers) -> Answers:
+    return {name: x for name, x in answers.items() if name not in OF_SINKS}
 
 
 def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
@@ -133,6 +139,7 @@ def _sizes(question: Question) -> str:
     heads = f"{q.num_heads_q} head{'s' if q.num_heads_q > 1 else ''} on {q.num_heads_kv}"
     mask = "causal" if q.causal else "not causal"
     window = "" if q.window == (-1, -1) else f", window {q.window}"
+    window += "".join(f", {name}" for name in q.rare)
     kind = "block-sparse attention" if q.sparse else "attention"
     count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
     return (

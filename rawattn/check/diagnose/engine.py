@@ -4,7 +4,8 @@ A problem falls into views: the queries of one key/value head of one sequence, t
 look at, and how often each query sees each key. A bug changes the views (who sees whom), replaces
 steps (how something is computed), or rearranges what a stage has stored; with none of these the
 results are those of ``rawattn.reference``, to which tests hold it. Steps bear the names of
-``reference.second`` and ``reference.sparse``: X = Q K^T, Y = s X, S = G Y, t for tangents.
+``reference.second`` and ``reference.sparse``: X = Q K^T, Y = s X, S = G Y, t for tangents. ``cap``
+is Y behind a softcap, with its two derivatives, P0 the weight of a sink.
 
 Long, since the derivatives up to the second share the steps that a bug may replace.
 """
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
-from rawattn.reference.dense import allowed, dead_to_inf
+from rawattn.check.diagnose.question import OF_SINKS, STAGES, Answers, Question
+from rawattn.reference.dense import allowed, capped, dead_to_inf
 from rawattn.reference.selection import parts
 
 Floats = np.ndarray
@@ -215,12 +216,13 @@ def _sparse_views(question: Question) -> Iterator[View]:
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Number, rows of q and rows of k of every sequence that has at least one of each."""
+    """Number, rows of q and rows of k of every sequence that has at least one of each; with sinks
+    of those too that have no keys."""
     offsets_q, offsets_k = question.cu_seqlens_q, question.cu_seqlens_k
     for b in range(question.batch):
         rows = np.arange(offsets_q[b], offsets_q[b + 1])
-        keys = np.arange(offsets_k[b], offsets_k[b + 1])
-        if len(rows) and len(keys):
+        keys = np.arange(offsets_k[b], offsets_k[b] + question.lengths_k[b])
+        if len(rows) and (len(keys) or question.sinks is not None):
             yield b, rows, keys
 
 
@@ -253,12 +255,29 @@ def _softmax(c: Context) -> tuple[Floats, Floats]:
     sums = np.exp(c.S - top[..., None]).sum(axis=-1)
     with np.errstate(divide="ignore"):
         L = np.log(sums) + top
+    L = L if c.sink is None else np.logaddexp(L, c.sink)
     return L, c.r(np.exp(c.S - dead_to_inf(np, L)[..., None]))
 
 
 def _weighted(c: Context) -> Floats:
     with np.errstate(divide="ignore"):
-        return np.where(c.W > 0, c.r(c.G * c.Y) + np.log(c.W), -np.inf)
+        return np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
+
+
+def _e(c: Context) -> Floats:
+    e: Floats = (c.P * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1)
+    return e if c.sink is None else e + c.P0 * c.tsink
+
+
+def _tdY(c: Context) -> Floats:
+    tdY = c.r(c.G * c.cap[1] * c.tdS) + c.r(c.tG * c.dS)
+    bent = 0.0 if c.question.softcap is None else c.r(c.cap[2] * c.tY * c.dS)
+    return np.asarray(c.r(tdY + bent))
+
+
+def _sunk(value: Step) -> Step:
+    """What there is of sinks alone; 0 without."""
+    return lambda c: 0.0 if c.sink is None else value(c)
 
 
 def _tP(c: Context) -> Floats:
@@ -273,6 +292,7 @@ def times(a: Floats, b: Floats) -> Floats:
 
 STEPS: dict[str, Step] = {
     "Y": lambda c: c.r(c.s * c.r(times(c.Q, c.K.T))),
+    "cap": lambda c: capped(np, c.Y, c.question.softcap, c.r),
     "S": _weighted,
     "softmax": _softmax,
     "L": lambda c: c.softmax[0],
@@ -283,16 +303,18 @@ STEPS: dict[str, Step] = {
     "dP": lambda c: c.r(times(c.dO, c.V.T)),
     "D": lambda c: (c.dO * c.O).sum(axis=-1) - c.dL,
     "dS": lambda c: c.r(c.P * (c.dP - c.D[..., None])),
-    "dY": lambda c: c.r(c.G * c.dS),
+    "P0": _sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
+    "dY": lambda c: c.r(c.G * c.cap[1] * c.dS),
     "dQ": lambda c: c.r(c.s * c.r(times(c.o(c.dY), c.K))),
     "dK": lambda c: c.s * c.r(c.o(c.dY).swapaxes(1, 2) @ c.Q),
     "dV": lambda c: c.r(c.o(c.P).swapaxes(1, 2) @ c.dO),
     "sum_heads": lambda c: lambda x: c.r(x.sum(axis=0)),
     "dG": lambda c: c.dS * c.Y,
+    "dsink": _sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
     # tangents in the direction (tQ, tK, tV, tG)
     "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.T)) + c.r(times(c.Q, c.tK.T)))),
-    "E": lambda c: c.r(c.r(c.G * c.tY) + c.r(c.tG * c.Y)),
-    "e": lambda c: (c.P * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1),
+    "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
+    "e": _e,
     "tP": _tP,
     "tO": lambda c: c.r(c.r(times(c.o(c.tP), c.V)) + c.r(times(c.o(c.P), c.tV))),
     "tL": lambda c: c.e,
@@ -300,23 +322,26 @@ STEPS: dict[str, Step] = {
     "tdP": lambda c: c.r(times(c.dO, c.tV.T)),
     "w": lambda c: (c.dO * c.tO).sum(axis=-1),
     "tdS": lambda c: c.r(c.r(c.tP * (c.dP - c.D[..., None])) + c.r(c.P * (c.tdP - c.w[..., None]))),
-    "tdY": lambda c: c.r(c.r(c.G * c.tdS) + c.r(c.tG * c.dS)),
+    "tdY": _tdY,
     "gQ": lambda c: c.r(c.s * c.r(c.r(times(c.o(c.tdY), c.K)) + c.r(times(c.o(c.dY), c.tK)))),
     "gK": lambda c: (
         c.s * c.r(c.r(c.o(c.tdY).swapaxes(1, 2) @ c.Q) + c.r(c.o(c.dY).swapaxes(1, 2) @ c.tQ))
     ),
     "gV": lambda c: c.r(c.o(c.tP).swapaxes(1, 2) @ c.dO),
     "gG": lambda c: c.tdS * c.Y + c.dS * c.tY,
+    "gsink": _sunk(lambda c: -(c.P0 * ((c.tsink - c.e) * c.D + c.w)).sum(axis=-1)),
 }
 OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}  # not from lse
-SCORES = ("Y", "S")
+SCORES = ("Y", "cap", "S")
 PROGRAMS = {
     "forward": (*SCORES, "softmax", "L", "P", "O"),
-    "backward": (*SCORES, "bP", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG"),
-    "jvp": (*SCORES, "softmax", "L", "P", "O", "tY", "E", "e", "tP", "tO", "tL"),
+    "backward": (
+        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
+    ),
+    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
     "second": (
-        *(*SCORES, "bP", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY", "sum_heads"),
-        *("tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG"),
+        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
+        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
     ),
 }
 
@@ -356,9 +381,10 @@ def solve(
     if stage == "forward" and question.sliding is not None:
         found = _stage(question, stage, planted, True, rounding, None)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
+    of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
     for one in (planted, _assumed(question)):
         answers = one.store(question, answers) if one.store else answers
-    return answers
+    return answers | of_sinks
 
 
 def _stage(
@@ -457,6 +483,11 @@ def _context(
     c.tQ = np.zeros_like(c.Q) if q.tq is None else of_q(q.tq)
     c.tK, c.tV = of_k(q.tk, q.k), of_k(q.tv, q.v)
     c.G, c.tG = _per_key(c, q.block_scale, 1.0), _per_key(c, q.tblock_scale, 0.0)
+    c.sink, c.tsink = None, 0.0
+    if q.sinks is not None:
+        c.sink = np.asarray(q.sinks, dtype=np.float64)[view.heads, None]
+    if q.tsinks is not None:
+        c.tsink = np.asarray(q.tsinks, dtype=np.float64)[view.heads, None]
     c.given = given
     if given is not None:
         c.O, c.L = of_q(given[0]), of_row(given[1])
@@ -479,6 +510,9 @@ def empty(question: Question, stage: str) -> Answers:
     if q.block_scale is not None:
         gates = {"backward": "dblock_scale", "second": "gblock_scale"}
         shapes |= {gates[stage]: np.asarray(q.block_indices).shape} if stage in gates else {}
+    of_sinks = {"backward": "dsinks", "second": "gsinks"}
+    if q.sinks is not None and stage in of_sinks:
+        shapes[of_sinks[stage]] = (q.num_heads_q,)
     arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
     for name in ("lse", "jvp lse"):
         if name in arrays:
@@ -512,6 +546,10 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
         where = (view.rows[i], view.selections[head], view.slot[head, i, j])
         np.add.at(answers[name], where, x[head, i, j])
 
+    def of_heads(name: str, x: Floats | float) -> None:
+        if name in answers:
+            answers[name][view.heads] += x
+
     if stage in ("forward", "jvp"):
         prefix = "jvp " if stage == "jvp" else ""
         rows(f"{prefix}out", c.O)
@@ -522,6 +560,7 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
         of_keys("dk", c.dK)
         of_keys("dv", c.dV)
         slots("dblock_scale", c.dG)
+        of_heads("dsinks", c.dsink)
     elif stage == "jvp":
         rows("tout", c.tO)
         numbers("tlse", c.tL)
@@ -532,6 +571,7 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
         of_keys("gk", c.gK)
         of_keys("gv", c.gV)
         slots("gblock_scale", c.gG)
+        of_heads("gsinks", c.gsink)
 
 
 def _delta(question: Question, given: tuple[Floats, Floats] | None) -> Floats:

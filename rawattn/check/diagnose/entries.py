@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.layouts import LENGTHS, MATRICES, Arrays
-from rawattn.check.diagnose.question import STAGES, Question
+from rawattn.check.diagnose.question import OF_SINKS, STAGES, Question
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding")
-OPTIONAL = ("softmax_scale", "sliding")  # may be None
-RESULTS = (*(name for names in STAGES.values() for name in names), *MATRICES)
-INTEGERS = (*LENGTHS, "block_indices", "block_counts", "layout", "dtype")
+OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
+OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
+RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS, *MATRICES)
+INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout", "dtype")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
 # Names in a file besides rawattn's own; upper and lower case, dots and blanks do not matter.
@@ -46,6 +46,11 @@ ALIASES = {
     "causal": "is_causal",
     "window": "window_size",
     "softmax_scale": "scale sm_scale scaling attn_scale",
+    "softcap": "soft_cap logits_soft_cap logit_cap",
+    "sinks": "sink attn_sink attn_sinks learnable_sink s_aux",
+    "tsinks": "ddsinks",
+    "seqused_k": "seqlens_used_k cache_seqlens",
+    "dsinks": "grad_sinks sinks_grad dsink",
     "own": "include_own_block",
     "sliding": "window_of_sliding",
     "out": "o output attn_out attn_output attention_output",
@@ -60,8 +65,7 @@ ALIASES = {
 }
 OWN_NAMES = (
     *(field.name for field in fields(Question) if field.name not in GIVEN),
-    *(name for names in STAGES.values() for name in names),
-    *MATRICES,
+    *RESULTS,
 )
 # They may stand in a file and change nothing.
 HARMLESS = (
@@ -70,7 +74,7 @@ HARMLESS = (
     "deterministic",
 )
 # They change what is computed into something that there is no reference for.
-FOREIGN = ("dropout_p", "dropout", "softcap", "logits_soft_cap", "alibi_slopes", "bias", "sinks")
+FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
 PACKED = {"qkv": "q, k and v", "kv": "k and v"}  # arrays of several that are not taken apart
 LARGE = 4096  # an integer beyond it is no result, but the bits of one
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
@@ -182,6 +186,7 @@ _OPTION_OF: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     **dict.fromkeys(("window", "sliding"), (_pair, "two integers (left, right), -1 for open")),
     **dict.fromkeys(("causal", "own"), (_flag, "true or false")),
     "softmax_scale": (lambda value: float(value.item()), "one number"),
+    "softcap": (lambda value: float(value.item()) or None, "one number, 0 for none"),
     "block_size": (lambda value: int(value.item()), "one integer"),
 }
 

@@ -17,11 +17,18 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
-from rawattn.check.cases import DTYPES, Case, Tensors, lse_dtype, make
+from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.diagnosis import CONFIDENCE, diagnose
 from rawattn.check.diagnose.engine import solve
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.question import BY_ROW, OF_SLOTS, STAGES, Answers, Question
+from rawattn.check.diagnose.question import (
+    BY_ROW,
+    OF_SINKS,
+    OF_SLOTS,
+    STAGES,
+    Answers,
+    Question,
+)
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
@@ -108,6 +115,8 @@ def small(case: Case) -> Case:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
     plain |= {"lengths_q": lengths_q, "lengths_k": lengths_k, "direction": (True, True, True)}
+    plain |= {"sinks_direction": True}
+    plain |= {"seqused_k": None if case.seqused_k is None else in_use(lengths_k)}
     if isinstance(case, SparseCase):
         plain |= {"gate_direction": True, "index_dtype": "int32"}
     return replace(case, name="small", **plain)
@@ -116,7 +125,8 @@ def small(case: Case) -> Case:
 def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
     """The inputs of ``case``; backward passes are given the reference's out and lse.
 
-    clean: without the traps of a sparse case: NaN in what nobody sees, and strange padding.
+    clean: without NaN in keys that are not in use, and without the traps of a sparse case: NaN in
+    what nobody sees, and strange padding.
     """
     expected = expect(case, seed)
     t = expected.tensors
@@ -127,7 +137,11 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
         **{"causal": case.causal, "softmax_scale": case.softmax_scale},
     }
     if not isinstance(case, SparseCase) or not isinstance(t, SparseTensors):
-        return Question(**given, window=case.window)
+        given |= {"softcap": case.softcap, "sinks": t.sinks, "tsinks": t.tsinks}
+        if clean and t.seqused_k is not None:
+            whole = make(replace(case, seqused_k=None), seed)
+            given |= {name: getattr(whole, name) for name in ("k", "v", "tk", "tv")}
+        return Question(**given, window=case.window, seqused_k=t.seqused_k)
     given |= {
         **{"block_indices": t.block_indices, "block_counts": t.block_counts},
         **{"block_scale": t.block_scale, "tblock_scale": t.tblock_scale},
@@ -158,7 +172,7 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
     if question.dout is None:
         candidate = replace(candidate, backward=None, preprocess=None, double_backward=None)
     results = candidate.run(_expected(question))
-    known = {name for names in STAGES.values() for name in names}
+    known = {*OF_SINKS, *(name for names in STAGES.values() for name in names)}
     return {name: array for name, array in results.items() if name in known}
 
 
@@ -291,6 +305,7 @@ def _named(diagnosis: Diagnosis) -> bool:
 def _plainness(case: Case) -> tuple[bool, bool, int]:
     """The least special first, and what has the finest numbers, in which a bug shows best."""
     special = case.window != (-1, -1) or case.softmax_scale is not None or not case.dlse
+    special |= case.softcap is not None or case.sinks or case.seqused_k is not None
     odd = case.head_dim != case.head_dim_v or max(case.lengths_k, default=0) == 0
     return odd, special, -DTYPES.index(case.dtype)
 
@@ -316,7 +331,8 @@ def _expected(question: Question) -> Expected:
         targets[name] = Target(zeros, zeros, _dtype(q, name), _NOWHERE, (), None, 0, 1)
     inputs: dict[str, Any] = {
         **{"q": q.q, "k": q.k, "v": q.v, "dout": q.dout, "dlse": q.dlse},
-        **{"tq": q.tq, "tk": q.tk, "tv": q.tv},
+        **{"tq": q.tq, "tk": q.tk, "tv": q.tv, "sinks": q.sinks, "tsinks": q.tsinks},
+        "seqused_k": None if q.seqused_k is None else np.asarray(q.seqused_k, dtype=np.int32),
         "cu_seqlens_q": np.asarray(q.cu_seqlens_q, dtype=np.int32),
         "cu_seqlens_k": np.asarray(q.cu_seqlens_k, dtype=np.int32),
     }
@@ -337,16 +353,19 @@ _NOWHERE = np.zeros(0, dtype=np.int64)
 
 def _case(question: Question) -> Case:
     q = question
+    lengths_k = tuple(int(n) for n in np.diff(q.cu_seqlens_k))
     sizes: dict[str, Any] = {
-        **{"lengths_q": q.lengths_q, "lengths_k": q.lengths_k, "dtype": q.dtype.name},
+        **{"lengths_q": q.lengths_q, "lengths_k": lengths_k, "dtype": q.dtype.name},
         **{"num_heads_kv": q.num_heads_kv, "group": q.group},
         **{"head_dim": q.q.shape[2], "head_dim_v": q.v.shape[2], "causal": q.causal},
         **{"softmax_scale": q.softmax_scale, "dlse": q.dlse is not None},
-        **{"past_q": len(q.q) - sum(q.lengths_q), "past_k": len(q.k) - sum(q.lengths_k)},
+        **{"past_q": len(q.q) - sum(q.lengths_q), "past_k": len(q.k) - sum(lengths_k)},
     }
     indices = q.block_indices
     if indices is None:
-        return Case("asked", **sizes, window=q.window)
+        sizes |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
+        used = None if q.seqused_k is None else q.lengths_k
+        return Case("asked", **sizes, seqused_k=used)
     own_window = q.sliding in (None, (q.block_size - 1, 0))
     return SparseCase(
         "asked",
@@ -365,7 +384,7 @@ def _case(question: Question) -> Case:
 
 def _dtype(question: Question, name: str) -> np.dtype:
     """The dtype of a right result called ``name``."""
-    wide = name in BY_ROW or name in OF_SLOTS
+    wide = name in (*BY_ROW, *OF_SLOTS, *OF_SINKS)
     return lse_dtype(question.dtype.name) if wide else question.dtype
 
 
@@ -382,4 +401,6 @@ def _shapes(question: Question) -> dict[str, tuple[int, ...]]:
     }
     if q.block_scale is not None:
         shapes |= dict.fromkeys(OF_SLOTS, q.block_scale.shape)
+    if q.sinks is not None:
+        shapes |= dict.fromkeys(OF_SINKS, q.sinks.shape)
     return shapes

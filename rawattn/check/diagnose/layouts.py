@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.question import BY_ROW
+from rawattn.check.diagnose.question import BY_ROW, OF_SINKS
 
 Arrays = dict[str, np.ndarray]
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_k")
 MATRICES = ("S", "P", "dP", "dS")  # of one sequence: (num_heads_q, seqlen_q, seqlen_k)
+OF_EACH = ("sinks", "tsinks", *OF_SINKS, "seqused_k")  # a number for each query head, or sequence
 # b batch, t tokens, h heads, d head_dim
 LAYOUTS = ("thd", "htd", "bthd", "bhtd", "tbhd", "btd", "td")
 GUESSED = {4: ("bthd", "bhtd"), 3: ("thd", "htd"), 2: ("td",)}
@@ -200,6 +201,13 @@ def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.nd
     """``array`` in rawattn's shape; None for what is of no use, ValueError if it does not fit."""
     if name in MATRICES:
         return _matrix(name, array, frame, notes)
+    if name in OF_EACH:
+        count, what = len(frame.lengths("k")), "sequence"
+        if name != "seqused_k":
+            count, what = frame.heads["q"], "query head"
+        if array.size != count:
+            raise ValueError(f"{name} has shape {array.shape}; it must be ({count},), by {what}")
+        return np.ascontiguousarray(array.ravel())
     side, width, heads = _SHAPES.get(name, ("q", "v", ("q",)))
     if name in BY_ROW or name in ("dlse", "given lse"):
         forms, expected = _rows(array, frame), (frame.heads["q"], frame.total("q"))

@@ -261,7 +261,7 @@ def _with_own_softmax(bug: Bug) -> Bug:
 
 def _of_scores(bug: Bug) -> bool:
     """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
-    return bug.see is not None or "Y" in bug.steps
+    return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
 
 
 def _of_masks(bug: Bug) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.entries import GIVEN, OPTIONS
 from rawattn.check.diagnose.files import NO_MASK, Saved, read
+from rawattn.check.diagnose.layouts import OF_EACH
 from rawattn.check.diagnose.noise import Bools
 from rawattn.check.diagnose.question import Question
 
@@ -120,8 +121,9 @@ def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], t
         apart.append(f"{name} is {getattr(a, name)} and {getattr(b, name)}")
     if not math.isclose(a.scale, b.scale, rel_tol=1e-6):
         apart.append(f"softmax_scale is {a.scale:g} and {b.scale:g}")
-    for name in ("block_size", "own", "sliding"):
-        if a.sparse and b.sparse and getattr(a, name) != getattr(b, name):
+    for name in ("softcap", "block_size", "own", "sliding"):
+        both = name == "softcap" or (a.sparse and b.sparse)
+        if both and getattr(a, name) != getattr(b, name):
             apart.append(f"{name} is {getattr(a, name)} and {getattr(b, name)}")
     return tuple(apart), tuple(f"{', '.join(names)}: {text}" for text, names in alike.items())
 
@@ -140,10 +142,11 @@ def _difference(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Differ
         return Difference(f"is {one.tolist()} and {other.tolist()}")
     if one.shape != other.shape:
         return Difference(f"has shape {one.shape} and {other.shape}")
-    side = "k" if name in ("k", "v", "tk", "tv") else "q"  # rows of no sequence do not matter
-    ends = [given.get(f"cu_seqlens_{side}", (0, len(given[name]))) for given in (a, b)]
-    rows = slice(min(int(x[0]) for x in ends), max(int(x[-1]) for x in ends))
-    one, other = (x[:, rows] if name in ("dlse", "lse") else x[rows] for x in (one, other))
+    if name not in OF_EACH:
+        side = "k" if name in ("k", "v", "tk", "tv") else "q"  # rows of no sequence do not matter
+        ends = [given.get(f"cu_seqlens_{side}", (0, len(given[name]))) for given in (a, b)]
+        rows = slice(min(int(x[0]) for x in ends), max(int(x[-1]) for x in ends))
+        one, other = (x[:, rows] if name in ("dlse", "lse") else x[rows] for x in (one, other))
     first, second = one.astype(np.float64), other.astype(np.float64)
     same = (first == second) | (np.isnan(first) & np.isnan(second))
     if same.all():

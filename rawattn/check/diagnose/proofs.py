@@ -35,13 +35,22 @@ from rawattn.check.diagnose.match import (
     relative_residual,
     smallest_of,
 )
-from rawattn.check.diagnose.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.question import (
+    BY_ROW,
+    OF_KEYS,
+    OF_SINKS,
+    STAGES,
+    Answers,
+    Question,
+    given_to_backward,
+)
 from rawattn.check.diagnose.structure import by_rows
 
 Call = Callable[[Question], Answers]
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FEW = 0.05  # share of rows that change from call to call, beside which others can be judged
+OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
@@ -125,6 +134,37 @@ def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
                     f"{smallest_of(x):.2g}"
                 )
     return [finding(side, "vacuous", "the comparison", "proved", found)] if found else []
+
+
+# ---- sinks ------------------------------------------------------------------------------------
+
+
+def of_sinks(question: Question, answers: Answers, side: str) -> list[Finding]:
+    """Gradients of sinks that are off by more than rounding: the sums of all rows of a head."""
+    found = []
+    for name, stage in zip(OF_SINKS, ("backward", "second"), strict=True):
+        if name not in answers or stage not in question.stages or question.sinks is None:
+            continue
+        given, coarsest = given_to_backward(question, answers), ladder(question.dtype)[-1]
+        right = solve(question, stage, given=given)[name]
+        rounded = solve(question, stage, given=given, rounding=coarsest.rounding)[name]
+        noise = coarsest.factor * np.abs(rounded - right).max()
+        noise += eps_of(question.q) * np.abs(right).max()
+        off = np.abs(np.asarray(answers[name], dtype=np.float64) - right)
+        if off.max() <= OF_SINKS_NOISE * noise:
+            continue
+        without_dlse = Bug("", steps={"D": lambda c: (c.dO * c.O).sum(axis=-1)})
+        forms = {
+            "they are 0": np.zeros_like(right),
+            "their sign is the other one": -right,
+            "dlse is not in them": solve(question, stage, without_dlse, given=given)[name],
+        }
+        said = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
+        for text, form in forms.items():
+            if np.abs(answers[name] - form).max() <= OF_SINKS_NOISE * noise:
+                said.append(f"{name}: {text}")
+        found.append(finding(side, "sinks-gradient", name, "high", said))
+    return found
 
 
 # ---- sums in 16 bits --------------------------------------------------------------------------

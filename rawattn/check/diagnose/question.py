@@ -18,6 +18,7 @@ STAGES = {
 BY_ROW = ("lse", "sliding lse", "delta", "ddlse", "jvp lse", "tlse")  # (num_heads_q, total_q)
 OF_KEYS = ("dk", "dv", "gk", "gv")  # (total_k, num_heads_kv, ...)
 OF_SLOTS = ("dblock_scale", "gblock_scale")  # like block_indices
+OF_SINKS = ("dsinks", "gsinks")  # (num_heads_q,), judged apart: they have no rows
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Question:
     """One packed problem as NumPy arrays, with the names and shapes of rawattn's functions.
 
     ``tq``, ``tk``, ``tv`` and ``tblock_scale`` are a direction: the tangents of ``jvp``, and what
-    ``double_backward`` calls ddq, ddk, ddv and ddblock_scale. ``out`` and ``lse`` are those that a
+    ``double_backward`` calls ddq, ddk, ddv and ddblock_scale; ``tsinks`` is that of the sinks, as
+    they have one. ``out`` and ``lse`` are those that a
     backward pass was given; None where it used those of its own forward. With ``block_indices``
     attention is block-sparse, ``own`` is include_own_block, and ``sliding`` the window of the
     second branch, None without one.
@@ -53,6 +55,10 @@ class Question:
     block_size: int = 64
     own: bool = True
     sliding: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    tsinks: Array | None = None
+    seqused_k: Array | None = None
 
     @cached_property
     def lengths_q(self) -> tuple[int, ...]:
@@ -60,7 +66,10 @@ class Question:
 
     @cached_property
     def lengths_k(self) -> tuple[int, ...]:
-        return tuple(int(n) for n in np.diff(self.cu_seqlens_k))
+        """The keys of every sequence that are in use."""
+        given = np.diff(self.cu_seqlens_k)
+        used = given if self.seqused_k is None else np.clip(self.seqused_k, 0, given)
+        return tuple(int(n) for n in used)
 
     @property
     def batch(self) -> int:
@@ -98,13 +107,20 @@ class Question:
         return self.block_indices is not None
 
     @property
+    def rare(self) -> tuple[str, ...]:
+        """Which of softcap, sinks and seqused_k there are."""
+        names = ("softcap", "sinks", "seqused_k")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
     def dtype(self) -> np.dtype:
         return np.asarray(self.q).dtype
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages that there are inputs for."""
-        moved = any(t is not None for t in (self.tq, self.tk, self.tv, self.tblock_scale))
+        direction = (self.tq, self.tk, self.tv, self.tblock_scale, self.tsinks)
+        moved = any(part is not None for part in direction)
         there = {
             "forward": True,
             "backward": self.dout is not None,
@@ -115,12 +131,9 @@ class Question:
 
     def sequence_of(self, side: str) -> np.ndarray:
         """For every row of side "q" or "k" the index of its sequence, -1 past the last one."""
-        lengths = self.lengths_q if side == "q" else self.lengths_k
-        rows = len(self.q if side == "q" else self.k)
-        found = np.full(rows, -1, dtype=np.int64)
-        start = int((self.cu_seqlens_q if side == "q" else self.cu_seqlens_k)[0])
-        stop = start + sum(lengths)
-        found[start:stop] = np.repeat(np.arange(len(lengths)), lengths)
+        offsets = np.asarray(self.cu_seqlens_q if side == "q" else self.cu_seqlens_k)
+        found = np.full(len(self.q if side == "q" else self.k), -1, dtype=np.int64)
+        found[offsets[0] : offsets[-1]] = np.repeat(np.arange(self.batch), np.diff(offsets))
         return found
 
 

@@ -1,0 +1,247 @@
+"""softcap, sinks and seqused_k: bugs of them are named, and right implementations not accused."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from rawattn.check import cli
+from rawattn.check.cases import standard
+from rawattn.check.diagnose.cut import cut
+from rawattn.check.diagnose.diagnosis import diagnose
+from rawattn.check.diagnose.engine import solve
+from rawattn.check.diagnose.failures import answers_of, question_of, reference_answers, small
+from rawattn.check.diagnose.files import dump, read
+from rawattn.check.diagnose.pairs import load_two
+from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.machine import use_simulator
+from rawattn.check.run import own
+from rawattn.reference import dense, second
+from tests.diagnose.planted import options as planted
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import trials
+
+FILE = planted.__name__
+CASES = {case.name: case for case in standard("small") if case.sinks or case.softcap}
+ATTEND = """
+from rawattn import api
+
+def attend(q, k, v, cu_seqlens, *, softcap=None, sinks=None, seqused_k=None, return_lse=False,
+           **mask):
+    mask |= {"softcap": softcap, "sinks": sinks, "seqused_k": seqused_k}
+    out, lse = api.forward(q, k, v, cu_seqlens, return_lse=True, backend="reference", **mask)
+    return (out, lse) if return_lse else out
+
+def attend_backward(*inputs, softcap=None, sinks=None, seqused_k=None, **mask):
+    mask |= {"softcap": softcap, "sinks": sinks, "seqused_k": seqused_k}
+    return api.backward(*inputs, backend="reference", **mask)
+"""
+
+
+def question_with(*names: str, seed: int = 0) -> Question:
+    """A random problem in float64 that has what is called so, and perhaps others."""
+    rng = np.random.default_rng(seed)
+    drawn = (planted.draw(rng, planted.DTYPES[0]) for _ in range(200))
+    return next(one for one in drawn if set(names) <= set(one.rare))
+
+
+def of_reference(q: Question) -> Answers:
+    mode: dict[str, Any] = {"window": q.mask_window, "softcap": q.softcap, "sinks": q.sinks}
+    mode |= {"seqused_k": q.seqused_k}
+    where, direction = (q.cu_seqlens_q, q.cu_seqlens_k), (q.tq, q.tk, q.tv)
+    results = second.jvp(q.q, q.k, q.v, *direction, *where, tsinks=q.tsinks, **mode)
+    passed = (q.dout, q.q, q.k, q.v, results[0], results[2], *where)
+    grads = dense.backward(*passed, dlse=q.dlse, **mode)
+    beyond = second.double_backward(*direction, *passed, dlse=q.dlse, ddsinks=q.tsinks, **mode)
+    found = dict(zip(("jvp out", "tout", "jvp lse", "tlse"), results, strict=True))
+    found |= {"out": results[0], "lse": results[2]}
+    found |= dict(zip(("dq", "dk", "dv", "dsinks"), grads, strict=False))
+    names = ("ddout", "ddlse", "gq", "gk", "gv", "gsinks")
+    return found | dict(zip(names, beyond, strict=False))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_implementations_are_those_of_the_reference(seed: int) -> None:
+    question = planted.draw(np.random.default_rng(seed), planted.DTYPES[0])
+    expected, stages = of_reference(question), {}
+    for stage in question.stages:
+        stages |= solve(question, stage)
+    for found in (stages, planted.answers(None, question)):
+        assert expected.keys() <= found.keys() <= {*expected, "delta"}
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", planted.DTYPES, ids=str)
+@pytest.mark.parametrize("seed", [1, 3])
+def test_does_not_accuse_what_is_right(seed: int, dtype: np.dtype) -> None:
+    question = planted.draw(np.random.default_rng(seed), dtype)
+    assert question.rare
+    found = diagnose(question, planted.answers(None, question))
+    assert not found.findings and not found.checks
+    assert all(name in found.facts[0] for name in question.rare)
+
+
+@pytest.mark.parametrize("index", range(len(planted.PLANTED)))
+def test_names_the_planted_bug(index: int) -> None:
+    found = trials.trial(FILE, index, seed=index)
+    assert found.right, found
+
+
+def test_our_kernels_are_not_accused() -> None:
+    use_simulator()
+    question = question_of(small(CASES["softcap-sinks-seqused"]), clean=True)
+    for candidate in own("numba", ("deterministic",)):
+        found = diagnose(question, answers_of(candidate, question)).findings
+        assert not [finding for finding in found if finding.bug != "rounding"]
+
+
+def test_a_small_problem_has_what_the_case_has_without_its_nan() -> None:
+    case = CASES["softcap-sinks-seqused"]
+    alike = small(case)
+    assert (alike.softcap, alike.sinks) == (case.softcap, True)
+    assert any(used < n for used, n in zip(alike.seqused_k, alike.lengths_k, strict=True))
+    question = question_of(alike, clean=True)
+    assert all(np.isfinite(x).all() for x in (question.k, question.v, question.tk, question.tv))
+    assert question.lengths_k == alike.seqused_k
+    own_keys = question_of(case).k
+    assert np.isnan(own_keys[case.trapped("k")]).all()
+    assert (question.sequence_of("k") >= 0).sum() == sum(alike.lengths_k)
+
+
+def test_a_part_of_a_problem_keeps_its_options() -> None:
+    rng, one = np.random.default_rng(0), question_with("sinks", "seqused_k")
+    lengths, heads = np.array([900, 30, 40, 900]), 4
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    q, k, v = (rng.standard_normal((offsets[-1], n, 16)) for n in (heads, 2, 2))
+    sinks, used = rng.standard_normal(heads), lengths - 7
+    question = replace(
+        *(one,),
+        **{"q": q, "k": k, "v": v, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+        **{"dout": None, "dlse": None, "tq": None, "tk": None, "tv": None, "tsinks": None},
+        **{"sinks": sinks, "seqused_k": used, "softcap": 2.0},
+    )
+    part, answers, said = cut(question, {"out": q})
+    assert part.lengths_k == (23, 33) and "1 to 2" in said
+    assert np.array_equal(part.sinks, sinks) and answers["out"].shape[0] == 70
+    right = solve(question, "forward")
+    assert not diagnose(question, right).findings
+
+
+@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
+def test_files_keep_the_options(option: str, tmp_path: Path) -> None:
+    question = question_with(option)
+    answers = reference_answers(question)
+    assert ("dsinks" in answers) == ("gsinks" in answers) == (question.sinks is not None)
+    dump(tmp_path / "a.npz", question, answers)
+    saved = read(tmp_path / "a.npz")
+    assert not saved.notes and saved.answers.keys() == answers.keys()
+    assert np.array_equal(getattr(saved.question, option), getattr(question, option))
+    for name, array in answers.items():
+        assert np.array_equal(saved.answers[name], array, equal_nan=True)
+    other = replace(question, **{option: getattr(question, option) * 0 + 1})
+    dump(tmp_path / "b.npz", other, reference_answers(other))
+    pair = load_two(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert any(text.startswith(f"{option} ") for text in pair.apart), pair.apart
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"s_aux": np.ones(3)}, r"sinks has shape \(3,\); it must be \(2,\), by query head"),
+        ({"seqused_k": np.ones(2)}, r"seqused_k has shape \(2,\); it must be \(1,\), by sequence"),
+        ({"softcap": np.ones(2)}, "softcap is .*; it must be one number, 0 for none"),
+    ],
+    ids=["sinks", "seqused_k", "softcap"],
+)
+def test_files_refuse_options_of_other_sizes(entries: Answers, message: str, tmp_path) -> None:
+    q = np.random.default_rng(0).standard_normal((9, 2, 8))
+    np.savez(tmp_path / "a.npz", q=q, k=q, v=q, cu_seqlens=np.array([0, 9]), **entries)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "a.npz")
+
+
+def test_a_softcap_of_zero_is_none(tmp_path: Path) -> None:
+    q = np.random.default_rng(0).standard_normal((9, 2, 8))
+    np.savez(tmp_path / "a.npz", q=q, k=q, v=q, cu_seqlens=np.array([0, 9]), logits_soft_cap=0.0)
+    assert read(tmp_path / "a.npz").question.softcap is None
+
+
+# ---- the commands -----------------------------------------------------------------------------
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def candidate(tmp_path: Path) -> Any:
+    def write(old: str = "", new: str = "") -> str:
+        assert old in ATTEND
+        (tmp_path / "mine.py").write_text(ATTEND.replace(old, new, 1) if old else ATTEND)
+        return f"{tmp_path / 'mine.py'}:attend"
+
+    return write
+
+
+@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
+def test_diff_names_what_is_forgotten(option: str, candidate) -> None:
+    flag = {"softcap": ("--softcap", 1.5), "sinks": ("--sinks",), "seqused_k": ("--seqused",)}
+    arguments = ("--framework", "numpy", "--filter", "edges-causal", *flag[option])
+    right = call("diff", "--candidate", candidate(), *arguments)
+    assert right.exit_code == 0, right.output
+    place = candidate(f'"{option}": {option}', f'"{option}": None')
+    result = call("diff", "--candidate", place, *arguments)
+    assert result.exit_code == 1
+    assert (
+        f"{option.partition('_')[0]}-{'ignored' if '_' in option else 'dropped'}" in result.output
+    )
+    for command in ("--filter edges-causal", "rawattn-check dump edges-causal-bfloat16"):
+        assert command in result.output
+    said = result.output.partition("What now")[2]
+    assert said.count(" ".join(map(str, flag[option]))) == 2, "the commands have the same options"
+
+
+def test_diff_names_a_wrong_gradient_of_the_sinks(candidate) -> None:
+    place = candidate(
+        '    return api.backward(*inputs, backend="reference", **mask)',
+        '    *grads, dsinks = api.backward(*inputs, backend="reference", **mask)\n'
+        "    return *grads, -dsinks",
+    )
+    arguments = ("--framework", "numpy", "--filter", "sinks-float64")
+    result = call("diff", "--candidate", f"{place}_backward", *arguments)
+    assert result.exit_code == 1 and "sinks-gradient" in result.output
+    assert "dsinks: their sign is the other one" in result.output
+
+
+def test_what_is_dumped_is_explained_as_right(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    options = ("--softcap", 2, "--sinks", "--seqused", "--causal", "--dtype", "float64")
+    result = call("dump", "--lengths", "20,31,9", "--heads-kv", 2, *options, "--out", file)
+    assert result.exit_code == 0, result.output
+    assert "dsinks" in result.output and "gsinks" in result.output
+    assert call("explain", file).exit_code == 0
+    arrays = dict(np.load(file))
+    arrays["dsinks"] = arrays["dsinks"] * 2
+    np.savez(file, **arrays)
+    result = call("explain", file)
+    assert result.exit_code == 1 and "sinks-gradient" in result.output
+
+
+@pytest.mark.parametrize("flag", [("--softcap", "2"), ("--sinks",), ("--seqused",)], ids=str)
+def test_block_sparse_attention_has_none_of_them(flag: tuple[str, ...], tmp_path: Path) -> None:
+    result = call("dump", "sparse-edges", *flag, "--out", tmp_path / "a.npz")
+    assert result.exit_code == 2 and "block-sparse attention has no" in result.output
+    (tmp_path / "mine.py").write_text("def nsa(q, k, v, cu_seqlens, block_indices): ...\n")
+    result = call("diff", "--candidate", f"{tmp_path / 'mine.py'}:nsa", *flag)
+    assert result.exit_code == 2 and flag[0] in result.output
+
+
+@pytest.mark.parametrize("softcap", ["0", "-1"])
+def test_a_softcap_is_positive(softcap: str) -> None:
+    assert call("dump", "edges", "--softcap", softcap).exit_code == 2
