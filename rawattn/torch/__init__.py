@@ -8,9 +8,10 @@ selective activation checkpointing:
     torch.ops.rawattn.varlen_double_backward.default    (ddout, ddlse, gq, gk, gv) of ddq, ddk, ddv
     torch.ops.rawattn.varlen_jvp.default                (out, tout, lse, tlse) of tq, tk, tv
 
-``varlen_attn_compat`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, behind which
-"RAWATTN" can be activated (``provider``); ``register_with_transformers`` makes it an attention of
-Hugging Face's models (``hugging_face``), and ``flash_attn`` has the names of that package.
+``varlen_attn_compat`` and ``varlen_attn_out_compat`` have the signatures of torch's own
+``torch.nn.attention.varlen``, behind which "RAWATTN" can be activated (``provider``);
+``register_with_transformers`` makes it an attention of Hugging Face's models (``hugging_face``),
+and ``flash_attn`` has the names of that package.
 
 ``sparse_attn`` is attention to selected blocks of keys (``sparse``), ``native_sparse_attend``
 and ``parallel_nsa`` other libraries' signatures of it (``sparse_compat``), and
@@ -31,7 +32,7 @@ they stand on these private parts of it, the same from 2.11, the lower bound, to
 """
 
 from rawattn.torch import provider
-from rawattn.torch.compat import AuxRequest, varlen_attn_compat
+from rawattn.torch.compat import AuxRequest, varlen_attn_compat, varlen_attn_out_compat
 from rawattn.torch.hugging_face import register_with_transformers
 from rawattn.torch.nsa import NativeSparseAttention
 from rawattn.torch.sparse import sparse_attn
@@ -47,6 +48,7 @@ __all__ = [
     "sparse_attn",
     "varlen_attn",
     "varlen_attn_compat",
+    "varlen_attn_out_compat",
 ]
 
 provider.register()

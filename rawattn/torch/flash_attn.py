@@ -8,15 +8,18 @@ that ring-attention libraries call by keyword (``_flash_attn_varlen_forward`` an
 derivatives and forward mode, float32 and float64, and CPU tensors work.
 
 What rawattn does not do (dropout, ALiBi slopes, paged and cached keys) is a ValueError with what to
-do instead; so is a keyword of another version, through Python's own TypeError.
+do instead, and so is a keyword of another version or library a TypeError.
 """
 
-from typing import Any, NoReturn
+from typing import Any, Never, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rawattn import api
+from rawattn import api, checks
+from rawattn.torch import inputs
+from rawattn.torch.inputs import check_tensor, refuse_foreign
 from rawattn.torch.varlen import varlen_attn
 
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -30,6 +33,16 @@ _LACKING: Lacking = {
     "block_table": (None, "paged keys are not supported; pass the keys in use, packed"),
     "leftpad_k": (None, "padding on the left is not supported; pass the keys in use, packed"),
     "return_softmax": (False, "no kernel keeps the probabilities; pass False"),
+}
+# Of names that flash-attn does not use: what says it there, or who takes it.
+FOREIGN = inputs.FOREIGN | {
+    **dict.fromkeys(("window", "sliding_window"), "pass window_size=(left, right)"),
+    **dict.fromkeys(
+        ("return_lse", "return_softmax", "return_softmax_lse", "return_aux"),
+        "pass return_attn_probs=True, which returns lse",
+    ),
+    "sinks": "rawattn.torch.varlen_attn takes it",
+    "seqused_k": "rawattn.torch.varlen_attn takes it, and FlashAttention-3's flash_attn_interface",
 }
 
 
@@ -45,6 +58,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **foreign: Never,
 ) -> Result:
     """Attention of sequences of equal length.
 
@@ -53,11 +67,13 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, num_heads_q, head_dim_v); with ``return_attn_probs`` (out, lse,
     None), lse (batch, num_heads_q, seqlen_q), natural logarithm, float32.
     """
+    if foreign:
+        refuse_foreign("flash_attn.flash_attn_func", "return_attn_probs", (), foreign, FOREIGN)
     _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     _check_batched("flash_attn_func", q=q, k=k, v=v)
     batch, seqlen_q, num_heads_q, _ = q.shape
     cu_seqlens_q, cu_seqlens_k = (_offsets(batch, x.shape[1], x.device) for x in (q, k))
-    out, lse, _ = _varlen(
+    out, lse = attend(
         *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_k),
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -101,19 +117,22 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    **foreign: Never,
 ) -> Result:
     """Attention within each sequence of a packed batch: :func:`rawattn.torch.varlen_attn`.
 
     Returns out (total_q, num_heads_q, head_dim_v); with ``return_attn_probs`` (out, lse, None), lse
     (num_heads_q, total_q), natural logarithm, float32.
     """
+    if foreign:
+        refuse_foreign("flash_attn.flash_attn_varlen_func", "block_table", (), foreign, FOREIGN)
     _refuse(
         "flash_attn_varlen_func",
         dropout_p=dropout_p,
         alibi_slopes=alibi_slopes,
         block_table=block_table,
     )
-    result = _varlen(
+    out, lse = attend(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -121,7 +140,7 @@ def flash_attn_varlen_func(
         window=window_size,
         deterministic=deterministic,
     )
-    return result if return_attn_probs else result[0]
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -260,7 +279,7 @@ def _flash_attn_varlen_backward(
 # ---- shared -----------------------------------------------------------------------------------
 
 
-def _varlen(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -272,17 +291,27 @@ def _varlen(
     causal: bool,
     window: Window,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, None]:
+    seqused_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of any head size: zeros fill it up to whole eights, and change no score."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if head_dim % 8 or head_dim_v % 8:
+        checks.same_head_dim(head_dim, k.shape[-1])
+        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
+        softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out, lse = varlen_attn(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
         causal=causal,
-        window=(window[0], window[1]),
+        window=checks.window(window, causal),
         softmax_scale=softmax_scale,
         softcap=softcap or None,
+        seqused_k=seqused_k,
         return_lse=True,
         deterministic=deterministic,
     )
-    return out, lse, None
+    return (out[..., :head_dim_v] if head_dim_v % 8 else out), lse
 
 
 def _refuse(function: str, **given: Any) -> None:

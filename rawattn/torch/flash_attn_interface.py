@@ -7,11 +7,13 @@ What only says how to compute (``max_seqlen``, ``num_splits``, ``pack_gqa``, ``s
 accepted and not needed; scales of float8, ``qv``, chunks and ``seqused_q`` are a ValueError.
 """
 
+from typing import Never
+
 from torch import Tensor
 
 from rawattn.torch import flash_attn
-from rawattn.torch.flash_attn import Lacking, Window, refuse
-from rawattn.torch.varlen import varlen_attn
+from rawattn.torch.flash_attn import FOREIGN, Lacking, Window, refuse
+from rawattn.torch.inputs import refuse_foreign
 
 _LACKING: Lacking = {
     "seqused_q": (None, "all queries are computed; pass those in use, packed"),
@@ -43,11 +45,15 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    **foreign: Never,
 ) -> Result:
     """Attention of sequences of equal length: q (batch, seqlen_q, num_heads_q, head_dim), k and v.
 
     Returns out like q; with ``return_attn_probs`` (out, lse), lse (batch, num_heads_q, seqlen_q).
     """
+    if foreign:
+        name = "flash_attn_interface.flash_attn_func"
+        refuse_foreign(name, "return_attn_probs", (), foreign, FOREIGN)
     given = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
     given |= {"k_descale": k_descale, "v_descale": v_descale}
     refuse("flash_attn_func", _LACKING, given)
@@ -87,23 +93,26 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    **foreign: Never,
 ) -> Result:
     """Attention within each sequence of a packed batch: :func:`rawattn.torch.varlen_attn`.
 
     Returns out (total_q, num_heads_q, head_dim_v); with ``return_attn_probs`` (out, lse), lse
     (num_heads_q, total_q), natural logarithm, float32, differentiable.
     """
+    if foreign:
+        name = "flash_attn_interface.flash_attn_varlen_func"
+        refuse_foreign(name, "return_attn_probs", (), foreign, FOREIGN)
     given = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
     given |= {"k_descale": k_descale, "v_descale": v_descale, "seqused_q": seqused_q}
     refuse("flash_attn_varlen_func", _LACKING, given)
-    left, right = window_size
-    return varlen_attn(
+    out, lse = flash_attn.attend(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
-        causal=causal,
-        window=(left, right),
         softmax_scale=softmax_scale,
-        softcap=softcap or None,
-        seqused_k=seqused_k,
-        return_lse=return_attn_probs,
+        softcap=softcap,
+        causal=causal,
+        window=window_size,
         deterministic=deterministic,
+        seqused_k=seqused_k,
     )
+    return (out, lse) if return_attn_probs else out

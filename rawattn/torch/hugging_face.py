@@ -3,17 +3,18 @@
     rawattn.torch.register_with_transformers()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="rawattn")
 
-Long for what it does, since each way that transformers packs or pads a batch stands here once.
+``hugging_face_masks`` makes the mask, ``packing`` sequences of it.
 """
 
 import importlib
-import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rawattn.torch import flash_attn
+from rawattn.torch.hugging_face_masks import mask_of_keys
+from rawattn.torch.packing import Packed, documents, in_chunks, once, rows, without_padding
 from rawattn.torch.varlen import varlen_attn
 
 NAME = "rawattn"
@@ -24,8 +25,14 @@ def register_with_transformers(name: str = NAME) -> None:
 
     Batches may be packed (``cu_seq_lens_q`` and ``cu_seq_lens_k``, as DataCollatorWithFlattening
     gives them, or ``position_ids`` that begin anew) or padded on either side (``attention_mask``);
-    sliding windows, sinks, softcap, values of another width than the keys (MLA), encoders,
-    ``generate`` with a cache and gradient checkpointing are served, derivatives included.
+    sliding windows, chunks, sinks, softcap, values of another width than the keys (MLA), encoders,
+    cross-attention, ``generate`` with a cache and gradient checkpointing are served, derivatives
+    included. Compiled code looks for documents in ``position_ids`` of a batch of one row alone.
+
+    ``name + "_flash"`` is the same for models with a vision tower: most towers hand over all images
+    packed to a name with "flash" in it, and one by one to others. What transformers refuses to such
+    names, as chunks, it refuses to this one, and models that name the flash attentions they are
+    compatible with, as gpt-oss, do not take it.
 
     Raises ValueError for a name that transformers keeps for its own implementations.
     """
@@ -36,9 +43,36 @@ def register_with_transformers(name: str = NAME) -> None:
             f"{NAME!r}"
         )
     transformers = importlib.import_module("transformers")
-    masks = importlib.import_module("transformers.masking_utils")
-    transformers.AttentionInterface.register(name, attend)
-    transformers.AttentionMaskInterface.register(name, masks.flash_attention_mask)
+    for each in (name, f"{name}_flash"):
+        transformers.AttentionInterface.register(each, attend)
+        transformers.AttentionMaskInterface.register(each, mask_of_keys)
+    _stand_in_for_a_kernel(f"{name}_flash")
+
+
+_stand_ins: set[str] = set()
+
+
+def _stand_in_for_a_kernel(name: str) -> None:
+    """transformers takes a name with "flash" in it for a kernel to download: give it functions."""
+    hub: Any = importlib.import_module("transformers.integrations.hub_kernels")
+    load = hub.load_and_register_attn_kernel
+
+    def load_kernel(asked: str, *args: Any, **options: Any) -> Any:
+        return flash_attn if asked in _stand_ins else load(asked, *args, **options)
+
+    if not _stand_ins:
+        hub.load_and_register_attn_kernel = load_kernel
+    _stand_ins.add(name)
+
+
+# What some models ask for in their own ways; it would change the result.
+_UNSERVED = {
+    "position_bias": "a bias of positions",
+    "indices": "keys chosen by an indexer",
+    "block_indices": "blocks of keys chosen by an indexer",
+    "cache": "a paged cache (continuous batching)",
+    "block_table": "a paged cache (continuous batching)",
+}
 
 
 def attend(
@@ -57,33 +91,44 @@ def attend(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for a registered name.
 
     query is (batch, num_heads_q, seqlen_q, head_dim), key and value (batch, num_heads_kv,
-    seqlen_k, ...). ``attention_mask`` is None, or (batch, seqlen_k) and says which keys are no
-    padding. ``sliding_window`` counts the query's own key. ``s_aux`` are sinks. Returns out
-    (batch, seqlen_q, num_heads_q, head_dim_v), 0 for padding, and None.
+    seqlen_k, ...). ``attention_mask`` is of ``mask_of_keys``. ``sliding_window`` counts the query's
+    own key. ``s_aux`` are sinks. Returns out (batch, seqlen_q, num_heads_q, head_dim_v) and None.
 
-    Raises ValueError for dropout, and for a mask of more axes.
+    Raises ValueError for dropout, a mask of pairs of tokens, and what else is not served.
     """
     if dropout:
         raise ValueError(
             f"rawattn: attention dropout is {dropout}, which it does not have; set the config's "
-            "attention_dropout to 0.0, or the model to eval()"
+            "attention_dropout (or attention_probs_dropout_prob) to 0.0, or the model to eval()"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    for name in _UNSERVED.keys() & others.keys():
+        if others[name] is not None:
+            raise ValueError(
+                f"rawattn: {type(module).__name__} passes {name}, {_UNSERVED[name]}, which is not "
+                'supported; set attn_implementation to "sdpa" or "eager"'
+            )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (batch, seqlen, heads, ...)
-    packed = _packed(q, k, attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    side = -1 if sliding_window is None else sliding_window - 1
+    if cu_seq_lens_q is not None:
+        packed = Packed(cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+    else:
+        aligned = causal or sliding_window is not None
+        packed = _pack(q, k, attention_mask, position_ids, aligned)
+    if (size := _chunk(module)) is not None:
+        packed = in_chunks(packed, size, k.shape[0] * k.shape[1])
+    side = -1 if sliding_window is None else sliding_window - _own_key(module, causal)
     out = varlen_attn(
         packed.queries(q),
         packed.keys(k),
         packed.keys(v),
         packed.cu_seqlens_q,
         packed.cu_seqlens_k,
-        causal=bool(causal),
+        causal=causal,
         window=(side, side),
         softmax_scale=scaling,
         softcap=softcap or None,
@@ -94,113 +139,51 @@ def attend(
     return packed.unpacked(out, q.shape[:2]), None
 
 
-class _Packed(NamedTuple):
-    """How a batch becomes packed, and back; without indices it lies so already."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    of_queries: Tensor | None = None  # indices of tokens among batch * seqlen
-    of_keys: Tensor | None = None
-    seqused_k: Tensor | None = None
-
-    def queries(self, x: Tensor) -> Tensor:
-        return _chosen(x, self.of_queries)
-
-    def keys(self, x: Tensor) -> Tensor:
-        return _chosen(x, self.of_keys)
-
-    def unpacked(self, out: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if self.of_queries is None:
-            return out.view(*shape, *out.shape[1:])
-        whole = out.new_zeros((shape[0] * shape[1], *out.shape[1:]))
-        return whole.index_copy(0, self.of_queries, out).view(*shape, *out.shape[1:])
+def _own_key(module: Any, causal: bool) -> int:
+    """1 where a window counts the query's own key, as all do but T5Gemma's encoder."""
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return int(causal or kind != "t5_gemma_module")
 
 
-def _chosen(x: Tensor, indices: Tensor | None) -> Tensor:
-    flat = x.flatten(0, 1)
-    return flat if indices is None else flat.index_select(0, indices)
-
-
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-) -> _Packed:
-    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    if cu_seq_lens_q is not None:
-        offsets_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return _Packed(cu_seq_lens_q, offsets_k)
-    if attention_mask is not None:
-        unpadded: _Packed = _once(_without_padding, attention_mask, seqlen_q, seqlen_k)
-        return unpadded
-    if position_ids is not None and batch == 1 and seqlen_q == seqlen_k > 1:
-        if (starts := _once(_starts, position_ids)) is not None:
-            return _Packed(starts, starts)
-    used = None
-    if position_ids is not None and seqlen_q != seqlen_k:  # a cache, which may have room for more
-        last = position_ids[:, -1].expand(batch)
-        used = (last + 1).clamp(max=seqlen_k).to(torch.int32)
-    offsets_q, offsets_k = (_equal(batch, n, q.device) for n in (seqlen_q, seqlen_k))
-    return _Packed(offsets_q, offsets_k, seqused_k=used)
-
-
-_found: dict[Any, tuple[Any, Any]] = {}  # by function, tensor and numbers: of the last batches
-_BATCHES = 8
-
-
-def _once(function: Callable[..., Any], tensor: Tensor, *numbers: int) -> Any:
-    """``function`` of them, which waits for the device; all layers of a batch share a tensor."""
-    if torch.compiler.is_compiling():
-        return function(tensor, *numbers)
-    key = (function, id(tensor), tensor._version, *numbers)
-    seen, result = _found.get(key, (None, None))
-    if seen is None or seen() is not tensor:
-        result = function(tensor, *numbers)
-        while len(_found) >= _BATCHES:
-            del _found[next(iter(_found))]
-        _found[key] = weakref.ref(tensor), result
-    return result
-
-
-def _equal(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """Offsets of sequences of one length."""
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
-
-
-def _starts(position_ids: Tensor) -> Tensor | None:
-    """Offsets of the documents of a row, which begin where positions do; None where it is one."""
-    positions = position_ids.reshape(-1)
-    begins = torch.nonzero(positions == positions.min()).reshape(-1)
-    if begins.numel() == 1:
+def _chunk(module: Any) -> int | None:
+    """How many tokens a chunk of this layer has: it sees none of those before (Llama 4)."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if types is None or index is None or types[index] != "chunked_attention":
         return None
-    end = begins.new_full((1,), positions.numel())
-    return torch.cat([begins, end]).to(torch.int32)
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    return size
 
 
-def _without_padding(mask: Tensor, seqlen_q: int, seqlen_k: int) -> _Packed:
-    """Tokens that are no padding; the last seqlen_q that the mask speaks of are the queries.
-
-    A window's cache has the last of these tokens, a static one them first and then room for more.
-    """
+def _pack(
+    q: Tensor, k: Tensor, mask: Tensor | None, position_ids: Tensor | None, aligned: bool
+) -> Packed:
+    """``aligned``: where a query stands among the keys matters, which are of its own sequence."""
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if mask is None:
+        one_row = batch == 1 and seqlen_q == seqlen_k > 1
+        if one_row and position_ids is not None and position_ids.shape == (1, seqlen_q):
+            return once(_by_positions, position_ids)
+        return rows(batch, seqlen_q, seqlen_k, q.device)
+    if mask.dim() == 1:
+        return rows(batch, seqlen_q, seqlen_k, q.device, mask)
     if mask.dim() != 2:
         raise ValueError(
             f"rawattn: attention_mask has shape {tuple(mask.shape)}: expected (batch, seqlen_k), "
             "which tokens are no padding; a mask of pairs of tokens is not supported"
         )
-    mask = mask[:, -seqlen_k:].bool()
-    keys = torch.nn.functional.pad(mask, (0, seqlen_k - mask.shape[1]))
-    of_keys = torch.nonzero(keys.reshape(-1)).reshape(-1)
-    cu_seqlens_k = _offsets_of(keys)
-    if seqlen_q == seqlen_k:
-        return _Packed(cu_seqlens_k, cu_seqlens_k, of_keys, of_keys)
-    queries = mask[:, -seqlen_q:]
-    of_queries = torch.nonzero(queries.reshape(-1)).reshape(-1)
-    return _Packed(_offsets_of(queries), cu_seqlens_k, of_queries, of_keys)
+    if mask.dtype == torch.int32:
+        return once(_by_numbers, mask)
+    return once(_by_padding, mask, seqlen_q, seqlen_k, aligned and seqlen_q > 1)
 
 
-def _offsets_of(mask: Tensor) -> Tensor:
-    lengths = mask.sum(dim=1, dtype=torch.int32)
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+def _by_positions(position_ids: Tensor) -> Packed:
+    return documents(position_ids == position_ids.min())
+
+
+def _by_numbers(numbers: Tensor) -> Packed:
+    return documents(torch.nn.functional.pad(numbers.diff() != 0, (1, 0)))
+
+
+def _by_padding(mask: Tensor, seqlen_q: int, seqlen_k: int, padded_queries: bool) -> Packed:
+    return without_padding(mask.bool(), seqlen_q, seqlen_k, padded_queries)

@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 
 from rawattn import checks
 
+Remedies = dict[str, str]
 # What callers of other packed attentions pass, and what says or replaces it here.
-FOREIGN = {
+FOREIGN: Remedies = {
     **dict.fromkeys(
         ("max_seqlen_q", "max_seqlen_k", "max_seqlen", "max_q", "max_k"),
         "leave it out: the kernels read the lengths from cu_seqlens",
@@ -28,17 +29,35 @@ FOREIGN = {
         ("return_attn_probs", "return_softmax", "return_aux"),
         "pass return_lse=True: probabilities, exp(scores - lse), are never stored",
     ),
+    **dict.fromkeys(
+        ("logits_soft_cap", "logits_softcap", "attn_logit_softcapping"),
+        "varlen_attn takes softcap: scores become softcap * tanh(score / softcap)",
+    ),
+    **dict.fromkeys(
+        ("s_aux", "sink", "attn_sink", "learnable_sink"),
+        "varlen_attn takes sinks, a logit of each query head",
+    ),
+    **dict.fromkeys(
+        ("cache_seqlens", "seqlens_k", "kv_lens"),
+        "varlen_attn takes seqused_k, how many keys of each sequence are in use",
+    ),
+    "seqused_q": "all queries are computed: pass those in use, packed",
+    **dict.fromkeys(
+        ("num_splits", "pack_gqa", "sm_margin"),
+        "leave it out: how to compute is chosen from the shapes",
+    ),
+    "attention_chunk": "chunks are sequences of their own: cut cu_seqlens at them",
     "is_causal": "pass causal",
     "enable_gqa": "leave it out: query heads share key heads wherever there are more of them",
     "batch_invariant": "pass deterministic",
     **dict.fromkeys(("cu_seq_q", "cu_seqlens", "indptr"), "pass cu_seqlens_q"),
     "cu_seq_k": "pass cu_seqlens_k",
     **dict.fromkeys(
-        ("attn_mask", "alibi_slopes"),
+        ("attn_mask", "attn_bias", "alibi_slopes", "score_mod", "mask_mod"),
         "leave it out, or use torch's flex_attention, which bends scores at will",
     ),
     **dict.fromkeys(
-        ("block_table", "leftpad_k"),
+        ("block_table", "page_table", "leftpad_k"),
         "there are no paged caches: pass the keys in use as one packed tensor, with cu_seqlens_k",
     ),
 }
@@ -47,7 +66,11 @@ NEEDED = ("q", "k", "v", "cu_seqlens_q")
 
 
 def refuse_foreign(
-    function: str, last: str, positional: tuple[Any, ...], keywords: dict[str, Any]
+    function: str,
+    last: str,
+    positional: tuple[Any, ...],
+    keywords: dict[str, Any],
+    remedies: Remedies = FOREIGN,
 ) -> NoReturn:
     """Arguments that ``function``, whose positional ones end with ``last``, does not have."""
     if positional:
@@ -57,7 +80,7 @@ def refuse_foreign(
             "write causal=, window= or softmax_scale="
         )
     name = next(iter(keywords))
-    remedy = FOREIGN.get(name, f"help(rawattn.torch.{function}) lists those that there are")
+    remedy = remedies.get(name, f"help(rawattn.torch.{function}) lists those that there are")
     raise TypeError(f"{function} got {name}, which is no argument of it; {remedy}")
 
 

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rawattn.torch import AuxRequest, varlen_attn, varlen_attn_compat  # noqa: E402
+from rawattn.torch.compat import varlen_attn_out_compat  # noqa: E402
 
 LENGTHS = (5, 1, 7)
 
@@ -23,9 +24,13 @@ def rawattn(packed, **options):
     return varlen_attn(*packed[:5], **options)
 
 
-def test_every_parameter_of_torch_is_there():
-    theirs = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
-    ours = inspect.signature(varlen_attn_compat).parameters
+@pytest.mark.parametrize("ours", [varlen_attn_compat, varlen_attn_out_compat])
+def test_every_parameter_of_torch_is_there(ours):
+    module = pytest.importorskip("torch.nn.attention.varlen")
+    theirs = getattr(module, ours.__name__.removesuffix("_compat"), None)
+    if theirs is None:
+        pytest.skip("this torch has no such function")
+    ours = inspect.signature(ours).parameters
     for place, (name, theirs_of) in enumerate(inspect.signature(theirs).parameters.items()):
         assert ours[name].default == theirs_of.default
         if theirs_of.kind is theirs_of.POSITIONAL_OR_KEYWORD:
@@ -54,6 +59,35 @@ def test_every_parameter_of_torch_is_there():
 )
 def test_keywords(packed, keywords, options):
     assert torch.equal(varlen_attn_compat(*packed, **keywords), rawattn(packed, **options))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"),
+    [
+        ({}, {}),
+        ({"window_size": (-1, 0), "scale": 0.1}, {"causal": True, "softmax_scale": 0.1}),
+        ({"seqused_k": torch.tensor([2, 1, 7])}, {"seqused_k": torch.tensor([2, 1, 7])}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_into_a_tensor(packed, keywords, options, compiled):
+    torch._dynamo.reset()
+    exact, exact_lse = rawattn(packed, **options, return_lse=True)
+    out = torch.empty_like(exact)
+
+    def call(*arguments):
+        found, lse = varlen_attn_out_compat(*arguments, return_aux=AuxRequest(lse=True), **keywords)
+        return found, lse
+
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    version = out._version
+    with torch.no_grad():
+        found, lse = call(out, *packed)
+    assert found.data_ptr() == out.data_ptr() and out._version > version
+    assert torch.equal(out, exact) and torch.equal(lse, exact_lse)
+    assert varlen_attn_out_compat(out, *packed) is out
 
 
 def test_old_positions_of_is_causal_and_return_aux(packed):
@@ -114,6 +148,23 @@ def test_gradients_and_compile(packed):
 def test_what_is_not_supported_is_refused(packed, keywords, text):
     with pytest.raises(ValueError, match=text):
         varlen_attn_compat(*packed, **keywords)
+
+
+@pytest.mark.parametrize("function", [varlen_attn_compat, varlen_attn_out_compat])
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [
+        ("causal", r"pass window_size=\(-1, 0\)"),
+        ("softmax_scale", "pass scale"),
+        ("softcap", "rawattn.torch.varlen_attn takes it"),
+        ("dropout_p", "leave it out"),
+        ("casual", "help"),
+    ],
+)
+def test_foreign_keywords_name_the_remedy(packed, keyword, remedy, function):
+    into = (torch.empty_like(packed[0]),) if function is varlen_attn_out_compat else ()
+    with pytest.raises(TypeError, match=f"{function.__name__} got {keyword}, .*; {remedy}"):
+        function(*into, *packed, **{keyword: 1})
 
 
 def test_keys_without_offsets_are_refused(packed):

@@ -67,6 +67,28 @@ def test_other_lengths_of_keys():
     same(found, sdpa(q, k, v, attn_mask=seen.tril(6).triu(3)), (q, k, v))
 
 
+@pytest.mark.parametrize(("size", "size_v"), [(11, 11), (16, 3), (11, 8)])
+def test_any_head_size(size, size_v):
+    q, k = drawn(BATCH, 4, HEADS, size), drawn(BATCH, 9, 2, size, seed=1)
+    v = drawn(BATCH, 9, 2, size_v, seed=2)
+    exact = sdpa(q, k, v)
+    same(fa.flash_attn_func(q, k, v), exact, (q, k, v))
+    same(fa3.flash_attn_func(q, k, v), exact, (q, k, v))
+    cu_q, cu_k = (torch.arange(BATCH + 1) * n for n in (4, 9))
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    for module in (fa, fa3):
+        found = module.flash_attn_varlen_func(*packed, cu_q, cu_k, 4, 9)
+        same(found, exact.flatten(0, 1), (q, k, v))
+    with pytest.raises(ValueError, match=f"k has head_dim {size} beside q of head_dim 13"):
+        fa.flash_attn_func(drawn(BATCH, 4, HEADS, 13), k, v)
+
+
+def test_a_window_in_a_tensor():
+    q, k, v = (drawn(BATCH, LENGTH, HEADS, DIM, seed=i) for i in range(3))
+    found = fa.flash_attn_func(q, k, v, window_size=torch.tensor((2, 1)))
+    assert torch.equal(found, fa.flash_attn_func(q, k, v, window_size=(2, 1)))
+
+
 @pytest.fixture
 def packed():
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
@@ -161,7 +183,9 @@ TAIL = (
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_parameters_are_theirs(name):
-    given = " ".join(inspect.signature(getattr(fa, name)).parameters)
+    *parameters, last = inspect.signature(getattr(fa, name)).parameters.values()
+    assert last.kind is last.VAR_KEYWORD  # refused
+    given = " ".join(parameter.name for parameter in parameters)
     assert given == PUBLIC[name].replace("TAIL", TAIL)
 
 
@@ -182,6 +206,34 @@ def test_what_is_refused(packed, option, remedy):
         q, k, v = (x[None] for x in qkv.unbind(1))
         with pytest.raises(ValueError, match=remedy):
             fa.flash_attn_func(q, k, v, **option)
+
+
+@pytest.mark.parametrize("module", [fa, fa3], ids=["2", "3"])
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [
+        ("window", r"pass window_size=\(left, right\)"),
+        ("scale", "pass softmax_scale"),
+        ("return_lse", "pass return_attn_probs=True"),
+        ("sinks", "rawattn.torch.varlen_attn takes it"),
+        ("casual", r"help\(rawattn.torch.flash_attn"),
+    ],
+)
+def test_foreign_keywords_name_the_remedy(packed, keyword, remedy, module):
+    qkv, cu = packed
+    q, k, v = qkv.unbind(1)
+    for function, given in (
+        (module.flash_attn_varlen_func, (q, k, v, cu, cu, 7, 7)),
+        (module.flash_attn_func, (q[None], k[None], v[None])),
+    ):
+        with pytest.raises(TypeError, match=f"{function.__name__} got {keyword}, .*; {remedy}"):
+            function(*given, **{keyword: 1})
+
+
+def test_keys_in_use_are_of_version_3(packed):
+    qkv, cu = packed
+    with pytest.raises(TypeError, match=r"seqused_k.*flash_attn_interface"):
+        fa.flash_attn_varlen_func(*qkv.unbind(1), cu, cu, seqused_k=cu[1:])
 
 
 def test_shapes_that_do_not_fit(packed):

@@ -174,6 +174,10 @@ def test_validation_asks_for_content():
         ("scale", "pass softmax_scale"),
         ("is_causal", "pass causal"),
         ("return_attn_probs", "pass return_lse=True"),
+        ("logits_soft_cap", "varlen_attn takes softcap"),
+        ("s_aux", "varlen_attn takes sinks"),
+        ("cache_seqlens", "varlen_attn takes seqused_k"),
+        ("num_splits", "leave it out: how to compute"),
         ("casual", r"help\(rawattn.torch.*\) lists"),
     ],
 )
