@@ -12,7 +12,7 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from rawattn.torch import hugging_face  # noqa: E402
-from tests.torch.test_torch_hugging_face import MODELS, VOCABULARY  # noqa: E402
+from tests.shared.tiny_models import MODELS, VOCABULARY  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
