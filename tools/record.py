@@ -4,6 +4,7 @@
     python tools/record.py --tests --shard 2/4                   # a quarter of the tests
     python tools/record.py --sanitizer racecheck
     python tools/record.py --bench --suite paper --sustained 1
+    python tools/record.py --models      # whole models, by tools/train/train_models.py
     python tools/record.py --check       # exit 1 unless every record counts for these sources
 
 A part is merged into the record of the same GPU while the sources are the same; other sources begin
@@ -31,6 +32,7 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KEYS = {  # which row of a part it is
     "bench": ("suite", "case", "direction"),
     "accuracy": ("scores", "head_dim", "dtype", "causal"),
+    "models": ("model", "attention"),
 }
 
 Record = dict[str, Any]
@@ -96,8 +98,8 @@ def record_path(gpu: str, folder: Path = RECORDS) -> Path:
 def merge(old: Record | None, new: Record) -> Record:
     """``new`` parts over ``old``'s when the sources are the same.
 
-    Rows of the benchmark and of the accuracy go by their case, sanitizer results by their tool,
-    tests by their shard.
+    Rows of the benchmark, the accuracy and the models go by their case, sanitizer results by their
+    tool, tests by their shard.
     """
     if old is None or old["sources"] != new["sources"]:
         return new
@@ -201,9 +203,18 @@ def run_host() -> Record:
     return {"host": host_times(), "first_call": first_call_times()}
 
 
+def run_models() -> tuple[Record, bool]:
+    """Whole models trained by each attention; and whether rawattn is no slower than the best."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "models.json"
+        program = ROOT / "tools" / "train" / "train_models.py"
+        run = subprocess.run([sys.executable, str(program), "--json", str(result)], cwd=ROOT)
+        return {"models": json.loads(result.read_text())["models"]}, run.returncode == 0
+
+
 def update(options: argparse.Namespace) -> int:
-    """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed or the
-    accuracy is less than it must be."""
+    """Run the chosen parts, each written when it ends; 1 when a test or a sanitizer failed, the
+    accuracy is less than it must be, or a model trains faster by another attention."""
     from rawattn.check.machine import describe, gpu_name
 
     if not gpu_name():
@@ -236,6 +247,10 @@ def update(options: argparse.Namespace) -> int:
         good &= bool(accuracy["accuracy"]) and not inexact
     if options.host:
         write(run_host())
+    if options.models:
+        models, fastest = run_models()
+        write(models)
+        good &= fastest
     return 0 if good else 1
 
 
@@ -258,14 +273,15 @@ def main() -> int:
     )
     parser.add_argument("--accuracy", action="store_true", help="errors of the forward")
     parser.add_argument("--host", action="store_true", help="host times and first calls")
+    parser.add_argument("--models", action="store_true", help="training steps of whole models")
     options = parser.parse_args()
     if options.check:
         return check()
     if options.shard and not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
         parser.error(f"--shard is I/N such as 2/4, was {options.shard}")
-    measured = options.bench or options.accuracy or options.host
+    measured = options.bench or options.accuracy or options.host or options.models
     if not (options.tests or options.sanitizer is not None or measured):
-        parser.error("choose --check, or any of --tests, --sanitizer, --bench, --accuracy, --host")
+        parser.error("choose --check or what to run; --help names it")
     return update(options)
 
 

@@ -274,6 +274,23 @@ def rows_grid(rows: list[Row]) -> Grid:
     return grid
 
 
+def models_grid(rows: list[Row]) -> Grid:
+    """Tokens a second of training whole models; of the attention, what a step takes beyond one
+    without."""
+    grid = [["model", "attention", "tokens a second", "to rawattn", "ms of attention", "note"]]
+    steps = {(row["model"], row["attention"]): row["ms_a_step"] for row in rows}
+    for row in rows:
+        model, name, ms = row["model"], row["attention"], row["ms_a_step"]
+        ours, rest = (steps.get((model, other)) for other in ("rawattn", "no_attention"))
+        cells = ["", "", ""]
+        if ms:
+            cells[0] = f"{row['tokens_a_second']:,.0f}"
+            cells[1] = f"{ours / ms:.2f}" if ours else ""
+            cells[2] = f"{ms - rest:.1f}" if rest and ms != rest else ""
+        grid.append([model, name, *cells, row["note"]])
+    return grid
+
+
 def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
     """Every table that ``result`` has the numbers for, by the name of its markers."""
     rows, gpu = result.get("bench", []), result["gpu"]
@@ -302,6 +319,8 @@ def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
         if times := result.get(name):
             lines = [[what, f"{time:.{digits}f}"] for what, time in times.items()]
             tables[name] = [["", unit], *lines]
+    if models := result.get("models"):
+        tables["models"] = models_grid(models)
     if summary := result.get("old"):
         tables["old"] = old_grid(summary)
     return tables

@@ -57,10 +57,11 @@ class Curve:
 
 def perturb(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Change every weight by at most what one rounding to ``dtype`` changes a number by."""
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            nudge = torch.rand(weight.shape, generator=generator) - 0.5
+            nudge = torch.rand(weight.shape, generator=generator, device=device) - 0.5
             weight.mul_(1 + torch.finfo(dtype).eps * nudge)
 
 
