@@ -156,7 +156,7 @@ def wrong(run: Run, bound: float) -> list[str]:
         same = (np.isfinite(got) == np.isfinite(exact)).all()
         alive = np.isfinite(exact)
         size = max(1.0, float(np.abs(exact[alive]).max(initial=0.0)))
-        apart = float(np.abs(got - exact)[alive].max(initial=0.0)) / size
+        apart = float(np.abs(got[alive] - exact[alive]).max(initial=0.0)) / size
         if not same or not apart <= bound:
             texts.append(f"{run.name} {name}: {apart:.2g}" + ("" if same else ", not finite"))
     return texts
