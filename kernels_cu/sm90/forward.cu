@@ -267,40 +267,36 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         v.wait_full(smem.v);
         clear_tail(smem.v_tile[v.stage], valid, consumer);
       }
-      --n;
-      while (n >= seen.begin) {
+      for (--n; n >= seen.begin; --n) {
         float rS[1][BLOCK_N / 8][4];
+        k.wait_full(smem.k);
+        turn.wait();
+        begin_scores(rS);
+        v.wait_full(smem.v);
+        begin_output();
+        turn.pass();
+        wgmma_wait_group<1>();
+        hold(rS);
+        leave_k(n);
+        mask_scores(rS, n);
         bool grows[2];
-        for (; n >= seen.begin; --n) {
-          k.wait_full(smem.k);
-          turn.wait();
-          begin_scores(rS);
-          v.wait_full(smem.v);
-          begin_output();
-          turn.pass();
-          wgmma_wait_group<1>();
-          hold(rS);
-          leave_k(n);
-          mask_scores(rS, n);
-          if (any_grows(grows, softmax, rS, scale_log2, cap, ceilings)) break;
+        if (!any_grows(grows, softmax, rS, scale_log2, cap, ceilings)) {
           end_output();
           exponentiate<false>(softmax, rS, rP, scale_log2, cap);
+          continue;  // what is rare lies behind what is not
         }
-        if (n >= seen.begin) {
-          // a maximum is looked for beside P V, and O rescaled behind it
-          float factor[2] = {1.0f, 1.0f};
-          follow_max(softmax, rS, grows, scale_log2, cap,
-                     [&](int, int half, float by) { factor[half] = by; });
-          ceilings.follow(softmax, cap);
-          end_output();
+        // a maximum is looked for beside P V, and O rescaled behind it
+        float factor[2] = {1.0f, 1.0f};
+        follow_max(softmax, rS, grows, scale_log2, cap,
+                   [&](int, int half, float by) { factor[half] = by; });
+        ceilings.follow(softmax, cap);
+        end_output();
 #pragma unroll
-          for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
-          if (any_large(rS, ceilings)) {
-            exponentiate<true>(softmax, rS, rP, scale_log2, cap);
-          } else {
-            exponentiate<false>(softmax, rS, rP, scale_log2, cap);
-          }
-          --n;
+        for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
+        if (any_large(rS, ceilings)) {
+          exponentiate<true>(softmax, rS, rP, scale_log2, cap);
+        } else {
+          exponentiate<false>(softmax, rS, rP, scale_log2, cap);
         }
       }
       v.wait_full(smem.v);

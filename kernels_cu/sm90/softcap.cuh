@@ -36,9 +36,12 @@ struct Cap {
     const float square = s * s;
     return fmaf(s, fmaf(fmaf(sizes.a2, square, sizes.a1), square, sizes.a0), -offset);
   }
-  // S -> tanh(X / c)
-  __device__ __forceinline__ float tanh_of(float s) const {
-    return fmaf(-2.0f, rcp_approx(1.0f + ex2_approx(s * sizes.twice)), 1.0f);
+  // S -> tanh(X / c), times `by` and more by `more`; at once, or a compiler branches for each element
+  __device__ __forceinline__ float tanh_of(float s, float by = 1.0f, float more = 0.0f) const {
+    const float r = rcp_approx(1.0f + ex2_approx(s * sizes.twice));
+    float y = fmaf(-2.0f * by, r, by + more);
+    asm volatile("" : "+f"(y));
+    return y;
   }
 
   // S of a row with this maximum -> its score less the maximum; ANY: S may be large
@@ -48,12 +51,13 @@ struct Cap {
     if constexpr (!ANY) return y;
     const float least = row_max >= sizes.least ? -INF : -sizes.limit;
     const bool large = s > sizes.limit || (s < least && s != -INF);  // -inf is the mask's
-    return large ? fmaf(sizes.top, tanh_of(s), -row_max) : y;
+    const float z = tanh_of(s, sizes.top, -row_max);
+    return large ? z : y;
   }
   // S -> what is kept as a maximum
   __device__ __forceinline__ float of_max(float s) const {
     if (!cfg::HAS_SOFTCAP) return s;
-    return fabsf(s) <= sizes.limit ? small(s, 0.0f) : s == -INF ? s : sizes.top * tanh_of(s);
+    return fabsf(s) <= sizes.limit ? small(s, 0.0f) : s == -INF ? s : tanh_of(s, sizes.top);
   }
   // From which element on a tile is large to a row with this maximum so far
   __device__ __forceinline__ float ceiling(float row_max) const {
