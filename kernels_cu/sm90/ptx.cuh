@@ -103,14 +103,10 @@ __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
 }
 
+// x is made here, not in a branch that comes to want it
+__device__ __forceinline__ void hold(float& x) { asm volatile("" : "+f"(x)); }
+
 // The largest of three, in one instruction
-__device__ __forceinline__ uint32_t max3(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t largest;
-  asm("{\n.reg .u32 t;\nmax.u32 t, %1, %2;\nmax.u32 %0, t, %3;\n}\n"
-      : "=r"(largest)
-      : "r"(a), "r"(b), "r"(c));
-  return largest;
-}
 __device__ __forceinline__ int max3(int a, int b, int c) {
   int largest;
   asm("{\n.reg .s32 t;\nmax.s32 t, %1, %2;\nmax.s32 %0, t, %3;\n}\n"

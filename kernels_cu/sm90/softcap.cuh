@@ -40,7 +40,7 @@ struct Cap {
   __device__ __forceinline__ float tanh_of(float s, float by = 1.0f, float more = 0.0f) const {
     const float r = rcp_approx(1.0f + ex2_approx(s * sizes.twice));
     float y = fmaf(-2.0f * by, r, by + more);
-    asm volatile("" : "+f"(y));
+    hold(y);
     return y;
   }
 
