@@ -176,9 +176,11 @@ def compile_row(build: Build, arch: str, *, strict: bool = False) -> Built:
 
 def describe(build: Build) -> str:
     """What a build fixes beside its row: "bf16 ra qv" is masked on the right, atomic, and for a
-    direction (tq, None, tv); "16x64 s" has 16 heads a selection, 64 keys a block, and factors."""
+    direction (tq, None, tv); "16x64 s" has 16 heads a selection, 64 keys a block, and factors;
+    options have their names."""
     dtype = {"float16": "f16", "bfloat16": "bf16"}[build.dtype]
     flags = "l" * build.has_left + "r" * build.has_right + "a" * build.atomic
     parts = "".join(part for part, there in zip("qkv", build.direction, strict=True) if there)
     blocks = "x".join(map(str, build.blocks)) if any(build.blocks) else ""
-    return " ".join(filter(None, (dtype, flags, parts, blocks, "s" * build.scaled)))
+    options = [name for name in ("softcap", "sinks", "seqused_k") if getattr(build, name)]
+    return " ".join(filter(None, (dtype, flags, parts, blocks, "s" * build.scaled, *options)))

@@ -472,6 +472,8 @@ def test_forms_tell_specialisations_apart() -> None:
     build = Build(row, "bfloat16", 64, 64, False, True, True, (True, False, True))
     assert compiled.describe(build) == "bf16 ra qv"
     assert compiled.describe(replace(build, direction=NO_DIRECTION)) == "bf16 ra"
+    capped = replace(build, softcap=True, seqused_k=True)
+    assert compiled.describe(capped) == "bf16 ra qv softcap seqused_k"
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])

@@ -267,7 +267,7 @@ PLANTS = (
     Plant(
         "scores without log2(e)",
         ("score-scale",),
-        ((FORWARD, "args.sizes.softmax_scale * LOG2E", "args.sizes.softmax_scale"),),
+        ((FORWARD, "score_scale_log2(args.sizes)", "score_scale(args.sizes)"),),
     ),
     Plant("dk without the scale", ("output-scale",), ((BACKWARD_KV, SCALED, PLAIN),)),
     Plant(
@@ -326,8 +326,8 @@ PLANTS = (
         (
             (
                 TILES,
-                "ceil_div(tile.mask.end_query(tile.col0 + tile.valid_cols - 1), BLOCK_M)",
-                "tile.mask.end_query(tile.col0 + tile.valid_cols - 1) / BLOCK_M",
+                "ceil_div(tile.mask.end_query(tile.col0 + cols - 1), BLOCK_M)",
+                "tile.mask.end_query(tile.col0 + cols - 1) / BLOCK_M",
             ),
         ),
         options={"method": "deterministic"},
@@ -368,8 +368,8 @@ PLANTS = (
         (
             (
                 TANGENT,
-                "rE[i][j][e] * softmax_scale - terms.ddlse.value[i][e / 2]",
-                "rE[i][j][e] * softmax_scale",
+                "(cfg::HAS_SOFTCAP ? slope * f : f) - terms.ddlse.value[i][e / 2]",
+                "(cfg::HAS_SOFTCAP ? slope * f : f)",
             ),
         ),
         double_backward=True,
