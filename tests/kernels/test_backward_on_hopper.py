@@ -34,7 +34,7 @@ PLANTS = {
     "dS is sent before it is whole": ("cluster", "place.wait_full(smem.exchange);", ""),
     "keys of the next sequence are not cleared": (
         "cluster",
-        "own_row + valid_keys(tile, peer, consumer)",
+        "own_row + used_keys(tile, peer, consumer)",
         "own_row + WARPGROUP_ROWS",
     ),
     "keys are read before they are clear": (
