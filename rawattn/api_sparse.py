@@ -14,7 +14,7 @@ respect to keys go the other way, from a block to the queries that see it (``Blo
 
 from typing import Any, Never
 
-from rawattn import api, arrays, call, checks, passes_sparse
+from rawattn import api, call, checks, passes_sparse
 from rawattn.arrays import Array, View
 from rawattn.call import Given, Inputs, Result, Window
 from rawattn.passes_sparse import Chosen
@@ -277,7 +277,8 @@ def sparse_double_backward(
     def reference() -> Any:
         x, y, z = call.neutral(inputs), call.neutral(passed), call.neutral(parts)
         arrays_ = (y.dout, x.q, x.k, x.v, y.out, y.lse, x.cu_seqlens_q, x.cu_seqlens_k)
-        options = _options(given, chosen, inputs) | {"ddblock_scale": _neutral(of_scale)}
+        moved = {"ddblock_scale": call.neutral_or_none(of_scale)}
+        options = _options(given, chosen, inputs) | moved
         values = sparse.double_backward(z.q, z.k, z.v, *arrays_, dlse=y.dlse, **options)
         return values[: len(results)]
 
@@ -355,7 +356,7 @@ def sparse_jvp(
 
     def reference() -> Any:
         q, k, v, *offsets = call.neutral(inputs)[:5]
-        options = _options(given, chosen, inputs) | {"tblock_scale": _neutral(of_scale)}
+        options = _options(given, chosen, inputs) | {"tblock_scale": call.neutral_or_none(of_scale)}
         return sparse.jvp(q, k, v, *call.neutral(parts), *offsets, **options)
 
     out, tout, lse, tlse = call.compute(
@@ -426,13 +427,9 @@ def _views(chosen: Chosen) -> tuple[View | None, ...]:
 # ---- the reference ----------------------------------------------------------------------------
 
 
-def _neutral(view: View | None) -> Array | None:
-    """An array of the call as the reference takes it, if there is one."""
-    return None if view is None else arrays.neutral(view)
-
-
 def _options(given: Given, chosen: Chosen, inputs: Inputs) -> dict[str, Any]:
     """What the reference wants to know beside the arrays of dense attention."""
     problem, (selection, source, block_scale) = given.problem, chosen
     options = named_blocks(problem, selection, source, inputs[3:5])
-    return options | {"block_scale": _neutral(block_scale), "softmax_scale": problem.softmax_scale}
+    scale = call.neutral_or_none(block_scale)
+    return options | {"block_scale": scale, "softmax_scale": problem.softmax_scale}

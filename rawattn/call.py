@@ -480,10 +480,10 @@ def options(problem: Problem, inputs: Inputs) -> dict[str, Any]:
 
 
 def neutral_or_none(view: View | None) -> Any:
-    """One array as the reference takes it."""
+    """An array of the call as the reference takes it, if there is one."""
     return None if view is None else arrays.neutral(view)
 
 
 def neutral(views: Any) -> Any:
     """Inputs, Passed or Parts with arrays as the reference takes them in the place of Views."""
-    return views._make(None if view is None else arrays.neutral(view) for view in views)
+    return views._make(map(neutral_or_none, views))

@@ -576,33 +576,25 @@ def without_sinks(name: str) -> NoReturn:
 
 def softcap(given: Any) -> float:
     """A positive finite number."""
-    if not isinstance(given, Real):
-        raise TypeError(
-            f"softcap is a {_spell(type(given))}: expected a number or None; pass a Python number, "
-            "since one in an array would have to be read back from the device"
-        )
-    cap = float(given)
-    if not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"softcap is {cap}: expected a positive finite number; None is none")
-    return cap
+    return _positive("softcap", given, "None is none")
 
 
 def softmax_scale(given: Any) -> float | None:
     """A positive finite number, or None for head_dim ** -0.5."""
-    if given is None:
-        return None
+    remedy = "pass None for head_dim ** -0.5, or scale q"
+    return None if given is None else _positive("softmax_scale", given, remedy)
+
+
+def _positive(name: str, given: Any, remedy: str) -> float:
     if not isinstance(given, Real):
         raise TypeError(
-            f"softmax_scale is a {_spell(type(given))}: expected a number or None; pass a Python "
-            "number, since one in an array would have to be read back from the device"
+            f"{name} is a {_spell(type(given))}: expected a number or None; pass a Python number, "
+            "since one in an array would have to be read back from the device"
         )
-    scale = float(given)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(
-            f"softmax_scale is {scale}: expected a positive finite number; pass None for "
-            "head_dim ** -0.5, or scale q"
-        )
-    return scale
+    number = float(given)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name} is {number}: expected a positive finite number; {remedy}")
+    return number
 
 
 def backend(given: str | None, device: int) -> None:

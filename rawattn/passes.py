@@ -4,7 +4,7 @@ Every function gets a Call after its checks, views as the caller gave them, and 
 that kernels can write. Gradients that are gathered by atomic adds wait in workspaces of the
 statistics' dtype, which come from the caller's allocator; a last pass scales them and puts them
 into the dtype of the result. The layout of a workspace is that of the row that fills it, so that
-row is chosen first.
+row is chosen first. Long by the arguments of the launches.
 """
 
 from typing import TYPE_CHECKING

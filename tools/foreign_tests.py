@@ -12,6 +12,7 @@ passes without a call of rawattn has failed. The exit code is pytest's.
 Tests of many cases run --most of them, drawn by --seed, in mixed order; what --seconds leave over
 is counted as not reached. Without a GPU, --cpu runs what is small enough.
 """
+# Long, since pytest loads the same file as its plugin, and the copy imports names from it.
 
 import json
 import math

@@ -214,11 +214,11 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       if (mask.cuts(row0, BLOCK_M, key, WARPGROUP_ROWS)) {
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + lane % 4 * 2, cap.masked());
       }
-      if constexpr (!cfg::HAS_SOFTCAP) wait_for_terms();
       uint32_t rPt[BLOCK_M / 16][4], rdSt[BLOCK_M / 16][4];
       if constexpr (cfg::HAS_SOFTCAP) {
         exponentiate(rP, rPt, lse_log2, scale_log2);
       } else {
+        wait_for_terms();
         exponentiate(rP, lse_log2, scale_log2);
       }
       wgmma_wait_group<0>();

@@ -219,10 +219,10 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         apply_mask_of_keys(rP, mask, key + warp_row + lane / 4, row0 + OWN_QUERY + lane % 4 * 2,
                            cap.masked());
       }
-      if constexpr (!cfg::HAS_SOFTCAP) wait_for_terms();
       if constexpr (cfg::HAS_SOFTCAP) {
         exponentiate(rP, rPt, lse_log2, scale_log2);
       } else {
+        wait_for_terms();
         exponentiate(rP, lse_log2, scale_log2);
         to_operand(rPt, rP);
       }

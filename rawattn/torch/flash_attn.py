@@ -8,7 +8,7 @@ that ring-attention libraries call by keyword (``_flash_attn_varlen_forward`` an
 derivatives and forward mode, float32 and float64, and CPU tensors work.
 
 What rawattn does not do (dropout, ALiBi slopes, paged and cached keys) is a ValueError with what to
-do instead, and so is a keyword of another version or library a TypeError.
+do instead, and so is a keyword of another version or library a TypeError. Long by the signatures.
 """
 
 from typing import Any, Never, NoReturn

@@ -7,7 +7,7 @@ What only says how to compute (``max_seqlen``, ``num_splits``, ``pack_gqa``, ``s
 accepted and not needed; scales of float8, ``qv``, chunks and ``seqused_q`` are a ValueError.
 """
 
-from typing import Never
+from typing import Any, Never
 
 from torch import Tensor
 
@@ -51,12 +51,9 @@ def flash_attn_func(
 
     Returns out like q; with ``return_attn_probs`` (out, lse), lse (batch, num_heads_q, seqlen_q).
     """
-    if foreign:
-        name = "flash_attn_interface.flash_attn_func"
-        refuse_foreign(name, "return_attn_probs", (), foreign, FOREIGN)
     given = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
     given |= {"k_descale": k_descale, "v_descale": v_descale}
-    refuse("flash_attn_func", _LACKING, given)
+    _refuse("flash_attn_func", foreign, **given)
     out, lse, _ = flash_attn.flash_attn_func(
         *(q, k, v),
         softmax_scale=softmax_scale,
@@ -100,12 +97,9 @@ def flash_attn_varlen_func(
     Returns out (total_q, num_heads_q, head_dim_v); with ``return_attn_probs`` (out, lse), lse
     (num_heads_q, total_q), natural logarithm, float32, differentiable.
     """
-    if foreign:
-        name = "flash_attn_interface.flash_attn_varlen_func"
-        refuse_foreign(name, "return_attn_probs", (), foreign, FOREIGN)
     given = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
     given |= {"k_descale": k_descale, "v_descale": v_descale, "seqused_q": seqused_q}
-    refuse("flash_attn_varlen_func", _LACKING, given)
+    _refuse("flash_attn_varlen_func", foreign, **given)
     out, lse = flash_attn.attend(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
         softmax_scale=softmax_scale,
@@ -116,3 +110,11 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _refuse(function: str, foreign: dict[str, Never], **given: Any) -> None:
+    """Errors for arguments of other libraries, and for those that ask for what rawattn lacks."""
+    if foreign:
+        name = f"flash_attn_interface.{function}"
+        refuse_foreign(name, "return_attn_probs", (), foreign, FOREIGN)
+    refuse(function, _LACKING, given)

@@ -75,6 +75,27 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
     return out, q.new_empty((num_heads_q, total_q), dtype=lse_dtype)
 
 
+def fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    learned: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and of what else is learned: sinks, or block_scale."""
+    last = nothing_like(lse) if learned is None else learned.new_empty(learned.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), last
+
+
+def fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
+    """(ddout, ddlse) and the gradients, of a direction and what ``fake_backward`` gets."""
+    return *fake_forward(*args[6:9]), *fake_backward(*args[4:])
+
+
 def fake_jvp(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     """(out, tout, lse, tlse)."""
     (out, lse), (tout, tlse) = fake_forward(q, k, v), fake_forward(q, k, v)

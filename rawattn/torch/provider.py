@@ -19,7 +19,6 @@ from torch import Tensor
 from rawattn import api
 
 NAME = "RAWATTN"
-_OPERATORS = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
 _told: set[str] = set()
 
 
@@ -41,9 +40,9 @@ def activate() -> "_Active":
         "_varlen_attn_out": _out,
         "_varlen_attn_backward": _backward,
     }
-    for name in _OPERATORS:
+    for name, ours in kernels.items():
         if (operator := getattr(varlen, name, None)) is not None:
-            kernel = _kernel(operator._init_fn, kernels[name])
+            kernel = _kernel(operator._init_fn, ours)
             for device in ("CUDA", "CPU"):
                 library.impl(name, kernel, device)
     return _Active(library)

@@ -20,7 +20,15 @@ from torch import Tensor
 from rawattn import api_sparse, checks
 from rawattn.tables import BlockTable
 from rawattn.torch.autograd import register
-from rawattn.torch.operators import Operators, define, fake_forward, fake_jvp, nothing_like
+from rawattn.torch.operators import (
+    Operators,
+    define,
+    fake_backward,
+    fake_double_backward,
+    fake_forward,
+    fake_jvp,
+    nothing_like,
+)
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? block_scale"
 DIRECTION = "Tensor? {0}q, Tensor? {0}k, Tensor? {0}v, Tensor? {0}block_scale"
@@ -197,30 +205,6 @@ def _compute_jvp(
     return results
 
 
-# ---- the shapes of their results --------------------------------------------------------------
-
-
-def _fake_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_scale = (
-        nothing_like(lse) if block_scale is None else block_scale.new_empty(block_scale.shape)
-    )
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_scale
-
-
-def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
-    return *fake_forward(*args[6:9]), *_fake_backward(*args[4:])
-
-
 # ---- the operators ----------------------------------------------------------------------------
 
 sparse_forward = define(
@@ -234,14 +218,14 @@ sparse_backward = define(
     f"sparse_backward({GIVEN}, {OPTIONS}) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dblock_scale)",
     _compute_backward,
-    _fake_backward,
+    fake_backward,
 )
 sparse_double_backward = define(
     "sparse_attn",
     f"sparse_double_backward({DIRECTION.format('dd')}, {GIVEN}, {OPTIONS}) -> "
     "(Tensor ddout, Tensor ddlse, Tensor gq, Tensor gk, Tensor gv, Tensor gblock_scale)",
     _compute_double_backward,
-    _fake_double_backward,
+    fake_double_backward,
 )
 sparse_jvp = define(
     "sparse_attn",

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from rawattn import api, api_second
 from rawattn.torch.autograd import register
-from rawattn.torch.operators import Operators, define, fake_forward, fake_jvp, nothing_like
+from rawattn.torch.operators import (
+    Operators,
+    define,
+    fake_backward,
+    fake_double_backward,
+    fake_forward,
+    fake_jvp,
+    nothing_like,
+)
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 DIRECTION = "Tensor? {0}q, Tensor? {0}k, Tensor? {0}v, Tensor? {0}sinks"
@@ -105,28 +113,6 @@ def _compute_jvp(
     return api_second.jvp(q, k, v, tq, tk, tv, cu_seqlens_q, tsinks=tsinks, **keywords)
 
 
-# ---- the shapes of their results --------------------------------------------------------------
-
-
-def _fake_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    of_sinks = nothing_like(lse) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
-
-
-def _fake_double_backward(*args: Any) -> tuple[Tensor, ...]:
-    return *fake_forward(*args[6:9]), *_fake_backward(*args[4:])
-
-
 # ---- the operators ----------------------------------------------------------------------------
 
 varlen_forward = define(
@@ -139,14 +125,14 @@ varlen_backward = define(
     "varlen_attn",
     f"varlen_backward({GIVEN}, {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _compute_backward,
-    _fake_backward,
+    fake_backward,
 )
 varlen_double_backward = define(
     "varlen_attn",
     f"varlen_double_backward({DIRECTION.format('dd')}, {GIVEN}, {OPTIONS}) -> "
     "(Tensor ddout, Tensor ddlse, Tensor gq, Tensor gk, Tensor gv, Tensor gsinks)",
     _compute_double_backward,
-    _fake_double_backward,
+    fake_double_backward,
 )
 varlen_jvp = define(
     "varlen_attn",

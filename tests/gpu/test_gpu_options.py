@@ -2,7 +2,8 @@
 
 Problems of a chunk share their kernels: 504 each with a softcap and with sinks, over all pairs of
 native head_dim and head_dim_v, 252 with keys in use, alone and with the others. Their kernels are
-named, so that small problems on Hopper visit the rows of large ones and of older GPUs too.
+named, so that small problems on Hopper visit the rows of large ones and of older GPUs too. Long by
+the edges.
 """
 
 from collections.abc import Iterator

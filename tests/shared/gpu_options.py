@@ -1,7 +1,8 @@
 """Random problems with softcap, sinks and seqused_k: their truth, runs and verdicts.
 
 The cases are those of gpu_problems.py and the truth, as there, is torch's autograd of dense
-attention; here of both orders at once. NaN are also the keys that are not in use.
+attention; here of both orders at once. NaN are also the keys that are not in use. Long, since a
+problem, its truth and its verdict are read together.
 """
 
 from collections.abc import Iterator
@@ -257,11 +258,8 @@ def pose(p: Problem) -> Posed:
             terms=case.terms,
         )
     targets |= {"tout": targets["ddout"], "tlse": targets["ddlse"]}
-    out, lse = exact["out"].astype(narrow), exact["lse"].astype(wide)
-    outside = np.isin(case.sequence_of("q"), (*case.poisoned, -1))
-    out[outside], lse[:, outside] = np.nan, np.nan
-    on_gpu = (to_framework(x, "torch") for x in (out, lse))
-    return replace(posed, targets=targets, **dict(zip(("out", "lse"), on_gpu, strict=True)))
+    out, lse = gpu_problems.given_to_backward(case, exact)
+    return replace(posed, targets=targets, out=out, lse=lse)
 
 
 def faults(posed: Posed, results: Arrays) -> list[str]:

@@ -281,10 +281,16 @@ def pose(case: Case) -> Posed:
             terms=case.terms,
         )
     targets |= {"tout": targets["ddout"], "tlse": targets["ddlse"]}
-    out, lse = exact["out"].astype(narrow), exact["lse"].astype(wide)
+    return Posed(case, tensors, *given_to_backward(case, exact), targets)
+
+
+def given_to_backward(case: Case, exact: dict[str, np.ndarray]) -> tuple[Any, Any]:
+    """The true out and lse, rounded, as torch tensors; NaN in the rows of no healthy sequence."""
+    out = exact["out"].astype(dtype_of(case.dtype))
+    lse = exact["lse"].astype(lse_dtype(case.dtype))
     outside = np.isin(case.sequence_of("q"), (*case.poisoned, -1))
     out[outside], lse[:, outside] = np.nan, np.nan
-    return Posed(case, tensors, to_framework(out, "torch"), to_framework(lse, "torch"), targets)
+    return to_framework(out, "torch"), to_framework(lse, "torch")
 
 
 # ---- running and judging ----------------------------------------------------------------------

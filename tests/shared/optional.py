@@ -116,7 +116,8 @@ def runs(
     for some in ((0, 1, 2), (2,), (0,), ()):
         parts = [x if n in some else None for n, x in enumerate(us)]
         at_parts = [x if n in some else None for n, x in enumerate(at_us)]
-        ts = {f"t{n}": x for n, x in moved.items()} if len(some) != 1 or some == (2,) else {}
+        along = moved if len(some) != 1 or some == (2,) else {}
+        ts, dds = ({f"{prefix}{n}": x for n, x in along.items()} for prefix in ("t", "dd"))
         if not some and not ts:
             continue
         yield Run(
@@ -126,8 +127,6 @@ def runs(
             ),
             second.jvp(*qkv, *parts, cu_q, cu_k, **exactly, **ts),
         )
-        dds = {f"d{n}": x for n, x in ts.items()}
-        dds = {n.replace("dt", "dd"): x for n, x in dds.items()}
         for deterministic in (False, True):
             yield Run(
                 f"double_backward {some} {deterministic}",

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.shared.tiny_models import EXPERTS, LATENT, LAYERS, SLIDING, VOCABULARY, Model
+from tests.shared.tiny_models import EXPERTS, LATENT, LAYERS, SIZES, SLIDING, VOCABULARY, Model
 
 _WIDE = {"initializer_range": 0.25, "vocab_size": VOCABULARY, "pad_token_id": 0}
 
@@ -108,12 +108,7 @@ _BART = {
 _T5GEMMA = {
     **SLIDING,
     **_WIDE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **SIZES,
     "attn_logit_softcapping": 2.0,
     "dropout_rate": 0.0,
 }
@@ -134,12 +129,7 @@ SEQ2SEQ = {
 
 _TEXT = {
     **_WIDE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **SIZES,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "rope_parameters": {

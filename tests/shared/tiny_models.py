@@ -14,15 +14,18 @@ import transformers
 
 LENGTHS = (5, 23, 1, 17)
 VOCABULARY = 97
-BASE: dict[str, Any] = {
-    "initializer_range": 0.25,  # by transformers' 0.02 attention hardly matters
-    "vocab_size": VOCABULARY,
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+}
+BASE: dict[str, Any] = {
+    **SIZES,
+    "initializer_range": 0.25,  # by transformers' 0.02 attention hardly matters
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": 1,
