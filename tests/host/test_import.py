@@ -117,14 +117,13 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_import_takes_little_more_than_numpy() -> None:
-    # The processor's time, beside NumPy's on the same machine: other work does not count.
-    def seconds(module: str) -> float:
-        code = (
-            f"import time; t = time.process_time(); import {module}; print(time.process_time() - t)"
-        )
-        return min(float(in_python(code)) for _ in range(5))
-
-    assert seconds("rawattn") < 3 * seconds("numpy")
+    # The processor's time of the rest beside NumPy's own in the same process, where both meet the
+    # same clocks and the same neighbours; the best of ten, since what disturbs adds to either.
+    code = (
+        "from time import process_time as now; start = now(); import numpy; half = now()\n"
+        "import rawattn; print((now() - half) / (half - start))"
+    )
+    assert min(float(in_python(code)) for _ in range(10)) < 2
 
 
 def test_host_arrays_load_nothing_heavy() -> None:
