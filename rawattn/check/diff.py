@@ -87,7 +87,7 @@ def judge(
         at = tuple(int(i) for i in np.argwhere(misplaced)[0])
         note = f"{misplaced.sum()} elements NaN or inf unlike the reference, first at {at}"
         return Verdict(math.inf, allowed, "FAIL", note)
-    difference = _difference(found, wanted)
+    difference = distance(found, wanted)
     error = float(difference.max(initial=0.0))
     if zeros is not None:
         zeros = np.broadcast_to(zeros, found.shape)
@@ -157,7 +157,7 @@ def breakdown(
     found, wanted = (
         np.moveaxis(to_numpy(a).astype(np.float64), token_axis, 0) for a in (candidate, reference)
     )
-    difference = np.where(_misplaced(found, wanted), math.inf, _difference(found, wanted))
+    difference = np.where(_misplaced(found, wanted), math.inf, distance(found, wanted))
     if difference.ndim > 2:
         difference = difference.max(axis=2, initial=0.0)
     shares = []
@@ -177,7 +177,7 @@ def _misplaced(found: Float64, wanted: Float64) -> npt.NDArray[np.bool_]:
     return ~(same | (np.isfinite(found) & np.isfinite(wanted)))
 
 
-def _difference(found: Float64, wanted: Float64) -> Float64:
-    """|found - wanted|, 0 where neither is finite."""
+def distance(found: Float64, wanted: Float64) -> Float64:
+    """|found - wanted|, 0 where either is not finite."""
     finite = np.isfinite(found) & np.isfinite(wanted)
     return np.asarray(np.abs(np.where(finite, found, 0.0) - np.where(finite, wanted, 0.0)))

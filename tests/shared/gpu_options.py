@@ -14,6 +14,7 @@ import numpy as np
 
 import rawattn
 from rawattn.check.cases import Case, Tensors, dtype_of, lse_dtype, make
+from rawattn.check.diff import distance
 from rawattn.check.expected import Target
 from rawattn.check.transfer import loaded_torch, to_framework, to_numpy
 from rawattn.reference.dense import allowed
@@ -278,12 +279,6 @@ def pose(p: Problem) -> Posed:
     by_given_lse = targets["ddlse"].same_dtype + moved * np.abs(exact["ddlse"])
     targets["ddlse"] = replace(targets["ddlse"], same_dtype=by_given_lse)
     return replace(posed, targets=targets, out=out, lse=lse)
-
-
-def distance(found: Any, exact: Any) -> Any:
-    """How far apart numbers are; 0 where either is none."""
-    known = np.isfinite(exact) & np.isfinite(found)
-    return np.abs(np.where(known, found, 0.0) - np.where(known, exact, 0.0))
 
 
 def faults(posed: Posed, results: Arrays) -> list[str]:
