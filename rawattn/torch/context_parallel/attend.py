@@ -1,0 +1,98 @@
+"""The function to call in every layer."""
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from rawattn import checks
+from rawattn.torch.context_parallel import attention, ulysses
+from rawattn.torch.context_parallel.planning import Plan
+from rawattn.torch.inputs import cast_by_autocast, check_tensor, refuse_foreign
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *lengths: Never,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    **foreign: Never,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys of all ranks.
+
+    q is (plan.num_tokens("q"), num_heads_q, head_dim), k and v (plan.num_tokens("k"), num_heads_kv,
+    ...): what this rank has. The result is this rank's part of what ``varlen_attn`` gives for the
+    whole batch; the other arguments are those of it. A collective call: every rank of the plan's
+    group makes the same one, in the same order, also for the backward.
+
+    sinks: whole on every rank; a gradient is that of this rank's part, to be summed over ranks as
+        that of any other parameter is.
+
+    Derivatives as of ``varlen_attn``: twice backwards, forwards (forward_ad), in any combination.
+    ``deterministic`` makes them bitwise repeatable.
+
+    Raises as ``varlen_attn``; what one rank finds wrong at the first call of its kind is raised on
+    all of them.
+    """
+    if lengths or foreign:
+        refuse_foreign("context_parallel.attn", "plan", lengths, foreign)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = cast_by_autocast(q, k, v)
+    error: Exception | None = None
+    left = right = -1
+    signature: tuple[Any, ...] = ()
+    try:
+        left, right = checks.window(window, causal)
+        _check(q, k, v, sinks, plan)
+        signature = (
+            *(tuple(x.shape[1:]) for x in (q, k, v)),
+            *(q.dtype, left, right, softmax_scale, softcap),
+            *(sinks is None, deterministic, backend, torch.is_grad_enabled()),
+        )
+    except (TypeError, ValueError) as found:
+        error = found
+    plan.agree(signature, error)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "backend": backend,
+    }
+    method = plan.method if plan.method != "auto" else "gather"
+    if method == "ulysses":
+        heads = plan.heads(q.shape[1], k.shape[1], q.device)
+        out, lse = ulysses.attention(q, k, v, sinks, heads, window=(left, right), **options)
+    else:
+        job = plan.job(method, (left, right), q.device, **options)
+        out, lse = attention.attention(q, k, v, sinks, job)
+    return (out, lse) if return_lse else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan) -> None:
+    for name, x, of in (("q", q, "q"), ("k", k, "k"), ("v", v, "k")):
+        check_tensor(name, x)
+        if x.dim() != 3:
+            checks.rank(name, tuple(x.shape))
+        if x.shape[0] != plan.num_tokens(of):
+            raise ValueError(
+                f"{name} has {x.shape[0]} tokens: expected the {plan.num_tokens(of)} that the plan "
+                f"gives rank {plan.rank}; cut it by context_parallel.shard(x, plan, of={of!r})"
+            )
+    if plan.method == "ulysses" and q.shape[1] % plan.ranks:
+        raise ValueError(
+            f"q has {q.shape[1]} heads on {plan.ranks} ranks: expected a multiple of these for "
+            'method="ulysses"; take "gather" or "ring"'
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads and k {k.shape[1]}: expected a multiple of k's")

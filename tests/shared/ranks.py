@@ -1,0 +1,73 @@
+"""Several processes on this machine that are the ranks of a gloo group."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 60.0  # seconds that a rank waits for the others
+
+
+def run(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT
+) -> list[Any]:
+    """What ``function(*args)`` returns on each rank, or the text of what it raises.
+
+    ``function`` is found by its name in its module. A rank that ends without a word is "gone".
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            store = str(Path(folder) / "store")
+            work = (function, rank, ranks, store, timeout, there, args)
+            process = context.Process(target=_rank, args=work, daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        found = []
+        for pipe in pipes:
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                found.append("gone")
+        for process in processes:
+            process.join(timeout)
+            process.kill()
+    return found
+
+
+def _rank(
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    store: str,
+    timeout: float,
+    pipe: Any,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        pipe.send(function(*args))
+    except Exception:
+        pipe.send(traceback.format_exc())
+    finally:
+        pipe.close()
+        os._exit(0)  # without waiting for a group that may be broken
