@@ -7,7 +7,7 @@
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from rawattn.torch import flash_attn
 from rawattn.torch.hugging_face_masks import mask_of_keys
 from rawattn.torch.packing import Packed, documents, in_chunks, once, rows, without_padding
 from rawattn.torch.varlen import varlen_attn
+
+if TYPE_CHECKING:
+    from rawattn.torch.context_parallel import Plan
 
 NAME = "rawattn"
 
@@ -28,6 +31,9 @@ def register_with_transformers(name: str = NAME) -> None:
     sliding windows, chunks, sinks, softcap, values of another width than the keys (MLA), encoders,
     cross-attention, ``generate`` with a cache and gradient checkpointing are served, derivatives
     included. Compiled code looks for documents in ``position_ids`` of a batch of one row alone.
+
+    Over several GPUs, a packed batch split by ``rawattn.torch.context_parallel``: the model is
+    called with ``context_parallel=plan`` and ``position_ids=plan.position_ids[None]``.
 
     ``name + "_flash"`` is the same for models with a vision tower: most towers hand over all images
     packed to a name with "flash" in it, and one by one to others. What transformers refuses to such
@@ -91,13 +97,15 @@ def attend(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    context_parallel: "Plan | None" = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for a registered name.
 
     query is (batch, num_heads_q, seqlen_q, head_dim), key and value (batch, num_heads_kv,
     seqlen_k, ...). ``attention_mask`` is of ``mask_of_keys``. ``sliding_window`` counts the query's
-    own key. ``s_aux`` are sinks. Returns out (batch, seqlen_q, num_heads_q, head_dim_v) and None.
+    own key. ``s_aux`` are sinks. ``context_parallel`` is the plan of a packed batch of which the
+    row is this rank's part. Returns out (batch, seqlen_q, num_heads_q, head_dim_v) and None.
 
     Raises ValueError for dropout, a mask of pairs of tokens, and what else is not served.
     """
@@ -113,7 +121,17 @@ def attend(
                 'supported; set attn_implementation to "sdpa" or "eager"'
             )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    side = -1 if sliding_window is None else sliding_window - _own_key(module, causal)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": (side, side),
+        "softmax_scale": scaling,
+        "softcap": softcap or None,
+        "sinks": s_aux,
+    }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (batch, seqlen, heads, ...)
+    if context_parallel is not None:
+        return _of_ranks(module, q, k, v, attention_mask, context_parallel, options), None
     if cu_seq_lens_q is not None:
         packed = Packed(cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     else:
@@ -121,22 +139,42 @@ def attend(
         packed = _pack(q, k, attention_mask, position_ids, aligned)
     if (size := _chunk(module)) is not None:
         packed = in_chunks(packed, size, k.shape[0] * k.shape[1])
-    side = -1 if sliding_window is None else sliding_window - _own_key(module, causal)
     out = varlen_attn(
         packed.queries(q),
         packed.keys(k),
         packed.keys(v),
         packed.cu_seqlens_q,
         packed.cu_seqlens_k,
-        causal=causal,
-        window=(side, side),
-        softmax_scale=scaling,
-        softcap=softcap or None,
-        sinks=s_aux,
         seqused_k=packed.seqused_k,
+        **options,
     )
     assert isinstance(out, Tensor)
     return packed.unpacked(out, q.shape[:2]), None
+
+
+def _of_ranks(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    plan: "Plan",
+    options: dict[str, Any],
+) -> Tensor:
+    """Of this rank's rows of a batch that a plan has split."""
+    from rawattn.torch.context_parallel import attn
+
+    padded = mask is not None and mask.dtype != torch.int32  # documents' numbers are the plan's
+    if q.shape[0] != 1 or k.shape[1] != q.shape[1] or padded or _chunk(module) is not None:
+        raise ValueError(
+            f"rawattn: context_parallel with q {tuple(q.shape)}, k {tuple(k.shape)}, "
+            f"{'a padding mask' if padded else 'no padding'}, chunks of {_chunk(module)} tokens: "
+            "expected one row of packed tokens without padding, cache or chunks; cut the batch by "
+            "context_parallel.shard(tokens, plan, dim=1) and pass use_cache=False"
+        )
+    out = attn(q[0], k[0], v[0], plan, **options)
+    assert isinstance(out, Tensor)
+    return out[None]
 
 
 def _own_key(module: Any, causal: bool) -> int:
@@ -161,8 +199,8 @@ def _pack(
     """``aligned``: where a query stands among the keys matters, which are of its own sequence."""
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     if mask is None:
-        one_row = batch == 1 and seqlen_q == seqlen_k > 1
-        if one_row and position_ids is not None and position_ids.shape == (1, seqlen_q):
+        looked_at = seqlen_q == seqlen_k > 1 and (batch == 1 or not torch.compiler.is_compiling())
+        if looked_at and position_ids is not None and position_ids.shape == (batch, seqlen_q):
             return once(_by_positions, position_ids)
         return rows(batch, seqlen_q, seqlen_k, q.device)
     if mask.dim() == 1:

@@ -40,7 +40,7 @@ ARROWS = {
     "torch": {"api", "api_second", "api_sparse", "checks", "tables"},
     "__init__": {"api", "api_second", "api_sparse", "tables"},
 }
-# The same inside rawattn.torch, whose face hands names on.
+# The same inside rawattn.torch, whose face hands names on, and inside its own package.
 OF_TORCH = {
     "operators": set(),
     "inputs": set(),
@@ -56,11 +56,28 @@ OF_TORCH = {
     "sparse_compat": {"sparse"},
     "nsa": {"inputs", "sparse", "varlen"},
     "hugging_face_masks": set(),
-    "hugging_face": {"flash_attn", "hugging_face_masks", "packing", "varlen"},
+    "hugging_face": {"context_parallel", "flash_attn", "hugging_face_masks", "packing", "varlen"},
     "provider": set(),
+    "context_parallel": {"inputs", "varlen"},
     "__init__": {
         *("compat", "hugging_face", "nsa", "provider", "sparse", "sparse_compat", "varlen"),
     },
+}
+OF_CONTEXT_PARALLEL = {
+    "layout": set(),
+    "exchange": set(),
+    "stages": {"layout"},
+    "estimate": {"stages"},
+    "agreement": set(),
+    "attention": {"exchange", "stages"},
+    "ulysses": {"attention", "exchange"},
+    "plans": {
+        *("agreement", "attention", "estimate", "exchange", "layout", "stages", "ulysses"),
+    },
+    "planning": {"agreement", "layout", "plans"},
+    "shards": {"attention", "exchange", "plans"},
+    "attend": {"attention", "estimate", "plans", "ulysses"},
+    "__init__": {"attend", "estimate", "planning", "plans", "shards"},
 }
 
 
@@ -164,10 +181,21 @@ def test_arrows(path: Path) -> None:
     used = {name.split(".")[1] for name, _ in imports(path) if name.startswith("rawattn.")}
     assert used <= allowed | {layer(path)}
     if layer(path) == "torch":
-        inside = {
-            name.split(".")[2] for name, _ in imports(path) if name.startswith("rawattn.torch.")
-        }
-        assert inside <= OF_TORCH[path.stem]
+        room = path.relative_to(PACKAGE / "torch").parts[0].removesuffix(".py")
+        assert imported(path, "rawattn.torch") <= OF_TORCH[room] | {room} - {path.stem}
+        if room == "context_parallel":
+            inside = imported(path, f"rawattn.torch.{room}")
+            assert inside <= OF_CONTEXT_PARALLEL[path.stem]
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """The parts of a package that a file imports."""
+    whole = f"{package}."
+    return {
+        name.removeprefix(whole).split(".")[0]
+        for name, _ in imports(path)
+        if name.startswith(whole)
+    }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=spelled)

@@ -4,7 +4,7 @@ Every rank draws the whole problem from the same seed; rank 0 computes the truth
 and each rank compares its own part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from rawattn.torch import context_parallel as cp
 from rawattn.torch import varlen_attn
+from rawattn.torch.context_parallel import attention, exchange, plans, stages, ulysses
 
 METHODS = ("gather", "ring", "ulysses")
 LAYOUTS = ("contiguous", "zigzag")
@@ -36,6 +37,7 @@ class Problem:
     window: tuple[int, int]
     layout: str
     min_chunk: int
+    overlap: int | None
     softcap: float | None
     sinks: bool
 
@@ -82,6 +84,7 @@ def draw(rng: np.random.Generator, ranks: int, longest: int = 300) -> Problem:
         window,
         pick(*LAYOUTS),
         int(pick(1, 4, 16)),
+        pick(None, 2, 3),
         pick(None, None, None, 3.0),
         bool(rng.random() < 0.25),
     )
@@ -158,6 +161,7 @@ def plan_of(p: Problem, method: str) -> cp.Plan:
         layout=p.layout,
         method=method,
         min_chunk=p.min_chunk,
+        overlap=p.overlap,
     )
 
 
@@ -243,3 +247,79 @@ def beyond_sweep(seed: int, count: int) -> list[str]:
     for n in range(count):
         texts += beyond(draw(rng, dist.get_world_size(), 80), 1000 * seed + n)
     return texts
+
+
+# ---- mistakes that must be seen ---------------------------------------------------------------
+
+
+def _changed(module: Any, name: str, change: Any) -> Any:
+    return module, name, change(getattr(module, name))
+
+
+def mutants() -> dict[str, tuple[Any, str, Any]]:
+    """By name: where to put what in the place of a piece."""
+    flight, heads = exchange.Flight, ulysses.Heads
+
+    def no_return(real: Any) -> Any:
+        def land_back(self: Any, total: Tensor) -> None:
+            self.rows = torch.zeros_like(self.rows)
+            real(self, total)
+
+        return land_back
+
+    def other_window(real: Any) -> Any:
+        return lambda calls, meeting, keys, shift, window: real(
+            calls, meeting, keys, shift + 1, window
+        )
+
+    def unweighted(real: Any) -> Any:
+        return lambda out, lse, part, part_lse: (out + part, real(out, lse, part, part_lse)[1])
+
+    def unordered(real: Any) -> Any:
+        return lambda self, rows, way: rows.contiguous()
+
+    def other_heads(real: Any) -> Any:
+        return lambda *sizes: (real(*sizes)[0], real(*sizes)[1][::-1])
+
+    def no_sinks(real: Any) -> Any:
+        return lambda dout, dlse, sinks, out, lse: torch.zeros_like(sinks)
+
+    def twice(real: Any) -> Any:
+        return lambda pieces, there, lengths, window: real(
+            pieces, [[*runs, *runs[:1]] for runs in there], lengths, window
+        )
+
+    def whole_segment(real: Any) -> Any:
+        return lambda *args: replace(real(*args), seqused_k=None)
+
+    return {
+        "gradients that do not come home": _changed(flight, "land_back", no_return),
+        "a window that is off by one": _changed(stages, "_place", other_window),
+        "parts added without weights": _changed(attention, "merged", unweighted),
+        "tokens in the order of ranks": _changed(heads, "_ordered", unordered),
+        "key heads of another rank": _changed(ulysses, "heads_of", other_heads),
+        "sinks without a gradient": _changed(attention, "gradient_of_sinks", no_sinks),
+        "keys that are met twice": _changed(stages, "stage", twice),
+        "keys behind those in use": _changed(plans, "work", whole_segment),
+    }
+
+
+def unseen(seed: int, count: int) -> list[str]:
+    """Mistakes that none of ``count`` problems shows."""
+    found = []
+    for name, (module, attribute, mutant) in mutants().items():
+        real = getattr(module, attribute)
+        setattr(module, attribute, mutant)
+        try:
+            if not any(_shown(seed, n) for n in range(count)):
+                found.append(name)
+        finally:
+            setattr(module, attribute, real)
+    return found
+
+
+def _shown(seed: int, n: int) -> bool:
+    """Whether a rank finds the problem's results wrong."""
+    seen = torch.tensor(len(sweep(100 * seed + n, 1)))
+    dist.all_reduce(seen)
+    return bool(seen)

@@ -19,7 +19,8 @@ def run(
 
     ``function`` is found by its name in its module. A rank that ends without a word is "gone".
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which loads torch once for all of them
+    context.set_forkserver_preload(["torch.distributed", "rawattn.torch.context_parallel"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
-from rawattn.torch import hugging_face  # noqa: E402
+from rawattn.torch import hugging_face, varlen_attn  # noqa: E402
 from tests.shared import tiny_models  # noqa: E402
 from tests.shared.tiny_models import (  # noqa: E402
     BATCHES,
@@ -109,3 +109,14 @@ def test_dropout_is_refused() -> None:
     model = Model("LlamaConfig", {"attention_dropout": 0.1}).build(hugging_face.NAME).train()
     with pytest.raises(ValueError, match=r"attention dropout is 0\.1.*config's attention_dropout"):
         model(**tiny_models.packed(), use_cache=False)
+
+
+def test_packed_rows_of_a_batch_without_a_mask() -> None:
+    """As sequence parallelism hands them over, which drops the mask."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 12, 8, generator=drawn) for n in (4, 2, 2))
+    positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+    out, _ = hugging_face.attend(torch.nn.Module(), q, k, v, None, position_ids=positions)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    offsets = torch.tensor([0, 5, 12, 24], dtype=torch.int32)
+    assert torch.equal(out.flatten(0, 1), varlen_attn(q, k, v, offsets, causal=True))

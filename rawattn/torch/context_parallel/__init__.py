@@ -10,6 +10,9 @@ any lengths on any number of ranks, without padding; what ranks add up stands be
 """
 
 from rawattn.torch.context_parallel.attend import attn
-from rawattn.torch.context_parallel.planning import Estimate, Plan, plan, shard, unshard
+from rawattn.torch.context_parallel.estimate import Estimate, Rates
+from rawattn.torch.context_parallel.planning import plan
+from rawattn.torch.context_parallel.plans import Plan
+from rawattn.torch.context_parallel.shards import shard, unshard
 
-__all__ = ["Estimate", "Plan", "attn", "plan", "shard", "unshard"]
+__all__ = ["Estimate", "Plan", "Rates", "attn", "plan", "shard", "unshard"]

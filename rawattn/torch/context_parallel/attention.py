@@ -10,7 +10,7 @@ merge.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,10 +93,12 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Stages of a mask, with how to compute. ``once``: every row with keys stands in one call."""
+    """Stages of a mask, with how to compute. ``once``: every row with keys stands in one call.
+    ``parts``: as many times keys come, each time of other heads."""
 
     stages: list[tuple[Route, list[Work]]]
     once: bool
+    parts: int
     softmax_scale: float | None
     softcap: float | None
     deterministic: bool
@@ -114,26 +116,46 @@ def attention(
     """out and lse of this rank's rows."""
     if any(x is not None and is_dual(x) for x in (q, k, v, sinks)):
         return composed(q, k, v, sinks, job)
-    out, lse = Staged.apply(q, k, v, sinks, job)
+    out, lse = Staged.apply(q, k, v, sinks, job)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 def is_dual(x: Tensor) -> bool:
     """Whether it carries a tangent."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def fetched(job: Job, k: Tensor, v: Tensor) -> Iterator[tuple[list[Work], Route, Tensor, Tensor]]:
-    """The keys and values of every stage; the next ones are under way meanwhile."""
+class There(NamedTuple):
+    """Keys and values of a stage of some heads, that have come, with what is to be done."""
 
-    def begin(n: int) -> list[Flight]:
-        return [job.stages[n][0].start(x) for x in (k, v)] if n < len(job.stages) else []
+    works: list[Work]
+    route: Route
+    heads_q: slice
+    heads_kv: slice
+    k: Tensor
+    v: Tensor
+
+
+def fetched(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Iterator[There]:
+    """By stage and part of the heads; what comes next is under way meanwhile."""
+
+    def heads(x: Tensor, n: int) -> slice:
+        size = x.shape[1] // job.parts
+        return slice(n * size, (n + 1) * size)
+
+    steps = [(*stage, n) for stage in job.stages for n in range(job.parts)]
+
+    def begin(at: int) -> list[Flight]:
+        if at == len(steps):
+            return []
+        route, _, n = steps[at]
+        return [route.start(x[:, heads(x, n)]) for x in (k, v)]
 
     flights = begin(0)
-    for n, (route, works) in enumerate(job.stages):
+    for at, (route, works, n) in enumerate(steps):
         k_there, v_there = (flight.land() for flight in flights)
-        flights = begin(n + 1)
-        yield works, route, k_there, v_there
+        flights = begin(at + 1)
+        yield There(works, route, heads(q, n), heads(k, n), k_there, v_there)
 
 
 class Staged(torch.autograd.Function):
@@ -149,29 +171,32 @@ class Staged(torch.autograd.Function):
         lse = q.new_full((q.shape[1], q.shape[0]), -INF, dtype=wide)
         if sinks is not None:
             lse.copy_(sinks[:, None])
-        for works, _, k_there, v_there in fetched(job, k, v):
-            for w in works:
+        for there in fetched(job, q, k, v):
+            at = there.heads_q
+            q_part, out_part, lse_part = q[:, at], out[:, at], lse[at]
+            own_sinks = sinks[at] if sinks is not None and job.once else None
+            for w in there.works:
                 inside: dict[str, Any] = (
-                    {"out": w.of(out)} if job.once and isinstance(w.rows, slice) else {}
+                    {"out": w.of(out_part)} if job.once and isinstance(w.rows, slice) else {}
                 )
-                part, part_lse = api.forward(
-                    w.of(q),
-                    k_there,
-                    v_there,
+                made, made_lse = api.forward(
+                    w.of(q_part),
+                    there.k,
+                    there.v,
                     w.cu_seqlens_q,
                     cu_seqlens_k=w.cu_seqlens_k,
                     seqused_k=w.seqused_k,
                     window=w.window,
-                    sinks=sinks if job.once else None,
+                    sinks=own_sinks,
                     return_lse=True,
                     **job.options,
                     **inside,
                 )
                 if not job.once:
-                    part, part_lse = merged(w.of(out), w.of(lse, 1), part, part_lse)
+                    made, made_lse = merged(w.of(out_part), w.of(lse_part, 1), made, made_lse)
                 if not inside:
-                    w.put(out, part)
-                w.put(lse, part_lse, 1)
+                    w.put(out_part, made)
+                w.put(lse_part, made_lse, 1)
         return out.to(q.dtype), lse
 
     @staticmethod
@@ -215,43 +240,49 @@ def gradients(
     wide = at_least_float32(q.dtype)
     dq = torch.zeros_like(q, dtype=q.dtype if job.once else wide)
     sums = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-    home: list[Flight] = []
-    for works, route, k_there, v_there in fetched(job, k, v):
-        parts: list[Tensor] = []
-        for w in works:
+    home: list[tuple[Flight, Tensor]] = []
+    for there in fetched(job, q, k, v):
+        at = there.heads_q
+        q_part, dq_part, out_part, dout_part = (x[:, at] for x in (q, dq, out, dout))
+        lse_part, dlse_part = lse[at], None if dlse is None else dlse[at]
+        made: list[Tensor] = []
+        for w in there.works:
             inside: dict[str, Any] = (
-                {"dq": w.of(dq)} if job.once and isinstance(w.rows, slice) else {}
+                {"dq": w.of(dq_part)} if job.once and isinstance(w.rows, slice) else {}
             )
-            dq_part, *own = api.backward(
-                w.of(dout),
-                w.of(q),
-                k_there,
-                v_there,
-                w.of(out),
-                w.of(lse, 1),
+            made_dq, *own = api.backward(
+                w.of(dout_part),
+                w.of(q_part),
+                there.k,
+                there.v,
+                w.of(out_part),
+                w.of(lse_part, 1),
                 w.cu_seqlens_q,
                 cu_seqlens_k=w.cu_seqlens_k,
                 seqused_k=w.seqused_k,
                 window=w.window,
-                dlse=None if dlse is None else w.of(dlse, 1),
+                dlse=None if dlse_part is None else w.of(dlse_part, 1),
                 deterministic=job.deterministic,
                 **job.options,
                 **inside,
             )
             if not inside:
-                w.put(dq, dq_part if job.once else w.of(dq) + dq_part)
-            parts = [a.to(wide) + b for a, b in zip(parts, own, strict=True)] if parts else own
+                w.put(dq_part, made_dq if job.once else w.of(dq_part) + made_dq)
+            made = [a.to(wide) + b for a, b in zip(made, own, strict=True)] if made else own
+        made = made or [torch.zeros_like(x) for x in (there.k, there.v)]
         landing = home
-        made = parts or [torch.zeros_like(x) for x in (k_there, v_there)]
-        home = [route.start_back(x.to(k.dtype)) for x in made]
-        land(landing, sums)
-    land(home, sums)
+        home = [
+            (there.route.start_back(x.to(k.dtype)), total[:, there.heads_kv])
+            for x, total in zip(made, sums, strict=True)
+        ]
+        land(landing)
+    land(home)
     dk, dv = (x.to(k.dtype) for x in sums)
     return dq.to(q.dtype), dk, dv
 
 
-def land(flights: list[Flight], sums: list[Tensor]) -> None:
-    for flight, total in zip(flights, sums if flights else [], strict=True):
+def land(flights: list[tuple[Flight, Tensor]]) -> None:
+    for flight, total in flights:
         flight.land_back(total)
 
 

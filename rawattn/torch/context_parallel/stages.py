@@ -165,19 +165,16 @@ def _place(calls: list[Call], meeting: Meeting, keys: int, shift: int, window: W
     calls.append(Call(left, right, [meeting]))
 
 
-def pairs(piece: Piece, lengths: Lengths, window: Window) -> int:
-    """How many keys the rows of a piece see in all."""
-    seqlen_k, (left, right) = lengths.k[piece.sequence], window
-    offset = seqlen_k - lengths.q[piece.sequence]
+def pairs(rows: Range, keys: Range, offset: int, window: Window) -> int:
+    """How many of the ``keys`` of a sequence its ``rows`` see in all."""
+    (start, stop), (first, end), (left, right) = rows, keys, window
 
-    def below(distance: int) -> int:
-        """Keys before i + ``distance``, at most all and at least none, summed over the rows."""
-        start = max(piece.start, -distance)
-        full = min(max(start, seqlen_k - distance), max(piece.stop, start))
-        stop = max(piece.stop, start)
-        partial = (start + full - 1 + 2 * distance) * (full - start) // 2
-        return partial + (stop - full) * seqlen_k
+    def before(distance: int) -> int:
+        """i + ``distance``, but no less than the first key and no more than the end, summed."""
+        low = min(max(first - distance - start, 0), stop - start)
+        high = min(max(stop - end + distance, 0), stop - start - low)
+        i, j = start + low, stop - high
+        return low * first + high * end + (i + j - 1 + 2 * distance) * (j - i) // 2
 
-    rows = piece.stop - piece.start
-    ends = rows * seqlen_k if right == OPEN else below(offset + right + 1)
-    return ends - (0 if left == OPEN else below(offset - left))
+    ends = (stop - start) * end if right == OPEN else before(offset + right + 1)
+    return ends - ((stop - start) * first if left == OPEN else before(offset - left))

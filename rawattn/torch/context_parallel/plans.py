@@ -1,0 +1,287 @@
+"""The plan of a packed batch on several ranks: who has which tokens, and who needs whose.
+
+A plan is made from numbers on the host, once a batch, and says what each rank sends without asking
+the others; that all ranks made the same one is checked by a few bytes between their hosts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rawattn import checks
+from rawattn.torch.context_parallel import layout as layouts
+from rawattn.torch.context_parallel import stages, ulysses
+from rawattn.torch.context_parallel.agreement import agree
+from rawattn.torch.context_parallel.attention import Job, Work, on_device, work
+from rawattn.torch.context_parallel.estimate import (
+    Estimate,
+    Rates,
+    Share,
+    Sizes,
+    of_heads,
+    of_stages,
+    pairs_of,
+)
+from rawattn.torch.context_parallel.exchange import Route, Tokens
+from rawattn.torch.context_parallel.layout import Piece, Ranges
+
+SIDES = ("q", "k")
+WORTH_CUTTING = 16 << 20  # bytes of keys and values of a rank
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a rank has of a packed batch, and what it needs of others. See ``plan``.
+
+    group, rank, ranks: of this rank. cu_seqlens_q, cu_seqlens_k: those of the whole batch. layout,
+    method, overlap: as given. ranges: by "q" and "k", of each rank, its tokens.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    layout: str
+    method: str
+    overlap: int | None
+    ranges: dict[str, list[Ranges]]
+    _made: dict[Any, Any] = field(default_factory=dict)
+    _agreed: set[Any] = field(default_factory=set)
+
+    # ---- tokens -------------------------------------------------------------------------------
+
+    def offsets(self, side: str) -> tuple[int, ...]:
+        return self.cu_seqlens_q if side == "q" else self.cu_seqlens_k
+
+    def num_tokens(self, side: str = "q") -> int:
+        """Tokens that this rank has."""
+        return len(self.tokens[side][self.rank])
+
+    @cached_property
+    def tokens(self) -> dict[str, list[Tokens]]:
+        """Of each rank, its tokens of queries and of keys, in the order in which it has them."""
+        return {
+            side: [
+                np.concatenate([np.empty(0, np.int64), *(np.arange(*run) for run in own)])
+                for own in ranges
+            ]
+            for side, ranges in self.ranges.items()
+        }
+
+    @cached_property
+    def pieces(self) -> dict[str, list[list[Piece]]]:
+        """The same as pieces of sequences."""
+        return {
+            side: [layouts.pieces(own, self.offsets(side)) for own in ranges]
+            for side, ranges in self.ranges.items()
+        }
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Where the pieces of sequences that this rank has begin, and its last token ends."""
+        pieces = self.pieces["q"][self.rank]
+        return (*(piece.row for piece in pieces), self.num_tokens())
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """(tokens here,) int64 on the CPU: where in its sequence each is, as rotary embeddings
+        need it."""
+        pieces = [torch.arange(p.start, p.stop) for p in self.pieces["q"][self.rank]]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
+
+    # ---- methods ------------------------------------------------------------------------------
+
+    @cached_property
+    def lengths(self) -> stages.Lengths:
+        q, k = ([b - a for a, b in pairwise(x)] for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        return stages.Lengths(q, k)
+
+    def job(
+        self,
+        method: str,
+        window: stages.Window,
+        sizes: Sizes,
+        device: torch.device,
+        **options: Any,
+    ) -> Job:
+        """How this rank computes by "gather" or "ring"; its stages are made once for a mask."""
+        made: list[Any] = self.once(
+            ("job", method, window, device), lambda: self._routed(method, window, device)
+        )
+        return Job(made, once=method == "gather", parts=self._parts(sizes), **options)
+
+    def heads(self, num_heads_q: int, num_heads_kv: int, device: torch.device) -> ulysses.AllTokens:
+        """Who computes which heads; made once for their numbers."""
+
+        def made() -> ulysses.AllTokens:
+            queries, keys = ulysses.heads_of(self.ranks, num_heads_q, num_heads_kv)
+            own = queries[self.rank]
+            return ulysses.AllTokens(
+                ulysses.Heads(self.tokens["q"], queries, self.rank, self.group),
+                ulysses.Heads(self.tokens["k"], keys, self.rank, self.group),
+                slice(own[0], own[-1] + 1),
+                *(
+                    on_device(torch.tensor(self.offsets(side), dtype=torch.int32), device)
+                    for side in SIDES
+                ),
+            )
+
+        heads: ulysses.AllTokens = self.once(("heads", num_heads_q, num_heads_kv, device), made)
+        return heads
+
+    def best(self, window: stages.Window, sizes: Sizes) -> str:
+        """The plan's method; of "auto" the one that is estimated to be fastest."""
+        if self.method != "auto":
+            return self.method
+
+        def made() -> str:
+            found = self._estimates(window, sizes, Rates())
+            return min(found, key=lambda method: found[method].seconds)
+
+        method: str = self.once(("best", window, sizes), made)
+        return method
+
+    def estimate(
+        self,
+        num_heads_q: int,
+        num_heads_kv: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+        itemsize: int = 2,
+        rates: Rates = Rates(),  # noqa: B008  a constant
+    ) -> dict[str, Estimate]:
+        """What a forward and a backward cost by each method that serves these heads.
+
+        ``itemsize``: bytes of a number of q, k and v. ``rates``: of the machine.
+        """
+        sizes = Sizes(num_heads_q, num_heads_kv, head_dim, head_dim_v or head_dim, itemsize)
+        return self._estimates(checks.window(window, causal), sizes, rates)
+
+    def _estimates(self, window: stages.Window, sizes: Sizes, rates: Rates) -> dict[str, Estimate]:
+        shares = {method: self._shares(method, window) for method in ("gather", "ring")}
+        parts = self._parts(sizes)
+        found = {method: of_stages(shares[method], sizes, rates, parts) for method in shares}
+        if sizes.num_heads_q % self.ranks == 0:
+            _, keys = ulysses.heads_of(self.ranks, sizes.num_heads_q, sizes.num_heads_kv)
+            tokens = tuple([len(own) for own in self.tokens[side]] for side in SIDES)
+            pairs = sum(share.pairs for stage in shares["gather"] for share in stage)
+            found["ulysses"] = of_heads((tokens[0], tokens[1]), pairs, len(keys[0]), sizes, rates)
+        return found
+
+    def _shares(self, method: str, window: stages.Window) -> list[list[Share]]:
+        owner = np.empty(self.cu_seqlens_k[-1], np.int64)
+        for r, tokens in enumerate(self.tokens["k"]):
+            owner[tokens] = r
+        found = []
+        for stage in self._stages(method, window):
+            moved = np.zeros((self.ranks, self.ranks), np.int64)  # from, to
+            for r, keys in enumerate(self._wanted(stage)):
+                moved[:, r] = np.bincount(owner[keys], minlength=self.ranks)
+            np.fill_diagonal(moved, 0)
+            found.append(
+                [
+                    Share(
+                        pairs_of(own, self.lengths, window),
+                        len(own.calls),
+                        sum(m.stop - m.start for call in own.calls for m in call.meetings),
+                        int(moved[:, r].sum()),
+                        int(moved[r].sum()),
+                    )
+                    for r, own in enumerate(stage)
+                ]
+            )
+        return found
+
+    def _parts(self, sizes: Sizes) -> int:
+        """In how many parts keys go, by heads, so that one is computed while the next comes."""
+        if self.overlap is not None:
+            return gcd(self.overlap, sizes.num_heads_kv)
+        share = sizes.key * self.cu_seqlens_k[-1] // self.ranks
+        return gcd(4, sizes.num_heads_kv) if share >= WORTH_CUTTING else 1
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _there(self, method: str) -> list[list[list[list[layouts.Range]]]]:
+        """By stage and rank the keys of each sequence that are there."""
+        if method == "gather":
+            return [[[[(0, n)] for n in self.lengths.k]] * self.ranks]
+        owned: list[list[list[layouts.Range]]] = []
+        for pieces in self.pieces["k"]:
+            runs: list[list[layouts.Range]] = [[] for _ in self.lengths.k]
+            for piece in pieces:
+                runs[piece.sequence].append((piece.start, piece.stop))
+            owned.append([stages.union(run) for run in runs])
+        return [[owned[(r - n) % self.ranks] for r in range(self.ranks)] for n in range(self.ranks)]
+
+    def _stages(self, method: str, window: stages.Window) -> list[list[stages.Stage]]:
+        """Of each rank, without those in which none computes."""
+
+        def made() -> list[list[stages.Stage]]:
+            found = [
+                [
+                    stages.stage(pieces, keys, self.lengths, window)
+                    for pieces, keys in zip(self.pieces["q"], there, strict=True)
+                ]
+                for there in self._there(method)
+            ]
+            return [stage for stage in found if any(own.segments for own in stage)]
+
+        of_mask: list[list[stages.Stage]] = self.once(("stages", method, window), made)
+        return of_mask
+
+    def _wanted(self, stage: list[stages.Stage]) -> list[Tokens]:
+        """The keys that come to each rank in a stage."""
+        starts, none = self.cu_seqlens_k, np.empty(0, np.int64)
+        return [
+            np.concatenate(
+                [
+                    none,
+                    *(np.arange(s.start, s.stop) + starts[s.sequence] for s in own.segments),
+                ]
+            )
+            for own in stage
+        ]
+
+    def _routed(
+        self, method: str, window: stages.Window, device: torch.device
+    ) -> list[tuple[Route, list[Work]]]:
+        found = []
+        for stage in self._stages(method, window):
+            own = stage[self.rank]
+            route = Route(self.tokens["k"], self._wanted(stage), self.rank, self.group)
+            found.append((route, [work(call, own.segments, device) for call in own.calls]))
+        return found
+
+    # ---- agreement ----------------------------------------------------------------------------
+
+    def agreed(self, signature: Any) -> bool:
+        return signature in self._agreed
+
+    def agree(self, signature: Any, error: Exception | None) -> None:
+        """That all ranks call with the same, once each; an error in the first call of a plan is
+        one on all ranks. Later nobody waits to hear of one."""
+        if error is not None and self._agreed:
+            raise error
+        if signature not in self._agreed:
+            agree(self.group, "attn", signature, error)
+            self._agreed.add(signature)
+
+
+def one_of(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} is {given!r}: expected one of {', '.join(allowed)}")
