@@ -70,12 +70,12 @@ OF_CONTEXT_PARALLEL = {
     "estimate": {"stages"},
     "agreement": set(),
     "attention": {"exchange", "stages"},
-    "ulysses": {"attention", "exchange"},
+    "ulysses": {"exchange"},
     "plans": {
         *("agreement", "attention", "estimate", "exchange", "layout", "stages", "ulysses"),
     },
     "planning": {"agreement", "layout", "plans"},
-    "shards": {"attention", "exchange", "plans"},
+    "shards": {"exchange", "plans"},
     "attend": {"attention", "estimate", "plans", "ulysses"},
     "__init__": {"attend", "estimate", "planning", "plans", "shards"},
 }

@@ -25,14 +25,17 @@ LENGTHS = [0, 50, 50, 53, 120, 200]
 HEADS, HEAD_DIM = 4, 8
 
 
-def tensors(tokens: int, heads: tuple[int, int] = (4, 2), dtype: Any = torch.float64) -> Any:
+def here(
+    plan: cp.Plan, heads: tuple[int, int] = (4, 2), dtype: Any = torch.float64, device: str = "cpu"
+) -> list[Tensor]:
+    """q, k and v of this rank; on a GPU of what its kernels are built for."""
     made = torch.Generator().manual_seed(1)
+    if device != "cpu":
+        dtype = torch.bfloat16
+    tokens, head_dim = plan.num_tokens(), 64 if device != "cpu" else HEAD_DIM
     count = (heads[0], heads[1], heads[1])
-    return [torch.randn(tokens, n, HEAD_DIM, generator=made).to(dtype) for n in count]
-
-
-def here(plan: cp.Plan, **how: Any) -> Any:
-    return [x.requires_grad_() for x in tensors(plan.num_tokens(), **how)]
+    drawn = (torch.randn(tokens, n, head_dim, generator=made) for n in count)
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
 
 
 # ---- calls that are wrong on some rank --------------------------------------------------------
@@ -170,8 +173,9 @@ def not_in_the_group() -> str:
 # ---- ranks that fail --------------------------------------------------------------------------
 
 
-def step(plan: cp.Plan) -> None:
-    out = cp.attn(*here(plan), plan, causal=True)
+def step(plan: cp.Plan, device: str = "cpu") -> None:
+    q, k, v = here(plan, device=device)
+    out = cp.attn(q, k, v, plan, causal=True)
     assert isinstance(out, Tensor)
     out.square().sum().backward()
 
@@ -189,10 +193,10 @@ class Gone:
         return self.real(*args, **named)
 
 
-def failing(method: str, how: str) -> float:
+def failing(method: str, how: str, device: str = "cpu") -> float:
     """The last rank does what ``how`` says in the second step; seconds of the others' wait."""
     plan = cp.plan(LENGTHS, layout="zigzag", method=method, min_chunk=4)
-    step(plan)
+    step(plan, device)
     if dist.get_rank() == dist.get_world_size() - 1:
         if how == "killed":
             dist.all_to_all_single = Gone()
@@ -203,10 +207,28 @@ def failing(method: str, how: str) -> float:
             return 0.0
     began = time.monotonic()
     try:
-        step(plan)
+        step(plan, device)
     except RuntimeError:
         return time.monotonic() - began
     return -1.0
+
+
+def without_waiting() -> list[str]:
+    """Which method's second step waits for the device."""
+    found = []
+    for method in ("gather", "ring", "ulysses"):
+        plan = cp.plan(LENGTHS, layout="zigzag", method=method, min_chunk=4)
+        q, k, v = here(plan, device="cuda")
+        for waits in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(waits)
+            try:
+                out = cp.attn(q, k, v, plan, causal=True)
+                assert isinstance(out, Tensor)
+                torch.autograd.grad(out, (q, k, v), out)
+            except RuntimeError as error:
+                found.append(f"{method}: {error}")
+            torch.cuda.set_sync_debug_mode("default")
+    return found
 
 
 # ---- what it stands in ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Several processes on this machine that are the ranks of a gloo group."""
+"""Several processes on this machine that are the ranks of a group."""
 
 import multiprocessing
 import os
@@ -13,11 +13,16 @@ TIMEOUT = 60.0  # seconds that a rank waits for the others
 
 
 def run(
-    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = TIMEOUT
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = TIMEOUT,
+    on_gpus: bool = False,
 ) -> list[Any]:
     """What ``function(*args)`` returns on each rank, or the text of what it raises.
 
     ``function`` is found by its name in its module. A rank that ends without a word is "gone".
+    ``on_gpus``: each rank sees one GPU, and they speak by NCCL.
     """
     context = multiprocessing.get_context("forkserver")  # which loads torch once for all of them
     context.set_forkserver_preload(["torch.distributed", "rawattn.torch.context_parallel"])
@@ -26,7 +31,7 @@ def run(
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
             store = str(Path(folder) / "store")
-            work = (function, rank, ranks, store, timeout, there, args)
+            work = (function, rank, ranks, store, timeout, on_gpus, there, args)
             process = context.Process(target=_rank, args=work, daemon=True)
             process.start()
             there.close()
@@ -50,16 +55,19 @@ def _rank(
     ranks: int,
     store: str,
     timeout: float,
+    on_gpus: bool,
     pipe: Any,
     args: tuple[Any, ...],
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.shared import parallel, parallel_use, ranks
+from tests.shared import parallel, parallel_rounded, parallel_use, ranks
 
 
 def whole(texts: list[object]) -> list[str]:
@@ -105,3 +105,7 @@ def test_refused_in_transformers() -> None:
     pytest.importorskip("transformers", minversion="5.0")
     for texts in ranks.run(parallel_use.refused_in_transformers, 2):
         assert "(2, 10, 4, 8)" in texts[0] and "a padding mask" in texts[1]
+
+
+def test_16_bits_are_as_exact_as_one_rank() -> None:
+    assert whole(ranks.run(parallel_rounded.sweep, 2, 0, 3, "cpu")) == []

@@ -77,18 +77,26 @@ def compare(
         verdict["passed"] &= verdict["gradient_error"] <= verdict["gradient_allowed"]
     console.print("[green]pass[/]" if verdict["passed"] else "[red]FAIL[/]")
     if record:
-        gpu = setting.device == "cuda"
-        result = {
-            "device": torch.cuda.get_device_name() if gpu else "cpu",
-            "dtype": str(setting.dtype).removeprefix("torch."),
-            "seed": seed,
-            "torch": torch.__version__,
-            "size": asdict(setting.size),
-            "curves": [asdict(curve) for curve in curves],
-            "verdict": verdict,
-        }
-        record.write_text(json.dumps(result, indent=1) + "\n")
+        write(record, setting, curves, verdict)
     return bool(verdict["passed"])
+
+
+def write(
+    record: Path, setting: Setting, curves: list[Curve], verdict: dict[str, Any], **more: Any
+) -> None:
+    """What was trained where, the curves and the verdict, as JSON."""
+    gpu = setting.device == "cuda"
+    result = {
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "seed": setting.seed,
+        "torch": torch.__version__,
+        "size": asdict(setting.size),
+        **more,
+        "curves": [asdict(curve) for curve in curves],
+        "verdict": verdict,
+    }
+    record.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def compare_with_math(recipe: Recipe, **chosen: Any) -> bool:

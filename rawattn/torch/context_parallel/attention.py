@@ -23,6 +23,7 @@ from rawattn.torch.context_parallel.exchange import (
     at_least_float32,
     exchange,
     nothing,
+    on_device,
 )
 from rawattn.torch.context_parallel.stages import Call, Segment, Window
 from rawattn.torch.varlen import varlen_attn
@@ -84,11 +85,6 @@ def work(call: Call, segments: list[Segment], device: torch.device) -> Work:
         on_device(torch.tensor(starts, dtype=torch.int32), device),
         None if whole else on_device(torch.tensor(used, dtype=torch.int32), device),
     )
-
-
-def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @dataclass(frozen=True, eq=False)

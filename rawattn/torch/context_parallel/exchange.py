@@ -55,10 +55,7 @@ class Route:
     def at(self, name: str, device: torch.device) -> Tensor:
         """Indices on a device, brought there once."""
         if (name, device) not in self._there:
-            indices = torch.from_numpy(self._indices[name])
-            if device.type == "cuda":
-                indices = indices.pin_memory()
-            self._there[name, device] = indices.to(device, non_blocking=True)
+            self._there[name, device] = on_device(torch.from_numpy(self._indices[name]), device)
         return self._there[name, device]
 
     def start(self, x: Tensor) -> "Flight":
@@ -183,6 +180,11 @@ def nothing(shape: tuple[int, ...], *xs: Tensor) -> Tensor:
 def exchange(x: Tensor, along: Any, back: bool = False) -> Tensor:
     result: Tensor = Exchange.apply(x, along, back)  # type: ignore[no-untyped-call]
     return result
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -20,7 +20,7 @@ from rawattn import checks
 from rawattn.torch.context_parallel import layout as layouts
 from rawattn.torch.context_parallel import stages, ulysses
 from rawattn.torch.context_parallel.agreement import agree
-from rawattn.torch.context_parallel.attention import Job, Work, on_device, work
+from rawattn.torch.context_parallel.attention import Job, Work, work
 from rawattn.torch.context_parallel.estimate import (
     Estimate,
     Rates,
@@ -30,7 +30,7 @@ from rawattn.torch.context_parallel.estimate import (
     of_stages,
     pairs_of,
 )
-from rawattn.torch.context_parallel.exchange import Route, Tokens
+from rawattn.torch.context_parallel.exchange import Route, Tokens, on_device
 from rawattn.torch.context_parallel.layout import Piece, Ranges
 
 SIDES = ("q", "k")

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rawattn.torch.context_parallel.attention import on_device
-from rawattn.torch.context_parallel.exchange import Route, exchange
+from rawattn.torch.context_parallel.exchange import Route, exchange, on_device
 from rawattn.torch.context_parallel.plans import SIDES, Plan, one_of
 
 

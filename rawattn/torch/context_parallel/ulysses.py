@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rawattn.torch.context_parallel.attention import on_device
-from rawattn.torch.context_parallel.exchange import Tokens, at_least_float32, exchange
+from rawattn.torch.context_parallel.exchange import (
+    Tokens,
+    at_least_float32,
+    exchange,
+    on_device,
+)
 from rawattn.torch.varlen import varlen_attn
 
 
@@ -29,22 +33,32 @@ class Heads:
     ) -> None:
         self.heads, self.group, self.ranks = heads, group, len(owned)
         self.sizes, self.size = [len(tokens) for tokens in owned], len(owned[rank])
+        chosen = np.concatenate([*heads])
+        self.each_once = bool((np.diff(chosen) == 1).all())  # and in their order
         tokens = np.concatenate(owned)
-        self.order = None  # of what the ranks have, one after the other, by token
-        if (np.diff(tokens) != 1).any():
-            self.order = np.argsort(tokens, kind="stable"), tokens
+        by_token = np.argsort(tokens, kind="stable")  # of what the ranks have, one after the other
+        self.in_order = bool((np.diff(tokens) == 1).all())
+        self._indices = {"heads": chosen, "by token": by_token, "by rank": tokens}
+        self._there: dict[tuple[str, torch.device], Tensor] = {}
+
+    def at(self, name: str, device: torch.device) -> Tensor:
+        """Indices on a device, brought there once."""
+        if (name, device) not in self._there:
+            self._there[name, device] = on_device(torch.from_numpy(self._indices[name]), device)
+        return self._there[name, device]
 
     def there(self, x: Tensor) -> Tensor:
-        chosen = [head for own in self.heads for head in own]
-        parts = x.index_select(1, on_device(torch.tensor(chosen), x.device))
-        parts = parts.view(self.size, self.ranks, len(self.heads[0]), *x.shape[2:])
+        chosen = x if self.each_once else x.index_select(1, self.at("heads", x.device))
+        parts = chosen.view(self.size, self.ranks, len(self.heads[0]), *x.shape[2:])
         parts = parts.transpose(0, 1).flatten(0, 1)
         rows = self._exchanged(parts, [self.size] * self.ranks, self.sizes)
-        return self._ordered(rows, 0)
+        return self._ordered(rows, "by token")
 
     def back(self, g: Tensor) -> Tensor:
-        rows = self._exchanged(self._ordered(g, 1), self.sizes, [self.size] * self.ranks)
+        rows = self._exchanged(self._ordered(g, "by rank"), self.sizes, [self.size] * self.ranks)
         parts = rows.view(self.ranks, self.size, *rows.shape[1:]).transpose(0, 1)
+        if self.each_once:
+            return parts.flatten(1, 2)
         count = 1 + max(head for own in self.heads for head in own)
         total = g.new_zeros((self.size, count, *g.shape[2:]), dtype=at_least_float32(g.dtype))
         for r, own in enumerate(self.heads):
@@ -52,12 +66,11 @@ class Heads:
                 total[:, head] += parts[:, r, n]
         return total.to(g.dtype)
 
-    def _ordered(self, rows: Tensor, way: int) -> Tensor:
-        if self.order is None:
-            return rows.contiguous()
-        return rows.index_select(0, on_device(torch.from_numpy(self.order[way]), rows.device))
+    def _ordered(self, rows: Tensor, way: str) -> Tensor:
+        return rows if self.in_order else rows.index_select(0, self.at(way, rows.device))
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        rows = rows.contiguous()
         there = rows.new_empty((sum(received), *rows.shape[1:]))
         flat, flat_there = (x.flatten(1).view(torch.uint8) for x in (rows, there))
         dist.all_to_all_single(flat_there, flat, received, sent, self.group)
