@@ -448,3 +448,10 @@ def bytes_that_come() -> tuple[dict[str, int], dict[str, int]]:
         estimated[method] = found[method].received
     dist.all_to_all_single = real
     return counted, estimated
+
+
+def snippet(code: str) -> list[int]:
+    """Sizes that a page's code leaves behind, run on this rank."""
+    left: dict[str, Any] = {}
+    exec(code, left)
+    return [len(left["tokens"]), len(left["whole"]), *left["q"].grad.shape]

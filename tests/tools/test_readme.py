@@ -19,6 +19,7 @@ PAGES = {
         "README.md",
         "kernels_cu/README.md",
         "rawattn/check/README.md",
+        "rawattn/torch/context_parallel/README.md",
         "tools/records/README.md",
     )
 }

@@ -1,5 +1,8 @@
 """Packed attention over several processes, beside one: gloo on CPUs, float64, every method."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -91,6 +94,12 @@ def test_in_models_with_checkpoints_and_compiled() -> None:
 def test_on_a_mesh_under_fsdp() -> None:
     for found in ranks.run(parallel_use.on_a_mesh, 4):
         assert len(found) == 2 and max(found.values()) < 1e-12, found
+
+
+def test_the_page_s_code_runs() -> None:
+    page = Path(parallel_use.cp.__file__).with_name("README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert ranks.run(parallel_use.snippet, 2, code) == [[100, 200, 100, 8, 64]] * 2
 
 
 def test_in_transformers() -> None:

@@ -346,7 +346,7 @@ def measure(case: Case, device: torch.device, rounds: int, peers: bool) -> list[
                 rows[name]["attention_ms"] = milliseconds(each.step, device)
             with without_attending():
                 rows[name]["communication_ms"] = milliseconds(each.step, device)
-    rows["one rank"]["tflops"] = round(case.flop / alone_ms * 1e-9, 1)
+    rows["one rank"]["tflops"] = round(case.flop / alone_ms * 1e-9, 4)
     return [{"case": case.name, "contender": name} | row for name, row in rows.items()]
 
 
