@@ -21,10 +21,10 @@ struct PerRow {
   float value[MT][2];
 };
 
-// L log2(e) of the rows from `row`. A row without keys and a row past the sequence's end get +inf:
-// P = exp2(-inf) = 0 there whatever S is.
+// L of the rows from `row`. A row without keys and a row past the sequence's end get +inf: P = 0
+// there whatever S is.
 template <int MT>
-__device__ __forceinline__ PerRow<MT> load_lse_log2(const float* lse, int row, int valid_rows) {
+__device__ __forceinline__ PerRow<MT> load_lse(const float* lse, int row, int valid_rows) {
   PerRow<MT> rows;
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
@@ -32,8 +32,20 @@ __device__ __forceinline__ PerRow<MT> load_lse_log2(const float* lse, int row, i
     for (int half = 0; half < 2; ++half) {
       const int r = row + i * 16 + half * 8;
       const float natural = r < valid_rows ? lse[r] : -INF;
-      rows.value[i][half] = natural == -INF ? INF : natural * LOG2E;
+      rows.value[i][half] = natural == -INF ? INF : natural;
     }
+  }
+  return rows;
+}
+
+// L log2(e) of the same rows
+template <int MT>
+__device__ __forceinline__ PerRow<MT> load_lse_log2(const float* lse, int row, int valid_rows) {
+  PerRow<MT> rows = load_lse<MT>(lse, row, valid_rows);
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows.value[i][half] *= LOG2E;
   }
   return rows;
 }

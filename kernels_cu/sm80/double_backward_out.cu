@@ -60,14 +60,22 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES,
 
 // What a sink that moves along ddsinks adds to e of a row, P0 ddsinks
 __device__ __forceinline__ float sink_tangent(const Args& args, const QueryTile& tile,
-                                              float lse_log2) {
+                                              float lse) {
   if (!args.ddsinks) return 0.0f;
-  return ex2_approx(tile.sink(args) * LOG2E - lse_log2) * args.ddsinks[tile.head];
+  return ex2_approx((tile.sink(args) - lse) * LOG2E) * args.ddsinks[tile.head];
+}
+
+// S -> P = exp(S scale - L). e is float32, and no float32 is as close to L log2(e) as L is to itself
+__device__ __forceinline__ void scores_to_exact_p(float (&rS)[MT][BLOCK_N / 8][4],
+                                                  const PerRow<MT>& lse, float scale) {
+  for_each<MT, BLOCK_N / 8>([&](int i, int j, int e) {
+    rS[i][j][e] = ex2_approx(fmaf(rS[i][j][e], scale, -lse.value[i][e / 2]) * LOG2E);
+  });
 }
 
 // ddO, e, D and W of this warp's rows. A dead row, or one past the sequence's end, reads nothing.
 __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile, int warp_row,
-                                         const PerRow<MT>& lse_log2, const float (&tangent)[MT][2],
+                                         const PerRow<MT>& lse, const float (&tangent)[MT][2],
                                          const float (&rounded)[MT][4],
                                          float (&rddO)[MT][HEAD_DIM_V / 8][4], TileO& ddout) {
   const int lane = threadIdx.x % WARP_SIZE;
@@ -76,12 +84,12 @@ __device__ __forceinline__ void epilogue(const Args& args, const QueryTile& tile
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
-      const bool alive = lse_log2.value[i][half] != INF;
+      const bool alive = lse.value[i][half] != INF;
       const uint16_t* gO = args.out.at(tile.first_row + row, tile.head) + lane % 4 * 2;
       const uint16_t* gdO = args.dout.at(tile.first_row + row, tile.head) + lane % 4 * 2;
       float ddlse = sum_of_row(tangent[i][half]), e = rounded[i][half * 2];
       if constexpr (cfg::HAS_SINKS) {
-        const float own = sink_tangent(args, tile, lse_log2.value[i][half]);
+        const float own = sink_tangent(args, tile, lse.value[i][half]);
         ddlse += own, e += own;
       }
       const RowSums sums = finish_ddout<true>(rddO[i], half, e, alive, gO, gdO);
@@ -108,7 +116,7 @@ __device__ __forceinline__ void write_dead_rows(const Args& args, const QueryTil
     for (int row = threadIdx.x; row < tile.valid_rows; row += NUM_THREADS) {
       const int64_t index = tile.statistic(args.sizes) + row;
       if (args.lse[index] == -INF) continue;
-      args.ddlse[index] = sink_tangent(args, tile, args.lse[index] * LOG2E);
+      args.ddlse[index] = sink_tangent(args, tile, args.lse[index]);
       if (args.dlse) args.delta[index] = -args.dlse[index];
     }
   }
@@ -136,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   if constexpr (cfg::HAS_TQ) load_rows<cfg::WIDTH>(smem.ddq, args.ddq, tile.rows());
   load_keys(tile.n_end - 1);
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
-  const auto lse_log2 = load_lse_log2<MT>(args.lse + tile.statistic(args.sizes),
-                                          warp_row + lane / 4, tile.valid_rows);
+  const auto lse = load_lse<MT>(args.lse + tile.statistic(args.sizes), warp_row + lane / 4,
+                                tile.valid_rows);
 
   const float softmax_scale = args.sizes.softmax_scale;
   const OperandA<TileQ> q(smem.q.address(), warp_row);
@@ -159,9 +167,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
     if (tile.mask.cuts(tile.row0, BLOCK_M, n * BLOCK_N, BLOCK_N)) {
       apply_mask(rP, tile.mask, tile.row0 + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
     }
-    scores_to_p(rP, lse_log2, score_scale_log2(args.sizes));
+    scores_to_exact_p(rP, lse, score_scale(args.sizes));
     if constexpr (HAS_E) weigh_tangents(rE, rP, softmax_scale, tangent);
     add_tangent_products(rddO, rP, rE, v, rounded);  // ddO  [WARP_M, HEAD_DIM_V]
   }
-  epilogue(args, tile, warp_row, lse_log2, tangent, rounded, rddO, smem.ddout);
+  epilogue(args, tile, warp_row, lse, tangent, rounded, rddO, smem.ddout);
 }
