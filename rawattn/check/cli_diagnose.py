@@ -1,7 +1,7 @@
 """The subcommands of rawattn-check that name bugs: explain, dump, harness.
 
 They leave with 0 where nothing is wrong, and with 1 where something is. What ``diff`` ends with is
-in ``diagnose.failures``. Long by options and help texts, which stand together.
+in ``diagnose.judge.failures``. Long by options and help texts, which stand together.
 """
 
 import json
@@ -18,21 +18,22 @@ from rich.text import Text
 
 from rawattn.check.candidate import Candidate, Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
-from rawattn.check.diagnose import harness, words
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.failures import (
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.files.npz import Saved, dump, read
+from rawattn.check.diagnose.files.pairs import Pair, load_two
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.harness import comparison
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.failures import (
     answers_of,
     explain_failure,
     explain_failures,
     question_of,
     reference_answers,
 )
-from rawattn.check.diagnose.files import Saved, dump, read
-from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.page import page
-from rawattn.check.diagnose.pairs import Pair, load_two
-from rawattn.check.diagnose.printed import explain_log
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.logs.explain import explain_log
+from rawattn.check.diagnose.report import words
+from rawattn.check.diagnose.report.page import page
 from rawattn.check.machine import default_framework, use_simulator
 from rawattn.check.options import NewFile, html_option, json_option, rare_options
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
@@ -219,7 +220,7 @@ def dump_command(
     "dtypes",
     multiple=True,
     type=click.Choice(DTYPES),
-    help=f"of x, more than once for several; {', '.join(harness.DTYPES)} by default.",
+    help=f"of x, more than once for several; {', '.join(comparison.DTYPES)} by default.",
 )
 @click.option(
     "--size",
@@ -227,11 +228,11 @@ def dump_command(
     multiple=True,
     type=float,
     help="standard deviation of the data, more than once for several; "
-    f"{', '.join(f'{size:g}' for size in harness.SIZES)} by default.",
+    f"{', '.join(f'{size:g}' for size in comparison.SIZES)} by default.",
 )
 @click.option(
     "--reference",
-    type=click.Choice(harness.REFERENCES),
+    type=click.Choice(comparison.REFERENCES),
     help="what ref is: an exact float64 array, or a result of the same dtype as x; by default that "
     "of the two with which fewer right results are refused.",
 )
@@ -255,11 +256,11 @@ def harness_command(
     it takes, such as tolerances, must have defaults.
     """
     try:
-        diagnosis = harness.examine(
-            harness.load_compare(compare),
+        diagnosis = comparison.examine(
+            comparison.load_compare(compare),
             framework or default_framework(),
-            dtypes=dtypes or harness.DTYPES,
-            sizes=sizes or harness.SIZES,
+            dtypes=dtypes or comparison.DTYPES,
+            sizes=sizes or comparison.SIZES,
             reference=reference,
         )
     except ValueError as error:

@@ -17,7 +17,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from tests.diagnose.planted.first import (
     BFLOAT16,
     FLOAT32,
