@@ -95,25 +95,36 @@ def masks(question: Question) -> Iterator[Bug]:
 # ---- padding and neighbours -------------------------------------------------------------------
 
 
-def longer(question: Question, view: View, before: int, after: int, zeros: bool) -> View:
-    """A view with more keys on both sides: rows of zeros, or what lies there in memory."""
+def longer(
+    question: Question, view: View, before: int, after: int, zeros: bool, filled: bool = False
+) -> View:
+    """A view with more keys on both sides: rows of zeros, or what lies there in memory; past the
+    end of that nothing, or rows of zeros where it is ``filled`` with them, as by TMA."""
     b = view.sequence
     start = int(question.cu_seqlens_k[b])
     stop = start + question.lengths_k[b]
     if not zeros:
-        before, after = min(before, start), min(after, len(question.k) - stop)
+        before = min(before, start)
+        after = after if filled else min(after, len(question.k) - stop)
     keys = np.arange(start - before, stop + after)
-    inside = (keys >= start) & (keys < stop)
+    inside = (keys >= start) & (keys < (len(question.k) if filled else stop))
     distance = (keys - start)[None, :] - (view.rows - question.cu_seqlens_q[b])[:, None]
     distance = distance - (question.lengths_k[b] - question.lengths_q[b])
     weight = within(distance, *bounds(question))
-    return replace(view, keys=np.where(inside | (not zeros), keys, -1), weight=weight)
+    kept = inside | (not (zeros or filled))
+    return replace(view, keys=np.where(kept, keys, -1), weight=weight)
 
 
-def _more_keys(after: Callable[[Question, int], int], before: int = 0, zeros: bool = False) -> See:
+def _more_keys(
+    after: Callable[[Question, int], int],
+    before: int = 0,
+    zeros: bool = False,
+    filled: bool = False,
+) -> See:
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        lengths = question.lengths_k
         return [
-            longer(question, v, before, after(question, question.lengths_k[v.sequence]), zeros)
+            longer(question, v, before, after(question, lengths[v.sequence]), zeros, filled)
             for v in views
         ]
 
@@ -143,6 +154,9 @@ def neighbours(question: Question, tiles: list[int]) -> Iterator[Bug]:
         yield Bug("neighbour-leak", "one key on each side", FIRST, _more_keys(_exactly(1), 1))
         for tile in tiles:
             yield Bug("neighbour-leak", f"tile of {tile}", FIRST, _more_keys(_to_tile(tile)))
+        for tile in TILES:
+            text = f"tile of {tile}, zeros past the end of all"
+            yield Bug("neighbour-leak", text, FIRST, _more_keys(_to_tile(tile), filled=True))
     yield from _offsets(question)
 
 

@@ -191,7 +191,7 @@ def _read(
     index = np.arange(len(question.k))
     said: list[str] = []
     other: list[tuple[int, int]] = []  # blocks, and of how many
-    foreign = False
+    shifts: set[int | None] = set()  # by how many blocks, None for another sequence or zeros
     for b, rows, keys in sorted(there, key=lambda one: -len(one[2])):
         chosen = _Read(question, answers, pages, size, operands, rows, keys).found()
         if chosen is None:
@@ -202,7 +202,7 @@ def _read(
             if np.array_equal(page.keys[: len(own)], own):
                 continue
             index[own] = page.keys[: len(own)]
-            foreign |= page.sequence != b
+            shifts.add(page.block - block if page.sequence == b else None)
             of = f"block {page.block} of sequence {page.sequence}"
             said.append(f"{of if page.sequence >= 0 else 'zeros'} for block {block} of {b}")
             other.append((block, len(chosen)))
@@ -212,14 +212,19 @@ def _read(
     some = "; ".join(said[:3]) + ("; ..." if len(said) > 3 else "")
     form = f"{' and '.join(operands)}: {len(other)} blocks of {size} keys are others, {numbers} of "
     form += f"their sequences: {some}"
-    for step in (2, 4):
-        if all(block % step for block, _ in other) and len(other) > 2:
-            form += f"; the first of every {step} blocks is right"
-            break
 
     def moved(name: str, x: Floats) -> Floats:
         found = np.asarray(x).astype(np.float64)[np.maximum(index, 0)]
         return np.where((index < 0)[:, None, None], 0.0, found)
+
+    first = {block for block, _ in other} in ({0}, {1})
+    for step in (2, 4):
+        if all(block % step for block, _ in other) and len(other) > 2 and not first:
+            form += f"; the first of every {step} blocks is right"
+            break
+    else:
+        if first or (len(shifts) == 1 and None not in shifts):
+            return Bug("stale-tile", form, FORWARD, None, reading.rearranged(operands, moved))
 
     steps = reading.rearranged(operands, moved)
     return Bug("input-layout", form, FORWARD, None, steps, None, LOOK_AT)

@@ -25,14 +25,18 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
 from rawattn.check.diagnose.catalogue.sparse import named_blocks, selection
 from rawattn.check.diagnose.engine.attention import (
+    FIRST,
     NO_BUG,
     OWN_P,
     Bug,
+    Context,
     Floats,
     Rounding,
+    Step,
     assuming,
     exact,
     solve,
+    times,
     together,
 )
 from rawattn.check.diagnose.engine.question import (
@@ -57,6 +61,14 @@ BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the rea
 HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
 FAR = 0.3  # residual of what no rounding explains
 NEAR = 0.05  # residual of a pair that is looked at more closely
+# Tensors of one loop, which a bug of that loop changes together.
+KERNELS = tuple(
+    set(names)
+    for names in (
+        *(("out", "lse"), ("sliding out", "sliding lse"), ("dq",), ("dk", "dv")),
+        *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
+    )
+)
 Given = tuple[Floats, Floats] | None
 INFERRED = (numbers, inputs, seen, blocks, terms)
 
@@ -174,6 +186,34 @@ def _row_rms(x: Floats) -> Floats:
         return np.asarray(np.sqrt(np.mean(_finite(x) ** 2, axis=-1)))
 
 
+def _scores_squared(c: Context) -> Floats:
+    return np.asarray(c.s**2 * times(c.Q**2, c.K.T**2))
+
+
+# Every sum with the squares of its terms: what is left of them where they cancel does not tell
+# what rounding may do.
+SQUARES: dict[str, Step] = {
+    "L": lambda c: (c.P * _scores_squared(c)).sum(axis=-1),
+    "O": lambda c: times(c.P**2, c.V**2),
+    "D": lambda c: (c.dO**2 * c.O**2).sum(axis=-1) + c.dL**2,
+    "dS": lambda c: c.P**2 * (times(c.dO**2, c.V.T**2) + c.D[..., None]),
+    "dY": lambda c: c.G**2 * c.dS,
+    "dQ": lambda c: c.s**2 * times(c.dY, c.K**2),
+    "dK": lambda c: c.s**2 * (c.dY.swapaxes(1, 2) @ c.Q**2),
+    "dV": lambda c: (c.P**2).swapaxes(1, 2) @ c.dO**2,
+}
+
+
+def sizes(question: Question, stage: str, given: Given) -> Answers:
+    """Of every row of a stage's results the size of what is added up in it, (tokens, heads)."""
+    if stage not in FIRST:
+        return {}
+    with np.errstate(all="ignore"):
+        squares = solve(question, stage, Bug("", steps=SQUARES), given=given)
+        found = {n: np.sqrt(by_rows(n, x).mean(axis=2)) for n, x in squares.items() if x.ndim > 1}
+    return {n: _finite(x) for n, x in found.items()}
+
+
 def fit(
     question: Question,
     name: str,
@@ -182,8 +222,12 @@ def fit(
     rounded: Floats,
     factor: float,
     rows: np.ndarray,
+    went_in: Floats | float = 0.0,
 ) -> Fit:
-    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``."""
+    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``.
+
+    went_in: ``sizes`` of the tensor's rows.
+    """
     a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
     difference = residual(a, b, rows)
     if not difference.size:
@@ -201,7 +245,7 @@ def fit(
         scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
     summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
     accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
-    floor = accumulator * math.sqrt(summands) * scale
+    floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)
     storage = eps_of(found) / 2
     noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
     with np.errstate(over="ignore"):
@@ -371,6 +415,19 @@ class StageVerdict:
     def sound(self) -> bool:
         return len(self.right) == len(self.tensors)
 
+    @property
+    def stories(self) -> int:
+        """How many bugs it takes: of tensors that are explained apart, those in common once."""
+        groups: dict[tuple[str, ...], set[str]] = {}
+        for one in self.explained:
+            groups.setdefault(one.tensors, set()).add(one.name)
+        return 1 if groups and set.intersection(*groups.values()) else len(groups)
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """What is not explained, and by how many bugs the rest is."""
+        return len(self.unexplained), self.stories
+
 
 class _Stage:
     """The fits of one stage, computed when they are asked for."""
@@ -399,6 +456,7 @@ class _Stage:
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
+        self.sizes = sizes(question, stage, self.rights[0].given)
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
@@ -479,6 +537,7 @@ class _Stage:
             self.noisy[key][name],
             precision.factor,
             self.rows[name],
+            self.sizes.get(name, 0.0),
         )
         # rows that cancel scatter more where operands are coarse
         if precision.name != self.finest.name:
@@ -559,10 +618,12 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
             return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
         for every in (False, True):
             verdict = _explain(work, work.guesses(every), precision, null, right)
-            if verdict is not None and not verdict.unexplained:
+            if verdict is not None and not verdict.unexplained and verdict.stories == 1:
                 return verdict
-        if verdict and (best is None or len(verdict.unexplained) < len(best.unexplained)):
-            best = verdict
+            if verdict and (best is None or verdict.left < best.left):
+                best = verdict
+        if best is not None and not best.unexplained:
+            return best
     pairs = _pairs(work, work.guesses(True))
     for precision in steps[:2]:
         fitting = _fitting(work, pairs, precision)
@@ -611,7 +672,11 @@ def _explain(
         )
         if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
-        elif explained and work.leaves(guess, set(wrong) - set(explained)):
+        elif (
+            explained
+            and not _ruled_out(set(right) - set(fitting), set(wrong))
+            and work.leaves(guess, set(wrong) - set(explained))
+        ):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
@@ -634,6 +699,12 @@ def _explain(
         covered |= tensors
     left = tuple(name for name in wrong if name not in covered)
     return replace(verdict, explained=tuple(chosen), unexplained=left)
+
+
+def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
+    """Whether a bug would change a tensor that is right, of a kernel that has a wrong one: dv is
+    right, so that what is wrong with dk is not P."""
+    return any(changed & kernel and wrong & kernel for kernel in KERNELS)
 
 
 def _distances(work: _Stage, guess: Prediction) -> list[float]:

@@ -331,7 +331,8 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
     ("dv",): "the product P^T dout and the store of dv: P is right, since dq and dk are",
     ("dq",): "the product dS K and the store of dq: dS is right, since dk is",
     ("dk",): "the product dS^T Q and the store of dk: dS is right, since dq is",
-    ("dq", "dk"): "dS = P o (dP - D): P is right, since dv is; so the row term D (delta), or dP",
+    ("dq", "dk"): "dS = P o (dP - D): P is right, since dv is; so the row term D (delta), dP, "
+    "or a factor on dS (a mask, a dropout, a slope of the scores)",
     ("dk", "dv"): "the sums over queries and over the heads of a group, and their stores: P and dS "
     "are right, since dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",

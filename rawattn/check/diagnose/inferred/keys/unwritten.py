@@ -34,7 +34,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             constant = _constant(question, name, answers[name], right[name], of_out)
             if constant is not None:
                 found[name] = constant
-    if not found or _see_nothing(answers, found) or not _at_ends(question, found, answers):
+    if not found:
+        return
+    elsewhere = _see_nothing(answers, found) or not _at_ends(question, found, answers)
+    if elsewhere and not _whole_sequences(question, found):
         return
     yield Bug("rows-not-written", _in_words(question, found), (stage,), store=_store(found))
 
@@ -77,6 +80,16 @@ def _see_nothing(answers: Answers, found: dict[str, tuple[np.ndarray, float]]) -
         if lse in found and np.isneginf(found[lse][1]):
             return True
     return False
+
+
+def _whole_sequences(question: Question, found: dict[str, tuple[np.ndarray, float]]) -> bool:
+    """Whether the rows of out are all those of some sequences that see a key."""
+    if "out" not in found:
+        return False
+    sequence, rows = question.sequence_of("q"), found["out"][0]
+    alive = np.isfinite(solve(question, "forward")["lse"]).T
+    of = np.isin(sequence, sequence[rows.any(axis=1)])[:, None]
+    return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
 def _at_ends(

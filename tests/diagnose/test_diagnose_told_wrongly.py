@@ -1,0 +1,256 @@
+"""What the diagnosis has told wrongly of kernels that it had not seen, one test a point.
+
+The kernels are a loop over sequences and heads of their own, with hooks for what is not right;
+right ones are among them, and must not be accused.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.judge import match
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+
+Array = np.ndarray
+Hook = Callable[[Array], Array]
+
+
+def exact(x: Array) -> Array:
+    return x
+
+
+def rounded(dtype: Any) -> Hook:
+    return lambda x: x.astype(dtype).astype(x.dtype)
+
+
+def drawn(
+    lengths: tuple[int, ...] = (20, 30, 46),
+    dtype: Any = np.float32,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    seed: int = 0,
+    past: int = 0,
+    dlse: bool = False,
+    **options: Any,
+) -> Question:
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    total = sum(lengths) + past
+
+    def draw(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(dtype)
+
+    given = {"causal": True, **options}
+    return Question(
+        draw(total, heads[0], dim),
+        draw(total, heads[1], dim),
+        draw(total, heads[1], dim),
+        offsets,
+        offsets,
+        dout=draw(total, heads[0], dim),
+        dlse=draw(heads[0], total) if dlse else None,
+        **given,
+    )
+
+
+def computed(question: Question, work: Any = np.float32, **hooks: Hook) -> Answers:
+    """Forward and backward, summed up in ``work``; ``hooks`` change what bears their name, such as
+    S, P, dP, dS, the mask, or what one product reads: V in O, K in dQ."""
+
+    def hook(name: str, x: Array) -> Array:
+        return hooks.get(name, exact)(x)
+
+    q, k, v, dout = (np.asarray(getattr(question, n)).astype(work) for n in ("q", "k", "v", "dout"))
+    scale = work(question.scale)
+    out, lse = np.zeros_like(dout), np.full(q.shape[1::-1], -np.inf, work)
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b in range(question.batch):
+        rows = slice(*map(int, question.cu_seqlens_q[b : b + 2]))
+        n = rows.stop - rows.start
+        i, j = np.arange(n)[:, None], np.arange(n)[None]
+        seen = hook("mask", (j <= i) if question.causal else np.ones((n, n), bool))
+        for h in range(question.num_heads_q if n else 0):
+            g = h // question.group
+            Q, K, V, dO = q[rows, h], k[rows, g], v[rows, g], dout[rows, h]
+            S = np.where(seen, hook("S", scale * (Q @ hook("K in S", K).T)), -np.inf)
+            top = S.max(axis=1)
+            weights = np.exp(S - top[:, None])
+            total = weights.sum(axis=1)
+            out[rows, h] = hook("P", weights / total[:, None]) @ hook("V in O", V)
+            lse[h, rows] = L = top + np.log(total)
+            seen_back = hook("mask of backward", seen)
+            S = np.where(seen_back, scale * (Q @ K.T), -np.inf)
+            P = hook("P", np.exp(S - L[:, None]))
+            dP = hook("dP", dO @ V.T)
+            D = (dO * out[rows, h]).sum(axis=1)
+            if question.dlse is not None:
+                D = D - np.asarray(question.dlse)[h, rows].astype(work)
+            dS = hook("dS", P * (dP - hook("D", D[:, None])))
+            dq[rows, h] = scale * (dS @ hook("K in dQ", K))
+            dk[rows, g] += scale * (dS.T @ Q)
+            dv[rows, g] += P.T @ dO
+    found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    found = {name: x.astype(question.dtype) for name, x in found.items()}
+    return found | {"lse": lse.astype(np.float64 if work is np.float64 else np.float32)}
+
+
+def only(answers: Answers, *names: str) -> Answers:
+    return {name: answers[name] for name in names}
+
+
+def first(diagnosis: Diagnosis) -> Finding:
+    assert diagnosis.findings, "nothing is said to be wrong"
+    return diagnosis.findings[0]
+
+
+def told(diagnosis: Diagnosis) -> str:
+    """All that is said of what is wrong."""
+    return " ".join(" ".join((one.title, one.look_at, *one.evidence)) for one in diagnosis.findings)
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return [one.bug for one in diagnosis.findings]
+
+
+def test_an_lse_that_cancels_is_judged_by_what_went_in() -> None:
+    """1: scores of a single token that add up to nearly 0 are as wrong as their terms are large."""
+    question = drawn((1, 30, 1, 20), heads=(1, 1), dim=64)
+    query, k = question.q[0, 0], question.k.copy()
+    k[0, 0] -= query * ((query @ k[0, 0]) / (query @ query)) * np.float32(1 - 1e-6)
+    question = replace(question, k=k)
+    answers = computed(question)
+    assert abs(answers["lse"][0, 0]) < 1e-5
+    assert not diagnose(question, only(answers, "out", "lse")).findings
+    assert not diagnose(question, answers).findings
+
+
+@pytest.mark.parametrize("lengths", [(5, 7, 9), (20, 30, 46)])
+@pytest.mark.parametrize("tensors", [("dq",), ("dk", "dv"), ("dq", "dk", "dv")], ids="-".join)
+def test_a_doubled_gradient_is_a_factor(lengths: tuple[int, ...], tensors: tuple[str, ...]) -> None:
+    """2: a workspace that is not zeroed doubles all of it; where every sequence is a tile, so does
+    a tile that counts twice."""
+    question = drawn(lengths)
+    answers = computed(question)
+    found = diagnose(question, answers | {name: 2 * answers[name] for name in tensors})
+    assert names(found) == ["constant-factor"]
+    assert all(name in first(found).where for name in tensors)
+
+
+def decayed(x: Array) -> Array:
+    n = np.arange(len(x))
+    return np.asarray(x * np.float32(0.98) ** np.abs(n[:, None] - n))
+
+
+def test_a_right_dv_rules_out_another_p() -> None:
+    """4, and the hint of 7.5: a factor on dS alone is not a bias of the scores, which dv had too."""
+    question = drawn()
+    found = diagnose(question, computed(question, dS=decayed))
+    assert names(found) == ["unknown"]
+    assert "a factor on dS" in first(found).look_at
+
+
+def leaky(question: Question, tile: int) -> Answers:
+    """Every sequence sees all keys of its last tile; past the last token there are zeros."""
+    out, lse = np.zeros(question.q.shape), np.zeros(question.q.shape[1::-1])
+    for b, n in enumerate(question.lengths_q):
+        start = int(question.cu_seqlens_q[b])
+        keys = slice(start, start - n // -tile * tile)
+        for h in range(question.num_heads_q):
+            K, V = (np.zeros((keys.stop - start, x.shape[2])) for x in (question.k, question.v))
+            for tile_of, x in ((K, question.k), (V, question.v)):
+                there = x[keys, h // question.group]
+                tile_of[: len(there)] = there
+            S = question.scale * (question.q[start : start + n, h] @ K.T)
+            lse[h, start : start + n] = L = np.log(np.exp(S).sum(axis=1))
+            out[start : start + n, h] = np.exp(S - L[:, None]) @ V
+    return {"out": out.astype(np.float32), "lse": lse.astype(np.float32)}
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_keys_past_the_last_token_are_zeros(tile: int) -> None:
+    """5: TMA fills a tile with zeros where the array ends."""
+    question = drawn(causal=False)
+    found = diagnose(question, leaky(question, tile))
+    assert names(found) == ["neighbour-leak"]
+    assert f"tile of {tile}" in told(found)
+
+
+def test_one_cause_beats_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6: what explains dq, dk and dv at once is told, and not one bug of dq and one of the rest."""
+    question = drawn((9, 12), causal=False)
+    right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
+
+    def off(name: str, *tensors: str) -> Bug:
+        def store(question: Question, answers: Answers) -> Answers:
+            moved = {t: answers[t][::-1] for t in tensors}
+            return answers | moved
+
+        return Bug(name, "", ("backward",), store=store)
+
+    one = off("offsets-shifted", "dq", "dk", "dv")
+    two = [off("transposed", "dq"), off("tile-skipped", "dk", "dv")]
+    answers = one.store(question, right) if one.store else right
+    answers = {name: answers[name] for name in ("dq", "dk", "dv")}
+    work = match._Stage(question, answers, "backward", np.inf)
+    work.usual = match.predictions(question, answers, "backward", two)
+    whole = match.predictions(question, answers, "backward", [one])
+    monkeypatch.setattr(work, "_inferred", lambda: whole)
+    verdict = match._verdict(work, match.ladder(question.dtype))
+    assert {explained.name for explained in verdict.explained} == {"offsets-shifted"}
+
+
+@pytest.mark.parametrize("sequence", [1, 3])
+@pytest.mark.parametrize("tensors", [("out", "lse"), ("out", "lse", "dq", "dk", "dv")], ids=len)
+def test_a_sequence_that_nobody_writes(sequence: int, tensors: tuple[str, ...]) -> None:
+    """8: 0 and -inf in all rows of a sequence are no rows of the one before."""
+    question = drawn((20, 30, 46, 5))
+    answers = only(computed(question), *tensors)
+    rows = slice(*map(int, question.cu_seqlens_q[sequence : sequence + 2]))
+    for name, x in answers.items():
+        x[:, rows] = -np.inf if name == "lse" else x[:, rows]
+        x[rows] = x[rows] if name == "lse" else 0
+    found = first(diagnose(question, answers))
+    assert (found.bug, found.confidence) == ("rows-not-written", "high")
+    assert f"of sequence {sequence}" in found.evidence[0]
+
+
+def behind(tile: int) -> Hook:
+    """Every tile but the first is the one before it: a buffer that is not waited for."""
+
+    def hook(x: Array) -> Array:
+        return x[np.where(np.arange(len(x)) < tile, np.arange(len(x)), np.arange(len(x)) - tile)]
+
+    return hook
+
+
+def second_for_first(tile: int) -> Hook:
+    """The first tile is overwritten by the second before it is read."""
+
+    def hook(x: Array) -> Array:
+        place = np.arange(len(x))
+        return x[np.where((place < tile) & (place + tile < len(x)), place + tile, place)]
+
+    return hook
+
+
+def empty_first(tile: int) -> Hook:
+    """The first tile is read before anything is there."""
+    return lambda x: np.where(np.arange(len(x))[:, None] < tile, 0, x).astype(x.dtype)
+
+
+@pytest.mark.parametrize("fault", [behind, second_for_first, empty_first])
+@pytest.mark.parametrize("operand", ["K in S", "V in O"])
+def test_a_stale_stage(fault: Callable[[int], Hook], operand: str) -> None:
+    """9: a tile of K or V that is that of another stage is no layout."""
+    question = drawn((50, 90, 70), heads=(2, 1))
+    answers = computed(question, **{operand: fault(16)})
+    found = first(diagnose(question, only(answers, "out", "lse")))
+    assert (found.bug, found.confidence) == ("stale-tile", "high")
