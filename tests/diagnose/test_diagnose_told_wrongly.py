@@ -4,6 +4,7 @@ The kernels are a loop over sequences and heads of their own, with hooks for wha
 right ones are among them, and must not be accused.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -150,7 +151,7 @@ def decayed(x: Array) -> Array:
 
 
 def test_a_right_dv_rules_out_another_p() -> None:
-    """4, and the hint of 7.5: a factor on dS alone is not a bias of the scores, which dv had too."""
+    """4, and the hint of 7.5: a factor on dS alone is no bias of the scores, which dv had too."""
     question = drawn()
     found = diagnose(question, computed(question, dS=decayed))
     assert names(found) == ["unknown"]
@@ -254,3 +255,60 @@ def test_a_stale_stage(fault: Callable[[int], Hook], operand: str) -> None:
     answers = computed(question, **{operand: fault(16)})
     found = first(diagnose(question, only(answers, "out", "lse")))
     assert (found.bug, found.confidence) == ("stale-tile", "high")
+
+
+BFLOAT16, FLOAT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "of", "words"),
+    [
+        ("P", BFLOAT16, np.float32, "P in bfloat16"),
+        ("S", BFLOAT16, np.float32, "S in bfloat16"),
+        ("dS", BFLOAT16, np.float32, "dS in bfloat16"),
+        ("dP", BFLOAT16, np.float32, "dP in bfloat16"),
+        ("P", FLOAT8, BFLOAT16, "P in float8_e4m3fn"),
+        ("dS", FLOAT8, BFLOAT16, "dS in float8_e4m3fn"),
+        ("S", BFLOAT16, BFLOAT16, "S in bfloat16"),
+    ],
+    ids=str,
+)
+def test_a_narrow_intermediate_is_named(step: str, dtype: Any, of: Any, words: str) -> None:
+    """7: the slope is 1, and what is left of one tensor rounded alone is next to nothing."""
+    question = drawn((50, 30), of, heads=(2, 1))
+    found = diagnose(question, computed(question, **{step: rounded(dtype)}))
+    assert {*names(found)} <= {"rounding", "narrow-intermediate"}
+    assert words in told(found)
+
+
+def test_a_coarse_result_is_said_to_be_coarse() -> None:
+    """7: a percent of dq, as bfloat16 in every operation leaves, is not nothing."""
+    question = drawn((50, 30), BFLOAT16, heads=(2, 1), causal=False)
+    every = dict.fromkeys(("S", "P", "dP", "dS"), rounded(BFLOAT16))
+    found = diagnose(
+        question, computed(question, rounded(BFLOAT16)(np.float32(3)).dtype.type, **every)
+    )
+    assert names(found) == ["rounding"]
+    assert "of its size" in told(found)
+
+
+def test_a_busy_machine_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.2: what is not tried depends on what was computed, not on how long that took."""
+    question = drawn((9, 12))
+    wrong = computed(question, dS=decayed)
+    idle = diagnose(question, wrong)
+    for clock in ("perf_counter", "process_time", "monotonic", "time"):
+        late = iter(range(0, 10**9, 10**4))
+        monkeypatch.setattr(time, clock, lambda late=late: float(next(late)))
+    assert diagnose(question, wrong).findings == idle.findings
+
+
+def test_a_search_that_is_cut_short_says_so() -> None:
+    """7.2: and is less sure."""
+    question = drawn((9, 12), causal=False)
+    answers = computed(question)
+    wrong = answers | {"dq": answers["dk"][:, [0, 0, 1, 1]], "dk": 2 * answers["dk"]}
+    whole, cut = diagnose(question, wrong), diagnose(question, wrong, until=0.0)
+    assert not any("cut short" in fact for fact in whole.facts)
+    assert any("cut short" in fact for fact in cut.facts)
+    assert all(finding.confidence != "high" for finding in cut.findings)

@@ -402,6 +402,11 @@ PLANTED: tuple[Planted, ...] = (
         dout=3e-3,
     ),
     *_planted(
+        "narrow-intermediate",
+        _FINE | {"dlse": 0.0},
+        ("dS in float8", Backward(kept=of_dtype(ml_dtypes.float8_e5m2))),
+    ),
+    *_planted(
         "accumulates-in-16-bit",
         {"dtypes": (BFLOAT16,) * 3, "lengths": (140, 200), "batch": (1, 2), "groups": (2, 4)}
         | {"head_dims": (32,), "head_dims_v": (32,), "dlse": 0.0, "lengths_k": ("equal",)}

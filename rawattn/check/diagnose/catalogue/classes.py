@@ -150,6 +150,10 @@ CLASSES: dict[str, BugClass] = {
         "sums run in 16 bits, or row statistics are kept in them",
         "the accumulators, delta and lse: float32, whatever the operands",
     ),
+    "narrow-intermediate": BugClass(
+        "an intermediate is rounded to fewer bits than it must keep",
+        "the dtype in which it is stored, or handed to a matmul; what scales it before",
+    ),
     "head-dim-tail": BugClass(
         "the last columns of head_dim are left out",
         "the loop over head_dim in steps of the matmul's depth, and its tail",

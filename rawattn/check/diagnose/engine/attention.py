@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.effort import spend
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.reference.dense import allowed, capped, dead_to_inf
 from rawattn.reference.selection import parts
@@ -38,6 +39,7 @@ TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
 FORWARD = ("forward",)
+OF_A_VIEW, OF_A_SCORE = 0.1, 1 / 60_000  # units of effort, of a stage
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,9 @@ def solve(
     given: out and lse for the backward stages; those of the right forward by default.
     """
     planted = bug if stage in bug.stages else NO_BUG
+    pairs = np.multiply(question.lengths_q, question.lengths_k)
+    views = np.count_nonzero(pairs) * question.num_heads_kv
+    spend(OF_A_VIEW * views + OF_A_SCORE * float(pairs.sum()) * question.num_heads_q)
     if stage in ("backward", "second") and given is None:
         right = solve(question, "forward")
         given = right["out"], right["lse"]
@@ -383,6 +388,8 @@ def solve(
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
     of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
     for one in (planted, _assumed(question)):
+        if stage not in one.stages:
+            continue
         answers = one.store(question, answers) if one.store else answers
     return answers | of_sinks
 

@@ -5,7 +5,6 @@ Long by what is fitted: each kind of map or constant has an equation of its own.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +18,8 @@ from rawattn.check.diagnose.catalogue.heads import by_remainder, reduced
 from rawattn.check.diagnose.catalogue.masks import masks
 from rawattn.check.diagnose.engine.attention import (
     FIRST,
+    OF_A_SCORE,
+    OF_A_VIEW,
     PROGRAMS,
     STEPS,
     Bug,
@@ -32,11 +33,12 @@ from rawattn.check.diagnose.engine.attention import (
     together,
     views_of,
 )
+from rawattn.check.diagnose.engine.effort import over, spend, spent
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.inferred import pages
 
-SECONDS = 1.5  # of the processor, for the candidates of one stage, at most
+EFFORT = 3000.0  # units, for the candidates of one stage, at most
 FIRST_ONES = 400  # of the candidates that come before products' operands
 LOOKED_AT, YIELDED = 20, 6  # candidates for each tensor: in all views, and in the end
 CLEAR = 0.7  # of what is wrong in the worst view: of the view that is looked at, at least
@@ -76,7 +78,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _of_forward(work) if stage == "forward" else work.rearranged()
         if stage == "backward" and question.group > 1:
             yield from work.reductions()
-        until = time.process_time() + SECONDS
+        until = spent() + EFFORT
         read, multiplied = (
             list(of.candidates(question, stage, work.wrong, work.right))
             for of in (inputs, operands)
@@ -427,7 +429,8 @@ class _Work:
         for number, bug in enumerate(candidates):
             if self.stage not in bug.stages:
                 continue
-            if time.process_time() > until:
+            spend(OF_A_VIEW + OF_A_SCORE * view.weight[0].size * len(view.heads))
+            if over(until):
                 break
             found = self._tried(bug, view, base, programme)
             for name in self.wrong if found else ():

@@ -53,6 +53,59 @@ KEPT: dict[str, tuple[str, Callable[[Floats], Floats]]] = {
 }
 
 
+# ---- in whatever dtype --------------------------------------------------------------------------
+
+NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+
+
+def roundings(stage: str) -> Iterator[Bug]:
+    """A stage with one intermediate, or one operand, in fewer bits: slope 1, and an error that is
+    the same on every run."""
+    for dtype in NARROW:
+
+        def r(x: Floats, dtype: type = dtype) -> Floats:
+            with np.errstate(all="ignore"):
+                return _to(dtype, x)
+
+        for words, steps in _kept_in(r, stage):
+            form = f"{words} in {np.dtype(dtype).name}"
+            yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+
+
+def _kept_in(r: Callable[[Floats], Floats], stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
+    def after(*steps: str) -> dict[str, Step]:
+        return {step: _after(step, r) for step in steps}
+
+    def of(step: str, *operands: str) -> dict[str, Step]:
+        return {step: lambda c: STEPS[step](changed(c, **{x: r(getattr(c, x)) for x in operands}))}
+
+    def unnormalised(c: Context) -> Floats:
+        with np.errstate(all="ignore"):
+            size = np.exp(np.where(c.W > 0, c.S, -np.inf).max(axis=2, initial=-np.inf) - c.L)
+        size = np.where(size > 0, size, 1.0)[..., None]
+        return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
+
+    yield "S", after("Y")
+    yield "q and k", of("Y", "Q", "K")
+    if stage == "forward":
+        yield "P", of("O", "P")
+        yield "exp(S - row maximum)", {"O": unnormalised}
+        yield "v", of("O", "V")
+    else:
+        yield "P", after("bP")
+        yield "P, as an operand alone,", of("dV", "P")
+        yield "lse", of("bP", "L")
+        yield "D", after("D")
+        yield "dP", after("dP")
+        yield "dS", after("dY")
+        yield "dout and v", of("dP", "dO", "V")
+        yield "dout", of("dV", "dO") | of("dP", "dO")
+
+
+def _after(step: str, r: Callable[[Floats], Floats]) -> Step:
+    return lambda c: r(STEPS[step](c))
+
+
 def bugs(
     question: Question, answers: Answers, contexts: Sequence[Context], wrong: frozenset[str]
 ) -> Iterator[Bug]:

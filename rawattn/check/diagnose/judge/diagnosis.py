@@ -7,7 +7,6 @@ of the catalogue (``match``), and by proofs from structure for those that nobody
 
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, empty, solve
+from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import invariants, structure
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
@@ -31,8 +31,9 @@ WORDS = {
     "jvp": "forward-mode derivative",
 }
 CONFIDENCE = ("proved", "high", "medium", "low")
-SECONDS = 20.0  # after so long nothing but the usual bugs is tried
+EFFORT = 20_000.0  # units, after which nothing but the usual bugs is tried
 GENERIC = ("wrong-keys",)  # what other names say more exactly
+CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 
@@ -51,9 +52,9 @@ def diagnose(
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. against: the name and the answers of another side, judged in the same way. until: by
-    time.perf_counter(), SECONDS from now by default; from then on only the usual bugs are tried.
+    effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
     """
-    until = time.perf_counter() + SECONDS if until is None else until
+    until = spent() + EFFORT if until is None else until
     sides = [(side, answers, None if call is None else _floating(call))]
     if against is not None:
         sides.append((*against, None))
@@ -180,11 +181,12 @@ def _judge(
     checks = list(invariants.checks(question, answers, side, call=call))
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
     facts += [f"{side}: {fact}" for fact in unjudged]
+    facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings += _resolve(question, judged, side, verdicts)
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
         findings += [] if zeros else proofs.of_noise(question, answers, side, verdict)
-        findings += proofs.of_precision(question, side, verdict)
+        findings += proofs.of_precision(question, answers, side, verdict)
     findings += [*zeros, *misshapen]
     failing = [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
@@ -346,7 +348,10 @@ def _findings(
     evidence += _places(question, answers, wrong)
     where = " and ".join(WORDS[stage] for stage in stages)
     told = "; ".join(dict.fromkeys(filter(None, (one.prediction.bug.look_at for one in chosen))))
-    clear = not others and not any(part.verdict.unexplained for part in parts)
+    cut = any(part.verdict.cut for part in parts)
+    if cut:
+        evidence.append(CUT)
+    clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     return [
         Finding(
             side=side,

@@ -8,7 +8,6 @@ made in the other.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_SINKS,
@@ -36,7 +36,7 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
-SECONDS = 12.0  # after so long no further problem is begun
+SECONDS = 12.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
 
 
@@ -51,16 +51,17 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all.
 
     Cases of the same small problem, but for its dtype, are of one kind; kinds are looked at until
-    AGREEING of them say the same, but none begins after ``seconds``. ``other`` is what
+    AGREEING of them say the same, but none begins after ``seconds``, counted as
+    ``effort`` counts them. ``other`` is what
     ``candidate`` was compared with, called ``against``; None is the float64 reference.
     """
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
-    until = time.perf_counter() + seconds
+    until = spent() + 1000 * seconds
     found: list[_Judged] = []
     for kind in kinds.values():
-        if found and (time.perf_counter() > until or _agree(found)):
+        if found and (spent() > until or _agree(found)):
             break
         diagnosis = explain_failure(candidate, kind[0], other, against=against, until=until)
         found.append(_Judged(kind, diagnosis))
@@ -79,12 +80,12 @@ def explain_failure(
     """What is wrong with ``candidate``, which fails on ``case``.
 
     The case itself is looked at where the small problem shows no bug that has a name, unless it is
-    ``until`` by time.perf_counter().
+    ``until`` by effort.spent().
     """
     alike, itself = small(case), candidate.fit(case)
     best = _asked(candidate, question_of(candidate.fit(alike), clean=True), other, against, until)
     tried = ["a small problem of its kind"]
-    if not _named(best) and _pairs(case) <= PAIRS and time.perf_counter() < until:
+    if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
         tried.append("the case itself")
         own = _asked(candidate, question_of(itself), other, against, until)
         best = own if _named(own) or not best.findings else best

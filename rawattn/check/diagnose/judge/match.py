@@ -14,7 +14,6 @@ Long, since choosing among bugs and measuring a fit know each other.
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -39,6 +38,7 @@ from rawattn.check.diagnose.engine.attention import (
     times,
     together,
 )
+from rawattn.check.diagnose.engine.effort import cuts, over, spend, spent
 from rawattn.check.diagnose.engine.question import (
     OF_KEYS,
     STAGES,
@@ -54,7 +54,8 @@ RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the wors
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
 MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
-FOR_RARER, FOR_PAIRS = 8.0, 4.0  # seconds
+FOR_RARER, FOR_PAIRS = 8000.0, 4000.0  # units of effort
+OF_A_DISTANCE = 0.1
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
@@ -400,7 +401,7 @@ class StageVerdict:
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
     wrong tensors together or for some. ``null``: how the right computation fits.
     ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
-    stage for which its right tensors are right."""
+    stage for which its right tensors are right. ``cut``: something was not tried."""
 
     stage: str
     precision: str
@@ -410,6 +411,7 @@ class StageVerdict:
     unexplained: tuple[str, ...]
     null: dict[str, Fit]
     source: str = ""
+    cut: bool = False
 
     @property
     def sound(self) -> bool:
@@ -470,11 +472,11 @@ class _Stage:
             every_bug = [*self.hints, *bugs]
             self.usual = predictions(self.question, self.answers, self.stage, every_bug)
         if every and self.inferred is None:
-            self.inferred = self._inferred() if time.perf_counter() < self.until else []
+            self.inferred = [] if over(self.until) else self._inferred()
         if every and not self.rarer:
-            until = min(self.until, time.perf_counter() + FOR_RARER)
+            until = min(self.until, spent() + FOR_RARER)
             rarer = rarer_predictions(self.question, self.answers, self.stage, bugs)
-            self.rarer = list(itertools.takewhile(lambda _: time.perf_counter() < until, rarer))
+            self.rarer = list(itertools.takewhile(lambda _: not over(until), rarer))
         return self.usual + (self.inferred or []) + self.rarer
 
     def _inferred(self) -> list[Prediction]:
@@ -547,6 +549,7 @@ class _Stage:
     def relative(self, prediction: Prediction, name: str) -> float:
         key = (prediction, name)
         if key not in self.distances:
+            spend(OF_A_DISTANCE)
             a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
             same = a.shape == b.shape
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
@@ -595,15 +598,16 @@ def judge_stage(
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
-    From ``until`` on, by time.perf_counter(), only the usual bugs are tried. hints: the bugs that
+    From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
     other stages have.
     """
-    work = _Stage(question, answers, stage, until, hints)
+    before, work = cuts(), _Stage(question, answers, stage, until, hints)
     if not work.tensors:
         return None
     verdict = _verdict(work, ladder(question.dtype))
     sources = {work.sources[name] for name in verdict.right}
-    return replace(verdict, source=sources.pop() if len(sources) == 1 else "")
+    source = sources.pop() if len(sources) == 1 else ""
+    return replace(verdict, source=source, cut=cuts() > before)
 
 
 def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
@@ -665,6 +669,7 @@ def _explain(
             if work.relative(guess, name) < FAR
         }
         fitting = good(fits)
+        computed = guess.bug.store is None  # tensors are stored each for itself
         explained = tuple(
             name
             for name in wrong
@@ -674,7 +679,7 @@ def _explain(
             whole.append(Explained(guess, work.tensors, fits))
         elif (
             explained
-            and not _ruled_out(set(right) - set(fitting), set(wrong))
+            and not (computed and _ruled_out(set(right) - set(fitting), set(wrong)))
             and work.leaves(guess, set(wrong) - set(explained))
         ):
             parts.append(Explained(guess, explained, fits))
@@ -732,7 +737,7 @@ def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
     second += [guess for guess in mended[:PARTNERS] if work.mends(guess) > MENDED]
     bugs, others = (list({id(g.bug): g.bug for g in some}.values()) for some in (first, second))
     found: list[Prediction] = []
-    until = min(work.until, time.perf_counter() + FOR_PAIRS)
+    until = min(work.until, spent() + FOR_PAIRS)
     tried: set[frozenset[int]] = set()
     for one, other in itertools.product(bugs, others):
         pair = frozenset((id(one), id(other)))
@@ -746,7 +751,7 @@ def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
         for guess in predictions(work.question, work.answers, work.stage, both):
             if all(work.relative(guess, name) < NEAR for name in work.tensors):
                 found.append(guess)
-        if len(found) > 4 or time.perf_counter() > until:
+        if len(found) > 4 or over(until):
             break
     return found
 
@@ -768,7 +773,7 @@ def beside(
     question: Question, answers: Answers, verdict: StageVerdict, known: Bug, until: float
 ) -> StageVerdict:
     """The same verdict, with what explains more if ``known`` is there too, as in another stage."""
-    if verdict.stage not in known.stages or time.perf_counter() > until:
+    if verdict.stage not in known.stages or over(until):
         return verdict
     again = judge_stage(assuming(question, known), answers, verdict.stage, until=until)
     if again is None or len(again.unexplained) >= len(verdict.unexplained):

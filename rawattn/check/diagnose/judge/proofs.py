@@ -13,10 +13,13 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import (
+    FIRST,
     NO_BUG,
+    NONE,
     Bug,
     Context,
     Floats,
+    Rounding,
     Step,
     sequences,
     solve,
@@ -34,7 +37,7 @@ from rawattn.check.diagnose.engine.question import (
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import stale_max, terms
+from rawattn.check.diagnose.inferred import narrow, stale_max, terms
 from rawattn.check.diagnose.judge.match import (
     Fit,
     StageVerdict,
@@ -50,6 +53,7 @@ from rawattn.check.diagnose.judge.match import (
 Call = Callable[[Question], Answers]
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 FEW = 0.05  # share of rows that change from call to call, beside which others can be judged
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
@@ -190,16 +194,53 @@ def of_noise(
     return in_16_bits(question, answers, side, verdict, verdict.tensors)
 
 
-def of_precision(question: Question, side: str, verdict: StageVerdict) -> list[Finding]:
+def of_precision(
+    question: Question, answers: Answers, side: str, verdict: StageVerdict
+) -> list[Finding]:
     """Right results whose rounding is that of a coarser dtype than they have."""
-    first = ladder(question.dtype)[0].name
-    if not verdict.sound or verdict.precision == first or question.dtype.itemsize < 4:
+    finest = ladder(question.dtype)[0].name
+    if not verdict.sound or verdict.precision == finest:
         return []
+    off = max((verdict.null[name].relative, name) for name in verdict.tensors)
     said = (
         f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
-        f"{verdict.precision}; the inputs are {question.dtype.name}"
+        f"{verdict.precision}, not to that of {finest}: {off[1]} is off by {off[0]:.1g} of its size"
     )
-    return [finding(side, "rounding", verdict.stage, "high", (said,))]
+    told = rounded(question, answers, verdict, verdict.tensors)
+    return [finding(side, "rounding", verdict.stage, "high", (said, *told))]
+
+
+def rounded(
+    question: Question, answers: Answers, verdict: StageVerdict, tensors: Sequence[str]
+) -> list[str]:
+    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes."""
+    if verdict.stage not in FIRST or question.dtype == np.float64:
+        return []
+    right = predictions(question, answers, verdict.stage, [NO_BUG])[0]
+    rows = {name: defined(question, name, right.answers[name]) for name in tensors}
+
+    def stored(bug: Bug, how: Rounding) -> Answers:
+        found = solve(question, verdict.stage, bug, rounding=how, given=right.given)
+        return {name: found[name].astype(answers[name].dtype) for name in tensors}
+
+    def apart(one: Answers, other: Answers) -> dict[str, float]:
+        pairs = {n: (by_rows(n, one[n]), by_rows(n, other[n])) for n in tensors}
+        return {n: relative_residual(*pairs[n], rows[n]) for n in tensors}
+
+    best = (0, NARROWS, "")  # how many tensors, what is left of their errors
+    for how in (ladder(question.dtype)[0].rounding, NONE)[: 4 // question.dtype.itemsize]:
+        null = stored(NO_BUG, how)
+        start = apart(answers, null)
+        for bug in narrow.roundings(verdict.stage):
+            planted = stored(bug, how)
+            changed = [n for n, x in apart(planted, null).items() if x > start[n] / 4 > 0]
+            left = apart(answers, planted)
+            share = max((left[n] / start[n] for n in changed), default=1.0)
+            if share < NARROWS:
+                text = f"{', '.join(changed)}: the error is that of {bug.variant}"
+                best = min(best, (-len(changed), share, text))
+    _, share, text = best
+    return [f"{text}, which leaves {share:.2g} of it; the slope is 1"] if text else []
 
 
 def in_16_bits(
@@ -302,8 +343,10 @@ def of_structure(
     found = in_16_bits(question, answers, side, verdict, names)
     if found:
         return found
-    right = predictions(question, answers, verdict.stage, [NO_BUG])[0].answers
     where = f"{verdict.stage}: {', '.join(names)}"
+    if said := rounded(question, answers, verdict, names):
+        return [finding(side, "narrow-intermediate", where, "high", said)]
+    right = predictions(question, answers, verdict.stage, [NO_BUG])[0].answers
     for proof in (_stale_max, _unrelated, _constant_rows, _rearranged, _dead, _by_place_in_tile):
         named = proof(question, answers, right, verdict)
         if named is not None:

@@ -5,7 +5,6 @@ Sums over the keys that a query sees give its out, its lse and its dq. Some thou
 and judged like any other. Where none does, the keys are looked for row by row.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import FIRST, NO_BUG, Bug, Floats, See, View, solve
+from rawattn.check.diagnose.engine.effort import over, spend, spent
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.inferred.keys import counts, groups, past_end, spans, unwritten
@@ -30,7 +30,8 @@ FEW, MANY = 12, 40  # rows of the first look, and of the second one in every seq
 SEQUENCES, HEADS = 6, 4  # that are looked at
 CLOSER = 0.3  # of the error that the right keys leave
 SPARE = 3.0  # times the least error: as good
-FOR_PATTERNS = 2.0  # seconds of work
+FOR_PATTERNS = 4000.0  # units of effort
+OF_A_PATTERN, OF_A_TERM = 0.3, 1e-6
 YIELDED = 5
 NOISE = 8.0  # units of rounding that need no other keys
 EXACT = 0.003, 0.03  # error that leaves nothing to explain: of wide numbers, of 16 bits
@@ -197,9 +198,10 @@ def nearest(
     first = _first_look(looks, tests)
     first_null = {test: size_of([first.null[test]]) for test in tests}
     best: dict[str, list[tuple[float, int, Pattern]]] = {test: [] for test in tests}
-    until = time.process_time() + FOR_PATTERNS
+    until = spent() + FOR_PATTERNS
     for place, pattern in enumerate(patterns(question)):
-        if time.process_time() > until:
+        spend(OF_A_PATTERN + OF_A_TERM * first.sums.terms.size)
+        if over(until):
             break
         errors = first.sums.errors(pattern)
         near = [t for t in tests if size_of([errors[t]]) < CLOSER * first_null[t]]
