@@ -6,12 +6,13 @@ in ``diagnose.judge.failures``. Long by options and help texts, which stand toge
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +24,7 @@ from rawattn.check.diagnose.files.npz import Saved, dump, read
 from rawattn.check.diagnose.files.pairs import Pair, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness import comparison
+from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import (
     answers_of,
@@ -330,13 +332,16 @@ def _of_files(one: str, other: str | None = None) -> Diagnosis:
 def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding."""
     diagnosis = diagnose(question, saved.answers, side=name)
-    if diagnosis.findings and saved.unsaid:
-        other = diagnose(replace(question, **saved.unsaid), saved.answers, side=name)
-        if other.sound:
-            meant = ", ".join(f"{option} = {value}" for option, value in saved.unsaid.items())
-            title = f"right if {meant.replace('None', 'its default')} was meant, which is not said"
-            finding = replace(NOT_SAID, side=name, title=title, where=saved.path)
-            return replace(other, findings=(replace(finding, evidence=saved.notes),))
+    if diagnosis.findings:
+        for changes in _left_out(saved, question):
+            other = diagnose(replace(question, **changes), saved.answers, side=name)
+            if other.sound:
+                title = f"right if {_meant(changes)} was meant, which is not said"
+                finding = replace(NOT_SAID, side=name, title=title, where=saved.path)
+                return replace(other, findings=(replace(finding, evidence=saved.notes),))
+            if _worse(other) < _worse(diagnosis):
+                fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
+                diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
     if found:
         found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
@@ -346,6 +351,37 @@ def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
             title = f"not judged, since there is no {needed}: {names}"
             found.append(replace(UNJUDGED, side=name, title=title, where=saved.path))
     return replace(diagnosis, findings=tuple(found))
+
+
+def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:
+    """What a file may have meant and does not say."""
+    if saved.unsaid:
+        yield saved.unsaid
+    if saved.left_out:
+        for changes in meant.options(question, saved.answers):
+            said = {n: x for n, x in changes.items() if not _same(x, getattr(question, n))}
+            if said and said.keys() <= {*saved.left_out}:
+                yield said
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(np.array_equal(one, other))
+
+
+def _meant(changes: dict[str, Any]) -> str:
+    said = {n: x for n, x in changes.items() if n != "dlse"}
+    if said.keys() == {"cu_seqlens_q", "cu_seqlens_k"}:
+        said = {"cu_seqlens": said["cu_seqlens_q"].tolist()}
+    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in said.items()}
+    texts = [f"{option} = {value}".replace("None", "its default") for option, value in said.items()]
+    texts += ["a cotangent of lse (dlse)"] * ("dlse" in changes)
+    return ", ".join(texts)
+
+
+def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
+    """What has no name, and how many findings there are."""
+    unknown = [finding for finding in diagnosis.findings if finding.bug == "unknown"]
+    return len(unknown), len(diagnosis.findings)
 
 
 def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:

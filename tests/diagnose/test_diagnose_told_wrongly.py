@@ -6,13 +6,15 @@ right ones are among them, and must not be accused.
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from rawattn.check import cli_diagnose
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
@@ -62,7 +64,13 @@ def drawn(
     )
 
 
-def computed(question: Question, work: Any = np.float32, **hooks: Hook) -> Answers:
+def computed(
+    question: Question,
+    work: Any = np.float32,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    **hooks: Hook,
+) -> Answers:
     """Forward and backward, summed up in ``work``; ``hooks`` change what bears their name, such as
     S, P, dP, dS, the mask, or what one product reads: V in O, K in dQ."""
 
@@ -77,7 +85,8 @@ def computed(question: Question, work: Any = np.float32, **hooks: Hook) -> Answe
         rows = slice(*map(int, question.cu_seqlens_q[b : b + 2]))
         n = rows.stop - rows.start
         i, j = np.arange(n)[:, None], np.arange(n)[None]
-        seen = hook("mask", (j <= i) if question.causal else np.ones((n, n), bool))
+        seen = (j <= i) if question.causal else np.ones((n, n), bool)
+        seen = hook("mask", seen & (j >= i - (window[0] if window[0] >= 0 else n)))
         for h in range(question.num_heads_q if n else 0):
             g = h // question.group
             Q, K, V, dO = q[rows, h], k[rows, g], v[rows, g], dout[rows, h]
@@ -312,3 +321,70 @@ def test_a_search_that_is_cut_short_says_so() -> None:
     assert not any("cut short" in fact for fact in whole.facts)
     assert any("cut short" in fact for fact in cut.facts)
     assert all(finding.confidence != "high" for finding in cut.findings)
+
+
+# ---- files that leave something out -------------------------------------------------------------
+
+
+def explained(path: Path, question: Question, answers: Answers, *without: str) -> Diagnosis:
+    """What `explain` says of a file without some of its entries."""
+    told = {f.name: getattr(question, f.name) for f in fields(Question)}
+    left_out = ("out", "lse", "own", "block_size", *without)
+    told = {name: x for name, x in told.items() if x is not None and name not in left_out}
+    np.savez(path, **told, **answers)
+    return cli_diagnose._of_files(str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "without", "words"),
+    [
+        ({}, ("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens = [0, 12, 22, 30]"),
+        ({"softmax_scale": 0.4}, ("softmax_scale",), "softmax_scale = 0.4"),
+        ({"window": (3, -1)}, ("window",), "window = (3, -1)"),
+        ({"dlse": True}, ("dlse",), "a cotangent of lse (dlse)"),
+    ],
+    ids=["cu_seqlens", "softmax_scale", "window", "dlse"],
+)
+def test_what_a_file_leaves_out_accuses_nobody(
+    tmp_path: Path, options: dict[str, Any], without: tuple[str, ...], words: str
+) -> None:
+    """D1, and 3: right results of another option than the one that is assumed."""
+    question = drawn((12, 10, 8), **options)
+    answers = computed(question, window=question.window)
+    found = explained(tmp_path / "a.npz", question, answers, *without)
+    assert names(found) == ["vacuous"]
+    assert first(found).title == f"right if {words} was meant, which is not said"
+
+
+def test_a_bug_beside_an_option_that_is_not_said(tmp_path: Path) -> None:
+    """D1: with the mask that was meant the bug has a name, and is the only one."""
+    question = drawn((12, 10, 8))
+    answers = computed(question)
+    wrong = answers | {"dk": answers["dk"] * np.float32(question.scale)}
+    found = explained(tmp_path / "a.npz", question, wrong, "causal")
+    assert names(found) == ["output-scale"]
+    assert any("causal = True is not said" in fact for fact in found.facts)
+
+
+@pytest.mark.parametrize("name", ["grad_logsumexp", "d_lse", "dsoftmax_lse"])
+def test_a_dlse_by_another_name(tmp_path: Path, name: str) -> None:
+    """3"""
+    question = drawn((12, 10, 8), dlse=True)
+    answers = computed(question) | {name: np.asarray(question.dlse)}
+    assert explained(tmp_path / "a.npz", question, answers, "dlse").sound
+
+
+def test_nan_all_over_is_no_bug_that_has_a_name() -> None:
+    """D2"""
+    question = drawn()
+    out = computed(question)["out"]
+    found = first(diagnose(question, {"out": np.full_like(out, np.nan)}))
+    assert (found.bug, found.title) == ("unknown", "out: every element is NaN")
+    out[40:] = np.nan
+    assert "from row 20 of sequence 1, head 0, on" in told(diagnose(question, {"out": out}))
+
+
+def test_a_copy_of_an_input_is_a_copy() -> None:
+    """D13"""
+    question = drawn((9, 12), heads=(2, 2))
+    assert first(diagnose(question, {"out": question.v})).title == "out: a copy of v"

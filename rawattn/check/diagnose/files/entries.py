@@ -33,7 +33,8 @@ ALIASES = {
     "lengths_q": "seqlens_q seq_lens_q lengths seqlens seq_lens seq_lengths",
     "lengths_k": "seqlens_k seq_lens_k lengths_kv seqlens_kv",
     "dout": "do d_out grad_out grad_output grad_o out_grad o_grad d_o",
-    "dlse": "grad_lse lse_grad grad_softmax_lse",
+    "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp d_logsumexp d_lse"
+    " dsoftmax_lse d_softmax_lse",
     "tq": "ddq q_tangent tangent_q grad_grad_q q_dot",
     "tk": "ddk k_tangent tangent_k grad_grad_k k_dot",
     "tv": "ddv v_tangent tangent_v grad_grad_v v_dot",

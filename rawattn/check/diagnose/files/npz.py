@@ -33,6 +33,8 @@ from rawattn.check.diagnose.files.layouts import (
     place,
 )
 
+MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 NO_MASK = "causal is not said: False is assumed"
 
 
@@ -40,7 +42,8 @@ NO_MASK = "causal is not said: False is assumed"
 class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
-    unsaid: what options may have been that it does not say.
+    unsaid: what options may have been that it does not say. left_out: fields of a Question that
+    it does not say at all.
     """
 
     path: str
@@ -49,6 +52,7 @@ class Saved:
     notes: tuple[str, ...]
     frame: Frame | None
     unsaid: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def question(self) -> Question | None:
@@ -117,6 +121,7 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
             frame = replace(frame, letters={len(layout): layout})
         if frame is None:
             return Saved(str(path), options, arrays, tuple(notes), None)
+        said = {*options, *inputs, *(OFFSETS if set(LENGTHS) & inputs.keys() else ())}
         of_lengths = {f"cu_seqlens_{side}": offsets_of(inputs, side) for side in "qk"}
         if {"q", "k", "v"} <= inputs.keys():
             of_lengths = {f"cu_seqlens_{side}": frame.offsets[side] for side in "qk"}
@@ -129,4 +134,5 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     given = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
     answers = {n: array for n, array in found.items() if n in RESULTS}
     unsaid = {"causal": True} if NO_MASK in notes else {}
-    return Saved(str(path), given | options, answers, tuple(notes), frame, unsaid)
+    left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
+    return Saved(str(path), given | options, answers, tuple(notes), frame, unsaid, left_out)

@@ -35,6 +35,7 @@ SURE = 6.0  # standard errors
 ROUNDED = {2: 2.0**-8, 4: 2.0**-18, 8: 2.0**-18}  # of their size, by the bytes of the inputs
 SHARE = 0.98  # of the wrong rows, at least, that a source must explain
 MOST_ROWS = 1600  # of a group of heads, which dk and dv solve for together
+OF_ANOTHER_ORIGIN = "row terms of another origin"
 MOST = 4  # sources that are planted
 
 Pair = tuple[Floats, Floats]  # weights (heads, n, m) and what they add up, (heads, n, columns)
@@ -241,7 +242,7 @@ def _delta(question: Question, contexts: Sequence[Context]) -> Term:
             name: _with(name, other) for name, of in (("dQ", "dq"), ("dK", "dk")) if of in wrong
         }
 
-    words = "row terms of another origin, read off the gradients"
+    words = f"{OF_ANOTHER_ORIGIN}, read off the gradients"
     return Term(
         "D",
         rows_of(question, contexts, lambda c: c.D),

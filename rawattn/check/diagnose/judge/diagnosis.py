@@ -166,6 +166,7 @@ def _judge(
 ) -> tuple[list[Finding], list[Check], list[str]]:
     answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
+    empty_ones, answers = proofs.of_empty(question, answers, side)
     judged, unjudged = without(question, answers)
     verdicts: list[StageVerdict] = []
     hints: list[Bug] = []
@@ -187,7 +188,7 @@ def _judge(
     for verdict in verdicts:
         findings += [] if zeros else proofs.of_noise(question, answers, side, verdict)
         findings += proofs.of_precision(question, answers, side, verdict)
-    findings += [*zeros, *misshapen]
+    findings += [*zeros, *misshapen, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
 

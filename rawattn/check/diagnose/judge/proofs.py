@@ -53,6 +53,7 @@ from rawattn.check.diagnose.judge.match import (
 Call = Callable[[Question], Answers]
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+FAR = 0.1  # residual of what may not be a copy, or NaN
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 FEW = 0.05  # share of rows that change from call to call, beside which others can be judged
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
@@ -114,6 +115,52 @@ def _with_right_rows(
     mended = np.where(bad[..., None], by_rows(name, right[name]), by_rows(name, answers[name]))
     of_rows = mended[..., 0].T if name in BY_ROW else mended
     return np.asarray(of_rows.astype(answers[name].dtype))
+
+
+# ---- numbers that say nothing of how they were made ---------------------------------------------
+
+
+def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Finding], Answers]:
+    """Tensors that are NaN all over, or copies of an input, and the answers without them."""
+    told: dict[str, list[str]] = {}  # titles, and whose
+    for stage in question.stages:
+        names = [name for name in answers if name in STAGES[stage]]
+        right = predictions(question, answers, stage, [NO_BUG])[0].answers if names else {}
+        for name in (name for name in names if name in right):
+            rows = defined(question, name, right[name])
+            found, wanted = (by_rows(name, x) for x in (answers[name], right[name]))
+            if not rows.any() or relative_residual(found, wanted, rows) < FAR:
+                continue
+            if np.isnan(found[rows]).all():
+                told.setdefault("every element is NaN", []).append(name)
+            elif of := _copied(question, answers[name]):
+                told.setdefault(f"a copy of {' and '.join(of)}", []).append(name)
+    findings = []
+    for text, names in told.items():
+        where = ", ".join(names)
+        one = finding(side, "unknown", where, "proved", (f"{where}: {text}",))
+        look_at = "whether the kernel ran, what it was given, and which array was saved"
+        findings.append(replace(one, title=f"{where}: {text}", look_at=look_at))
+    gone = {name for names in told.values() for name in names}
+    return findings, {name: x for name, x in answers.items() if name not in gone}
+
+
+def _copied(question: Question, found: np.ndarray) -> list[str]:
+    inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
+    return [n for n, x in inputs.items() if x is not None and np.array_equal(x, found)]
+
+
+def _first_nan(question: Question, name: str, found: np.ndarray) -> str:
+    """How many rows have NaN, and where they begin."""
+    bad = np.isnan(by_rows(name, found)).any(axis=2)
+    bad &= (question.sequence_of("k" if name in OF_KEYS else "q") >= 0)[:, None]
+    if not bad.any():
+        return ""
+    row, head = (int(n) for n in np.argwhere(bad)[0])
+    side = "k" if name in OF_KEYS else "q"
+    b = int(question.sequence_of(side)[row])
+    within = row - int(getattr(question, f"cu_seqlens_{side}")[b])
+    return f"{int(bad.sum())} rows have NaN, from row {within} of sequence {b}, head {head}, on"
 
 
 # ---- zeros ------------------------------------------------------------------------------------
@@ -361,7 +408,8 @@ def of_structure(
         fitted = (
             f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of the size"
         )
-        said.append(f"{name}: " + "; ".join((*places[:1], fitted, *places[1:])))
+        nan = [text] if (text := _first_nan(question, name, answers[name])) else []
+        said.append(f"{name}: " + "; ".join((*nan, *places[:1], fitted, *places[1:])))
     told = finding(side, "unknown", where, "low", said)
     return [replace(told, look_at=_conclusion(verdict) or told.look_at)]
 
