@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from rawattn.check import cli_diagnose
+from rawattn.check.candidate import Candidate
+from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.judge import match
+from rawattn.check.diagnose.inferred import denominator
+from rawattn.check.diagnose.judge import failures, match
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 
 Array = np.ndarray
@@ -388,3 +391,55 @@ def test_a_copy_of_an_input_is_a_copy() -> None:
     """D13"""
     question = drawn((9, 12), heads=(2, 2))
     assert first(diagnose(question, {"out": question.v})).title == "out: a copy of v"
+
+
+# ---- a function that is asked -------------------------------------------------------------------
+
+
+def in_float64(factor: float) -> Candidate:
+    """A forward pass with NumPy's own dtype, whose scores have a ``factor``."""
+
+    def forward(q: Array, k: Array, v: Array, cu_seqlens: Array, **options: Any) -> Any:
+        scale = options["softmax_scale"] or q.shape[2] ** -0.5
+        given = {"softmax_scale": scale * factor, "causal": options["causal"]}
+        x = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
+        found = computed(Question(*x, cu_seqlens, cu_seqlens, dout=x[0], **given), np.float64)
+        return found["out"], found["lse"]
+
+    return Candidate("in_float64", "numpy", forward=forward)
+
+
+@pytest.mark.parametrize(("factor", "bugs"), [(1.0, []), (1.3, ["score-scale"])])
+def test_a_wrong_dtype_is_named_and_hides_nothing(factor: float, bugs: list[str]) -> None:
+    """7.1 and D3"""
+    case = next(case for case in standard("small") if case.dtype == "float16" and case.causal)
+    plain = replace(case, lengths_q=(9, 20), lengths_k=(9, 20), head_dim_v=case.head_dim)
+    found = failures.explain_failure(in_float64(factor), plain)
+    assert names(found) == ["wrong-dtype", *bugs]
+    assert "out is float64; it must be float16" in told(found)
+
+
+def test_an_identity_that_fails_is_a_finding() -> None:
+    """7.3: right here, and not where softmax_scale is another."""
+    question = drawn((9, 12))
+
+    def call(asked: Question) -> Answers:
+        return computed(replace(asked, softmax_scale=None))
+
+    found = first(diagnose(question, call(question), call=call))
+    assert (found.bug, found.confidence) == ("score-scale", "proved")
+
+
+def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+    """7.4: least squares are not given infinity."""
+    question = drawn((40, 30), heads=(1, 1), causal=False)
+    answers = only(computed(question), "out", "lse")
+    right = answers["lse"].astype(np.float64)
+    right[:, ::5] = -800.0  # exp(S - lse) is then more than float64 holds
+    mass = np.random.default_rng(0).random(right.shape)
+    with np.errstate(over="ignore"):
+        list(denominator._of_residues(question, right, mass))
+    assert "DLASCL" not in "".join(capfd.readouterr())
+    answers["lse"][:, ::5] = -800.0
+    answers["out"][1::3] *= 0.5
+    assert not diagnose(question, answers).sound

@@ -413,6 +413,10 @@ CLASSES: dict[str, BugClass] = {
         "each of ddq, ddk and ddv, or tq, tk and tv, on its way to the kernel: a wrong name, None",
     ),
     # ---- no bug of the kernel ----
+    "wrong-dtype": BugClass(
+        "a result has another dtype than it must have",
+        "the cast at the end: gradients and out in the dtype of q, lse and delta in float32",
+    ),
     "vacuous": BugClass(
         "the comparison is vacuous: zeros would pass",
         "data of unit size, a random cotangent, and a check that a wrong result fails",

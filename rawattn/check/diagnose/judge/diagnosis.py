@@ -190,6 +190,8 @@ def _judge(
         findings += proofs.of_precision(question, answers, side, verdict)
     findings += [*zeros, *misshapen, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
+    if all(one.bug == "rounding" for one in findings):
+        findings += proofs.of_runs(question, side, verdicts, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
 
 

@@ -10,7 +10,6 @@ made in the other.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -28,6 +27,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
 )
 from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.judge import proofs
 from rawattn.check.diagnose.judge.diagnosis import CONFIDENCE, diagnose
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
@@ -208,11 +208,17 @@ def _asked(
         shapes = _shapes(question)
         wrong = {n: a for n, a in answers.items() if a.shape != shapes[n] or not _real(a)}
         findings += [_strange(side, name, array, shapes[name]) for name, array in wrong.items()]
-        given.append((side, {n: array for n, array in answers.items() if n not in wrong}))
+        answers = {n: array for n, array in answers.items() if n not in wrong}
+        findings += _of_dtypes(side, question, answers)
+        given.append((side, _as_due(question, answers)))
     if not given:
         return Diagnosis(candidate.name, tuple(findings))
     (side, answers), *rest = given
-    call, rival = partial(answers_of, sides[side]), rest[0] if rest else None
+    rival = rest[0] if rest else None
+
+    def call(asked: Question) -> Answers:
+        return _as_due(asked, answers_of(sides[side], asked))
+
     diagnosis = diagnose(question, answers, side=side, call=call, against=rival, until=until)
     return replace(diagnosis, findings=(*findings, *diagnosis.findings))
 
@@ -240,6 +246,19 @@ def _strange(side: str, name: str, array: np.ndarray, shape: tuple[int, ...]) ->
         (f"{name} is {array.shape} {array.dtype}; it must be {shape} and floating",),
         "what the function returns, and in which order",
     )
+
+
+def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
+    """Results of another dtype than they must have; they are judged in that one nonetheless."""
+    due = {name: _dtype(question, name) for name in answers}
+    wrong = {name: x.dtype for name, x in answers.items() if x.dtype != due[name]}
+    said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
+    return [proofs.finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
+
+
+def _as_due(question: Question, answers: Answers) -> Answers:
+    with np.errstate(over="ignore"):
+        return {n: x.astype(_dtype(question, n)) if _real(x) else x for n, x in answers.items()}
 
 
 def _real(array: np.ndarray) -> bool:

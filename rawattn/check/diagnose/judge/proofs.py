@@ -36,7 +36,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.inferred import narrow, stale_max, terms
 from rawattn.check.diagnose.judge.match import (
     Fit,
@@ -216,6 +216,28 @@ def of_sinks(question: Question, answers: Answers, side: str) -> list[Finding]:
             if np.abs(answers[name] - form).max() <= OF_SINKS_NOISE * noise:
                 said.append(f"{name}: {text}")
         found.append(finding(side, "sinks-gradient", name, "high", said))
+    return found
+
+
+# ---- identities alone ---------------------------------------------------------------------------
+
+RUNS = {"I7": "unknown", "I8": "offsets-shifted", "I9": "neighbour-leak", "I11": "score-scale"}
+EXACT = ("I8", "I9", "I11")  # hold in every precision
+
+
+def of_runs(
+    question: Question, side: str, verdicts: Sequence[StageVerdict], failing: Sequence[Check]
+) -> list[Finding]:
+    """Answers that are right, and not those to questions that differ in what must not matter."""
+    finest = ladder(question.dtype)[0].name
+    coarse = any(verdict.precision != finest for verdict in verdicts)
+    found = []
+    for check in failing:
+        if check.name in RUNS and not (coarse and check.name not in EXACT):
+            said = f"{check.name} fails ({check.text}), though the results themselves are right"
+            one = finding(side, RUNS[check.name], check.where, "proved", (said,))
+            title = f"{one.title}: seen where the function is asked another question"
+            found.append(replace(one, title=title))
     return found
 
 
