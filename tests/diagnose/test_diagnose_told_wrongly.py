@@ -283,7 +283,7 @@ BFLOAT16, FLOAT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
         ("dS", FLOAT8, BFLOAT16, "dS in float8_e4m3fn"),
         ("S", BFLOAT16, BFLOAT16, "S in bfloat16"),
     ],
-    ids=str,
+    ids=lambda value: str(getattr(value, "__name__", value)),
 )
 def test_a_narrow_intermediate_is_named(step: str, dtype: Any, of: Any, words: str) -> None:
     """7: the slope is 1, and what is left of one tensor rounded alone is next to nothing."""

@@ -62,6 +62,20 @@ OF_TORCH = {
         *("compat", "hugging_face", "nsa", "provider", "sparse", "sparse_compat", "varlen"),
     },
 }
+# The rooms of rawattn.check.diagnose, each of which imports none but those before it.
+OF_DIAGNOSE = {
+    "__init__": set(),
+    "findings": set(),
+    "engine": set(),
+    "evidence": {"engine", "findings"},
+    "catalogue": {"engine"},
+    "inferred": {"catalogue", "engine", "evidence"},
+    "judge": {"catalogue", "engine", "evidence", "findings", "inferred"},
+    "report": {"engine", "evidence", "findings"},
+    "files": {"engine", "evidence"},
+    "logs": {"catalogue", "findings"},
+    "harness": {"catalogue", "findings"},
+}
 
 
 def in_python(code: str) -> str:
@@ -168,6 +182,12 @@ def test_arrows(path: Path) -> None:
             name.split(".")[2] for name, _ in imports(path) if name.startswith("rawattn.torch.")
         }
         assert inside <= OF_TORCH[path.stem]
+    diagnose = "rawattn.check.diagnose."
+    if spelled(path).startswith("check/diagnose/"):
+        parts = path.relative_to(PACKAGE / "check" / "diagnose").with_suffix("").parts
+        inside = {name.split(".")[3] for name, _ in imports(path) if name.startswith(diagnose)}
+        assert parts[0] in OF_DIAGNOSE, "a new room of the diagnosis: give it its arrows"
+        assert inside <= OF_DIAGNOSE[parts[0]] | {parts[0]}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=spelled)
