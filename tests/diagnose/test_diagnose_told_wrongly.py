@@ -443,3 +443,33 @@ def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixtur
     answers["lse"][:, ::5] = -800.0
     answers["out"][1::3] *= 0.5
     assert not diagnose(question, answers).sound
+
+
+@pytest.mark.parametrize(
+    ("form", "bug", "words"),
+    [
+        (lambda P, dP, D: P * dP - D, "softmax-backward-without-p", "a P o dP - b D"),
+        (lambda P, dP, D: P * (dP - D / 2), "delta-of-another-out", "0.5 times D"),
+    ],
+    ids=["parentheses", "half of D"],
+)
+def test_the_parts_of_ds(form: Callable[..., Array], bug: str, words: str) -> None:
+    """10: parentheses that stand elsewhere, and D times something."""
+    question = drawn((40, 30), heads=(2, 1))
+    parts: dict[str, Array] = {}
+
+    def kept(name: str) -> Hook:
+        def hook(x: Array) -> Array:
+            parts[name] = x
+            return x
+
+        return hook
+
+    def dS(x: Array) -> Array:
+        wrong = form(parts["P"], parts["dP"], parts["D"])
+        return np.asarray(np.where(np.tri(len(x), dtype=bool), wrong, 0))
+
+    hooks = {name: kept(name) for name in ("P", "dP", "D")}
+    found = diagnose(question, computed(question, **hooks, dS=dS))
+    assert names(found) == [bug]
+    assert words in told(found)

@@ -57,37 +57,77 @@ def bugs(
             yield Bug("delta-of-another-out", words, ("backward",), steps=steps)
 
 
+# The two terms of dS as they are, and with parentheses that stand elsewhere.
+TERMS: dict[str, tuple[Delta, Delta]] = {
+    "P o (a dP - b D)": (lambda c: c.P * c.dP, lambda c: c.P * c.D[..., None]),
+    "a P o dP - b D": (lambda c: c.P * c.dP, lambda c: np.where(c.W > 0, c.D[..., None], 0.0)),
+    "a P o dP - b D, masked keys too": (
+        lambda c: c.P * c.dP,
+        lambda c: c.D[..., None] + np.zeros_like(c.P),
+    ),
+    "a dP - b P o D": (
+        lambda c: np.where(c.W > 0, c.dP, 0.0),
+        lambda c: c.P * c.D[..., None],
+    ),
+}
+
+
 def _multiples(
     answers: Answers, contexts: Sequence[Context], names: Sequence[str]
 ) -> Iterator[Bug]:
-    """dS = P (a dP - b D) with two numbers, the same everywhere."""
+    """dS of two terms with two numbers, the same everywhere."""
+    for form, terms in TERMS.items():
+        found = _fitted(answers, contexts, names, terms)
+        if found is None or (form == next(iter(TERMS)) and np.isclose(*found, rtol=0.02)):
+            continue
+        a, b = found
+        bug = "delta-of-another-out" if np.isclose(a, 1, rtol=0.01) else "constant-factor"
+        if np.isclose(a, 1, rtol=0.01) and abs(b) < 0.01:
+            bug = "delta-omitted"
+        bug = bug if form.startswith("P o (") else "softmax-backward-without-p"
+        words = f"dS = {form} with a = {a:.3g} and b = {b:.3g}"
+
+        steps: dict[str, Step] = {"dS": _of_terms(a, b, terms)}
+        if len(names) == 1:
+            step = f"d{names[0][1].upper()}"
+            steps = {step: _with_dS(step, steps["dS"])}
+        yield Bug(bug, words, ("backward",), steps=steps)
+        return
+
+
+def _of_terms(a: float, b: float, terms: tuple[Delta, Delta]) -> Step:
+    return lambda c: c.r(a * terms[0](c) - b * terms[1](c))
+
+
+def _with_dS(step: str, dS: Step) -> Step:
+    return lambda c: STEPS[step](changed(c, dY=c.G * dS(c)))
+
+
+def _fitted(
+    answers: Answers,
+    contexts: Sequence[Context],
+    names: Sequence[str],
+    terms: tuple[Delta, Delta],
+) -> tuple[float, float] | None:
+    """The numbers a and b of the terms, where they leave next to nothing of what is wrong."""
     products, targets = np.zeros((2, 2)), np.zeros(2)
     left = whole = 0.0
     for name in names:
         step = f"d{name[1].upper()}"
         for c in contexts:
-            parts = [STEPS[step](changed(c, dY=c.G * c.P * x)) for x in (c.dP, -c.D[..., None])]
+            ds = terms[0](c), -terms[1](c)
+            parts = [STEPS[step](changed(c, dY=c.G * x)) for x in ds]
             parts = [(x.sum(axis=0) if name in OF_KEYS else x).ravel() for x in parts]
             found = found_in(c, answers, name).ravel()
             products += [[x @ y for y in parts] for x in parts]
             targets += [x @ found for x in parts]
             left += float(found @ found)
-            whole += float(((found - parts[0] - parts[1]) ** 2).sum())
+            whole += float(((found - c.right[name].ravel()) ** 2).sum())
     if not np.linalg.det(products) > 1e-12 * np.prod(np.diag(products)):
-        return
+        return None
     a, b = (float(x) for x in np.linalg.solve(products, targets))
-    if left - float(targets @ (a, b)) > (FITS**2) * whole or np.isclose(a, b, rtol=0.02):
-        return
-    bug = "delta-of-another-out" if np.isclose(a, 1, rtol=0.01) else "constant-factor"
-    if np.isclose(a, 1, rtol=0.01) and abs(b) < 0.01:
-        bug = "delta-omitted"
-    words = f"dS = P o (a dP - b D) with a = {a:.3g} and b = {b:.3g}"
-    dS: Step = lambda c: c.r(c.P * (a * c.dP - b * c.D[..., None]))  # noqa: E731
-    steps = {"dS": dS}
-    if len(names) == 1:
-        step = f"d{names[0][1].upper()}"
-        steps = {step: lambda c: STEPS[step](changed(c, dY=c.G * dS(c)))}
-    yield Bug(bug, words, ("backward",), steps=steps)
+    fits = left - float(targets @ (a, b)) <= (FITS**2) * whole
+    return (a, b) if fits else None
 
 
 def _dS(delta: Delta) -> Step:
@@ -99,7 +139,7 @@ def _dY(c: Context, delta: Delta) -> Floats:
 
 
 def _with(step: str, delta: Delta) -> Step:
-    return lambda c: STEPS[step](changed(c, dY=_dY(c, delta)))
+    return _with_dS(step, _dS(delta))
 
 
 def _deltas(c: Context) -> Iterator[tuple[str, Delta]]:

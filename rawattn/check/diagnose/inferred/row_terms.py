@@ -124,7 +124,12 @@ def bugs_of(
     for _, _, bug, words, values in found[:MOST]:
         yield Bug(bug, words, (stage,), steps=term.steps(values, wrong))
     other = both.values - term.right
-    if not found and not (term.in_exponent and np.ptp(other[wrong_rows]) < 0.1):
+    size = float((term.right**2).sum())
+    times = float((both.values * term.right).sum()) / size if size else 0.0
+    if not found and np.mean(both.off(times * term.right) <= SURE) >= SHARE:
+        steps = term.steps(times * term.right, wrong)
+        yield Bug(term.unknown.bug, f"{times:.4g} times {term.name}", (stage,), steps=steps)
+    elif not found and not (term.in_exponent and np.ptp(other[wrong_rows]) < 0.1):
         steps = term.steps(both.values, wrong)
         yield Bug(term.unknown.bug, term.unknown.words, (stage,), steps=steps)
 
