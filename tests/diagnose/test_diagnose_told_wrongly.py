@@ -23,6 +23,7 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.inferred import denominator
 from rawattn.check.diagnose.judge import failures, match
 from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.logs.explain import explain_log
 
 Array = np.ndarray
 Hook = Callable[[Array], Array]
@@ -473,3 +474,17 @@ def test_the_parts_of_ds(form: Callable[..., Array], bug: str, words: str) -> No
     found = diagnose(question, computed(question, **hooks, dS=dS))
     assert names(found) == [bug]
     assert words in told(found)
+
+
+def test_printed_weights_tell_the_scale_of_the_scores() -> None:
+    """D12: log P of one side is sqrt(head_dim) times that of the other."""
+    S = 0.3 * np.random.default_rng(0).standard_normal((6, 6))
+
+    def text(name: str, scores: Array) -> str:
+        P = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+        rows = ",\n        ".join("[" + ", ".join(f"{x:.4f}" for x in row) + "]" for row in P)
+        return f"{name}:\ntensor([{rows}])\n"
+
+    found = explain_log(text("P_reference", S) + text("P_cuda", 4 * S))
+    assert names(found) == ["score-scale"]
+    assert first(found).side == "cuda" and "sqrt(16)" in told(found)

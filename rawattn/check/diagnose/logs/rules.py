@@ -14,6 +14,8 @@ from rawattn.check.diagnose.logs.rows import Log, Rows, first_row
 from rawattn.check.diagnose.logs.tensor import Flags
 from rawattn.check.diagnose.logs.words import few, finding_of, listed, rows_named
 
+DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
+
 
 def differs(pair: Pair, log: Log) -> Finding:
     """The first that applies; the order is from proofs to descriptions."""
@@ -21,7 +23,8 @@ def differs(pair: Pair, log: Log) -> Finding:
     found = _not_finite(pair) or _unmasked(pair, log) or _wrong_delta(pair, log)
     if found is None and fit and fit.constant and abs(fit.slope - 1) > CONSTANT:
         found = constant_factor(pair, fit, log)
-    return found or _transposed(pair) or _row_factors(pair) or _structure(pair, fit, log)
+    found = found or _transposed(pair) or _powers(pair)
+    return found or _row_factors(pair) or _structure(pair, fit, log)
 
 
 def _not_finite(pair: Pair) -> Finding | None:
@@ -172,6 +175,37 @@ def _transposed(pair: Pair) -> Finding | None:
             side = " or ".join(pair.sides)
             return finding_of(side, "transposed", pair.title, "medium", evidence)
     return None
+
+
+def _powers(pair: Pair) -> Finding | None:
+    """P of one side is a power of that of the other, row by row: its scores are multiplied."""
+    a, b = pair.a.values, pair.b.values
+    if pair.kind != "P" or a.ndim < 2:
+        return None
+    there = pair.finite & (np.minimum(a, b) > DIGITS * np.maximum(pair.a.units, pair.b.units))
+    several = there.sum(axis=-1, keepdims=True)
+    there &= several > 1
+    if there.sum() < 4:
+        return None
+    logs = [np.log(np.where(there, x, 1.0)) for x in (a, b)]
+    x, y = (z - z.sum(axis=-1, keepdims=True) / np.maximum(several, 1) for z in logs)
+    x, y = x[there], y[there]
+    slope = float(x @ y / (y @ y)) if y.any() else 0.0
+    left = float(np.linalg.norm(x - slope * y)) / max(float(np.linalg.norm(x)), 1e-30)
+    if slope <= 0 or left > CONSTANT or abs(slope - 1) <= CONSTANT:
+        return None
+    larger = int(slope < 1)
+    ratio = 1 / slope if larger else slope
+    root = round(ratio**2)
+    named = f" = sqrt({root})" if abs(ratio / root**0.5 - 1) <= CONSTANT / 4 else ""
+    evidence = (
+        f"log P of {pair.sides[larger]} is {ratio:.4g}{named} times that of "
+        f"{pair.sides[1 - larger]} in every row (residual {left:.1%}): so are its scores",
+    )
+    side = pair.sides[larger]
+    other = f"or {pair.sides[1 - larger]} applies softmax_scale twice; it is head_dim ** -0.5, once"
+    look_at = f"softmax_scale: {side} lacks it, {other}"
+    return finding_of(side, "score-scale", pair.title, "medium", evidence, look_at=look_at)
 
 
 def _row_factors(pair: Pair) -> Finding | None:
