@@ -84,7 +84,7 @@ def _problem(module: Any, planted: Any, seed: int) -> Any:
 def _judge(
     bug: str, variant: str, also: tuple[str, ...], question: Any, answers: Any, again: Any
 ) -> Trial:
-    from rawattn.check.diagnose.diagnosis import diagnose
+    from rawattn.check.diagnose.judge.diagnosis import diagnose
 
     began = time.perf_counter()
     findings = diagnose(question, answers, call=again).findings

@@ -1,38 +1,41 @@
 """The subcommands of rawattn-check that name bugs: explain, dump, harness.
 
 They leave with 0 where nothing is wrong, and with 1 where something is. What ``diff`` ends with is
-in ``diagnose.failures``. Long by options and help texts, which stand together.
+in ``diagnose.judge.failures``. Long by options and help texts, which stand together.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.candidate import Candidate, Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
-from rawattn.check.diagnose import harness, words
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.failures import (
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.files.npz import Saved, dump, read
+from rawattn.check.diagnose.files.pairs import Pair, load_two
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.harness import comparison
+from rawattn.check.diagnose.judge import meant
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.failures import (
     answers_of,
     explain_failure,
     explain_failures,
     question_of,
     reference_answers,
 )
-from rawattn.check.diagnose.files import Saved, dump, read
-from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.page import page
-from rawattn.check.diagnose.pairs import Pair, load_two
-from rawattn.check.diagnose.printed import explain_log
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.logs.explain import explain_log
+from rawattn.check.diagnose.report import words
+from rawattn.check.diagnose.report.page import page
 from rawattn.check.machine import default_framework, use_simulator
 from rawattn.check.options import NewFile, html_option, json_option, rare_options
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
@@ -219,7 +222,7 @@ def dump_command(
     "dtypes",
     multiple=True,
     type=click.Choice(DTYPES),
-    help=f"of x, more than once for several; {', '.join(harness.DTYPES)} by default.",
+    help=f"of x, more than once for several; {', '.join(comparison.DTYPES)} by default.",
 )
 @click.option(
     "--size",
@@ -227,11 +230,11 @@ def dump_command(
     multiple=True,
     type=float,
     help="standard deviation of the data, more than once for several; "
-    f"{', '.join(f'{size:g}' for size in harness.SIZES)} by default.",
+    f"{', '.join(f'{size:g}' for size in comparison.SIZES)} by default.",
 )
 @click.option(
     "--reference",
-    type=click.Choice(harness.REFERENCES),
+    type=click.Choice(comparison.REFERENCES),
     help="what ref is: an exact float64 array, or a result of the same dtype as x; by default that "
     "of the two with which fewer right results are refused.",
 )
@@ -255,11 +258,11 @@ def harness_command(
     it takes, such as tolerances, must have defaults.
     """
     try:
-        diagnosis = harness.examine(
-            harness.load_compare(compare),
+        diagnosis = comparison.examine(
+            comparison.load_compare(compare),
             framework or default_framework(),
-            dtypes=dtypes or harness.DTYPES,
-            sizes=sizes or harness.SIZES,
+            dtypes=dtypes or comparison.DTYPES,
+            sizes=sizes or comparison.SIZES,
             reference=reference,
         )
     except ValueError as error:
@@ -329,13 +332,16 @@ def _of_files(one: str, other: str | None = None) -> Diagnosis:
 def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding."""
     diagnosis = diagnose(question, saved.answers, side=name)
-    if diagnosis.findings and saved.unsaid:
-        other = diagnose(replace(question, **saved.unsaid), saved.answers, side=name)
-        if other.sound:
-            meant = ", ".join(f"{option} = {value}" for option, value in saved.unsaid.items())
-            title = f"right if {meant.replace('None', 'its default')} was meant, which is not said"
-            finding = replace(NOT_SAID, side=name, title=title, where=saved.path)
-            return replace(other, findings=(replace(finding, evidence=saved.notes),))
+    if diagnosis.findings:
+        for changes in _left_out(saved, question):
+            other = diagnose(replace(question, **changes), saved.answers, side=name)
+            if other.sound:
+                title = f"right if {_meant(changes)} was meant, which is not said"
+                finding = replace(NOT_SAID, side=name, title=title, where=saved.path)
+                return replace(other, findings=(replace(finding, evidence=saved.notes),))
+            if _worse(other) < _worse(diagnosis):
+                fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
+                diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
     if found:
         found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
@@ -345,6 +351,37 @@ def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
             title = f"not judged, since there is no {needed}: {names}"
             found.append(replace(UNJUDGED, side=name, title=title, where=saved.path))
     return replace(diagnosis, findings=tuple(found))
+
+
+def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:
+    """What a file may have meant and does not say."""
+    if saved.unsaid:
+        yield saved.unsaid
+    if saved.left_out:
+        for changes in meant.options(question, saved.answers):
+            said = {n: x for n, x in changes.items() if not _same(x, getattr(question, n))}
+            if said and said.keys() <= {*saved.left_out}:
+                yield said
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(np.array_equal(one, other))
+
+
+def _meant(changes: dict[str, Any]) -> str:
+    said = {n: x for n, x in changes.items() if n != "dlse"}
+    if said.keys() == {"cu_seqlens_q", "cu_seqlens_k"}:
+        said = {"cu_seqlens": said["cu_seqlens_q"].tolist()}
+    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in said.items()}
+    texts = [f"{option} = {value}".replace("None", "its default") for option, value in said.items()]
+    texts += ["a cotangent of lse (dlse)"] * ("dlse" in changes)
+    return ", ".join(texts)
+
+
+def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
+    """What has no name, and how many findings there are."""
+    unknown = [finding for finding in diagnosis.findings if finding.bug == "unknown"]
+    return len(unknown), len(diagnosis.findings)
 
 
 def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:

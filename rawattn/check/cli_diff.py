@@ -7,8 +7,8 @@ import click
 
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import Case, standard, with_options
-from rawattn.check.diagnose.failures import SECONDS, explain_failures
 from rawattn.check.diagnose.findings import Diagnosis
+from rawattn.check.diagnose.judge.failures import SECONDS, explain_failures
 from rawattn.check.machine import default_framework, gpu_name, has_torch, use_simulator
 from rawattn.check.options import (
     filter_option,

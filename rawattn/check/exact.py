@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.cases import Case, Direction, Tensors, make
-from rawattn.check.diagnose.engine import Rounding, solve
-from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.engine.attention import Rounding, solve
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors, make_sparse, seen
 from rawattn.check.transfer import Array

@@ -15,8 +15,8 @@ from rich.text import Text
 from rawattn.check import report
 from rawattn.check.cli_diagnose import show
 from rawattn.check.compiled import Built
-from rawattn.check.diagnose import words
 from rawattn.check.diagnose.findings import Diagnosis
+from rawattn.check.diagnose.report import words
 from rawattn.check.machine import describe
 from rawattn.check.run import Row
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.cases import DTYPES, HALF, Case, dtype_of, standard
-from rawattn.check.diagnose.harness_pairs import rights, wrongs
+from rawattn.check.diagnose.harness.pairs import rights, wrongs
 from rawattn.check.diff import agree, allowance, breakdown, judge
 from rawattn.check.exact import exact, of_direction
 from rawattn.check.expected import Expected, expect

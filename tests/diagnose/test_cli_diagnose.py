@@ -19,9 +19,12 @@ from rawattn import api, api_second, api_sparse
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import Case, make, standard
-from rawattn.check.diagnose import failures, files
-from rawattn.check.diagnose.engine import solve
-from rawattn.check.diagnose.failures import (
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.files import npz
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.judge import failures
+from rawattn.check.diagnose.judge.failures import (
     answers_of,
     explain_failure,
     explain_failures,
@@ -29,8 +32,6 @@ from rawattn.check.diagnose.failures import (
     reference_answers,
     small,
 )
-from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.question import Answers, Question
 from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import standard_sparse
@@ -224,7 +225,7 @@ def test_dump_writes_a_case(name: str, check: Check, tmp_path: Path) -> None:
     case = CASES[name]
     result = check("dump", name, "--out", tmp_path / "a.npz")
     assert result.exit_code == 0 and "results of the reference: out, lse" in result.output
-    question, answers = files.load(tmp_path / "a.npz")
+    question, answers = npz.load(tmp_path / "a.npz")
     expected = expect(case)
     assert question is not None and question.out is None
     for field in ("q", "k", "dout", "dlse", "tv", "cu_seqlens_q"):
@@ -241,7 +242,7 @@ def test_dump_of_a_candidate(check: Check, candidate: Callable[..., str], tmp_pa
     arguments = ("--framework", "numpy", "--out", tmp_path / "a.npz")
     result = check("dump", "two-kv-heads-bfloat16", "--candidate", place, *arguments)
     assert result.exit_code == 0 and "out, lse, dq, dk, dv" in joined(result)
-    question, answers = files.load(tmp_path / "a.npz")
+    question, answers = npz.load(tmp_path / "a.npz")
     assert question is not None and question.out is not None, "what backward was given"
     right = expect(CASES["two-kv-heads"]).targets
     bad = {name for name in answers if not right[name].judge(answers[name]).ok}
@@ -254,21 +255,21 @@ def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
     lengths = ("--lengths", "[7, 0, 19]", "--lengths-k", "9,4,30", "--window", "-1,3")
     more = ("--dtype", "float64", "--softmax-scale", 0.5, "--seed", 3)
     assert check("dump", *lengths, *sizes, *more, "--out", file).exit_code == 0
-    question, answers = files.load(file)
+    question, answers = npz.load(file)
     assert question is not None and question.lengths_k == (9, 4, 30)
     assert question.q.shape == (26, 6, 8) and question.v.shape == (43, 2, 5)
     assert question.causal and question.window == (-1, 3) and question.scale == 0.5
     assert question.dtype == np.float64 and answers["dv"].shape == (43, 2, 5)
     first = question.q
     check("dump", *lengths, *sizes, *more[:4], "--out", file)
-    assert not np.array_equal(files.load(file)[0].q, first), "another seed"
+    assert not np.array_equal(npz.load(file)[0].q, first), "another seed"
 
 
 def test_dump_of_a_random_sparse_problem(check: Check, tmp_path: Path) -> None:
     file = tmp_path / "a.npz"
     options = ("--block-size", 16, "--num-selected", 3, "--head-dim", 8, "--causal")
     assert check("dump", "--lengths", "70,5", *options, "--out", file).exit_code == 0
-    question, answers = files.load(file)
+    question, answers = npz.load(file)
     assert question is not None and question.block_indices.shape == (75, 4, 3)
     assert question.block_indices.min() == -1 and np.isfinite(question.k).all()
     assert {"out", "dk", "gq"} <= answers.keys()
@@ -317,8 +318,8 @@ def saved(tmp_path: Path) -> dict[str, Path]:
     answers = {n: a for n, a in reference_answers(question).items() if n in ("out", "dq", "dk")}
     wrong = answers | {"dq": 4 * answers["dq"]}
     paths = {name: tmp_path / f"{name}.npz" for name in ("right", "inputs", "results", "wrong")}
-    files.dump(paths["right"], question, answers)
-    files.dump(paths["inputs"], question, {})
+    npz.dump(paths["right"], question, answers)
+    npz.dump(paths["inputs"], question, {})
     np.savez(paths["results"], **answers)
     np.savez(paths["wrong"], **wrong)
     return paths
@@ -362,7 +363,7 @@ def test_explain_judges_each_by_its_own_inputs(check: Check, tmp_path: Path) -> 
     paths = [tmp_path / f"{name}.npz" for name in "ab"]
     for path, asked in zip(paths, (question, plain), strict=True):
         answers = {n: a for n, a in reference_answers(asked).items() if n in ("out", "dq", "dk")}
-        files.dump(path, asked, answers)
+        npz.dump(path, asked, answers)
     for order in (paths, paths[::-1]):
         result = check("explain", *order)
         assert result.exit_code == 0, result.output
@@ -377,7 +378,7 @@ def test_explain_of_different_problems(check: Check, tmp_path: Path) -> None:
         question = replace(question_of(small(CASES["group3"]), seed), out=None, lse=None)
         answers = reference_answers(question)
         answers = {"out": answers["out"], "dq": factor * answers["dq"]}
-        files.dump(tmp_path / f"{seed}.npz", question, answers)
+        npz.dump(tmp_path / f"{seed}.npz", question, answers)
     result = check("explain", tmp_path / "0.npz", tmp_path / "1.npz", "--json", found)
     assert result.exit_code == 1
     told = [(f["side"], f["bug"]) for f in json.loads(found.read_text())["findings"]]
@@ -390,10 +391,10 @@ def test_explain_of_different_problems(check: Check, tmp_path: Path) -> None:
 def test_explain_of_options_that_differ(
     check: Check, saved: dict[str, Path], stand_in: StandIn, tmp_path: Path
 ) -> None:
-    question, answers = files.load(saved["right"])
+    question, answers = npz.load(saved["right"])
     assert question is not None
     other = replace(question, causal=not question.causal, softmax_scale=0.5)
-    files.dump(tmp_path / "other.npz", other, answers)
+    npz.dump(tmp_path / "other.npz", other, answers)
     result = check("explain", saved["right"], tmp_path / "other.npz")
     said = joined(result)
     assert result.exit_code == 1 and "causal is " in said and " and 0.5" in said
@@ -413,7 +414,7 @@ def test_explain_says_what_it_cannot_judge(check: Check, saved: dict[str, Path])
 def test_explain_of_causal_results_that_do_not_say_so(
     check: Check, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    question, _ = files.load(saved["right"])
+    question, _ = npz.load(saved["right"])
     assert question is not None
     question = replace(question, causal=True, dlse=None, tq=None, tk=None, tv=None)
     answers = reference_answers(question)
@@ -434,7 +435,7 @@ def test_explain_of_a_scale_that_one_file_does_not_say(check: Check, tmp_path: P
     for name, scale in (("a", 0.5), ("b", None)):
         asked = replace(question, softmax_scale=scale)
         answers = {n: a for n, a in reference_answers(asked).items() if n in ("out", "dq", "dk")}
-        files.dump(tmp_path / f"{name}.npz", asked, answers)
+        npz.dump(tmp_path / f"{name}.npz", asked, answers)
     pair = (tmp_path / "a.npz", tmp_path / "b.npz")
     assert "softmax_scale is 0.5 and " in joined(check("explain", *pair)), "null is said"
     entries = dict(np.load(pair[1]))

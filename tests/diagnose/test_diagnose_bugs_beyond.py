@@ -10,11 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose import bugs_second, bugs_sparse, match
-from rawattn.check.diagnose.classes import CLASSES
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import NO_BUG, solve, together, views_of
-from rawattn.check.diagnose.question import STAGES, Question
+from rawattn.check.diagnose.catalogue import second_order
+from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.catalogue.sparse import selection
+from rawattn.check.diagnose.engine.attention import NO_BUG, solve, together, views_of
+from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.judge import match
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.reference import dense, second, sparse
 from tests.diagnose.planted import second as planted_second
 from tests.diagnose.planted import sparse as planted_sparse
@@ -110,8 +112,8 @@ def questions():
 
 
 def catalogue(question):
-    yield from bugs_sparse.bugs(question)
-    yield from bugs_second.bugs(question)
+    yield from selection.bugs(question)
+    yield from second_order.bugs(question)
 
 
 # ---- the engine -------------------------------------------------------------------------------
@@ -356,7 +358,7 @@ def test_constants_are_what_autograd_makes_of_them(variant):
     total = sum((x * y).sum() for x, y in zip(gradients, directions, strict=True))
     wanted = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
-    bugs = {bug.variant: bug for bug in bugs_second.bugs(question) if "frozen" in bug.name}
+    bugs = {bug.variant: bug for bug in second_order.bugs(question) if "frozen" in bug.name}
     found = solve(question, "second", bugs.get(variant, NO_BUG))
     found["ddlse"] = found["ddlse"].T[..., None]
     names = "ddout", "ddlse", "gq", "gk", "gv"
@@ -369,7 +371,7 @@ def test_constants_are_what_autograd_makes_of_them(variant):
 
 def bug_of(question, name, variant=""):
     return next(
-        bug for bug in bugs_sparse.bugs(question) if (bug.name, bug.variant) == (name, variant)
+        bug for bug in selection.bugs(question) if (bug.name, bug.variant) == (name, variant)
     )
 
 

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.files import dump, load, read
-from rawattn.check.diagnose.pairs import load_two
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.files.npz import dump, load, read
+from rawattn.check.diagnose.files.pairs import load_two
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS_Q, LENGTHS_K = (5, 9, 3), (7, 4, 8)

@@ -12,9 +12,9 @@ import pytest
 
 from rawattn.check.cases import dtype_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.harness import DTYPES, SHAPES, SIZES, examine, load_compare
-from rawattn.check.diagnose.harness_causes import HARNESS
-from rawattn.check.diagnose.harness_pairs import GENEROUS, range_of, rights, wrongs
+from rawattn.check.diagnose.harness.causes import HARNESS
+from rawattn.check.diagnose.harness.comparison import DTYPES, SHAPES, SIZES, examine, load_compare
+from rawattn.check.diagnose.harness.pairs import GENEROUS, range_of, rights, wrongs
 from rawattn.check.diff import judge
 
 Compare = Callable[[Any, Any], Any]

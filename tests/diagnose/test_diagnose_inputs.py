@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose import inferred_inputs
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import solve
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.inferred import inputs
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted import inputs as planted_inputs
 
@@ -99,5 +99,5 @@ def test_noise_of_any_kind_suggests_nothing() -> None:
     noisy = {name: x + rng.standard_normal(x.shape) for name, x in answers.items()}
     for stage in ("forward", "backward"):
         began = time.process_time()
-        assert not list(inferred_inputs.bugs(question, noisy, stage))
+        assert not list(inputs.bugs(question, noisy, stage))
         assert time.process_time() - began < 10

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence.invariants import checks
 from rawattn.check.diagnose.findings import Check
-from rawattn.check.diagnose.invariants import checks
-from rawattn.check.diagnose.question import Answers, Question
 from rawattn.reference import dense, second, sparse
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose import inferred_keys
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import solve
-from rawattn.check.diagnose.key_patterns import patterns
-from rawattn.check.diagnose.key_place import Place, right_pattern
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.inferred.keys import seen
+from rawattn.check.diagnose.inferred.keys.known_patterns import patterns
+from rawattn.check.diagnose.inferred.keys.pattern import Place, right_pattern
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.reference.dense import allowed
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted import keys as planted_keys
@@ -47,7 +47,7 @@ def distance(wrong: Answers, planted_ones: Answers, names: tuple[str, ...]) -> f
 def test_it_is_separate() -> None:
     text = Path(planted_keys.__file__).read_text()
     imports = [line for line in text.splitlines() if line.startswith(("from raw", "import raw"))]
-    assert [line.split()[1] for line in imports] == ["rawattn.check.diagnose.question"]
+    assert [line.split()[1] for line in imports] == ["rawattn.check.diagnose.engine.question"]
     assert len({(plant.bug, plant.variant) for plant in PLANTED}) == len(PLANTED)
 
 
@@ -61,7 +61,7 @@ def test_reads_the_keys_off_the_answers(plant: Planted) -> None:
     if question.out is None:
         given = wrong["out"], wrong["lse"]
     names = ("out", "lse") if stage == "forward" else ("dq", "dk", "dv")
-    bugs = list(inferred_keys.bugs(question, wrong, stage))
+    bugs = list(seen.bugs(question, wrong, stage))
     assert bugs or plant.variant in CATALOGUED
     assert len(bugs) <= 25
     noise = 0.02 if question.dtype.itemsize == 2 else 1e-4
@@ -87,7 +87,7 @@ def test_finds_nothing_in_what_is_right(kind: planted.Planted) -> None:
     question = next(planted.problems(kind, 1, seed=3))
     right = planted.right_answers(kind, question)
     for stage in question.stages:
-        assert not list(inferred_keys.bugs(question, right, stage))
+        assert not list(seen.bugs(question, right, stage))
 
 
 def test_patterns_are_of_the_places_asked_for() -> None:

@@ -6,13 +6,13 @@
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose import inferred_blocks
-from rawattn.check.diagnose.block_lists import first_of, lists_of, walking
-from rawattn.check.diagnose.bugs_lists import bugs
-from rawattn.check.diagnose.cut import cost as cost_of
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import solve, views_of
-from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.catalogue.sparse.lists import first_of, lists_of, walking
+from rawattn.check.diagnose.catalogue.sparse.named_blocks import bugs
+from rawattn.check.diagnose.engine.attention import solve, views_of
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.inferred import blocks
+from rawattn.check.diagnose.judge.cut import cost as cost_of
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.planted import lists as planted_lists
 from tests.diagnose.planted import sparse as planted_sparse
 from tests.diagnose.planted.second import DTYPES, Planted
@@ -62,8 +62,8 @@ def test_right_lists_show_the_right_views(seed: int) -> None:
 def test_blocks_are_read_off(seed: int, stage: str) -> None:
     """Of the right answers: the right ones, as far as there is something to read."""
     question = drawn(seed, gate=False)
-    seen = inferred_blocks.read(question, solve(question, stage), stage)
-    right = inferred_blocks.parts_of(lists_of(question))
+    seen = blocks.read(question, solve(question, stage), stage)
+    right = blocks.parts_of(lists_of(question))
     if seen is None:
         assert question.group * question.num_heads_kv == question.block_indices.shape[1]
         return
@@ -74,7 +74,7 @@ def test_blocks_are_read_off(seed: int, stage: str) -> None:
 def test_nothing_is_read_off_right_answers() -> None:
     question = drawn(1)
     for stage in ("forward", "backward"):
-        assert not list(inferred_blocks.bugs(question, solve(question, stage), stage))
+        assert not list(blocks.bugs(question, solve(question, stage), stage))
 
 
 def test_dense_attention_has_no_lists() -> None:

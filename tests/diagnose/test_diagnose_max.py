@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import solve
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.test_diagnose import question_of
 
 TILE, SLACK = 16, 2.0  # keys of a tile; growth of the maximum that is not worth a rescaling

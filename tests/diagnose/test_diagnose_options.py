@@ -11,13 +11,13 @@ from click.testing import CliRunner, Result
 
 from rawattn.check import cli
 from rawattn.check.cases import standard
-from rawattn.check.diagnose.cut import cut
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import solve
-from rawattn.check.diagnose.failures import answers_of, question_of, reference_answers, small
-from rawattn.check.diagnose.files import dump, read
-from rawattn.check.diagnose.pairs import load_two
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.files.npz import dump, read
+from rawattn.check.diagnose.files.pairs import load_two
+from rawattn.check.diagnose.judge.cut import cut
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
 from rawattn.check.machine import use_simulator
 from rawattn.check.run import own
 from rawattn.reference import dense, second

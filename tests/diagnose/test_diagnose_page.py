@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
-from rawattn.check.diagnose.page import page
+from rawattn.check.diagnose.report.page import page
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
 HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'<!--"

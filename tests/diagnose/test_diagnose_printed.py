@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.printed import explain_log
-from rawattn.check.diagnose.printed_text import read_log
+from rawattn.check.diagnose.logs.explain import explain_log
+from rawattn.check.diagnose.logs.text import read_log
 
 Array = np.ndarray
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose import inferred_blocks, match
-from rawattn.check.diagnose.engine import Bug, solve, together
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.attention import Bug, solve, together
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.inferred import blocks
+from rawattn.check.diagnose.judge import match
 
 PAIRS = 30  # of bugs, on each stage
 
@@ -77,7 +78,7 @@ def spoilt(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
 
 
 def inferred(question: Question, answers: Answers, stage: str) -> list[Bug]:
-    return list(inferred_blocks.bugs(question, answers, stage))
+    return list(blocks.bugs(question, answers, stage))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose import bugs_merges, inferred_denominator, inferred_numbers
-from rawattn.check.diagnose.bugs_rotary import rotated
-from rawattn.check.diagnose.classes import CLASSES
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import NO_BUG, solve
-from rawattn.check.diagnose.inferred_sample import Sample, in_words
-from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.catalogue import merges
+from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.catalogue.rotary import rotated
+from rawattn.check.diagnose.engine.attention import NO_BUG, solve
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.inferred import denominator, numbers
+from rawattn.check.diagnose.inferred.sample import Sample, in_words
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted import softmax as planted_softmax
 
@@ -103,7 +104,7 @@ def test_right_parts_merge_to_the_whole() -> None:
     """With the right weights, parts of the keys give what all keys give."""
     question = question_of()
     right = solve(question, "forward")
-    for bug in bugs_merges.bugs(question):
+    for bug in merges.bugs(question):
         if bug.variant.startswith("lse is the largest"):
             assert np.allclose(solve(question, "forward", bug)["out"], right["out"])
 
@@ -118,7 +119,7 @@ def test_rotation_is_undone_by_its_inverse() -> None:
         assert np.array_equal(turned[..., 8:], x[..., 8:])
 
 
-@pytest.mark.parametrize("of", [inferred_numbers.bugs, inferred_denominator.bugs])
+@pytest.mark.parametrize("of", [numbers.bugs, denominator.bugs])
 def test_reads_nothing_off_right_answers(of: Callable[..., object]) -> None:
     question = question_of("float32")
     right = {name: x.astype(np.float32) for name, x in solve(question, "forward").items()}
@@ -131,7 +132,7 @@ def test_a_row_factor_of_chance_is_no_denominator() -> None:
     right = solve(question, "forward")
     factors = np.random.default_rng(2).uniform(0.5, 2, right["out"].shape[:2])
     answers = right | {"out": right["out"] * factors[..., None]}
-    assert not list(inferred_denominator.bugs(question, answers, "forward"))
+    assert not list(denominator.bugs(question, answers, "forward"))
 
 
 def test_a_sample_is_where_it_is_wrong() -> None:

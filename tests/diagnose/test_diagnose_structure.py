@@ -10,9 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.findings import Level
-from rawattn.check.diagnose.question import Question
-from rawattn.check.diagnose.structure import (
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence.structure import (
     HIGHEST,
     LOWEST,
     alike,
@@ -27,6 +26,7 @@ from rawattn.check.diagnose.structure import (
     slope_by_sequence,
     where,
 )
+from rawattn.check.diagnose.findings import Level
 from rawattn.reference import dense
 
 LENGTHS = (20, 64, 30, 47)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.bugs_tangents import bugs
-from rawattn.check.diagnose.cut import cost as cost_of
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.engine import solve
-from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.catalogue.tangents import bugs
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.judge.cut import cost as cost_of
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.planted import second as planted_second
 from tests.diagnose.planted import tangents as planted_tangents
 from tests.diagnose.planted.second import DTYPES, Planted

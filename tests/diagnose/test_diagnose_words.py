@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rawattn.check.diagnose.classes import CLASSES
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
-from rawattn.check.diagnose.words import SURE, as_json, nothing_wrong, render
+from rawattn.check.diagnose.report.words import SURE, as_json, nothing_wrong, render
 
 PADDED = Finding(
     "B",

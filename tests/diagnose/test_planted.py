@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.reference import dense
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted.first import (
@@ -68,7 +68,7 @@ def test_every_class_is_planted():
 def test_it_is_separate():
     text = Path(planted.__file__).read_text()
     imports = [line for line in text.splitlines() if line.startswith(("from raw", "import raw"))]
-    assert [line.split()[1] for line in imports] == ["rawattn.check.diagnose.question"]
+    assert [line.split()[1] for line in imports] == ["rawattn.check.diagnose.engine.question"]
 
 
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.variant)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.classes import CLASSES
-from rawattn.check.diagnose.question import BY_ROW, OF_SLOTS, STAGES, Answers, Question
+from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, STAGES, Answers, Question
 from rawattn.reference import dense, second, sparse
 from tests.diagnose.planted import second as planted_second
 from tests.diagnose.planted import sparse as planted_sparse

@@ -19,9 +19,9 @@ from rawattn import api, api_second, api_sparse, build, jit, launch
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, standard
 from rawattn.check.cli_diff import SECONDS_ON_GPU
-from rawattn.check.diagnose.diagnosis import diagnose
-from rawattn.check.diagnose.failures import answers_of, explain_failures, question_of
-from rawattn.check.diagnose.question import Question
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.failures import answers_of, explain_failures, question_of
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import own
 from rawattn.check.sparse import own_sparse

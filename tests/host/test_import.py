@@ -79,6 +79,20 @@ OF_CONTEXT_PARALLEL = {
     "attend": {"attention", "estimate", "plans", "ulysses"},
     "__init__": {"attend", "estimate", "planning", "plans", "shards"},
 }
+# The rooms of rawattn.check.diagnose, each of which imports none but those before it.
+OF_DIAGNOSE = {
+    "__init__": set(),
+    "findings": set(),
+    "engine": set(),
+    "evidence": {"engine", "findings"},
+    "catalogue": {"engine"},
+    "inferred": {"catalogue", "engine", "evidence"},
+    "judge": {"catalogue", "engine", "evidence", "findings", "inferred"},
+    "report": {"engine", "evidence", "findings"},
+    "files": {"engine", "evidence"},
+    "logs": {"catalogue", "findings"},
+    "harness": {"catalogue", "findings"},
+}
 
 
 def in_python(code: str) -> str:
@@ -186,6 +200,10 @@ def test_arrows(path: Path) -> None:
         if room == "context_parallel":
             inside = imported(path, f"rawattn.torch.{room}")
             assert inside <= OF_CONTEXT_PARALLEL[path.stem]
+    if spelled(path).startswith("check/diagnose/"):
+        room = path.relative_to(PACKAGE / "check" / "diagnose").with_suffix("").parts[0]
+        assert room in OF_DIAGNOSE, "a new room of the diagnosis: give it its arrows"
+        assert imported(path, "rawattn.check.diagnose") <= OF_DIAGNOSE[room] | {room}
 
 
 def imported(path: Path, package: str) -> set[str]:

@@ -19,7 +19,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 
 Array = np.ndarray[Any, Any]
 Store = Callable[[Array, str, Question], Array]  # what is written, the name of it, the problem

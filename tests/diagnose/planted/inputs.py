@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted.first import BFLOAT16, FLOAT32, FLOAT64, Needs
 

@@ -16,7 +16,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Answers, Question
 
 Array = np.ndarray[Any, Any]
 ZEROS = -1  # a row of zeros in the place of k and v

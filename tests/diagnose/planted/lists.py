@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Answers, Question
 from tests.diagnose.planted import sparse as planted_sparse
 from tests.diagnose.planted.second import Array, Planted, loaded, showing
 

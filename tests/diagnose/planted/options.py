@@ -13,7 +13,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.question import BY_ROW, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

@@ -21,7 +21,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Answers, Question
 
 DTYPES = (np.dtype("float64"), np.dtype("float32"), np.dtype(ml_dtypes.bfloat16))
 TILE = (16, 32)  # queries, keys

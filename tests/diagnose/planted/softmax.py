@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from tests.diagnose.planted.first import FLOAT64, Array, Needs, difference, draw, showing
 
 BOTH, FORWARD, BACKWARD = ("forward", "backward"), ("forward",), ("backward",)

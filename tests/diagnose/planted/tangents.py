@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Answers, Question
 from tests.diagnose.planted import second as planted_second
 from tests.diagnose.planted.second import (
     JVP,

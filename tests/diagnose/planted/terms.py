@@ -17,7 +17,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from tests.diagnose.planted.first import (
     BFLOAT16,
     FLOAT32,
@@ -400,6 +400,11 @@ PLANTED: tuple[Planted, ...] = (
         _FINE | {"dlse": 0.0},
         ("dS in float16, flushed to 0", Backward(kept=flushed)),
         dout=3e-3,
+    ),
+    *_planted(
+        "narrow-intermediate",
+        _FINE | {"dlse": 0.0},
+        ("dS in float8", Backward(kept=of_dtype(ml_dtypes.float8_e5m2))),
     ),
     *_planted(
         "accumulates-in-16-bit",

@@ -1,0 +1,75 @@
+"""Bugs of what few problems have: a softcap, sinks, keys that are not in use."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import (
+    FORWARD,
+    STEPS,
+    Bug,
+    Context,
+    Floats,
+    Step,
+    View,
+    changed,
+    views_of,
+)
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.reference.dense import allowed
+
+DERIVED = ("backward", "second", "jvp")
+
+
+def bugs(question: Question) -> Iterator[Bug]:
+    """Every bug of the catalogue that is about them."""
+    if question.softcap is not None:
+        yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
+        yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
+        constant = {"cap": _slope(None)}
+        yield Bug("softcap-slope-omitted", "as if it were constant", ("second",), steps=constant)
+    if question.sinks is not None:
+        L: Step = lambda c: _without_sinks(c)[0]  # noqa: E731
+        P: Step = lambda c: _without_sinks(c)[1]  # noqa: E731
+        whole: dict[str, Step] = {"softmax": _without_sinks, "P0": lambda c: 0.0}
+        own: dict[str, Step] = {"bP": P, "P0": lambda c: 0.0}
+        yield Bug("sinks-dropped", "", ("forward", "jvp"), steps=whole)
+        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
+        yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
+        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own)
+    if question.seqused_k is not None:
+        yield Bug("seqused-ignored", "every key is seen", see=_every_key)
+        if question.mask_window != (-1, -1):
+            text = "the diagonal ends at the last of all keys"
+            yield Bug("seqused-ignored", text, see=_at_all_keys)
+
+
+def _slope(value: float | None) -> Step:
+    """The softcap with another derivative, or with its own one as if that were constant."""
+
+    def cap(c: Context) -> tuple[Floats, Floats | float, float]:
+        S, slope, _ = STEPS["cap"](c)
+        return S, slope if value is None else value, 0.0
+
+    return cap
+
+
+def _without_sinks(c: Context) -> tuple[Floats, Floats]:
+    L, P = STEPS["softmax"](changed(c, sink=None))
+    return np.asarray(L), np.asarray(P)
+
+
+def _every_key(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    return views_of(replace(question, seqused_k=None))
+
+
+def _at_all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    """The keys in use alone, but queries are placed as if all keys were."""
+    allotted = np.diff(question.cu_seqlens_k)
+    found = []
+    for view in views:
+        rows, keys = len(view.rows), len(view.keys)
+        mask = allowed(rows, int(allotted[view.sequence]), question.mask_window)
+        found.append(replace(view, weight=mask[None, :, :keys].astype(np.float64)))
+    return found

@@ -1,0 +1,336 @@
+"""Bugs of loops over tiles, and of rows that see nothing.
+
+Long by the catalogue.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue.masks import bounds
+from rawattn.check.diagnose.catalogue.numbers import by_tensor
+from rawattn.check.diagnose.engine.attention import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    STEPS,
+    TILES,
+    Bug,
+    Context,
+    Floats,
+    See,
+    Step,
+    Store,
+    View,
+    changed,
+    sequences,
+    views_of,
+)
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
+
+# ---- tiles ------------------------------------------------------------------------------------
+
+
+def tiles(question: Question, tile: int) -> Iterator[Bug]:
+    at = f"tile of {tile}"
+    yield Bug("tail-tile-dropped", f"query rows, {at}", FIRST, _without(_tail_rows(tile)))
+    yield Bug("tail-tile-dropped", f"keys, {at}", FIRST, _without(_tail_keys(tile)))
+    yield Bug("tail-tile-dropped", f"rows and keys, {at}", FIRST, _without(_tails(tile)))
+    yield Bug("tail-tile-dropped", f"rows stored, {at}", FIRST, store=_zero_tail(tile))
+    skips = {"first": 0, "second": 1, "last": -1}
+    for text, which in skips.items():
+        yield Bug("tile-skipped", f"{text} of keys, {at}", FIRST, _without(_key_tile(tile, which)))
+        if tile < max(question.lengths_k):  # else everything is doubled
+            twice = _reweighted(_key_tile(tile, which), 2.0)
+            yield Bug("tile-counted-twice", f"{text} of keys, {at}", FIRST, twice)
+    yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, _without(_query_tile(tile, 0)))
+    yield Bug("tile-skipped", f"diagonal, {at}", FIRST, _without(_diagonal(tile)))
+    if tile < max(question.lengths_k):
+        yield Bug("tile-counted-twice", f"diagonal, {at}", FIRST, _reweighted(_diagonal(tile), 2.0))
+    for text, last in (("last", True), ("first", False)):
+        for tensors, steps in by_tensor(_one_tile(tile, last)):
+            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=steps)
+    for text, flags in (
+        ("out", (False, True)),
+        ("row_sum", (True, False)),
+        ("out and row_sum", (False, False)),
+    ):
+        yield Bug("no-rescale", f"{text}, {at}", FORWARD, steps=_online(tile, *flags))
+        from_last = _online(tile, *flags, from_last=True)
+        yield Bug("no-rescale", f"{text}, {at}, from the last", FORWARD, steps=from_last)
+    for text, order in _orders(tile).items():
+        for rest, partly in (("", False), (", partial ones too", True)):
+            store = _rows_moved(tile, order, partly)
+            yield Bug("tile-period", f"{text}, {at}{rest}", FIRST, store=store)
+    left, _ = bounds(question)
+    if left < math.inf:
+        yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
+        for rows in TILES:
+            store = nan_rows(tile, rows)
+            yield Bug("masked-tile-nan", f"first visible, {rows} by {tile}", FIRST, store=store)
+
+
+Part = Callable[[Question, View], np.ndarray]  # bool, (n, m)
+
+
+def _reweighted(part: Part, factor: float) -> See:
+    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        return [
+            replace(v, weight=v.weight * np.where(part(question, v), factor, 1.0)) for v in views
+        ]
+
+    return see
+
+
+def _without(part: Part) -> See:
+    return _reweighted(part, 0.0)
+
+
+def _tail_rows(tile: int) -> Part:
+    def part(question: Question, view: View) -> np.ndarray:
+        n, m = len(view.rows), len(view.keys)
+        return np.broadcast_to((np.arange(n) >= n // tile * tile)[:, None], (n, m))
+
+    return part
+
+
+def _tail_keys(tile: int) -> Part:
+    def part(question: Question, view: View) -> np.ndarray:
+        n, m = len(view.rows), len(view.keys)
+        return np.broadcast_to(np.arange(m) >= m // tile * tile, (n, m))
+
+    return part
+
+
+def _tails(tile: int) -> Part:
+    rows, keys = _tail_rows(tile), _tail_keys(tile)
+    return lambda question, view: rows(question, view) | keys(question, view)
+
+
+def _key_tile(tile: int, which: int) -> Part:
+    def part(question: Question, view: View) -> np.ndarray:
+        n, m = len(view.rows), len(view.keys)
+        number = which % -(-m // tile) if which < 0 else which
+        return np.broadcast_to(np.arange(m) // tile == number, (n, m))
+
+    return part
+
+
+def _query_tile(tile: int, which: int) -> Part:
+    def part(question: Question, view: View) -> np.ndarray:
+        n, m = len(view.rows), len(view.keys)
+        return np.broadcast_to((np.arange(n) // tile == which)[:, None], (n, m))
+
+    return part
+
+
+def _diagonal(tile: int) -> Part:
+    def part(question: Question, view: View) -> np.ndarray:
+        n, m = len(view.rows), len(view.keys)
+        return np.equal(((np.arange(n) + m - n) // tile)[:, None], np.arange(m) // tile)
+
+    return part
+
+
+def _zero_tail(tile: int) -> Store:
+    """The last rows of each sequence, as many as do not fill a tile, are never stored."""
+
+    def store(question: Question, answers: Answers) -> Answers:
+        found = {}
+        for name, x in answers.items():
+            y = np.moveaxis(x.copy(), int(name in BY_ROW), 0)
+            for _, rows, keys in sequences(question):
+                places = keys if name in OF_KEYS else rows
+                y[places[len(places) // tile * tile :]] = 0
+            found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
+        return found
+
+    return store
+
+
+def _one_tile(tile: int, last: bool) -> dict[str, Step]:
+    """dQ of one tile of keys, dK and dV of one tile of queries: the last (first) that is seen."""
+
+    def kept(c: Context, axis: int) -> Floats:
+        """1 where a pair lies in the last tile along ``axis`` that its own tile sees."""
+        seen = (c.W > 0).any(axis=0)
+        seen = seen if axis == 1 else seen.T
+        n, m = seen.shape
+        tiles = np.arange(m) // tile
+        weight = np.zeros((n, m))
+        for start in range(0, n, tile):
+            here = slice(start, start + tile)
+            there = np.unique(tiles[seen[here].any(axis=0)])
+            if len(there):
+                weight[here] = tiles == there[-1 if last else 0]
+        return weight if axis == 1 else weight.T
+
+    return {
+        "dQ": lambda c: c.s * ((c.dY * kept(c, 1)) @ c.K),
+        "dK": lambda c: c.s * ((c.dY * kept(c, 0)).swapaxes(1, 2) @ c.Q),
+        "dV": lambda c: (c.P * kept(c, 0)).swapaxes(1, 2) @ c.dO,
+    }
+
+
+def _online(
+    tile: int, rescale_out: bool, rescale_sum: bool, from_last: bool = False
+) -> dict[str, Step]:
+    def softmax(c: Context) -> tuple[Floats, Floats]:
+        m = c.S.shape[2]
+        top = np.full(c.S.shape[:2], -np.inf)
+        total = np.zeros(c.S.shape[:2])
+        c.accumulated = np.zeros(c.Q.shape[:2] + c.V.shape[1:])
+        starts = range(0, m, tile)
+        for start in reversed(starts) if from_last else starts:
+            here = slice(start, start + tile)
+            new = np.maximum(top, c.S[..., here].max(axis=-1))
+            safe = np.where(np.isneginf(new), 0.0, new)
+            factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
+            weights = np.exp(c.S[..., here] - safe[..., None])
+            total = total * (factor if rescale_sum else 1.0) + weights.sum(axis=-1)
+            old = c.accumulated * (factor[..., None] if rescale_out else 1.0)
+            c.accumulated = old + weights @ c.V[here]
+            top = new
+        c.accumulated /= np.where(total == 0, 1.0, total)[..., None]
+        with np.errstate(divide="ignore"):
+            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S
+
+    return {"softmax": softmax, "O": lambda c: c.accumulated}
+
+
+def _orders(tile: int) -> dict[str, np.ndarray]:
+    """Ways in which the rows of a tile get mixed up."""
+    row = np.arange(tile)
+    return {
+        "rows exchanged in pairs": row ^ 1,
+        "halves exchanged": (row + tile // 2) % tile,
+        "rows reversed": row[::-1],
+        "rows 8 apart exchanged": row ^ 8 if tile > 8 else row[::-1],
+    }
+
+
+def _rows_moved(tile: int, order: np.ndarray, partly: bool) -> Store:
+    """Rows of every whole tile in another order; ``partly``: of partial ones too, 0 from behind."""
+
+    def store(question: Question, answers: Answers) -> Answers:
+        found = {}
+        for name, x in answers.items():
+            source = np.moveaxis(x, int(name in BY_ROW), 0)
+            y = source.copy()
+            for _, rows, keys in sequences(question):
+                places = keys if name in OF_KEYS else rows
+                for start in range(0, len(places), tile):
+                    here = places[start : start + tile]
+                    if len(here) == tile:
+                        y[here] = source[here[order]]
+                    elif partly:
+                        there = order[: len(here)]
+                        inside = there < len(here)
+                        y[here] = 0
+                        y[here[inside]] = source[here[there[inside]]]
+            found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
+        return found
+
+    return store
+
+
+# ---- rows without keys ------------------------------------------------------------------------
+
+
+def _dead(question: Question) -> np.ndarray:
+    """(total_q, num_heads_q): rows of sequences that see no key."""
+    found: np.ndarray = np.zeros(question.q.shape[:2], dtype=bool)
+    for b, rows in enumerate(_rows(question)):
+        if not question.lengths_k[b]:
+            found[rows] = True
+    return np.asarray(found | _row_mask(question, lambda seen: np.asarray(~seen.any(axis=2))))
+
+
+def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """What ``of`` makes (heads, n) of who sees whom (heads, n, m), as (total_q, num_heads_q)."""
+    found = np.zeros(question.q.shape[:2], dtype=bool)
+    for view in views_of(question):
+        rows = of(view.weight > 0)
+        shape = len(view.heads), len(view.rows)
+        found[view.rows[:, None], view.heads] = np.broadcast_to(rows, shape).T
+    return found
+
+
+def _rows(question: Question) -> Iterator[np.ndarray]:
+    for b in range(question.batch):
+        yield np.arange(question.cu_seqlens_q[b], question.cu_seqlens_q[b + 1])
+
+
+def _meets_first_tile(seen: np.ndarray, tile: int, rows: int) -> np.ndarray:
+    """Rows that see something of the first tile of keys; with ``rows``, which is the number of
+    queries of a tile, of the first one that any of these sees."""
+    found = np.zeros(seen.shape[:2], dtype=bool)
+    for start in range(0, seen.shape[1], rows or seen.shape[1]):
+        here = slice(start, start + (rows or seen.shape[1]))
+        for head, of_head in enumerate(seen[:, here]):
+            first = int(of_head.any(axis=0).argmax()) // tile * tile if rows else 0
+            found[head, here] = of_head[:, first : first + tile].any(axis=1)
+    return found
+
+
+def nan_rows(tile: int, rows: int = 0) -> Store:
+    """NaN in rows that see keys, but none in the tile where the running maximum starts."""
+
+    def store(question: Question, answers: Answers) -> Answers:
+        def late(seen: np.ndarray) -> np.ndarray:
+            return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows))
+
+        return _spoilt(question, answers, _row_mask(question, late))
+
+    return store
+
+
+def _spoilt(question: Question, answers: Answers, rows: np.ndarray) -> Answers:
+    """NaN in these rows, and in the gradients of the keys that they would add to."""
+    found = {}
+    for name, x in answers.items():
+        y = x.copy()
+        if name in BY_ROW:
+            y[rows.T] = np.nan
+        elif name in OF_KEYS:
+            for _, places, keys in sequences(question):
+                for head in np.nonzero(rows[places].any(axis=0))[0]:
+                    y[keys, head // question.group] = np.nan
+        elif name not in OF_SLOTS:
+            y[rows] = np.nan
+        found[name] = y
+    return found
+
+
+def dead_rows(question: Question) -> Iterator[Bug]:
+    if not _dead(question).any():
+        return
+    yield Bug("dead-rows", "NaN", FIRST, store=_nan_dead)
+    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
+    yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps=_dv_of_dead())
+
+
+def _nan_dead(question: Question, answers: Answers) -> Answers:
+    return _spoilt(question, answers, _dead(question))
+
+
+def _zero_dead(c: Context) -> Floats:
+    """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
+    found = STEPS["S"](c)
+    return np.where((c.W > 0).any(axis=2, keepdims=True), found, 0.0)
+
+
+def _uniform_dead(c: Context) -> Floats:
+    L = np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)
+    return np.asarray(c.r(np.exp(c.S - L[..., None])))
+
+
+def _dv_of_dead() -> dict[str, Step]:
+    def dV(c: Context) -> Floats:
+        S = _zero_dead(c)
+        P = _uniform_dead(changed(c, S=S))
+        return np.asarray(P.swapaxes(1, 2) @ c.dO)
+
+    return {"dV": dV}

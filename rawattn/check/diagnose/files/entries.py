@@ -1,0 +1,245 @@
+"""The arrays of a .npz file by rawattn's names, whatever they are called there.
+
+Longer than other modules by the table of names.
+"""
+
+import difflib
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Question
+from rawattn.check.diagnose.files.layouts import LENGTHS, MATRICES, Arrays
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
+OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
+RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS, *MATRICES)
+INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout", "dtype")
+GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
+
+# Names in a file besides rawattn's own; upper and lower case, dots and blanks do not matter.
+ALIASES = {
+    **{"q": "query queries", "k": "key keys", "v": "value values"},
+    "cu_seqlens_q": "cu_seq_lens_q qo_indptr cu_seqlens_query cu_seqlens cu_seq_lens indptr offsets"
+    " cu_seqlen",
+    "cu_seqlens_k": "cu_seq_lens_k kv_indptr cu_seqlens_key cu_seqlens_kv",
+    "lengths_q": "seqlens_q seq_lens_q lengths seqlens seq_lens seq_lengths",
+    "lengths_k": "seqlens_k seq_lens_k lengths_kv seqlens_kv",
+    "dout": "do d_out grad_out grad_output grad_o out_grad o_grad d_o",
+    "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp d_logsumexp d_lse"
+    " dsoftmax_lse d_softmax_lse",
+    "tq": "ddq q_tangent tangent_q grad_grad_q q_dot",
+    "tk": "ddk k_tangent tangent_k grad_grad_k k_dot",
+    "tv": "ddv v_tangent tangent_v grad_grad_v v_dot",
+    "given out": "out_given passed_out",
+    "given lse": "lse_given passed_lse",
+    "block_indices": "selected_block_indices selected_blocks",
+    "block_counts": "selected_block_counts",
+    "block_scale": "sel_scale gate gates block_scales",
+    "tblock_scale": "ddblock_scale",
+    "causal": "is_causal",
+    "window": "window_size",
+    "softmax_scale": "scale sm_scale scaling attn_scale",
+    "softcap": "soft_cap logits_soft_cap logit_cap",
+    "sinks": "sink attn_sink attn_sinks learnable_sink s_aux",
+    "tsinks": "ddsinks",
+    "seqused_k": "seqlens_used_k cache_seqlens",
+    "dsinks": "grad_sinks sinks_grad dsink",
+    "own": "include_own_block",
+    "sliding": "window_of_sliding",
+    "out": "o output attn_out attn_output attention_output",
+    "lse": "softmax_lse logsumexp log_sum_exp",
+    "sliding out": "sliding_window_out",
+    "sliding lse": "sliding_window_lse",
+    "delta": "dsum softmax_d",
+    **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
+    **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
+    **{"S": "scores attn_scores", "P": "probs attn attn_weights attention_weights softmax"},
+    **{"dP": "grad_p d_p", "dS": "grad_s d_s dscores grad_scores"},
+}
+OWN_NAMES = (
+    *(field.name for field in fields(Question) if field.name not in GIVEN),
+    *RESULTS,
+)
+# They may stand in a file and change nothing.
+HARMLESS = (
+    *("max_seqlen", "max_seqlen_q", "max_seqlen_k", "seqlen_q", "seqlen_k", "seed", "name", "case"),
+    *("batch", "batch_size", "num_heads", "num_heads_q", "num_heads_kv", "num_heads_k", "head_dim"),
+    "deterministic",
+)
+# They change what is computed into something that there is no reference for.
+FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
+PACKED = {"qkv": "q, k and v", "kv": "k and v"}  # arrays of several that are not taken apart
+LARGE = 4096  # an integer beyond it is no result, but the bits of one
+ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
+
+
+def entries(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
+    """The arrays of a file, its "about", and notes on what it has besides."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no .npz file; write one with numpy.savez(file, q=q, k=k, ...)")
+    found: Arrays = {}
+    notes = []
+    with np.load(path, allow_pickle=False) as file:
+        if not any(name.endswith(".npy") for name in file.zip.namelist()):
+            raise ValueError(
+                f"{path} holds no arrays of NumPy. Of a torch file: numpy.savez(file, "
+                "**{name: tensor.float().cpu().numpy() for name, tensor in tensors.items()})"
+            )
+        for name in file.files:
+            try:
+                found[name] = file[name]
+            except ValueError as error:
+                if _MEANT.get(_plain(name)) in ("q", "k", "v"):
+                    raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+                notes.append(f"{name} is a Python object (None?) and is not read")
+    try:
+        about = json.loads(str(found.pop("about", "{}")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: about is not JSON text ({error})") from error
+    about = about if isinstance(about, dict) else {}
+    for name in about.get("bfloat16", ()):
+        if name in found:
+            found[name] = found[name].view(BFLOAT16)
+    return found, about, notes
+
+
+def _plain(name: str) -> str:
+    """A name without its case and its separators."""
+    return "".join(c if c.isalnum() else "_" for c in name.lower())
+
+
+_MEANT = {
+    **{alias: name for name, others in ALIASES.items() for alias in others.split()},
+    **{_plain(name): name for name in (*ALIASES, *OWN_NAMES)},
+}
+
+
+def named(raw: Arrays, notes: list[str]) -> Arrays:
+    """``raw`` by rawattn's names; what has none of these is left out and noted."""
+    found: Arrays = {}
+    for entry, array in raw.items():
+        name = _plain(entry)
+        if name.endswith(("_bf16", "_bfloat16")) and array.dtype.itemsize == 2:
+            name, array = name.rpartition("_")[0], array.view(BFLOAT16)
+        if name == "s" and array.ndim == 0:
+            name = "softmax_scale"
+        if name in FOREIGN:
+            if array.size and np.any(np.asarray(array, dtype=np.float64)):
+                raise ValueError(
+                    f"{entry} is not 0: there is no reference for attention with it. Save a run "
+                    "without it, and leave the entry out"
+                )
+            continue
+        meant = name if name in ("layout", "dtype") else _MEANT.get(name)
+        if meant is None:
+            if name not in HARMLESS:
+                near = difflib.get_close_matches(name, _MEANT, n=1)
+                hint = f"; is it {_MEANT[near[0]]}?" if near else ""
+                hint = "; say lengths, causal or window instead" if "mask" in name else hint
+                hint = f"; save {PACKED[name]} apart" if name in PACKED else hint
+                notes.append(f"{entry} is not read: the name means nothing here{hint}")
+            continue
+        if meant in found and not np.array_equal(found[meant], array):
+            raise ValueError(f"{entry} is a second entry for {meant}; leave one of them out")
+        found[meant] = array
+    return found
+
+
+def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The options of a Question, as far as they are said."""
+    found: dict[str, Any] = {}
+    for name in OPTIONS:
+        if arrays.get(name) is None:
+            if name in arrays and name in OPTIONAL:
+                found[name] = None  # said to be none, so that of another file does not count
+            continue
+        value = np.asarray(arrays[name])
+        read, want = _OPTION_OF[name]
+        try:
+            found[name] = read(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name} is {value.tolist()!r}; it must be {want}") from error
+    return found
+
+
+def _pair(value: np.ndarray) -> tuple[int, int]:
+    sides = [int(n) for n in value.ravel()]
+    left, right = sides * 2 if sides == [-1] else sides
+    return left, right
+
+
+def _flag(value: np.ndarray) -> bool:
+    text = str(value.item()).lower()
+    return text == "true" if text in ("true", "false") else bool(float(text))
+
+
+_OPTION_OF: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+    **dict.fromkeys(("window", "sliding"), (_pair, "two integers (left, right), -1 for open")),
+    **dict.fromkeys(("causal", "own"), (_flag, "true or false")),
+    "softmax_scale": (lambda value: float(value.item()), "one number"),
+    "softcap": (lambda value: float(value.item()) or None, "one number, 0 for none"),
+    "block_size": (lambda value: int(value.item()), "one integer"),
+}
+
+
+def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
+    """Bring numbers to a float dtype: bits that are bfloat16, and 16-bit numbers widened."""
+    said = "" if dtype is None else str(np.asarray(dtype).item()).removeprefix("torch.")
+    bits = []
+    for name, array in arrays.items():
+        if name in INTEGERS or name in OPTIONS:
+            continue
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # as numpy.save writes bfloat16
+            arrays[name] = array.view(BFLOAT16)
+        elif array.dtype in (np.uint16, np.int16):
+            arrays[name] = array.view(np.float16 if said == "float16" else BFLOAT16)
+            bits.append(name)
+        elif array.dtype != BFLOAT16 and array.dtype.kind not in "fiub":
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be a real floating one")
+        elif array.dtype.kind in "iu" and np.abs(array.astype(np.float64)).max(initial=0) > LARGE:
+            raise ValueError(
+                f"{name} has {array.dtype} numbers above {LARGE}; if they are the bits of "
+                "bfloat16, save them as uint16"
+            )
+        elif array.dtype.kind in "iub" or array.dtype.itemsize > 8:
+            arrays[name] = array.astype(np.float64)
+        elif array.dtype != BFLOAT16:
+            arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if bits and not said:
+        notes.append(
+            f"{', '.join(bits)}: 16-bit integers, read as the bits of bfloat16 (not so with an "
+            "entry dtype='float16')"
+        )
+    floats = {n: a for n, a in arrays.items() if n not in INTEGERS and n not in OPTIONS}
+    for narrow in (BFLOAT16, np.dtype(np.float16)):
+        fit = {n for n, a in floats.items() if a.dtype.itemsize > 2 and _fits(a, narrow)}
+        telling = {name for name in fit if _telling(floats[name].ravel()[:1000])}
+        guessed = {"q", "k", "v"} <= telling and bool(telling & set(RESULTS))
+        if said == narrow.name or (not said and guessed):
+            restored = sorted(fit if said else telling)
+            arrays.update({name: floats[name].astype(narrow) for name in restored})
+            if restored and not said:
+                notes.append(f"{', '.join(restored)}: all numbers are of {narrow}, read as such")
+            return
+
+
+def _telling(numbers: np.ndarray) -> bool:
+    """Whether these can hardly be of 16 bits by chance: many, and not only integers."""
+    numbers = numbers[np.isfinite(numbers)]
+    return len(np.unique(numbers)) >= ENOUGH and bool(np.any(numbers % 1))
+
+
+def _fits(array: np.ndarray, narrow: np.dtype) -> bool:
+    """Whether ``narrow`` has all numbers of ``array``."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(array.astype(narrow).astype(array.dtype), array, equal_nan=True)

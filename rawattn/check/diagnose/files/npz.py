@@ -1,0 +1,138 @@
+"""Questions and answers in .npz files, so that a kernel of any language can be judged.
+
+``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere: other names,
+batched arrays, padding behind the sequences, heads before tokens, bfloat16 as 16-bit integers or
+widened. What cannot be read is a ValueError; what had to be guessed or left out is a note.
+"""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.files.entries import (
+    BFLOAT16,
+    GIVEN,
+    OPTIONS,
+    RESULTS,
+    entries,
+    named,
+    options_of,
+    restore,
+)
+from rawattn.check.diagnose.files.layouts import (
+    LENGTHS,
+    Arrays,
+    Frame,
+    frame_of,
+    layout_of,
+    offsets_of,
+    place,
+)
+
+MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+NO_MASK = "causal is not said: False is assumed"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
+
+    unsaid: what options may have been that it does not say. left_out: fields of a Question that
+    it does not say at all.
+    """
+
+    path: str
+    inputs: dict[str, Any]
+    answers: Answers
+    notes: tuple[str, ...]
+    frame: Frame | None
+    unsaid: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def question(self) -> Question | None:
+        """None where q, k or v is missing."""
+        return Question(**self.inputs) if {"q", "k", "v"} <= self.inputs.keys() else None
+
+
+def dump(path: str | Path, question: Question, answers: Answers) -> None:
+    """Write both to a .npz file: an array under each name, bfloat16 as uint16, and "about", JSON
+    text with the options and the names of the bfloat16 arrays."""
+    arrays: Arrays = {}
+    for part in fields(Question):
+        value = getattr(question, part.name)
+        if part.name not in OPTIONS and value is not None:
+            arrays[GIVEN.get(part.name, part.name)] = np.asarray(value)
+    arrays |= {name: np.asarray(array) for name, array in answers.items()}
+    about = {
+        "written by": "rawattn-check dump",
+        "layout": "thd",
+        "bfloat16": [name for name, array in arrays.items() if array.dtype == BFLOAT16],
+        "options": {name: getattr(question, name) for name in OPTIONS},
+    }
+    stored: dict[str, Any] = {"about": np.array(json.dumps(about))}
+    for name, array in arrays.items():
+        stored[name] = array.view(np.uint16) if array.dtype == BFLOAT16 else array
+    with open(path, "wb") as file:  # a name without .npz is left as it is
+        np.savez(file, **stored)
+
+
+def _sliding(arrays: Arrays, options: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The window of sliding results that come without one: `window`, else that of a block."""
+    if options.get("sliding") or not {"sliding out", "sliding lse"} & arrays.keys():
+        return {}
+    window = options.get("window", (-1, -1))
+    if window == (-1, -1):
+        window = (options.get("block_size", 64) - 1, 0)
+        notes.append(f"the sliding window is not said: {window} is assumed")
+    return {"sliding": window, "window": (-1, -1)}
+
+
+def load(path: str | Path) -> tuple[Question | None, Answers]:
+    """What ``path`` holds. Without q, k and v the question is None, and answers are as they were.
+
+    ValueError for what cannot be read.
+    """
+    saved = read(path)
+    return saved.question, saved.answers
+
+
+def read(path: str | Path, frame: Frame | None = None) -> Saved:
+    """What ``path`` holds, with notes. ``frame``: that of another file, for one without inputs."""
+    raw, about, notes = entries(Path(path))
+    try:
+        arrays = named(raw, notes)
+        options = options_of(about.get("options", {}) | arrays)
+        options |= _sliding(arrays, options, notes)
+        layout = layout_of(arrays.pop("layout", about.get("layout")))
+        restore(arrays, arrays.pop("dtype", None), notes)
+        inputs = {name: arrays.pop(name) for name in list(arrays) if name not in RESULTS}
+        inputs = {name: array for name, array in inputs.items() if name not in OPTIONS}
+        if {"q", "k", "v"} <= inputs.keys():
+            frame = frame_of(inputs, layout, notes)
+            if "causal" not in options:
+                notes.append(NO_MASK)
+        elif frame is not None and layout:
+            frame = replace(frame, letters={len(layout): layout})
+        if frame is None:
+            return Saved(str(path), options, arrays, tuple(notes), None)
+        said = {*options, *inputs, *(OFFSETS if set(LENGTHS) & inputs.keys() else ())}
+        of_lengths = {f"cu_seqlens_{side}": offsets_of(inputs, side) for side in "qk"}
+        if {"q", "k", "v"} <= inputs.keys():
+            of_lengths = {f"cu_seqlens_{side}": frame.offsets[side] for side in "qk"}
+        inputs = {name: array for name, array in inputs.items() if name not in LENGTHS}
+        placed = {n: place(n, array, frame, notes) for n, array in (inputs | arrays).items()}
+        found = {n: a for n, a in (placed | of_lengths).items() if a is not None}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    called = {entry: name for name, entry in GIVEN.items()}
+    given = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
+    answers = {n: array for n, array in found.items() if n in RESULTS}
+    unsaid = {"causal": True} if NO_MASK in notes else {}
+    left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
+    return Saved(str(path), given | options, answers, tuple(notes), frame, unsaid, left_out)

@@ -1,0 +1,177 @@
+"""Two files of one comparison: what each side is judged by, and how their inputs differ."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence.noise import Bools
+from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS
+from rawattn.check.diagnose.files.layouts import OF_EACH
+from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read
+
+PROBLEM = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")  # who has other ones computed another
+OF_ITS_OWN = ("dlse", *GIVEN)  # what a run had none of where none was saved
+ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
+DEFAULTS = {field.name: field.default for field in fields(Question)}
+ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
+SHORT = 9  # offsets that are shown
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sides, or one. questions: what each is judged by, one object where that is the same.
+
+    apart: how their inputs differ. notes: what else makes them be judged differently.
+    """
+
+    sides: tuple[Saved, ...]
+    questions: tuple[Question | None, ...]
+    apart: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Difference(NamedTuple):
+    """Of two arrays, in words. rounding: they are the same but for the rounding of their dtypes."""
+
+    text: str
+    rounding: bool = False
+
+
+def load_two(one: str | Path, other: str | Path) -> Pair:
+    """Two files; one without inputs is read in the light of the other's."""
+    a, b = read(one), read(other)
+    if a.frame is None and b.frame is not None:
+        a = read(one, b.frame)
+    elif b.frame is None and a.frame is not None:
+        b = read(other, a.frame)
+    return pair(a, b)
+
+
+def pair(a: Saved, b: Saved) -> Pair:
+    """Two files with what each is judged by. A file without q, k and v has all inputs of the other.
+
+    One that has them takes over what it does not say where these are the same in both; but not
+    dlse, nor the out and lse that a backward pass was given, which without them were its own.
+    ValueError where a file has only some of its inputs, and they are not those of the other.
+    """
+    sides = _completed(a, b), _completed(b, a)
+    first, second = (saved.question for saved in sides)
+    if first is None or second is None:
+        return Pair(sides, (first, second))
+    apart, notes = _compared(first, second, *(saved.path for saved in sides))
+    same = first.dtype == second.dtype and not apart and not notes
+    return Pair(sides, (first, first if same else second), apart, notes)
+
+
+def _completed(mine: Saved, other: Saved) -> Saved:
+    """``mine`` with those inputs of ``other`` that it lacks, and may have."""
+    given, lent = mine.inputs, other.inputs
+    differ = {
+        name: found
+        for name in PROBLEM
+        if name in given and name in lent
+        if (found := _difference(name, given, lent)) and not found.rounding
+    }
+    if mine.question is None:
+        for name, difference in differ.items():
+            raise ValueError(
+                f"{mine.path} and {other.path} are not about the same problem: {name} "
+                f"{difference.text}. Save results with all the inputs that they are of"
+            )
+        unsaid = {name: value for name, value in other.unsaid.items() if name not in given}
+        return replace(mine, inputs=lent | given, unsaid=unsaid)
+    if differ:
+        return mine
+    taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}
+    dtype = given["q"].dtype
+    if "q" in lent and dtype.itemsize < lent["q"].dtype.itemsize:
+        taken |= {n: x.astype(dtype) for n, x in taken.items() if n in ROUNDED}
+    assumed = [n for n, x in taken.items() if isinstance(x, np.ndarray) or x != DEFAULTS[n]]
+    unsaid = mine.unsaid | {n: DEFAULTS[n] for n in assumed if n in OPTIONS}
+    notes = [note for note in mine.notes if note != NO_MASK or "causal" not in assumed]
+    notes += [f"{name} is not said: that of {other.path} is assumed" for name in assumed]
+    return replace(mine, inputs=taken | given, notes=tuple(notes), unsaid=unsaid)
+
+
+def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """How the inputs of two sides differ; and what else makes the sides be judged differently."""
+    apart: list[str] = []
+    alike: dict[str, list[str]] = {}  # what is not the same, and yet no reason to be surprised
+    for name in ARRAYS:
+        called = GIVEN.get(name, name)
+        one, other = getattr(a, name), getattr(b, name)
+        if one is not None and other is not None:
+            difference = _difference(name, vars(a), vars(b))
+            if difference and (difference.rounding or name in GIVEN):
+                alike.setdefault(difference.text, []).append(called)
+            elif difference:
+                apart.append(f"{called} {difference.text}")
+        elif np.any(other if one is None else one):
+            there, not_there = paths if other is None else paths[::-1]
+            text = f"only in {there}; {not_there} is judged as a run that had none"
+            alike.setdefault(text, []).append(called)
+    if a.mask_window != b.mask_window:
+        name = "causal" if a.causal != b.causal else "window"
+        apart.append(f"{name} is {getattr(a, name)} and {getattr(b, name)}")
+    if not math.isclose(a.scale, b.scale, rel_tol=1e-6):
+        apart.append(f"softmax_scale is {a.scale:g} and {b.scale:g}")
+    for name in ("softcap", "block_size", "own", "sliding"):
+        both = name == "softcap" or (a.sparse and b.sparse)
+        if both and getattr(a, name) != getattr(b, name):
+            apart.append(f"{name} is {getattr(a, name)} and {getattr(b, name)}")
+    return tuple(apart), tuple(f"{', '.join(names)}: {text}" for text, names in alike.items())
+
+
+def _difference(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference | None:
+    """How an input of two sides differs; None where it has the same numbers."""
+    one, other = a[name], b[name]
+    if name.startswith("cu_seqlens"):
+        if np.array_equal(one, other):
+            return None
+        if len(one) == len(other) > SHORT:
+            first = int((one != other).argmax())
+            return Difference(f"differs from entry {first} on ({one[first]} and {other[first]})")
+        if max(len(one), len(other)) > SHORT:
+            return Difference(f"is of {len(one) - 1} sequences and of {len(other) - 1}")
+        return Difference(f"is {one.tolist()} and {other.tolist()}")
+    if one.shape != other.shape:
+        return Difference(f"has shape {one.shape} and {other.shape}")
+    if name not in OF_EACH:
+        side = "k" if name in ("k", "v", "tk", "tv") else "q"  # rows of no sequence do not matter
+        ends = [given.get(f"cu_seqlens_{side}", (0, len(given[name]))) for given in (a, b)]
+        rows = slice(min(int(x[0]) for x in ends), max(int(x[-1]) for x in ends))
+        one, other = (x[:, rows] if name in ("dlse", "lse") else x[rows] for x in (one, other))
+    first, second = one.astype(np.float64), other.astype(np.float64)
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
+    if same.all():
+        return None
+    count = f"in {(~same).sum()} of {same.size} numbers"
+    if one.dtype.kind in "iu":
+        return Difference(f"differs {count}")
+    if (same | _rounded(one, other)).all():
+        dtypes = " and ".join(dict.fromkeys(x.dtype.name for x in (one, other)))
+        return Difference(f"the same but for rounding ({dtypes})", rounding=True)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(first - second)
+    largest = off[np.isfinite(off)].max(initial=0.0)
+    how = f"differs by up to {largest:.3g}" if largest else "is NaN or inf at other places"
+    return Difference(f"{how}, {count}")
+
+
+def _rounded(one: np.ndarray, other: np.ndarray) -> Bools:
+    """Where the difference is no more than both dtypes' rounding, to inf too."""
+    infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
+    coarse = max(infos, key=lambda info: float(info.eps)).dtype
+    with np.errstate(all="ignore"):
+        allowed = sum(
+            float(info.eps) * np.abs(x.astype(np.float64)) + float(info.smallest_subnormal)
+            for info, x in zip(infos, (one, other), strict=True)
+        )
+        off = np.abs(one.astype(np.float64) - other.astype(np.float64))
+        return np.asarray((one.astype(coarse) == other.astype(coarse)) | (off <= allowed))

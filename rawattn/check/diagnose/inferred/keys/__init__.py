@@ -1,0 +1,1 @@
+"""Which keys each query saw, read off the answers by patterns, spans and counts."""

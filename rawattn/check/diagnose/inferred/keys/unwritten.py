@@ -1,0 +1,174 @@
+"""Rows that nobody writes: one and the same number stands in all of them."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Store, solve
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    OF_SLOTS,
+    STAGES,
+    Answers,
+    Question,
+)
+from rawattn.check.diagnose.evidence.structure import by_rows, named
+from rawattn.check.diagnose.inferred.keys.pattern import Ints, ceil
+from rawattn.check.diagnose.inferred.sample import given_to
+
+OFF = 1e-3  # of the size: what a row must be off by
+SHARE = 0.9  # of all rows, at most
+TILES = (16, 32, 64, 80, 96, 128, 192, 256)
+FEW = 4  # sequences that are told of
+
+
+def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+    """One with all rows of the tensors of ``stage`` that hold a constant and should not."""
+    names = [n for n in STAGES[stage] if n in answers and n not in OF_SLOTS and n != "delta"]
+    right = solve(question, stage, given=given_to(question, answers, stage))
+    found: dict[str, tuple[np.ndarray, float]] = {}
+    for name in names:
+        if name in right and np.shape(answers[name]) == right[name].shape:
+            of_out = found.get(name.replace("lse", "out")) if "lse" in name else None
+            constant = _constant(question, name, answers[name], right[name], of_out)
+            if constant is not None:
+                found[name] = constant
+    if not found:
+        return
+    elsewhere = _see_nothing(answers, found) or not _at_ends(question, found, answers)
+    if elsewhere and not _whole_sequences(question, found):
+        return
+    yield Bug("rows-not-written", _in_words(question, found), (stage,), store=_store(found))
+
+
+def _constant(
+    question: Question,
+    name: str,
+    found: np.ndarray,
+    right: Floats,
+    of_out: tuple[np.ndarray, float] | None,
+) -> tuple[np.ndarray, float] | None:
+    """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
+    that it must be 0, or in the rows ``of_out``."""
+    x, wanted = by_rows(name, np.asarray(found, dtype=np.float64)), by_rows(name, right)
+    inside = question.sequence_of("k" if name in OF_KEYS else "q") >= 0
+    finite = np.isfinite(wanted).all(axis=2) & inside[:, None]
+    if not finite.any() or not x.shape[2]:
+        return None
+    size = float(np.sqrt(np.mean(wanted[finite] ** 2)))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(x - wanted).max(axis=2) > OFF * size
+    flat = (x == x[..., :1]).all(axis=2) & finite & off & ~np.isnan(x[..., 0])
+    if x.shape[2] == 1:
+        flat &= (x[..., 0] == 0) | (False if of_out is None else of_out[0])
+    if not flat.any():
+        return None
+    numbers, counts = np.unique(x[flat, 0], return_counts=True)
+    number = float(numbers[int(np.argmax(counts))])
+    rows = flat & (x[..., 0] == number)
+    return (rows, number) if rows.sum() < SHARE * finite.sum() else None
+
+
+def _see_nothing(answers: Answers, found: dict[str, tuple[np.ndarray, float]]) -> bool:
+    """Whether the rows of out are those of queries that see no key, as their lse says."""
+    for out, lse in (("out", "lse"), ("sliding out", "sliding lse"), ("jvp out", "jvp lse")):
+        if out in found and lse in answers:
+            of_rows = np.asarray(answers[lse], dtype=np.float64).T[found[out][0]]
+            if np.isneginf(of_rows).all():
+                return True
+        if lse in found and np.isneginf(found[lse][1]):
+            return True
+    return False
+
+
+def _whole_sequences(question: Question, found: dict[str, tuple[np.ndarray, float]]) -> bool:
+    """Whether the rows of out are all those of some sequences that see a key."""
+    if "out" not in found:
+        return False
+    sequence, rows = question.sequence_of("q"), found["out"][0]
+    alive = np.isfinite(solve(question, "forward")["lse"]).T
+    of = np.isin(sequence, sequence[rows.any(axis=1)])[:, None]
+    return bool((rows == (of & alive & rows.any(axis=0))).all())
+
+
+def _at_ends(
+    question: Question, found: dict[str, tuple[np.ndarray, float]], answers: Answers
+) -> bool:
+    """Whether lse tells nothing, and the rows of out do not lie at the ends of sequences."""
+    if "out" not in found or "lse" in answers or "dq" in found:
+        return True
+    rows = np.flatnonzero(found["out"][0].any(axis=1)) + 1
+    return bool(np.isin(rows, [*(rows - 1), *question.cu_seqlens_q[1:]]).all())
+
+
+def _store(found: dict[str, tuple[np.ndarray, float]]) -> Store:
+    def store(question: Question, answers: Answers) -> Answers:
+        stored = {name: x.copy() for name, x in answers.items()}
+        for name, (rows, number) in found.items():
+            if name in stored:
+                stored[name][rows.T if name in BY_ROW else rows] = number
+        return stored
+
+    return store
+
+
+# ---- in words ---------------------------------------------------------------------------------
+
+
+def _in_words(question: Question, found: dict[str, tuple[np.ndarray, float]]) -> str:
+    said = []
+    for name, (rows, number) in found.items():
+        keys = name in OF_KEYS
+        text = _places(question, rows, keys)
+        heads = np.flatnonzero(rows.any(axis=0))
+        if len(heads) < rows.shape[1]:
+            text += f", {named('heads', heads)}"
+        said.append((f"is {number:g} in {text}", name))
+    texts = dict.fromkeys(text for text, _ in said)
+    return "; ".join(
+        f"{' and '.join(name for other, name in said if other == text)} {text}" for text in texts
+    )
+
+
+def _places(question: Question, rows: np.ndarray, keys: bool) -> str:
+    sequence = question.sequence_of("k" if keys else "q")
+    offsets = np.asarray(question.cu_seqlens_k if keys else question.cu_seqlens_q)
+    lengths = question.lengths_k if keys else question.lengths_q
+    tokens = np.flatnonzero(rows.any(axis=1))
+    told = []
+    of = np.unique(sequence[tokens])
+    for b in of[:FEW]:
+        here = tokens[sequence[tokens] == b] - int(offsets[b])
+        words = "key" if keys else "row"
+        told.append(f"{named(words, here)} of sequence {b} ({lengths[b]} long)")
+    more = f" and {len(of) - FEW} more" if len(of) > FEW else ""
+    return ", ".join(told) + more + _launched(offsets, tokens, lengths)
+
+
+COUNTS: dict[str, Callable[[Ints, int], Ints]] = {
+    "floor(seqlen / T)": lambda ends, tile: np.diff(ends) // tile,
+    "ceil(cu_seqlens[b + 1] / T) - ceil(cu_seqlens[b] / T)": lambda ends, tile: np.diff(
+        ceil(ends, tile) // tile
+    ),
+    "floor(cu_seqlens[b + 1] / T) - floor(cu_seqlens[b] / T)": lambda ends, tile: np.diff(
+        ends // tile
+    ),
+}
+
+
+def _launched(ends: np.ndarray, tokens: np.ndarray, lengths: tuple[int, ...]) -> str:
+    """How the tiles of a sequence are counted, if that is a known way."""
+    for text, count in COUNTS.items():
+        tiles = []
+        for tile in TILES:
+            written = np.minimum(count(ends, tile) * tile, lengths)
+            left = [
+                np.arange(start + done, start + n)
+                for start, done, n in zip(ends[:-1], written, lengths, strict=True)
+            ]
+            if np.array_equal(np.concatenate(left), tokens):
+                tiles.append(str(tile))
+        if tiles:
+            return f": as if a sequence had {text} tiles, of T = {' or '.join(tiles)}"
+    return ""

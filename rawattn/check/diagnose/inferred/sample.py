@@ -1,0 +1,217 @@
+"""One sequence, on which many bugs are tried at little cost, and numbers in them are fitted.
+
+A bug that comes near there is worth a prediction of the whole; the others are never asked for.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, View, solve
+from rawattn.check.diagnose.engine.question import (
+    OF_KEYS,
+    STAGES,
+    Answers,
+    Question,
+    given_to_backward,
+)
+from rawattn.check.diagnose.evidence.structure import by_rows
+
+MOST = 80 * 80 * 2  # scores of a sample: what is longer is taken where it shows much more
+CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
+FAR = 0.3  # of the size: what a bug may leave at most
+BEST = 8  # bugs that are looked at more closely
+WRONG = 16  # units of the dtype's eps: what rounding may leave
+PROMISES = 0.95  # of that, a number after two steps of Newton's method
+CLOSE = 5e-5  # a number that is as near to another as this is that one
+MOST_UNDER_ROOT = 1024  # beyond, any number is near to some root
+STEPS = 12  # of Newton's method
+Family = Callable[[Floats], Bug]  # a bug with this number for every query head in it
+Given = tuple[Floats, Floats] | None
+
+
+def given_to(question: Question, answers: Answers, stage: str) -> Given:
+    """The out and lse that a stage was given, as far as they are known."""
+    return None if stage in ("forward", "jvp") else given_to_backward(question, answers)
+
+
+class Sample:
+    """The sequence whose answers are the most wrong, of those that are not too long; of it the
+    query heads of one key/value head, unless heads differ."""
+
+    def __init__(self, question: Question, answers: Answers, stage: str) -> None:
+        self.question, self.stage = question, stage
+        self.given = given_to(question, answers, stage)
+        self.found = {n: by_rows(n, answers[n]) for n in STAGES[stage] if n in answers}
+        solved = solve(question, stage, given=self.given)
+        self.found = {n: x for n, x in self.found.items() if n in solved}
+        self.eps = {n: eps_of(np.asarray(answers[n])) for n in self.found}
+        right = {name: by_rows(name, solved[name]) for name in self.found}
+        self.sequence, self.head_kv = 0, 0
+        best = 0.0
+        for b in range(question.batch):
+            self.sequence = b
+            size = question.lengths_q[b] * question.lengths_k[b]
+            wrong = max((self._left(n, right[n], True).max() for n in right if size), default=0.0)
+            merit = min(wrong, 1e3) * min(1.0, MOST / max(size * question.group, 1))
+            if merit > best:
+                best, found = merit, b
+        self.sequence = found if best else 0
+        by_head = sum(_of_kv(self._left(n, right[n], True), question) for n in right)
+        self.head_kv = int(np.argmax(by_head)) if right else 0
+        left = {name: self._left(name, right[name]) for name in right}
+        self.left = {n: float(x.max()) for n, x in left.items()}
+        self.wrong = tuple(n for n in right if self.left[n] > WRONG * self.eps[n])
+
+    def _part(self, name: str, x: Floats, every_head: bool) -> Floats:
+        """Rows and heads of the sample."""
+        q = self.question
+        offsets = q.cu_seqlens_k if name in OF_KEYS else q.cu_seqlens_q
+        rows = slice(int(offsets[self.sequence]), int(offsets[self.sequence + 1]))
+        if every_head:
+            return x[rows]
+        step = x.shape[1] // q.num_heads_kv
+        return x[rows, self.head_kv * step : (self.head_kv + 1) * step]
+
+    def _left(self, name: str, wanted: Floats, every_head: bool = False) -> Floats:
+        """What a prediction leaves of an answer, relative to its size, by head."""
+        a, b = (self._part(name, x, every_head) for x in (self.found[name], wanted))
+        if not a.size:
+            return np.zeros(a.shape[1])
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
+            left = np.sqrt(np.mean(difference**2, axis=(0, 2)))
+            size = np.sqrt(np.mean(np.where(np.isfinite(a), a, 0.0) ** 2, axis=(0, 2)))
+            left = np.where(left == 0, 0.0, left / size)
+        return np.asarray(np.where(np.isnan(left), np.inf, left))
+
+    def _answers(self, bug: Bug, every_head: bool) -> Answers:
+        """What the answers of the sample are with a bug, by rows."""
+
+        def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+            here = tuple(
+                view
+                for view in views
+                if view.sequence == self.sequence and (every_head or view.head_kv == self.head_kv)
+            )
+            return bug.see(question, here) if bug.see else here
+
+        with np.errstate(all="ignore"):
+            answers = solve(self.question, self.stage, replace(bug, see=see), given=self.given)
+        return {name: by_rows(name, answers[name]) for name in self.found}
+
+    def distances(self, bug: Bug) -> dict[str, float]:
+        """What a bug leaves of every answer."""
+        answers = self._answers(bug, False)
+        return {name: float(self._left(name, answers[name]).max()) for name in self.found}
+
+    def near(self, bugs: Iterable[Bug]) -> list[tuple[float, Bug]]:
+        """Those that come near on all answers, or on one of the wrong ones, and how near: the
+        nearest first."""
+        found: list[tuple[float, int, Bug]] = []
+        for bug in bugs:
+            if self.stage not in bug.stages:
+                continue
+            left = self.distances(bug)
+            share = [left[n] / self.left[n] for n in self.wrong if left[n] < FAR]
+            if share and min(share) < CLEARS:
+                found.append((sum(min(x, 2.0) for x in left.values()), len(found), bug))
+        return [(off, bug) for off, _, bug in sorted(found)[:BEST]]
+
+    def explained(self, near: Sequence[tuple[float, Bug]]) -> bool:
+        """Whether the nearest bug gives all answers, not those of the sample alone, but for
+        rounding."""
+        if not near or near[0][0] > WRONG * sum(self.eps.values()):
+            return False
+        with np.errstate(all="ignore"):
+            answers = solve(self.question, self.stage, near[0][1], given=self.given)
+        for name, found in self.found.items():
+            size = np.abs(np.where(np.isfinite(found), found, 0.0)).mean()
+            with np.errstate(invalid="ignore"):
+                left = np.abs(found - by_rows(name, answers[name]))
+            if np.nanmean(np.where(np.isinf(found), 0.0, left)) > WRONG * self.eps[name] * size:
+                return False
+        return True
+
+    def fit(
+        self, family: Family, grid: Floats, *, by_head: bool = False, name: str = "out"
+    ) -> Floats | None:
+        """The number for every query head with which ``family`` leaves the least of an answer.
+
+        The best of ``grid``, then Newton's method on the residual; the same for all heads unless
+        ``by_head``. None where the best is hardly better than the right computation.
+        """
+        heads = self.question.num_heads_q
+
+        def residual(bug: Bug) -> Floats:
+            """(heads or 1, numbers)"""
+            with np.errstate(invalid="ignore"):
+                left = self.found[name] - self._answers(bug, by_head)[name]
+            left = self._part(name, np.where(np.isfinite(left), left, 1e6), by_head)
+            return np.moveaxis(left, 1, 0).reshape(heads if by_head else 1, -1)
+
+        def at(x: Floats) -> Floats:
+            return residual(family(np.broadcast_to(x, heads)))
+
+        def size(left: Floats) -> Floats:
+            with np.errstate(over="ignore"):
+                return np.asarray(np.square(left).sum(axis=1))
+
+        right = size(residual(NO_BUG))
+        right = np.maximum(right, right.mean())
+        tried = np.stack([size(at(np.full(1, x))) for x in grid])
+        x = np.asarray(grid)[tried.argmin(axis=0)]
+        left = at(x)
+        for number in range(STEPS):
+            if number == 2 and (size(left) > PROMISES**2 * right).any():
+                return None
+            step = 1e-5 * np.maximum(np.abs(x), 1e-3)
+            slope = (at(x + step) - left) / step[:, None]
+            with np.errstate(all="ignore"):
+                change = (slope * left).sum(axis=1) / np.square(slope).sum(axis=1)
+            change = np.where(np.isfinite(change), change, 0.0)
+            for shorter in (1.0, 0.3, 0.1):
+                other = at(x - shorter * change)
+                better = size(other) < size(left)
+                x = np.where(better, x - shorter * change, x)
+                left = np.where(better[:, None], other, left)
+                if better.all():
+                    break
+            if not (np.abs(change) > 1e-10 * np.abs(x)).any():
+                break
+        if (size(left) > CLEARS**2 * right).any():
+            return None
+        return np.broadcast_to(x, heads).copy()
+
+
+def _of_kv(of_heads: Floats, question: Question) -> Floats:
+    """A number of each key/value head: of its query heads the largest."""
+    return np.asarray(np.minimum(of_heads, 1e3).reshape(question.num_heads_kv, -1).max(axis=1))
+
+
+def eps_of(x: np.ndarray) -> float:
+    """The distance of neighbouring numbers; for 16 bits what is left of it in a mean."""
+    return 2.0**-11 if x.dtype.itemsize == 2 else float(np.finfo(x.dtype).eps)
+
+
+def in_words(x: float, *, roots: bool = False) -> str:
+    """A fitted number, and what it is near to; with ``roots`` rather 1 / sqrt(n) than 2^-n."""
+    for text, value in _named(x, roots):
+        if math.isclose(x, value, rel_tol=CLOSE):
+            return text if text == f"{x:.4g}" else f"{x:.4g} = {text}"
+    return f"{x:.4g}"
+
+
+def _named(x: float, roots: bool) -> Iterator[tuple[str, float]]:
+    if x == 0 or not math.isfinite(x):
+        return
+    yield f"{round(x)}", float(round(x))
+    tenth = round(x, 1)
+    yield f"{tenth:g}", tenth
+    if roots and x > MOST_UNDER_ROOT**-0.5:
+        yield f"1 / sqrt({round(x**-2)})", max(round(x**-2), 1) ** -0.5
+    power = round(math.log2(abs(x)))
+    yield f"{'-' if x < 0 else ''}2^{power}", math.copysign(2.0**power, x)
+    yield from (("ln 2", math.log(2)), ("log2(e)", 1 / math.log(2)))

@@ -1,0 +1,91 @@
+"""A part of a large problem that is small enough to be computed hundreds of times."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question
+
+SCORES = 1_200_000  # of all heads
+
+
+def cost(question: Question, b: int) -> int:
+    """Scores of a sequence, of all heads."""
+    return question.lengths_q[b] * question.lengths_k[b] * question.num_heads_q
+
+
+def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
+    """Some neighbouring sequences, as many as there is time for; and what was done, in words.
+
+    Of a single sequence that is too long, some key/value heads with their groups.
+    """
+    costs = [cost(question, b) for b in range(question.batch)]
+    if sum(costs) <= SCORES:
+        return question, answers, ""
+    first, last = _run(costs)
+    question, answers = _sequences(question, answers, first, last)
+    text = f"sequences {first} to {last - 1} of {len(costs)} were judged"
+    total = sum(costs[first:last])
+    if total > SCORES and question.num_heads_kv > 1 and not question.sparse:
+        heads = max(1, question.num_heads_kv * SCORES // total)
+        question, answers = _heads(question, answers, heads)
+        text += f", {heads} of their key/value heads"
+    return question, answers, text
+
+
+def _run(costs: list[int]) -> tuple[int, int]:
+    """The longest run of sequences within the budget; the cheapest single one if none is."""
+    best = (int(np.argmin(costs)), int(np.argmin(costs)) + 1)
+    for first in range(len(costs)):
+        for last in range(first + 1, len(costs) + 1):
+            if sum(costs[first:last]) > SCORES:
+                break
+            if last - first > best[1] - best[0] or sum(costs[best[0] : best[1]]) == 0:
+                best = (first, last)
+    return best
+
+
+def _sequences(
+    question: Question, answers: Answers, first: int, last: int
+) -> tuple[Question, Answers]:
+    offsets = (np.asarray(question.cu_seqlens_q), np.asarray(question.cu_seqlens_k))
+    rows, keys = (slice(int(x[first]), int(x[last])) for x in offsets)
+    of_rows, of_keys = ("q", "dout", "tq", "out"), ("k", "v", "tk", "tv")
+    slots = ("block_indices", "block_counts", "block_scale", "tblock_scale")
+    changes: dict[str, object] = {}
+    for name in (*of_rows, *of_keys, *slots, "dlse", "lse"):
+        x = getattr(question, name)
+        if x is not None:
+            where = keys if name in of_keys else rows
+            changes[name] = x[:, where] if name in ("dlse", "lse") else x[where]
+    if question.seqused_k is not None:
+        changes["seqused_k"] = question.seqused_k[first:last]
+    changes["cu_seqlens_q"], changes["cu_seqlens_k"] = (
+        x[first : last + 1] - x[first] for x in offsets
+    )
+    part = {}
+    for name, x in answers.items():
+        if name in ("S", "P", "dP", "dS"):
+            continue
+        where = keys if name in OF_KEYS else rows
+        part[name] = x[:, where] if name in BY_ROW else x[where]
+    return replace(question, **changes), part  # type: ignore[arg-type]
+
+
+def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
+    """The first ``count`` key/value heads."""
+    heads = count * question.group
+    of_kv = ("k", "v", "tk", "tv")
+    by_head = ("dlse", "lse", "sinks", "tsinks")
+    changes: dict[str, object] = {}
+    for name in ("q", "dout", "tq", "out", *of_kv, *by_head):
+        x = getattr(question, name)
+        if x is None:
+            continue
+        kept = count if name in of_kv else heads
+        changes[name] = x[:kept] if name in by_head else x[:, :kept]
+    part = {}
+    for name, x in answers.items():
+        kept = count if name in OF_KEYS else heads
+        part[name] = x[:kept] if name in BY_ROW else x[:, :kept]
+    return replace(question, **changes), part  # type: ignore[arg-type]

@@ -1,0 +1,384 @@
+"""``diagnose``: which side is wrong, and which bug it is, with the evidence.
+
+Each side is judged on its own: by identities that need no reference (``invariants``), by the bugs
+of the catalogue (``match``), and by proofs from structure for those that nobody can plant
+(``proofs``). What stages have in common is one finding. Long by the evidence in words.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.engine.attention import Bug, empty, solve
+from rawattn.check.diagnose.engine.effort import spent
+from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
+from rawattn.check.diagnose.evidence import invariants, structure
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
+from rawattn.check.diagnose.judge import proofs
+from rawattn.check.diagnose.judge.cut import cut
+from rawattn.check.diagnose.judge.match import Explained, StageVerdict, beside, judge_stage
+from rawattn.check.diagnose.judge.unjudged import without
+from rawattn.check.diff import FLOATING
+
+WORDS = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "second": "double backward",
+    "jvp": "forward-mode derivative",
+}
+CONFIDENCE = ("proved", "high", "medium", "low")
+EFFORT = 20_000.0  # units, after which nothing but the usual bugs is tried
+GENERIC = ("wrong-keys",)  # what other names say more exactly
+CUT = "the search was cut short: not all bugs were tried"
+WORD = re.compile(r"\w+")
+ORDER = {name: place for place, name in enumerate(CLASSES)}
+
+
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything
+def diagnose(
+    question: Question,
+    answers: Answers,
+    *,
+    side: str = "candidate",
+    call: Callable[[Question], Answers] | None = None,
+    against: tuple[str, Answers] | None = None,
+    until: float | None = None,
+) -> Diagnosis:
+    """What is wrong with ``answers`` to ``question``.
+
+    side: what to call whoever gave them. call: that function itself, to be asked again on other
+    inputs. against: the name and the answers of another side, judged in the same way. until: by
+    effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
+    """
+    until = spent() + EFFORT if until is None else until
+    sides = [(side, answers, None if call is None else _floating(call))]
+    if against is not None:
+        sides.append((*against, None))
+    findings: list[Finding] = []
+    checks: list[Check] = []
+    facts: list[str] = []
+    whole, shown = question, _numbers(answers, side)[0]
+    for name, given, again in sides:
+        given, strange = _numbers(given, name)
+        findings += strange
+        question, part, fact = cut(whole, _with_rows(given))
+        facts += [f"{name}: {fact}"] if fact else []
+        found, held, said = _judge(question, part, name, again, until)
+        if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
+            found += proofs.of_sinks(question, given, name)
+        if name == side or (found and not findings):
+            shown = part
+        findings += found
+        checks += held
+        facts += said
+    reference = reference_of(question, shown)
+    shown = {n: x for n, x in shown.items() if n not in reference or x.shape == reference[n].shape}
+    reference = {name: x for name, x in reference.items() if name in shown}
+    facts.insert(0, _sizes(whole))
+    return Diagnosis(
+        title=" against ".join(name for name, _, _ in sides),
+        findings=tuple(findings),
+        checks=tuple(checks),
+        levels=structure.levels(question, shown, reference),
+        maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
+        facts=tuple(facts),
+    )
+
+
+def _floating(call: Callable[[Question], Answers]) -> Callable[[Question], Answers]:
+    """``call`` with the floating arrays of its answers alone, those that have rows."""
+    return lambda question: _with_rows(_numbers(call(question), "")[0])
+
+
+def _with_rows(answers: Answers) -> Answers:
+    return {name: x for name, x in answers.items() if name not in OF_SINKS}
+
+
+def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
+    """The floating arrays among the answers, and what is to be said of others, None for one."""
+    found = {name: np.asarray(x) for name, x in answers.items()}
+    wrong = [name for name, x in found.items() if x.dtype not in FLOATING]
+    gate = wrong == ["dblock_scale"] and answers["dblock_scale"] is None
+    said = [f"{name} is of dtype {found[name].dtype}, expected a floating one" for name in wrong]
+    bug, confidence = ("sparse-gate-gradient-missing", "high") if gate else ("unknown", "low")
+    told = [proofs.finding(side, bug, ", ".join(wrong), confidence, said)] if wrong else []
+    return {name: x for name, x in found.items() if name not in wrong}, told
+
+
+def reference_of(question: Question, answers: Answers) -> Answers:
+    """The right values of what there is, a backward pass given the out and lse that it had."""
+    found: Answers = {}
+    for stage in question.stages:
+        if any(name in answers for name in STAGES[stage]):
+            found |= solve(question, stage, given=question.passed)
+    return {name: found[name] for name in answers if name in found}
+
+
+def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
+    """What rounding of the stored results alone makes of errors."""
+    return {
+        name: float(np.finfo(np.float32).eps * 16 + _eps(answers[name]))
+        * float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
+        for name, x in reference.items()
+    }
+
+
+def _eps(x: np.ndarray) -> float:
+    return 2.0**-8 if x.dtype.itemsize == 2 else float(np.finfo(x.dtype).eps)
+
+
+def _sizes(question: Question) -> str:
+    q = question
+    lengths = _few(q.lengths_q)
+    if q.lengths_q != q.lengths_k:
+        lengths = f"{lengths} queries on {_few(q.lengths_k)} keys"
+    else:
+        lengths = f"{lengths} tokens"
+    heads = f"{q.num_heads_q} head{'s' if q.num_heads_q > 1 else ''} on {q.num_heads_kv}"
+    mask = "causal" if q.causal else "not causal"
+    window = "" if q.window == (-1, -1) else f", window {q.window}"
+    window += "".join(f", {name}" for name in q.rare)
+    kind = "block-sparse attention" if q.sparse else "attention"
+    count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
+    return (
+        f"{kind} of {count} ({lengths}), {heads}, head_dim {q.q.shape[2]}, {mask}{window}, "
+        f"{q.dtype.name}"
+    )
+
+
+def _few(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
+
+
+# ---- one side ---------------------------------------------------------------------------------
+
+
+def _judge(
+    question: Question,
+    answers: Answers,
+    side: str,
+    call: Callable[[Question], Answers] | None,
+    until: float,
+) -> tuple[list[Finding], list[Check], list[str]]:
+    answers, misshapen = _of_right_shape(question, answers, side)
+    findings, answers = proofs.of_race(question, answers, side, call)
+    empty_ones, answers = proofs.of_empty(question, answers, side)
+    judged, unjudged = without(question, answers)
+    verdicts: list[StageVerdict] = []
+    hints: list[Bug] = []
+    for stage in question.stages:
+        verdict = judge_stage(question, judged, stage, until=until, hints=hints)
+        if verdict is not None:
+            here = [one.prediction.bug for one in verdict.explained[:1]]
+            for known in (*hints, *here) if verdict.unexplained else ():
+                verdict = beside(question, judged, verdict, known, until)
+            verdicts.append(verdict)
+            if verdict.explained and not verdict.unexplained:
+                hints.append(verdict.explained[0].prediction.bug)
+    checks = list(invariants.checks(question, answers, side, call=call))
+    facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
+    facts += [f"{side}: {fact}" for fact in unjudged]
+    facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
+    findings += _resolve(question, judged, side, verdicts)
+    zeros = proofs.of_zeros(question, answers, side)
+    for verdict in verdicts:
+        findings += [] if zeros else proofs.of_noise(question, answers, side, verdict)
+        findings += proofs.of_precision(question, answers, side, verdict)
+    findings += [*zeros, *misshapen, *empty_ones]
+    failing = [check for check in checks if check.verdict == "FAIL"]
+    if all(one.bug == "rounding" for one in findings):
+        findings += proofs.of_runs(question, side, verdicts, failing)
+    return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
+
+
+def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdict]) -> str:
+    wrong = [one.stage for one in verdicts if not one.sound]
+    given = f" for {verdict.source}" if "forward" in wrong and verdict.source else ""
+    names = ", ".join(verdict.tensors)
+    return f"{side}: {names} right{given}, with rounding as of {verdict.precision}"
+
+
+def _of_right_shape(
+    question: Question, answers: Answers, side: str
+) -> tuple[Answers, list[Finding]]:
+    """The arrays that have the shape of what they are called, and what is to be said of others."""
+    shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
+    shapes |= {"delta": question.q.shape[1::-1]}
+    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
+    wrong = {n: x.shape for n, x in answers.items() if n in shapes and x.shape != shapes[n]}
+    said = [f"{name} has shape {shape}, not {shapes[name]}" for name, shape in wrong.items()]
+    found = []
+    if wrong:
+        taken = [n for n in ("dq", "dk", "dv", "gq", "gk", "gv") if n in wrong]
+        swapped = len(taken) == len(wrong) and sorted(shapes[n] for n in taken) == sorted(
+            wrong.values()
+        )
+        bug, confidence = ("gradients-swapped", "high") if swapped else ("unknown", "low")
+        found.append(proofs.finding(side, bug, ", ".join(wrong), confidence, said))
+    return {name: x for name, x in answers.items() if name not in wrong}, found
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for each bug, the surest first."""
+    found: dict[str, Finding] = {}
+    for one in findings:
+        if one.bug not in found:
+            found[one.bug] = one
+            continue
+        old = found[one.bug]
+        found[one.bug] = replace(
+            old,
+            where="; ".join(dict.fromkeys((old.where, one.where))),
+            confidence=min(old.confidence, one.confidence, key=CONFIDENCE.index),
+            evidence=tuple(dict.fromkeys(old.evidence + one.evidence)),
+            alternatives=tuple(name for name in old.alternatives if name in one.alternatives),
+        )
+    return sorted(found.values(), key=lambda one: CONFIDENCE.index(one.confidence))
+
+
+def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
+    """The finding with the identities that fail for its tensors as evidence."""
+    tensors = _tensors(finding.where)
+    failing = [check for check in failing if not tensors or _about(check) & tensors]
+    said = tuple(
+        f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
+        f"{check.allowed:.2g}" + (f", in {check.place}" if check.place else "")
+        for check in failing[:3]
+    )
+    return replace(finding, evidence=finding.evidence + said)
+
+
+def _tensors(text: str) -> set[str]:
+    """The tensors that a text names."""
+    return {name for names in STAGES.values() for name in names} & set(WORD.findall(text))
+
+
+def _about(check: Check) -> set[str]:
+    """The tensors that fail with an identity: of those that it names, the last stage's."""
+    named = _tensors(check.text)
+    if check.name == "I10" and not named:
+        named = set(STAGES["second"])
+    stages = ("second", "jvp", "backward", "forward")
+    return next((named & set(STAGES[one]) for one in stages if named & set(STAGES[one])), named)
+
+
+class _Part:
+    """Wrong tensors of one stage that one bug has to explain."""
+
+    def __init__(self, verdict: StageVerdict, explained: Sequence[Explained]) -> None:
+        self.verdict, self.tensors = verdict, explained[0].tensors
+        self.best: dict[str, Explained] = {}
+        for one in explained:
+            self.best.setdefault(one.name, one)
+
+
+def _resolve(
+    question: Question, answers: Answers, side: str, verdicts: Sequence[StageVerdict]
+) -> list[Finding]:
+    """One finding for each bug, the bugs as few as will do."""
+    wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
+    parts: list[_Part] = []
+    findings: list[Finding] = []
+    for verdict in verdicts:
+        groups: dict[tuple[str, ...], list[Explained]] = {}
+        for one in verdict.explained:
+            groups.setdefault(one.tensors, []).append(one)
+        parts += [_Part(verdict, group) for group in groups.values()]
+        if verdict.unexplained:
+            findings += proofs.of_structure(question, answers, side, verdict)
+
+    def merit(name: str, left: Sequence[_Part]) -> tuple[float, ...]:
+        """More parts first, then the order of classes, then bugs of the wrong stages alone."""
+        here = [part for part in left if name in part.best]
+        own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
+        worst = max(part.best[name].rms for part in here)
+        return -len(here), worst > 1.5, _order(name), not own, worst
+
+    left = list(parts)
+    found: list[Finding] = []
+    while left:
+        names = {name for part in left for name in part.best}
+        best = min(names, key=lambda name: merit(name, left))
+        here = [part for part in left if best in part.best]
+        others = set.intersection(*(set(part.best) for part in here)) - {best, *GENERIC}
+        found += _findings(question, answers, side, best, here, sorted(others, key=_order))
+        left = [part for part in left if best not in part.best]
+    return found + findings
+
+
+def _order(name: str) -> int:
+    """The place of a class; of two at once that of the later one, behind all classes."""
+    single = name.split(" + ")
+    return max(ORDER.get(one, len(ORDER)) for one in single) + len(ORDER) * (len(single) - 1)
+
+
+def _findings(
+    question: Question,
+    answers: Answers,
+    side: str,
+    name: str,
+    parts: Sequence[_Part],
+    others: Sequence[str],
+) -> list[Finding]:
+    """The findings of a bug, or of two at once, in all parts that it explains."""
+    chosen = [part.best[name] for part in parts]
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    wrong = [
+        tensor for part in parts for tensor in part.tensors if not part.verdict.null[tensor].good
+    ]
+    stages = list(dict.fromkeys(part.verdict.stage for part in parts))
+    evidence: list[str] = []
+    for part, one in zip(parts, chosen, strict=True):
+        residual = max(one.fits[tensor].relative for tensor in part.tensors)
+        null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
+        form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
+        source = f", from {one.prediction.source}" if one.prediction.source else ""
+        leaves = (
+            f"The right computation leaves {null:.2g}."
+            if math.isfinite(null)
+            else "The right computation differs in which elements are finite, or not 0."
+        )
+        agree = "agrees" if len(part.tensors) == 1 else "agree"
+        evidence.append(
+            f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
+            f"{', '.join(part.tensors)} {agree} to {residual:.2g} of the size: {one.rms:.2g} "
+            f"times the noise of {part.verdict.precision}. {leaves}"
+        )
+    evidence += _places(question, answers, wrong)
+    where = " and ".join(WORDS[stage] for stage in stages)
+    told = "; ".join(dict.fromkeys(filter(None, (one.prediction.bug.look_at for one in chosen))))
+    cut = any(part.verdict.cut for part in parts)
+    if cut:
+        evidence.append(CUT)
+    clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
+    return [
+        Finding(
+            side=side,
+            bug=single,
+            title=CLASSES[single].title if single in CLASSES else single,
+            where=f"{where}: {', '.join(wrong or tensors)}",
+            confidence="high" if clear else "medium",
+            evidence=tuple(evidence),
+            look_at=told or (CLASSES[single].look_at if single in CLASSES else ""),
+            alternatives=tuple(others),
+        )
+        for single in name.split(" + ")
+    ]
+
+
+def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> list[str]:
+    """Where the wrong rows of the first wrong tensor lie."""
+    if not tensors:
+        return []
+    name = tensors[0]
+    reference = reference_of(question, {name: answers[name]})
+    allowed = 8 * _allowances({name: answers[name]}, reference)[name]
+    if not math.isfinite(allowed):
+        return []
+    bad = structure.bad_rows(question, name, answers[name], reference[name], allowed)
+    told = structure.where(question, name, bad)[:3]
+    return [f"{name}: {sentence}" for sentence in told if not sentence.startswith("no pattern")]

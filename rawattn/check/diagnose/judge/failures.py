@@ -1,0 +1,426 @@
+"""From a case that fails to a diagnosis: the candidate is asked again, on small problems.
+
+Those have the mask, the heads and the dtype of the case, but lengths that tell bugs apart, and no
+traps. What only the case itself shows, with its NaN and its strides, is looked for there.
+
+Long by the two ways between cases and questions, which belong together: a change of one must be
+made in the other.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from rawattn.check.candidate import Candidate, Unsupported
+from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.effort import spent
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_SINKS,
+    OF_SLOTS,
+    STAGES,
+    Answers,
+    Question,
+)
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.judge import proofs
+from rawattn.check.diagnose.judge.diagnosis import CONFIDENCE, diagnose
+from rawattn.check.expected import Expected, Target, expect
+from rawattn.check.sparse_cases import SparseCase
+from rawattn.check.sparse_tensors import SparseTensors
+
+SIDE = "candidate"
+NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
+PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
+SECONDS = 12.0  # of an idle machine, after which no further problem is begun
+AGREEING = 4
+
+
+def explain_failures(
+    candidate: Candidate,
+    cases: Sequence[Case],
+    other: Candidate | None = None,
+    *,
+    against: str = "reference",
+    seconds: float = SECONDS,
+) -> Diagnosis:
+    """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all.
+
+    Cases of the same small problem, but for its dtype, are of one kind; kinds are looked at until
+    AGREEING of them say the same, but none begins after ``seconds``, counted as
+    ``effort`` counts them. ``other`` is what
+    ``candidate`` was compared with, called ``against``; None is the float64 reference.
+    """
+    kinds: dict[Case, list[Case]] = {}
+    for case in sorted(cases, key=_plainness):
+        kinds.setdefault(replace(small(case), dtype=""), []).append(case)
+    until = spent() + 1000 * seconds
+    found: list[_Judged] = []
+    for kind in kinds.values():
+        if found and (spent() > until or _agree(found)):
+            break
+        diagnosis = explain_failure(candidate, kind[0], other, against=against, until=until)
+        found.append(_Judged(kind, diagnosis))
+    left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
+    return _joined(f"{candidate.name} against {against}", found, left)
+
+
+def explain_failure(
+    candidate: Candidate,
+    case: Case,
+    other: Candidate | None = None,
+    *,
+    against: str = "reference",
+    until: float = math.inf,
+) -> Diagnosis:
+    """What is wrong with ``candidate``, which fails on ``case``.
+
+    The case itself is looked at where the small problem shows no bug that has a name, unless it is
+    ``until`` by effort.spent().
+    """
+    alike, itself = small(case), candidate.fit(case)
+    best = _asked(candidate, question_of(candidate.fit(alike), clean=True), other, against, until)
+    tried = ["a small problem of its kind"]
+    if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
+        tried.append("the case itself")
+        own = _asked(candidate, question_of(itself), other, against, until)
+        best = own if _named(own) or not best.findings else best
+    if best.findings:
+        return best
+    nothing = Finding(
+        SIDE,
+        "unknown",
+        "it fails, but no bug is to be seen",
+        str(case),
+        "low",
+        (f"looked at: {', '.join(tried)}",),
+        "what the case has besides: its lengths, NaN in other sequences and past the end, strides",
+    )
+    return replace(best, findings=(nothing,))
+
+
+def small(case: Case) -> Case:
+    """The dedicated problem for cases like ``case``; the same for many of them."""
+    lengths_q, lengths_k = case.lengths_q, case.lengths_k
+    if max(lengths_k, default=0) > 0:
+        large = max(lengths_q) > 100
+        unit = case.block_size if isinstance(case, SparseCase) else 60 if large else 30
+        longest = 4 * unit + 6 if unit < 30 else 2 * unit + 10
+        lengths_k = (unit // 2 + 5, longest, 1, unit + 7)
+        lengths_q = lengths_k
+        if case.lengths_q != case.lengths_k:
+            lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
+    plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
+    plain |= {"lengths_q": lengths_q, "lengths_k": lengths_k, "direction": (True, True, True)}
+    plain |= {"sinks_direction": True}
+    plain |= {"seqused_k": None if case.seqused_k is None else in_use(lengths_k)}
+    if isinstance(case, SparseCase):
+        plain |= {"gate_direction": True, "index_dtype": "int32"}
+    return replace(case, name="small", **plain)
+
+
+def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
+    """The inputs of ``case``; backward passes are given the reference's out and lse.
+
+    clean: without NaN in keys that are not in use, and without the traps of a sparse case: NaN in
+    what nobody sees, and strange padding.
+    """
+    expected = expect(case, seed)
+    t = expected.tensors
+    given: dict[str, Any] = {
+        **{"q": t.q, "k": t.k, "v": t.v, "dout": t.dout, "dlse": t.dlse},
+        **{"cu_seqlens_q": t.cu_seqlens_q, "cu_seqlens_k": t.cu_seqlens_k},
+        **{"tq": t.tq, "tk": t.tk, "tv": t.tv, "out": expected.out, "lse": expected.lse},
+        **{"causal": case.causal, "softmax_scale": case.softmax_scale},
+    }
+    if not isinstance(case, SparseCase) or not isinstance(t, SparseTensors):
+        given |= {"softcap": case.softcap, "sinks": t.sinks, "tsinks": t.tsinks}
+        if clean and t.seqused_k is not None:
+            whole = make(replace(case, seqused_k=None), seed)
+            given |= {name: getattr(whole, name) for name in ("k", "v", "tk", "tv")}
+        return Question(**given, window=case.window, seqused_k=t.seqused_k)
+    given |= {
+        **{"block_indices": t.block_indices, "block_counts": t.block_counts},
+        **{"block_scale": t.block_scale, "tblock_scale": t.tblock_scale},
+        **{"block_size": case.block_size, "own": case.own},
+        "sliding": case.mask_window if case.sliding else None,
+    }
+    return Question(**given | (_without_traps(case, t, seed) if clean else {}))
+
+
+def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, Any]:
+    dense = make(case, seed)
+    blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
+    there = (t.block_indices >= 0) & (t.block_indices < blocks[:, None, None])
+    rng = np.random.default_rng(seed)
+    filled = {}
+    for name in ("block_scale", "tblock_scale"):
+        gate = getattr(t, name)
+        if gate is not None:
+            noise = 1 + 0.5 * rng.standard_normal(gate.shape)
+            filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
+    indices = np.where(there, t.block_indices, -1).astype(t.block_indices.dtype)
+    dense_inputs = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
+    return {"block_indices": indices, **dense_inputs, **filled}
+
+
+def answers_of(candidate: Candidate, question: Question) -> Answers:
+    """What ``candidate`` says to ``question``. Raises Unsupported, and what it raises itself."""
+    if question.dout is None:
+        candidate = replace(candidate, backward=None, preprocess=None, double_backward=None)
+    results = candidate.run(_expected(question))
+    known = {*OF_SINKS, *(name for names in STAGES.values() for name in names)}
+    return {name: array for name, array in results.items() if name in known}
+
+
+def reference_answers(question: Question) -> Answers:
+    """What the float64 reference says to ``question``, rounded as right results are."""
+    given = question.passed
+    answers: Answers = {}
+    for stage in question.stages:
+        answers |= solve(question, stage, given=given if stage in ("backward", "second") else None)
+    return {name: a.astype(_dtype(question, name)) for name, a in answers.items()}
+
+
+def _asked(
+    candidate: Candidate,
+    question: Question,
+    other: Candidate | None,
+    against: str,
+    until: float,
+) -> Diagnosis:
+    """The diagnosis of what ``candidate``, and ``other`` if there is one, say to ``question``."""
+    sides = {SIDE: candidate} | ({} if other is None else {against: other})
+    findings: list[Finding] = []
+    given: list[tuple[str, Answers]] = []
+    for side, one in sides.items():
+        try:
+            answers = answers_of(one, question)
+        except Unsupported as lack:
+            return Diagnosis(f"{one.name}: {lack}", ())
+        except Exception as error:  # whatever a candidate throws is its result
+            findings.append(_raised(side, error, question))
+            continue
+        shapes = _shapes(question)
+        wrong = {n: a for n, a in answers.items() if a.shape != shapes[n] or not _real(a)}
+        findings += [_strange(side, name, array, shapes[name]) for name, array in wrong.items()]
+        answers = {n: array for n, array in answers.items() if n not in wrong}
+        findings += _of_dtypes(side, question, answers)
+        given.append((side, _as_due(question, answers)))
+    if not given:
+        return Diagnosis(candidate.name, tuple(findings))
+    (side, answers), *rest = given
+    rival = rest[0] if rest else None
+
+    def call(asked: Question) -> Answers:
+        return _as_due(asked, answers_of(sides[side], asked))
+
+    diagnosis = diagnose(question, answers, side=side, call=call, against=rival, until=until)
+    return replace(diagnosis, findings=(*findings, *diagnosis.findings))
+
+
+def _raised(side: str, error: Exception, question: Question) -> Finding:
+    lengths = f"lengths {question.lengths_q} and {question.lengths_k}"
+    return Finding(
+        side,
+        "unknown",
+        f"it raises {type(error).__name__}",
+        f"{lengths}, {question.num_heads_q} heads, {question.dtype}",
+        "proved",
+        (f"{type(error).__name__}: {error}",),
+        "the function itself, called with these lengths",
+    )
+
+
+def _strange(side: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Finding:
+    return Finding(
+        side,
+        "unknown",
+        f"{name} has another form than it must have",
+        name,
+        "proved",
+        (f"{name} is {array.shape} {array.dtype}; it must be {shape} and floating",),
+        "what the function returns, and in which order",
+    )
+
+
+def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
+    """Results of another dtype than they must have; they are judged in that one nonetheless."""
+    due = {name: _dtype(question, name) for name in answers}
+    wrong = {name: x.dtype for name, x in answers.items() if x.dtype != due[name]}
+    said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
+    return [proofs.finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
+
+
+def _as_due(question: Question, answers: Answers) -> Answers:
+    with np.errstate(over="ignore"):
+        return {n: x.astype(_dtype(question, n)) if _real(x) else x for n, x in answers.items()}
+
+
+def _real(array: np.ndarray) -> bool:
+    return array.dtype.name in DTYPES
+
+
+class _Judged(NamedTuple):
+    """Cases of one kind, and what was found."""
+
+    cases: list[Case]
+    diagnosis: Diagnosis
+
+
+class _Shown(NamedTuple):
+    """A finding, the diagnosis that it is of, and the cases that this is about."""
+
+    finding: Finding
+    diagnosis: Diagnosis
+    cases: list[Case]
+
+
+def _agree(found: Sequence[_Judged]) -> bool:
+    """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
+    said = [{(f.side, f.bug) for f in judged.diagnosis.findings} for judged in found]
+    named = all(_named(judged.diagnosis) for judged in found)
+    return len(found) >= AGREEING and named and all(one == said[0] for one in said)
+
+
+def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagnosis:
+    """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
+    said: dict[tuple[str, str, str], list[_Shown]] = {}
+    for kind, diagnosis in found:
+        for finding in diagnosis.findings:
+            what = finding.title if finding.bug == "unknown" else ""
+            shown = _Shown(finding, diagnosis, kind)
+            said.setdefault((finding.side, finding.bug, what), []).append(shown)
+    findings, first = [], found[0][1] if found else Diagnosis(title, ())
+    for place, alike in enumerate(sorted(said.values(), key=_rank)):
+        best = min(alike, key=lambda shown: CONFIDENCE.index(shown.finding.confidence))
+        more = f"shown by {_few([str(case) for shown in alike for case in shown.cases])}"
+        findings.append(replace(best.finding, evidence=(*best.finding.evidence, more)))
+        first = first if place else best.diagnosis
+    facts = first.facts
+    if left:
+        facts += (f"failing cases that were not looked at: {_few(left)}",)
+    return replace(first, title=title, findings=tuple(findings), facts=facts)
+
+
+def _rank(alike: Sequence[_Shown]) -> tuple[bool, int, int]:
+    """Bugs before what has no name, then by confidence, then by how often they are shown."""
+    sure = min(CONFIDENCE.index(shown.finding.confidence) for shown in alike)
+    return alike[0].finding.bug in NAMELESS, sure, -len(alike)
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def _named(diagnosis: Diagnosis) -> bool:
+    return any(finding.bug not in NAMELESS for finding in diagnosis.findings)
+
+
+def _plainness(case: Case) -> tuple[bool, bool, int]:
+    """The least special first, and what has the finest numbers, in which a bug shows best."""
+    special = case.window != (-1, -1) or case.softmax_scale is not None or not case.dlse
+    special |= case.softcap is not None or case.sinks or case.seqused_k is not None
+    odd = case.head_dim != case.head_dim_v or max(case.lengths_k, default=0) == 0
+    return odd, special, -DTYPES.index(case.dtype)
+
+
+def _pairs(case: Case) -> int:
+    pairs = zip(case.lengths_q, case.lengths_k, strict=True)
+    return case.num_heads_q * sum(q * k for q, k in pairs)
+
+
+# ---- a question as a candidate is asked one -----------------------------------------------------
+
+
+def _expected(question: Question) -> Expected:
+    """``question`` in the form in which candidates are run, with the shapes of results alone."""
+    q, given = question, question.passed
+    if given is None:
+        right = solve(question, "forward")
+        given = right["out"], right["lse"]
+    out, lse = (given[i].astype(_dtype(q, n), copy=False) for i, n in enumerate(("out", "lse")))
+    targets = {}
+    for name, shape in _shapes(q).items():
+        zeros = np.broadcast_to(0.0, shape)
+        targets[name] = Target(zeros, zeros, _dtype(q, name), _NOWHERE, (), None, 0, 1)
+    inputs: dict[str, Any] = {
+        **{"q": q.q, "k": q.k, "v": q.v, "dout": q.dout, "dlse": q.dlse},
+        **{"tq": q.tq, "tk": q.tk, "tv": q.tv, "sinks": q.sinks, "tsinks": q.tsinks},
+        "seqused_k": None if q.seqused_k is None else np.asarray(q.seqused_k, dtype=np.int32),
+        "cu_seqlens_q": np.asarray(q.cu_seqlens_q, dtype=np.int32),
+        "cu_seqlens_k": np.asarray(q.cu_seqlens_k, dtype=np.int32),
+    }
+    tensors = Tensors(**inputs)
+    if q.sparse:
+        tensors = SparseTensors(
+            **inputs,
+            block_indices=q.block_indices,
+            block_counts=q.block_counts,
+            block_scale=q.block_scale,
+            tblock_scale=q.tblock_scale,
+        )
+    return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
+
+
+_NOWHERE = np.zeros(0, dtype=np.int64)
+
+
+def _case(question: Question) -> Case:
+    q = question
+    lengths_k = tuple(int(n) for n in np.diff(q.cu_seqlens_k))
+    sizes: dict[str, Any] = {
+        **{"lengths_q": q.lengths_q, "lengths_k": lengths_k, "dtype": q.dtype.name},
+        **{"num_heads_kv": q.num_heads_kv, "group": q.group},
+        **{"head_dim": q.q.shape[2], "head_dim_v": q.v.shape[2], "causal": q.causal},
+        **{"softmax_scale": q.softmax_scale, "dlse": q.dlse is not None},
+        **{"past_q": len(q.q) - sum(q.lengths_q), "past_k": len(q.k) - sum(lengths_k)},
+    }
+    indices = q.block_indices
+    if indices is None:
+        sizes |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
+        used = None if q.seqused_k is None else q.lengths_k
+        return Case("asked", **sizes, seqused_k=used)
+    own_window = q.sliding in (None, (q.block_size - 1, 0))
+    return SparseCase(
+        "asked",
+        **sizes,
+        window=(-1, -1) if own_window or q.sliding is None else q.sliding,
+        block_size=q.block_size,
+        num_selected=indices.shape[2],
+        by_query_head=indices.shape[1] != q.num_heads_kv,
+        own=q.own,
+        counts=q.block_counts is not None,
+        gate=q.block_scale is not None,
+        gate_direction=q.tblock_scale is not None,
+        sliding=q.sliding is not None,
+    )
+
+
+def _dtype(question: Question, name: str) -> np.dtype:
+    """The dtype of a right result called ``name``."""
+    wide = name in (*BY_ROW, *OF_SLOTS, *OF_SINKS)
+    return lse_dtype(question.dtype.name) if wide else question.dtype
+
+
+def _shapes(question: Question) -> dict[str, tuple[int, ...]]:
+    """The shapes of right results, as far as there are any."""
+    q = question
+    like_out, rows = (*q.q.shape[:2], q.v.shape[2]), q.q.shape[1::-1]
+    shapes = {
+        **dict.fromkeys(("out", "sliding out", "tout", "jvp out", "ddout"), like_out),
+        **dict.fromkeys(BY_ROW, rows),
+        **dict.fromkeys(("dq", "gq"), q.q.shape),
+        **dict.fromkeys(("dk", "gk"), q.k.shape),
+        **dict.fromkeys(("dv", "gv"), q.v.shape),
+    }
+    if q.block_scale is not None:
+        shapes |= dict.fromkeys(OF_SLOTS, q.block_scale.shape)
+    if q.sinks is not None:
+        shapes |= dict.fromkeys(OF_SINKS, q.sinks.shape)
+    return shapes

@@ -1,0 +1,793 @@
+"""Which bug, planted in the float64 computation, gives somebody's numbers down to rounding?
+
+Every stage (forward, backward, second, jvp) is judged on its own, at one precision after the
+other, the finest first: the right computation, then every bug of the catalogue, on all tensors of
+the stage or on some of them, then two bugs at once. What fits at a finer precision wins, so that a
+small bug is not taken for coarse rounding.
+
+How well a prediction fits is measured row by row (a token of a head) in units of the noise that
+rounding makes there, found by rounding the prediction's own operations.
+
+Long, since choosing among bugs and measuring a fit know each other.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
+from rawattn.check.diagnose.catalogue.sparse import named_blocks, selection
+from rawattn.check.diagnose.engine.attention import (
+    FIRST,
+    NO_BUG,
+    OWN_P,
+    Bug,
+    Context,
+    Floats,
+    Rounding,
+    Step,
+    assuming,
+    exact,
+    solve,
+    times,
+    together,
+)
+from rawattn.check.diagnose.engine.effort import cuts, over, spend, spent
+from rawattn.check.diagnose.engine.question import (
+    OF_KEYS,
+    STAGES,
+    Answers,
+    Question,
+    given_to_backward,
+)
+from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.inferred import blocks, inputs, numbers, terms
+from rawattn.check.diagnose.inferred.keys import seen
+
+RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
+NEAREST = 12  # predictions whose noise is computed, for each tensor
+IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
+MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
+FOR_RARER, FOR_PAIRS = 8000.0, 4000.0  # units of effort
+OF_A_DISTANCE = 0.1
+TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
+OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
+BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
+HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
+FAR = 0.3  # residual of what no rounding explains
+NEAR = 0.05  # residual of a pair that is looked at more closely
+# Tensors of one loop, which a bug of that loop changes together.
+KERNELS = tuple(
+    set(names)
+    for names in (
+        *(("out", "lse"), ("sliding out", "sliding lse"), ("dq",), ("dk", "dv")),
+        *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
+    )
+)
+Given = tuple[Floats, Floats] | None
+INFERRED = (numbers, inputs, seen, blocks, terms)
+
+
+# ---- precision --------------------------------------------------------------------------------
+
+
+class Precision(NamedTuple):
+    """``noise`` is that of ``rounding`` times ``factor``."""
+
+    name: str
+    rounding: Rounding
+    factor: float = 1.0
+
+
+def _to(dtype: type) -> Callable[[Floats], Floats]:
+    def r(x: Floats) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(x).astype(dtype).astype(np.float64)
+
+    return r
+
+
+def to_tf32(x: Floats) -> Floats:
+    """Rounded to the 10 bits of mantissa that TF32 keeps of float32."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isfinite(x), rounded, x).astype(np.float64)
+
+
+_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
+
+
+def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
+    """The precisions that a right computation on such arrays may have, the finest first."""
+    if dtype == np.float64:
+        # twice: what it is compared with is rounded as well
+        ratio = 2 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
+        fine = Precision("float64", _FLOAT32, ratio)
+        return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+    if dtype == np.float32:
+        return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+    half = _to(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
+    return (
+        Precision(f"{dtype.name} operands, float32 sums", Rounding(_to(np.float32), half)),
+        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
+    )
+
+
+# ---- how well does it fit? --------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """``rms`` and ``worst`` row of the residual in units of noise; ``relative``: its part of the
+    whole."""
+
+    rms: float
+    worst: float
+    relative: float
+
+    @property
+    def good(self) -> bool:
+        return self.rms <= RMS_FIT and self.worst <= ROW_FIT
+
+
+def eps_of(x: np.ndarray) -> float:
+    """The relative distance of neighbouring numbers in the array's dtype."""
+    return float(ml_dtypes.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def smallest_of(x: np.ndarray) -> float:
+    return float(ml_dtypes.finfo(x.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
+
+
+def defined(question: Question, name: str, right: Floats) -> np.ndarray:
+    """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
+    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    inside = sequence >= 0
+    if name == "delta":  # what D is without keys, no bug knows
+        inside &= np.array([*question.lengths_k, 0])[sequence] > 0
+    return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
+
+
+def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
+    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
+
+    A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
+    """
+    a, b = found[rows], wanted[rows]
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if a.shape[-1] > 1:
+        same |= ~np.isfinite(a) & ~np.isfinite(b)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, a - b)
+    return np.where(np.isnan(difference), np.inf, difference)
+
+
+def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
+    """Root mean square of the residual over that of what was found."""
+    difference = residual(found, wanted, rows)
+    if not np.isfinite(difference).all():
+        return math.inf
+    with np.errstate(over="ignore"):
+        size = float(np.sqrt(np.mean(np.square(_finite(found[rows]))))) if difference.size else 0.0
+        rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
+    return rms / size if size else (0.0 if not rms else math.inf)
+
+
+def _finite(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, 0.0)
+
+
+def _row_rms(x: Floats) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.sqrt(np.mean(_finite(x) ** 2, axis=-1)))
+
+
+def _scores_squared(c: Context) -> Floats:
+    return np.asarray(c.s**2 * times(c.Q**2, c.K.T**2))
+
+
+# Every sum with the squares of its terms: what is left of them where they cancel does not tell
+# what rounding may do.
+SQUARES: dict[str, Step] = {
+    "L": lambda c: (c.P * _scores_squared(c)).sum(axis=-1),
+    "O": lambda c: times(c.P**2, c.V**2),
+    "D": lambda c: (c.dO**2 * c.O**2).sum(axis=-1) + c.dL**2,
+    "dS": lambda c: c.P**2 * (times(c.dO**2, c.V.T**2) + c.D[..., None]),
+    "dY": lambda c: c.G**2 * c.dS,
+    "dQ": lambda c: c.s**2 * times(c.dY, c.K**2),
+    "dK": lambda c: c.s**2 * (c.dY.swapaxes(1, 2) @ c.Q**2),
+    "dV": lambda c: (c.P**2).swapaxes(1, 2) @ c.dO**2,
+}
+
+
+def sizes(question: Question, stage: str, given: Given) -> Answers:
+    """Of every row of a stage's results the size of what is added up in it, (tokens, heads)."""
+    if stage not in FIRST:
+        return {}
+    with np.errstate(all="ignore"):
+        squares = solve(question, stage, Bug("", steps=SQUARES), given=given)
+        found = {n: np.sqrt(by_rows(n, x).mean(axis=2)) for n, x in squares.items() if x.ndim > 1}
+    return {n: _finite(x) for n, x in found.items()}
+
+
+def fit(
+    question: Question,
+    name: str,
+    found: np.ndarray,
+    wanted: Floats,
+    rounded: Floats,
+    factor: float,
+    rows: np.ndarray,
+    went_in: Floats | float = 0.0,
+) -> Fit:
+    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``.
+
+    went_in: ``sizes`` of the tensor's rows.
+    """
+    a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
+    difference = residual(a, b, rows)
+    if not difference.size:
+        return Fit(0.0, 0.0, 0.0)
+    if not np.isfinite(difference).all():
+        return Fit(math.inf, math.inf, math.inf)
+    size = _row_rms(b)
+    with np.errstate(invalid="ignore"):
+        error = factor * _row_rms(c - b)
+    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    typical, scale = np.zeros_like(error), np.zeros_like(error)
+    for b_index in np.unique(sequence):
+        here = sequence == b_index
+        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
+        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
+    summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
+    accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
+    floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)
+    storage = eps_of(found) / 2
+    noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
+    with np.errstate(over="ignore"):
+        ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
+    relative = relative_residual(a, b, rows)
+    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
+
+
+# ---- predictions ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a stage with ``bug`` gives; a backward one is given the out and lse of ``source``."""
+
+    bug: Bug
+    stage: str
+    source: str
+    given: Given
+    answers: Answers
+
+
+def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
+    """All bugs that a stage may have, in the order of preference where they look alike."""
+    if question.sparse:
+        found = [
+            *selection.bugs(question),
+            *named_blocks.bugs(question),
+            *first_order.bugs_anywhere(question),
+        ]
+    else:
+        found = list(first_order.bugs(question))
+    if stage in ("second", "jvp"):
+        wide = [
+            bug if stage in bug.stages else bug.at(*bug.stages, stage)
+            for bug in found
+            if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
+        ]
+        wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
+        found = [*second_order.bugs(question), *tangents.bugs(question), *wide]
+        if stage == "second":  # kernels that make ddout's row term of the out that they are given
+            by_out = {"tO": second_order.by_given_out}
+            found += [
+                replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **by_out})
+                for bug in wide
+                if bug.see is not None and "tO" not in bug.steps
+            ]
+    return tuple(bug for bug in found if stage in bug.stages)
+
+
+def _with_own_softmax(bug: Bug) -> Bug:
+    """The same in a backward pass that computes P anew, not from lse."""
+    return replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
+
+
+def _of_scores(bug: Bug) -> bool:
+    """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
+    return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
+
+
+def _of_masks(bug: Bug) -> bool:
+    """Whether a bug of who sees whom may be in any stage."""
+    return bug.see is not None and bug.stages != ("forward",)
+
+
+def _given(question: Question, answers: Answers, stage: str) -> tuple[str, Given]:
+    """What out and lse the stage was given, most likely."""
+    if stage in ("forward", "jvp"):
+        return "", None
+    given = given_to_backward(question, answers)
+    if given is None:
+        return "the right out and lse", None
+    passed = question.passed is not None
+    return "the out and lse that were passed in" if passed else "its own out and lse", given
+
+
+def predictions(
+    question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
+) -> list[Prediction]:
+    """What the stage gives with each bug, given what it was given."""
+    source, given = _given(question, answers, stage)
+    found = ((bug, _planted(question, stage, bug, given)) for bug in bugs)
+    return [Prediction(bug, stage, source, given, x) for bug, x in found if x is not None]
+
+
+def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Answers | None:
+    """What the stage gives with a bug; None where it cannot be planted on views that another bug
+    has changed."""
+    try:
+        return solve(question, stage, bug, given=given)
+    except (IndexError, ValueError):
+        return None
+
+
+def rarer_predictions(
+    question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
+) -> Iterator[Prediction]:
+    """Those of backward passes that made an out or an lse of their own."""
+    if stage in ("forward", "jvp"):
+        return
+    source, given = _given(question, answers, stage)
+    wrong = given is not None and _is_wrong(question, given)
+    for bug in bugs:
+        if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
+            results = _planted(question, stage, bug, None)
+            if results is not None:
+                yield Prediction(bug, stage, "the right out and lse", None, results)
+        if not _of_scores(bug):
+            continue
+        if "forward" in bug.stages:
+            planted = _planted(question, "forward", bug, None)
+            other = None if planted is None else (planted["out"], planted["lse"])
+            results = _planted(question, stage, bug, other)
+            if results is not None:
+                yield Prediction(bug, stage, "those of a forward with the same bug", other, results)
+        if "bP" not in bug.steps:
+            own = _with_own_softmax(bug)
+            results = _planted(question, stage, own, given)
+            if results is not None:
+                yield Prediction(own, stage, source, given, results)
+
+
+def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
+    """Whether an out and lse are other numbers than the right ones, by more than rounding."""
+    right = solve(question, "forward")
+    for name, array in zip(("out", "lse"), given, strict=True):
+        found, wanted = (by_rows(name, x) for x in (array, right[name]))
+        rows = defined(question, name, right[name])
+        if relative_residual(found, wanted, rows) > 16 * eps_of(question.q):
+            return True
+    return False
+
+
+class Explained(NamedTuple):
+    """A prediction that fits all of ``tensors``; ``fits`` of each."""
+
+    prediction: Prediction
+    tensors: tuple[str, ...]
+    fits: dict[str, Fit]
+
+    @property
+    def name(self) -> str:
+        return self.prediction.bug.name
+
+    @property
+    def rms(self) -> float:
+        return max(self.fits[name].rms for name in self.tensors)
+
+
+@dataclass(frozen=True)
+class StageVerdict:
+    """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
+    wrong tensors together or for some. ``null``: how the right computation fits.
+    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
+    stage for which its right tensors are right. ``cut``: something was not tried."""
+
+    stage: str
+    precision: str
+    tensors: tuple[str, ...]
+    right: tuple[str, ...]
+    explained: tuple[Explained, ...]
+    unexplained: tuple[str, ...]
+    null: dict[str, Fit]
+    source: str = ""
+    cut: bool = False
+
+    @property
+    def sound(self) -> bool:
+        return len(self.right) == len(self.tensors)
+
+    @property
+    def stories(self) -> int:
+        """How many bugs it takes: of tensors that are explained apart, those in common once."""
+        groups: dict[tuple[str, ...], set[str]] = {}
+        for one in self.explained:
+            groups.setdefault(one.tensors, set()).add(one.name)
+        return 1 if groups and set.intersection(*groups.values()) else len(groups)
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """What is not explained, and by how many bugs the rest is."""
+        return len(self.unexplained), self.stories
+
+
+class _Stage:
+    """The fits of one stage, computed when they are asked for."""
+
+    def __init__(
+        self,
+        question: Question,
+        answers: Answers,
+        stage: str,
+        until: float,
+        hints: Sequence[Bug] = (),
+    ) -> None:
+        self.question, self.stage, self.until = question, stage, until
+        self.hints = [bug for bug in hints if stage in bug.stages]
+        self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
+        self.answers = answers
+        self.rights = [
+            *predictions(question, answers, stage, [NO_BUG]),
+            *rarer_predictions(question, answers, stage, [NO_BUG]),
+        ]
+        self.usual: list[Prediction] = []
+        self.rarer: list[Prediction] = []
+        self.inferred: list[Prediction] | None = None
+        truth = self.rights[0].answers
+        self.tensors = tuple(n for n in self.found if n in truth)
+        right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
+        self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
+        self.finest = ladder(question.dtype)[0]
+        self.sizes = sizes(question, stage, self.rights[0].given)
+        self.telling = {name for name in self.tensors if self._tells(name)}
+        self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
+        self.distances: dict[tuple[Prediction, str], float] = {}
+        self.mended: dict[Prediction, float] = {}
+        self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
+
+    def guesses(self, every: bool) -> list[Prediction]:
+        """Predictions with each bug; ``every``: the rarer ones too."""
+        bugs = catalogue(self.question, self.stage) if not self.usual or every else ()
+        if not self.usual:
+            every_bug = [*self.hints, *bugs]
+            self.usual = predictions(self.question, self.answers, self.stage, every_bug)
+        if every and self.inferred is None:
+            self.inferred = [] if over(self.until) else self._inferred()
+        if every and not self.rarer:
+            until = min(self.until, spent() + FOR_RARER)
+            rarer = rarer_predictions(self.question, self.answers, self.stage, bugs)
+            self.rarer = list(itertools.takewhile(lambda _: not over(until), rarer))
+        return self.usual + (self.inferred or []) + self.rarer
+
+    def _inferred(self) -> list[Prediction]:
+        """Predictions with the bugs that the answers themselves tell."""
+        bugs: list[Bug] = []
+        for of in INFERRED:
+            with contextlib.suppress(IndexError, ValueError):  # beside a bug that changes the views
+                bugs += of.bugs(self.question, self.answers, self.stage)
+        bugs = [bug for bug in bugs if self.stage in bug.stages]
+        given = (self.question, self.answers, self.stage, bugs)
+        return [*predictions(*given), *rarer_predictions(*given)]
+
+    def _tells(self, name: str) -> bool:
+        """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
+        found = by_rows(name, self.found[name])[self.rows[name]]
+        with np.errstate(invalid="ignore"):
+            told = (np.isfinite(found) & (found != 0)).any(axis=1)
+        return bool(told.size and told.mean() > TELLING)
+
+    def leaves(self, guess: Prediction, names: set[str]) -> bool:
+        """Whether a bug of a stage with one kernel does nothing to these tensors, which it does not
+        explain, or what is there as far as it is finite; kernels of backward stages may have it
+        each for itself."""
+        if self.stage not in ("forward", "jvp"):
+            return True
+        right = self.rights[0].answers
+        return all(
+            np.allclose(guess.answers[name], right[name], equal_nan=True)
+            or self._finite_part(guess, name) < FAR
+            for name in names
+        )
+
+    def _finite_part(self, guess: Prediction, name: str) -> float:
+        """The residual in rows that are finite, of both."""
+        a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
+        finite = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
+        return relative_residual(a, b, finite) if finite.any() else math.inf
+
+    def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
+        """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
+        told = [one for one in explained if self.telling & set(one.fits)]
+        zeros = [one for one in explained if one not in told]
+        return told + (zeros if len({one.name for one in zeros}) <= OF_ZEROS else [])
+
+    def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:
+        key = (prediction, precision.name)
+        if key not in self.noisy:
+            self.noisy[key] = solve(
+                self.question,
+                self.stage,
+                prediction.bug,
+                rounding=precision.rounding,
+                given=prediction.given,
+            )
+        found = fit(
+            self.question,
+            name,
+            self.found[name],
+            prediction.answers[name],
+            self.noisy[key][name],
+            precision.factor,
+            self.rows[name],
+            self.sizes.get(name, 0.0),
+        )
+        # rows that cancel scatter more where operands are coarse
+        if precision.name != self.finest.name:
+            found = found._replace(worst=found.worst / 2)
+        return found
+
+    def relative(self, prediction: Prediction, name: str) -> float:
+        key = (prediction, name)
+        if key not in self.distances:
+            spend(OF_A_DISTANCE)
+            a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
+            same = a.shape == b.shape
+            self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
+        return self.distances[key]
+
+    def mends(self, prediction: Prediction) -> float:
+        """Share of the rows that are wrong which agree with a prediction."""
+        if prediction not in self.mended:
+            shares = []
+            for name in self.tensors:
+                wrong = ~self._agree(self.rights[0], name)
+                if wrong.any():
+                    shares.append(float(self._agree(prediction, name)[wrong].mean()))
+            self.mended[prediction] = float(np.mean(shares)) if shares else 0.0
+        return self.mended[prediction]
+
+    def _agree(self, prediction: Prediction, name: str) -> np.ndarray:
+        a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
+        if a.shape != b.shape:
+            return np.zeros(int(self.rows[name].sum()), dtype=bool)
+        error = np.abs(residual(a, b, self.rows[name])).max(axis=1, initial=0)
+        size = np.abs(_finite(b[self.rows[name]])).max(axis=1, initial=0)
+        return np.asarray(error <= max(1e-3, 8 * eps_of(self.found[name])) * size)
+
+    def right_at(self, precision: Precision) -> dict[str, Fit]:
+        """The best fit of the right computation, by tensor."""
+        best = {}
+        for name in self.tensors:
+            fits = [(self.fit(right, name, precision), right.source) for right in self.rights]
+            best[name], self.sources[name] = min(fits, key=lambda f: (not f[0].good, f[0].rms))
+        return best
+
+
+def good(fits: dict[str, Fit]) -> tuple[str, ...]:
+    """The tensors that fit."""
+    return tuple(name for name in fits if fits[name].good)
+
+
+def judge_stage(
+    question: Question,
+    answers: Answers,
+    stage: str,
+    *,
+    until: float = math.inf,
+    hints: Sequence[Bug] = (),
+) -> StageVerdict | None:
+    """What is wrong with a stage; None where there is nothing of it.
+
+    From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
+    other stages have.
+    """
+    before, work = cuts(), _Stage(question, answers, stage, until, hints)
+    if not work.tensors:
+        return None
+    verdict = _verdict(work, ladder(question.dtype))
+    sources = {work.sources[name] for name in verdict.right}
+    source = sources.pop() if len(sources) == 1 else ""
+    return replace(verdict, source=source, cut=cuts() > before)
+
+
+def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
+    stage = work.stage
+    first: dict[str, Fit] = {}
+    best: StageVerdict | None = None
+    for precision in steps:
+        null = work.right_at(precision)
+        first = first or null
+        right = good(null)
+        if len(right) == len(work.tensors):
+            return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
+        for every in (False, True):
+            verdict = _explain(work, work.guesses(every), precision, null, right)
+            if verdict is not None and not verdict.unexplained and verdict.stories == 1:
+                return verdict
+            if verdict and (best is None or verdict.left < best.left):
+                best = verdict
+        if best is not None and not best.unexplained:
+            return best
+    pairs = _pairs(work, work.guesses(True))
+    for precision in steps[:2]:
+        fitting = _fitting(work, pairs, precision)
+        if fitting:
+            null = work.right_at(precision)
+            right = good(null)
+            told = tuple(fitting)
+            return StageVerdict(stage, precision.name, work.tensors, right, told, (), null)
+    if best is not None:
+        return best
+    null = work.right_at(steps[-1])
+    right = good(null)
+    wrong = tuple(name for name in work.tensors if name not in right)
+    return StageVerdict(stage, steps[0].name, work.tensors, right, (), wrong, first)
+
+
+def _explain(
+    work: _Stage,
+    guesses: Sequence[Prediction],
+    precision: Precision,
+    null: dict[str, Fit],
+    right: tuple[str, ...],
+) -> StageVerdict | None:
+    """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
+    wrong = tuple(name for name in work.tensors if name not in right)
+    near: list[Prediction] = []
+    for name in work.tensors:
+        ranked = sorted(guesses, key=lambda guess: work.relative(guess, name))
+        near += [guess for guess in ranked[:NEAREST] if work.relative(guess, name) < FAR]
+    whole_first = sorted(guesses, key=lambda guess: sum(_distances(work, guess)))
+    near += [guess for guess in whole_first[:NEAREST] if max(_distances(work, guess)) < FAR]
+    null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
+    whole: list[Explained] = []
+    parts: list[Explained] = []
+    for guess in dict.fromkeys(near):
+        fits = {
+            name: work.fit(guess, name, precision)
+            for name in work.tensors
+            if work.relative(guess, name) < FAR
+        }
+        fitting = good(fits)
+        computed = guess.bug.store is None  # tensors are stored each for itself
+        explained = tuple(
+            name
+            for name in wrong
+            if name in fitting and work.relative(guess, name) < BETTER * null_of[name]
+        )
+        if len(fitting) == len(work.tensors) and explained == wrong:
+            whole.append(Explained(guess, work.tensors, fits))
+        elif (
+            explained
+            and not (computed and _ruled_out(set(right) - set(fitting), set(wrong)))
+            and work.leaves(guess, set(wrong) - set(explained))
+        ):
+            parts.append(Explained(guess, explained, fits))
+    whole, parts = work.telling_ones(whole), work.telling_ones(parts)
+    verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
+    if whole:
+        whole.sort(key=lambda e: e.rms)
+        return replace(verdict, explained=tuple(whole), unexplained=())
+    if not parts:
+        return None
+    parts.sort(key=lambda e: (-len(e.tensors), e.rms))
+    covered: set[str] = set()
+    chosen: list[Explained] = []
+    while set(wrong) - covered:
+        gains = [(len(set(e.tensors) - covered), e) for e in parts]
+        most = max(gain for gain, _ in gains)
+        if not most:
+            break
+        best = [e for gain, e in gains if gain == most]
+        tensors = set(best[0].tensors) - covered
+        chosen += [e for e in best if set(e.tensors) - covered == tensors]
+        covered |= tensors
+    left = tuple(name for name in wrong if name not in covered)
+    return replace(verdict, explained=tuple(chosen), unexplained=left)
+
+
+def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
+    """Whether a bug would change a tensor that is right, of a kernel that has a wrong one: dv is
+    right, so that what is wrong with dk is not P."""
+    return any(changed & kernel and wrong & kernel for kernel in KERNELS)
+
+
+def _distances(work: _Stage, guess: Prediction) -> list[float]:
+    return [work.relative(guess, name) for name in work.tensors]
+
+
+def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
+    """Two bugs at once, where all tensors come near.
+
+    One of two is a bug that leaves less than the right computation does, or that sets some rows
+    (of a head, of a sequence) right.
+    """
+
+    def total(guess: Prediction) -> float:
+        # how much is wrong still, tensor by tensor; a bug that does harm to one may be half of two
+        return sum(min(distance, 2.0) for distance in _distances(work, guess))
+
+    nearest, mended = sorted(guesses, key=total), sorted(guesses, key=lambda g: -work.mends(g))
+    most = HELPS * total(work.rights[0])
+    first = [guess for guess in guesses if guess.bug in work.hints]
+    second = list(nearest) if first else []  # with a bug that is known to be there, try any other
+    first += [guess for guess in nearest[:IN_PAIRS] if total(guess) < most]
+    first += [guess for guess in mended[:IN_PAIRS] if work.mends(guess) > MENDED]
+    second = first + nearest[:PARTNERS] + second
+    second += [guess for guess in mended[:PARTNERS] if work.mends(guess) > MENDED]
+    bugs, others = (list({id(g.bug): g.bug for g in some}.values()) for some in (first, second))
+    found: list[Prediction] = []
+    until = min(work.until, spent() + FOR_PAIRS)
+    tried: set[frozenset[int]] = set()
+    for one, other in itertools.product(bugs, others):
+        pair = frozenset((id(one), id(other)))
+        if one.name == other.name or pair in tried:
+            continue
+        tried.add(pair)
+        orders = [(one, other)]
+        if one.see is not None and other.see is not None:
+            orders.append((other, one))
+        both = [b for b in itertools.starmap(together, orders) if b and work.stage in b.stages]
+        for guess in predictions(work.question, work.answers, work.stage, both):
+            if all(work.relative(guess, name) < NEAR for name in work.tensors):
+                found.append(guess)
+        if len(found) > 4 or over(until):
+            break
+    return found
+
+
+def _fitting(work: _Stage, guesses: Sequence[Prediction], precision: Precision) -> list[Explained]:
+    """Those that fit all tensors, the best first."""
+    found = []
+    for guess in guesses:
+        fits = {name: work.fit(guess, name, precision) for name in work.tensors}
+        if all(one.good for one in fits.values()):
+            found.append(Explained(guess, work.tensors, fits))
+    return sorted(work.telling_ones(found), key=lambda e: e.rms)
+
+
+# ---- beside a bug that is known ------------------------------------------------------------------
+
+
+def beside(
+    question: Question, answers: Answers, verdict: StageVerdict, known: Bug, until: float
+) -> StageVerdict:
+    """The same verdict, with what explains more if ``known`` is there too, as in another stage."""
+    if verdict.stage not in known.stages or over(until):
+        return verdict
+    again = judge_stage(assuming(question, known), answers, verdict.stage, until=until)
+    if again is None or len(again.unexplained) >= len(verdict.unexplained):
+        return verdict
+    explained = []
+    alone = tuple(name for name in again.right if name not in verdict.right)
+    if alone:
+        guess = predictions(question, answers, verdict.stage, [known])
+        fits = {name: again.null[name] for name in alone}
+        explained = [Explained(one, alone, fits) for one in guess]
+    for one in again.explained:
+        bug = one.prediction.bug
+        both = replace(
+            bug, name=f"{known.name} + {bug.name}", variant=f"{known.variant} + {bug.variant}"
+        )
+        explained.append(one._replace(prediction=replace(one.prediction, bug=both)))
+    return replace(verdict, explained=tuple(explained), unexplained=again.unexplained)

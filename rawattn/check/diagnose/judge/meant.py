@@ -1,0 +1,153 @@
+"""Which options would make a wrong answer right? Read off the bug that explains it.
+
+What a bug does with masks, offsets, softmax_scale or D may be what was meant, where nobody said.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import (
+    NO_BUG,
+    Bug,
+    Context,
+    Floats,
+    View,
+    run_steps,
+    solve,
+    views_of,
+)
+from rawattn.check.diagnose.engine.effort import spent
+from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
+from rawattn.check.diagnose.inferred.row_terms import OF_ANOTHER_ORIGIN
+from rawattn.check.diagnose.judge.match import judge_stage
+
+EFFORT = 10_000.0  # units, for a stage
+LARGEST = 4096 * 4096  # pairs of tokens that are looked at
+SAME = 1e-5  # of a scale
+
+Changes = dict[str, Any]  # fields of a Question
+
+
+def options(question: Question, answers: Answers) -> list[Changes]:
+    """What may have been meant, by the bugs that explain the first wrong stage."""
+    if question.sparse:
+        return []
+    found: list[Changes] = []
+    for stage in question.stages:
+        verdict = judge_stage(question, answers, stage, until=spent() + EFFORT)
+        if verdict is not None and not verdict.sound:
+            bugs = {id(one.prediction.bug): one.prediction.bug for one in verdict.explained}
+            found += [x for bug in bugs.values() if (x := _of(question, answers, bug))]
+            break
+    return found
+
+
+def _of(question: Question, answers: Answers, bug: Bug) -> Changes:
+    if bug.store is not None:
+        return {}
+    if bug.see is not None:
+        return _of_views(question, tuple(bug.see(question, views_of(question))))
+    if bug.name == "score-scale":
+        return _of_scale(question, bug)
+    if OF_ANOTHER_ORIGIN in bug.variant and question.dlse is None:
+        return _of_delta(question, answers, bug)
+    return {}
+
+
+# ---- who sees whom ----------------------------------------------------------------------------
+
+
+def _of_views(question: Question, views: tuple[View, ...]) -> Changes:
+    wanted = _seen(question, views)
+    if wanted is None or not wanted.any():
+        return {}
+    tried: list[Changes] = [_window(question, wanted), *_offsets(question, wanted)]
+    for changes in tried:
+        other = replace(question, **changes)
+        if np.array_equal(np.asarray(_seen(other, views_of(other))), wanted):
+            return changes
+    return {}
+
+
+def _seen(question: Question, views: tuple[View, ...]) -> np.ndarray | None:
+    """Which token sees which, (total_q, total_k); None where heads differ, or how often."""
+    shape = (question.num_heads_kv, len(question.q), len(question.k))
+    if shape[1] * shape[2] > LARGEST:
+        return None
+    found = np.zeros(shape, dtype=bool)
+    for view in views:
+        if not np.isin(view.weight, (0, 1)).all() or np.ptp(view.weight, axis=0).any():
+            return None
+        if (view.keys < 0).any():
+            return None
+        found[view.head_kv, view.rows[:, None], view.keys] |= view.weight[0] > 0
+    return found[0] if (found == found[:1]).all() else None
+
+
+def _window(question: Question, wanted: np.ndarray) -> Changes:
+    """The window of the farthest keys that are seen."""
+    away = []
+    for view in views_of(question)[:: question.num_heads_kv]:
+        place = np.arange(len(view.keys))[None] - np.arange(len(view.rows))[:, None]
+        place = place - (len(view.keys) - len(view.rows))
+        away.append(place[wanted[view.rows[:, None], view.keys]])
+    distance = np.concatenate([np.zeros(1, np.int64), *away])
+    longest = max((*question.lengths_q, *question.lengths_k))
+    left, right = -int(distance.min()), int(distance.max())
+    left, right = (-1 if n >= longest - 1 else n for n in (left, right))
+    causal = right == 0 and (question.causal or left == -1)
+    return {"causal": causal, "window": (left, -1 if causal else right)}
+
+
+def _offsets(question: Question, wanted: np.ndarray) -> list[Changes]:
+    """Sequences that begin where no token sees one on the other side."""
+    if wanted.shape[0] != wanted.shape[1]:
+        return []
+    n, place = len(wanted), np.arange(len(wanted))
+    first = np.where(wanted.any(axis=1), wanted.argmax(axis=1), place)
+    last = np.where(wanted.any(axis=1), n - 1 - wanted[:, ::-1].argmax(axis=1), place)
+    begins = np.minimum.accumulate(np.minimum(first, place)[::-1])[::-1] >= place
+    ends = np.maximum.accumulate(np.maximum(last, place)) < np.append(place[1:], n)
+    starts = np.flatnonzero(begins & np.append(True, ends[:-1]))
+    offsets = np.append(starts, n)
+    return [{"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}]
+
+
+# ---- numbers ----------------------------------------------------------------------------------
+
+
+def _of_scale(question: Question, bug: Bug) -> Changes:
+    """Scores that are all the right ones times a number."""
+    factors: list[Floats] = []
+
+    def Y(c: Context) -> Floats:
+        run_steps(c, ("Y",), NO_BUG)
+        right = c.Y
+        run_steps(c, ("Y",), bug)
+        there = np.abs(right) > 0.1
+        factors.append((c.Y / np.where(there, right, 1.0))[there])
+        return np.asarray(c.Y)
+
+    solve(question, "forward", Bug("", stages=("forward",), steps={"Y": Y}))
+    found = np.concatenate([np.zeros(0), *factors])
+    if not found.size or np.ptp(found) > SAME * abs(found).max():
+        return {}
+    return {"softmax_scale": question.scale * float(found.mean())}
+
+
+def _of_delta(question: Question, answers: Answers, bug: Bug) -> Changes:
+    """D = dout . out - dlse with some dlse."""
+    found = np.zeros(question.q.shape[1::-1])
+
+    def D(c: Context) -> Floats:
+        run_steps(c, ("D",), NO_BUG)
+        right = c.D
+        run_steps(c, ("D",), bug)
+        found[c.view.heads[:, None], c.view.rows] = right - c.D
+        return np.asarray(c.D)
+
+    given = given_to_backward(question, answers)
+    solve(question, "backward", Bug("", stages=("backward",), steps={"D": D}), given=given)
+    return {"dlse": found.astype(np.float32)} if found.any() else {}

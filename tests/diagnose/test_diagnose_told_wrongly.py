@@ -1,0 +1,490 @@
+"""What the diagnosis has told wrongly of kernels that it had not seen, one test a point.
+
+The kernels are a loop over sequences and heads of their own, with hooks for what is not right;
+right ones are among them, and must not be accused.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawattn.check import cli_diagnose
+from rawattn.check.candidate import Candidate
+from rawattn.check.cases import standard
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.inferred import denominator
+from rawattn.check.diagnose.judge import failures, match
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.logs.explain import explain_log
+
+Array = np.ndarray
+Hook = Callable[[Array], Array]
+
+
+def exact(x: Array) -> Array:
+    return x
+
+
+def rounded(dtype: Any) -> Hook:
+    return lambda x: x.astype(dtype).astype(x.dtype)
+
+
+def drawn(
+    lengths: tuple[int, ...] = (20, 30, 46),
+    dtype: Any = np.float32,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    seed: int = 0,
+    past: int = 0,
+    dlse: bool = False,
+    **options: Any,
+) -> Question:
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    total = sum(lengths) + past
+
+    def draw(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(dtype)
+
+    given = {"causal": True, **options}
+    return Question(
+        draw(total, heads[0], dim),
+        draw(total, heads[1], dim),
+        draw(total, heads[1], dim),
+        offsets,
+        offsets,
+        dout=draw(total, heads[0], dim),
+        dlse=draw(heads[0], total) if dlse else None,
+        **given,
+    )
+
+
+def computed(
+    question: Question,
+    work: Any = np.float32,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    **hooks: Hook,
+) -> Answers:
+    """Forward and backward, summed up in ``work``; ``hooks`` change what bears their name, such as
+    S, P, dP, dS, the mask, or what one product reads: V in O, K in dQ."""
+
+    def hook(name: str, x: Array) -> Array:
+        return hooks.get(name, exact)(x)
+
+    q, k, v, dout = (np.asarray(getattr(question, n)).astype(work) for n in ("q", "k", "v", "dout"))
+    scale = work(question.scale)
+    out, lse = np.zeros_like(dout), np.full(q.shape[1::-1], -np.inf, work)
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b in range(question.batch):
+        rows = slice(*map(int, question.cu_seqlens_q[b : b + 2]))
+        n = rows.stop - rows.start
+        i, j = np.arange(n)[:, None], np.arange(n)[None]
+        seen = (j <= i) if question.causal else np.ones((n, n), bool)
+        seen = hook("mask", seen & (j >= i - (window[0] if window[0] >= 0 else n)))
+        for h in range(question.num_heads_q if n else 0):
+            g = h // question.group
+            Q, K, V, dO = q[rows, h], k[rows, g], v[rows, g], dout[rows, h]
+            S = np.where(seen, hook("S", scale * (Q @ hook("K in S", K).T)), -np.inf)
+            top = S.max(axis=1)
+            weights = np.exp(S - top[:, None])
+            total = weights.sum(axis=1)
+            out[rows, h] = hook("P", weights / total[:, None]) @ hook("V in O", V)
+            lse[h, rows] = L = top + np.log(total)
+            seen_back = hook("mask of backward", seen)
+            S = np.where(seen_back, scale * (Q @ K.T), -np.inf)
+            P = hook("P", np.exp(S - L[:, None]))
+            dP = hook("dP", dO @ V.T)
+            D = (dO * out[rows, h]).sum(axis=1)
+            if question.dlse is not None:
+                D = D - np.asarray(question.dlse)[h, rows].astype(work)
+            dS = hook("dS", P * (dP - hook("D", D[:, None])))
+            dq[rows, h] = scale * (dS @ hook("K in dQ", K))
+            dk[rows, g] += scale * (dS.T @ Q)
+            dv[rows, g] += P.T @ dO
+    found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    found = {name: x.astype(question.dtype) for name, x in found.items()}
+    return found | {"lse": lse.astype(np.float64 if work is np.float64 else np.float32)}
+
+
+def only(answers: Answers, *names: str) -> Answers:
+    return {name: answers[name] for name in names}
+
+
+def first(diagnosis: Diagnosis) -> Finding:
+    assert diagnosis.findings, "nothing is said to be wrong"
+    return diagnosis.findings[0]
+
+
+def told(diagnosis: Diagnosis) -> str:
+    """All that is said of what is wrong."""
+    return " ".join(" ".join((one.title, one.look_at, *one.evidence)) for one in diagnosis.findings)
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return [one.bug for one in diagnosis.findings]
+
+
+def test_an_lse_that_cancels_is_judged_by_what_went_in() -> None:
+    """1: scores of a single token that add up to nearly 0 are as wrong as their terms are large."""
+    question = drawn((1, 30, 1, 20), heads=(1, 1), dim=64)
+    query, k = question.q[0, 0], question.k.copy()
+    k[0, 0] -= query * ((query @ k[0, 0]) / (query @ query)) * np.float32(1 - 1e-6)
+    question = replace(question, k=k)
+    answers = computed(question)
+    assert abs(answers["lse"][0, 0]) < 1e-5
+    assert not diagnose(question, only(answers, "out", "lse")).findings
+    assert not diagnose(question, answers).findings
+
+
+@pytest.mark.parametrize("lengths", [(5, 7, 9), (20, 30, 46)])
+@pytest.mark.parametrize("tensors", [("dq",), ("dk", "dv"), ("dq", "dk", "dv")], ids="-".join)
+def test_a_doubled_gradient_is_a_factor(lengths: tuple[int, ...], tensors: tuple[str, ...]) -> None:
+    """2: a workspace that is not zeroed doubles all of it; where every sequence is a tile, so does
+    a tile that counts twice."""
+    question = drawn(lengths)
+    answers = computed(question)
+    found = diagnose(question, answers | {name: 2 * answers[name] for name in tensors})
+    assert names(found) == ["constant-factor"]
+    assert all(name in first(found).where for name in tensors)
+
+
+def decayed(x: Array) -> Array:
+    n = np.arange(len(x))
+    return np.asarray(x * np.float32(0.98) ** np.abs(n[:, None] - n))
+
+
+def test_a_right_dv_rules_out_another_p() -> None:
+    """4, and the hint of 7.5: a factor on dS alone is no bias of the scores, which dv had too."""
+    question = drawn()
+    found = diagnose(question, computed(question, dS=decayed))
+    assert names(found) == ["unknown"]
+    assert "a factor on dS" in first(found).look_at
+
+
+def leaky(question: Question, tile: int) -> Answers:
+    """Every sequence sees all keys of its last tile; past the last token there are zeros."""
+    out, lse = np.zeros(question.q.shape), np.zeros(question.q.shape[1::-1])
+    for b, n in enumerate(question.lengths_q):
+        start = int(question.cu_seqlens_q[b])
+        keys = slice(start, start - n // -tile * tile)
+        for h in range(question.num_heads_q):
+            K, V = (np.zeros((keys.stop - start, x.shape[2])) for x in (question.k, question.v))
+            for tile_of, x in ((K, question.k), (V, question.v)):
+                there = x[keys, h // question.group]
+                tile_of[: len(there)] = there
+            S = question.scale * (question.q[start : start + n, h] @ K.T)
+            lse[h, start : start + n] = L = np.log(np.exp(S).sum(axis=1))
+            out[start : start + n, h] = np.exp(S - L[:, None]) @ V
+    return {"out": out.astype(np.float32), "lse": lse.astype(np.float32)}
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_keys_past_the_last_token_are_zeros(tile: int) -> None:
+    """5: TMA fills a tile with zeros where the array ends."""
+    question = drawn(causal=False)
+    found = diagnose(question, leaky(question, tile))
+    assert names(found) == ["neighbour-leak"]
+    assert f"tile of {tile}" in told(found)
+
+
+def test_one_cause_beats_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6: what explains dq, dk and dv at once is told, and not one bug of dq and one of the rest."""
+    question = drawn((9, 12), causal=False)
+    right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
+
+    def off(name: str, *tensors: str) -> Bug:
+        def store(question: Question, answers: Answers) -> Answers:
+            moved = {t: answers[t][::-1] for t in tensors}
+            return answers | moved
+
+        return Bug(name, "", ("backward",), store=store)
+
+    one = off("offsets-shifted", "dq", "dk", "dv")
+    two = [off("transposed", "dq"), off("tile-skipped", "dk", "dv")]
+    answers = one.store(question, right) if one.store else right
+    answers = {name: answers[name] for name in ("dq", "dk", "dv")}
+    work = match._Stage(question, answers, "backward", np.inf)
+    work.usual = match.predictions(question, answers, "backward", two)
+    whole = match.predictions(question, answers, "backward", [one])
+    monkeypatch.setattr(work, "_inferred", lambda: whole)
+    verdict = match._verdict(work, match.ladder(question.dtype))
+    assert {explained.name for explained in verdict.explained} == {"offsets-shifted"}
+
+
+@pytest.mark.parametrize("sequence", [1, 3])
+@pytest.mark.parametrize("tensors", [("out", "lse"), ("out", "lse", "dq", "dk", "dv")], ids=len)
+def test_a_sequence_that_nobody_writes(sequence: int, tensors: tuple[str, ...]) -> None:
+    """8: 0 and -inf in all rows of a sequence are no rows of the one before."""
+    question = drawn((20, 30, 46, 5))
+    answers = only(computed(question), *tensors)
+    rows = slice(*map(int, question.cu_seqlens_q[sequence : sequence + 2]))
+    for name, x in answers.items():
+        x[:, rows] = -np.inf if name == "lse" else x[:, rows]
+        x[rows] = x[rows] if name == "lse" else 0
+    found = first(diagnose(question, answers))
+    assert (found.bug, found.confidence) == ("rows-not-written", "high")
+    assert f"of sequence {sequence}" in found.evidence[0]
+
+
+def behind(tile: int) -> Hook:
+    """Every tile but the first is the one before it: a buffer that is not waited for."""
+
+    def hook(x: Array) -> Array:
+        return x[np.where(np.arange(len(x)) < tile, np.arange(len(x)), np.arange(len(x)) - tile)]
+
+    return hook
+
+
+def second_for_first(tile: int) -> Hook:
+    """The first tile is overwritten by the second before it is read."""
+
+    def hook(x: Array) -> Array:
+        place = np.arange(len(x))
+        return x[np.where((place < tile) & (place + tile < len(x)), place + tile, place)]
+
+    return hook
+
+
+def empty_first(tile: int) -> Hook:
+    """The first tile is read before anything is there."""
+    return lambda x: np.where(np.arange(len(x))[:, None] < tile, 0, x).astype(x.dtype)
+
+
+@pytest.mark.parametrize("fault", [behind, second_for_first, empty_first])
+@pytest.mark.parametrize("operand", ["K in S", "V in O"])
+def test_a_stale_stage(fault: Callable[[int], Hook], operand: str) -> None:
+    """9: a tile of K or V that is that of another stage is no layout."""
+    question = drawn((50, 90, 70), heads=(2, 1))
+    answers = computed(question, **{operand: fault(16)})
+    found = first(diagnose(question, only(answers, "out", "lse")))
+    assert (found.bug, found.confidence) == ("stale-tile", "high")
+
+
+BFLOAT16, FLOAT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "of", "words"),
+    [
+        ("P", BFLOAT16, np.float32, "P in bfloat16"),
+        ("S", BFLOAT16, np.float32, "S in bfloat16"),
+        ("dS", BFLOAT16, np.float32, "dS in bfloat16"),
+        ("dP", BFLOAT16, np.float32, "dP in bfloat16"),
+        ("P", FLOAT8, BFLOAT16, "P in float8_e4m3fn"),
+        ("dS", FLOAT8, BFLOAT16, "dS in float8_e4m3fn"),
+        ("S", BFLOAT16, BFLOAT16, "S in bfloat16"),
+    ],
+    ids=lambda value: str(getattr(value, "__name__", value)),
+)
+def test_a_narrow_intermediate_is_named(step: str, dtype: Any, of: Any, words: str) -> None:
+    """7: the slope is 1, and what is left of one tensor rounded alone is next to nothing."""
+    question = drawn((50, 30), of, heads=(2, 1))
+    found = diagnose(question, computed(question, **{step: rounded(dtype)}))
+    assert {*names(found)} <= {"rounding", "narrow-intermediate"}
+    assert words in told(found)
+
+
+def test_a_coarse_result_is_said_to_be_coarse() -> None:
+    """7: a percent of dq, as bfloat16 in every operation leaves, is not nothing."""
+    question = drawn((50, 30), BFLOAT16, heads=(2, 1), causal=False)
+    every = dict.fromkeys(("S", "P", "dP", "dS"), rounded(BFLOAT16))
+    found = diagnose(
+        question, computed(question, rounded(BFLOAT16)(np.float32(3)).dtype.type, **every)
+    )
+    assert names(found) == ["rounding"]
+    assert "of its size" in told(found)
+
+
+def test_a_busy_machine_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.2: what is not tried depends on what was computed, not on how long that took."""
+    question = drawn((9, 12))
+    wrong = computed(question, dS=decayed)
+    idle = diagnose(question, wrong)
+    for clock in ("perf_counter", "process_time", "monotonic", "time"):
+        late = iter(range(0, 10**9, 10**4))
+        monkeypatch.setattr(time, clock, lambda late=late: float(next(late)))
+    assert diagnose(question, wrong).findings == idle.findings
+
+
+def test_a_search_that_is_cut_short_says_so() -> None:
+    """7.2: and is less sure."""
+    question = drawn((9, 12), causal=False)
+    answers = computed(question)
+    wrong = answers | {"dq": answers["dk"][:, [0, 0, 1, 1]], "dk": 2 * answers["dk"]}
+    whole, cut = diagnose(question, wrong), diagnose(question, wrong, until=0.0)
+    assert not any("cut short" in fact for fact in whole.facts)
+    assert any("cut short" in fact for fact in cut.facts)
+    assert all(finding.confidence != "high" for finding in cut.findings)
+
+
+# ---- files that leave something out -------------------------------------------------------------
+
+
+def explained(path: Path, question: Question, answers: Answers, *without: str) -> Diagnosis:
+    """What `explain` says of a file without some of its entries."""
+    told = {f.name: getattr(question, f.name) for f in fields(Question)}
+    left_out = ("out", "lse", "own", "block_size", *without)
+    told = {name: x for name, x in told.items() if x is not None and name not in left_out}
+    np.savez(path, **told, **answers)
+    return cli_diagnose._of_files(str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "without", "words"),
+    [
+        ({}, ("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens = [0, 12, 22, 30]"),
+        ({"softmax_scale": 0.4}, ("softmax_scale",), "softmax_scale = 0.4"),
+        ({"window": (3, -1)}, ("window",), "window = (3, -1)"),
+        ({"dlse": True}, ("dlse",), "a cotangent of lse (dlse)"),
+    ],
+    ids=["cu_seqlens", "softmax_scale", "window", "dlse"],
+)
+def test_what_a_file_leaves_out_accuses_nobody(
+    tmp_path: Path, options: dict[str, Any], without: tuple[str, ...], words: str
+) -> None:
+    """D1, and 3: right results of another option than the one that is assumed."""
+    question = drawn((12, 10, 8), **options)
+    answers = computed(question, window=question.window)
+    found = explained(tmp_path / "a.npz", question, answers, *without)
+    assert names(found) == ["vacuous"]
+    assert first(found).title == f"right if {words} was meant, which is not said"
+
+
+def test_a_bug_beside_an_option_that_is_not_said(tmp_path: Path) -> None:
+    """D1: with the mask that was meant the bug has a name, and is the only one."""
+    question = drawn((12, 10, 8))
+    answers = computed(question)
+    wrong = answers | {"dk": answers["dk"] * np.float32(question.scale)}
+    found = explained(tmp_path / "a.npz", question, wrong, "causal")
+    assert names(found) == ["output-scale"]
+    assert any("causal = True is not said" in fact for fact in found.facts)
+
+
+@pytest.mark.parametrize("name", ["grad_logsumexp", "d_lse", "dsoftmax_lse"])
+def test_a_dlse_by_another_name(tmp_path: Path, name: str) -> None:
+    """3"""
+    question = drawn((12, 10, 8), dlse=True)
+    answers = computed(question) | {name: np.asarray(question.dlse)}
+    assert explained(tmp_path / "a.npz", question, answers, "dlse").sound
+
+
+def test_nan_all_over_is_no_bug_that_has_a_name() -> None:
+    """D2"""
+    question = drawn()
+    out = computed(question)["out"]
+    found = first(diagnose(question, {"out": np.full_like(out, np.nan)}))
+    assert (found.bug, found.title) == ("unknown", "out: every element is NaN")
+    out[40:] = np.nan
+    assert "from row 20 of sequence 1, head 0, on" in told(diagnose(question, {"out": out}))
+
+
+def test_a_copy_of_an_input_is_a_copy() -> None:
+    """D13"""
+    question = drawn((9, 12), heads=(2, 2))
+    assert first(diagnose(question, {"out": question.v})).title == "out: a copy of v"
+
+
+# ---- a function that is asked -------------------------------------------------------------------
+
+
+def in_float64(factor: float) -> Candidate:
+    """A forward pass with NumPy's own dtype, whose scores have a ``factor``."""
+
+    def forward(q: Array, k: Array, v: Array, cu_seqlens: Array, **options: Any) -> Any:
+        scale = options["softmax_scale"] or q.shape[2] ** -0.5
+        given = {"softmax_scale": scale * factor, "causal": options["causal"]}
+        x = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
+        found = computed(Question(*x, cu_seqlens, cu_seqlens, dout=x[0], **given), np.float64)
+        return found["out"], found["lse"]
+
+    return Candidate("in_float64", "numpy", forward=forward)
+
+
+@pytest.mark.parametrize(("factor", "bugs"), [(1.0, []), (1.3, ["score-scale"])])
+def test_a_wrong_dtype_is_named_and_hides_nothing(factor: float, bugs: list[str]) -> None:
+    """7.1 and D3"""
+    case = next(case for case in standard("small") if case.dtype == "float16" and case.causal)
+    plain = replace(case, lengths_q=(9, 20), lengths_k=(9, 20), head_dim_v=case.head_dim)
+    found = failures.explain_failure(in_float64(factor), plain)
+    assert names(found) == ["wrong-dtype", *bugs]
+    assert "out is float64; it must be float16" in told(found)
+
+
+def test_an_identity_that_fails_is_a_finding() -> None:
+    """7.3: right here, and not where softmax_scale is another."""
+    question = drawn((9, 12))
+
+    def call(asked: Question) -> Answers:
+        return computed(replace(asked, softmax_scale=None))
+
+    found = first(diagnose(question, call(question), call=call))
+    assert (found.bug, found.confidence) == ("score-scale", "proved")
+
+
+def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+    """7.4: least squares are not given infinity."""
+    question = drawn((40, 30), heads=(1, 1), causal=False)
+    answers = only(computed(question), "out", "lse")
+    right = answers["lse"].astype(np.float64)
+    right[:, ::5] = -800.0  # exp(S - lse) is then more than float64 holds
+    mass = np.random.default_rng(0).random(right.shape)
+    with np.errstate(over="ignore"):
+        list(denominator._of_residues(question, right, mass))
+    assert "DLASCL" not in "".join(capfd.readouterr())
+    answers["lse"][:, ::5] = -800.0
+    answers["out"][1::3] *= 0.5
+    assert not diagnose(question, answers).sound
+
+
+@pytest.mark.parametrize(
+    ("form", "bug", "words"),
+    [
+        (lambda P, dP, D: P * dP - D, "softmax-backward-without-p", "a P o dP - b D"),
+        (lambda P, dP, D: P * (dP - D / 2), "delta-of-another-out", "0.5 times D"),
+    ],
+    ids=["parentheses", "half of D"],
+)
+def test_the_parts_of_ds(form: Callable[..., Array], bug: str, words: str) -> None:
+    """10: parentheses that stand elsewhere, and D times something."""
+    question = drawn((40, 30), heads=(2, 1))
+    parts: dict[str, Array] = {}
+
+    def kept(name: str) -> Hook:
+        def hook(x: Array) -> Array:
+            parts[name] = x
+            return x
+
+        return hook
+
+    def dS(x: Array) -> Array:
+        wrong = form(parts["P"], parts["dP"], parts["D"])
+        return np.asarray(np.where(np.tri(len(x), dtype=bool), wrong, 0))
+
+    hooks = {name: kept(name) for name in ("P", "dP", "D")}
+    found = diagnose(question, computed(question, **hooks, dS=dS))
+    assert names(found) == [bug]
+    assert words in told(found)
+
+
+def test_printed_weights_tell_the_scale_of_the_scores() -> None:
+    """D12: log P of one side is sqrt(head_dim) times that of the other."""
+    S = 0.3 * np.random.default_rng(0).standard_normal((6, 6))
+
+    def text(name: str, scores: Array) -> str:
+        P = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+        rows = ",\n        ".join("[" + ", ".join(f"{x:.4f}" for x in row) + "]" for row in P)
+        return f"{name}:\ntensor([{rows}])\n"
+
+    found = explain_log(text("P_reference", S) + text("P_cuda", 4 * S))
+    assert names(found) == ["score-scale"]
+    assert first(found).side == "cuda" and "sqrt(16)" in told(found)
