@@ -316,9 +316,11 @@ def _of_residues(question: Question, L: Floats, mass: Mass) -> Iterator[Extra]:
             return
         sums = np.stack([_by_view(question, L, _modulo(modulus, r)) for r in range(modulus)])
         columns = sums.reshape(modulus, -1).T
-        if len(columns) < 4 * modulus:
+        wanted = np.asarray(mass).ravel()
+        there = np.isfinite(columns).all(axis=1) & np.isfinite(wanted)  # else LAPACK complains
+        if there.sum() < 4 * modulus:
             return
-        found = np.linalg.lstsq(columns, mass.ravel(), rcond=None)[0]
+        found = np.linalg.lstsq(columns[there], wanted[there], rcond=None)[0]
         times = np.round(found)
         if not times.any() or np.abs(times).max() > 1 or np.abs(found - times).max() > 0.2:
             continue
