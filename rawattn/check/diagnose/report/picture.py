@@ -55,7 +55,7 @@ def _legend(sight: Sight, right: np.ndarray, found: np.ndarray) -> Iterator[str]
     if ((right > 0) & (found == 0)).any():
         yield LESS
     if ((right > 0) & (found > 0) & (right != found)).any():
-        yield "2 counts as often"
+        yield "a number: so often"
     if sight.keys[-1] >= sight.length:
         yield f"| {'zeros' if sight.zeros else 'other keys'} from here on"
     if sight.keys[0] < 0:

@@ -78,13 +78,14 @@ def proved_by(finding: Finding, whose: str = "your") -> list[str]:
         form = INSIDE.sub("", proof.form)
         bug = form if form.startswith("j ") else "this bug"
         rounding = "" if proof.agrees < 1e-6 else f", which is the rounding of {proof.precision}"
+        near = f"to {proof.agrees:.1g} of their size" if proof.agrees else "exactly"
         apart = f"they are {_share(proof.differs)} apart"
         if not math.isfinite(proof.differs):
             apart = "other elements are finite, or not 0"
         without = f"with {proof.must}" if form.startswith("j ") and proof.must else "without it"
         said.append(
-            f"the float64 reference with {bug} gives {whose} numbers to {proof.agrees:.1g} of "
-            f"their size{rounding} ({without} {apart})"
+            f"the float64 reference with {bug} gives {whose} numbers {near}{rounding} "
+            f"({without} {apart})"
         )
     elif finding.bug == "unknown" and finding.confidence == "low":
         said.append(f"no known bug gives {whose} numbers")
@@ -132,7 +133,7 @@ def readable(value: float, form: str = ".2g") -> str:
 
 def _share(value: float) -> str:
     """0.51 as "51 %"; as it is where that would hide it."""
-    return f"{100 * value:.2g} %" if 1e-4 < value < 10 else readable(value)
+    return f"{readable(100 * value)} %" if 1e-4 < value < 10 else readable(value)
 
 
 def _plain(value: Any) -> Any:
