@@ -152,7 +152,8 @@ def _entry(label: str, text: str, width: int) -> list[Text]:
     before = f"   = {label + ':':6} "
     lines = _wrapped(before + " ".join(text.split()), width, " " * len(before))
     if len(lines) > EACH:
-        lines = [*lines[: EACH - 1], lines[EACH - 1][: width - 4].rstrip(" ,;") + " ..."]
+        cut = lines[EACH - 1][: width - 3].rpartition(" ")[0].rstrip(" ,;(")
+        lines = [*lines[: EACH - 1], f"{cut} ..."]
     found = [Text(line) for line in lines]
     found[0].stylize("blue", 0, 5)
     found[0].stylize("bold", 5, len(before))
