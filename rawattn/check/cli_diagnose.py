@@ -5,6 +5,7 @@ in ``diagnose.judge.failures``. Long by options and help texts, which stand toge
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rawattn.check import report
 from rawattn.check.candidate import Candidate, Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
@@ -28,20 +30,18 @@ from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import (
     answers_of,
-    explain_failure,
-    explain_failures,
     question_of,
     reference_answers,
 )
 from rawattn.check.diagnose.logs.explain import explain_log
-from rawattn.check.diagnose.report import words
+from rawattn.check.diagnose.report import terminal, words
 from rawattn.check.diagnose.report.page import page
 from rawattn.check.machine import default_framework, use_simulator
 from rawattn.check.options import NewFile, html_option, json_option, rare_options
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
-__all__ = ["dump_command", "explain_command", "explain_failure", "explain_failures", "show"]
+__all__ = ["dump_command", "explain_command", "harness_command"]
 
 File = NewFile()
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -110,14 +110,18 @@ framework_option = click.option(
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
 @click.option("--lengths", callback=_lengths, help="tokens of the sequences that the log is about.")
+@click.option(
+    "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
+)
 @click.option("--names", help="with --log: words in the two sides' names, such as manual,cuda.")
-@click.option("--full", is_flag=True, help="show every identity and every part.")
+@click.option("--full", is_flag=True, help="show all evidence, identities and slopes.")
 @html_option
 @json_option
 def explain_command(
     files: tuple[Path, ...],
     log_file: Path | None,
     lengths: tuple[int, ...] | None,
+    class_: str | None,
     names: str | None,
     full: bool,
     html_file: Path | None,
@@ -132,15 +136,26 @@ def explain_command(
     q, k, v does not say (dout, causal) is taken from the other where these are equal, except dlse.
     `rawattn-check dump` writes such a file.
     """
-    if bool(files) == bool(log_file) or len(files) > 2:
-        raise click.UsageError("say one or two .npz files, or --log FILE")
+    if bool(files) + bool(log_file) + bool(class_) != 1 or len(files) > 2:
+        raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
+    if class_:
+        try:
+            terminal.show_class(report.console(), class_)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        return
     if files and (lengths or names):
         raise click.UsageError("--lengths and --names are for --log; files say it in their arrays")
     if log_file:
         diagnosis = _of_log(log_file, lengths, names)
+        tokens = ",".join(map(str, lengths)) if lengths else None
+        again = _repeated("explain", log=log_file, lengths=tokens, names=names)
+        about = terminal.About(again=again)
     else:
         diagnosis = _of_files(*map(str, files))
-    finish(diagnosis, html_file, json_file, full=full)
+        sides = dict(zip("AB", (file.name for file in files), strict=False))
+        about = terminal.About(sides, again=_repeated("explain", *files))
+    finish(diagnosis, html_file, json_file, about, full=full)
 
 
 @click.command("dump")
@@ -267,25 +282,40 @@ def harness_command(
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    finish(diagnosis, html_file, json_file, full=full)
+    given = {"framework": framework, "dtype": dtypes, "size": sizes, "reference": reference}
+    about = terminal.About(again=_repeated("harness", compare, **given))
+    finish(diagnosis, html_file, json_file, about, full=full)
 
 
 def finish(
-    diagnosis: Diagnosis, html_file: Path | None, json_file: Path | None, *, full: bool
+    diagnosis: Diagnosis,
+    html_file: Path | None,
+    json_file: Path | None,
+    about: terminal.About,
+    *,
+    full: bool,
 ) -> NoReturn:
     """Show and write a diagnosis, and leave with the exit code."""
-    show(diagnosis, html_file, full=full)
+    console = report.console()
+    terminal.show(console, diagnosis, about, full=full)
+    terminal.facts(console, diagnosis, full=full)
+    if diagnosis.findings and not full:
+        console.print(Text("--full shows all evidence, identities and slopes", "dim"))
+    if html_file is not None:
+        html_file.write_text(page(diagnosis, full=full), encoding="utf-8")
     if json_file is not None:
         text = json.dumps(words.as_json(diagnosis), indent=1, allow_nan=False)
         json_file.write_text(text, encoding="utf-8")
     sys.exit(0 if words.nothing_wrong(diagnosis) else 1)
 
 
-def show(diagnosis: Diagnosis, html_file: Path | None, *, full: bool = False) -> None:
-    """Show a diagnosis on the terminal, and write its page."""
-    Console().print(words.render(diagnosis, full=full))
-    if html_file is not None:
-        html_file.write_text(page(diagnosis, full=full), encoding="utf-8")
+def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
+    """The command again, with those of its options that were given."""
+    command = ["rawattn-check", *map(str, arguments)]
+    for name, value in options.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        command += [word for one in each if one is not None for word in (f"--{name}", str(one))]
+    return lambda finding: shlex.join(command)
 
 
 def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:

@@ -1,14 +1,17 @@
 """The subcommand diff: somebody's attention function on the standard cases."""
 
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import Case, standard, with_options
-from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.judge.failures import SECONDS, explain_failures
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.judge.failures import SECONDS, SIDE, explain_failures
+from rawattn.check.diagnose.report.terminal import About
 from rawattn.check.machine import default_framework, gpu_name, has_torch, use_simulator
 from rawattn.check.options import (
     filter_option,
@@ -17,7 +20,7 @@ from rawattn.check.options import (
     quick_option,
     rare_options,
 )
-from rawattn.check.outcome import finish
+from rawattn.check.outcome import finish_diff
 from rawattn.check.peer import torch_attention
 from rawattn.check.progress import Steps, counted, say
 from rawattn.check.run import Row, evaluate, is_quick
@@ -44,7 +47,7 @@ SECONDS_ON_GPU = 4.0  # SECONDS for a candidate that runs there
 @click.option(
     "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (up to half a minute)."
 )
-@click.option("--full", is_flag=True, help="show every identity and every part.")
+@click.option("--full", is_flag=True, help="show every case, identity and slope too.")
 @rare_options
 @html_option
 @json_option
@@ -72,14 +75,15 @@ def diff_command(
     seqused_k where a case has them; --softcap, --sinks and --seqused give them to every case.
     Functions with a parameter block_indices have the signatures of rawattn.sparse_forward,
     sparse_backward, sparse_double_backward and sparse_jvp, and are judged on sparse cases. Small
-    cases on a CPU, large ones on a GPU. Errors are shown by tensor, sequence and head. Where
-    something is wrong, a diagnosis follows: which bug it is, with the evidence, from small problems
-    of the kind that failed; with --against, which side.
+    cases on a CPU, large ones on a GPU. Where something is wrong, it is said first which bug it is,
+    with a proof from small problems of the kind that failed, and with a command that shows it
+    again; with --against, which side. --full adds the errors of every case by tensor, sequence and
+    head.
     """
     began = time.perf_counter()
     use_simulator()
     refuse_what_is_not_here(framework, against)
-    framework = framework or default_framework()
+    given, framework = framework, framework or default_framework()
     try:
         judged, other = load(candidate, framework), other_side(against, framework)
     except ValueError as error:
@@ -114,22 +118,47 @@ def diff_command(
         say(f"wrong in {counted(len(failing), 'case')}: looking for the bug, up to half a minute")
         seconds = SECONDS if size == "small" else SECONDS_ON_GPU
         found = explain_failures(judged, failing, other, against=against, seconds=seconds)
-    shown = found if diagnosis else None
-    again = f"rawattn-check diff --candidate {candidate}"
-    again += flags if other is None else f" --against {against}{flags}"
-    finish(
+    command = ["rawattn-check", "diff", "--candidate", candidate]
+    command += [] if other is None else ["--against", against]
+    command += ["--framework", given] if given else []
+    command += flags.split()
+    judged_rows = [row for row in rows if row.verdict.verdict != "skipped"]
+    wrong = sum(not row.verdict.ok for row in judged_rows)
+    finish_diff(
         rows,
-        [],
         began,
         json_file,
+        html_file,
         title,
-        again=again,
+        found if diagnosis else None,
+        About(
+            files={SIDE: _file(candidate)} | ({} if other is None else {against: _file(against)}),
+            functions={side: _functions(one) for side, one in ((SIDE, judged), (against, other))},
+            again=lambda finding: _alone(command, finding, failing),
+            tally=f"{wrong} of {len(judged_rows)} checks fail",
+        ),
+        again=shlex.join(command),
         flags=flags,
-        all_tensors=True,
-        found=shown,
-        html_file=html_file,
         full=full,
     )
+
+
+def _file(place: str) -> str:
+    return Path(place.rpartition(":")[0] or place).name
+
+
+def _functions(one: Candidate | None) -> dict[str, str]:
+    """The names of a candidate's functions, by the stages that they are."""
+    stages = ("forward", "backward", "second", "jvp")
+    functions = () if one is None else (one.forward, one.backward, one.double_backward, one.jvp)
+    names = zip(stages, (getattr(f, "__name__", "") for f in functions), strict=False)
+    return {stage: name for stage, name in names if name}
+
+
+def _alone(command: list[str], finding: Finding, failing: Sequence[Case]) -> str:
+    """The command that judges a case which shows the finding, and no other."""
+    cases = [*finding.cases, *map(str, failing)]
+    return shlex.join([*command, "--filter", cases[0]]) if cases else shlex.join(command)
 
 
 def refuse_what_is_not_here(framework: str | None, against: str) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from rawattn.check import report
-from rawattn.check.cli_diagnose import show
 from rawattn.check.compiled import Built
 from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.report import words
+from rawattn.check.diagnose.report import terminal, words
+from rawattn.check.diagnose.report.page import page
 from rawattn.check.machine import describe
 from rawattn.check.run import Row
 
@@ -29,20 +29,14 @@ def finish(
     title: str = "",
     *,
     again: str = "rawattn-check run",
-    flags: str = "",
-    all_tensors: bool = False,
-    found: Diagnosis | None = None,
-    html_file: Path | None = None,
-    full: bool = False,
 ) -> NoReturn:
-    """Show what was found, write the files, leave with the exit code.
+    """Show what was found, write the file, leave with the exit code.
 
-    ``began`` is of ``time.perf_counter``; ``again`` the command that judged, without its filter;
-    ``flags`` what it gave to every case.
+    ``began`` is of ``time.perf_counter``; ``again`` the command that judged, without its filter.
     """
     console = report.console()
     if rows:
-        console.print(report.case_table(rows, title, console.width, all_tensors=all_tensors))
+        console.print(report.case_table(rows, title, console.width))
     for note in report.case_notes(rows):
         console.print(note)
     for grid in report.share_grids(rows):
@@ -51,18 +45,71 @@ def finish(
         console.print(report.compile_table(built))
     for fault in report.compile_faults(built):
         console.print(fault, style="red", markup=False)
-    if found is not None and (found.findings or html_file):
-        console.print()
-        show(found, html_file, full=full)
     for section in report.sections(rows, built):
         console.print()
         console.print(section)
-    _say_what_now(console, rows, built, again, flags)
+    _say_what_now(console, what_now(rows, built, again))
+    _leave(console, rows, built, began, json_file, {})
+
+
+def finish_diff(
+    rows: Sequence[Row],
+    began: float,
+    json_file: Path | None,
+    html_file: Path | None,
+    title: str,
+    found: Diagnosis | None,
+    about: terminal.About,
+    *,
+    again: str,
+    flags: str = "",
+    full: bool = False,
+) -> NoReturn:
+    """The same of somebody's function: the diagnosis first, if there is one; the tables where the
+    whole is asked for. ``flags``: what the command gave to every case."""
+    console = report.console()
+    named = found is not None and bool(found.findings)
+    if found is not None and named:
+        terminal.show(console, found, about, full=full)
+        console.print()
+    if found is not None and html_file is not None:
+        html_file.write_text(page(found, full=full), encoding="utf-8")
+    if full:
+        if found is not None:
+            terminal.facts(console, found, full=True)
+        console.print(report.case_table(rows, title, console.width, all_tensors=True))
+        for note in report.case_notes(rows):
+            console.print(note)
+        for grid in report.share_grids(rows):
+            console.print(grid)
+        for section in report.sections(rows, []):
+            console.print()
+            console.print(section)
+    else:
+        for line in report.in_short(rows, named):
+            console.print(line)
+    steps = list(what_now(rows, [], again, flags))
+    steps = [step for step in steps if not (named and step.startswith("one case alone"))]
+    _say_what_now(console, steps)
+    if not full:
+        more = ", all evidence, identities and slopes" if named else ""
+        console.print(Text(f"\n--full shows every case and tensor{more}", "dim"))
+    diagnosis = {} if found is None else {"diagnosis": words.as_json(found)}
+    _leave(console, rows, [], began, json_file, diagnosis)
+
+
+def _leave(
+    console: Console,
+    rows: Sequence[Row],
+    built: Sequence[Built],
+    began: float,
+    json_file: Path | None,
+    more: dict[str, Any],
+) -> NoReturn:
     console.print()
     console.print(summary(rows, built, time.perf_counter() - began))
     if json_file is not None:
-        whole = as_json(rows, built)
-        whole |= {} if found is None else {"diagnosis": words.as_json(found)}
+        whole = as_json(rows, built) | more
         json_file.write_text(json.dumps(whole, indent=1, allow_nan=False), encoding="utf-8")
     sys.exit(0 if passed(rows, built) else 1)
 
@@ -127,10 +174,8 @@ def as_json(rows: Sequence[Row], built: Sequence[Built]) -> dict[str, Any]:
     return {"ok": passed(rows, built), **describe(), "rows": results, "compile": compiled}
 
 
-def _say_what_now(
-    console: Console, rows: Sequence[Row], built: Sequence[Built], again: str, flags: str
-) -> None:
-    steps = list(what_now(rows, built, again, flags))
+def _say_what_now(console: Console, steps: Iterable[str]) -> None:
+    steps = list(steps)
     if steps:
         console.print("\nWhat now", style="bold")
         for step in steps:

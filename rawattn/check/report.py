@@ -18,12 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.compiled import Built
+from rawattn.check.progress import counted
 from rawattn.check.run import Row
 from rawattn.variants import TABLE
 
 T = TypeVar("T")
 COLOURS = {"pass": "green", "skipped": "yellow", "vacuous": "bold magenta", "FAIL": "bold red"}
-MOST_GRIDS = 6
+MOST_GRIDS, MOST_NOTES = 6, 4
+WORST = re.compile(r"worst at (\(.*?\)): (\S+), not (\S+)$")  # as ``diff.judge`` says it
 PIPED = 200  # columns where no terminal limits them: no line is broken there
 NUMBERS = 27  # columns of the error, what is allowed and the verdict, with the gaps before them
 REASONS = 120  # columns from which on a row and its reason stand in one line
@@ -79,6 +81,31 @@ def case_notes(rows: Iterable[Row]) -> list[Text]:
         )
         for (verdict, note), places in sorted(said.items(), key=lambda item: order[item[0][0]])
     ]
+
+
+def in_short(rows: Sequence[Row], named: bool = False) -> Iterator[Text]:
+    """The worst element of all, and what other notes there are on what is no plain pass; of those
+    that have a ``named`` cause, the exceptions."""
+    placed = {row: WORST.match(row.verdict.note) for row in rows if not row.verdict.ok}
+    worst = max((row for row in placed if placed[row]), key=_strain, default=None)
+    if worst is not None and (match := placed[worst]):
+        at, got, expected = match.groups()
+        where = f"{worst.tensor} at {at} of {worst.case}{_place(worst)}"
+        colour = COLOURS[worst.verdict.verdict]
+        yield Text.assemble(("worst", colour), f" {where}: expected {expected}, got {got}")
+    others = [r for r in placed if not placed[r] and r.verdict.verdict != "skipped"]
+    notes = case_notes(r for r in others if r.tensor == "-" or not named)
+    yield from notes[:MOST_NOTES]
+    if len(notes) > MOST_NOTES:
+        yield Text(f"and {len(notes) - MOST_NOTES} more such notes")
+    if skipped := [row for row in placed if row.verdict.verdict == "skipped"]:
+        why = list(dict.fromkeys(row.verdict.note for row in skipped))
+        lacks = "no parameter "
+        if all(note.startswith(lacks) for note in why):
+            names = (name for note in why for name in note.removeprefix(lacks).split(", "))
+            why = [lacks + ", ".join(dict.fromkeys(names))]
+        cases = f" ({counted(len(skipped), 'case')})"
+        yield Text.assemble(("skipped", COLOURS["skipped"]), f" {'; '.join(why)}{cases}")
 
 
 def share_grids(rows: Iterable[Row]) -> list[Group]:

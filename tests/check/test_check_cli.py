@@ -186,6 +186,8 @@ def test_diff_passes_a_right_function_on_every_case(check, candidate, tmp_path) 
     assert {row["case"] for row in found["rows"]} == {str(case) for case in standard("small")}
     tensors = names(f"out lse dq dk dv dsinks {BEYOND} gsinks symmetry")
     assert {row["tensor"] for row in found["rows"]} == tensors
+    assert len(result.stdout.splitlines()) <= 4 and result.stdout.splitlines()[-1][:3] == "OK:"
+    result = check("diff", "--candidate", candidate(), "--framework", "numpy", "--full")
     for heading in ("case", "backend", "tensor", "error", "allowed", "verdict"):
         assert heading in result.output
     assert "all zero by definition" in result.output, "zeros that are due are said to be so"
@@ -204,7 +206,7 @@ def test_diff_catches(fault: str, check, candidate, tmp_path) -> None:
     assert "FAIL" in result.output and not found["ok"] and "diagnosis" not in found
 
 
-def test_diff_ends_with_a_diagnosis(check, candidate, tmp_path) -> None:
+def test_diff_begins_with_the_diagnosis(check, candidate, tmp_path) -> None:
     file, page = tmp_path / "found.json", tmp_path / "page.html"
     place = candidate("dlse=dlse", "dlse=None")
     arguments = ("--framework", "numpy", "--filter", "edges-", "--json", file, "--html", page)
@@ -215,7 +217,8 @@ def test_diff_ends_with_a_diagnosis(check, candidate, tmp_path) -> None:
     assert bugs == {("candidate", "lse-gradient-dropped")}, found["findings"]
     assert found["findings"][0]["title"] in " ".join(result.output.split())
     assert found["findings"][0]["title"] in page.read_text(encoding="utf-8").lower()
-    assert result.output.rstrip().splitlines()[-1].startswith("FAILED: "), "the summary is last"
+    lines = result.stdout.rstrip().splitlines()
+    assert lines[0].startswith("error[lse-gradient-dropped]: ") and lines[-1].startswith("FAILED: ")
 
 
 def test_diff_writes_a_page_of_what_is_right(check, candidate, tmp_path) -> None:
@@ -231,6 +234,10 @@ def test_diff_shows_sequence_and_head(check, candidate) -> None:
     place = candidate("out[...] = result", "out[...] = result; out[3:20, 1] *= 1.5")
     arguments = ("--framework", "numpy", "--no-diagnosis", "--filter", str(case))
     result = check("diff", "--candidate", place, *arguments)
+    said = rf"worst out at \(\d+, 1, \d+\) of {case} \(sequence 1, head 1\): expected \S+, got \S+"
+    plain = " ".join(result.output.split())
+    assert result.exit_code == 1 and len(re.findall(said, plain)) == 1, "the worst element, once"
+    result = check("diff", "--candidate", place, *arguments, "--full")
     assert result.exit_code == 1 and "error of out by sequence and head" in result.output
     assert re.search(r"^FAIL worst at \(\d+, 1, \d+\)", result.output, re.MULTILINE)
     assert "(sequence 1, head 1)" in " ".join(result.output.split())

@@ -203,7 +203,7 @@ def test_diff_names_what_is_forgotten(option: str, candidate) -> None:
     )
     for command in ("--filter edges-causal", "rawattn-check dump edges-causal-bfloat16"):
         assert command in result.output
-    said = result.output.partition("What now")[2]
+    said = result.output.partition("= again: ")[2]
     assert said.count(" ".join(map(str, flag[option]))) == 2, "the commands have the same options"
 
 

@@ -1,8 +1,43 @@
 """What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which queries see which keys, and how often, (queries, keys): as it must be, and as it is.
+
+    A part of one sequence and head, its queries and keys counted from the sequence's first one;
+    ``length`` is how many keys the sequence has: others are its neighbours', or rows of zeros.
+    """
+
+    sequence: int
+    head: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    length: int
+    zeros: bool
+    right: np.ndarray
+    found: np.ndarray
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the float64 computation with a bug in it gives: the numbers of a side, to rounding.
+
+    form: of the bug, as its class has several. must: the rule of the right mask, "" without one.
+    agrees, differs: how far the numbers are from those with the bug, and from the right ones,
+    relative to their size. precision: whose rounding the first of these is.
+    """
+
+    form: str
+    must: str
+    agrees: float
+    differs: float
+    precision: str
+    sight: Sight | None = None
 
 
 @dataclass(frozen=True)
@@ -11,7 +46,9 @@ class Finding:
 
     confidence: "proved" (an identity that needs no reference fails, and only so), "high" (the bug
     planted in the reference gives the same numbers down to rounding, and no other one does),
-    "medium", "low". ``alternatives`` are bugs that would look the same on this data.
+    "medium", "low". ``alternatives`` are bugs that would look the same on this data. What the last
+    three fields hold ``evidence`` says in words: they are for the short form, and not in JSON.
+    ``failing`` are identities that fail where the bug is, ``cases`` those that show it.
     """
 
     side: str
@@ -22,6 +59,9 @@ class Finding:
     evidence: tuple[str, ...]
     look_at: str
     alternatives: tuple[str, ...] = ()
+    proof: Proof | None = field(default=None, compare=False)
+    failing: "tuple[Check, ...]" = field(default=(), compare=False)
+    cases: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

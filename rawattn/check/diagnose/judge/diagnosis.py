@@ -17,7 +17,8 @@ from rawattn.check.diagnose.engine.attention import Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import invariants, structure
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
+from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
 from rawattn.check.diagnose.judge import proofs
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import Explained, StageVerdict, beside, judge_stage
@@ -236,6 +237,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
             confidence=min(old.confidence, one.confidence, key=CONFIDENCE.index),
             evidence=tuple(dict.fromkeys(old.evidence + one.evidence)),
             alternatives=tuple(name for name in old.alternatives if name in one.alternatives),
+            proof=old.proof or one.proof,
         )
     return sorted(found.values(), key=lambda one: CONFIDENCE.index(one.confidence))
 
@@ -249,7 +251,7 @@ def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
         f"{check.allowed:.2g}" + (f", in {check.place}" if check.place else "")
         for check in failing[:3]
     )
-    return replace(finding, evidence=finding.evidence + said)
+    return replace(finding, evidence=finding.evidence + said, failing=tuple(failing))
 
 
 def _tensors(text: str) -> set[str]:
@@ -365,9 +367,22 @@ def _findings(
             evidence=tuple(evidence),
             look_at=told or (CLASSES[single].look_at if single in CLASSES else ""),
             alternatives=tuple(others),
+            proof=_proof(question, parts[0], chosen[0]),
         )
         for single in name.split(" + ")
     ]
+
+
+def _proof(question: Question, part: _Part, one: Explained) -> Proof:
+    bug = one.prediction.bug
+    return Proof(
+        form="" if " + " in bug.name else bug.variant,  # of two at once not told apart
+        must=mask_rule(question),
+        agrees=max(one.fits[tensor].relative for tensor in part.tensors),
+        differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),
+        precision=part.verdict.precision,
+        sight=sight_of(question, bug),
+    )
 
 
 def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> list[str]:

@@ -299,7 +299,9 @@ def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagno
     for place, alike in enumerate(sorted(said.values(), key=_rank)):
         best = min(alike, key=lambda shown: CONFIDENCE.index(shown.finding.confidence))
         more = f"shown by {_few([str(case) for shown in alike for case in shown.cases])}"
-        findings.append(replace(best.finding, evidence=(*best.finding.evidence, more)))
+        evidence = (*best.finding.evidence, more)
+        told = tuple(str(case) for case in best.cases)
+        findings.append(replace(best.finding, evidence=evidence, cases=told))
         first = first if place else best.diagnosis
     facts = first.facts
     if left:

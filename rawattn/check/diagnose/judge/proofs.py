@@ -61,8 +61,8 @@ UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
 def finding(side: str, bug: str, where: str, confidence: str, evidence: Sequence[str]) -> Finding:
-    title, look_at = CLASSES[bug]
-    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at)
+    known = CLASSES[bug]
+    return Finding(side, bug, known.title, where, confidence, tuple(evidence), known.look_at)
 
 
 # ---- asked twice ------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import numpy as np
 from rawattn.check.diagnose.engine.question import STAGES
 from rawattn.check.diagnose.evidence.structure import alike, off
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
-from rawattn.check.diagnose.report.words import readable
+from rawattn.check.diagnose.report.picture import picture
+from rawattn.check.diagnose.report.words import SURE, readable, sentence
 
 ARRAYS = {"q", "k", "v", "dout", "dlse", *(name for names in STAGES.values() for name in names)}
 Item = TypeVar("Item")
@@ -36,12 +37,6 @@ MAP_EDGES = (-2, -1, 0, 1, 2, 3, 4)  # log10 of error over allowance: where the 
 MAP_NAMES = ("0.01", "0.1", "1", "10", "100", "1,000", "10,000")
 WRONG, DOUBT, RIGHT = "wrong", "doubt", "right"
 TONES = {"vacuous": DOUBT, "rounding": RIGHT}  # any other finding: something is wrong
-CONFIDENCE = {
-    "proved": "the numbers of that side show it by themselves, no reference is needed",
-    "high": "the bug planted in the reference gives the same numbers, and no other one does",
-    "medium": "fits the data, but does not explain all of it or is not alone in that",
-    "low": "a hint, no more",
-}
 VERDICTS = {"pass": RIGHT, "FAIL": WRONG, "vacuous": DOUBT, "-": "none"}
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LOOSE = 0.1  # a residual above this: the slope does not describe the difference
@@ -72,7 +67,7 @@ p, ul { margin: .4rem 0 .8rem; max-width: 42rem; text-wrap: pretty; }
 ul { padding-left: 1.2rem; }
 li { margin: .3rem 0; white-space: pre-line; }
 li::marker { color: var(--quiet); }
-code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+code, pre { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .eyebrow, .note, figcaption, .legend, .scale, .ticks, .name, table, dt, .mark, summary {
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
 .eyebrow { margin: 0; max-width: none; color: var(--quiet); font-size: .86rem; }
@@ -236,11 +231,14 @@ def _tally(checks: Sequence[Check]) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    meaning = CONFIDENCE.get(finding.confidence, "")
+    meaning = SURE.get(finding.confidence, "")
+    sight = finding.proof.sight if finding.proof else None
+    drawn = "" if sight is None else f"<pre>{_text(chr(10).join(picture(sight)))}</pre>"
     confidence = _text(finding.confidence) + (f": {_text(meaning)}" if meaning else "")
     rows = (
         ("Side", _text(finding.side)),
         ("Where", _text(finding.where)),
+        ("Who sees whom", drawn),
         ("Look at", _text(finding.look_at)),
         ("Confidence", confidence),
         ("Evidence", _list(tuple(dict.fromkeys(finding.evidence)))),
@@ -248,7 +246,7 @@ def _finding(finding: Finding) -> str:
         ("Class", f"<code>{_text(finding.bug)}</code>"),
     )
     entries = "".join(f"<dt>{name}</dt><dd>{value}</dd>\n" for name, value in rows if value)
-    heading = _text(_capital(finding.title or finding.bug))
+    heading = _text(_capital(sentence(finding) or finding.bug))
     return f"<article>\n<h2>{heading}</h2>\n<dl>\n{entries}</dl>\n</article>\n"
 
 

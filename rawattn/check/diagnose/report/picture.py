@@ -1,0 +1,62 @@
+"""Who sees whom, drawn with letters: a query a line, a key a column."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rawattn.check.diagnose.findings import Sight
+
+RIGHT, MORE, LESS = ". as it must be", "+ seen by mistake", "- unseen by mistake"
+
+
+def picture(sight: Sight, queries: int = 6) -> list[str]:
+    """A header and a line for each of so many queries; behind them what the marks mean."""
+    right, found = sight.right[:queries], sight.found[:queries]
+    bar = _bar(sight)
+    wide = max(len(str(key)) for key in (*sight.keys, *sight.queries)) + 1
+
+    def line(label: str, cells: list[str]) -> str:
+        cells = [f"{cell:>{wide}}" for cell in cells]
+        return (label + "".join(cells[:bar]) + " |" + "".join(cells[bar:])).rstrip(" |")
+
+    lines = [line("  key   ", list(map(str, sight.keys)))]
+    for query, a, b in zip(sight.queries[:queries], right, found, strict=True):
+        label = f"{'query' if query == sight.queries[0] else '':6}{query:>{wide - 1}} "
+        marks = [_mark(x, y) for x, y in zip(a, b, strict=True)]
+        lines.append(line(f"{label:8}", marks))
+    if wide > 3:  # a label fills more than its place
+        lines[0] = line(f"{'  key':{7 + wide - 2}}", list(map(str, sight.keys)))
+    notes = list(_legend(sight, right, found))
+    width = max(map(len, lines)) + 3
+    notes += [""] * (len(lines) - len(notes))
+    return [f"{line:{width}}{note}".rstrip() for line, note in zip(lines, notes, strict=False)]
+
+
+def _mark(right: float, found: float) -> str:
+    if right == found:
+        return "." if right else ""
+    if right and found:
+        return f"{found:g}" if found == int(found) < 10 else "x"
+    return "+" if found else "-"
+
+
+def _bar(sight: Sight) -> int:
+    """The number of columns that are the sequence's own keys, where others follow."""
+    own = sum(key < sight.length for key in sight.keys)
+    return own if own < len(sight.keys) else len(sight.keys) + 1
+
+
+def _legend(sight: Sight, right: np.ndarray, found: np.ndarray) -> Iterator[str]:
+    yield f"sequence {sight.sequence}, head {sight.head}"
+    if ((right > 0) & (right == found)).any():
+        yield RIGHT
+    if ((right == 0) & (found > 0)).any():
+        yield MORE
+    if ((right > 0) & (found == 0)).any():
+        yield LESS
+    if ((right > 0) & (found > 0) & (right != found)).any():
+        yield "a number: so often"
+    if sight.keys[-1] >= sight.length:
+        yield f"| {'zeros' if sight.zeros else 'other keys'} from here on"
+    if sight.keys[0] < 0:
+        yield "below 0: keys before its own"

@@ -1,0 +1,245 @@
+"""A diagnosis on the terminal: a short form of each cause, and behind it what it rests on."""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rawattn.check.diagnose.evidence.structure import off
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
+from rawattn.check.diagnose.report import glossary, words
+from rawattn.check.diagnose.report.picture import picture
+from rawattn.check.diagnose.report.words import readable
+
+COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "-": "dim"}
+HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
+LEAST, MOST = 60, 100  # columns of what is told in sentences
+LINES = 15  # of a finding in short
+EACH = 3  # lines of one proof
+FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
+RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
+TRIAL = re.compile(r"[RW]\d+")  # names of what a comparison was fed: right and wrong results
+
+
+@dataclass(frozen=True)
+class About:
+    """Whom findings are about. files: where a side comes from. functions: of stages in such files.
+    again: the command that shows a finding once more. tally: how many of how many checks fail."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    again: Callable[[Finding], str] = lambda finding: ""
+    tally: str = ""
+
+
+NOBODY = About()
+
+
+def show(
+    console: Console, diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = False
+) -> None:
+    """The verdict in short; with ``full`` all that it rests on below it."""
+    wide = max(LEAST, console.width)
+    for n, finding in enumerate(diagnosis.findings):
+        lines = short(finding, about, min(wide, MOST), alone=_alone(diagnosis, about))
+        console.print(Text("\n").join(lines), soft_wrap=True)
+        if n < len(diagnosis.findings) - 1:
+            console.print()
+    if words.nothing_wrong(diagnosis):
+        compared = diagnosis.checks or diagnosis.levels or diagnosis.facts
+        said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
+        console.print(Text(*said))
+    for side in words.faultless(diagnosis):
+        console.print(Text(f"\n{side}: no fault is found", COLOURS["pass"]))
+    if full:
+        _evidence(console, diagnosis)
+
+
+def show_class(console: Console, name: str) -> None:
+    """What a class of bugs is. ValueError where there is none of this name."""
+    known = glossary.meaning(name)
+    wide = min(max(LEAST, console.width), MOST)
+    lines = [Text(line, "bold") for line in _wrapped(f"{name}: {known.title}", wide)]
+    lines += _entry("from", known.origin, wide) + _entry("looks", known.looks, wide)
+    if example := glossary.drawn(name):
+        form, sight = example
+        lines += _entry("such", form, wide)
+        lines += [Text.assemble(("   | ", "blue"), line) for line in picture(sight)]
+    lines += _entry("fix", known.look_at, wide)
+    console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None:
+    """What was compared, and what was read of it; what is right is told where nothing is wrong."""
+    told = full or words.nothing_wrong(diagnosis)
+    console.print()
+    for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
+        if RIGHT.search(fact) and not told:
+            continue
+        console.print(Text(fact, "dim"))
+
+
+def _alone(diagnosis: Diagnosis, about: About) -> bool:
+    """Whether there is one side alone, which needs no name."""
+    sides = {finding.side for finding in diagnosis.findings}
+    return len(sides | {check.side for check in diagnosis.checks} | {*about.files}) == 1
+
+
+def short(
+    finding: Finding, about: About = NOBODY, width: int = MOST, *, alone: bool = False
+) -> list[Text]:
+    """A finding in at most LINES lines. ``alone``: there is one side, which needs no name."""
+    for proofs, queries in ((2, 6), (2, 5), (2, 4), (1, 5), (1, 4), (1, 0)):
+        found = _lines(finding, about, width, alone, proofs=proofs, queries=queries)
+        if len(found) <= LINES:
+            break
+    return found
+
+
+def _lines(
+    finding: Finding, about: About, width: int, alone: bool, *, proofs: int, queries: int
+) -> list[Text]:
+    kind, colour = HEADS.get(finding.bug, ("error", "bold red"))
+    label = f"{kind}[{finding.bug}]: "
+    side = "" if alone or not finding.side else f"{finding.side}: "
+    head = [Text(line, "bold") for line in _wrapped(label + side + words.sentence(finding), width)]
+    head[0].stylize(colour, 0, len(label) - 2)
+    lines = [*head, *_place(finding, about, width)]
+    sight = finding.proof.sight if finding.proof else None
+    if sight is not None and queries:
+        drawn = picture(sight, queries)
+        lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
+    whose = "your" if alone or not finding.side else f"{finding.side}'s"
+    told = words.proved_by(finding, whose)
+    named = finding.bug != "unknown"
+    for n, proof in enumerate(told[: proofs if named else proofs + 1]):
+        lines += _entry("also" if n else "proof" if named else "seen", proof, width)
+    lines += _entry("fix" if named else "look", finding.look_at, width)
+    if again := about.again(finding):
+        lines.append(Text.assemble(("   = ", "blue"), ("again: ", "bold"), again))
+    return lines + _entry("sure", words.sure(finding), width)
+
+
+def _place(finding: Finding, about: About, width: int) -> list[Text]:
+    """Where it is: the functions, their file, the tensors; and how many checks fail."""
+    names = about.functions.get(finding.side, {})
+    called = [names[stage] for stage in words.stages_of(finding.where) if stage in names]
+    functions = " and ".join(f"{name}()" for name in dict.fromkeys(called))
+    file = about.files.get(finding.side, "")
+    whose = " in ".join(part for part in (functions, file) if part)
+    whose = "" if finding.where.endswith(f"/{whose}") else whose
+    where = ", ".join(dict.fromkeys(part for part in (whose, finding.where) if part))
+    if not where:
+        return []
+    line = f"  --> {where}"
+    if about.tally and len(line) + len(about.tally) + 3 <= width:
+        return [Text.assemble(("  --> ", "blue"), where, (f"   {about.tally}", "dim"))]
+    lines = _wrapped(line + (f"; {about.tally}" if about.tally else ""), width, " " * 6)
+    found = [Text(part) for part in lines]
+    found[0].stylize("blue", 0, 5)
+    return found
+
+
+def _entry(label: str, text: str, width: int) -> list[Text]:
+    """ "= fix:   what it says", below it what does not fit, up to EACH lines."""
+    if not text:
+        return []
+    before = f"   = {label + ':':6} "
+    lines = _wrapped(before + " ".join(text.split()), width, " " * len(before))
+    if len(lines) > EACH:
+        cut = lines[EACH - 1][: width - 3].rpartition(" ")[0].rstrip(" ,;(")
+        lines = [*lines[: EACH - 1], f"{cut} ..."]
+    found = [Text(line) for line in lines]
+    found[0].stylize("blue", 0, 5)
+    found[0].stylize("bold", 5, len(before))
+    return found
+
+
+def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
+    whole = FORMULA.sub("\N{NO-BREAK SPACE}\\1\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(whole, width, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+# ---- with --full -------------------------------------------------------------------------------
+
+
+def _evidence(console: Console, diagnosis: Diagnosis) -> None:
+    """Every line of evidence, every identity, every slope."""
+    for n, finding in enumerate(diagnosis.findings, start=1):
+        number = f"{n}. " if len(diagnosis.findings) > 1 else ""
+        side = f"{finding.side}: " if finding.side else ""
+        console.print(Text(f"\n{number}{side}{finding.title}", "italic"))
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(overflow="fold")
+        parts = (
+            ("where", [finding.where]),
+            ("evidence", finding.evidence),
+            ("look at", [finding.look_at]),
+            ("it may also be", [", or ".join(finding.alternatives)]),
+        )
+        for name, lines in parts:
+            for m, line in enumerate(dict.fromkeys(filter(None, lines))):
+                listed = Table.grid(padding=(0, 1, 0, 0))
+                listed.add_row(*(("-",) if len(lines) > 1 else ()), Text(line))
+                grid.add_row("" if m else name, listed)
+        console.print(Padding(grid, (0, 0, 0, 3), expand=False))
+    if diagnosis.checks:
+        fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
+        title = "what it was fed, and how often its verdict was wrong"
+        title = title if fed else "identities that must hold on a side alone"
+        console.print(Text(f"\n{title}", "italic"), _ladder(diagnosis.checks))
+    if diagnosis.levels:
+        title = "slope of one over the other (least squares), and the residual that it leaves"
+        console.print(Text(f"\n{title}", "italic"), _slopes(diagnosis.levels))
+
+
+def _ladder(checks: Iterable[Check]) -> Table:
+    table = _table()
+    for column in ("name", "side"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what must hold", overflow="fold")
+    for column in ("error", "allowed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for check in sorted(checks, key=lambda check: _rank(check.name)):
+        where = check.place
+        text = f"{check.text} ({where})" if where else check.text
+        numbers = ("", "") if check.verdict == "-" else map(readable, (check.value, check.allowed))
+        verdict = Text(check.verdict, COLOURS.get(check.verdict, ""))
+        table.add_row(Text(check.name), Text(check.side), Text(text), *numbers, verdict)
+    return table
+
+
+def _slopes(levels: Sequence[Level]) -> Table:
+    table = _table()
+    for column in ("tensor", "part"):
+        table.add_column(column, no_wrap=True)
+    for column in ("slope", "residual", "largest error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    last = ""
+    for level in levels:
+        part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
+        part = level.key or "all" if level.level == "all" else part
+        form = ".4f" if abs(level.slope) < 100 else ".5g"
+        slope = Text(readable(level.slope, form), "red" if off(level) else "green")
+        numbers = (readable(level.residual, ".1%"), readable(level.error))
+        table.add_row(Text("" if level.tensor == last else level.tensor), part, slope, *numbers)
+        last = level.tensor
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+
+
+def _rank(name: str) -> tuple[str, int, str]:
+    """I2 before I10, and R2 before W1."""
+    digits = "".join(filter(str.isdigit, name))
+    return name[0] if TRIAL.fullmatch(name) else "", int(digits or 0), name
