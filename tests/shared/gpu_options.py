@@ -193,8 +193,8 @@ def in_another_order(posed: "Posed", n: int) -> "Posed":
 
 
 def beside(given: Any, own: Any, ddlse: Any) -> Any:
-    """ddlse, a sum of P times something, with P = exp(S - lse) of the lse that is given: autograd's
-    P, which its own lse normalises, does not show what is common to the errors of a row's scores."""
+    """ddlse, a sum of P times something, with P = exp(S - lse) of the lse that is given: a P that
+    its own lse normalises does not show what is common to the errors of a row's scores."""
     dead = ddlse == 0
     return ddlse * np.exp(np.where(dead, 0.0, own) - np.where(dead, 0.0, given))
 
