@@ -54,7 +54,7 @@ def sparse_builds(case: SparseCase, step: str) -> Iterator[Build]:
     selected = (case.num_heads_sel, case.num_selected, case.block_size)
     selection, problem = Selection(*selected, case.own, 256), problem_of(case)
     right = 0 if case.causal else -1
-    for stem, atomic, _ in (Step("sparse_forward"), *SPARSE_STEPS[step]):
+    for stem, atomic, *_ in (Step("sparse_forward"), *SPARSE_STEPS[step]):
         row = variants.select(stem, problem, backend="cuda", selection=selection)
         blocks = selection.blocks(problem) if row.kernel.sparse else NO_BLOCKS
         direction = WHOLE if row.kernel.directed else NO_DIRECTION
