@@ -108,6 +108,7 @@ class Places:
         width = self.question.v.shape[2]
         found |= {"the row of the key in k": key, "the row of the query in q": query}
         found["the row in k - the row in q"] = key - query
+        found |= {"the row in k - i": key - i, "the row in k - seqlen_k": key - m}
         found["the column of out"] = key % width  # in which weights of this key are read
         return found
 
