@@ -45,12 +45,12 @@ class Places:
     @cached_property
     def n(self) -> Array:
         """(total_q, 1) queries of the sequence."""
-        return np.asarray(self.question.lengths_q)[self.b]
+        return np.array(np.asarray(self.question.lengths_q)[self.b])
 
     @cached_property
     def m(self) -> Array:
         """(total_q, 1) its keys in use."""
-        return np.asarray(self.question.lengths_k)[self.b]
+        return np.array(np.asarray(self.question.lengths_k)[self.b])
 
     @cached_property
     def p(self) -> Array:
@@ -112,11 +112,6 @@ class Places:
         found["the column of out"] = key % width  # in which weights of this key are read
         return found
 
-    def legend(self) -> str:
-        """What the letters of rules mean."""
-        aligned = "" if self.aligned else "; p = i + seqlen_k - seqlen_q, the key it stands at"
-        return f"query i, key j, counted in the query's sequence{aligned}"
-
 
 @dataclass(frozen=True, eq=False)
 class Right:
@@ -172,7 +167,10 @@ def picture(places: Places, seen: Array) -> str:
     here = np.ix_(rows, keys)
     first = np.argwhere(wrong[here])[0]
     corner = [max(0, int(at) - PICTURE // 2 + 1) for at in first]
-    corner = [max(0, min(c, size - PICTURE)) for c, size in zip(corner, (len(rows), len(keys)))]
+    corner = [
+        max(0, min(c, size - PICTURE))
+        for c, size in zip(corner, (len(rows), len(keys)), strict=True)
+    ]
     rows, keys = (x[c : c + PICTURE] for x, c in zip((rows, keys), corner, strict=True))
     here = np.ix_(rows, keys)
     signs = np.where(seen[here], np.where(places.right[here], ".", "+"), " ")

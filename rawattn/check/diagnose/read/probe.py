@@ -48,13 +48,13 @@ class Weights:
 class Slopes:
     """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k).
 
-    S, P, dP: right ones of the calls in which it was read; D, the row term; slope, the derivative
-    of a softcap.
+    S, L (the lse that was passed), dP: right ones of the calls in which it was read; D, the row
+    term; slope, the derivative of a softcap.
     """
 
     dS: Array
     S: Array
-    P: Array
+    L: Array
     dP: Array
     D: Array
     slope: Array
@@ -99,7 +99,8 @@ def problem(question: Question, seed: int, *, other: bool = False) -> Question:
         q,
         k,
         draw(question.v, rows[1], 1.0),
-        *offsets,
+        offsets[0],
+        offsets[1],
         causal=question.causal,
         window=question.window,
         softmax_scale=question.softmax_scale,
@@ -235,7 +236,7 @@ def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:
     dout = np.asarray(q.dout).astype(np.float64).swapaxes(0, 1)
     D = (dout * right.out.swapaxes(0, 1)).sum(axis=-1)[..., None]
     slope = 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
-    values = {"S": right.S, "P": right.P, "dP": dout @ v, "D": D, "slope": slope}
+    values = {"S": right.S, "L": right.lse[..., None], "dP": dout @ v, "D": D, "slope": slope}
     slopes.dS[at] = dS
     for name, x in values.items():
         getattr(slopes, name)[at] = np.broadcast_to(x, slopes.dS.shape)[at]

@@ -103,8 +103,8 @@ def _cut(found: Shown, check: Shown, names: Sequence[str]) -> Rule | None:
         x = np.broadcast_to(found.places.features[name], found.domain.shape)
         inside, all_ = x[found.inside], x[found.domain]
         low, high = int(inside.min()), int(inside.max())
-        lows = [low] * (low > all_.min())
-        highs = [high] * (high < all_.max())
+        lows = [low] * int(low > all_.min())
+        highs = [high] * int(high < all_.max())
         spans += [Span(name, a, b) for a in lows for b in highs]
         spans += [*(Span(name, a, None) for a in lows), *(Span(name, None, b) for b in highs)]
     spans = [span for span in spans if span.holds(check.places)[check.inside].all()]
@@ -127,7 +127,9 @@ def _exact(
         first = int(matrix.sum(axis=1).argmin())
         rest = matrix * matrix[first]
         thirds = np.argwhere(rest @ rest.T == 0)
-        chosen = [[first, *pair] for pair in thirds[np.argsort(thirds.sum(axis=1))][:TRIED].tolist()]
+        chosen = [
+            [first, *pair] for pair in thirds[np.argsort(thirds.sum(axis=1))][:TRIED].tolist()
+        ]
     for places in chosen:
         rule = Rule(tuple(spans[place] for place in places), every)
         if _is(rule, found) and _is(rule, check):

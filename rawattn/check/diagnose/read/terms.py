@@ -107,9 +107,8 @@ def _distances(field: Field, places: Places, S: Array) -> Iterator[Term]:
         def of(places: Places, S: Array, slopes: Array = slopes, f: Any = f) -> Array:
             return np.asarray(slopes * _distance(places, f))
 
-        text = name if places.aligned else name.replace("i", "p")
         values = tuple(float(x) for x in slopes.ravel())
-        yield Term("distance", f"{by_head(slopes)} {text}", of, values)
+        yield Term("distance", f"{by_head(slopes)} {name}", of, values)
 
 
 def _distance(places: Places, f: Callable[[Array], Array]) -> Array:

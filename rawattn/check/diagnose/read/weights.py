@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine import STEPS, Context, Step
-from rawattn.check.diagnose.read.maps import Map, map_of, moved_of, of_heads
-from rawattn.check.diagnose.read.places import Places, Right, log_sum
+from rawattn.check.diagnose.read.maps import Map, map_of, of_heads
+from rawattn.check.diagnose.read.places import Places, log_sum
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
 from rawattn.check.diagnose.read.support import Support, support_of
@@ -51,19 +51,15 @@ def noise_of(places: Places) -> float:
     return NOISE[places.question.dtype.name]
 
 
-def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
-    """``again``: the same on other lengths, where rules are checked."""
+def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False) -> Said:
+    """``again``: the same on other lengths, where rules are checked. passed: the weights are of a
+    backward pass, which makes them with the lse that it is given."""
     places, noise, S = read.places, noise_of(read.places), read.right.S
     seen, alive = _seen(read)
     second = cache(again)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
         _say_dead(said, alive, second)
-    wrong = bool((seen != places.right)[alive].any())
-    if wrong and alive.all() and (moved := moved_of(read.P, read.right.P, noise)):
-        said.wrong.append(moved)
-        said.names.append("wrong-keys")
-        return said
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.where(seen, read.P, 1.0))
     x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
@@ -75,10 +71,10 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
         said.wrong.append(f"keys count {counted[0]} times: {counted[1]}")
         said.names.append("tile-counted-twice")
         said.counted = counted
-    elif (found := map_of(x, places, S, read.lse)) is not None:
+    elif (found := map_of(x, places, S)) is not None:
         said.wrong.append(found.text)
-        said.names.append("gqa-head-map" if found.rows is None else "wrong-keys")
-        said.steps["Y"] = found.step
+        said.names.append("gqa-head-map")
+        said.steps["Y"] = found.Y
         said.map = found
     elif (term := term_of(x, places, S, table=True)) is not None:
         _say_term(said, term)
@@ -94,7 +90,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
             said.support = support_of(places, seen, alive, again_seen)
         _say_support(said)
     if not said.unread and said.map is None:
-        _say_sums(said, logs, _seen(read)[0], alive)
+        (_say_passed if passed else _say_sums)(said, logs, _seen(read)[0], alive)
     _say_values(said)
     return said
 
@@ -162,6 +158,7 @@ def _say_term(said: Said, term: Term) -> None:
         said.steps["cap"] = biased(term)
         said.names.append("score-bias")
 
+
 def in_words(term: Term) -> str:
     """The text, with some values where it is a table."""
     if term.kind != "place":
@@ -193,9 +190,7 @@ def biased(term: Term) -> Step:
     return cap
 
 
-def _counted(
-    read: Weights, x: Field, second: Callable[[], Weights]
-) -> tuple[int, Rule] | None:
+def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> tuple[int, Rule] | None:
     """How often, and which, where keys count more than once."""
 
     def times(read: Weights) -> tuple[Array, Array]:
@@ -220,6 +215,19 @@ def _counted(
     ]
     rule = rule_of(*shown)
     return None if rule is None else (int(values[-1]), rule)
+
+
+def _say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
+    """Whether weights are exp(score - lse), with the lse that was given."""
+    read, lse = said.weights, said.weights.lse
+    if lse is None:
+        return
+    off = said.scores(read.places, read.right.S) - logs - lse[..., None]
+    known = np.where(seen & read.places.right & alive[..., None], off, 0.0)
+    if np.abs(known).max(initial=0.0) > 24 * noise_of(read.places):
+        said.unread.append(
+            "P is not exp(S - lse) with the lse that is passed: its rows have factors"
+        )
 
 
 def _say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
@@ -303,7 +311,9 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         said.names.append("denominator")
         said.steps["softmax"] = _with_mass(lambda c: value)
         return
-    said.wrong.append(f"the row sums are off, by factors of {by_head(np.exp(ratio[rows][:4]))}, ...")
+    said.wrong.append(
+        f"the row sums are off, by factors of {by_head(np.exp(ratio[rows][:4]))}, ..."
+    )
 
 
 def _with_mass(mass: Callable[[Context], Any]) -> Step:
@@ -329,7 +339,7 @@ def _say_values(said: Said) -> None:
         return
     taken = np.rint(heads).astype(int)
     if not np.array_equal(taken, own) and (np.abs(taken - heads) < 0.1).all():
-        said.wrong.append(f"query head h takes the values of head {of_heads(taken, q.group)}")
+        said.wrong.append(f"query head h takes the values of head {of_heads(taken)}")
         said.names.append("gqa-head-map")
 
         def O(c: Context) -> Array:  # noqa: E743

@@ -1,0 +1,277 @@
+"""What a backward pass has in place of dS, and which heads it adds up where."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from rawattn.check.diagnose.engine import STEPS, Context, changed
+from rawattn.check.diagnose.read.places import Places
+from rawattn.check.diagnose.read.probe import Backward, Slopes
+from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.read.support import Support
+from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
+from rawattn.check.diagnose.read.weights import TINY, Said, noise_of, said_of
+
+Array = np.ndarray
+CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
+Pairs = tuple[int, Rule | None]  # a head, and which of its pairs
+
+
+@dataclass(eq=False)
+class Change:
+    """What is wrong with dS. factor: what multiplies it where it is there, None for what no
+    sentence describes. less, more: pairs that are not there, or there by mistake."""
+
+    text: list[str] = field(default_factory=list)
+    name: str = ""
+    factor: Callable[[Context], Array | float] | None = lambda c: 1.0
+    less: list[Pairs] = field(default_factory=list)
+    more: list[Pairs] = field(default_factory=list)
+
+    @property
+    def planted(self) -> bool:
+        pairs = (*self.less, *self.more)
+        return self.factor is not None and all(rule is not None for _, rule in pairs)
+
+    def dY(self, c: Context) -> Array:
+        """dY with the change."""
+        places = Places(c.question)
+        found = np.asarray(c.dY * (1.0 if self.factor is None else self.factor(c)))
+        here = np.ix_(c.view.rows, np.maximum(c.view.keys, 0))
+        heads = [int(h) for h in c.view.heads]
+        for head, rule in (*self.less, *self.more):
+            if head not in heads or rule is None:
+                continue
+            h, pairs = heads.index(head), rule.holds(places)[here] & places.own[here]
+            if (head, rule) in self.less:
+                found[h] = np.where(pairs, 0.0, found[h])
+                continue
+            free = np.exp(c.cap[0][h] - c.L[h][:, None]) * (c.dP[h] - c.D[h][:, None])
+            slope = np.broadcast_to(c.cap[1], c.dP.shape)[h]
+            found[h] += np.where(pairs & ~places.right[here], free * slope, 0.0)
+        return found
+
+
+def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
+    """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
+    second = cache(again)
+    places = read.weights.places
+    own = np.arange(places.question.num_heads_q) // places.question.group
+    sums: list[str] = []
+    for name, adds in read.adds.items():
+        where = adds > 0.02 * adds.max(initial=0.0)
+        if not np.array_equal(where, own[:, None] == np.arange(adds.shape[1])):
+            sums.append(_of_sums(name, where))
+    if sums:
+        said = Said(read.weights, Support(places, places.right[None], ()))
+        said.wrong += sums
+        said.names.append("gqa-reduction-map")
+        return said
+    said = said_of(read.weights, lambda: second().weights, passed=True)
+    said.right[:] = [f"in P of dv: {text}" for text in said.right]
+    said.wrong[:] = [f"in P of dv, {text}" for text in said.wrong]
+    changes = {
+        name: _change_of(
+            _Part(said, places, slopes),
+            lambda name=name: _Part(said, second().weights.places, second().slopes[name]),
+        )
+        for name, slopes in read.slopes.items()
+    }
+    dq, dk = changes["dq"], changes["dk"]
+    if _delta(dq) != _delta(dk) and dq.text and dk.text:  # dq has the cotangents of all heads
+        dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out", None)
+    if [_plain(text) for text in dq.text] == [_plain(text) for text in dk.text]:
+        _say(said, dq, "dS", "")
+    else:
+        _say(said, dq, "dQ", " of dq")
+        _say(said, dk, "dK", " of dk")
+    return said
+
+
+def _plain(text: str) -> str:
+    """Without the values in it, which differ by rounding."""
+    return text.partition(" (head 0")[0]
+
+
+def _delta(change: Change) -> bool:
+    return change.name.startswith("delta")
+
+
+def _of_sums(name: str, where: Array) -> str:
+    """Which query heads add to which head of a result; where (num_heads_q, num_heads_kv)."""
+    group = where.shape[0] // where.shape[1]
+    told = []
+    for head in range(where.shape[1]):
+        due = list(range(head * group, (head + 1) * group))
+        told.append(
+            f"head {head} of query heads {_listed(np.flatnonzero(where[:, head]))}, not {due}"
+        )
+    return f"{name}, {'; '.join(told)}"
+
+
+def _listed(heads: Array) -> str:
+    return str([int(head) for head in heads]) if len(heads) else "none"
+
+
+def _say(said: Said, change: Change, step: str, of: str) -> None:
+    if not change.text:
+        said.right.append(f"dS{of}")
+        return
+    if change.factor is None:
+        said.unread.extend(f"dS{of} {text}" for text in change.text)
+        return
+    said.wrong.extend(f"dS{of} {text}" for text in change.text)
+    said.names.append(change.name or "unknown")
+    if change.planted:
+        if step == "dS":
+            said.steps["dY"] = lambda c: change.dY(changed(c, dY=STEPS["dY"](c)))
+        else:
+            said.steps[step] = lambda c: STEPS[step](changed(c, dY=change.dY(c)))
+
+
+class _Part:
+    """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
+    total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
+    """
+
+    def __init__(self, said: Said, places: Places, slopes: Slopes) -> None:
+        self.places, self.slopes = places, slopes
+        self.seen = said.support.at(places)
+        L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
+        with np.errstate(over="ignore"):
+            self.P = np.where(self.seen, np.exp(said.scores(places, slopes.S) - L), 0.0)
+        size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
+        self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
+        due = np.where(self.there, self.P * slopes.Z, 1.0)
+        self.f = np.where(self.there, slopes.dS / due, 1.0)
+        self.gone = self.there & (np.abs(self.f) < 1e-3)
+        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
+
+    def field(self, x: Array, noise: float) -> Field:
+        return Field(x, self.there & ~self.gone, False, noise)
+
+
+def _change_of(part: _Part, second: Callable[[], _Part]) -> Change:
+    """What is wrong with one of the two ways to dS."""
+    places, slopes = part.places, part.slopes
+    noise, change = 3 * noise_of(places), Change()
+    if not np.isfinite(slopes.dS).all():
+        return Change(["is not finite"], factor=None)
+    if (part.gone == part.there).all():
+        return Change(["is 0"], factor=None) if part.there.any() else change
+    if part.gone.any() or part.wrongly.any():
+        _say_pairs(change, part, second())
+    f = part.f
+    if part.field(f - 1, noise).zero:
+        return change
+    value = float(np.median(f[part.there & ~part.gone]))
+    if part.field(f - value, noise * max(abs(value), 1e-3)).zero:
+        scale = _of_scale(value, places)
+        change.text.append(f"is multiplied by {value:.4g}{scale}")
+        change.name = change.name or ("output-scale" if scale else "constant-factor")
+        change.factor = lambda c: value
+        return change
+    delta = _of_delta(part, noise)
+    if delta is not None:
+        return delta
+    logs = part.field(np.log(np.where(f > 0, f, 1.0)), noise)
+    told = None
+    if (f > 0)[logs.there].all():
+        told = term_of(logs, places, slopes.S) or term_of(logs, places, slopes.S, table=True)
+    if told is None:
+        return Change(["is wrong in another way"], factor=None)
+    change.text.append(f"is multiplied by {_power(told)}")
+    change.factor = _planted(told)
+    change.name = "unknown"
+    return change
+
+
+def _power(term: Term) -> str:
+    """exp of a term, in words."""
+    if term.kind == "place":
+        told = ", ".join(f"{np.exp(value):.4g}" for value in term.values)
+        return f"a factor: {term.text} (head 0, nearest first: {told}, ...)"
+    if term.text.endswith(" |j - i|"):
+        return f"{by_head(np.exp(np.array(term.values)))}^|j - i|"
+    return f"exp({term.text})"
+
+
+def _planted(term: Term) -> Callable[[Context], Array]:
+    def factor(c: Context) -> Array:
+        places = Places(c.question)
+        whole = term.of(places, np.zeros((c.question.num_heads_q, *places.j.shape)))
+        return np.asarray(
+            np.exp(whole[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))])
+        )
+
+    return factor
+
+
+def _of_scale(value: float, places: Places) -> str:
+    s = places.question.scale
+    known = {"softmax_scale is missing": 1 / s, "softmax_scale is there twice": s}
+    close = (name for name, x in known.items() if abs(value / x - 1) < 5e-3 and abs(x - 1) > 1e-2)
+    text = next(close, "")
+    return f" ({text})" if text else ""
+
+
+def _of_delta(part: _Part, noise: float) -> Change | None:
+    """A wrong D, or none; a derivative of a softcap that is not there; no factor P."""
+    slopes, there = part.slopes, part.there & ~part.gone
+    dP, D, slope = slopes.dP, slopes.D, slopes.slope
+
+    def fits(due: Array) -> bool:
+        off = np.where(there, slopes.dS - due, 0.0) / np.where(there, part.P * np.abs(dP - D), 1.0)
+        return Field(off, there, False, noise).zero
+
+    if fits(part.P * slope * dP):
+        return Change(
+            ["lacks the row term D: it is P dP"], "delta-omitted", lambda c: _ratio(c, 0.0)
+        )
+    if fits(part.P * slope * (dP + D)):
+        return Change(
+            ["has D with the wrong sign"], "delta-of-another-out", lambda c: _ratio(c, -1.0)
+        )
+    if fits(part.P * (dP - D)):
+        return Change(["lacks the derivative of the softcap"], "softcap-slope-omitted", _flat)
+    if fits(slope * (dP - D)):
+        return Change(["lacks the factor P"], "softmax-backward-without-p", None)
+    of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, noise)
+    if of_row.zero and not np.ptp(D, axis=-1).any():
+        return Change(["has another row term than D = dout . out"], "delta-of-another-out", None)
+    return None
+
+
+def _ratio(c: Context, times: float) -> Array:
+    """(dP - times D) / (dP - D)."""
+    D = c.D[..., None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.nan_to_num((c.dP - times * D) / (c.dP - D)))
+
+
+def _flat(c: Context) -> Array | float:
+    return np.asarray(1 / c.cap[1])
+
+
+def _say_pairs(change: Change, part: _Part, other: _Part) -> None:
+    """Pairs of which dS is 0 by mistake, or is not."""
+    for kind, verb, name in (
+        ("gone", "misses pairs", "pairs-dropped"),
+        ("wrongly", "has pairs that must not be", "mask-missing-in-backward"),
+    ):
+        here, there = (getattr(of, kind) for of in (part, other))
+        told: dict[str, list[int]] = {}
+        for head in np.flatnonzero(here.any(axis=(1, 2)) | there.any(axis=(1, 2))):
+            shown = []
+            for of, inside in ((part, here), (other, there)):
+                domain = of.there if kind == "gone" else ~of.seen & of.places.own
+                shown.append(Shown(of.places, domain[head], inside[head] & domain[head]))
+            rule = rule_of(*shown)
+            (change.less if kind == "gone" else change.more).append((int(head), rule))
+            told.setdefault("by no plain rule" if rule is None else str(rule), []).append(int(head))
+        for text, heads in told.items():
+            who = "" if len(heads) == len(here) else f" (head {', '.join(map(str, heads))})"
+            change.text.append(f"{verb}{who}: {text}")
+            change.name = name
