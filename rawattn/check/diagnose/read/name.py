@@ -39,12 +39,19 @@ class Reading:
         return not (self.wrong or self.unread)
 
     @property
+    def title(self) -> str:
+        """What is wrong first, without the values of a table."""
+        return self.wrong[0].partition(" (head 0")[0]
+
+    @property
     def evidence(self) -> tuple[str, ...]:
         """What a finding says of it."""
         lines = [f"read off entry by entry, {self.calls} calls: {HOW[self.stage]}"]
         lines += [f"{word}: {', '.join(told)}" for word, told in (("right", self.right),) if told]
         lines += [f"wrong: {text}" for text in self.wrong]
         lines += [f"not understood: {text}" for text in self.unread]
+        if any(" p " in line for line in self.wrong):
+            lines.append("p is the key that query i stands at, i + seqlen_k - seqlen_q")
         return (*lines, *([self.picture] if self.picture else []))
 
 
@@ -70,14 +77,20 @@ class Readings:
             here = [
                 n
                 for n, finding in enumerate(findings)
-                if finding.side == side and PASSES[reading.stage] in finding.where
+                if finding.side == side and _is_of(finding, reading.stage)
             ]
+            here = [n for n in here if findings[n].bug != "rounding"]
             here.sort(key=lambda n: findings[n].bug in NAMELESS)
             if here:
                 findings[here[0]] = _with(findings[here[0]], reading)
             elif not findings and reading.wrong:
                 findings.append(_finding(side, reading))
         return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
+
+
+def _is_of(finding: Finding, stage: str) -> bool:
+    """Whether a finding is about the stage."""
+    return PASSES[stage] in finding.where or finding.where.startswith(f"{stage}:")
 
 
 def _with(finding: Finding, reading: Reading) -> Finding:
@@ -88,7 +101,7 @@ def _with(finding: Finding, reading: Reading) -> Finding:
         return finding
     sure = reading.bug is not None and finding.confidence in ("high", "medium")
     look_at = f"what makes this of {HOW[reading.stage].partition(',')[0]}"
-    finding = replace(finding, title=reading.wrong[0])
+    finding = replace(finding, title=reading.title)
     return replace(finding, look_at=look_at) if finding.bug == "unknown" and sure else finding
 
 
@@ -96,7 +109,7 @@ def _finding(side: str, reading: Reading) -> Finding:
     return Finding(
         side,
         "unknown",
-        reading.wrong[0],
+        reading.title,
         PASSES[reading.stage],
         "medium",
         reading.evidence,
@@ -157,7 +170,7 @@ def _picture(said: Said) -> str:
 
 def _planted(stage: str, said: Said, wrong: Sequence[str]) -> Bug | None:
     """What was read as a bug of the engine; classes and steps are those of its parts."""
-    see = None if said.support.right else said.support.see()
+    see = said.see
     if see is None and not said.steps:
         return None
     names = list(dict.fromkeys(said.names)) or ["unknown"]

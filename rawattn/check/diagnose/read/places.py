@@ -108,6 +108,11 @@ class Places:
         width = self.question.v.shape[2]
         found |= {"the row of the key in k": key, "the row of the query in q": query}
         found["the row in k - the row in q"] = key - query
+        found |= {
+            "2 j - seqlen_k": 2 * j - m,
+            "j - the longest seqlen_k": j - max(self.question.lengths_k),
+        }
+        found["j - the seqlen_k of sequence 0"] = j - self.question.lengths_k[0]
         found |= {"the row in k - i": key - i, "the row in k - seqlen_k": key - m}
         found["the column of out"] = key % width  # in which weights of this key are read
         return found

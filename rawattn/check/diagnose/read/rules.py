@@ -56,7 +56,7 @@ class Rule:
         return np.asarray(np.logical_and.reduce(held) if self.every else np.logical_or.reduce(held))
 
     def __str__(self) -> str:
-        return (" and " if self.every else ", or ").join(map(str, self.spans)) or "always"
+        return (" and " if self.every else ", or ").join(map(str, self.spans)) or "all of them"
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from rawattn.check.diagnose.read.probe import Backward, Slopes
 from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
 from rawattn.check.diagnose.read.support import Support
 from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
-from rawattn.check.diagnose.read.weights import TINY, Said, noise_of, said_of
+from rawattn.check.diagnose.read.weights import COARSE, TINY, Said, noise_of, said_of
 
 Array = np.ndarray
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
@@ -63,19 +63,23 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     for name, adds in read.adds.items():
         where = adds > 0.02 * adds.max(initial=0.0)
         if not np.array_equal(where, own[:, None] == np.arange(adds.shape[1])):
-            sums.append(_of_sums(name, where))
+            clear = np.isfinite(adds).all() and (adds[where] > 0.2 * adds.max()).all()
+            sums.append(_of_sums(name, where) if clear and where.any() else "")
     if sums:
         said = Said(read.weights, Support(places, places.right[None], ()))
-        said.wrong += sums
+        said.wrong += [text for text in sums if text]
+        if not all(sums):
+            said.unread.append("dk and dv are not sums over the queries of their heads")
         said.names.append("gqa-reduction-map")
         return said
     said = said_of(read.weights, lambda: second().weights, passed=True)
     said.right[:] = [f"in P of dv: {text}" for text in said.right]
-    said.wrong[:] = [f"in P of dv, {text}" for text in said.wrong]
+    if "bP" in said.steps or said.unread:
+        return said  # what dS should be is not known
     changes = {
         name: _change_of(
             _Part(said, places, slopes),
-            lambda name=name: _Part(said, second().weights.places, second().slopes[name]),
+            partial(_elsewhere, said, second, name),
         )
         for name, slopes in read.slopes.items()
     }
@@ -119,10 +123,11 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
     if not change.text:
         said.right.append(f"dS{of}")
         return
+    told = said.wrong if change.name else said.unread
+    told.extend(f"dS{of} {text}" for text in change.text)
     if change.factor is None:
-        said.unread.extend(f"dS{of} {text}" for text in change.text)
+        said.names += [change.name] if change.name else []
         return
-    said.wrong.extend(f"dS{of} {text}" for text in change.text)
     said.names.append(change.name or "unknown")
     if change.planted:
         if step == "dS":
@@ -153,7 +158,16 @@ class _Part:
         return Field(x, self.there & ~self.gone, False, noise)
 
 
-def _change_of(part: _Part, second: Callable[[], _Part]) -> Change:
+def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> _Part | None:
+    """The same on other lengths; None where it is not known who sees whom there."""
+    read = second()
+    try:
+        return _Part(said, read.weights.places, read.slopes[name])
+    except ValueError:
+        return None
+
+
+def _change_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
     """What is wrong with one of the two ways to dS."""
     places, slopes = part.places, part.slopes
     noise, change = 3 * noise_of(places), Change()
@@ -162,7 +176,10 @@ def _change_of(part: _Part, second: Callable[[], _Part]) -> Change:
     if (part.gone == part.there).all():
         return Change(["is 0"], factor=None) if part.there.any() else change
     if part.gone.any() or part.wrongly.any():
-        _say_pairs(change, part, second())
+        other = second()
+        if other is None:
+            return Change(["is wrong in another way"], factor=None)
+        _say_pairs(change, part, other)
     f = part.f
     if part.field(f - 1, noise).zero:
         return change
@@ -180,6 +197,8 @@ def _change_of(part: _Part, second: Callable[[], _Part]) -> Change:
     told = None
     if (f > 0)[logs.there].all():
         told = term_of(logs, places, slopes.S) or term_of(logs, places, slopes.S, table=True)
+    if told is None and part.field(f - 1, COARSE).zero:
+        return change
     if told is None:
         return Change(["is wrong in another way"], factor=None)
     change.text.append(f"is multiplied by {_power(told)}")

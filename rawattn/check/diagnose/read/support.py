@@ -1,6 +1,6 @@
 """Who sees whom, as it was read: the difference from the mask in rules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,12 +61,12 @@ class Support:
                 found[heads] = found[heads] & ~pairs if part.kind == LESS else found[heads] | pairs
         return found
 
-    def see(self) -> See:
-        """The same as a change of views."""
+    def see(self, times: Callable[[Places], Array]) -> See:
+        """The same as a change of views; times: how often a pair counts."""
 
         def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
             places = Places(question)
-            seen = self.at(places).astype(np.float64)
+            seen = self.at(places) * times(places)
             return list(_views(places, views, seen))
 
         return see

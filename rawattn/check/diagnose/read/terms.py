@@ -141,8 +141,8 @@ def _caps(field: Field, places: Places, S: Array) -> Iterator[Term]:
 
 def _places(field: Field, places: Places, S: Array) -> Iterator[Term]:
     """Group means: what depends on one feature and the head alone."""
-    of = "i" if places.aligned else "p"
-    names = [f"j - {of}", "j", "seqlen_k - 1 - j"]
+    own = "j - i" if places.aligned else "j - p"
+    names = [own, "j", "seqlen_k - 1 - j"]
     names += [] if field.by_row else ["i", "seqlen_q - 1 - i"]
     for name in names:
         x = np.broadcast_to(places.features[name], places.j.shape)
@@ -155,7 +155,12 @@ def _places(field: Field, places: Places, S: Array) -> Iterator[Term]:
             at = np.clip(places.features[name] - first, 0, table.shape[1] - 1)
             return np.asarray(table[:, np.broadcast_to(at, places.j.shape)])
 
-        yield Term("place", f"it depends on {name} and the head alone", look, _few(table, x, field))
+        yield Term(
+            "place",
+            f"it depends on {name.replace(own, 'j - i')} and the head alone",
+            look,
+            _few(table, x, field),
+        )
 
 
 def _few(table: Array, x: Array, field: Field) -> tuple[float, ...]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine import STEPS, Context, Step
+from rawattn.check.diagnose.engine import STEPS, Context, See, Step
 from rawattn.check.diagnose.read.maps import Map, map_of, of_heads
 from rawattn.check.diagnose.read.places import Places, log_sum
 from rawattn.check.diagnose.read.probe import Weights
@@ -19,6 +19,7 @@ from rawattn.reference.dense import capped
 Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
 TINY = 1e-30
+COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 TILES = (8, 16, 32, 64, 128)
 
@@ -44,7 +45,21 @@ class Said:
 
     def scores(self, places: Places, S: Array) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
-        return S if self.term is None else S + self.term.of(places, S)
+        found = S if self.term is None else S + self.term.of(places, S)
+        return np.asarray(found + np.log(self.times(places)))
+
+    def times(self, places: Places) -> Array:
+        """(total_q, total_k): how often a key counts where it is seen."""
+        if self.counted is None:
+            return np.ones(places.j.shape)
+        return np.where(self.counted[1].holds(places), float(self.counted[0]), 1.0)
+
+    @property
+    def see(self) -> See | None:
+        """Who sees whom and how often, as a change of views; None where that is right."""
+        if self.support.right and self.counted is None:
+            return None
+        return self.support.see(self.times)
 
 
 def noise_of(places: Places) -> float:
@@ -78,6 +93,8 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         said.map = found
     elif (term := term_of(x, places, S, table=True)) is not None:
         _say_term(said, term)
+    elif x.left(np.zeros_like(S)) * noise < COARSE:
+        said.right.append("scores and softmax_scale, roughly")
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
     if said.map is None:
@@ -88,7 +105,10 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
             seen_there = seen_there | _too_small(said, there, seen_there)
             again_seen = there.places, seen_there, alive_there
             said.support = support_of(places, seen, alive, again_seen)
-        _say_support(said)
+        if said.unread and not said.support.named:
+            said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
+        else:
+            _say_support(said)
     if not said.unread and said.map is None:
         (_say_passed if passed else _say_sums)(said, logs, _seen(read)[0], alive)
     _say_values(said)
@@ -219,28 +239,35 @@ def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> tuple[in
 
 def _say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
     """Whether weights are exp(score - lse), with the lse that was given."""
-    read, lse = said.weights, said.weights.lse
-    if lse is None:
+    read = said.weights
+    if read.lse is None:
         return
-    off = said.scores(read.places, read.right.S) - logs - lse[..., None]
-    known = np.where(seen & read.places.right & alive[..., None], off, 0.0)
-    if np.abs(known).max(initial=0.0) > 24 * noise_of(read.places):
-        said.unread.append(
-            "P is not exp(S - lse) with the lse that is passed: its rows have factors"
-        )
+    noise, rows, total = _totals(said, said.scores(read.places, read.right.S), logs, seen, alive)
+    off = total - read.lse
+    if np.abs(off[rows]).max(initial=0.0) > 8 * noise:
+        _say_mass(said, np.exp(total) - np.exp(read.lse), off, rows, noise)
+        if "softmax" in said.steps:
+            own = said.steps.pop("softmax")
+            said.steps["bP"] = lambda c: own(c)[1]
+
+
+def _totals(
+    said: Said, S: Array, logs: Array, seen: Array, alive: Array
+) -> tuple[float, Array, Array]:
+    """The noise of a row; (num_heads_q, total_q) rows that tell the logarithm of what their weights
+    are divided by, and that."""
+    right = said.weights.places.right & seen
+    count = np.maximum(right.sum(axis=-1), 1)
+    total = np.where(right, S - logs, 0.0).sum(axis=-1) / count
+    return 3 * noise_of(said.weights.places), right.any(axis=-1) & alive, total
 
 
 def _say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
     """What the weights are divided by, and lse."""
-    read, noise = said.weights, 3 * noise_of(said.weights.places)
+    read = said.weights
     places, q = read.places, read.places.question
     S = said.scores(places, read.right.S)
-    if said.counted is not None:
-        S = S + np.log(said.counted[0]) * said.counted[1].holds(places)
-    right = places.right & seen
-    rows = right.any(axis=-1) & alive
-    count = np.maximum(right.sum(axis=-1), 1)
-    total = np.where(right, S - logs, 0.0).sum(axis=-1) / count
+    noise, rows, total = _totals(said, S, logs, seen, alive)
     wrongly = seen & ~places.right & alive[..., None] & rows[..., None]
     level = logs + total[..., None]  # of which weights are exp
     usual = np.abs(level - S)[wrongly].max(initial=0.0) < 8 * noise
@@ -266,18 +293,16 @@ def _say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         _say_mass(said, np.exp(total) - np.exp(with_sinks), total - with_sinks, rows, noise)
     if read.lse is None:
         return
-    lse = read.lse[rows]
-    wanted = total[rows]
+    lse, wanted = read.lse[rows], total[rows]
     if said.term is not None and said.term.kind == "place" and np.ptp(lse - wanted) < 8 * noise:
         said.term = _raised(said.term, float(np.mean(lse - wanted)))
         said.steps["cap"], wanted = biased(said.term), lse
-    if np.allclose(lse, wanted, rtol=0, atol=8 * noise):
+    close = partial(np.allclose, lse, rtol=0, atol=8 * noise)
+    if close(wanted) or close(with_sinks[rows]):
         said.right.append("lse")
-    elif np.allclose(lse, wanted / np.log(2), rtol=0, atol=8 * noise):
+    elif close(wanted / np.log(2)):
         said.wrong.append("lse is in base 2")
         said.names.append("lse-base-2")
-    elif np.ptp(lse - wanted) < 8 * noise:
-        said.wrong.append(f"lse is off by {np.mean(lse - wanted):.4g} in every row")
     else:
         said.wrong.append("lse is not the logarithm of the row sums")
 
@@ -294,15 +319,13 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
     if np.ptp(ratio[rows]) < 8 * noise:
         said.wrong.append(f"the weights of a row sum to {np.exp(-ratio[rows].mean()):.4g}, not 1")
         return
-    m = np.broadcast_to(places.m[:, 0], mass.shape)
-    known = {"the longest sequence": max(q.lengths_k) - m}
-    known |= {f"the end of its last tile of {t} keys": -m % t for t in TILES}
     allowed = 8 * noise * np.maximum(np.abs(np.exp(said.weights.right.lse)), 1)
-    for text, count in known.items():
-        if (np.abs(mass - count) < allowed)[rows].all():
-            said.wrong.append(f"the row sums have exp(0) for every key of padding up to {text}")
+    for tile in (0, *TILES):
+        if (np.abs(mass - _padding(tile, places)) < allowed)[rows].all():
+            upto = f"the end of its last tile of {tile} keys" if tile else "the longest sequence"
+            said.wrong.append(f"the row sums have exp(0) for every key of padding up to {upto}")
             said.names.append("padded-keys")
-            said.steps["softmax"] = _with_mass(lambda c, count=count: count[0][c.view.rows])
+            said.steps["softmax"] = _with_mass(partial(_of_rows, tile))
             return
     spread = mass[rows]
     if np.ptp(spread) < 8 * float(allowed[rows].min()):
@@ -314,6 +337,16 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
     said.wrong.append(
         f"the row sums are off, by factors of {by_head(np.exp(ratio[rows][:4]))}, ..."
     )
+
+
+def _padding(tile: int, places: Places) -> Array:
+    """(total_q,): keys from a sequence's end to that of a tile; 0: of the longest sequence."""
+    m = places.m[:, 0]
+    return np.asarray(-m % tile if tile else max(places.question.lengths_k) - m)
+
+
+def _of_rows(tile: int, c: Context) -> Array:
+    return np.asarray(_padding(tile, Places(c.question))[c.view.rows])
 
 
 def _with_mass(mass: Callable[[Context], Any]) -> Step:
