@@ -22,11 +22,13 @@ Pairs = tuple[int, Rule | None]  # a head, and which of its pairs
 @dataclass(eq=False)
 class Change:
     """What is wrong with dS. factor: what multiplies it where it is there, None for what no
-    sentence describes. less, more: pairs that are not there, or there by mistake."""
+    sentence describes. instead: what stands there in place of dY. less, more: pairs that are not
+    there, or there by mistake."""
 
     text: list[str] = field(default_factory=list)
     name: str = ""
     factor: Callable[[Context], Array | float] | None = lambda c: 1.0
+    instead: Callable[[Context], Array] = lambda c: c.dY
     less: list[Pairs] = field(default_factory=list)
     more: list[Pairs] = field(default_factory=list)
 
@@ -38,7 +40,7 @@ class Change:
     def dY(self, c: Context) -> Array:
         """dY with the change."""
         places = Places(c.question)
-        found = np.asarray(c.dY * (1.0 if self.factor is None else self.factor(c)))
+        found = np.asarray(self.instead(c) * (1.0 if self.factor is None else self.factor(c)))
         here = np.ix_(c.view.rows, np.maximum(c.view.keys, 0))
         heads = [int(h) for h in c.view.heads]
         for head, rule in (*self.less, *self.more):
@@ -186,7 +188,7 @@ def _change_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
     value = float(np.median(f[part.there & ~part.gone]))
     if part.field(f - value, noise * max(abs(value), 1e-3)).zero:
         scale = _of_scale(value, places)
-        change.text.append(f"is multiplied by {value:.4g}{scale}")
+        change.text.append(f"is multiplied by {value:.3g}{scale}")
         change.name = change.name or ("output-scale" if scale else "constant-factor")
         change.factor = lambda c: value
         return change
@@ -245,16 +247,15 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
         off = np.where(there, slopes.dS - due, 0.0) / np.where(there, part.P * np.abs(dP - D), 1.0)
         return Field(off, there, False, noise).zero
 
-    if fits(part.P * slope * dP):
-        return Change(
-            ["lacks the row term D: it is P dP"], "delta-omitted", lambda c: _ratio(c, 0.0)
-        )
-    if fits(part.P * slope * (dP + D)):
-        return Change(
-            ["has D with the wrong sign"], "delta-of-another-out", lambda c: _ratio(c, -1.0)
-        )
+    for times, text, name in (
+        (0.0, "lacks the row term D: it is P dP", "delta-omitted"),
+        (-1.0, "has D with the wrong sign", "delta-of-another-out"),
+    ):
+        if fits(part.P * slope * (dP - times * D)):
+            return Change([text], name, instead=partial(_with_delta, times))
     if fits(part.P * (dP - D)):
-        return Change(["lacks the derivative of the softcap"], "softcap-slope-omitted", _flat)
+        text = "lacks the derivative of the softcap"
+        return Change([text], "softcap-slope-omitted", instead=lambda c: np.asarray(c.dS))
     if fits(slope * (dP - D)):
         return Change(["lacks the factor P"], "softmax-backward-without-p", None)
     of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, noise)
@@ -263,15 +264,9 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
     return None
 
 
-def _ratio(c: Context, times: float) -> Array:
-    """(dP - times D) / (dP - D)."""
-    D = c.D[..., None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.nan_to_num((c.dP - times * D) / (c.dP - D)))
-
-
-def _flat(c: Context) -> Array | float:
-    return np.asarray(1 / c.cap[1])
+def _with_delta(times: float, c: Context) -> Array:
+    """dY with so many D."""
+    return np.asarray(c.cap[1] * c.P * (c.dP - times * c.D[..., None]))
 
 
 def _say_pairs(change: Change, part: _Part, other: _Part) -> None:

@@ -93,10 +93,10 @@ def by_head(values: Array) -> str:
     values = np.asarray(values, dtype=np.float64).ravel()
     size = float(np.abs(values).max(initial=0.0)) or 1.0
     if np.ptp(values) < 1e-2 * size:
-        return f"{values.mean():.4g}"
+        return f"{values.mean():.3g}"
     steps = values / (np.arange(len(values)) + 1)
     if np.ptp(steps) < 1e-2 * np.abs(steps).max():
-        return f"{steps.mean():.4g} (h + 1)"
+        return f"{steps.mean():.3g} (h + 1)"
     return ", ".join(f"{value:.3g} (head {h})" for h, value in enumerate(values[:8]))
 
 

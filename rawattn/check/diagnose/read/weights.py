@@ -315,9 +315,8 @@ def _raised(term: Term, by: float) -> Term:
 def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) -> None:
     """What is in the row sums beside the keys that are seen; mass (num_heads_q, total_q)."""
     places = said.weights.places
-    q = places.question
     if np.ptp(ratio[rows]) < 8 * noise:
-        said.wrong.append(f"the weights of a row sum to {np.exp(-ratio[rows].mean()):.4g}, not 1")
+        said.wrong.append(f"the weights of a row sum to {np.exp(-ratio[rows].mean()):.3g}, not 1")
         return
     allowed = 8 * noise * np.maximum(np.abs(np.exp(said.weights.right.lse)), 1)
     for tile in (0, *TILES):
@@ -330,7 +329,7 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
     spread = mass[rows]
     if np.ptp(spread) < 8 * float(allowed[rows].min()):
         value = float(np.median(spread))
-        said.wrong.append(f"the row sums have {value:.4g} more than the keys that are seen")
+        said.wrong.append(f"the row sums have {value:.3g} more than the keys that are seen")
         said.names.append("denominator")
         said.steps["softmax"] = _with_mass(lambda c: value)
         return
