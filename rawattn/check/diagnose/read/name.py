@@ -8,12 +8,17 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.question import Answers, Question
 from rawattn.check.diagnose.read.places import picture
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
+from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
-from rawattn.check.diagnose.read.weights import Said, said_of
+from rawattn.check.diagnose.read.weights import said_of
 
 HOW = {
     "forward": "weights of out, with unit vectors for v",
     "backward": "dS and P, with unit vectors for k, then for q and dout",
+}
+LOOK_AT = {
+    "forward": "where the weights are made: scores, mask, row sums",
+    "backward": "where P and dS = P o (dP - D) are made, and what comes before dq and dk",
 }
 PASSES = {"forward": "forward pass", "backward": "backward pass"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
@@ -100,9 +105,12 @@ def _with(finding: Finding, reading: Reading) -> Finding:
     if finding.bug not in PLAIN or not reading.wrong:
         return finding
     sure = reading.bug is not None and finding.confidence in ("high", "medium")
-    look_at = f"what makes this of {HOW[reading.stage].partition(',')[0]}"
     finding = replace(finding, title=reading.title)
-    return replace(finding, look_at=look_at) if finding.bug == "unknown" and sure else finding
+    return (
+        replace(finding, look_at=LOOK_AT[reading.stage])
+        if finding.bug == "unknown" and sure
+        else finding
+    )
 
 
 def _finding(side: str, reading: Reading) -> Finding:
@@ -113,7 +121,7 @@ def _finding(side: str, reading: Reading) -> Finding:
         PASSES[reading.stage],
         "medium",
         reading.evidence,
-        "what makes this of the pass; the results of the small problem do not show it",
+        LOOK_AT[reading.stage],
     )
 
 

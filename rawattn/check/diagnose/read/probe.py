@@ -2,6 +2,8 @@
 
 With unit vectors for v, out is P; with unit vectors for k, dq is dS; with unit vectors for q and
 dout, dk and dv are the transposes of dS and P. All sequences and heads are asked at once.
+
+Long, since the two passes share how a function is asked.
 """
 
 import itertools

@@ -1,59 +1,25 @@
-"""What a backward pass has in place of dS, and which heads it adds up where."""
+"""What a backward pass has in place of dS, and which heads it adds up where.
+
+Long by the forms that a wrong dS may have.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache, partial
 
 import numpy as np
 
 from rawattn.check.diagnose.engine import STEPS, Context, changed
+from rawattn.check.diagnose.read.change import Change
 from rawattn.check.diagnose.read.places import Places
 from rawattn.check.diagnose.read.probe import Backward, Slopes
-from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.read.rules import Shown, rule_of
+from rawattn.check.diagnose.read.said import COARSE, TINY, Said, noise_of
 from rawattn.check.diagnose.read.support import Support
 from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
-from rawattn.check.diagnose.read.weights import COARSE, TINY, Said, noise_of, said_of
+from rawattn.check.diagnose.read.weights import said_of
 
 Array = np.ndarray
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
-Pairs = tuple[int, Rule | None]  # a head, and which of its pairs
-
-
-@dataclass(eq=False)
-class Change:
-    """What is wrong with dS. factor: what multiplies it where it is there, None for what no
-    sentence describes. instead: what stands there in place of dY. less, more: pairs that are not
-    there, or there by mistake."""
-
-    text: list[str] = field(default_factory=list)
-    name: str = ""
-    factor: Callable[[Context], Array | float] | None = lambda c: 1.0
-    instead: Callable[[Context], Array] = lambda c: c.dY
-    less: list[Pairs] = field(default_factory=list)
-    more: list[Pairs] = field(default_factory=list)
-
-    @property
-    def planted(self) -> bool:
-        pairs = (*self.less, *self.more)
-        return self.factor is not None and all(rule is not None for _, rule in pairs)
-
-    def dY(self, c: Context) -> Array:
-        """dY with the change."""
-        places = Places(c.question)
-        found = np.asarray(self.instead(c) * (1.0 if self.factor is None else self.factor(c)))
-        here = np.ix_(c.view.rows, np.maximum(c.view.keys, 0))
-        heads = [int(h) for h in c.view.heads]
-        for head, rule in (*self.less, *self.more):
-            if head not in heads or rule is None:
-                continue
-            h, pairs = heads.index(head), rule.holds(places)[here] & places.own[here]
-            if (head, rule) in self.less:
-                found[h] = np.where(pairs, 0.0, found[h])
-                continue
-            free = np.exp(c.cap[0][h] - c.L[h][:, None]) * (c.dP[h] - c.D[h][:, None])
-            slope = np.broadcast_to(c.cap[1], c.dP.shape)[h]
-            found[h] += np.where(pairs & ~places.right[here], free * slope, 0.0)
-        return found
 
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
@@ -75,7 +41,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         said.names.append("gqa-reduction-map")
         return said
     said = said_of(read.weights, lambda: second().weights, passed=True)
-    said.right[:] = [f"in P of dv: {text}" for text in said.right]
+    said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
     changes = {
