@@ -17,6 +17,7 @@ import numpy as np
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.question import Answers, Question
 from rawattn.check.diagnose.read.places import Places, Right
+from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
 Array = np.ndarray
@@ -132,11 +133,11 @@ class _Caller:
             raise Refused(f"it raises {type(error).__name__}: {error}") from error
         if (time.process_time() - began) * self.wanted > SECONDS:
             raise Refused("a call takes too long")
-        found = {name: np.asarray(x, dtype=np.float64) for name, x in answers.items()}
         for name, shape in shapes.items():
-            if name not in found or found[name].shape != shape:
-                raise Refused(f"it gives no {name} of shape {shape}")
-        return found
+            x = answers.get(name)
+            if x is None or x.shape != shape or x.dtype not in FLOATING:
+                raise Refused(f"it gives no numbers called {name} of shape {shape}")
+        return {name: np.asarray(x, dtype=np.float64) for name, x in answers.items()}
 
 
 def read_forward(ask: Ask, question: Question) -> Weights:
