@@ -46,7 +46,7 @@ class Reading:
     @property
     def title(self) -> str:
         """What is wrong first, without the values of a table."""
-        return self.wrong[0].partition(" (head 0")[0]
+        return self.wrong[0].partition(" (head 0, nearest")[0]
 
     @property
     def evidence(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
 
 def _plain(text: str) -> str:
     """Without the values in it, which differ by rounding."""
-    return text.partition(" (head 0")[0]
+    return text.partition(" (head 0, nearest")[0]
 
 
 def _delta(change: Change) -> bool:
@@ -151,12 +151,14 @@ def _change_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
     f = part.f
     if part.field(f - 1, noise).zero:
         return change
-    value = float(np.median(f[part.there & ~part.gone]))
-    if part.field(f - value, noise * max(abs(value), 1e-3)).zero:
-        scale = _of_scale(value, places)
-        change.text.append(f"is multiplied by {value:.3g}{scale}")
+    known = part.there & ~part.gone
+    values = np.array([np.median(f[h][known[h]]) if known[h].any() else 1.0 for h in range(len(f))])
+    by = values[:, None, None]
+    if part.field((f - by) / np.where(np.abs(by) > 1e-3, by, 1.0), noise).zero:
+        scale = _of_scale(values, places)
+        change.text.append(f"is multiplied by {by_head(values)}{scale}")
         change.name = change.name or ("output-scale" if scale else "constant-factor")
-        change.factor = lambda c: value
+        change.factor = lambda c: by[c.view.heads]
         return change
     delta = _of_delta(part, noise)
     if delta is not None:
@@ -196,10 +198,12 @@ def _planted(term: Term) -> Callable[[Context], Array]:
     return factor
 
 
-def _of_scale(value: float, places: Places) -> str:
+def _of_scale(values: Array, places: Places) -> str:
     s = places.question.scale
     known = {"softmax_scale is missing": 1 / s, "softmax_scale is there twice": s}
-    close = (name for name, x in known.items() if abs(value / x - 1) < 5e-3 and abs(x - 1) > 1e-2)
+    close = (
+        name for name, x in known.items() if np.allclose(values, x, rtol=5e-3) and abs(x - 1) > 1e-2
+    )
     text = next(close, "")
     return f" ({text})" if text else ""
 

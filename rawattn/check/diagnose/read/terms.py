@@ -102,7 +102,9 @@ def by_head(values: Array) -> str:
 
 def _distances(field: Field, places: Places, S: Array) -> Iterator[Term]:
     for name, f in DISTANCES.items():
-        slopes = _slopes(field, _distance(places, f)[None])
+        x = _distance(places, f)[None]
+        read = _slopes(field, x)
+        slopes = _chosen(field, x, plain(read), read)
 
         def of(places: Places, S: Array, slopes: Array = slopes, f: Any = f) -> Array:
             return np.asarray(slopes * _distance(places, f))
@@ -116,10 +118,22 @@ def _distance(places: Places, f: Callable[[Array], Array]) -> Array:
 
 
 def _factors(field: Field, places: Places, S: Array) -> Iterator[Term]:
-    slopes = _slopes(field, S)
+    read = _slopes(field, S)
+    slopes = _chosen(field, S, plain(1 + read) - 1, read)
     values = tuple(float(1 + x) for x in slopes.ravel())
     text = f"the scores are multiplied by {by_head(1 + slopes)}"
     yield Term("factor", text, lambda places, S: np.asarray(slopes * S), values)
+
+
+def _chosen(field: Field, x: Array, rounded: Array, read: Array) -> Array:
+    """Rounded slopes where these leave no more than those that were read."""
+    same = field.left(rounded * x) <= 1.2 * field.left(read * x) + 1e-6
+    return rounded if same else read
+
+
+def plain(values: Array) -> Array:
+    """Rounded to three digits, as somebody may have written them."""
+    return np.array([float(f"{x:.3g}") for x in values.ravel()]).reshape(values.shape)
 
 
 def _caps(field: Field, places: Places, S: Array) -> Iterator[Term]:
