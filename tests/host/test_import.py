@@ -87,11 +87,12 @@ OF_DIAGNOSE = {
     "evidence": {"engine", "findings"},
     "catalogue": {"engine"},
     "inferred": {"catalogue", "engine", "evidence"},
-    "judge": {"catalogue", "engine", "evidence", "findings", "inferred"},
-    "report": {"engine", "evidence", "findings"},
+    "read": {"engine", "findings"},
+    "judge": {"catalogue", "engine", "evidence", "findings", "inferred", "read"},
     "files": {"engine", "evidence"},
     "logs": {"catalogue", "findings"},
     "harness": {"catalogue", "findings"},
+    "report": {"catalogue", "engine", "evidence", "findings", "harness"},
 }
 
 

@@ -33,7 +33,7 @@ WORDS = {
 }
 CONFIDENCE = ("proved", "high", "medium", "low")
 EFFORT = 20_000.0  # units, after which nothing but the usual bugs is tried
-GENERIC = ("wrong-keys",)  # what other names say more exactly
+GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
@@ -48,12 +48,14 @@ def diagnose(
     call: Callable[[Question], Answers] | None = None,
     against: tuple[str, Answers] | None = None,
     until: float | None = None,
+    hints: Sequence[Bug] = (),
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. against: the name and the answers of another side, judged in the same way. until: by
     effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
+    hints: bugs that ``side`` may have, to be tried with these.
     """
     until = spent() + EFFORT if until is None else until
     sides = [(side, answers, None if call is None else _floating(call))]
@@ -68,7 +70,9 @@ def diagnose(
         findings += strange
         question, part, fact = cut(whole, _with_rows(given))
         facts += [f"{name}: {fact}"] if fact else []
-        found, held, said = _judge(question, part, name, again, until)
+        found, held, said = _judge(
+            question, part, name, again, until, hints if name == side else ()
+        )
         if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
             found += proofs.of_sinks(question, given, name)
         if name == side or (found and not findings):
@@ -164,19 +168,20 @@ def _judge(
     side: str,
     call: Callable[[Question], Answers] | None,
     until: float,
+    known: Sequence[Bug] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
     answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
     empty_ones, answers = proofs.of_empty(question, answers, side)
     judged, unjudged = without(question, answers)
     verdicts: list[StageVerdict] = []
-    hints: list[Bug] = []
+    hints = list(known)
     for stage in question.stages:
         verdict = judge_stage(question, judged, stage, until=until, hints=hints)
         if verdict is not None:
             here = [one.prediction.bug for one in verdict.explained[:1]]
-            for known in (*hints, *here) if verdict.unexplained else ():
-                verdict = beside(question, judged, verdict, known, until)
+            for bug in (*hints, *here) if verdict.unexplained else ():
+                verdict = beside(question, judged, verdict, bug, until)
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)

@@ -1,0 +1,187 @@
+"""What a function does, in words: the fields that were read of its two passes, as readings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rawattn.check.diagnose.engine.attention import Bug
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.read.places import picture
+from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
+from rawattn.check.diagnose.read.said import Said
+from rawattn.check.diagnose.read.slopes import said_of_backward
+from rawattn.check.diagnose.read.weights import said_of
+
+HOW = {
+    "forward": "weights of out, with unit vectors for v",
+    "backward": "dS and P, with unit vectors for k, then for q and dout",
+}
+LOOK_AT = {
+    "forward": "where the weights are made: scores, mask, row sums",
+    "backward": "where P and dS = P o (dP - D) are made, and what comes before dq and dk",
+}
+PASSES = {"forward": "forward pass", "backward": "backward pass"}
+PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
+NAMELESS = ("unknown", "vacuous", "rounding")
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What was read of a stage. right, wrong: sentences, the latter what the bug is; unread: what
+    no sentence describes. ``bug`` plants what they say, None where they do not say all.
+    """
+
+    stage: str
+    calls: int
+    right: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    picture: str = ""
+    bug: Bug | None = None
+
+    @property
+    def sound(self) -> bool:
+        return not (self.wrong or self.unread)
+
+    @property
+    def title(self) -> str:
+        """What is wrong first, without the values of a table."""
+        return self.wrong[0].partition(" (head 0, nearest")[0]
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """What a finding says of it."""
+        lines = [f"read off entry by entry, {self.calls} calls: {HOW[self.stage]}"]
+        lines += [f"{word}: {', '.join(told)}" for word, told in (("right", self.right),) if told]
+        lines += [f"wrong: {text}" for text in self.wrong]
+        lines += [f"not understood: {text}" for text in self.unread]
+        if any(" p " in line for line in self.wrong):
+            lines.append("p is the key that query i stands at, i + seqlen_k - seqlen_q")
+        return (*lines, *([self.picture] if self.picture else []))
+
+
+@dataclass(frozen=True, eq=False)
+class Readings:
+    """Of all stages that could be asked; ``facts``: why others were not, and what is right."""
+
+    of: tuple[Reading, ...] = ()
+    facts: tuple[str, ...] = ()
+
+    @property
+    def bugs(self) -> list[Bug]:
+        return [reading.bug for reading in self.of if reading.bug is not None]
+
+    def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
+        """``diagnosis`` of the same function, with what was read of it.
+
+        What a bug of the catalogue explains keeps its name; what none does gets the words of the
+        reading, and is as sure as its planting made it.
+        """
+        findings = list(diagnosis.findings)
+        for reading in self.of:
+            here = [
+                n
+                for n, finding in enumerate(findings)
+                if finding.side == side and _is_of(finding, reading.stage)
+            ]
+            here = [n for n in here if findings[n].bug != "rounding"]
+            here.sort(key=lambda n: findings[n].bug in NAMELESS)
+            if here:
+                findings[here[0]] = _with(findings[here[0]], reading)
+            elif not findings and reading.wrong:
+                findings.append(_finding(side, reading))
+        return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
+
+
+def _is_of(finding: Finding, stage: str) -> bool:
+    """Whether a finding is about the stage."""
+    return PASSES[stage] in finding.where or finding.where.startswith(f"{stage}:")
+
+
+def _with(finding: Finding, reading: Reading) -> Finding:
+    """A finding with what was read, which gives it its title where it says more."""
+    evidence = dict.fromkeys((*reading.evidence, *finding.evidence))
+    finding = replace(finding, evidence=tuple(evidence))
+    if finding.bug not in PLAIN or not reading.wrong:
+        return finding
+    sure = reading.bug is not None and finding.confidence in ("high", "medium")
+    finding = replace(finding, title=reading.title)
+    return (
+        replace(finding, look_at=LOOK_AT[reading.stage])
+        if finding.bug == "unknown" and sure
+        else finding
+    )
+
+
+def _finding(side: str, reading: Reading) -> Finding:
+    return Finding(
+        side,
+        "unknown",
+        reading.title,
+        PASSES[reading.stage],
+        "medium",
+        reading.evidence,
+        LOOK_AT[reading.stage],
+    )
+
+
+def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
+    """What each stage that can be asked does, on problems like ``question``.
+
+    ``ask(stage)`` is None where the function has no such pass.
+    """
+    found: list[Reading] = []
+    facts: list[str] = []
+    for stage in PASSES if not question.sparse else ():
+        asked = ask(stage)
+        if asked is None:
+            continue
+        try:
+            reading = _read(question, stage, asked)
+        except Refused as why:
+            facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
+            continue
+        found += [] if reading.sound else [reading]
+        if reading.sound:
+            told = f"the {PASSES[stage]}, read off entry by entry ({reading.calls} calls)"
+            facts.append(f"{told}: {', '.join(reading.right)} are right")
+    return Readings(tuple(found), tuple(facts))
+
+
+def _read(question: Question, stage: str, ask: Ask) -> Reading:
+    calls = 0
+
+    def counted(asked: Question) -> Answers:
+        nonlocal calls
+        calls += 1
+        return ask(asked)
+
+    here, elsewhere = problem(question, 0), problem(question, 1, other=True)
+    if stage == "forward":
+        said = said_of(read_forward(counted, here), lambda: read_forward(counted, elsewhere))
+    else:
+        first = read_backward(counted, here)
+        said = said_of_backward(first, lambda: read_backward(counted, elsewhere))
+    right, wrong = (tuple(dict.fromkeys(told)) for told in (said.right, said.wrong))
+    bug = None if said.unread else _planted(stage, said, wrong)
+    return Reading(stage, calls, right, wrong, tuple(said.unread), _picture(said), bug)
+
+
+def _picture(said: Said) -> str:
+    """Of the head whose mask is worst."""
+    if said.support.right:
+        return ""
+    seen, places = said.support.seen, said.support.places
+    worst = int((seen != places.right).sum(axis=(1, 2)).argmax())
+    return picture(places, seen[worst])
+
+
+def _planted(stage: str, said: Said, wrong: Sequence[str]) -> Bug | None:
+    """What was read as a bug of the engine; classes and steps are those of its parts."""
+    see = said.see
+    if see is None and not said.steps:
+        return None
+    names = list(dict.fromkeys(said.names)) or ["unknown"]
+    name = names[0] if len(names) == 1 else "unknown"
+    stages = ("forward", "backward") if stage == "forward" else ("backward",)
+    return Bug(name, f"as read: {'; '.join(wrong)}", stages, see, said.steps)

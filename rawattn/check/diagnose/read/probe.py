@@ -1,0 +1,245 @@
+"""Questions to which a function's results are its intermediates, entry by entry.
+
+With unit vectors for v, out is P; with unit vectors for k, dq is dS; with unit vectors for q and
+dout, dk and dv are the transposes of dS and P. All sequences and heads are asked at once.
+
+Long, since the two passes share how a function is asked.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.cases import in_use
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.read.places import Places, Right
+from rawattn.check.diff import FLOATING
+
+Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
+Array = np.ndarray
+SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
+CALLS, SECONDS = 160, 4.0  # of a reading, at most
+
+
+class Refused(Exception):
+    """The function cannot be read; the text says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
+    is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
+    like where that is none.
+    """
+
+    right: Right
+    P: Array
+    lse: Array | None
+    value_head: Array | None
+    calls: int
+
+    @property
+    def places(self) -> Places:
+        return self.right.places
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k).
+
+    S, L (the lse that was passed), dP: right ones of the calls in which it was read; D, the row
+    term; slope, the derivative of a softcap.
+    """
+
+    dS: Array
+    S: Array
+    L: Array
+    dP: Array
+    D: Array
+    slope: Array
+
+    @property
+    def Z(self) -> Array:
+        return np.asarray(self.slope * (self.dP - self.D))
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """weights: P as dv has it, with the lse that was passed. slopes: dS as dq and dk have it.
+    adds: of dk and dv (num_heads_q, num_heads_kv), how much a query head adds to which head."""
+
+    weights: Weights
+    slopes: dict[str, Slopes]
+    adds: dict[str, Array]
+    calls: int
+
+
+def problem(question: Question, seed: int, *, other: bool = False) -> Question:
+    """Like ``question``, without what is about derivatives; ``other``: with other lengths."""
+    rng = np.random.default_rng([seed, 77])
+    lengths = [np.diff(x).astype(int) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
+    if other:  # where it can, another order, so that nothing hangs on the place of a sequence
+        more = [3 + 5 * b % 7 for b in range(question.batch)]
+        lengths = [np.where(x > 0, x + more, 0)[::-1] for x in lengths]
+    offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
+    used = question.seqused_k
+    if used is not None and other:
+        used = np.array(in_use(tuple(int(n) for n in lengths[1])), dtype=np.int32)
+    size = float(np.sqrt(SPREAD / max(abs(question.scale) * question.q.shape[2] ** 0.5, 1e-6)))
+    rows = [int(x[-1]) for x in offsets]
+
+    def draw(like: Array, count: int, factor: float) -> Array:
+        shape = (count, *like.shape[1:])
+        return np.asarray((factor * rng.standard_normal(shape)).astype(like.dtype))
+
+    q, k = draw(question.q, rows[0], size), draw(question.k, rows[1], size)
+    out = np.zeros((*q.shape[:2], question.v.shape[2]), dtype=q.dtype)
+    return Question(
+        q,
+        k,
+        draw(question.v, rows[1], 1.0),
+        offsets[0],
+        offsets[1],
+        causal=question.causal,
+        window=question.window,
+        softmax_scale=question.softmax_scale,
+        out=out,
+        lse=np.zeros(q.shape[1::-1]),
+        softcap=question.softcap,
+        sinks=question.sinks,
+        seqused_k=used,
+    )
+
+
+class _Caller:
+    """Calls the function, and counts."""
+
+    def __init__(self, ask: Ask, wanted: int) -> None:
+        if wanted > CALLS:
+            raise Refused(f"it would take {wanted} calls")
+        self.ask, self.wanted, self.calls = ask, wanted, 0
+
+    def __call__(self, question: Question, **shapes: tuple[int, ...]) -> Answers:
+        """The results in float64; those named have these shapes."""
+        self.calls += 1
+        began = time.process_time()
+        try:
+            answers = self.ask(question)
+        except Exception as error:  # whatever a candidate throws: it takes no such inputs
+            raise Refused(f"it raises {type(error).__name__}: {error}") from error
+        if (time.process_time() - began) * self.wanted > SECONDS:
+            raise Refused("a call takes too long")
+        for name, shape in shapes.items():
+            x = answers.get(name)
+            if x is None or x.shape != shape or x.dtype not in FLOATING:
+                raise Refused(f"it gives no numbers called {name} of shape {shape}")
+        return {name: np.asarray(x, dtype=np.float64) for name, x in answers.items()}
+
+
+def read_forward(ask: Ask, question: Question) -> Weights:
+    """The weights of a forward pass on the q and k of ``question``. Raises Refused."""
+    places, width = Places(question), question.v.shape[2]
+    P = np.zeros((question.num_heads_q, *places.j.shape))
+    shape = (*question.q.shape[:2], width)
+    call = _Caller(ask, -(-P.shape[2] // width) + 1)
+    given = []
+    for block in _blocks(P.shape[2], width):
+        answers = call(replace(question, v=_units(question.v, block)), out=shape)
+        P[:, :, block] = answers["out"].transpose(1, 0, 2)[..., : len(block)]
+        given.append(answers.get("lse"))
+    of_heads = np.broadcast_to(np.arange(question.num_heads_kv)[:, None] + 1, question.v.shape)
+    out = call(replace(question, v=of_heads.astype(question.v.dtype)), out=shape)["out"]
+    sums = P.sum(axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value_head = np.where(np.abs(sums) > 0.1, out[..., 0].T / sums - 1, np.nan)
+    lse = given[0] if given else None
+    for other in given:
+        if lse is None or other is None or other.shape != P.shape[:2]:
+            lse = None
+        elif not np.allclose(other, lse, 1e-3, 1e-3, equal_nan=True):
+            lse = None  # it depends on v
+    return Weights(Right(places), P, lse, value_head, call.calls)
+
+
+def read_backward(ask: Ask, question: Question) -> Backward:
+    """P and dS of a backward pass on a problem of ``question``'s sizes. Raises Refused."""
+    places, H, group = Places(question), question.num_heads_q, question.group
+    (n, m), depth = places.j.shape, question.q.shape[2]
+    width = min(depth, question.v.shape[2])
+    if width < H:
+        raise Refused(f"it has {H} heads, but only {width} columns to tell them apart by")
+    call = _Caller(ask, -(-m // depth) + group * -(-n // width) + 1)
+    rng = np.random.default_rng([n, m, 78])
+    size = SPREAD / (abs(question.scale) or 1.0)
+
+    def draw(like: Array, factor: float) -> Array:
+        return np.asarray((factor * rng.standard_normal(like.shape)).astype(like.dtype))
+
+    q, k, v = draw(question.q, size), draw(question.k, size), draw(question.v, 1.0)
+    dout = draw(np.asarray(question.out), 1.0)
+    of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
+    for block in _blocks(m, depth):
+        right, asked = _with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
+        dq = call(asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
+        _put(of_q, right, np.s_[:, :, block], dq / question.scale)
+    P, lse = np.zeros((H, n, m)), np.zeros((H, n))
+    for r, block in itertools.product(range(group), _blocks(n, width)):
+        heads = np.arange(question.num_heads_kv) * group + r
+        queries, cotangent = (_units(like, block, heads) for like in (q, dout))
+        right, asked = _with_right(replace(question, q=queries, k=k, v=v, dout=cotangent))
+        answers, at = call(asked, dk=k.shape, dv=v.shape), np.ix_(heads, block)
+        dk, dv = (answers[x].transpose(1, 2, 0)[:, : len(block)] for x in ("dk", "dv"))
+        _put(of_k, right, at, dk / question.scale)
+        P[at], lse[at] = dv, right.lse[at]
+    columns = [np.zeros_like(like) for like in (q, dout)]
+    for of_heads in columns:  # each query head has a column of its own
+        of_heads[:, range(H), range(H)] = 1
+    _, asked = _with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
+    answers = call(asked, dk=k.shape, dv=v.shape)
+    adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
+    weights = Weights(_Passed(places, of_k.S, lse), P, lse, None, call.calls)
+    return Backward(weights, {"dq": of_q, "dk": of_k}, adds, call.calls)
+
+
+class _Passed(Right):
+    """The right S and lse of rows that were read in several calls."""
+
+    def __init__(self, places: Places, S: Array, lse: Array) -> None:
+        super().__init__(places)
+        self.__dict__ |= {"S": S, "lse": lse}  # in place of what is computed when asked for
+
+
+def _blocks(count: int, width: int) -> Iterator[Array]:
+    return (np.arange(first, min(first + width, count)) for first in range(0, count, width))
+
+
+def _units(like: Array, block: Array, heads: Array | None = None) -> Array:
+    """Unit vectors in the rows of ``block``, of some heads; zeros like ``like`` elsewhere."""
+    found = np.zeros_like(like)
+    heads = np.arange(like.shape[1]) if heads is None else heads
+    found[block[:, None], heads, (block - block[0])[:, None]] = 1
+    return found
+
+
+def _with_right(question: Question) -> tuple[Right, Question]:
+    """What is right there, and the question with the right out and lse for a backward pass."""
+    right = Right(Places(question))
+    out = right.out.astype(question.q.dtype)
+    return right, replace(question, out=out, lse=right.lse)
+
+
+def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:
+    """Store what one call gave at ``at``, and what is right there."""
+    q = right.places.question
+    v = q.v.astype(np.float64).transpose(1, 2, 0).repeat(q.group, axis=0)
+    dout = np.asarray(q.dout).astype(np.float64).swapaxes(0, 1)
+    D = (dout * right.out.swapaxes(0, 1)).sum(axis=-1)[..., None]
+    slope = 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
+    values = {"S": right.S, "L": right.lse[..., None], "dP": dout @ v, "D": D, "slope": slope}
+    slopes.dS[at] = dS
+    for name, x in values.items():
+        getattr(slopes, name)[at] = np.broadcast_to(x, slopes.dS.shape)[at]

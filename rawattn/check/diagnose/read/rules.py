@@ -1,0 +1,155 @@
+"""Which pairs of query and key a set holds, in words: at most three intervals of integer features.
+
+The set is found on one problem and must hold on a second one of other lengths.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn.check.diagnose.read.places import Places
+
+Array = np.ndarray
+MOST = 3  # intervals of a rule
+TRIED = 40  # rules of as few intervals as can be, the plainest first
+FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
+
+
+class Span(NamedTuple):
+    """low <= feature <= high; None is open."""
+
+    feature: str
+    low: int | None
+    high: int | None
+
+    def holds(self, places: Places) -> Array:
+        """(total_q, total_k)."""
+        x = places.features[self.feature]
+        found = np.ones(places.j.shape, dtype=bool)
+        found &= True if self.low is None else x >= self.low
+        found &= True if self.high is None else x <= self.high
+        return found
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.feature} = {self.low}"
+        if self.low is None or self.high is None:
+            sign, bound = ("<=", self.high) if self.low is None else (">=", self.low)
+            return f"{self.feature} {sign} {bound}"
+        return f"{self.low} <= {self.feature} <= {self.high}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Pairs that are in any of ``spans``, or in ``every`` one of them; without spans all pairs."""
+
+    spans: tuple[Span, ...]
+    every: bool = False
+
+    def holds(self, places: Places) -> Array:
+        """(total_q, total_k)."""
+        if not self.spans:
+            return np.ones(places.j.shape, dtype=bool)
+        held = [span.holds(places) for span in self.spans]
+        return np.asarray(np.logical_and.reduce(held) if self.every else np.logical_or.reduce(held))
+
+    def __str__(self) -> str:
+        return (" and " if self.every else ", or ").join(map(str, self.spans)) or "all of them"
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Pairs (total_q, total_k) of ``places``: those in question, and those of them that are in
+    the set."""
+
+    places: Places
+    domain: Array
+    inside: Array
+
+
+def rule_of(found: Shown, check: Shown) -> Rule | None:
+    """The plainest rule for the set that is ``found``, which holds on ``check`` too."""
+    if not found.inside.any():
+        return None
+    if _is(Rule(()), found) and _is(Rule(()), check):
+        return Rule(())
+    names = [name for name in found.places.features if name in check.places.features]
+    told = _cover(found, check, names), _cut(found, check, names)
+    return min((rule for rule in told if rule), key=lambda rule: len(rule.spans), default=None)
+
+
+def _is(rule: Rule, shown: Shown) -> bool:
+    return bool(((rule.holds(shown.places) & shown.domain) == shown.inside).all())
+
+
+def _cover(found: Shown, check: Shown, names: Sequence[str]) -> Rule | None:
+    """The fewest intervals that have all of the set and nothing else."""
+    spans = [
+        span
+        for name in names
+        for span in _pure(found, name)
+        if not (span.holds(check.places) & check.domain & ~check.inside).any()
+    ]
+    missed = [~span.holds(found.places)[found.inside] for span in spans]
+    return _exact(spans, missed, False, found, check)
+
+
+def _cut(found: Shown, check: Shown, names: Sequence[str]) -> Rule | None:
+    """The fewest bounds, each of which has all of the set, that leave nothing else."""
+    spans: list[Span] = []
+    for name in names:
+        x = np.broadcast_to(found.places.features[name], found.domain.shape)
+        inside, all_ = x[found.inside], x[found.domain]
+        low, high = int(inside.min()), int(inside.max())
+        lows = [low] * int(low > all_.min())
+        highs = [high] * int(high < all_.max())
+        spans += [Span(name, a, b) for a in lows for b in highs]
+        spans += [*(Span(name, a, None) for a in lows), *(Span(name, None, b) for b in highs)]
+    spans = [span for span in spans if span.holds(check.places)[check.inside].all()]
+    kept = [span.holds(found.places)[found.domain & ~found.inside] for span in spans]
+    return _exact(spans, kept, True, found, check)
+
+
+def _exact(
+    spans: Sequence[Span], left: Sequence[Array], every: bool, found: Shown, check: Shown
+) -> Rule | None:
+    """The rule of one span, of two or of three that leaves nothing; ``left``: what each leaves."""
+    if not spans:
+        return None
+    matrix = np.stack(left).astype(np.float32)
+    both = np.triu(matrix @ matrix.T)  # what two of them leave; the diagonal is that of one
+    pairs = np.argwhere((both == 0) & np.triu(np.ones_like(both, dtype=bool)))
+    order = sorted(pairs.tolist(), key=lambda pair: (pair[0] != pair[1], sum(pair)))
+    chosen = [list(dict.fromkeys(pair)) for pair in order[:TRIED]]
+    if not chosen:
+        first = int(matrix.sum(axis=1).argmin())
+        rest = matrix * matrix[first]
+        thirds = np.argwhere(rest @ rest.T == 0)
+        chosen = [
+            [first, *pair] for pair in thirds[np.argsort(thirds.sum(axis=1))][:TRIED].tolist()
+        ]
+    for places in chosen:
+        rule = Rule(tuple(spans[place] for place in places), every)
+        if _is(rule, found) and _is(rule, check):
+            return rule
+    return None
+
+
+def _pure(found: Shown, name: str) -> Iterator[Span]:
+    """Runs of values of a feature whose pairs are all in the set."""
+    x = np.broadcast_to(found.places.features[name], found.domain.shape)[found.domain]
+    inside = found.inside[found.domain]
+    values, place = np.unique(x, return_inverse=True)
+    pure = np.bincount(place, inside, len(values)) == np.bincount(place, minlength=len(values))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int)))
+    runs = edges.reshape(-1, 2)
+    for first, stop in runs if len(runs) <= FEW else ():
+        low, high = int(values[first]), int(values[stop - 1])
+        if low == high:
+            yield Span(name, low, high)
+        if first == 0 or stop == len(values):
+            yield Span(name, None if first == 0 else low, None if stop == len(values) else high)
+        elif low != high:
+            yield Span(name, low, high)

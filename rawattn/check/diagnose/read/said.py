@@ -1,0 +1,95 @@
+"""What is said of weights that were read, and what is known of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import STEPS, Context, See, Step
+from rawattn.check.diagnose.read.maps import Map
+from rawattn.check.diagnose.read.places import Places
+from rawattn.check.diagnose.read.probe import Weights
+from rawattn.check.diagnose.read.rules import Rule
+from rawattn.check.diagnose.read.support import Support
+from rawattn.check.diagnose.read.terms import Term
+
+Array = np.ndarray
+SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
+TINY = 1e-30
+COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
+NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
+
+
+@dataclass(eq=False)
+class Said:
+    """What was read of weights. right, wrong: sentences; unread: what no sentence describes.
+
+    names: classes of bugs; steps: as of engine.Bug. term, map, counted (how often, and which keys):
+    what the sentences are about.
+    """
+
+    weights: Weights
+    support: Support
+    term: Term | None = None
+    map: Map | None = None
+    counted: tuple[int, Rule] | None = None
+    right: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    steps: dict[str, Step] = field(default_factory=dict)
+
+    def scores(self, places: Places, S: Array) -> Array:
+        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
+        found = S if self.term is None else S + self.term.of(places, S)
+        return np.asarray(found + np.log(self.times(places)))
+
+    def times(self, places: Places) -> Array:
+        """(total_q, total_k): how often a key counts where it is seen."""
+        if self.counted is None:
+            return np.ones(places.j.shape)
+        return np.where(self.counted[1].holds(places), float(self.counted[0]), 1.0)
+
+    @property
+    def see(self) -> See | None:
+        """Who sees whom and how often, as a change of views; None where that is right."""
+        if self.support.right and self.counted is None:
+            return None
+        return self.support.see(self.times)
+
+
+def noise_of(places: Places) -> float:
+    return NOISE[places.question.dtype.name]
+
+
+def seen_of(read: Weights) -> tuple[Array, Array]:
+    """Which weights are not 0, and which rows (num_heads_q, total_q) are numbers."""
+    alive = np.isfinite(read.P).all(axis=-1)
+    least = least_of(read)
+    return np.asarray(np.where(alive[..., None], np.nan_to_num(read.P) > least, False)), alive
+
+
+def least_of(read: Weights) -> float:
+    """The smallest weight that is seen."""
+    return SEEN.get(read.places.question.dtype.name, TINY)
+
+
+def in_words(term: Term) -> str:
+    """The text, with some values where it is a table."""
+    if term.kind != "place":
+        return term.text
+    told = ", ".join(f"{value - term.values[0]:.4g}" for value in term.values)
+    return f"{term.text} (head 0, nearest first: {told}, ...)"
+
+
+def biased(term: Term) -> Step:
+    """The scores with the term, which is a constant for every derivative."""
+
+    def cap(c: Context) -> Any:
+        places = Places(c.question)
+        whole = term.of(places, np.zeros((c.question.num_heads_q, *places.j.shape)))
+        here = whole[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))]
+        value, *derivatives = STEPS["cap"](c)
+        return (value + here, *derivatives)
+
+    return cap

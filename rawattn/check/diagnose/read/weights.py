@@ -1,0 +1,169 @@
+"""What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import STEPS
+from rawattn.check.diagnose.read.maps import map_of
+from rawattn.check.diagnose.read.places import Places, log_sum
+from rawattn.check.diagnose.read.probe import Weights
+from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.read.said import (
+    COARSE,
+    Said,
+    biased,
+    in_words,
+    least_of,
+    noise_of,
+    seen_of,
+)
+from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
+from rawattn.check.diagnose.read.support import OTHER, Support, support_of
+from rawattn.check.diagnose.read.terms import Field, Term, term_of
+from rawattn.reference.dense import capped
+
+Array = np.ndarray
+
+
+def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False) -> Said:
+    """``again``: the same on other lengths, where rules are checked. passed: the weights are of a
+    backward pass, which makes them with the lse that it is given."""
+    places, noise, S = read.places, noise_of(read.places), read.right.S
+    seen, alive = seen_of(read)
+    second = cache(again)
+    said = Said(read, Support(places, places.right[None] & seen, ()))
+    if not alive.all():
+        _say_dead(said, alive, second)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(np.where(seen, read.P, 1.0))
+    x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
+    if x.zero:
+        said.right.append("scores and softmax_scale")
+    elif (term := term_of(x, places, S)) is not None:
+        _say_term(said, term)
+    elif (counted := _counted(read, x, second)) is not None:
+        said.wrong.append(f"keys count {counted[0]} times: {counted[1]}")
+        said.names.append("tile-counted-twice")
+        said.counted = counted
+    elif (found := map_of(x, places, S)) is not None:
+        said.wrong.append(found.text)
+        said.names.append("gqa-head-map")
+        said.steps["Y"] = found.Y
+        said.map = found
+    elif (term := term_of(x, places, S, table=True)) is not None:
+        _say_term(said, term)
+    elif x.left(np.zeros_like(S)) * noise < COARSE:
+        said.right.append("scores and softmax_scale, roughly")
+    else:
+        said.unread.append("the weights of keys that are rightly seen are wrong in another way")
+    if said.map is None:
+        seen = seen | _too_small(said, read, seen)
+        if (seen != places.right)[alive].any():
+            there = second()
+            seen_there, alive_there = seen_of(there)
+            seen_there = seen_there | _too_small(said, there, seen_there)
+            again_seen = there.places, seen_there, alive_there
+            said.support = support_of(places, seen, alive, again_seen)
+        if said.unread and not said.support.named:
+            said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
+        else:
+            _say_support(said)
+    if not said.unread and said.map is None:
+        (say_passed if passed else say_sums)(said, logs, seen_of(read)[0], alive)
+    say_values(said)
+    return said
+
+
+def _too_small(said: Said, read: Weights, seen: Array) -> Array:
+    """Pairs that must be seen, and whose weight with the scores as they are is too small to be."""
+    S = said.scores(read.places, read.right.S)
+    total = log_sum(np.where(read.places.right, S, -np.inf))
+    small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
+    return np.asarray(read.places.right & ~seen & (small < np.log(least_of(read)) + 1))
+
+
+def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
+    """Rows that are NaN, by a rule of one head."""
+    head = int(np.argmin(alive.all(axis=1)))
+    shown = []
+    for read in (said.weights, second()):
+        rows = ~seen_of(read)[1][head][:, None]
+        places = read.places
+        whole = np.ones(places.j.shape, dtype=bool)
+        shown.append(Shown(places, whole, np.broadcast_to(rows, whole.shape)))
+    rule = rule_of(*shown)
+    count = int((~alive).sum())
+    text = f"{count} of {alive.size} rows are NaN"
+    said.wrong.append(text if rule is None else f"{text}: {rule}")
+
+
+def _say_support(said: Said) -> None:
+    places, rules = said.support.places, said.support
+    if rules.right:
+        said.right.append("who sees whom")
+        return
+    heads = places.question.num_heads_q
+    left, right = places.question.mask_window
+    of = "i" if places.aligned else "p"
+    bounds = [f"-{left} <= "] * (left >= 0), [f" <= {right}"] * (right >= 0)
+    due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
+    said.wrong.extend(part.text(heads, f" (it must see {due})") for part in rules.parts)
+    own = any(part.kind != OTHER for part in rules.parts)
+    said.names.append("wrong-keys" if own else "neighbour-leak")
+
+
+def _say_term(said: Said, term: Term) -> None:
+    """The scores have a term: what it is, and the steps that it is planted by."""
+    said.term = term
+    if term.kind == "factor":
+        factors = np.array(term.values)
+        said.wrong.append(term.text + _of_scale(factors, said.support.places))
+        said.steps["Y"] = lambda c: STEPS["Y"](c) * factors[c.view.heads][:, None, None]
+        said.names.append("score-scale")
+    elif term.kind == "cap":
+        said.wrong.append(term.text)
+        said.steps["cap"] = lambda c: capped(np, c.Y, term.values[0], c.r)
+        said.names.append("softcap")
+    else:
+        said.wrong.append(f"added to the scores: {in_words(term)}")
+        said.steps["cap"] = biased(term)
+        said.names.append("score-bias")
+
+
+def _of_scale(factors: Array, places: Places) -> str:
+    q = places.question
+    known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
+    known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
+    known |= {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
+    close = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
+    text = next(close, "")
+    return f" ({text})" if text else ""
+
+
+def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> tuple[int, Rule] | None:
+    """How often, and which, where keys count more than once."""
+
+    def times(read: Weights) -> tuple[Array, Array]:
+        """(num_heads_q, total_q, total_k) and in which rows it is known."""
+        seen, alive = seen_of(read)
+        common = seen & read.places.right & alive[..., None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log(np.where(common, read.P, 1.0)) - read.right.S
+        lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
+        found = np.where(common, np.exp(logs - np.where(np.isfinite(lowest), lowest, 0.0)), 0.0)
+        return found, common & (found.max(axis=-1, keepdims=True) > 1.5)
+
+    found, there = times(read)
+    values = np.unique(np.round(found[there]))
+    exact = np.abs(found - np.round(found))[there] < 8 * x.noise * np.maximum(found[there], 1)
+    if not exact.size or not exact.all() or len(values) != 2 or values[-1] > 16:
+        return None
+    elsewhere, known = times(second())
+    shown = [
+        Shown(of.places, domain[0], domain[0] & (count[0] > 1.5))
+        for of, count, domain in ((read, found, there), (second(), elsewhere, known))
+    ]
+    rule = rule_of(*shown)
+    return None if rule is None else (int(values[-1]), rule)
