@@ -225,6 +225,8 @@ CLASSES: dict[str, BugClass] = {
     "narrow-intermediate": BugClass(
         "an intermediate is rounded to fewer bits than it must keep",
         "the dtype in which it is stored, or handed to a matmul; what scales it before",
+        "P, dS or S handed to a matmul in bfloat16 or float8; an accumulator of 16 bits",
+        "the slope to the right values is 1, and it leaves about one rounding of that dtype",
     ),
     "head-dim-tail": BugClass(
         "the last columns of head_dim are left out",
@@ -617,6 +619,8 @@ CLASSES: dict[str, BugClass] = {
     "wrong-dtype": BugClass(
         "a result has another dtype than it must have",
         "the cast at the end: gradients and out in the dtype of q, lse and delta in float32",
+        "NumPy's float64 left as it is, or an accumulator returned without a cast",
+        "the numbers may be right; everything is judged again after a cast",
     ),
     "vacuous": BugClass(
         "the comparison is vacuous: zeros would pass",
