@@ -59,8 +59,7 @@ static_assert(sizeof(Args) == cfg::ARGS_BYTES,
               "struct Args and rawattn/ops/double_backward_out.py differ");
 
 // What a sink that moves along ddsinks adds to e of a row, P0 ddsinks
-__device__ __forceinline__ float sink_tangent(const Args& args, const QueryTile& tile,
-                                              float lse) {
+__device__ __forceinline__ float sink_tangent(const Args& args, const QueryTile& tile, float lse) {
   if (!args.ddsinks) return 0.0f;
   return ex2_approx((tile.sink(args) - lse) * LOG2E) * args.ddsinks[tile.head];
 }
@@ -144,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, cfg::MIN_CTAS)
   if constexpr (cfg::HAS_TQ) load_rows<cfg::WIDTH>(smem.ddq, args.ddq, tile.rows());
   load_keys(tile.n_end - 1);
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_M, lane = threadIdx.x % WARP_SIZE;
-  const auto lse = load_lse<MT>(args.lse + tile.statistic(args.sizes), warp_row + lane / 4,
-                                tile.valid_rows);
+  const auto lse =
+      load_lse<MT>(args.lse + tile.statistic(args.sizes), warp_row + lane / 4, tile.valid_rows);
 
   const float softmax_scale = args.sizes.softmax_scale;
   const OperandA<TileQ> q(smem.q.address(), warp_row);
