@@ -114,27 +114,31 @@ def contender(
 # ---- contenders -------------------------------------------------------------------------------
 
 
+def whole_batch(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    """Attention of one rank to all tokens."""
+    offsets = torch.tensor(case.offsets, dtype=torch.int32, device=device)
+    return lambda *qkv: only(varlen_attn(*qkv, offsets, causal=True))
+
+
+def by_plan(plan: cp.Plan) -> Callable[..., Tensor]:
+    """Attention of all ranks."""
+    return lambda *qkv: only(cp.attn(*qkv, plan, causal=True))
+
+
+def only(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """out, of a call that gives no lse."""
+    assert isinstance(out, Tensor)
+    return out
+
+
 def alone(case: Case, whole: list[Tensor]) -> Contender:
     """The whole batch on every rank: what one card does."""
-    offsets = torch.tensor(case.offsets, dtype=torch.int32, device=whole[0].device)
-
-    def attend(*qkv: Tensor) -> Tensor:
-        out = varlen_attn(*qkv, offsets, causal=True)
-        assert isinstance(out, Tensor)
-        return out
-
-    return contender(attend, whole, lambda x: x)
+    return contender(whole_batch(case, whole[0].device), whole, lambda x: x)
 
 
 def ours(case: Case, whole: list[Tensor], layout: str, method: str) -> Contender:
     plan = cp.plan(case.offsets, layout=layout, method=method)
-
-    def attend(*qkv: Tensor) -> Tensor:
-        out = cp.attn(*qkv, plan, causal=True)
-        assert isinstance(out, Tensor)
-        return out
-
-    return contender(attend, whole, lambda x: cp.shard(x, plan), method)
+    return contender(by_plan(plan), whole, lambda x: cp.shard(x, plan), method)
 
 
 def ring_flash_attn(module: str) -> ModuleType:
@@ -196,9 +200,7 @@ def deepspeed_ulysses(case: Case, whole: list[Tensor]) -> Contender:
     offsets = torch.tensor(case.offsets, dtype=torch.int32, device=whole[0].device)
 
     def local(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        out = varlen_attn(q[0], k[0], v[0], offsets, causal=True)
-        assert isinstance(out, Tensor)
-        return out[None]
+        return only(varlen_attn(q[0], k[0], v[0], offsets, causal=True))[None]
 
     split = layer.DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
 
@@ -276,15 +278,15 @@ def distance(found: Iterable[Tensor], wanted: Iterable[Tensor], device: torch.de
 @contextmanager
 def without_sending() -> Iterator[None]:
     """Attention alone: nothing comes, and what would is zero."""
-    real = exchange._send
-    exchange._send = lambda rows, sent, received, route: (
+    real = exchange.send
+    exchange.send = lambda rows, sent, received, group: (
         rows.new_zeros((sum(received), *rows.shape[1:])),
         None,
     )
     try:
         yield
     finally:
-        exchange._send = real
+        exchange.send = real
 
 
 @contextmanager
@@ -365,15 +367,7 @@ def _peak_of_own(case: Case, layout: str, method: str, device: torch.device) -> 
     plan = cp.plan(case.offsets, layout=layout, method=method) if layout else None
     count = case.offsets[-1] if plan is None else plan.num_tokens()
     part = Case(case.name, (count,), case.heads, case.head_dim)
-    offsets = torch.tensor(case.offsets, dtype=torch.int32, device=device)
-
-    def attend(*qkv: Tensor) -> Tensor:
-        if plan is None:
-            out = varlen_attn(*qkv, offsets, causal=True)
-        else:
-            out = cp.attn(*qkv, plan, causal=True)
-        assert isinstance(out, Tensor)
-        return out
+    attend = whole_batch(case, device) if plan is None else by_plan(plan)
 
     def step() -> tuple[Tensor, ...]:
         return contender(attend, tensors(part, device), lambda x: x).step()

@@ -41,10 +41,6 @@ class Work:
     cu_seqlens_k: Tensor
     seqused_k: Tensor | None
 
-    @property
-    def where(self) -> tuple[Tensor, Tensor]:
-        return self.cu_seqlens_q, self.cu_seqlens_k
-
     def of(self, x: Tensor, dim: int = 0) -> Tensor:
         """Its rows: a view where they lie together."""
         if isinstance(self.rows, slice):
@@ -323,7 +319,7 @@ def composed(
             if isinstance(at, slice):
                 at = torch.arange(at.start, at.stop, device=q.device)
             out, lse = varlen_attn(
-                *(q.index_select(0, at), k_there, v_there, *w.where),
+                *(q.index_select(0, at), k_there, v_there, w.cu_seqlens_q, w.cu_seqlens_k),
                 seqused_k=w.seqused_k,
                 window=w.window,
                 return_lse=True,

@@ -18,6 +18,29 @@ from torch import Tensor
 Tokens = npt.NDArray[np.int64]
 
 
+class Indices:
+    """By name, on the host; on a device once they are asked for there."""
+
+    def __init__(self, **named: Tokens) -> None:
+        self._named = named
+        self._there: dict[tuple[str, torch.device], Tensor] = {}
+
+    def at(self, name: str, device: torch.device) -> Tensor:
+        if (name, device) not in self._there:
+            self._there[name, device] = on_device(torch.from_numpy(self._named[name]), device)
+        return self._there[name, device]
+
+
+class Owned:
+    """Who has which tokens, of all ranks: the ``owner`` of each, and its ``place`` there."""
+
+    def __init__(self, tokens: Sequence[Tokens]) -> None:
+        self.sizes = [len(own) for own in tokens]
+        self.owner, self.place = (np.empty(sum(self.sizes), np.int64) for _ in range(2))
+        for r, own in enumerate(tokens):
+            self.owner[own], self.place[own] = r, np.arange(len(own))
+
+
 class Route:
     """From ranks that have the rows ``owned`` to buffers of the rows ``wanted``, of each rank.
 
@@ -26,47 +49,44 @@ class Route:
     """
 
     def __init__(
-        self, owned: Sequence[Tokens], wanted: Sequence[Tokens], rank: int, group: dist.ProcessGroup
+        self, owned: Owned, wanted: Sequence[Tokens], rank: int, group: dist.ProcessGroup
     ) -> None:
-        total = sum(len(tokens) for tokens in owned)
-        owner, place = np.empty(total, np.int64), np.empty(total, np.int64)
-        for r, tokens in enumerate(owned):
-            owner[tokens], place[tokens] = r, np.arange(len(tokens))
-        self.group, self.rank = group, rank
-        self.size, self.size_there = len(owned[rank]), len(wanted[rank])
-        foreign = [owner[tokens] != r for r, tokens in enumerate(wanted)]
-        self.idle = not any(away.any() for away in foreign)  # the same on every rank
+        owner, place = owned.owner, owned.place
+        self.group = group
+        self.size, self.size_there = owned.sizes[rank], len(wanted[rank])
+        # of all ranks, so that it is the same on each
+        self.idle = all((owner[tokens] == r).all() for r, tokens in enumerate(wanted))
         sent = [
             place[tokens[owner[tokens] == rank]] if r != rank else place[:0]
             for r, tokens in enumerate(wanted)
         ]
         own = owner[wanted[rank]]
-        received = [np.flatnonzero(own == r) if r != rank else place[:0] for r in range(len(owned))]
+        received = [
+            np.flatnonzero(own == r) if r != rank else place[:0] for r in range(len(owned.sizes))
+        ]
         self.sent, self.received = [len(x) for x in sent], [len(x) for x in received]
         kept = np.flatnonzero(own == rank)
-        self._indices = {
-            "sent": np.concatenate(sent),
-            "received": np.concatenate(received),
-            "kept": kept,
-            "kept_from": place[wanted[rank][kept]],
-        }
-        self._there: dict[tuple[str, torch.device], Tensor] = {}
-
-    def at(self, name: str, device: torch.device) -> Tensor:
-        """Indices on a device, brought there once."""
-        if (name, device) not in self._there:
-            self._there[name, device] = on_device(torch.from_numpy(self._indices[name]), device)
-        return self._there[name, device]
+        self.at = Indices(
+            sent=np.concatenate(sent),
+            received=np.concatenate(received),
+            kept=kept,
+            kept_from=place[wanted[rank][kept]],
+        ).at
 
     def start(self, x: Tensor) -> "Flight":
         """Off with the rows of ``x``, (size, ...), that others want."""
         rows = x.index_select(0, self.at("sent", x.device))
-        return Flight(self, x, _send(rows, self.sent, self.received, self))
+        return Flight(self, x, self._send(rows, self.sent, self.received))
 
     def start_back(self, g: Tensor) -> "Flight":
         """Off with what was made of others' rows, of ``g``, (size_there, ...)."""
         rows = g.index_select(0, self.at("received", g.device))
-        return Flight(self, g, _send(rows, self.received, self.sent, self))
+        return Flight(self, g, self._send(rows, self.received, self.sent))
+
+    def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
+        if self.idle:
+            return rows.new_empty((0, *rows.shape[1:])), None
+        return send(rows, sent, received, self.group)
 
     def there(self, x: Tensor) -> Tensor:
         return self.start(x).land()
@@ -109,14 +129,15 @@ class Flight:
             self.work.wait()
 
 
-def _send(rows: Tensor, sent: list[int], received: list[int], route: Route) -> tuple[Tensor, Any]:
-    """Rows by the rank that they go to; where they will lie by the rank that they come from."""
+def send(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Any]:
+    """Rows by the rank that they go to; where they will lie by the rank that they come from, and
+    what to wait for."""
     there = rows.new_empty((sum(received), *rows.shape[1:]))
-    if route.idle:
-        return there, None
     # as bytes: a backend need not know the dtype
     flat, flat_there = (x.flatten(1).view(torch.uint8) for x in (rows, there))
-    work = dist.all_to_all_single(flat_there, flat, received, sent, route.group, async_op=True)
+    work = dist.all_to_all_single(flat_there, flat, received, sent, group, async_op=True)
     return there, work
 
 

@@ -30,7 +30,7 @@ from rawattn.torch.context_parallel.estimate import (
     of_stages,
     pairs_of,
 )
-from rawattn.torch.context_parallel.exchange import Route, Tokens, on_device
+from rawattn.torch.context_parallel.exchange import Owned, Route, Tokens, on_device
 from rawattn.torch.context_parallel.layout import Piece, Ranges
 
 SIDES = ("q", "k")
@@ -76,6 +76,11 @@ class Plan:
             ]
             for side, ranges in self.ranges.items()
         }
+
+    @cached_property
+    def owned(self) -> dict[str, Owned]:
+        """The same by token."""
+        return {side: Owned(tokens) for side, tokens in self.tokens.items()}
 
     @cached_property
     def pieces(self) -> dict[str, list[list[Piece]]]:
@@ -175,16 +180,13 @@ class Plan:
         found = {method: of_stages(shares[method], sizes, rates, parts) for method in shares}
         if sizes.num_heads_q % self.ranks == 0:
             _, keys = ulysses.heads_of(self.ranks, sizes.num_heads_q, sizes.num_heads_kv)
-            tokens = tuple([len(own) for own in self.tokens[side]] for side in SIDES)
+            tokens = tuple(self.owned[side].sizes for side in SIDES)
             pairs = sum(share.pairs for stage in shares["gather"] for share in stage)
             found["ulysses"] = of_heads((tokens[0], tokens[1]), pairs, len(keys[0]), sizes, rates)
         return found
 
     def _shares(self, method: str, window: stages.Window) -> list[list[Share]]:
-        owner = np.empty(self.cu_seqlens_k[-1], np.int64)
-        for r, tokens in enumerate(self.tokens["k"]):
-            owner[tokens] = r
-        found = []
+        owner, found = self.owned["k"].owner, []
         for stage in self._stages(method, window):
             moved = np.zeros((self.ranks, self.ranks), np.int64)  # from, to
             for r, keys in enumerate(self._wanted(stage)):
@@ -263,7 +265,7 @@ class Plan:
         found = []
         for stage in self._stages(method, window):
             own = stage[self.rank]
-            route = Route(self.tokens["k"], self._wanted(stage), self.rank, self.group)
+            route = Route(self.owned["k"], self._wanted(stage), self.rank, self.group)
             found.append((route, [work(call, own.segments, device) for call in own.calls]))
         return found
 

@@ -37,7 +37,7 @@ def unshard(x: Tensor, plan: Plan, dim: int = 0, *, of: str = "q") -> Tensor:
 
     def made() -> Route:
         whole = [np.arange(plan.offsets(of)[-1])] * plan.ranks
-        return Route(plan.tokens[of], whole, plan.rank, plan.group)
+        return Route(plan.owned[of], whole, plan.rank, plan.group)
 
     return exchange(x.movedim(dim, 0).contiguous(), plan.once(("unshard", of), made)).movedim(
         0, dim

@@ -7,15 +7,15 @@ from math import gcd
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rawattn.torch.context_parallel.exchange import (
+    Indices,
     Tokens,
     at_least_float32,
     exchange,
-    on_device,
+    send,
 )
 from rawattn.torch.varlen import varlen_attn
 
@@ -38,24 +38,17 @@ class Heads:
         tokens = np.concatenate(owned)
         by_token = np.argsort(tokens, kind="stable")  # of what the ranks have, one after the other
         self.in_order = bool((np.diff(tokens) == 1).all())
-        self._indices = {"heads": chosen, "by token": by_token, "by rank": tokens}
-        self._there: dict[tuple[str, torch.device], Tensor] = {}
-
-    def at(self, name: str, device: torch.device) -> Tensor:
-        """Indices on a device, brought there once."""
-        if (name, device) not in self._there:
-            self._there[name, device] = on_device(torch.from_numpy(self._indices[name]), device)
-        return self._there[name, device]
+        self.at = Indices(heads=chosen, by_token=by_token, by_rank=tokens).at
 
     def there(self, x: Tensor) -> Tensor:
         chosen = x if self.each_once else x.index_select(1, self.at("heads", x.device))
         parts = chosen.view(self.size, self.ranks, len(self.heads[0]), *x.shape[2:])
         parts = parts.transpose(0, 1).flatten(0, 1)
         rows = self._exchanged(parts, [self.size] * self.ranks, self.sizes)
-        return self._ordered(rows, "by token")
+        return self._ordered(rows, "by_token")
 
     def back(self, g: Tensor) -> Tensor:
-        rows = self._exchanged(self._ordered(g, "by rank"), self.sizes, [self.size] * self.ranks)
+        rows = self._exchanged(self._ordered(g, "by_rank"), self.sizes, [self.size] * self.ranks)
         parts = rows.view(self.ranks, self.size, *rows.shape[1:]).transpose(0, 1)
         if self.each_once:
             return parts.flatten(1, 2)
@@ -70,10 +63,8 @@ class Heads:
         return rows if self.in_order else rows.index_select(0, self.at(way, rows.device))
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        rows = rows.contiguous()
-        there = rows.new_empty((sum(received), *rows.shape[1:]))
-        flat, flat_there = (x.flatten(1).view(torch.uint8) for x in (rows, there))
-        dist.all_to_all_single(flat_there, flat, received, sent, self.group)
+        there, work = send(rows.contiguous(), sent, received, self.group)
+        work.wait()
         return there
 
 
