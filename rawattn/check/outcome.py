@@ -35,19 +35,7 @@ def finish(
     ``began`` is of ``time.perf_counter``; ``again`` the command that judged, without its filter.
     """
     console = report.console()
-    if rows:
-        console.print(report.case_table(rows, title, console.width))
-    for note in report.case_notes(rows):
-        console.print(note)
-    for grid in report.share_grids(rows):
-        console.print(grid)
-    if built:
-        console.print(report.compile_table(built))
-    for fault in report.compile_faults(built):
-        console.print(fault, style="red", markup=False)
-    for section in report.sections(rows, built):
-        console.print()
-        console.print(section)
+    _tables(console, rows, built, title)
     _say_what_now(console, what_now(rows, built, again))
     _leave(console, rows, built, began, json_file, {})
 
@@ -77,14 +65,7 @@ def finish_diff(
     if full:
         if found is not None:
             terminal.facts(console, found, full=True)
-        console.print(report.case_table(rows, title, console.width, all_tensors=True))
-        for note in report.case_notes(rows):
-            console.print(note)
-        for grid in report.share_grids(rows):
-            console.print(grid)
-        for section in report.sections(rows, []):
-            console.print()
-            console.print(section)
+        _tables(console, rows, [], title, all_tensors=True)
     else:
         for line in report.in_short(rows, named):
             console.print(line)
@@ -96,6 +77,30 @@ def finish_diff(
         console.print(Text(f"\n--full shows every case and tensor{more}", "dim"))
     diagnosis = {} if found is None else {"diagnosis": words.as_json(found)}
     _leave(console, rows, [], began, json_file, diagnosis)
+
+
+def _tables(
+    console: Console,
+    rows: Sequence[Row],
+    built: Sequence[Built],
+    title: str,
+    *,
+    all_tensors: bool = False,
+) -> None:
+    """Every case, and every build, with what is to be said of them."""
+    if rows:
+        console.print(report.case_table(rows, title, console.width, all_tensors=all_tensors))
+    for note in report.case_notes(rows):
+        console.print(note)
+    for grid in report.share_grids(rows):
+        console.print(grid)
+    if built:
+        console.print(report.compile_table(built))
+    for fault in report.compile_faults(built):
+        console.print(fault, style="red", markup=False)
+    for section in report.sections(rows, built):
+        console.print()
+        console.print(section)
 
 
 def _leave(

@@ -1,7 +1,7 @@
 """What the diagnosis has told wrongly of kernels that it had not seen, one test a point.
 
 The kernels are a loop over sequences and heads of their own, with hooks for what is not right;
-right ones are among them, and must not be accused.
+right ones are among them, and must not be accused. Long, since every point has its own kernel.
 """
 
 import time

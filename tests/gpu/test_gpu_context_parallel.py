@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.shared import parallel_rounded, parallel_use, ranks
+from tests.shared import parallel_failures, parallel_rounded, parallel_use, ranks
 
 GPUS = int(os.environ.get("RAWATTN_TEST_GPUS", "0"))
 
@@ -31,5 +31,7 @@ def test_no_call_waits_for_the_device() -> None:
 
 @pytest.mark.parametrize("how", ["killed", "raising"])
 def test_the_others_raise_when_a_rank_is_gone(how: str) -> None:
-    first, _ = ranks.run(parallel_use.failing, 2, "ring", how, "cuda", timeout=20.0, on_gpus=True)
+    first, _ = ranks.run(
+        parallel_failures.failing, 2, "ring", how, "cuda", timeout=20.0, on_gpus=True
+    )
     assert first == "gone" or isinstance(first, str) or 0 <= first < 60

@@ -148,14 +148,23 @@ def of_documents(results: Any, batch: dict[str, Any]) -> Any:
     return results.flatten(0, 1) if mask is None else results[mask.bool()]
 
 
-def gradients(model: Any, logits: Any) -> dict[str, Any]:
-    """Of every parameter, for a random cotangent of the logits; 0 of what is not looked at."""
-    generator = torch.Generator().manual_seed(2)
-    weights = torch.randn(logits.shape, generator=generator).to(logits)
-    model.zero_grad()
-    (logits * weights).sum().backward()
+def cotangents(logits: Any) -> Any:
+    """Random ones of all documents' logits."""
+    drawn = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    return drawn.to(logits)
+
+
+def of_parameters(model: Any) -> dict[str, Any]:
+    """The gradients that there are; 0 of what is not looked at."""
     named = model.named_parameters()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
+
+
+def gradients(model: Any, logits: Any) -> dict[str, Any]:
+    """Of every parameter, for ``cotangents`` of the logits."""
+    model.zero_grad()
+    (logits * cotangents(logits)).sum().backward()
+    return of_parameters(model)
 
 
 def one_by_one(model: Any) -> Any:

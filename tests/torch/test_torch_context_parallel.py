@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.shared import parallel, parallel_rounded, parallel_use, ranks
+from tests.shared import parallel, parallel_failures, parallel_rounded, parallel_use, ranks
 
 
 def whole(texts: list[object]) -> list[str]:
@@ -49,14 +49,14 @@ def test_shards_make_the_whole() -> None:
 
 
 def test_wrong_calls_are_errors_on_every_rank() -> None:
-    heard = ranks.run(parallel_use.wrong_calls, 2)
-    for name, (_, (of_odd, of_other)) in parallel_use.WRONG.items():
+    heard = ranks.run(parallel_failures.wrong_calls, 2)
+    for name, (_, (of_odd, of_other)) in parallel_failures.WRONG.items():
         assert of_other in heard[0][name], name
         assert of_odd in heard[1][name], name
 
 
 def test_a_rank_outside_the_group() -> None:
-    first, second, outside = ranks.run(parallel_use.not_in_the_group, 3)
+    first, second, outside = ranks.run(parallel_failures.not_in_the_group, 3)
     assert first == second == "" and "not in group" in outside
 
 
@@ -69,17 +69,17 @@ def test_without_a_process_group() -> None:
 
 @pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
 def test_the_others_raise_when_a_rank_is_killed(method: str) -> None:
-    first, last = ranks.run(parallel_use.failing, 2, method, "killed", timeout=20.0)
+    first, last = ranks.run(parallel_failures.failing, 2, method, "killed", timeout=20.0)
     assert 0 <= first < 20 and last == "gone"
 
 
 def test_the_others_raise_when_a_rank_raises() -> None:
-    first, last = ranks.run(parallel_use.failing, 2, "gather", "raising", timeout=20.0)
+    first, last = ranks.run(parallel_failures.failing, 2, "gather", "raising", timeout=20.0)
     assert 0 <= first < 20 and "ArithmeticError" in last
 
 
 def test_the_others_raise_when_a_rank_hangs() -> None:
-    first, last = ranks.run(parallel_use.failing, 2, "gather", "3.0", timeout=3.0)
+    first, last = ranks.run(parallel_failures.failing, 2, "gather", "3.0", timeout=3.0)
     assert 2 < first < 8 and last == 0.0
 
 

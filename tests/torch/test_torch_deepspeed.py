@@ -103,7 +103,7 @@ def ulysses() -> tuple[dict[str, dict[str, float]], str]:
 
 
 def distances(name: str, model: Any) -> dict[str, float]:
-    logits, of_parameters = expected(name)
+    logits, wanted = expected(name)
     rank_logits = own_logits(model)
     found = {"logits": apart(rank_logits, own(logits))}
 
@@ -113,14 +113,11 @@ def distances(name: str, model: Any) -> dict[str, float]:
     of_first = own(torch.arange(len(logits))) < FIRST
     found["the rest, by another first document"] = float(moved[~of_first].max())
 
-    # ``tiny_models.gradients`` draws the cotangents of all documents' logits in this way.
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (rank_logits * own(weights)).sum().backward()
-    named = model.named_parameters()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+    (rank_logits * own(tiny_models.cotangents(logits))).sum().backward()
+    grads = tiny_models.of_parameters(model)
     for grad in grads.values():
         torch.distributed.all_reduce(grad)
-    found["gradients"] = max(all_apart(grads, of_parameters).values())
+    found["gradients"] = max(all_apart(grads, wanted).values())
 
     real = hugging_face.varlen_attn
     hugging_face.varlen_attn = tiny_models.mutants(hugging_face)["a leak between documents"][1]
