@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rawattn.check.candidate import Candidate
-from rawattn.check.cases import Case, standard
+from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.judge.failures import _read, answers_of, question_of, small
 from rawattn.check.diagnose.read import probe
-from rawattn.check.diagnose.read.places import Places, Right, picture
+from rawattn.check.diagnose.read.places import Places
 from tests.diagnose.reading import At, Plain
 
 CASES = {case.name: case for case in standard("small")}
@@ -133,16 +133,3 @@ def test_slow_functions_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CALLS", 3)
     with pytest.raises(probe.Refused, match="calls"):
         probe.read_backward(ask(Plain(), "backward"), probe.problem(question(), 0))
-
-
-def test_a_picture_is_small_and_shows_what_differs() -> None:
-    case = Case("", (40,), (40,), "float64", 1, causal=True, past_q=0, past_k=0)
-    places = Places(question_of(case, clean=True))
-    assert picture(places, places.right) == ""
-    seen = places.right | (places.j == places.p + 1)
-    seen[30, 3] = False
-    lines = picture(places, seen).splitlines()
-    assert len(lines) <= 14 and max(map(len, lines)) < 70
-    drawn = lines[1:-1]
-    assert sum(line.count("+") for line in drawn) >= 8 and not any("-" in line for line in drawn)
-    assert np.array_equal(Right(places).P > 0, places.right[None])

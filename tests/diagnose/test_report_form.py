@@ -17,13 +17,13 @@ from rawattn.check import cli
 from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import glossary, terminal
 from rawattn.check.diagnose.report.page import page
-from rawattn.check.diagnose.report.picture import picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import trials

@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0  # seconds that a rank waits for the others
+TIMEOUT = 300.0  # seconds that a rank waits for the others
 
 
 def run(
@@ -44,8 +45,8 @@ def run(
             except EOFError:
                 found.append("gone")
         for process in processes:
-            process.join(timeout)
             process.kill()
+            process.join()
     return found
 
 
@@ -71,12 +72,14 @@ def _rank(
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=TIMEOUT),
     )
+    dist.barrier()  # with all connections made, in a time that has nothing to do with timeout
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     try:
         pipe.send(function(*args))
     except Exception:
         pipe.send(traceback.format_exc())
-    finally:
-        pipe.close()
-        os._exit(0)  # without waiting for a group that may be broken
+        os._exit(1)  # as a rank ends whose error nobody catches
+    while True:  # until all are heard: one that ends takes its connections from the others
+        time.sleep(60)

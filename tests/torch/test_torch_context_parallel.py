@@ -79,8 +79,8 @@ def test_the_others_raise_when_a_rank_raises() -> None:
 
 
 def test_the_others_raise_when_a_rank_hangs() -> None:
-    first, last = ranks.run(parallel_failures.failing, 2, "gather", "3.0", timeout=3.0)
-    assert 2 < first < 8 and last == 0.0
+    first, last = ranks.run(parallel_failures.failing, 2, "gather", "12.0", timeout=6.0)
+    assert 5 < first < 12 and last == 0.0
 
 
 # ---- surroundings -----------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence.picture import picture
+from rawattn.check.diagnose.evidence.sight import sight_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.read.places import picture
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
@@ -105,7 +106,8 @@ def _with(finding: Finding, reading: Reading) -> Finding:
     if finding.bug not in PLAIN or not reading.wrong:
         return finding
     sure = reading.bug is not None and finding.confidence in ("high", "medium")
-    finding = replace(finding, title=reading.title)
+    proof = finding.proof and replace(finding.proof, form="")  # which is the title
+    finding = replace(finding, title=reading.title, proof=proof)
     return (
         replace(finding, look_at=LOOK_AT[reading.stage])
         if finding.bug == "unknown" and sure
@@ -168,12 +170,11 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
 
 
 def _picture(said: Said) -> str:
-    """Of the head whose mask is worst."""
+    """Of a part of the mask that is not as it must be."""
     if said.support.right:
         return ""
-    seen, places = said.support.seen, said.support.places
-    worst = int((seen != places.right).sum(axis=(1, 2)).argmax())
-    return picture(places, seen[worst])
+    sight = sight_of(said.support.places.question, Bug("unknown", see=said.see))
+    return "" if sight is None else "\n".join(picture(sight))
 
 
 def _planted(stage: str, said: Said, wrong: Sequence[str]) -> Bug | None:

@@ -3,7 +3,6 @@
 Long by the table of features.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +13,6 @@ from rawattn.reference.dense import capped, dead_to_inf
 
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-PICTURE = 12  # rows and columns of a picture, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,34 +157,3 @@ def log_sum(x: Array) -> Array:
     top = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(np.exp(x - top[..., None]).sum(axis=-1)) + top)
-
-
-def picture(places: Places, seen: Array) -> str:
-    """A part of the mask (total_q, total_k) where it is not as it must be, as text."""
-    wrong = (seen != places.right) & places.own
-    if not wrong.any():
-        return ""
-    b = int(places.b[np.argmax(wrong.sum(axis=1)), 0])
-    rows = np.flatnonzero(places.b[:, 0] == b)
-    keys = np.flatnonzero(places.own[rows[0]])
-    here = np.ix_(rows, keys)
-    first = np.argwhere(wrong[here])[0]
-    corner = [max(0, int(at) - PICTURE // 2 + 1) for at in first]
-    corner = [
-        max(0, min(c, size - PICTURE))
-        for c, size in zip(corner, (len(rows), len(keys)), strict=True)
-    ]
-    rows, keys = (x[c : c + PICTURE] for x, c in zip((rows, keys), corner, strict=True))
-    here = np.ix_(rows, keys)
-    signs = np.where(seen[here], np.where(places.right[here], ".", "+"), " ")
-    signs[places.right[here] & ~seen[here]] = "-"
-    head = " ".join(f"{c + corner[1]:>2}" for c in range(len(keys)))
-    lines = [f"sequence {b}, key   {head}"]
-    for r, row in enumerate(signs):
-        lines.append(f"   query {r + corner[0]:>3}  {_spaced(row)}".rstrip())
-    lines.append("(. as it must be, + seen by mistake, - missed by mistake)")
-    return "\n".join(lines)
-
-
-def _spaced(signs: Sequence[str]) -> str:
-    return "  " + " ".join(f"{sign:>2}" for sign in signs)

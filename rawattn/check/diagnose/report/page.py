@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import STAGES
+from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.structure import alike, off
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
-from rawattn.check.diagnose.report.picture import picture
 from rawattn.check.diagnose.report.words import SURE, readable, sentence
 
 ARRAYS = {"q", "k", "v", "dout", "dlse", *(name for names in STAGES.values() for name in names)}

@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.structure import off
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
 from rawattn.check.diagnose.report import glossary, words
-from rawattn.check.diagnose.report.picture import picture
 from rawattn.check.diagnose.report.words import readable
 
 COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "-": "dim"}
