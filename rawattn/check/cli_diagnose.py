@@ -32,8 +32,11 @@ from rawattn.check.diagnose.judge.failures import (
     answers_of,
     question_of,
     reference_answers,
+    small,
 )
 from rawattn.check.diagnose.logs.explain import explain_log
+from rawattn.check.diagnose.read.packed import packed, read_packed
+from rawattn.check.diagnose.read.probe import Refused
 from rawattn.check.diagnose.report import terminal, words
 from rawattn.check.diagnose.report.page import page
 from rawattn.check.machine import default_framework, use_simulator
@@ -44,6 +47,7 @@ from rawattn.check.transfer import FRAMEWORKS
 __all__ = ["dump_command", "explain_command", "harness_command"]
 
 File = NewFile()
+LENGTHS = (20, 70, 1, 37)  # of a problem with --identify, where no other are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -179,6 +183,11 @@ def explain_command(
 @rare_options
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
 @click.option("--num-selected", default=4, show_default=True, help="block-sparse: blocks a query.")
+@click.option(
+    "--identify",
+    is_flag=True,
+    help="with sequences whose results tell all of a kernel's weights, entry by entry.",
+)
 @click.option("--seed", default=0, show_default=True)
 def dump_command(
     case: str | None,
@@ -190,6 +199,7 @@ def dump_command(
     softcap: float | None,
     sinks: bool,
     seqused: bool,
+    identify: bool,
     seed: int,
     **sizes: Any,
 ) -> None:
@@ -202,10 +212,13 @@ def dump_command(
     if listing:
         Console().print(_list())
         return
+    if identify and not case:
+        lengths = lengths or LENGTHS
     if bool(case) == bool(lengths):
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
     chosen = _standard_case(case) if case else _random_case(lengths or (), **sizes)
+    chosen = small(chosen) if identify and case else chosen
     if softcap is not None or sinks or seqused:
         if isinstance(chosen, SparseCase):
             raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
@@ -214,16 +227,20 @@ def dump_command(
     try:
         if candidate:
             judged = load(candidate, framework or default_framework())
-            question = question_of(judged.fit(chosen), seed, clean=bool(lengths))
-            answers = _results(judged, question)
+            chosen = judged.fit(chosen)
+        question = question_of(chosen, seed, clean=identify or bool(lengths))
+        batch = question.batch if identify else 0
+        question = packed(question) if identify else question
+        right = reference_answers(replace(question, out=None, lse=None))
+        if candidate:
+            given = replace(question, out=right["out"], lse=right["lse"]) if identify else question
+            question, answers = given, _results(judged, given)
         else:
-            question = question_of(chosen, seed, clean=bool(lengths))
-            question = replace(question, out=None, lse=None)
-            answers = reference_answers(question)
-    except ValueError as error:
+            question, answers = replace(question, out=None, lse=None), right
+    except (Refused, ValueError) as error:
         raise click.UsageError(str(error)) from error
     path = file or Path(f"{chosen}.npz")
-    dump(path, question, answers)
+    dump(path, question, answers, batch)
     console = Console()
     console.print(Text(f"{path}: {_sizes(question)}"))
     console.print(Text(f"results of {whose}: {', '.join(answers)}"))
@@ -351,16 +368,19 @@ def _of_files(one: str, other: str | None = None) -> Diagnosis:
         raise click.UsageError(
             f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
         )
+    identify = max(saved.identify for saved in pair.sides)
     judged = {
-        name: _of_side(name, saved, question)
+        name: _of_side(name, saved, question, identify)
         for name, saved, question in zip("AB", pair.sides, questions, strict=False)
         if saved.answers
     }
     return _joined(pair, judged)
 
 
-def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
+def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding."""
+    if identify:
+        return _of_identified(name, saved, question, identify)
     diagnosis = diagnose(question, saved.answers, side=name)
     if diagnosis.findings:
         for changes in _left_out(saved, question):
@@ -381,6 +401,15 @@ def _of_side(name: str, saved: Saved, question: Question) -> Diagnosis:
             title = f"not judged, since there is no {needed}: {names}"
             found.append(replace(UNJUDGED, side=name, title=title, where=saved.path))
     return replace(diagnosis, findings=tuple(found))
+
+
+def _of_identified(name: str, saved: Saved, question: Question, batch: int) -> Diagnosis:
+    """Of the first ``batch`` sequences, with what the others tell of them."""
+    try:
+        here, answers, told = read_packed(question, saved.answers, batch)
+    except ValueError as error:
+        raise click.UsageError(f"{saved.path}: {error}") from error
+    return told.told(diagnose(here, answers, side=name, hints=told.bugs), name)
 
 
 def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,133 @@
+"""Kernels that cannot be called: one packed problem holds all that the reader would ask."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from rawattn.check.cases import Case, standard
+from rawattn.check.cli import main
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.files.npz import dump, load
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.failures import (
+    answers_of,
+    question_of,
+    reference_answers,
+    small,
+)
+from rawattn.check.diagnose.read.packed import packed, read_packed
+from rawattn.check.sparse_cases import standard_sparse
+from tests.diagnose.test_read_name import BUGS, alike, candidate
+
+CASES = {case.name: case for case in standard("small")}
+OPTIONS = {"softcap": 3.0, "sinks": True}
+RIGHT = {
+    "float64": alike(BUGS["odd"], "float64"),
+    "bfloat16": replace(alike(BUGS["h % heads"], "bfloat16"), causal=True),
+    "unequal": small(CASES["unequal-causal"]),
+    "options": replace(alike(BUGS["odd"], "float32"), **OPTIONS),
+    "seqused_k": replace(alike(BUGS["padding"], "float32"), seqused_k=(12, 0, 1, 30)),
+}
+NAMED = list(BUGS)[1::5]
+
+
+def posed(case: Case) -> tuple[Question, int]:
+    """With what is right for a backward pass, and how many sequences are of any kind."""
+    question = question_of(case, clean=True)
+    found = packed(question)
+    right = reference_answers(replace(found, out=None, lse=None, dout=None))
+    return replace(found, out=right["out"], lse=right["lse"]), question.batch
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_read_as_right(name: str) -> None:
+    question, batch = posed(RIGHT[name])
+    here, answers, told = read_packed(question, reference_answers(question), batch)
+    assert told.of == () and len(told.facts) == 2, told.of
+    assert all("read off" in fact and "are right" in fact for fact in told.facts)
+    assert here.batch == batch and answers["dk"].shape == here.k.shape
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_bugs_are_read(name: str) -> None:
+    bug = BUGS[name]
+    question, batch = posed(alike(bug, "float32"))
+    _, _, told = read_packed(question, answers_of(candidate(bug), question), batch)
+    (reading,) = told.of
+    assert reading.stage == bug.stage and bug.text in (*reading.wrong, *reading.unread)[0]
+
+
+def test_what_hangs_on_the_longest_sequence_is_named() -> None:
+    """It is one of the first ones, and by them the bug is found."""
+    question, batch = posed(alike(BUGS["padding"], "float32"))
+    answers = answers_of(candidate(BUGS["padding"]), question)
+    here, given, told = read_packed(question, answers, batch)
+    found = told.told(diagnose(here, given, hints=told.bugs), "candidate").findings
+    (finding,) = found
+    assert finding.bug == "padded-keys" and finding.confidence in ("high", "medium")
+
+
+def test_a_backward_pass_of_a_wrong_forward_pass_is_not_accused() -> None:
+    question, batch = posed(alike(BUGS["open tile"], "float32"))
+    own = replace(question, out=None, lse=None)
+    plain = BUGS["open tile"].plain
+    wrong = replace(candidate(BUGS["open tile"]), backward=plain.backward)
+    _, _, told = read_packed(own, answers_of(wrong, question), batch)
+    assert [reading.stage for reading in told.of] == ["forward"]
+
+
+def written(folder: Path, name: str, *options: str) -> Path:
+    """A file with the right results."""
+    path = folder / f"{name}.npz"
+    done = CliRunner().invoke(main, ["dump", "--identify", "--out", str(path), *options])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def explained(*files: Path) -> Any:
+    return CliRunner().invoke(main, ["explain", *map(str, files)])
+
+
+def test_a_file_of_another_language_is_explained(tmp_path: Path) -> None:
+    """It has the results alone; inputs, and what they are for, are in the file that was dumped."""
+    given = written(tmp_path, "given", "--causal", "--heads", "2", "--head-dim", "32")
+    assert "Nothing is wrong" in explained(given).output
+    question, _ = load(given)
+    assert question is not None
+    plain = candidate(BUGS["odd"])
+    answers = answers_of(plain, replace(question, dout=None))
+    np.savez(tmp_path / "own.npz", **answers)  # type: ignore[arg-type]
+    done = explained(given, tmp_path / "own.npz")
+    assert done.exit_code == 1
+    assert "-0.03 (h + 1) log(1 + |j - i|)" in done.output and "high" in done.output
+
+
+def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
+    given = written(tmp_path, "given", "group3-float64")
+    question, answers = load(given)
+    assert question is not None
+    changed = np.array(question.q)
+    changed[-1] += 1
+    for other, text in (
+        (replace(question, q=changed), "are not those"),
+        (_without_the_last(question), "write its file anew"),
+    ):
+        dump(tmp_path / "other.npz", other, _fitting(answers, other), identify=4)
+        done = explained(tmp_path / "other.npz")
+        assert done.exit_code == 2 and text in " ".join(done.output.split()), done.output
+    sparse = next(iter(standard_sparse("small")))
+    done = CliRunner().invoke(main, ["dump", "--identify", str(sparse)])
+    assert done.exit_code == 2 and "block-sparse" in done.output
+
+
+def _without_the_last(question: Question) -> Question:
+    offsets = {f"cu_seqlens_{x}": getattr(question, f"cu_seqlens_{x}")[:-1] for x in "qk"}
+    return replace(question, **offsets)
+
+
+def _fitting(answers: Answers, question: Question) -> Answers:
+    return {"out": answers["out"][: len(question.q)]}
