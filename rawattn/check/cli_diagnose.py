@@ -22,6 +22,7 @@ from rawattn.check import report
 from rawattn.check.candidate import Candidate, Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump, read
 from rawattn.check.diagnose.files.pairs import Pair, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding
@@ -188,6 +189,12 @@ def explain_command(
     is_flag=True,
     help="with sequences whose results tell all of a kernel's weights, entry by entry.",
 )
+@click.option(
+    "--intermediates",
+    "sequence",
+    type=click.IntRange(min=0),
+    help="of this sequence, by its index: S, P, dP, dS, of second order E, tP, tdS.",
+)
 @click.option("--seed", default=0, show_default=True)
 def dump_command(
     case: str | None,
@@ -200,6 +207,7 @@ def dump_command(
     sinks: bool,
     seqused: bool,
     identify: bool,
+    sequence: int | None,
     seed: int,
     **sizes: Any,
 ) -> None:
@@ -229,7 +237,7 @@ def dump_command(
             judged = load(candidate, framework or default_framework())
             chosen = judged.fit(chosen)
         question = question_of(chosen, seed, clean=identify or bool(lengths))
-        batch = question.batch if identify else 0
+        said = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
         right = reference_answers(replace(question, out=None, lse=None))
         if candidate:
@@ -237,10 +245,13 @@ def dump_command(
             question, answers = given, _results(judged, given)
         else:
             question, answers = replace(question, out=None, lse=None), right
+        if sequence is not None:
+            answers |= steps.intermediates(question, answers, sequence)
+            said["sequence"] = sequence
     except (Refused, ValueError) as error:
         raise click.UsageError(str(error)) from error
     path = file or Path(f"{chosen}.npz")
-    dump(path, question, answers, batch)
+    dump(path, question, answers, **said)
     console = Console()
     console.print(Text(f"{path}: {_sizes(question)}"))
     console.print(Text(f"results of {whose}: {', '.join(answers)}"))
@@ -368,19 +379,22 @@ def _of_files(one: str, other: str | None = None) -> Diagnosis:
         raise click.UsageError(
             f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
         )
-    identify = max(saved.identify for saved in pair.sides)
+    about = dict(item for saved in pair.sides for item in saved.about.items())
     judged = {
-        name: _of_side(name, saved, question, identify)
+        name: _of_side(name, saved, question, about)
         for name, saved, question in zip("AB", pair.sides, questions, strict=False)
         if saved.answers
     }
     return _joined(pair, judged)
 
 
-def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
-    """The diagnosis of a file; what it lacks to be judged in full is a finding."""
-    if identify:
-        return _of_identified(name, saved, question, identify)
+def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any]) -> Diagnosis:
+    """The diagnosis of a file; what it lacks to be judged in full is a finding.
+
+    about: as in Saved, of this file or of the other.
+    """
+    if about.get("identify"):
+        return _of_identified(name, saved, question, about["identify"])
     diagnosis = diagnose(question, saved.answers, side=name)
     if diagnosis.findings:
         for changes in _left_out(saved, question):
@@ -400,7 +414,23 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
             found.append(replace(UNJUDGED, side=name, title=title, where=saved.path))
-    return replace(diagnosis, findings=tuple(found))
+    diagnosis = replace(diagnosis, findings=tuple(found))
+    parting = steps.parting(question, saved.answers, about.get("sequence"))
+    return _with_steps(diagnosis, name, parting)
+
+
+def _with_steps(diagnosis: Diagnosis, side: str, parting: steps.Parting | None) -> Diagnosis:
+    """With where the intermediates part: as a fact, and a finding where there is no other."""
+    if parting is None:
+        return diagnosis
+    agree = f"{', '.join(parting.agree)} right" if parting.agree else ""
+    text = "; ".join(filter(None, (agree, parting.text)))
+    diagnosis = replace(diagnosis, facts=(*diagnosis.facts, f"{side}, step by step: {text}"))
+    if diagnosis.findings or not parting.step:
+        return diagnosis
+    title = f"{parting.step} is wrong, and no result shows it"
+    finding = Finding(side, "unknown", title, parting.step, "medium", (text,), parting.look_at)
+    return replace(diagnosis, findings=(finding,))
 
 
 def _of_identified(name: str, saved: Saved, question: Question, batch: int) -> Diagnosis:

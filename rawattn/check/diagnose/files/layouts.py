@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS
+from rawattn.check.diagnose.engine.question import BY_ROW, MATRICES, OF_SINKS
 
 Arrays = dict[str, np.ndarray]
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_k")
-MATRICES = ("S", "P", "dP", "dS")  # of one sequence: (num_heads_q, seqlen_q, seqlen_k)
 OF_EACH = ("sinks", "tsinks", *OF_SINKS, "seqused_k")  # a number for each query head, or sequence
 # b batch, t tokens, h heads, d head_dim
 LAYOUTS = ("thd", "htd", "bthd", "bhtd", "tbhd", "btd", "td")
@@ -199,7 +198,7 @@ def _ordered(array: np.ndarray, letters: str) -> np.ndarray:
 
 def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray | None:
     """``array`` in rawattn's shape; None for what is of no use, ValueError if it does not fit."""
-    if name in MATRICES:
+    if any(name in names for names in MATRICES.values()):
         return _matrix(name, array, frame, notes)
     if name in OF_EACH:
         count, what = len(frame.lengths("k")), "sequence"

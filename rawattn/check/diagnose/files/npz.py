@@ -43,8 +43,8 @@ class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
     unsaid: what options may have been that it does not say. left_out: fields of a Question that
-    it does not say at all. identify: how many of its sequences are not the reader's questions, 0
-    where none are.
+    it does not say at all. about: what `rawattn-check dump` wrote for `explain`: "identify", how
+    many of its sequences are not the reader's questions; "sequence", whose intermediates it holds.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Saved:
     frame: Frame | None
     unsaid: dict[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    identify: int = 0
+    about: dict[str, int] = field(default_factory=dict)
 
     @property
     def question(self) -> Question | None:
@@ -62,9 +62,9 @@ class Saved:
         return Question(**self.inputs) if {"q", "k", "v"} <= self.inputs.keys() else None
 
 
-def dump(path: str | Path, question: Question, answers: Answers, identify: int = 0) -> None:
+def dump(path: str | Path, question: Question, answers: Answers, **said: int) -> None:
     """Write both to a .npz file: an array under each name, bfloat16 as uint16, and "about", JSON
-    text with the options and the names of the bfloat16 arrays. ``identify``: as in Saved."""
+    text with the options, the names of the bfloat16 arrays, and what else is ``said``."""
     arrays: Arrays = {}
     for part in fields(Question):
         value = getattr(question, part.name)
@@ -76,7 +76,7 @@ def dump(path: str | Path, question: Question, answers: Answers, identify: int =
         "layout": "thd",
         "bfloat16": [name for name, array in arrays.items() if array.dtype == BFLOAT16],
         "options": {name: getattr(question, name) for name in OPTIONS},
-        "identify": identify,
+        **said,
     }
     stored: dict[str, Any] = {"about": np.array(json.dumps(about))}
     for name, array in arrays.items():
@@ -138,6 +138,6 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     answers = {n: array for n, array in found.items() if n in RESULTS}
     unsaid = {"causal": True} if NO_MASK in notes else {}
     left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
-    identify = int(about.get("identify", 0))
-    told = (tuple(notes), frame, unsaid, left_out, identify)
-    return Saved(str(path), given | options, answers, *told)
+    told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
+    given |= options
+    return Saved(str(path), given, answers, tuple(notes), frame, unsaid, left_out, told)

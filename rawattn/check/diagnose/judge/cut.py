@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, MATRICES, OF_KEYS, Answers, Question
 
 SCORES = 1_200_000  # of all heads
 
@@ -65,7 +65,7 @@ def _sequences(
     )
     part = {}
     for name, x in answers.items():
-        if name in ("S", "P", "dP", "dS"):
+        if any(name in names for names in MATRICES.values()):
             continue
         where = keys if name in OF_KEYS else rows
         part[name] = x[:, where] if name in BY_ROW else x[where]

@@ -1,0 +1,138 @@
+"""The intermediates of one sequence: the right ones, and the step at which others part from them.
+
+Of a forward pass S and P, of a backward pass dP and dS, of the second order the tangents E of S,
+tP of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import PROGRAMS, STEPS, Bug, Context, Floats, solve
+from rawattn.check.diagnose.engine.question import MATRICES, Answers, Question, given_to_backward
+
+MADE = {  # by what, and where to look
+    "S": "q k^T, softmax_scale, a softcap",
+    "P": "the mask, the exponential, and the row sums or lse",
+    "dP": "dout v^T",
+    "dS": "P o (dP - D), and D",
+    "E": "softmax_scale (tq k^T + q tk^T)",
+    "tP": "P o (E - e), and e",
+    "tdS": "tP o (dP - D) + P o (dout tv^T - W), and W",
+}
+BEFORE_THE_MASK = ("S", "dP", "E")  # of pairs that are not seen they may hold anything
+NEAR = {8: 1e-9, 4: 1e-4, 2: 0.03}  # of the size, by the bytes of a number of q
+
+
+def intermediates(question: Question, answers: Answers, sequence: int) -> Answers:
+    """The right ones of a sequence, a backward pass given the out and lse that ``answers`` say.
+
+    Raises ValueError where there is no such sequence.
+    """
+    if not 0 <= sequence < question.batch:
+        raise ValueError(f"sequence {sequence} of {question.batch} sequences, counted from 0 on")
+    lengths = question.lengths_q[sequence], question.lengths_k[sequence]
+    found: Answers = {}
+    for stage, names in MATRICES.items():
+        if stage not in question.stages:
+            continue
+        found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
+        for c in _contexts(question, answers, stage, sequence):
+            first = [
+                int(offsets[sequence]) for offsets in (question.cu_seqlens_q, question.cu_seqlens_k)
+            ]
+            at = np.ix_(c.view.heads, c.view.rows - first[0], c.view.keys - first[1])
+            for name in names:
+                found[name][at] = getattr(c, name)
+    return found
+
+
+def _contexts(question: Question, answers: Answers, stage: str, sequence: int) -> list[Context]:
+    found: list[Context] = []
+    last = PROGRAMS[stage][-1]
+
+    def kept(c: Context) -> Floats:
+        found.append(c)
+        return np.asarray(STEPS[last](c))
+
+    given = None if stage == "forward" else given_to_backward(question, answers)
+    solve(question, stage, Bug("", stages=(stage,), steps={last: kept}), given=given)
+    return [c for c in found if c.view.sequence == sequence]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where the first step that is wrong is, in words; ``agree``: the steps before it that are not.
+
+    step: "" where none is wrong; pairs: how many of it are.
+    """
+
+    step: str
+    text: str
+    agree: tuple[str, ...]
+    pairs: int = 0
+
+    @property
+    def look_at(self) -> str:
+        return MADE.get(self.step, "")
+
+
+def parting(question: Question, answers: Answers, sequence: int | None) -> Parting | None:
+    """At which step a side's intermediates part from the right ones; None where it has none.
+
+    sequence: of which they are; None: of the one that they fit best.
+    """
+    every = [name for names in MATRICES.values() for name in names]
+    there = {name: answers[name] for name in every if name in answers}
+    if not there:
+        return None
+    shape = next(iter(there.values())).shape[1:]
+    lengths = zip(question.lengths_q, question.lengths_k, strict=True)
+    fitting = [b for b, pair in enumerate(lengths) if pair == shape]
+    if sequence is not None:
+        fitting = [sequence] if sequence in fitting else []
+    judged = [_judged(question, answers, there, b) for b in fitting]
+    return max(judged, key=lambda one: (len(one.agree), -one.pairs), default=None)
+
+
+def _judged(question: Question, answers: Answers, there: Answers, sequence: int) -> Parting:
+    right = intermediates(question, answers, sequence)
+    agree: list[str] = []
+    for name, x in there.items():
+        if name not in right or x.shape != right[name].shape:
+            continue
+        wrong, text = _differs(name, np.asarray(x, np.float64), right, question.dtype.itemsize)
+        if wrong:
+            return Parting(name, f"sequence {sequence}: {text}", tuple(agree), wrong)
+        agree.append(name)
+    return Parting("", "", tuple(agree))
+
+
+def _differs(name: str, x: Floats, right: Answers, itemsize: int) -> tuple[int, str]:
+    """In how many pairs one step is wrong, and where, in words."""
+    wanted, seen = right[name], right["P"] > 0
+    there = seen if name in BEFORE_THE_MASK else np.ones_like(seen)
+    size = float(np.abs(np.where(there & np.isfinite(wanted), wanted, 0.0)).max(initial=0.0))
+    with np.errstate(invalid="ignore"):
+        off = np.where(there, np.abs(x - wanted), 0.0)
+    off = np.where(there & (x == wanted), 0.0, off)
+    wrong = ~(off <= NEAR[min(itemsize, 8)] * size)
+    if not wrong.any():
+        return 0, ""
+    worst = np.nan_to_num(off, nan=np.inf)
+    head, query, key = (int(i) for i in np.unravel_index(worst.argmax(), worst.shape))
+    at = head, query, key
+    return int(wrong.sum()), (
+        f"{name} parts first, in {int(wrong.sum())} of {int(there.sum())} pairs: "
+        f"{', '.join(_ranges(wrong))}; most at head {head}, query {query}, key {key}: expected "
+        f"{wanted[at]:.4g}, got {x[at]:.4g}"
+    )
+
+
+def _ranges(wrong: Floats) -> Iterator[str]:
+    for axis, name in enumerate(("heads", "queries", "keys")):
+        others = tuple(n for n in range(3) if n != axis)
+        where = np.flatnonzero(wrong.any(axis=others))
+        few = f"{where[0]}" if len(where) == 1 else f"{where[0]} to {where[-1]}"
+        yield f"all {name}" if len(where) == wrong.shape[axis] else f"{name} {few}"
