@@ -8,6 +8,7 @@ The rooms, each of which imports none but those before it:
     evidence    identities and patterns that need no bug to be known
     catalogue   the classes, and the bugs that are listed; ``sparse`` those of block lists
     inferred    the bugs that are read off the answers; ``keys`` those of who sees which keys
+    read        what a function does, asked with inputs whose results are its weights and slopes
     judge       which bug it is: what fits, what is proved, what is said of failing cases
     report      a diagnosis in words, and as a page
     files       questions and answers in .npz files
