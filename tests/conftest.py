@@ -17,9 +17,11 @@ MARKERS = {
     "sm90": "needs a device of compute capability 9.0, whose instructions no other device has",
     "slow": "takes more than a few seconds; leave out with -m 'not slow'",
     "sweep": "a long sweep, left out unless -m is given: pytest -m sweep, as .ci/run does",
+    "rest": "of sweeps what CI leaves out too: pytest -m 'sweep or rest' where kernels change",
 }
 # Of a whole run, on 2 cores without a GPU.
-MINUTES = {"not sweep": 5, "sweep": 22}
+MINUTES = {"not sweep": 4, "sweep": 8, "rest": 10}
+PLAIN = "not sweep and not rest"
 
 
 @pytest.fixture
@@ -50,18 +52,18 @@ def gradients_on() -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """How long a whole run takes, and what it leaves out."""
-    if config.args_source is config.ArgsSource.ARGS or config.option.markexpr != "not sweep":
+    if config.args_source is config.ArgsSource.ARGS or config.option.markexpr != PLAIN:
         return None
     return (
         f"about {MINUTES['not sweep']} minutes on 2 cores; the sweeps, left out here, take about "
-        f"{MINUTES['sweep']} more: pytest -m sweep"
+        f"{MINUTES['sweep']} more: pytest -m sweep; what they leave out {MINUTES['rest']}: -m rest"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    if config.option.markexpr == "not sweep" and all("::" in arg for arg in config.args):
+    if config.option.markexpr == PLAIN and all("::" in arg for arg in config.args):
         config.option.markexpr = ""  # tests asked for by name run, be they of a sweep or not
     share_gpus()
     if device_arch() == 0:

@@ -1,6 +1,7 @@
-"""Tests of many long cases: most of the cases go to the sweeps, where all of them run."""
+"""Tests of many long cases: most of the cases go to the sweeps, and of the longest to the rest."""
 
 from collections import Counter
+from zlib import crc32
 
 import pytest
 
@@ -44,8 +45,18 @@ ONE_IN = {
 }
 
 
+# Of the cases of a sweep, one in so many runs in it, whichever; the others are the "rest".
+ONE_IN_SWEEP = {
+    "host/test_variants.py::test_row_compiles_cleanly_wherever_it_serves": 3,
+    "kernels/test_backward_on_hopper.py::test_backward": 2,
+    "kernels/test_backward_on_hopper.py::test_deterministic": 3,
+    "kernels/test_kernels_on_the_cpu.py::test_pair": 3,
+    "kernels/test_options_on_the_cpu.py::test_kernels": 3,
+}
+
+
 def thin(items: list[pytest.Item]) -> None:
-    """Mark as "sweep" what ONE_IN leaves out."""
+    """Mark as "sweep" what ONE_IN leaves out, and as "rest" what ONE_IN_SWEEP does."""
     met: Counter[str] = Counter()
     for item in items:
         test = getattr(item, "originalname", item.name)
@@ -54,3 +65,6 @@ def thin(items: list[pytest.Item]) -> None:
             if met[name] % ONE_IN[name]:
                 item.add_marker(pytest.mark.sweep)
             met[name] += 1
+        if crc32(item.name.encode()) % ONE_IN_SWEEP.get(name, 1):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "sweep"]
+            item.add_marker(pytest.mark.rest)

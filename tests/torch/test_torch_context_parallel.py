@@ -20,10 +20,13 @@ def test_every_method_gives_what_one_process_gives(count: int) -> None:
     assert whole(ranks.run(parallel.sweep, count, 0, 10)) == []
 
 
-@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("seed", "problems"),
+    [pytest.param(1, 60, marks=pytest.mark.sweep), pytest.param(2, 300, marks=pytest.mark.rest)],
+)
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_every_method_on_many_problems(count: int) -> None:
-    assert whole(ranks.run(parallel.sweep, count, 1, 300)) == []
+def test_every_method_on_many_problems(count: int, seed: int, problems: int) -> None:
+    assert whole(ranks.run(parallel.sweep, count, seed, problems)) == []
 
 
 @pytest.mark.parametrize("count", [2, 3])
