@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.sparse.lists import (
-    Different,
     Lists,
     lists_of,
     shown,
@@ -23,7 +22,7 @@ from rawattn.check.diagnose.catalogue.sparse.lists import (
     with_keys,
 )
 from rawattn.check.diagnose.catalogue.sparse.selection import OF_LISTS, inverted, split
-from rawattn.check.diagnose.catalogue.sparse.walks import holding, rarer, usual
+from rawattn.check.diagnose.catalogue.sparse.walks import of_blocks, rarer
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FORWARD,
@@ -39,7 +38,7 @@ from rawattn.check.diagnose.engine.attention import (
     views_of,
 )
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.inferred.sample import Given, Sample, given_to
+from rawattn.check.diagnose.inferred.sample import Given, given_to
 from rawattn.reference.dense import dead_to_inf
 
 SURE = 0.12  # standard error of a count that is told from its neighbours
@@ -69,7 +68,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         return
     seen = read(question, answers, stage)
     if seen is None:
-        yield from _tried(question, answers, stage)
         return
     lists = lists_of(question)
     right = parts_of(lists)
@@ -77,7 +75,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if not wrong.any():
         return
     names = set()
-    for name, words, change, _ in rarer(question):
+    for name, words, change in rarer(question):
         changed = change(lists)
         if name in names or changed.heads is not lists.heads:
             continue
@@ -89,21 +87,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         more = int((wrong & (counts > right)).sum())
         words = f"rows lack {int(wrong.sum()) - more} blocks, and see {more} that they should not"
         yield from _planted("wrong-keys", words, _seeing(counts), stage)
-
-
-def _tried(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Where nothing can be read: the lists that come near on one sequence."""
-    if stage not in FORWARD + BACKWARD:
-        return
-    different = Different(question)
-    for row in usual(question):
-        different(row.walk(lists_of(question)))
-    walks = [row for row in rarer(question) if different(row.walk(lists_of(question)))]
-    sample = Sample(question, answers, stage)
-    if sample.wrong:
-        planted = (Bug(name, text, (stage,), see=walking(walk)) for name, text, walk, _ in walks)
-        for _, bug in sample.near(planted):
-            yield bug
 
 
 def _planted(name: str, variant: str, see: See, stage: str) -> Iterator[Bug]:
@@ -145,7 +128,7 @@ def _part_of_key(question: Question, view: View, most: int) -> np.ndarray:
 def _open(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     """All keys of a sequence, and those that its last block would have if it were full."""
     lists = lists_of(question)
-    every = holding(lists, np.ones_like(lists.multiplicity()))
+    every = of_blocks(lists, np.ones_like(lists.multiplicity()))
     every = replace(every, whole=np.ones_like(every.whole))
     found = []
     for view in views_of(question):

@@ -13,7 +13,6 @@ from rawattn.check.diagnose.catalogue.sparse.lists import (
     Different,
     Lists,
     Walk,
-    lists_of,
     walked,
     walking,
 )
@@ -141,14 +140,15 @@ def _other_factors(question: Question) -> Iterator[Bug]:
     for text, order in ORDERS.items():
         for when, before in (("", True), (", then counted", False)):
             walk = _reordered(order, before)
-            if different(walk(lists_of(question))):
-                yield Bug(name, f"{text}{when}", ALL, see=walking(walk))
+            see = walking(walk)
+            if different(see):
+                yield Bug(name, f"{text}{when}", ALL, see=see)
     x = np.asarray(question.block_scale)
     for text, place in NUMBERS.items() if x.shape[2] else ():
         text = f"by the block's number in place of the slot's, {text}"
-        walk = _placed(place, x.shape[2] - 1)
-        if "memory" not in text and different(walk(lists_of(question))):
-            yield Bug(name, text, ALL, see=walking(walk))
+        see = walking(_placed(place, x.shape[2] - 1))
+        if "memory" not in text and different(see):
+            yield Bug(name, text, ALL, see=see)
         steps = _with_gate(x, place)
         yield Bug(name, f"{text}; the gradient at its slot", ALL, steps=steps)
     readings: Mapping[str, Callable[[np.ndarray], np.ndarray]] = AXES | {

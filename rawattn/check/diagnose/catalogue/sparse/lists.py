@@ -7,13 +7,14 @@ first.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats, See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
 
+T = TypeVar("T")
 OWN = -1  # slot of the own block
 
 
@@ -22,7 +23,9 @@ class Lists:
     """What every token walks, in order: arrays (total_q, num_heads_sel, slots or entries).
 
     named: what the slots hold, padding and repeats too. counted: whether they do, by block_counts.
-    own and blocks (total_q, 1, 1): the own block, -1 for none, and how many the sequence has.
+    own and blocks (total_q, 1, 1): the own block, -1 for none, and how many the sequence has; row
+    and place: of the query, among those of the sequence and among its keys, of which there are
+    length_q and length_k.
     heads and factors (num_heads_q,): whose list, and whose factors, a query head has. Of entries,
     which ``walked`` makes of these: block: of its sequence. slot: whose factor it gets, OWN for
     none. times: how often it counts. whole: it is not cut at the query.
@@ -33,12 +36,33 @@ class Lists:
     counted: np.ndarray
     own: np.ndarray
     blocks: np.ndarray
+    row: np.ndarray
+    place: np.ndarray
+    length_q: np.ndarray
+    length_k: np.ndarray
     heads: np.ndarray
     factors: np.ndarray
     block: np.ndarray
     slot: np.ndarray
     times: np.ndarray
     whole: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return self.question.block_size
+
+    @property
+    def slots(self) -> np.ndarray:
+        return np.arange(self.named.shape[2])
+
+    @property
+    def limit(self) -> np.ndarray:
+        """block_counts (total_q, num_heads_sel, 1)"""
+        heads, width = self.named.shape[1:]
+        if self.question.block_counts is None:
+            return np.full((len(self.named), heads, 1), width)
+        counts = np.clip(self.question.block_counts, 0, width)
+        return np.asarray(counts[:, np.arange(heads) * counts.shape[1] // heads, None])
 
     @property
     def is_block(self) -> np.ndarray:
@@ -71,28 +95,40 @@ class Lists:
 Walk = Callable[[Lists], Lists]
 
 
+def of_last(make: Callable[[Question], T]) -> Callable[[Question], T]:
+    """``make``, whose result for the last question is kept: it is asked for again and again."""
+    kept: list[tuple[Question, T]] = []
+
+    def made(question: Question) -> T:
+        if not kept or kept[0][0] is not question:
+            kept[:] = [(question, make(question))]
+        return kept[0][1]
+
+    return made
+
+
 def starts_of(question: Question) -> np.ndarray:
     """For every token where its sequence begins."""
     starts = np.array([*np.asarray(question.cu_seqlens_q)[:-1], 0])
     return np.asarray(starts[question.sequence_of("q")])
 
 
+@of_last
 def lists_of(question: Question) -> Lists:
     """The right lists: every block once, at its first slot; then the own block, if not named."""
     named = np.asarray(question.block_indices).astype(np.int64)
-    sequence = question.sequence_of("q")
-    lengths_q, lengths_k = (np.array([*n, 0]) for n in (question.lengths_q, question.lengths_k))
-    place = np.arange(len(sequence)) - starts_of(question) + (lengths_k - lengths_q)[sequence]
-    inside = (sequence >= 0) & (lengths_k[sequence] > 0)
-    own = np.where(inside & (place >= 0), place // question.block_size, -1)[:, None, None]
-    blocks = np.where(inside, -(-lengths_k[sequence] // question.block_size), 0)[:, None, None]
-    slots = np.arange(named.shape[2])
-    limit = len(slots) if question.block_counts is None else question.block_counts
-    counted = slots < np.broadcast_to(limit, named.shape[:2])[..., None]
+    sequence, size = question.sequence_of("q"), question.block_size
+    lengths = (np.array([*n, 0]) for n in (question.lengths_q, question.lengths_k))
+    length_q, length_k = (length[sequence][:, None, None] for length in lengths)
+    row = (np.arange(len(sequence)) - starts_of(question))[:, None, None]
+    place = row + length_k - length_q
+    inside = (sequence >= 0)[:, None, None] & (length_k > 0)
+    own = np.where(inside & (place >= 0), place // size, -1)
+    blocks = np.where(inside, -(-length_k // size), 0)
     heads = np.arange(question.num_heads_q) * named.shape[1] // question.num_heads_q
-    none = np.zeros(0)
-    lists = Lists(question, named, counted, own, blocks, heads, heads, none, none, none, none)
-    return walked(lists)
+    where = (own, blocks, row, place, length_q, length_k)
+    bare = Lists(question, named, named, *where, heads, heads, *(np.zeros(0),) * 4)
+    return walked(replace(bare, counted=bare.slots < bare.limit))
 
 
 def first_of(named: np.ndarray, there: np.ndarray) -> np.ndarray:
@@ -125,48 +161,19 @@ def walked(
     )
 
 
-class Different:
-    """Whether lists show other blocks than the right ones, and than all that were asked before."""
-
-    def __init__(self, question: Question) -> None:
-        gates = (question.block_scale, question.tblock_scale)
-        self.gated = any(gate is not None for gate in gates)
-        self.seen = {self._key(lists_of(question))}
-
-    def __call__(self, lists: Lists) -> bool:
-        key = self._key(lists)
-        new = key not in self.seen
-        self.seen.add(key)
-        return new
-
-    def _key(self, lists: Lists) -> bytes:
-        there = lists.times > 0
-        whole = [
-            there & lists.whole & sign
-            for sign in (lists.block == lists.own, lists.block > lists.own)
-        ]
-        key = [lists.multiplicity(), *(one.any(axis=2)[:, lists.heads] for one in whole)]
-        key[0] = key[0][:, lists.heads]
-        if self.gated:
-            mention = np.where(there, (lists.slot + 1) * (1 + lists.blocks) + lists.block, -1)
-            key += [np.sort(mention, axis=2)[:, lists.heads], lists.factors]
-        return b"".join(x.tobytes() for x in key)
-
-
 # ---- views ------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """One entry of the lists of a view: block and slot (heads, n, 1), of rows with the numbers i
-    and places among the keys (n, 1), and keys (m,), counted from the sequence's first one, which is
+    """One entry of the lists of a view: block and slot (heads, n, 1), of rows (n, 1)
+    of their sequence, and keys (m,), counted from the sequence's first one, which is
     ``first`` of k, as ``length`` is their number; ``open`` (heads, n, m): those that are not hidden
     from the query."""
 
     block: np.ndarray
     slot: np.ndarray
     open: np.ndarray
-    i: np.ndarray
-    place: np.ndarray
+    row: np.ndarray
     key: np.ndarray
     first: int
     length: int
@@ -219,6 +226,28 @@ def walking(change: Walk, cover: Cover | None = None) -> See:
     return see
 
 
+class Different:
+    """Whether a bug shows other views than the right ones, and than all that were asked before."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.seen = {self._key(views_of(question))}
+
+    def __call__(self, see: See) -> bool:
+        key = self._key(see(self.question, views_of(self.question)))
+        new = key not in self.seen
+        self.seen.add(key)
+        return new
+
+    def _key(self, views: Sequence[View]) -> bytes:
+        found = [x for view in views for x in (view.keys, view.weight)]
+        if self.question.block_scale is not None or self.question.tblock_scale is not None:
+            for view in views:
+                seen = np.where(view.weight > 0, np.asarray(view.slot), OWN)
+                found += [seen, np.asarray(view.selections)]
+        return b"".join(np.asarray(x, dtype=np.float64).tobytes() for x in found)
+
+
 def _pairs(question: Question, views: Sequence[View]) -> list[tuple[View, View]]:
     """Views, each beside the right one of its sequence and head."""
     right = {(view.sequence, view.head_kv): view for view in views_of(question)}
@@ -262,15 +291,14 @@ def shown(question: Question, view: View, lists: Lists, cover: Cover | None = No
         behind = np.arange(length_k, -(-length_k // size) * size)
         if cover.beyond == "before":
             behind = np.arange(-min(size, first), 0)
-        row = int(question.cu_seqlens_k[view.sequence + 1]) + behind - length_k
-        row = first + behind if cover.beyond == "before" else row
+        stop = int(question.cu_seqlens_k[view.sequence + 1]) - length_k
+        there = behind + (first if cover.beyond == "before" else stop)
         if cover.beyond == "k":
-            behind, row = behind[row < len(question.k)], row[row < len(question.k)]
-        gone = (cover.beyond == "zeros") | (row >= len(question.k))
+            behind, there = (x[there < len(question.k)] for x in (behind, there))
+        gone = (cover.beyond == "zeros") | (there >= len(question.k))
         key = np.concatenate([key, behind])
-        keys = np.concatenate([keys, np.where(gone, -1, row)])
-    i = np.arange(length_q)[:, None]
-    place = i + length_k - length_q
+        keys = np.concatenate([keys, np.where(gone, -1, there)])
+    row = np.arange(length_q)[:, None]
 
     def of(x: np.ndarray) -> np.ndarray:
         """(heads, n, entries)"""
@@ -284,8 +312,8 @@ def shown(question: Question, view: View, lists: Lists, cover: Cover | None = No
         block, slot_of, count, whole = (
             x[..., number, None] for x in (blocks, slots, counts, wholes)
         )
-        open_ = (key <= place) | whole
-        entry = Entry(block, slot_of, open_, i, place, key, first, length_k, size)
+        open_ = (key <= row + length_k - length_q) | whole
+        entry = Entry(block, slot_of, open_, row, key, first, length_k, size)
         seen = (cover.keys(entry) if cover else entry.right) & (count > 0)
         if not seen.any():
             continue

@@ -13,19 +13,19 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import distances, within
 from rawattn.check.diagnose.catalogue.reading import delta_of
-from rawattn.check.diagnose.catalogue.sparse import gates
+from rawattn.check.diagnose.catalogue.sparse import gates, keys
 from rawattn.check.diagnose.catalogue.sparse.lists import (
     OWN,
-    Cover,
     Different,
     Lists,
     Walk,
     lists_of,
+    of_last,
     shown,
     walking,
     with_keys,
 )
-from rawattn.check.diagnose.catalogue.sparse.walks import covers, usual
+from rawattn.check.diagnose.catalogue.sparse.walks import usual
 from rawattn.check.diagnose.catalogue.tangents import other_heads
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
@@ -54,18 +54,24 @@ TURNED = (  # classes of lists that may be turned round so
 )
 
 
-def bugs(question: Question) -> Iterator[Bug]:
+@of_last
+def bugs(question: Question) -> tuple[Bug, ...]:
     """Every bug of the catalogue that can matter for the question."""
-    if not question.sparse:
-        return
+    return tuple(_bugs(question)) if question.sparse else ()
+
+
+def _bugs(question: Question) -> Iterator[Bug]:
     different = Different(question)
-    for name, words, walk, _ in usual(question):
-        if different(walk(lists_of(question))):
-            yield Bug(name, words, ALL, see=walking(walk))
+    for name, words, walk in usual(question):
+        see = walking(walk)
+        if different(see):
+            yield Bug(name, words, ALL, see=see)
             if name in TURNED:
                 yield from inverted(f"{words or name}, for dk and dv", by_walk(walk))
-    for name, words, walk, cover in covers(question):
-        yield Bug(name, words, ALL, see=walking(walk, cover))
+    for name, words, cover, walk in keys.rows(question):
+        see = walking(walk, cover)
+        if different(see):
+            yield Bug(name, words, ALL, see=see)
     if question.batch > 1:
         text = "k and v without the sequence's offset"
         yield Bug("offsets-shifted", text, ALL, see=_first_keys)
@@ -178,14 +184,14 @@ def inverted(variant: str, see: See) -> Iterator[Bug]:
     yield Bug(name, variant, ("second",), see=see, steps=OF_LISTS_BEYOND)
 
 
-def by_walk(change: Walk, cover: Cover | None = None) -> See:
+def by_walk(change: Walk) -> See:
     """Keys sum what the changed lists have."""
 
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         if not views or views[0].slot is None:
             return views
         lists = change(lists_of(question))
-        return [split(one, shown(question, one, lists, cover)) for one in views_of(question)]
+        return [split(one, shown(question, one, lists)) for one in views_of(question)]
 
     return see
 
@@ -213,9 +219,9 @@ def _statistics(question: Question) -> Iterator[Bug]:
     """The pass over keys alone reads lse and delta of another head."""
     for text, of_head in other_heads(question).items():
         for names in (("lse", "delta"), ("lse",), ("delta",)):
-            keys = ("dK", "dV") if "lse" in names else ("dK",)
-            steps = {name: _with_statistics(name, names, of_head) for name in keys}
-            form = f"{' and '.join(names)} of {text}, for {' and '.join(keys).lower()}"
+            sums = ("dK", "dV") if "lse" in names else ("dK",)
+            steps = {name: _with_statistics(name, names, of_head) for name in sums}
+            form = f"{' and '.join(names)} of {text}, for {' and '.join(sums).lower()}"
             yield Bug("statistics-misplaced", form, BACKWARD, steps=steps)
 
 
