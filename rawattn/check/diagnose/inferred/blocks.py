@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.sparse.lists import (
+    OWN,
     Lists,
+    Walk,
     lists_of,
     shown,
     walking,
-    with_keys,
 )
-from rawattn.check.diagnose.catalogue.sparse.selection import OF_LISTS, inverted, split
+from rawattn.check.diagnose.catalogue.sparse.selection import OF_LISTS, by_walk, inverted, split
 from rawattn.check.diagnose.catalogue.sparse.walks import of_blocks, rarer
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
@@ -51,11 +52,9 @@ MOST = 1e6  # times that a block may count
 
 @dataclass(frozen=True)
 class Seen:
-    """How often every query saw each part of the keys, (total_q, num_heads_sel, parts).
-
-    The parts are the blocks of a sequence, of the own block up to the query; then what lies behind
-    the query in its own block, and what lies behind the sequence's end where the last block is not
-    full. sure: what could be read.
+    """How often every query saw each part of the keys, (total_q, num_heads_sel, parts): the blocks
+    of a sequence, of the own block up to the query, then what lies behind it in its own block.
+    sure: what could be read.
     """
 
     counts: np.ndarray
@@ -86,7 +85,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         counts = np.where(seen.sure, seen.counts, right)
         more = int((wrong & (counts > right)).sum())
         words = f"rows lack {int(wrong.sum()) - more} blocks, and see {more} that they should not"
-        yield from _planted("wrong-keys", words, _seeing(counts), stage)
+        yield from _planted("wrong-keys", words, walking(_with_parts(counts)), stage)
 
 
 def _planted(name: str, variant: str, see: See, stage: str) -> Iterator[Bug]:
@@ -108,54 +107,34 @@ def _planted(name: str, variant: str, see: See, stage: str) -> Iterator[Bug]:
 
 def parts_of(lists: Lists) -> np.ndarray:
     """What lists show, as ``Seen.counts``."""
-    blocks = lists.multiplicity()
     own = (lists.block == lists.own) & lists.whole
     rest = (own * lists.times).sum(axis=2, keepdims=True)
-    return np.concatenate([blocks, rest, np.zeros_like(rest)], axis=2)
+    return np.concatenate([lists.multiplicity(), rest], axis=2)
+
+
+def _with_parts(counts: np.ndarray) -> Walk:
+    """Every query sees the parts of the keys so often, as far as lists can tell."""
+
+    def walk(lists: Lists) -> Lists:
+        blocks, rest = counts[..., :-1], counts[..., -1:]
+        own = np.arange(blocks.shape[2]) == lists.own
+        return of_blocks(lists, np.where(own, np.maximum(blocks, rest), blocks), ~own | (rest > 0))
+
+    return walk
 
 
 def _part_of_key(question: Question, view: View, most: int) -> np.ndarray:
-    """(n, m), of the keys of a sequence and of those behind it."""
-    b, n = view.sequence, len(view.rows)
-    length = question.lengths_k[b]
-    key = np.arange(len(view.keys))
-    place = (np.arange(n) + length - n)[:, None]
-    part = np.broadcast_to(key // question.block_size, (n, len(key)))
-    part = np.where((key > place) & (part == place // question.block_size), most, part)
-    return np.where(key >= length, most + 1, part)
+    """(n, m), of the keys of a sequence."""
+    n, m = len(view.rows), len(view.keys)
+    key, place = np.arange(m), (np.arange(n) + m - n)[:, None]
+    part = np.broadcast_to(key // question.block_size, (n, m))
+    behind = (key > place) & (part == place // question.block_size)
+    return np.where(behind, most, part)
 
 
-def _open(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """All keys of a sequence, and those that its last block would have if it were full."""
-    lists = lists_of(question)
-    every = of_blocks(lists, np.ones_like(lists.multiplicity()))
-    every = replace(every, whole=np.ones_like(every.whole))
-    found = []
-    for view in views_of(question):
-        view = shown(question, view, every)
-        stop, length = int(question.cu_seqlens_k[view.sequence + 1]), len(view.keys)
-        behind = min(-length % question.block_size, len(question.k) - stop)
-        shape = (*view.weight.shape[:2], behind)
-        slot = np.broadcast_to(np.asarray(view.slot)[..., -1:], shape)
-        found.append(with_keys(view, stop + np.arange(behind), np.ones(shape), slot))
-    return found
-
-
-def _seeing(counts: np.ndarray) -> See:
-    """Every query sees the parts of the keys so often."""
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        if not views or views[0].slot is None:
-            return views
-        found = []
-        for view in _open(question, views):
-            part = _part_of_key(question, view, counts.shape[2] - 2)
-            of = counts[view.rows][:, view.selections].swapaxes(0, 1)
-            weight = np.take_along_axis(of, np.broadcast_to(part, view.weight.shape), axis=2)
-            found.append(replace(view, weight=weight.astype(np.float64)))
-        return found
-
-    return see
+def _every(lists: Lists) -> Lists:
+    """All blocks, uncut."""
+    return of_blocks(lists, np.ones_like(lists.multiplicity()), True)
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -199,7 +178,7 @@ def _see_nothing(c: Context, heads: np.ndarray, arrays: Sequence[np.ndarray]) ->
 
 
 def _contexts(question: Question, stage: str, given: Given) -> list[Context]:
-    """The views of all keys, with the results of all steps."""
+    """The views of all keys, but for the sliding branch, with the results of all steps."""
     found: list[Context] = []
     last = PROGRAMS[stage][-1]
 
@@ -208,8 +187,9 @@ def _contexts(question: Question, stage: str, given: Given) -> list[Context]:
         return np.asarray(STEPS[last](c))
 
     with np.errstate(over="ignore", invalid="ignore"):
-        solve(question, stage, Bug("", stages=(stage,), see=_open, steps={last: kept}), given=given)
-    return found
+        bug = Bug("", stages=(stage,), see=walking(_every), steps={last: kept})
+        solve(question, stage, bug, given=given)
+    return [c for c in found if c.view.slot is not None]
 
 
 def _equations(
@@ -217,7 +197,7 @@ def _equations(
 ) -> tuple[Floats, Floats]:
     """What each part adds to the answers of a row, (n, numbers, parts), and the answers."""
     view = c.view
-    part = _part_of_key(question, view, parts - 2)
+    part = _part_of_key(question, view, parts - 1)
     rows, of_heads = view.rows[None], view.heads[heads][:, None]
     if len(arrays) == 2:
         lse = np.asarray(arrays[1][of_heads, rows], dtype=np.float64)
@@ -300,11 +280,13 @@ def of_keys(question: Question, answers: Answers, wrong: frozenset[str]) -> Iter
     """The bug in which the lists of dk and dv, ``wrong`` ones, are those read off."""
     if not wrong <= {"dk", "dv"}:
         return
-    right = lists_of(question).multiplicity(hidden=True)
+    lists = lists_of(question)
+    right = lists.multiplicity(hidden=True)
     counts, blocks, good = right.copy(), 0, 0
+    pairs = _holding(np.ones_like(right))(lists)
     given = given_to(question, answers, "backward")
     for c, view in zip(_contexts(question, "backward", given), views_of(question), strict=True):
-        mask = _pairs(question, view)
+        mask = shown(question, view, pairs).weight > 0
         for block in range(-(-len(view.keys) // question.block_size)):
             design, wanted = _sums(question, c, mask, block, answers, sorted(wrong))
             found = _solved(design[None], wanted[None], LEFT[question.dtype.itemsize])
@@ -319,17 +301,18 @@ def of_keys(question: Question, answers: Answers, wrong: frozenset[str]) -> Iter
         return
     lost, more = int((counts < right).sum()), int((counts > right).sum())
     words = f"the lists of blocks lack {lost} of their queries, and have {more} more, or again"
-    yield from inverted(words, _summing(counts))
+    yield from inverted(words, by_walk(_holding(counts)))
 
 
-def _pairs(question: Question, view: View) -> np.ndarray:
-    """The keys of a block that a query sees if it is in the list: bool, (heads, n, m)."""
-    n, m = view.weight.shape[1:]
-    block = np.arange(m) // question.block_size
-    seen = np.broadcast_to(view.weight > 0, (len(view.heads), n, m))
-    there = np.logical_or.reduceat(seen, np.arange(0, m, question.block_size), axis=2)
-    allowed = (np.arange(m) <= np.arange(n)[:, None] + m - n) | (not question.causal)
-    return np.where(there[..., block], seen, allowed)
+def _holding(counts: np.ndarray) -> Walk:
+    """The lists of blocks have every query so often; an own block that is not named is cut."""
+
+    def walk(lists: Lists) -> Lists:
+        named = of_blocks(lists, counts).slot != OWN
+        own = np.arange(counts.shape[2]) == lists.own
+        return of_blocks(lists, counts, (named | ~own) & (not lists.question.causal))
+
+    return walk
 
 
 def _sums(
@@ -358,24 +341,3 @@ def _sums(
         designs.append(np.stack(parts, axis=3).reshape(len(found), -1) / size)
         wanted.append(found / size)
     return np.concatenate(designs), np.concatenate(wanted)
-
-
-def _summing(counts: np.ndarray) -> See:
-    """Keys sum the queries that their lists have, so often."""
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        if not views or views[0].slot is None:
-            return views
-        found = []
-        for right, view in zip(views_of(question), _open(question, views), strict=True):
-            m = len(right.keys)
-            block = np.arange(m) // question.block_size
-            of = counts[right.rows][:, right.selections].swapaxes(0, 1)[..., block]
-            weight = (of * _pairs(question, right)).astype(np.float64)
-            other = replace(
-                view, keys=right.keys, weight=weight, slot=np.asarray(view.slot)[..., :m]
-            )
-            found.append(split(right, other))
-        return found
-
-    return see

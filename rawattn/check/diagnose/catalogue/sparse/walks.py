@@ -439,13 +439,14 @@ def _union(tile: np.ndarray, hidden: bool) -> Walk:
     return walk
 
 
-def of_blocks(lists: Lists, seen: np.ndarray) -> Lists:
-    """Lists that hold the blocks of ``seen`` (tokens, heads, blocks), so often, with one's own
-    slots."""
-    block = np.broadcast_to(np.arange(seen.shape[2]), seen.shape)
-    slot = np.full(seen.shape, OWN)
+def of_blocks(lists: Lists, times: np.ndarray, whole: np.ndarray | bool | None = None) -> Lists:
+    """Lists that hold every block so many ``times`` (tokens, heads, blocks), with one's own slots;
+    ``whole``: uncut at the query, by default unless attention is causal."""
+    block = np.broadcast_to(np.arange(times.shape[2]), times.shape)
+    slot = np.full(times.shape, OWN)
     for entry in range(lists.named.shape[2] - 1, -1, -1):
         token, head = np.nonzero(lists.exists[..., entry])
         slot[token, head, lists.named[token, head, entry]] = entry
-    whole = np.full(seen.shape, not lists.question.causal)
-    return replace(lists, block=block, slot=slot, times=seen.astype(np.int64), whole=whole)
+    whole = not lists.question.causal if whole is None else whole
+    whole = np.broadcast_to(whole, times.shape)
+    return replace(lists, block=block, slot=slot, times=times.astype(np.int64), whole=whole)
