@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.catalogue.sparse.lists import first_of, lists_of, walking
-from rawattn.check.diagnose.catalogue.sparse.named_blocks import bugs
+from rawattn.check.diagnose.catalogue.sparse.selection import bugs
 from rawattn.check.diagnose.engine.attention import solve, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.inferred import blocks
@@ -49,9 +49,8 @@ def test_does_not_accuse_what_is_right(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_right_lists_show_the_right_views(seed: int) -> None:
     question = drawn(seed, duplicates=True, padding=True)
-    for right, found in zip(
-        views_of(question), walking(lambda lists: lists)(question)[1], strict=True
-    ):
+    found_views = walking(lambda lists: lists)(question, views_of(question))
+    for right, found in zip(views_of(question), found_views, strict=True):
         seen = right.weight > 0
         assert np.array_equal(found.weight, right.weight)
         assert np.array_equal(found.slot[seen], right.slot[seen])

@@ -145,7 +145,6 @@ PLANTED = (
         {},
         capacity=Rules(lists="capacity"),
         first_query_missing=Rules(lists="first"),
-        shared_places=Rules(lists="floor"),
     ),
     *_planted("sparse-inverted-lists", BACKWARD, _TWICE, overflow=Rules(lists="overflow")),
     *_planted("sparse-inverted-lists", BACKWARD, _TWICE, repeats=Rules(lists="repeats")),
@@ -455,8 +454,6 @@ def _inverted(
     size, heads = question.block_size, question.block_indices.shape[1]
     blocks = [-(-length // size) for length in question.lengths_k]
     base = [sum(blocks[:b]) for b in range(len(blocks))]
-    if rules.lists == "floor":
-        base = [int(start) // size for start in question.cu_seqlens_k[:-1]]
     for selection in range(heads):
         entries: dict[int, list[tuple[int, Visit]]] = {}
         sizes: dict[int, int] = {}

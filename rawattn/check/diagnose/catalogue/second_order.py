@@ -1,4 +1,9 @@
-"""The catalogue of bugs in the second derivatives and in forward mode; long as such.
+"""The catalogue of bugs in the second derivatives and in forward mode: their terms.
+
+The equations (``engine.STEPS``) are sums of products, and a bug is mostly a product that reads
+another value for one of its operands: zeros for a term that is left out, a multiple for one that
+is scaled, P o E for a P' without e. ``SITES`` names the places that read, ``at`` plants other
+values there; ``tangents`` has those that are read elsewhere in memory, and loops over tiles.
 
 Many are what autograd makes of a first backward pass in which something is a constant to it that
 depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in f = <ddq, dq> + <ddk, dk> +
@@ -10,7 +15,7 @@ depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in f = <dd
 
 where a D that is summed up from P o dP adds -e P to the gradient of dP: the right gV and ddout.
 
-Long by the catalogue.
+Long by the tables.
 """
 
 import math
@@ -23,10 +28,12 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import (
     LOG2_E,
     OWN_P,
+    PROGRAMS,
     STEPS,
     Bug,
     Context,
     Floats,
+    See,
     Step,
     View,
     changed,
@@ -35,19 +42,49 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
-TAKES = {  # of the direction of an input: its name in a context, and the steps that take it
-    "q": ("tQ", ("tY", "gK")),
-    "k": ("tK", ("tY", "gQ")),
-    "v": ("tV", ("tO", "tdP")),
-    "block_scale": ("tG", ("E", "tdY")),
+SITES = {  # where something is read, and the step that reads it; W reads ddout
+    "E": "tY",
+    "gated E": "E",
+    "gated dS'": "tdY",
+    "ddout": "tO",
+    "W": "w",
+    "dout ddv^T": "tdP",
+    "dS'": "tdS",
+    "gq": "gQ",
+    "gk": "gK",
+    "gv": "gV",
+}
+DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
+    "q": ("tQ", ("E", "gk")),
+    "k": ("tK", ("E", "gq")),
+    "v": ("tV", ("ddout", "W", "dout ddv^T")),
+    "block_scale": ("tG", ("gated E", "gated dS'")),
+}
+TERMS = {  # of a sum: the operand that is in no other term of it, the sites, the directions in it
+    "ddq K^T of E": ("tQ", ("E",), "q"),
+    "q ddk^T of E": ("tK", ("E",), "k"),
+    "dS' k of gq": ("tdY", ("gq",), ""),
+    "dS'^T q of gk": ("tdY", ("gk",), ""),
+    "terms of dS'": ("tdY", ("gq", "gk"), ""),
+    "dS ddk of gq": ("dY", ("gq",), "k"),
+    "dS^T ddq of gk": ("dY", ("gk",), "q"),
+    "direct terms": ("dY", ("gq", "gk"), "qk"),
+}
+READERS = {  # of P', together or some of them alone
+    "everywhere": ("ddout", "W", "dS'", "gv"),
+    "in ddout and W": ("ddout", "W"),
+    "in ddout": ("ddout",),
+    "in W": ("W",),
+    "in dS' and gv": ("dS'", "gv"),
+    "in dS'": ("dS'",),
+    "in gv": ("gv",),
 }
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    yield from _frozen_p(question)
-    yield from _frozen_delta(question)
-    yield from _row_terms()
+    yield from _frozen(question)
+    yield from _other_tangents_of_p()
     yield from _scales(question)
     yield from _terms_of_the_direction(question)
     yield from _ignored_directions(question)
@@ -65,7 +102,52 @@ def of(
         yield Bug(name, variant, stages, steps=steps)
 
 
-# ---- terms that several bugs are made of ------------------------------------------------------
+def given_directions(question: Question) -> list[str]:
+    """Of DIRECTIONS."""
+    return [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
+
+
+# ---- other values -----------------------------------------------------------------------------
+
+
+def with_values(name: str, **values: Step) -> Step:
+    """A step that takes these values for those of the context."""
+
+    def step(c: Context) -> Floats:
+        other = changed(c, **{key: value(c) for key, value in values.items()})
+        return np.asarray(STEPS[name](other))
+
+    return step
+
+
+def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
+    """Steps with which these sites alone read other values."""
+
+    def w(c: Context) -> Floats:
+        read = values if "W" in sites else {}
+        other = changed(c, **{key: value(c) for key, value in read.items()})
+        if "tO" not in read:
+            other.tO = STEPS["tO"](other)
+        return np.asarray(STEPS["w"](other))
+
+    steps = {SITES[site]: with_values(SITES[site], **values) for site in sites}
+    if ("W" in sites) != ("ddout" in sites):
+        steps["w"] = w
+    return steps
+
+
+def _scaled(factor: float, *steps: str) -> dict[str, Step]:
+    """Results of steps times a number."""
+
+    def of(name: str) -> Step:
+        return lambda c: factor * STEPS[name](c)
+
+    return {name: of(name) for name in steps}
+
+
+def _times(factor: float, name: str) -> Step:
+    """A value of the context times a number."""
+    return lambda c: factor * getattr(c, name)
 
 
 def _row(x: Floats) -> Floats:
@@ -81,26 +163,20 @@ def _zero_rows(c: Context) -> Floats:
     return np.zeros(c.P.shape[:2])
 
 
+def _zeros_for(name: str) -> Step:
+    return lambda c: np.zeros_like(getattr(c, name))
+
+
 def _uncentred(c: Context) -> Floats:
     """The tangent of P = exp(S - L) for a constant L."""
     return np.asarray(c.r(c.P * c.E))
 
 
-def _out_of(tP: Step) -> Step:
-    """The tangent of out by that of P."""
-    return lambda c: c.r(c.r(c.o(tP(c)) @ c.V) + c.r(c.o(c.P) @ c.tV))
+def _added_e(c: Context) -> Floats:
+    return np.asarray(c.r(c.P * (c.E + _row(c.e))))
 
 
-def _gV_of(tP: Step) -> Step:
-    return lambda c: c.r(c.o(tP(c)).swapaxes(1, 2) @ c.dO)
-
-
-def _tdS_of(tP: Step, w: Step = lambda c: c.w) -> Step:
-    return lambda c: c.r(c.r(tP(c) * (c.dP - _row(c.D))) + c.r(c.P * (c.tdP - _row(w(c)))))
-
-
-def _w_of(tO: Step) -> Step:
-    return lambda c: (c.dO * tO(c)).sum(axis=-1)
+# ---- constants that are none ------------------------------------------------------------------
 
 
 def _of_probabilities(c: Context) -> Floats:
@@ -125,241 +201,160 @@ def _through_softmax(c: Context) -> Floats:
 
 def _through_out(c: Context) -> Floats:
     """What flows to S through an out that D was made of: -e dO, through the first backward."""
-    return np.asarray(-_row(c.e) * c.P * (c.dP - _row((c.dO * c.O).sum(axis=-1))))
+    return np.asarray(-_row(c.e) * c.P * (c.dP - _row(_without_dlse(c))))
 
 
-def with_values(name: str, **values: Step) -> Step:
-    """A step that takes these values for those of the context."""
-
-    def step(c: Context) -> Floats:
-        other = changed(c, **{key: value(c) for key, value in values.items()})
-        return np.asarray(STEPS[name](other))
-
-    return step
-
-
-# ---- constants that are none ------------------------------------------------------------------
-
-
-def _frozen_p(question: Question) -> Iterator[Bug]:
-    name, uncentred_gV = "second-frozen-p", _gV_of(_uncentred)
-    saved = {"tP": _uncentred, "tdS": _zeros}
-    nowhere = {"tP": _zeros, "tL": _zero_rows}
-    yield from of(
-        name,
-        SECOND,
-        {
-            "P of the first backward": {"tdS": _zeros},
-            "P of the first backward, out is none": {"tdS": _through_out},
-            "P and out of the first backward": {"tdS": _zeros, "gV": uncentred_gV},
-            "P and delta of the first backward": saved,
-            "P and delta of the first backward, ddlse = 0": saved | {"tL": _zero_rows},
-            "lse of the first backward": {"tdS": _through_sum},
-            "lse and out of the first backward": {"tdS": _through_exp, "gV": uncentred_gV},
-        },
-    )
-    if question.dlse is not None:  # else this is W = 0
-        out_is_none = {"tdS": lambda c: _through_exp(c) + _through_out(c)}
-        yield from of(name, SECOND, {"lse of the first backward, out is none": out_is_none})
-    yield from of(
-        name,
-        SECOND,
-        {
-            "P' = 0, e = 0": nowhere,
-            "P' = 0": {"tP": _zeros},
-            "P' = 0 in dS'": {"tdS": _tdS_of(_zeros)},
-            "P' = 0 in dS' and gv": {"tdS": _tdS_of(_zeros), "gV": _gV_of(_zeros)},
-            "P' = 0 in gv": {"gV": _gV_of(_zeros)},
-            "P' = 0 in ddout and W": {"tO": _out_of(_zeros)},
-            "P' = 0 in ddout": {"tO": _out_of(_zeros), "w": _w_of(STEPS["tO"])},
-        },
-    )
-    yield from of(name, JVP, {"P' = 0": {"tP": _zeros}, "P' = 0, e = 0": nowhere})
-
-
-def _frozen_delta(question: Question) -> Iterator[Bug]:
-    name, uncentred_gV = "second-frozen-delta", _gV_of(_uncentred)
+def _frozen(question: Question) -> Iterator[Bug]:
+    saved_p: dict[str, Step] = {"tP": _uncentred, "tdS": _zeros}
     delta: dict[str, Step] = {"tP": _uncentred, "tdS": _through_softmax}
     with_lse: dict[str, Step] = {"tP": _uncentred, "tdS": _through_exp}
-    yield from of(
-        name,
-        SECOND,
-        {
-            "delta": delta,
-            "delta, ddlse = 0": delta | {"tL": _zero_rows},
-            "delta and lse": with_lse,
-            "delta and lse, ddlse = 0": with_lse | {"tL": _zero_rows},
-            "out": {"gV": uncentred_gV, "tdS": _through_softmax},
-            "W = 0, no e in ddout": {"tO": _out_of(_uncentred), "w": _zero_rows},
-        },
-    )
-    if question.dlse is not None:  # else this is delta
-        but_for_dlse = {"tP": _uncentred, "w": _w_of(_out_of(STEPS["tP"]))}
-        yield from of(name, SECOND, {"delta but for dlse": but_for_dlse})
+    gV, no_dlse = at(["gv"], tP=_uncentred), {"tL": _zero_rows}
+    of_p: dict[str, Mapping[str, Step]] = {
+        "P of the first backward": {"tdS": _zeros},
+        "P of the first backward, out is none": {"tdS": _through_out},
+        "P and out of the first backward": {"tdS": _zeros} | gV,
+        "P and delta of the first backward": saved_p,
+        "P and delta of the first backward, ddlse = 0": saved_p | no_dlse,
+        "lse of the first backward": {"tdS": _through_sum},
+        "lse and out of the first backward": {"tdS": _through_exp} | gV,
+    }
+    of_delta: dict[str, Mapping[str, Step]] = {
+        "delta": delta,
+        "delta, ddlse = 0": delta | no_dlse,
+        "delta and lse": with_lse,
+        "delta and lse, ddlse = 0": with_lse | no_dlse,
+        "out": {"tdS": _through_softmax} | gV,
+        "W = 0, no e in ddout": at(["ddout"], tP=_uncentred) | {"w": _zero_rows},
+    }
+    if question.dlse is not None:  # else these are W = 0, and delta
+        out_is_none: dict[str, Step] = {"tdS": lambda c: _through_exp(c) + _through_out(c)}
+        of_p["lse of the first backward, out is none"] = out_is_none
+        in_w = at(["W"], tP=STEPS["tP"])
+        of_delta["delta but for dlse"] = {"tP": _uncentred} | in_w
+    yield from of("second-frozen-p", SECOND, of_p)
+    yield from of("second-frozen-delta", SECOND, of_delta)
 
 
-def _row_terms() -> Iterator[Bug]:
-    """W and e."""
+# ---- P', e and W ------------------------------------------------------------------------------
+
+
+def _other_tangents_of_p() -> Iterator[Bug]:
+    for text, sites in READERS.items():
+        for name, value, words in (
+            ("second-frozen-p", _zeros, "P' = 0"),
+            ("second-e-omitted", _uncentred, "no e"),
+        ):
+            yield Bug(name, f"{words} {text}", SECOND, steps=at(sites, tP=value))
+    nowhere = {"tP": _zeros, "e": _zero_rows}
+    no_out: Step = lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)  # noqa: E731
+    of_e: dict[str, Mapping[str, Step]] = {
+        "e = 0": {"e": _zero_rows},
+        "e added": {"tP": _added_e},
+        "e for e O": {"tO": no_out},
+    }
+    yield from of("second-e-omitted", SECOND, of_e)
+    yield from of("jvp-e-omitted", JVP, of_e | {"no e in tout": {"tP": _uncentred}})
+    yield from of("second-frozen-p", SECOND, {"P' = 0, e = 0": nowhere})
+    yield from of("second-frozen-p", JVP, {"P' = 0": {"tP": _zeros}, "P' = 0, e = 0": nowhere})
     yield from of(
         "second-w-omitted",
         SECOND,
         {
             "W = 0": {"w": _zero_rows},
             "W added": {"w": lambda c: -STEPS["w"](c)},
-            "W from out": {"w": _w_of(lambda c: c.O)},
-        },
-    )
-    tO = _out_of(_uncentred)
-    yield from of(
-        "second-e-omitted",
-        SECOND,
-        {
-            "but for ddlse": {"tP": _uncentred},
-            "everywhere": {"e": _zero_rows},
-            "in ddout and W": {"tO": tO},
-            "in ddout": {"tO": tO, "w": _w_of(STEPS["tO"])},
-            "in W": {"w": _w_of(tO)},
-            "in dS' and gv": {"tdS": _tdS_of(_uncentred), "gV": _gV_of(_uncentred)},
-            "in dS'": {"tdS": _tdS_of(_uncentred)},
-            "in gv": {"gV": _gV_of(_uncentred)},
-            "added": {"tP": _added_e},
-            "e O of ddout": {"tO": lambda c: tO(c) - _row(c.e)},
-        },
-    )
-    yield from of(
-        "jvp-e-omitted",
-        JVP,
-        {
-            "in tout": {"tP": _uncentred},
-            "everywhere": {"e": _zero_rows},
-            "added": {"tP": _added_e},
-            "without O": {"tO": lambda c: tO(c) - _row(c.e)},
+            "W from out": {"w": lambda c: (c.dO * c.O).sum(axis=-1)},
         },
     )
 
 
-def _added_e(c: Context) -> Floats:
-    return np.asarray(c.r(c.P * (c.E + _row(c.e))))
+def _without_e(c: Context) -> Context:
+    return changed(c, tP=_uncentred(c))
+
+
+def by_given_out(c: Context) -> Floats:
+    """The tangent of out as (P o E) V + P tV - e O."""
+    return np.asarray(STEPS["tO"](_without_e(c)) - _row(c.e) * c.O)
 
 
 # ---- factors ----------------------------------------------------------------------------------
 
 
 def _scales(question: Question) -> Iterator[Bug]:
-    for text, factor in (("in base 2", LOG2_E), ("times ln 2", 1 / LOG2_E)):
-        E, gQ, gK = ({name: _times(name, factor)} for name in ("tY", "gQ", "gK"))
-        yield from of("second-scale", SECOND, {f"E {text}": E, f"gq and gk {text}": gQ | gK})
-        yield from of("jvp-scale", JVP, {f"E {text}": E})
-    if math.isclose(question.scale, 1.0):
-        return
-    for text, factor in (("without s", 1 / question.scale), ("with s twice", question.scale)):
-        E, gQ, gK = ({name: _times(name, factor)} for name in ("tY", "gQ", "gK"))
-        tangents = {f"E {text}": E}
-        if question.tq is not None and question.tk is not None:
-            tangents |= {
-                f"ddq K^T of E {text}": {"tY": _tY(factor, 1.0)},
-                f"q ddk^T of E {text}": {"tY": _tY(1.0, factor)},
-            }
-        yield from of("jvp-scale", JVP, tangents)
-        yield from of("second-scale", SECOND, tangents)
-        yield from of(
-            "second-scale",
-            SECOND,
-            {
-                f"gq {text}": gQ,
-                f"gk {text}": gK,
-                f"gq and gk {text}": gQ | gK,
-                f"E, gq and gk {text}": E | gQ | gK,
-                f"E {text} in ddout and ddlse": _E_of_pass(factor, 1.0),
-                f"E {text} in dS' and gv": _E_of_pass(1.0, factor),
-                f"direct terms {text}": {"gQ": _gQ(1.0, factor), "gK": _gK(1.0, factor)},
-                f"terms of dS' {text}": {"gQ": _gQ(factor, 1.0), "gK": _gK(factor, 1.0)},
-            },
-        )
-
-
-def _times(name: str, factor: float) -> Step:
-    return lambda c: c.r(factor * STEPS[name](c))
-
-
-def _tY(of_q: float, of_k: float) -> Step:
-    return lambda c: c.r(c.s * c.r(of_q * c.r(c.tQ @ c.K.T) + of_k * c.r(c.Q @ c.tK.T)))
-
-
-def _E_of_pass(first: float, second: float) -> dict[str, Step]:
-    """E times a number in each pass; e, a result of the first pass, comes with its number."""
-
-    def tP(c: Context) -> Floats:
-        return np.asarray(c.r(c.P * (second * c.E - _row(c.e))))
-
-    return {
-        "e": lambda c: first * STEPS["e"](c),
-        "tO": _out_of(lambda c: c.r(c.P * (first * c.E - _row(c.e)))),
-        "tdS": _tdS_of(tP),
-        "gV": _gV_of(tP),
-    }
-
-
-def _gQ(main: float, direct: float) -> Step:
-    return lambda c: c.r(c.s * c.r(main * c.r(c.o(c.tdY) @ c.K) + direct * c.r(c.o(c.dY) @ c.tK)))
-
-
-def _gK(main: float, direct: float) -> Step:
-    return lambda c: (
-        c.s
-        * c.r(
-            main * c.r(c.o(c.tdY).swapaxes(1, 2) @ c.Q)
-            + direct * c.r(c.o(c.dY).swapaxes(1, 2) @ c.tQ)
-        )
-    )
+    """softmax_scale that is missing or there twice, and log2(e) from exponents in base 2."""
+    factors = {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
+    if not math.isclose(question.scale, 1.0):
+        factors |= {"without s": 1 / question.scale, "with s twice": question.scale}
+    given = given_directions(question)
+    terms = {term: row for term, row in TERMS.items() if set(row[2]) <= set(given)}
+    for text, factor in factors.items():
+        E, of_e = _scaled(factor, "tY"), _scaled(factor, "e")
+        tP = with_values("tP", E=_times(factor, "E"))
+        of_terms = {
+            f"{term} {text}": at(sites, **{operand: _times(factor, operand)})
+            for term, (operand, sites, _) in terms.items()
+        }
+        of_E = {of: steps for of, steps in of_terms.items() if "of E" in of}
+        yield from of("jvp-scale", JVP, {f"E {text}": E} | of_E)
+        found: dict[str, Mapping[str, Step]] = {
+            f"E {text}": E,
+            f"gq {text}": _scaled(factor, "gQ"),
+            f"gk {text}": _scaled(factor, "gK"),
+            f"gq and gk {text}": _scaled(factor, "gQ", "gK"),
+            f"E, gq and gk {text}": _scaled(factor, "tY", "gQ", "gK"),
+            f"E {text} in ddout and ddlse": of_e | at(["ddout", "W"], tP=tP),
+            f"E {text} in dS' and gv": at(["dS'", "gv"], tP=tP),
+        }
+        yield from of("second-scale", SECOND, found | of_terms)
 
 
 # ---- terms that are not there -----------------------------------------------------------------
 
 
 def _terms_of_the_direction(question: Question) -> Iterator[Bug]:
-    name = "second-direct-term-dropped"
-    gQ, gK = {"gQ": _gQ(1.0, 0.0)}, {"gK": _gK(1.0, 0.0)}
-    if question.tk is not None:
-        yield from of(name, SECOND, {"dS ddk of gq": gQ})
-    if question.tq is not None:
-        yield from of(name, SECOND, {"dS^T ddq of gk": gK})
-    if question.tq is not None and question.tk is not None:
-        yield from of(name, SECOND, {"both": gQ | gK})
-    if question.tv is not None:
-        without: Step = lambda c: c.r(c.o(c.tP) @ c.V)  # noqa: E731
-        nothing: Step = lambda c: np.zeros_like(c.dP)  # noqa: E731
-        yield from of(
-            "second-value-term-dropped",
-            SECOND,
-            {
-                "P ddv of ddout and W": {"tO": without},
-                "P ddv of ddout": {"tO": without, "w": _w_of(STEPS["tO"])},
-                "P ddv of W": {"w": _w_of(without)},
-                "dO ddv^T": {"tdP": nothing},
-                "all of ddv": {"tO": without, "tdP": nothing},
-            },
-        )
-        yield from of("jvp-value-term-dropped", JVP, {"P tv": {"tO": without}})
+    given = given_directions(question)
+    for term, needs in (("dS ddk of gq", "k"), ("dS^T ddq of gk", "q"), ("direct terms", "qk")):
+        if set(needs) <= set(given):
+            steps = at(TERMS[term][1], dY=_zeros)
+            yield Bug("second-direct-term-dropped", term, SECOND, steps=steps)
+    if "v" not in given:
+        return
+    of_value = {
+        "P ddv of ddout and W": ("ddout", "W"),
+        "P ddv of ddout": ("ddout",),
+        "P ddv of W": ("W",),
+        "dO ddv^T": ("dout ddv^T",),
+        "all of ddv": DIRECTIONS["v"][1],
+    }
+    for term, sites in of_value.items():
+        steps = at(sites, tV=_zeros_for("tV"))
+        yield Bug("second-value-term-dropped", term, SECOND, steps=steps)
+    steps = at(["ddout"], tV=_zeros_for("tV"))
+    yield Bug("jvp-value-term-dropped", "P tv", JVP, steps=steps)
 
 
 def _ignored_directions(question: Question) -> Iterator[Bug]:
     """One direction is taken for zeros, or all but one, or all of them."""
-    given = [name for name in TAKES if getattr(question, f"t{name}") is not None]
+    given = given_directions(question)
     for count in range(1, len(given) + 1):
         if 1 < count < len(given) - 1:
             continue
         for ignored in combinations(given, count):
-            zeros = {TAKES[name][0]: _zeros_for(TAKES[name][0]) for name in ignored}
-            takers = dict.fromkeys(step for name in ignored for step in TAKES[name][1])
-            steps = {step: with_values(step, **zeros) for step in takers}
-            for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
-                variant = " and ".join(f"{prefix}{name}" for name in ignored)
-                yield Bug("direction-ignored", variant, stages, steps=steps)
+            names, sites = zip(*(DIRECTIONS[name] for name in ignored), strict=True)
+            steps = at(sum(sites, ()), **{name: _zeros_for(name) for name in names})
+            text = " and ".join(f"~{name}" for name in ignored)
+            yield from in_both("direction-ignored", text, steps)
 
 
-def _zeros_for(name: str) -> Step:
-    return lambda c: np.zeros_like(getattr(c, name))
+def in_both(
+    name: str, text: str, steps: Mapping[str, Step], see: See | None = None
+) -> Iterator[Bug]:
+    """A bug of directions, "~" in its text, in the second derivatives and in forward mode."""
+    for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
+        if steps.keys() & set(PROGRAMS[stages[0]]):
+            yield Bug(name, text.replace("~", prefix), stages, see, steps)
+
+
+# ---- lse, groups and masks --------------------------------------------------------------------
 
 
 def _lse(question: Question) -> Iterator[Bug]:
@@ -384,37 +379,20 @@ def _without_dlse(c: Context) -> Floats:
 
 
 def _groups() -> Iterator[Bug]:
+    """gk and gv of a group of heads are one of what its heads give, or the mean, not the sum."""
     sums: dict[str, Callable[[Floats], Floats]] = {
-        "the last": lambda x: x[-1],
-        "the first": lambda x: x[0],
-        "the mean": lambda x: x.mean(axis=0),
+        "the last": lambda x: x[-1:],
+        "the first": lambda x: x[:1],
+        "the mean": lambda x: x.mean(axis=0, keepdims=True),
     }
     for text, total in sums.items():
-        alone = {
-            f"{text}, of {name.lower()} alone": {name: _one_place(name, total)}
-            for name in ("gK", "gV")
-        }
-        both = {text: {"sum_heads": _constant(total)}}
-        yield from of("second-group-not-summed", SECOND, both | alone)
+        steps = {name: _reduced(name, total) for name in ("gK", "gV")}
+        variants = {f"{text}, of {name.lower()} alone": {name: steps[name]} for name in steps}
+        yield from of("second-group-not-summed", SECOND, {text: steps} | variants)
 
 
-def _constant(value: Callable[[Floats], Floats]) -> Step:
-    return lambda c: value
-
-
-def _one_place(name: str, total: Callable[[Floats], Floats]) -> Step:
-    """What the heads of a group give, changed so that its sum is ``total`` of them."""
-
-    def step(c: Context) -> Floats:
-        heads = np.asarray(STEPS[name](c))
-        found = np.zeros_like(heads)
-        found[0] = total(heads)
-        return found
-
-    return step
-
-
-# ---- the mask ---------------------------------------------------------------------------------
+def _reduced(name: str, total: Callable[[Floats], Floats]) -> Step:
+    return lambda c: total(np.asarray(STEPS[name](c)))
 
 
 def _all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
@@ -426,19 +404,15 @@ def _masks(question: Question) -> Iterator[Bug]:
 
     With it, P' V is not (P o E) V - e O with the O that was given: kernels compute either.
     """
-    unmasked: dict[str, Step] = {
-        "exp(S - lse)": STEPS["bP"],
-        "softmax": OWN_P["bP"],
-    }
-    for text, P in unmasked.items():
+    given_out: dict[str, Step] = {"tO": by_given_out}
+    for text, P in {"exp(S - lse)": STEPS["bP"], "softmax": OWN_P["bP"]}.items():
+        first, second = {"bP": P} | _second_pass(_masked), {"bP": _masked} | _second_pass(P)
         variants: dict[str, dict[str, Step]] = {
             f"{text} in both passes": {"bP": P},
-            f"{text} in both passes, given out": {"bP": P, "tO": by_given_out},
-            f"{text} in ddout and ddlse": {"bP": P} | _second_pass(_masked),
-            f"{text} in ddout and ddlse, given out": (
-                {"bP": P, "tO": by_given_out} | _second_pass(_masked)
-            ),
-            f"{text} in gq, gk and gv": {"bP": _masked} | _second_pass(P),
+            f"{text} in both passes, given out": {"bP": P} | given_out,
+            f"{text} in ddout and ddlse": first,
+            f"{text} in ddout and ddlse, given out": first | given_out,
+            f"{text} in gq, gk and gv": second,
         }
         for variant, steps in variants.items():
             yield Bug("second-mask-missing", variant, SECOND, _all_keys, steps)
@@ -447,11 +421,6 @@ def _masks(question: Question) -> Iterator[Bug]:
 def _masked(c: Context) -> Floats:
     n, m = c.S.shape[1:]
     return np.where(allowed(n, m, c.question.mask_window), STEPS["bP"](c), 0.0)
-
-
-def by_given_out(c: Context) -> Floats:
-    """The tangent of out as (P o E) V + P tV - e O."""
-    return np.asarray(_out_of(_uncentred)(c) - _row(c.e) * c.O)
 
 
 def _second_pass(P: Step) -> dict[str, Step]:

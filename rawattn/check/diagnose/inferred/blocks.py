@@ -1,12 +1,11 @@
-"""Which blocks did each query of block-sparse attention see? Read off out and lse, or dq.
+"""Which blocks did each query of block-sparse attention see, and which queries has the list of each
+block? Read off out and lse or dq, and off dk and dv.
 
 What a query sees is a sum over blocks: with the lse that was stored, the sums of exp(S - lse) over
-the blocks that it saw are 1, and those of exp(S - lse) V are out; s dS K of these blocks is dq. So
-how often every block was seen solves linear equations, many more than there are blocks, and must
-be a whole number. Then it is looked up among the known ways to walk lists (``sparse.walks``), or,
-where none has just these blocks, told in words from what the lists hold.
-
-Long by the words, which stand beside the numbers that they tell.
+the blocks that it saw are 1, and those of exp(S - lse) V are out; s dS K of these blocks is dq.
+What dk and dv have of a block is a sum over the queries of its list. So how often every block was
+seen solves linear equations, many more than there are blocks, and must be a whole number. Then it
+is looked up among the known ways to read lists (``sparse.walks``), or planted as it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,19 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.sparse.inverted_lists import OF_LISTS, by_walk, inverted
 from rawattn.check.diagnose.catalogue.sparse.lists import (
     OWN,
-    Different,
     Lists,
     Walk,
-    first_of,
     lists_of,
-    split,
+    shown,
     walking,
 )
-from rawattn.check.diagnose.catalogue.sparse.selection import instead
-from rawattn.check.diagnose.catalogue.sparse.walks import rarer, usual
+from rawattn.check.diagnose.catalogue.sparse.selection import OF_LISTS, by_walk, inverted, split
+from rawattn.check.diagnose.catalogue.sparse.walks import of_blocks, rarer
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FORWARD,
@@ -43,25 +39,22 @@ from rawattn.check.diagnose.engine.attention import (
     views_of,
 )
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.inferred.sample import Given, Sample, given_to
+from rawattn.check.diagnose.inferred.sample import Given, given_to
 from rawattn.reference.dense import dead_to_inf
 
 SURE = 0.12  # standard error of a count that is told from its neighbours
 WHOLE = 0.25  # distance of a count from a whole number
 LEFT = {2: 0.05, 4: 2e-3, 8: 2e-3}  # of the size of a row's answers, by the bytes of the inputs
-READ = 0.95  # share of the rows that must be read
+READ = 0.95  # share of the rows, or blocks, that must be read
 ALL_OR_NONE = 0.8  # share of wrong rows in which all blocks count alike: no matter of lists
 MOST = 1e6  # times that a block may count
-EXPLAINS = 0.98  # share of the differences
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How often every query saw each part of the keys, (total_q, num_heads_sel, parts).
-
-    The parts are the blocks of a sequence, of the own block up to the query; then what lies behind
-    the query in its own block, and what lies behind the sequence's end where the last block is not
-    full. sure: what could be read.
+    """How often every query saw each part of the keys, (total_q, num_heads_sel, parts): the blocks
+    of a sequence, of the own block up to the query, then what lies behind it in its own block.
+    sure: what could be read.
     """
 
     counts: np.ndarray
@@ -72,11 +65,8 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs in which queries see the blocks that they saw; none where that cannot be read."""
     if not question.sparse:
         return
-    if stage == "backward":
-        yield from _ended(question, answers)
     seen = read(question, answers, stage)
     if seen is None:
-        yield from _tried(question, answers, stage)
         return
     lists = lists_of(question)
     right = parts_of(lists)
@@ -84,93 +74,18 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if not wrong.any():
         return
     names = set()
-    for name, variant, change in rarer(question):
-        if name in names:
+    for name, words, change in rarer(question):
+        changed = change(lists)
+        if name in names or changed.heads is not lists.heads:
             continue
-        parts = parts_of(change(lists))
-        if (seen.sure & (seen.counts != parts)).any():
-            continue
-        names.add(name)
-        yield from _planted(name, variant, instead(walking(change)), stage)
-    if names or _all_or_none(seen, right, wrong):
-        return
-    name, variant = _in_words(question, lists, seen, right)
-    counts = np.where(seen.sure, seen.counts, right)
-    yield from _planted(name, variant, _seeing(counts), stage)
-
-
-def _tried(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Where nothing can be read: the walks that come near on one sequence."""
-    if stage not in FORWARD + BACKWARD:
-        return
-    different = Different(question)
-    for _, _, change in usual(question):
-        different(change(lists_of(question)))
-    walks = [one for one in rarer(question) if different(one[2](lists_of(question)))]
-    sample = Sample(question, answers, stage)
-    if sample.wrong:
-        planted = (Bug(name, text, (stage,), see=instead(walking(f))) for name, text, f in walks)
-        for _, bug in sample.near(planted):
-            yield bug
-
-
-def _ended(question: Question, answers: Answers) -> Iterator[Bug]:
-    """Lists of dk and dv that end after so many queries: dv for every number, by sums over the
-    first queries of all lists, hidden ones among them or not."""
-    if "dv" not in answers:
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        found, whole = _left_by_number(question, answers)
-    for hidden, off in found.items():
-        number = int(np.argmin(off))
-        if off[-1] > 0 and off[number] <= LEFT[question.dtype.itemsize] ** 2 * whole < off[-1]:
-            text = f"the lists end after {number} queries"
-            yield from inverted(text, by_walk(_first_queries(number, hidden)))
-
-
-def _left_by_number(question: Question, answers: Answers) -> tuple[dict[bool, Floats], float]:
-    """Squares of what every number of queries leaves of dv, hidden ones among them or not; and
-    those of dv."""
-    size, lists = question.block_size, lists_of(question)
-    named = {hidden: lists.multiplicity(hidden) > 0 for hidden in (False, True)}
-    longest = max(question.lengths_q, default=0)
-    found: dict[bool, Floats] = {}
-    whole = 0.0
-    for c in _contexts(question, "backward", given_to(question, answers, "backward"), right=True):
-        dv = answers["dv"][c.view.keys, c.view.head_kv].astype(np.float64)
-        for block in range(-(-len(c.view.keys) // size)):
-            keys = slice(block * size, (block + 1) * size)
-            of_query = c.P[..., keys, None] * c.dO[..., None, :]
-            for hidden in (False, True):
-                sums = np.zeros((longest + 1, *dv[keys].shape))
-                for one in np.unique(c.view.selections):
-                    heads = c.view.selections == one
-                    there = named[hidden][c.view.rows, one, block]
-                    ended = np.cumsum(of_query[heads][:, there].sum(axis=0), axis=0)
-                    sums[1 : len(ended) + 1] += ended
-                    sums[len(ended) + 1 :] += ended[-1] if len(ended) else 0.0
-                off = ((sums - dv[keys]) ** 2).sum(axis=(1, 2))
-                found[hidden] = found.get(hidden, np.zeros(longest + 1)) + off
-            whole += float((dv[keys] ** 2).sum())
-    return found, whole
-
-
-def _first_queries(number: int, hidden: bool) -> Walk:
-    """Every block has so many queries, the first ones."""
-
-    def walk(lists: Lists) -> Lists:
-        sequence = lists.question.sequence_of("q")
-        there = lists.multiplicity(hidden) > 0
-        before = np.cumsum(there, axis=0)
-        starts = np.searchsorted(np.where(sequence < 0, len(before), sequence), sequence)
-        earlier = np.concatenate([np.zeros_like(before[:1]), before])
-        before = before - earlier[starts]
-        kept = there & (before <= number)
-        entries = np.clip(lists.block, 0, there.shape[2] - 1)
-        counts = np.take_along_axis(kept, entries, axis=2) & (lists.block >= 0)
-        return replace(lists, times=lists.times * counts)
-
-    return walk
+        if not (seen.sure & (seen.counts != parts_of(changed))).any():
+            names.add(name)
+            yield from _planted(name, words, walking(change), stage)
+    if not names and not _all_or_none(seen, right, wrong):
+        counts = np.where(seen.sure, seen.counts, right)
+        more = int((wrong & (counts > right)).sum())
+        words = f"rows lack {int(wrong.sum()) - more} blocks, and see {more} that they should not"
+        yield from _planted("wrong-keys", words, walking(_with_parts(counts)), stage)
 
 
 def _planted(name: str, variant: str, see: See, stage: str) -> Iterator[Bug]:
@@ -181,15 +96,10 @@ def _planted(name: str, variant: str, see: See, stage: str) -> Iterator[Bug]:
 
         def of_queries(question: Question, views: tuple[View, ...]) -> Sequence[View]:
             pairs = zip(views_of(question), see(question, views_of(question)), strict=True)
-            return [_swapped(right, other) for right, other in pairs]
+            both = [split(right, other) for right, other in pairs]
+            return [replace(one, of_q=one.of_k, of_k=one.of_q) for one in both]
 
         yield Bug(name, f"{variant}, in dq alone", BACKWARD, see=of_queries, steps=OF_LISTS)
-
-
-def _swapped(right: View, other: View) -> View:
-    """Queries see what ``other`` has, keys sum what is right."""
-    found = split(right, other)
-    return replace(found, of_q=found.of_k, of_k=found.of_q)
 
 
 # ---- parts of the keys ------------------------------------------------------------------------
@@ -197,56 +107,34 @@ def _swapped(right: View, other: View) -> View:
 
 def parts_of(lists: Lists) -> np.ndarray:
     """What lists show, as ``Seen.counts``."""
-    blocks = lists.multiplicity()
     own = (lists.block == lists.own) & lists.whole
     rest = (own * lists.times).sum(axis=2, keepdims=True)
-    return np.concatenate([blocks, rest, np.zeros_like(rest)], axis=2)
+    return np.concatenate([lists.multiplicity(), rest], axis=2)
+
+
+def _with_parts(counts: np.ndarray) -> Walk:
+    """Every query sees the parts of the keys so often, as far as lists can tell."""
+
+    def walk(lists: Lists) -> Lists:
+        blocks, rest = counts[..., :-1], counts[..., -1:]
+        own = np.arange(blocks.shape[2]) == lists.own
+        return of_blocks(lists, np.where(own, np.maximum(blocks, rest), blocks), ~own | (rest > 0))
+
+    return walk
 
 
 def _part_of_key(question: Question, view: View, most: int) -> np.ndarray:
-    """(n, m), of the keys of a sequence and of those behind it."""
-    b, n = view.sequence, len(view.rows)
-    length = question.lengths_k[b]
-    key = np.arange(len(view.keys))
-    place = (np.arange(n) + length - n)[:, None]
-    part = np.broadcast_to(key // question.block_size, (n, len(key)))
-    part = np.where((key > place) & (part == place // question.block_size), most, part)
-    return np.where(key >= length, most + 1, part)
+    """(n, m), of the keys of a sequence."""
+    n, m = len(view.rows), len(view.keys)
+    key, place = np.arange(m), (np.arange(n) + m - n)[:, None]
+    part = np.broadcast_to(key // question.block_size, (n, m))
+    behind = (key > place) & (part == place // question.block_size)
+    return np.where(behind, most, part)
 
 
-def _open(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """All keys of a sequence, and those that its last block would have if it were full."""
-    lists = lists_of(question)
-    slot_of = np.full((*lists.block.shape[:2], int(lists.blocks.max(initial=0)) + 1), OWN)
-    for entry in range(lists.named.shape[2] - 1, -1, -1):
-        token, head = np.nonzero(lists.exists[..., entry])
-        slot_of[token, head, lists.named[token, head, entry]] = entry
-    found = []
-    for view in views_of(question):
-        stop, length = int(question.cu_seqlens_k[view.sequence + 1]), len(view.keys)
-        behind = min(-length % question.block_size, len(question.k) - stop)
-        block = np.arange(length + behind) // question.block_size
-        slot = slot_of[view.rows][:, view.selections].swapaxes(0, 1)[..., block]
-        keys = np.concatenate([view.keys, stop + np.arange(behind)])
-        found.append(replace(view, keys=keys, weight=np.ones(slot.shape), slot=slot))
-    return found
-
-
-def _seeing(counts: np.ndarray) -> See:
-    """Every query sees the parts of the keys so often."""
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        if not views or views[0].slot is None:
-            return views
-        found = []
-        for view in _open(question, views):
-            part = _part_of_key(question, view, counts.shape[2] - 2)
-            of = counts[view.rows][:, view.selections].swapaxes(0, 1)
-            weight = np.take_along_axis(of, np.broadcast_to(part, view.weight.shape), axis=2)
-            found.append(replace(view, weight=weight.astype(np.float64)))
-        return found
-
-    return see
+def _every(lists: Lists) -> Lists:
+    """All blocks, uncut."""
+    return of_blocks(lists, np.ones_like(lists.multiplicity()), True)
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -259,12 +147,10 @@ def read(question: Question, answers: Answers, stage: str) -> Seen | None:
     if names is None or not set(names) <= answers.keys():
         return None
     first = "backward" if stage == "backward" else "forward"
-    given = given_to(question, answers, first)
-    lists = lists_of(question)
-    right = parts_of(lists)
+    right = parts_of(lists_of(question))
     counts, sure = right.copy(), np.zeros(right.shape, dtype=bool)
     rows, good = 0, 0
-    for c in _contexts(question, first, given):
+    for c in _contexts(question, first, given_to(question, answers, first)):
         arrays = [answers[name] for name in names]
         for one in np.unique(c.view.selections):
             here = c.view.selections == one
@@ -291,8 +177,8 @@ def _see_nothing(c: Context, heads: np.ndarray, arrays: Sequence[np.ndarray]) ->
     return np.asarray(nothing.all(axis=0))[:, None]
 
 
-def _contexts(question: Question, stage: str, given: Given, right: bool = False) -> list[Context]:
-    """The views, of all keys unless they shall be ``right``, with the results of all steps."""
+def _contexts(question: Question, stage: str, given: Given) -> list[Context]:
+    """The views of all keys, but for the sliding branch, with the results of all steps."""
     found: list[Context] = []
     last = PROGRAMS[stage][-1]
 
@@ -300,9 +186,10 @@ def _contexts(question: Question, stage: str, given: Given, right: bool = False)
         found.append(c)
         return np.asarray(STEPS[last](c))
 
-    see = None if right else _open
-    solve(question, stage, Bug("", stages=(stage,), see=see, steps={last: kept}), given=given)
-    return found
+    with np.errstate(over="ignore", invalid="ignore"):
+        bug = Bug("", stages=(stage,), see=walking(_every), steps={last: kept})
+        solve(question, stage, bug, given=given)
+    return [c for c in found if c.view.slot is not None]
 
 
 def _equations(
@@ -310,7 +197,7 @@ def _equations(
 ) -> tuple[Floats, Floats]:
     """What each part adds to the answers of a row, (n, numbers, parts), and the answers."""
     view = c.view
-    part = _part_of_key(question, view, parts - 2)
+    part = _part_of_key(question, view, parts - 1)
     rows, of_heads = view.rows[None], view.heads[heads][:, None]
     if len(arrays) == 2:
         lse = np.asarray(arrays[1][of_heads, rows], dtype=np.float64)
@@ -327,13 +214,12 @@ def _equations(
         with np.errstate(over="ignore", invalid="ignore"):
             of_part = times(weights * (part == number), values)
         design[..., number] = of_part.swapaxes(0, 1)
-    numbers = design.shape[1] * design.shape[2]
-    shape = len(view.rows), numbers
+    shape = len(view.rows), design.shape[1] * design.shape[2]
     return design.reshape(*shape, parts), wanted.swapaxes(0, 1).reshape(shape)
 
 
 class _Solved(NamedTuple):
-    """counts and sure (n, parts); read (n,): whether a row's answers are such sums."""
+    """counts and sure (systems, parts); read (systems,): whether the answers are such sums."""
 
     counts: np.ndarray
     sure: np.ndarray
@@ -341,13 +227,13 @@ class _Solved(NamedTuple):
 
 
 def _solved(design: Floats, wanted: Floats, left: float) -> _Solved | None:
-    """The whole numbers of a least-squares solution, row by row."""
+    """The whole numbers of a least-squares solution, system by system."""
     numbers, parts = design.shape[1:]
     finite = np.isfinite(wanted).all(axis=1) & np.isfinite(design).all(axis=(1, 2))
     design = np.where(finite[:, None, None], design, 0.0)
     wanted = np.where(finite[:, None], wanted, 0.0)
     size = np.sqrt((design**2).sum(axis=1))
-    there = size > 1e-9 * np.maximum(size.max(axis=1, keepdims=True), 1e-300)
+    there = size > 1e-9 * np.maximum(size.max(axis=1, keepdims=True, initial=0), 1e-300)
     if 2 * int(there.sum(axis=1).max(initial=0)) > numbers:
         return None
     scale = np.where(there, size, 1.0)
@@ -387,117 +273,71 @@ def _all_or_none(seen: Seen, right: np.ndarray, wrong: np.ndarray) -> bool:
     return bool(alike.mean() > ALL_OR_NONE)
 
 
-# ---- in words ---------------------------------------------------------------------------------
-
-Feature = tuple[str, str, np.ndarray]  # class, words, parts
+# ---- lists from blocks back to queries ----------------------------------------------------------
 
 
-def _in_words(question: Question, lists: Lists, seen: Seen, right: np.ndarray) -> tuple[str, str]:
-    """Class and words for what is seen too rarely, and too often."""
-    holds = _Holds(question, lists, right.shape[2])
-    fewer, more = (seen.sure & (sign * (seen.counts - right) > 0) for sign in (-1, 1))
-    said = []
-    for what, verb, features in (
-        (fewer, "do not see", holds.missing()),
-        (more, "see", holds.beyond()),
-    ):
-        if not what.any():
-            continue
-        best, words = "wrong-keys", f"{verb} {int(what.sum())} blocks that they "
-        words += "should" if verb != "see" else "should not"
-        most = 0.0
-        for name, text, where in features:
-            inside = (what & where).sum() / what.sum()
-            share = (what & where).sum() / max((where & seen.sure).sum(), 1)
-            exactly = name != "sparse-tile-union" or share >= EXPLAINS
-            if inside >= EXPLAINS and share > most and exactly:
-                best, words, most = name, f"{verb} {text}", share
-        said.append((best, words))
-    names = {name for name, _ in said}
-    name = names.pop() if len(names) == 1 else "wrong-keys"
-    return name, "rows " + ", and ".join(words for _, words in said)
+def of_keys(question: Question, answers: Answers, wrong: frozenset[str]) -> Iterator[Bug]:
+    """The bug in which the lists of dk and dv, ``wrong`` ones, are those read off."""
+    if not wrong <= {"dk", "dv"}:
+        return
+    lists = lists_of(question)
+    right = lists.multiplicity(hidden=True)
+    counts, blocks, good = right.copy(), 0, 0
+    pairs = _holding(np.ones_like(right))(lists)
+    given = given_to(question, answers, "backward")
+    for c, view in zip(_contexts(question, "backward", given), views_of(question), strict=True):
+        mask = shown(question, view, pairs).weight > 0
+        for block in range(-(-len(view.keys) // question.block_size)):
+            design, wanted = _sums(question, c, mask, block, answers, sorted(wrong))
+            found = _solved(design[None], wanted[None], LEFT[question.dtype.itemsize])
+            if found is None:
+                continue
+            blocks, good = blocks + 1, good + bool(found.read[0])
+            of = np.unique(np.asarray(view.selections))
+            usual = right[view.rows[:, None], of, block].reshape(-1)
+            told = np.where(found.sure[0] & found.read[0], found.counts[0], usual)
+            counts[view.rows[:, None], of, block] = told.reshape(len(view.rows), len(of))
+    if not blocks or good < READ * blocks or (counts == right).all():
+        return
+    lost, more = int((counts < right).sum()), int((counts > right).sum())
+    words = f"the lists of blocks lack {lost} of their queries, and have {more} more, or again"
+    yield from inverted(words, by_walk(_holding(counts)))
 
 
-class _Holds:
-    """What the lists of every token hold, as masks over the parts of the keys."""
+def _holding(counts: np.ndarray) -> Walk:
+    """The lists of blocks have every query so often; an own block that is not named is cut."""
 
-    def __init__(self, question: Question, lists: Lists, parts: int) -> None:
-        self.question, self.lists, self.parts = question, lists, parts
-        self.shape = (*lists.named.shape[:2], parts)
-        self.exists = (lists.named >= 0) & (lists.named < lists.blocks)
-        self.number = np.arange(parts - 2)
+    def walk(lists: Lists) -> Lists:
+        named = of_blocks(lists, counts).slot != OWN
+        own = np.arange(counts.shape[2]) == lists.own
+        return of_blocks(lists, counts, (named | ~own) & (not lists.question.causal))
 
-    def of(self, slots: np.ndarray) -> np.ndarray:
-        """The blocks that these slots name."""
-        found = np.zeros(self.shape, dtype=np.int64)
-        token, head, slot = np.nonzero(slots & self.exists)
-        np.add.at(found, (token, head, self.lists.named[token, head, slot]), 1)
-        return found
+    return walk
 
-    def blocks(self, which: np.ndarray) -> np.ndarray:
-        found = np.zeros(self.shape, dtype=bool)
-        found[..., : self.parts - 2] = which
-        return found
 
-    def missing(self) -> Iterator[Feature]:
-        lists, counted = self.lists, self.lists.counted
-        first = counted & first_of(lists.named, lists.exists) & lists.exists
-        own = self.blocks(self.number == lists.own)
-        yield "sparse-own-block-missing", "their own block", own & (self.of(counted) == 0)
-        yield "sparse-own-block-missing", "their own block, named or not", own
-        for slot in range(lists.named.shape[2]):
-            here = np.arange(lists.named.shape[2]) == slot
-            yield "sparse-last-slot-dropped", f"the block of slot {slot}", self.of(first & here) > 0
-        negative = np.cumsum((lists.named < 0) & counted, axis=2) > 0
-        yield "sparse-list-cut", "the blocks named after a -1", self.of(first & negative) > 0
-        strange = np.cumsum(~lists.exists & counted, axis=2) > 0
-        text = "the blocks named after one that is no block of the sequence"
-        yield "sparse-list-cut", text, self.of(first & strange) > 0
-        behind = np.cumsum(lists.exists & (lists.named > lists.own), axis=2) > 0
-        text = "the blocks named after one behind the query"
-        yield "sparse-list-cut", text, self.of(first & behind) > 0
-        again = lists.exists & ~first_of(lists.named, lists.exists)
-        text = "the blocks named after a repeat"
-        yield "sparse-list-cut", text, self.of(first & (np.cumsum(again, axis=2) > 0)) > 0
-        yield "sparse-list-cut", "blocks that are named more than once", self.of(counted) > 1
-        last = self.blocks(self.number == lists.blocks - 1)
-        yield "wrong-keys", "the last block of the sequence", last
-        yield "wrong-keys", "the first block of the sequence", self.blocks(self.number == 0)
-
-    def beyond(self) -> Iterator[Feature]:
-        lists, parts = self.lists, self.parts
-        own = self.blocks(self.number == lists.own)
-        named = self.of(lists.counted)
-        name = "sparse-duplicate-twice"
-        yield name, "blocks that are named more than once as if they were several", named > 1
-        yield name, "their own block again where it is named", own & (named > 0)
-        yield name, "blocks again that are named once more", (named > 1) | (own & (named > 0))
-        yield name, "their own block more than once", own
-        if self.question.causal:
-            rest = np.arange(parts) == parts - 2
-            behind = self.blocks(self.number > lists.own)
-            yield (
-                "sparse-not-causal",
-                "what lies behind the query in its own block",
-                rest & (np.ones(self.shape, dtype=bool)),
-            )
-            yield "sparse-not-causal", "named blocks behind the query", behind & (named > 0)
-            yield "sparse-not-causal", "keys behind the query", behind | rest
-        past = np.broadcast_to(np.arange(parts) == parts - 1, self.shape)
-        yield "neighbour-leak", "keys behind the end of their sequence", past
-        uncounted = self.of(~lists.counted) > 0
-        yield "sparse-counts-ignored", "blocks of slots that do not count", uncounted
-        negative = ((lists.named < 0) & lists.counted).any(axis=2, keepdims=True)
-        text = "the first block where an index is negative"
-        yield "sparse-padding-read", text, self.blocks(self.number == 0) & negative
-        other = np.broadcast_to(named.max(axis=1, keepdims=True), self.shape) > 0
-        name = "sparse-other-heads-selection"
-        yield name, "blocks that another head of the same token names", other & (named == 0)
-        unnamed = self.blocks((self.number < lists.blocks) & (self.number != lists.own))
-        yield "wrong-keys", "blocks that they did not name", unnamed & (named == 0)
-        for size in (2, 4, 8, 16, 32, 64, 128):
-            tile = np.arange(len(named)) // size
-            of_tile = np.zeros_like(named)
-            np.maximum.at(of_tile, tile, named)
-            text = f"blocks that other queries of a tile of {size} name"
-            yield "sparse-tile-union", text, (of_tile[tile] > 0) & (named == 0)
+def _sums(
+    question: Question,
+    c: Context,
+    mask: np.ndarray,
+    block: int,
+    answers: Answers,
+    names: Sequence[str],
+) -> tuple[Floats, Floats]:
+    """What every query, of each head of selections, adds to dk and dv of a block: (numbers,
+    queries); and what there is of them."""
+    view, designs, wanted = c.view, [], []
+    m = mask.shape[2]
+    keys = np.arange(m)[block * question.block_size : (block + 1) * question.block_size]
+    for name in names:
+        weights, x = (c.s * c.dY, c.Q) if name == "dk" else (c.P, c.dO)
+        with np.errstate(over="ignore", invalid="ignore"):
+            w = np.where(mask, weights[..., :m], 0.0)[..., keys]
+            parts = [
+                np.einsum("hij,hid->jdi", w[here], x[here])
+                for here in (view.selections == one for one in np.unique(view.selections))
+            ]
+        found = answers[name][view.keys[keys], view.head_kv].astype(np.float64).reshape(-1)
+        size = max(float(np.sqrt(np.mean(found**2))), 1e-300)
+        designs.append(np.stack(parts, axis=3).reshape(len(found), -1) / size)
+        wanted.append(found / size)
+    return np.concatenate(designs), np.concatenate(wanted)

@@ -18,8 +18,8 @@ from rawattn.check.diagnose.engine.question import (
     given_to_backward,
 )
 from rawattn.check.diagnose.inferred import (
+    blocks,
     deltas,
-    inverted_lists,
     masks,
     narrow,
     online,
@@ -49,7 +49,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if not wrong:
         return
     if question.sparse:
-        lists = list(inverted_lists.bugs(question, answers, stage, contexts, wrong))
+        lists = list(blocks.of_keys(question, answers, wrong))
         yield from lists
         if lists:
             return

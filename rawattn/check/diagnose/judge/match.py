@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
-from rawattn.check.diagnose.catalogue.sparse import named_blocks, selection
+from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import (
     FIRST,
     NO_BUG,
@@ -274,7 +274,6 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     if question.sparse:
         found = [
             *selection.bugs(question),
-            *named_blocks.bugs(question),
             *first_order.bugs_anywhere(question),
         ]
     else:

@@ -1,22 +1,22 @@
-"""Bugs of block_scale in block-sparse attention: which slot it is for, and what it multiplies."""
+"""Bugs of block_scale in block-sparse attention: which slot it is for, what it multiplies, and what
+its gradient holds."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.catalogue.second_order import of, with_values
 from rawattn.check.diagnose.catalogue.sparse.lists import (
     OWN,
     Different,
     Lists,
     Walk,
-    first_of,
-    lists_of,
     walked,
     walking,
 )
-from rawattn.check.diagnose.catalogue.sparse.selection import instead
+from rawattn.check.diagnose.catalogue.sparse.walks import AXES
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FORWARD,
@@ -31,175 +31,198 @@ from rawattn.check.diagnose.engine.attention import (
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 ALL = tuple(STAGES)
+SECOND, JVP = ("second",), ("jvp",)
+GRADIENTS = ("dG", "gG")  # of the gate, by the names of steps
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    if question.sparse and question.block_scale is not None:
-        yield from gates_in_other_order(question)
-        yield from gates_elsewhere(question)
+    yield from _gradients(question)
+    if np.any(np.asarray(question.block_scale) != 1):
+        yield from _ungated()
+    yield from _other_factors(question)
+    yield from _on_p(question)
+
+
+# ---- its gradient, and where it is left out ---------------------------------------------------
+
+
+def _gradients(question: Question) -> Iterator[Bug]:
+    name, none = "sparse-gate-gradient-missing", {name: _nothing for name in GRADIENTS}
+    for stages in (BACKWARD, SECOND):  # each alone, too
+        yield Bug(name, "", stages, steps=none)
+    if question.tblock_scale is not None:
+        text = "its direction ignored"
+        E, tdY = ({step: with_values(step, tG=lambda c: 0.0)} for step in ("E", "tdY"))
+        yield Bug(name, text, JVP, steps=E)
+        yield from of(
+            name,
+            SECOND,
+            {
+                text: E | tdY,
+                f"{text}, gblock_scale = 0": E | tdY | {"gG": _nothing},
+                f"{text} in E": E,
+                f"{text} in the tangent of dY": tdY,
+                "dS o tY of gblock_scale": {"gG": lambda c: c.tdS * c.Y},
+                "tdS o Y of gblock_scale": {"gG": lambda c: c.dS * c.tY},
+            },
+        )
+    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    if heads > 1:
+        for text, share in {
+            "the last head": np.arange(heads) == heads - 1,
+            "the first head": np.arange(heads) == 0,
+            "the mean": np.full(heads, 1 / heads),
+        }.items():
+            steps = {name: _shared(name, share) for name in GRADIENTS}
+            yield Bug("sparse-gate-not-summed", text, BACKWARD + SECOND, steps=steps)
+    if not math.isclose(question.scale, 1.0):
+        for text, factor in (("without", 1 / question.scale), ("twice", question.scale)):
+            scaled = {name: _shared(name, np.array([factor])) for name in GRADIENTS}
+            yield Bug("output-scale", f"dblock_scale, {text}", BACKWARD + SECOND, steps=scaled)
+
+
+def _nothing(c: Context) -> Floats:
+    return np.zeros_like(c.P)
+
+
+def _shared(name: str, share: np.ndarray) -> Step:
+    """Of the heads of a selection these shares of the gradient."""
+
+    def step(c: Context) -> Floats:
+        of_head = share[c.view.heads % len(share)]
+        return np.asarray(of_head[:, None, None] * STEPS[name](c))
+
+    return step
+
+
+def _ungated() -> Iterator[Bug]:
+    S, dY, E, tdY = ({name: with_values(name, G=lambda c: 1.0)} for name in ("S", "dY", "E", "tdY"))
+    fixed = {name: with_values(name, G=lambda c: 1.0, tG=lambda c: 0.0) for name in ("E", "tdY")}
+    everywhere, nothing = S | dY | fixed, {name: _nothing for name in GRADIENTS}
+    name, beyond = "sparse-gate-ignored", BACKWARD + SECOND + JVP
+    yield Bug(name, "everywhere", ALL, steps=everywhere)
+    text = "everywhere, and its gradient is 0"
+    yield Bug(name, text, BACKWARD + SECOND, steps=everywhere | nothing)
+    yield Bug(name, "in the scores alone", beyond, steps=S)
+    yield Bug(name, "in dY alone", BACKWARD + SECOND, steps=dY | tdY)
+    yield Bug(name, "in E alone", SECOND + JVP, steps=E)
+    yield Bug(name, "in the tangent of dY alone", SECOND, steps=tdY)
 
 
 # ---- which slot -------------------------------------------------------------------------------
 
+_LAST = np.iinfo(np.int64).max
+ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots are sorted
+    "blocks ascending": lambda x: x.named,
+    "blocks ascending, padding last": lambda x: np.where(x.is_block, x.named, _LAST),
+    "blocks ascending, slots that do not count last": lambda x: np.where(x.counted, x.named, _LAST),
+    "blocks ascending, repeats and padding last": lambda x: np.where(
+        x.exists & ~x.repeats, x.named, _LAST
+    ),
+    "blocks descending": lambda x: -x.named,
+    "padding last": lambda x: np.where(x.is_block, 0, 1),
+    "padding and what does not count last": lambda x: np.where(x.exists, 0, 1),
+    "repeats and padding last": lambda x: np.where(x.exists & ~x.repeats, 0, 1),
+    "slots reversed": lambda x: -np.arange(x.named.shape[2]) + 0 * x.named,
+}
+NUMBERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {  # slots, by the block's number
+    "the last one for those behind": np.minimum,
+    "modulo their number": lambda block, last: block % (last + 1),
+    "1 for those behind": lambda block, last: np.where(block <= last, block, OWN),
+    "on in memory for those behind": lambda block, last: block,
+}
 
-def gates_in_other_order(question: Question) -> Iterator[Bug]:
-    """Named blocks in another order than their factors."""
-    different = Different(question)
+
+def _other_factors(question: Question) -> Iterator[Bug]:
+    """Named blocks in another order than their factors, or factors read elsewhere."""
+    different, name = Different(question), "sparse-gate-order"
     for text, order in ORDERS.items():
         for when, before in (("", True), (", then counted", False)):
             walk = _reordered(order, before)
-            if different(walk(lists_of(question))):
-                yield Bug("sparse-gate-order", f"{text}{when}", ALL, see=instead(walking(walk)))
-    yield from _by_number(question, different)
+            see = walking(walk)
+            if different(see):
+                yield Bug(name, f"{text}{when}", ALL, see=see)
     x = np.asarray(question.block_scale)
-    readings: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "(T, H, S) as (T, S, H)": _scale_axes((0, 2, 1), back=True),
-        "(T, S, H) as (T, H, S)": _scale_axes((0, 2, 1), back=False),
-        "(T, H, S) as (H, T, S)": _scale_axes((1, 0, 2), back=True),
-        "(H, T, S) as (T, H, S)": _scale_axes((1, 0, 2), back=False),
+    for text, place in NUMBERS.items() if x.shape[2] else ():
+        text = f"by the block's number in place of the slot's, {text}"
+        see = walking(_placed(place, x.shape[2] - 1))
+        if "memory" not in text and different(see):
+            yield Bug(name, text, ALL, see=see)
+        steps = _with_gate(x, place)
+        yield Bug(name, f"{text}; the gradient at its slot", ALL, steps=steps)
+    readings: Mapping[str, Callable[[np.ndarray], np.ndarray]] = AXES | {
         "of the first head": lambda x: np.broadcast_to(x[:, :1], x.shape),
         "of the first slot": lambda x: np.broadcast_to(x[..., :1], x.shape),
     }
     for text, read in readings.items():
         if not np.array_equal(read(x), x):
-            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=_with_gate(read))
+            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=_with_gate(read(x)))
 
 
-Order = Callable[[Lists], np.ndarray]  # numbers by which slots are sorted
-_LAST = np.iinfo(np.int64).max
-
-ORDERS: dict[str, Order] = {
-    "blocks ascending": lambda lists: lists.named,
-    "blocks ascending, padding last": lambda lists: np.where(lists.is_block, lists.named, _LAST),
-    "blocks ascending, slots that do not count last": lambda lists: np.where(
-        lists.counted, lists.named, _LAST
-    ),
-    "blocks descending": lambda lists: -lists.named,
-    "padding last": lambda lists: np.where(lists.is_block, 0, 1),
-    "padding and what does not count last": lambda lists: np.where(lists.exists, 0, 1),
-    "repeats and padding last": lambda lists: np.where(
-        lists.exists & first_of(lists.named, lists.exists), 0, 1
-    ),
-    "blocks ascending, repeats and padding last": lambda lists: np.where(
-        lists.exists & first_of(lists.named, lists.exists), lists.named, _LAST
-    ),
-    "slots reversed": lambda lists: (
-        -np.broadcast_to(np.arange(lists.named.shape[2]), lists.named.shape)
-    ),
-}
-
-
-def _reordered(order: Order, counted_before: bool) -> Walk:
+def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool) -> Walk:
     """The blocks of the sorted list, and the factors of slots in the order that was given."""
 
     def walk(lists: Lists) -> Lists:
         moved = np.argsort(order(lists), axis=2, kind="stable")
-        named, counted = np.take_along_axis(lists.named, moved, 2), lists.counted
-        if counted_before:
-            counted = np.take_along_axis(counted, moved, 2)
-        there = replace(lists, named=named, counted=counted).exists
-        return walked(lists, there & first_of(named, there), named)
+        counted = np.take_along_axis(lists.counted, moved, 2) if counted_before else lists.counted
+        return walked(
+            replace(lists, named=np.take_along_axis(lists.named, moved, 2), counted=counted)
+        )
 
     return walk
 
 
-def _by_number(question: Question, different: Different) -> Iterator[Bug]:
-    """The block's number in place of the slot's; the gradient at that place, or at its own."""
-    name, last = "sparse-gate-order", np.asarray(question.block_scale).shape[2] - 1
-    if last < 0:
-        return
-    places: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "the last one for those behind": lambda block: np.minimum(block, last),
-        "modulo their number": lambda block: block % (last + 1),
-        "1 for those behind": lambda block: np.where(block <= last, block, OWN),
-    }
-    for text, place in places.items():
-        for rest, own in (("", False), (", of the own block too", True)):
-            if own and not question.own:
-                continue
-            form = f"by the block's number in place of the slot's, {text}{rest}"
-            walk = _placed(place, own)
-            if different(walk(lists_of(question))):
-                yield Bug(name, form, ALL, see=instead(walking(walk)))
-                steps = _gate_of_blocks(place, own)
-                yield Bug(name, f"{form}; the gradient at its slot", ALL, steps=steps)
-    text = "by the block's number in place of the slot's, on in memory for those behind"
-    yield Bug(name, text, ALL, steps=_gate_of_blocks(lambda block: block, False))
-
-
-def _placed(place: Callable[[np.ndarray], np.ndarray], own: bool) -> Walk:
+def _placed(place: Callable[[np.ndarray, int], np.ndarray], last: int) -> Walk:
     def walk(lists: Lists) -> Lists:
-        there = (lists.slot != OWN) | own
-        slot = np.where(there & (lists.block >= 0), place(lists.block), lists.slot)
-        return replace(lists, slot=slot)
+        there = (lists.slot != OWN) & (lists.block >= 0)
+        return replace(lists, slot=np.where(there, place(lists.block, last), lists.slot))
 
     return walk
 
 
-def _gate_of_blocks(place: Callable[[np.ndarray], np.ndarray], own: bool) -> dict[str, Step]:
-    """Factors by the number of the key's block, from the scores on."""
+def _with_gate(
+    scale: np.ndarray, place: Callable[[np.ndarray, int], np.ndarray] | None = None
+) -> dict[str, Step]:
+    """Another array for block_scale, or another slot by the number of the key's block, from the
+    scores on."""
 
     def S(c: Context) -> Floats:
         view, question = c.view, c.question
         if view.slot is None:  # of the sliding branch
             return np.asarray(STEPS["S"](c))
-        scale = np.asarray(question.block_scale)
-        block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-        slot = place(np.maximum(block, 0))
-        start = (
-            view.rows[None, :, None] * scale.shape[1] + np.asarray(view.selections)[:, None, None]
-        )
-        at = np.clip(start * scale.shape[2] + slot, 0, max(scale.size - 1, 0))
-        found = scale.reshape(-1)[at].astype(np.float64)
-        gated = ((np.asarray(view.slot) >= 0) | own) & (slot >= 0) & (view.keys >= 0)
-        c.G = np.where(gated, found, 1.0)
-        return np.asarray(STEPS["S"](c))
-
-    return {"S": S}
-
-
-def _scale_axes(order: tuple[int, int, int], back: bool) -> Callable[[np.ndarray], np.ndarray]:
-    def read(x: np.ndarray) -> np.ndarray:
-        if back:
-            shape = tuple(x.shape[axis] for axis in order)
-            return np.ascontiguousarray(x.reshape(shape).transpose(np.argsort(order)))
-        return np.ascontiguousarray(x.transpose(order)).reshape(x.shape)
-
-    return read
-
-
-def _with_gate(read: Callable[[np.ndarray], np.ndarray]) -> dict[str, Step]:
-    """Another array for block_scale, from the scores on."""
-
-    def S(c: Context) -> Floats:
-        view = c.view
-        if view.slot is None:  # of the sliding branch
-            return np.asarray(STEPS["S"](c))
-        other = read(np.asarray(c.question.block_scale)).astype(np.float64)
         slot = np.asarray(view.slot)
-        rows = view.rows[None, :, None]
-        found = other[rows, np.asarray(view.selections)[:, None, None], np.where(slot < 0, 0, slot)]
-        c.G = np.where(slot >= 0, found, 1.0)
+        gated = (slot >= 0) & (view.keys >= 0)
+        if place is not None:
+            block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+            slot = np.broadcast_to(place(np.maximum(block, 0), scale.shape[2] - 1), slot.shape)
+        row = view.rows[:, None] * scale.shape[1] + np.asarray(view.selections)[:, None, None]
+        at = np.clip(row * scale.shape[2] + slot, 0, max(scale.size - 1, 0))
+        found = scale.reshape(-1)[at].astype(np.float64)
+        c.G = np.where(gated & (slot >= 0), found, 1.0)
         return np.asarray(STEPS["S"](c))
 
     return {"S": S}
 
 
-def gates_elsewhere(question: Question) -> Iterator[Bug]:
+# ---- what it multiplies -----------------------------------------------------------------------
+
+
+def _on_p(question: Question) -> Iterator[Bug]:
     """block_scale as a factor of P, and otherwise than as a factor of the scores."""
     name, both = "sparse-gate-on-p", FORWARD + BACKWARD
     ungated = {"S": with_values("S", G=lambda c: 1.0)}
     in_tangent: dict[str, Step] = {"E": lambda c: c.tY, "tO": _tangent_of_out}
     alone: dict[str, Step] = {"dY": lambda c: c.dS, "dG": _through_p}
     yield Bug(name, "P V alone", both, steps=ungated | ON_P | alone)
-    yield Bug(name, "P V alone", ("jvp",), steps=ungated | {"O": ON_P["O"]} | in_tangent)
-    lse: dict[str, Step] = {"L": lambda c: _lse_of_gated(c)}
+    yield Bug(name, "P V alone", JVP, steps=ungated | {"O": ON_P["O"]} | in_tangent)
+    lse: dict[str, Step] = {"L": lambda c: STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0]}
     yield Bug(name, "P V alone, lse of gated scores", FORWARD, steps=ungated | ON_P | lse)
     too: dict[str, Step] = {"dG": lambda c: STEPS["dG"](c) + _through_p(c)}
     yield Bug(name, "the scores and P V", both, steps=ON_P | too)
+    scale = np.asarray(question.block_scale)
     for text, steps in SCORES.items():
-        if text != "P before the row sum" or (np.asarray(question.block_scale) > 0).all():
+        if text != "P before the row sum" or (scale.size and (scale > 0).all()):
             yield Bug(name, text, both, steps=steps)
 
 
@@ -212,10 +235,6 @@ def _tangent_of_out(c: Context) -> Floats:
     return np.asarray(c.r(times(c.o(tP), c.V) + times(c.o(c.G * c.P), c.tV)))
 
 
-def _lse_of_gated(c: Context) -> Floats:
-    return np.asarray(STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0])
-
-
 ON_P: dict[str, Step] = {
     "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
     "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
@@ -223,10 +242,10 @@ ON_P: dict[str, Step] = {
 }
 
 
-def _scores(of: Step) -> Step:
+def _scores(score: Step) -> Step:
     def S(c: Context) -> Floats:
         with np.errstate(divide="ignore"):
-            return np.where(c.W > 0, c.r(of(c)) + np.log(c.W), -np.inf)
+            return np.where(c.W > 0, c.r(score(c)) + np.log(c.W), -np.inf)
 
     return S
 
