@@ -229,15 +229,14 @@ def _running(weights: Callable[[Floats, Floats], tuple[Floats, Floats]]) -> Weig
 def _stale(parts: Parts) -> tuple[Floats, Floats]:
     """Weights, and lse, where the running lse stays that of the first part that has keys."""
     lses = parts.lses
-    there = np.maximum.accumulate(~np.isneginf(lses), axis=0)
-    first = np.where(np.cumsum(there, axis=0) == 1, lses, 0.0).sum(axis=0)
-    begun = np.cumsum(there, axis=0) > 1
+    there = ~np.isneginf(lses)
+    begun = np.cumsum(there, axis=0) > there
+    first = np.where(there & ~begun, lses, 0.0).sum(axis=0)
     whole = np.logaddexp(np.where(begun, first, -np.inf), lses)
     old = np.where(begun, _exp(first - _finite(whole)), 1.0)
-    last = lses[0]
-    for L, one in zip(lses[1:], whole[1:], strict=True):
-        last = np.where(np.isneginf(L), last, one)
-    return _in_turn(old, _exp(lses - _finite(whole))), last
+    last = len(lses) - 1 - there[::-1].argmax(axis=0)
+    weights = _in_turn(old, _exp(lses - _finite(whole)))
+    return weights, np.take_along_axis(whole, last[None], axis=0)[0]
 
 
 def _normalised(x: Floats) -> Floats:

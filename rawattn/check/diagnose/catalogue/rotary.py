@@ -36,16 +36,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         if not size or (count == "packed tokens" and question.batch == 1):
             continue
         form = f"pairs of {pairs}, {size} columns, positions in the {count}, base {theta:g}"
-
-        def turn(
-            c: Context,
-            x: Floats,
-            of: str,
-            sign: int,
-            form: tuple[str, str, int, float] = (count, pairs, size, theta),
-        ) -> Floats:
-            return rotated(x, sign * _positions(c, of, form[0]), *form[1:])
-
+        turn = partial(_turned, count, (pairs, size, theta))
         for of in OF:
             both, gradients = " and ".join(of), " and ".join(f"d{x}" for x in of)
             scores, back = {"Y": _scores(turn, of)}, _gradients(turn, of)
@@ -54,6 +45,12 @@ def bugs(question: Question) -> Iterator[Bug]:
             text = f"{both} rotated, gradients back: {form}"
             yield Bug("rotary", text, BACKWARD, steps=scores | back)
             yield Bug("rotary", f"{gradients} rotated back: {form}", BACKWARD, steps=back)
+
+
+def _turned(
+    count: str, how: tuple[str, int, float], c: Context, x: Floats, of: str, sign: int
+) -> Floats:
+    return rotated(x, sign * _positions(c, of, count), *how)
 
 
 def _positions(c: Context, of: str, count: str) -> np.ndarray:

@@ -159,10 +159,9 @@ def _changes(question: Question, of_weights: bool) -> Iterator[tuple[str, str, C
         yield "delta-of-another-out", f"D is summed up over {over}", partial(_summed, axis=axis)
     for text, cut in cuts:
         for divided, words in ((True, "the D of the out"), (False, "the sum for D")):
-            own = partial(_own, cut=cut, divided=divided)
-            yield "delta-of-another-out", f"each part has {words} of its own: {text}", own
-            so_far = partial(own, so_far=True)
-            yield "delta-of-another-out", f"each part has {words} so far: {text}", so_far
+            for so_far, rest in ((False, "of its own"), (True, "so far")):
+                change = partial(_own, cut=cut, divided=divided, so_far=so_far)
+                yield "delta-of-another-out", f"each part has {words} {rest}: {text}", change
 
 
 def _summed(c: Context, axis: tuple[int, ...]) -> Context:
