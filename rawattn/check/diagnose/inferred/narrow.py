@@ -188,19 +188,14 @@ def _sums(
     r = _to(dtype)
     error = _joined(found_in(c, answers, name) - r(c.right[name]) for c in contexts)
     best: tuple[float, str] = (FOLLOWS, "")
-    both = (False, True)
-    groups = both if name in OF_KEYS and question.group > 1 else (False,)
-    operand = r if narrow else exact
-    for chunk, group, last_first, each, scaled in product(CHUNKS, groups, both, both, both):
+    groups = (False, True) if name in OF_KEYS and question.group > 1 else (False,)
+    for chunk, group, last_first in product(CHUNKS, groups, (False, True)):
         if any(len(c.view.rows) > chunk * LONGEST for c in contexts):
             continue
         text = "the heads of a group in turn, " if group else ""
         text += f"{chunk} at a time" + (", from the last" if last_first else "")
-        cut = partial_sums.cut(chunk, last_first)
-        planted = _joined(
-            _running(c, name, r, cut, operand, group=group, each=each, scaled=scaled)
-            for c in contexts
-        )
+        how = partial_sums.cut(chunk, last_first), group, r, r if narrow else exact
+        planted = _joined(r(_running(c, name, *how)) - r(c.right[name]) for c in contexts)
         best = max(best, (_follows(error, planted)[0], text), key=lambda one: one[0])
         if best[0] > SURELY:
             break
@@ -214,33 +209,18 @@ def _sums(
 
 
 def _running(
-    c: Context,
-    name: str,
-    r: Rounded,
-    cut: partial_sums.Cut,
-    operand: Rounded,
-    *,
-    group: bool,
-    each: bool,
-    scaled: bool,
+    c: Context, name: str, cut: partial_sums.Cut, group: bool, r: Rounded, operand: Rounded
 ) -> Floats:
-    """What rounding after every tile adds to a gradient that is stored in these bits. group: heads
-    one after the other, into the same sum; each: tiles are rounded before they are added; scaled:
-    softmax_scale is in the sum."""
+    """A gradient that is rounded after every tile; ``group``: also from head to head."""
     [(weights, terms)] = tile_pairs.SUMS[name](c)
     scale = 1.0 if name == "dv" else c.s
-    inside, outside = (1.0, 1.0) if scaled else (1 / scale, scale)
-    weights = inside * scale * operand(weights / scale)
-    if name in OF_KEYS:
-        weights = weights.swapaxes(1, 2)
+    weights = operand(weights / scale)
+    weights = weights.swapaxes(1, 2) if name in OF_KEYS else weights
     parts = [weights[..., here] @ terms[..., here, :] for here in cut(weights.shape[2])]
-    whole = np.sum(parts, axis=0)
-    parts = [r(part) for part in parts] if each else parts
     if group:
         parts = [part[head] for head in range(len(weights)) for part in parts]
     total = np.zeros_like(parts[0])
     for part in parts:
         total = r(total + part)
-    if name in OF_KEYS:
-        whole, total = whole.sum(axis=0), total if group else total.sum(axis=0)
-    return np.asarray(r(outside * total) - r(outside * whole))
+    total = total.sum(axis=0) if name in OF_KEYS and not group else total
+    return np.asarray(scale * total)
