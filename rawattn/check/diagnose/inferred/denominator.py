@@ -54,25 +54,55 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if question.sparse or stage != "forward":
         return
     right = solve(question, "forward")
-    seen = np.isfinite(right["lse"]) & np.isfinite(answers.get("lse", right["lse"]))
-    columns = np.arange(question.v.shape[2])
-    lse, out = _of_lse(answers, right, seen), _of_out(answers, right, seen, columns >= 0)
-    for of_out, of_lse, mass in ((True, True, out), (True, False, out), (False, True, lse)):
-        if mass is None:
+    L = right["lse"]
+    seen = np.isfinite(L) & np.isfinite(answers.get("lse", L))
+    lse = _of_lse(answers, right, seen)
+    for one in explained(question, L, lse) if lse is not None else ():
+        none = np.zeros(question.v.shape[2], dtype=np.int64)
+        text = f"{one.text}, out right"
+        yield _planted(one.name, text, 1 + one.mass[None], none, of_out=False, of_lse=0)
+    for text, group in _partitions(question.v.shape[2]) if "out" in answers else ():
+        numbers = range(group.max() + 1)
+        masses = [_of_out(answers, right, seen, group == g) for g in numbers]
+        if all(mass is None for mass in masses) or any(
+            masses[g] is None and not _right(answers, right, group == g) for g in numbers
+        ):
             continue
-        both = of_out and of_lse
-        exact = lse if both and lse is not None and _off(lse, out) < NEAR else mass
-        wanted = np.where(seen, exact, 0.0)
-        known = explained(question, right["lse"], wanted)
-        if not known and both and exact is lse:
-            known = _left_over(question, wanted)
-        where = {(True, True): "", (True, False): ", lse right", (False, True): ", out right"}
-        for extra in known:
-            text = f"{extra.text}{where[of_out, of_lse]}"
-            shares = 1 + extra.mass[None]
-            yield _planted(extra.name, text, shares, 0 * columns, of_out, 0 if of_lse else None)
-    if "out" in answers and out is None:
-        yield from _by_columns(question, answers, right, seen)
+        parts = [_named(question, L, mass, lse, not text) for mass in masses]
+        for named in product(*parts):
+            said = text + "; ".join(one.text for one in named)
+            shares = 1 + np.stack([one.mass for one in named])
+            for g in (None, *numbers):
+                rest = (
+                    f", lse {'right' if g is None else f'of group {g}'}"
+                    if text or g is None
+                    else ""
+                )
+                yield _planted(named[0].name, f"{said}{rest}", shares, group, of_lse=g)
+        return
+
+
+def _partitions(width: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Groups of columns of out, each of them divided by a row sum of its own: one, or lanes."""
+    columns = np.arange(width)
+    yield "", 0 * columns
+    for period, count in product(dict.fromkeys((*PERIODS, width)), (2, 4)):
+        if period <= width and period % count == 0:
+            text = f"columns d of out with d mod {period} // {period // count} = 0 to {count - 1}"
+            yield f"{text} are divided by different sums: ", columns % period // (period // count)
+
+
+def _named(
+    question: Question, L: Floats, mass: Mass | None, lse: Mass | None, whole: bool
+) -> list[Source]:
+    """What E of a group of columns may be; of ``whole`` rows lse may tell it better."""
+    if mass is None:
+        return [Source("right", np.zeros_like(L))]
+    if not whole:
+        return explained(question, L, mass)[:1] or [Source("a sum of their own", mass)]
+    if lse is None or _off(lse, mass) > NEAR:
+        return explained(question, L, mass)
+    return explained(question, L, lse) or _left_over(question, lse)
 
 
 def _of_lse(answers: Answers, right: Answers, seen: np.ndarray) -> Mass | None:
@@ -267,42 +297,6 @@ def _left_over(question: Question, mass: Mass) -> list[Source]:
         "* exp(lse) is): as if it began with what another row left there"
     )
     return [Source(text, mass)]
-
-
-# ---- columns that are divided by different sums -----------------------------------------------
-
-
-def _by_columns(
-    question: Question, answers: Answers, right: Answers, seen: np.ndarray
-) -> Iterator[Bug]:
-    """Groups of columns of out, each of them divided by a row sum of its own."""
-    columns = np.arange(question.v.shape[2])
-    for period in dict.fromkeys((*PERIODS, len(columns))):
-        for count in (2, 4):
-            if period > len(columns) or period % count:
-                continue
-            group = columns % period // (period // count)
-            masses = [_of_out(answers, right, seen, group == g) for g in range(count)]
-            if all(mass is None for mass in masses) or any(
-                mass is None and not _right(answers, right, group == g)
-                for g, mass in enumerate(masses)
-            ):
-                continue
-            said, shares = [], np.ones((count, *right["lse"].shape))
-            for number, mass in enumerate(masses):
-                own = Source("a sum of their own", np.zeros_like(right["lse"]))
-                if mass is not None:
-                    own = own._replace(mass=mass)
-                    own = next(iter(explained(question, right["lse"], mass)), own)
-                said.append(own.text)
-                shares[number] += own.mass
-            text = f"columns d of out with d mod {period} // {period // count} = 0 to {count - 1}"
-            text += f" are divided by different sums: {'; '.join(said)}"
-            yield _planted("denominator", f"{text}; lse right", shares, group)
-            for g in range(count):
-                text_of = f"{text}; lse of group {g}"
-                yield _planted("denominator", text_of, shares, group, of_lse=g)
-            return
 
 
 def _right(answers: Answers, right: Answers, columns: np.ndarray) -> bool:
