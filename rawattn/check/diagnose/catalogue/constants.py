@@ -1,10 +1,7 @@
 """Numbers that have a name: what a kernel may have multiplied by, in place of what it must."""
 
-import math
-
+from rawattn.check.diagnose.engine.attention import LOG2_E
 from rawattn.check.diagnose.engine.question import Question
-
-LOG2_E = 1 / math.log(2)
 
 
 def constants(question: Question) -> dict[str, float]:

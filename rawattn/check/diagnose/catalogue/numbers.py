@@ -6,11 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.constants import LOG2_E, constants
+from rawattn.check.diagnose.catalogue.constants import constants
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
     FORWARD,
+    LOG2_E,
     STEPS,
     Bug,
     Context,

@@ -39,7 +39,7 @@ COUNTED = {1.0: "counted twice", -1.0: "left out"}
 Mass = Floats  # (num_heads_q, total_q): E divided by exp(L)
 
 
-class Source(NamedTuple):
+class Extra(NamedTuple):
     """What E, divided by exp(L), may be a multiple of: in words with {} for the number. numbers:
     those that it may be; any number, without."""
 
@@ -94,12 +94,12 @@ def _partitions(width: int) -> Iterator[tuple[str, np.ndarray]]:
 
 def _named(
     question: Question, L: Floats, mass: Mass | None, lse: Mass | None, whole: bool
-) -> list[Source]:
+) -> list[Extra]:
     """What E of a group of columns may be; of ``whole`` rows lse may tell it better."""
     if mass is None:
-        return [Source("right", np.zeros_like(L))]
+        return [Extra("right", np.zeros_like(L))]
     if not whole:
-        return explained(question, L, mass)[:1] or [Source("a sum of their own", mass)]
+        return explained(question, L, mass)[:1] or [Extra("a sum of their own", mass)]
     if lse is None or _off(lse, mass) > NEAR:
         return explained(question, L, mass)
     return explained(question, L, lse) or _left_over(question, lse)
@@ -171,7 +171,7 @@ def _planted(
 # ---- what it may be ---------------------------------------------------------------------------
 
 
-def explained(question: Question, L: Floats, mass: Mass) -> list[Source]:
+def explained(question: Question, L: Floats, mass: Mass) -> list[Extra]:
     """Explanations that come near, the nearest first; of those that are as near the simplest."""
     seen = np.isfinite(L)
     wanted = np.where(seen, mass, 0.0)
@@ -195,14 +195,14 @@ def _fitted(unit: Floats, mass: Mass) -> float:
     return float(found) if np.isfinite(found) else 0.0
 
 
-def _constants(question: Question, unit: Floats, mass: Mass) -> Iterator[Source]:
+def _constants(question: Question, unit: Floats, mass: Mass) -> Iterator[Extra]:
     """The same E for all rows, or for those of a head or of a sequence."""
-    yield Source("{} is added to the row sum", unit)
+    yield Extra("{} is added to the row sum", unit)
     heads = np.array([_fitted(u, x) for u, x in zip(unit, mass, strict=True)])
     if np.ptp(heads) > DIFFER * np.abs(heads).max():
         said = ", ".join(f"exp({math.log(x):.4g})" if x > 0 else f"{x:.4g}" for x in heads)
         text = f"a number for every head is added to the row sum, as a sink has it: {said}"
-        yield Source(text, heads[:, None] * unit, (1.0,))
+        yield Extra(text, heads[:, None] * unit, (1.0,))
     sequence = question.sequence_of("q")
     of_sequences = [sequence == b for b in range(question.batch)]
     counts = np.array([round(_fitted(unit[:, rows], mass[:, rows])) for rows in of_sequences])
@@ -212,10 +212,10 @@ def _constants(question: Question, unit: Floats, mass: Mass) -> Iterator[Source]
         together = ", ".join(map(str, question.lengths_k + counts))
         text = f"{said} keys of score 0 more, by sequence; with them {together}"
         added = np.where(sequence >= 0, counts[sequence], 0) * unit
-        yield Source(text, added, (1.0,), "padded-keys" if pads else "denominator")
+        yield Extra(text, added, (1.0,), "padded-keys" if pads else "denominator")
 
 
-def _of_keys(question: Question, L: Floats) -> Iterator[Source]:
+def _of_keys(question: Question, L: Floats) -> Iterator[Extra]:
     """Sums over keys of every row, divided by exp(L)."""
     views, weights, largest = [], [], np.zeros_like(L)
     for view, S in _scores(question):
@@ -224,7 +224,7 @@ def _of_keys(question: Question, L: Floats) -> Iterator[Source]:
         views.append(view)
         most = np.where(view.weight > 0, weights[-1], 0.0).max(axis=2, initial=0.0)
         largest[view.heads[:, None], view.rows] = most
-    yield Source("{} is added to the sum of exp(score - row maximum)", largest)
+    yield Extra("{} is added to the sum of exp(score - row maximum)", largest)
 
     def summed(keys: Callable[[View], np.ndarray]) -> Mass:
         """Over the keys (n, m) of every view."""
@@ -236,20 +236,20 @@ def _of_keys(question: Question, L: Floats) -> Iterator[Source]:
     longest = max(question.lengths_k)
     if min(bounds(question)) < math.inf:
         text = "keys that the mask hides are in the row sum: it is taken before the mask"
-        yield Source(text, summed(lambda view: view.weight == 0), (1.0,))
+        yield Extra(text, summed(lambda view: view.weight == 0), (1.0,))
         for tile in (tile for tile in TILES if tile <= longest):
             of_tile = f"{text}; those up to the end of a row's tile of {tile}"
-            yield Source(of_tile, summed(partial(_hidden_in_tiles, tile)), (1.0,))
-    yield Source("the query's own key is {}", summed(partial(_own, question)), (1.0, -1.0))
+            yield Extra(of_tile, summed(partial(_hidden_in_tiles, tile)), (1.0,))
+    yield Extra("the query's own key is {}", summed(partial(_own, question)), (1.0, -1.0))
     for period, count in product((p for p in PERIODS if 2 * p <= longest), (2, 4)):
         for lane in range(count) if period >= count else ():
             first, last = lane * period // count, (lane + 1) * period // count - 1
             text = f"keys j with j % {period} in {first} to {last}"
             lanes = partial(_lanes, period // count, period, lane)
-            yield Source(f"{text} are {{}}", summed(lanes), (1.0, -1.0))
+            yield Extra(f"{text} are {{}}", summed(lanes), (1.0, -1.0))
             if count > 2:
                 others = partial(_lanes, period // count, period, lane, others=True)
-                yield Source(f"all but the {text} are {{}}", summed(others), (-1.0,))
+                yield Extra(f"all but the {text} are {{}}", summed(others), (-1.0,))
 
 
 def _own(question: Question, view: View) -> np.ndarray:
@@ -284,7 +284,7 @@ def _first_and_last(view: View) -> tuple[np.ndarray, np.ndarray]:
     return seen.argmax(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1)
 
 
-def _left_over(question: Question, mass: Mass) -> list[Source]:
+def _left_over(question: Question, mass: Mass) -> list[Extra]:
     """E by row where nothing of the row itself explains it: not the same for all rows of a head."""
     sequence = question.sequence_of("q")
     for b in range(question.batch):
@@ -296,7 +296,7 @@ def _left_over(question: Question, mass: Mass) -> list[Source]:
         "the row sum is off by a number of its own in every row, while the numerator is right (out "
         "* exp(lse) is): as if it began with what another row left there"
     )
-    return [Source(text, mass)]
+    return [Extra(text, mass)]
 
 
 def _right(answers: Answers, right: Answers, columns: np.ndarray) -> bool:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import fills, rotary
-from rawattn.check.diagnose.catalogue.constants import LOG2_E
 from rawattn.check.diagnose.catalogue.masks import bounds, distances
 from rawattn.check.diagnose.catalogue.numbers import scaled
 from rawattn.check.diagnose.engine.attention import (
@@ -103,8 +102,7 @@ def _families(question: Question, stage: str) -> Iterator[Fitted]:
         for forms in (fills.filled, fills.added):
             yield Fitted(partial(_of_one, forms, masked), fills.VALUES)
     if stage == "backward":
-        for of_lse in (None, LOG2_E, 1 / LOG2_E):
-            yield Fitted(partial(_powers, of_lse), FACTORS)
+        yield Fitted(_powers, FACTORS)
 
 
 def _of_one(forms: Callable[..., list[Bug]], masked: tuple[object, ...], x: Floats) -> list[Bug]:
@@ -176,17 +174,14 @@ def _scales(scale: float, x: Floats) -> list[Bug]:
     ]
 
 
-def _powers(of_lse: float | None, x: Floats) -> list[Bug]:
-    """P to the power of x in the backward pass, or exp(x S) against lse in another base."""
-    of_S = _said(x)
-    text = f"exp({of_S} (S - lse))" if of_lse is None else f"exp({of_S} S - {of_lse:.4g} lse)"
+def _powers(x: Floats) -> list[Bug]:
+    """P to the power of x in the backward pass."""
 
     def P(c: Context) -> Floats:
         L = np.where(np.isneginf(c.L), np.inf, c.L)[..., None]
-        L = L * (_of(x, c) if of_lse is None else of_lse)
-        return np.asarray(c.r(np.exp(_of(x, c) * c.S - L)))
+        return np.asarray(c.r(np.exp(_of(x, c) * (c.S - L))))
 
-    said = f"P is {text}: exp2 where exp is meant, or without log2(e)"
+    said = f"P is exp({_said(x)} (S - lse)): exp2 where exp is meant, or without log2(e)"
     return [Bug("score-scale", said, BACKWARD, steps={"bP": P})]
 
 
