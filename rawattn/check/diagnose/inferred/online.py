@@ -53,10 +53,11 @@ def bugs(
         for c in contexts
     ]
     errors = [_errors(c, answers, names, of) for c, of in zip(contexts, rights, strict=True)]
-    worst = int(np.argmax([sum(of.values()) for of in errors]))
-    c, wrong = contexts[worst], errors[worst]
-    if not any(wrong.values()):
+    sizes = [sum(of.values()) for of in errors]
+    if not any(sizes):
         return
+    worst = int(np.argmax(sizes))
+    c, wrong = contexts[worst], errors[worst]
     with np.errstate(all="ignore"):
         for at, cut in tiles(question).items():
             parts = parts_of(c, cut)
