@@ -3,15 +3,16 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.catalogue import merges
+from rawattn.check.diagnose.catalogue import partial_sums
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.catalogue.rotary import rotated
-from rawattn.check.diagnose.engine.attention import NO_BUG, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, solve
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.inferred import denominator, numbers
 from rawattn.check.diagnose.inferred.sample import Sample, in_words
@@ -100,13 +101,25 @@ def test_numbers_in_words(x: float, roots: bool, said: str) -> None:
     assert in_words(x, roots=roots) == said
 
 
-def test_right_parts_merge_to_the_whole() -> None:
+@pytest.mark.parametrize(
+    ("cuts", "of"),
+    [
+        (partial_sums.splits, partial_sums.merged),
+        (
+            partial_sums.tiles,
+            partial(partial_sums.rescaled, wrong=(), way=partial_sums.WAYS["rescaled twice"]),
+        ),
+    ],
+    ids=["merged", "one after the other"],
+)
+def test_right_parts_make_the_whole(cuts: Callable[..., dict], of: Callable[..., object]) -> None:
     """With the right weights, parts of the keys give what all keys give."""
     question = question_of()
     right = solve(question, "forward")
-    for bug in merges.bugs(question):
-        if bug.variant.startswith("lse is the largest"):
-            assert np.allclose(solve(question, "forward", bug)["out"], right["out"])
+    for cut in cuts(question).values():
+        bug = Bug("", steps=partial_sums.steps("forward", cut, of))
+        for name, found in solve(question, "forward", bug).items():
+            assert np.allclose(found, right[name])
 
 
 def test_rotation_is_undone_by_its_inverse() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -22,17 +23,18 @@ from rawattn.check.diagnose.engine.question import Question
 VALUES = np.array([-100, -50, -30, -20, -15, -10, -7, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8.0])
 HIDDEN = -1e9  # what is added to scores, or put in their place, where nothing shall be seen
 Only = Callable[[Question, View], View]  # a view of what an inverted mask leaves
-Forms = Callable[[Floats], list[Bug]]
+Hidden = Callable[[Context], np.ndarray]
+
+
+# ---- inverted ---------------------------------------------------------------------------------
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Inverted masks."""
-    left, right = bounds(question)
-    if min(left, right) < math.inf:
-        for diagonal in (False, True):
-            rest = ", and the diagonal" if diagonal else ""
+    if min(bounds(question)) < math.inf:
+        for diagonal, rest in ((False, ""), (True, ", and the diagonal")):
             text = f"what the mask must hide is seen{rest}"
-            yield from _where_nothing_is_left(text, _inverted(diagonal))
+            yield from _where_nothing_is_left(text, partial(_inverted, diagonal))
     if len(set(question.lengths_k)) > 1:
         yield from _where_nothing_is_left("the padding alone is seen", _padding)
 
@@ -54,40 +56,29 @@ def _where_nothing_is_left(text: str, only: Only) -> Iterator[Bug]:
     def dead(c: Context) -> np.ndarray:
         return np.asarray(nothing(c.question, c.view) > 0)
 
-    def not_a_number(name: str) -> Step:
-        return lambda c: np.where(dead(c), np.nan, STEPS[name](c))
-
-    hidden: Step = lambda c: np.where(dead(c), HIDDEN, STEPS["S"](c))  # noqa: E731
+    def there(name: str, value: Callable[[Context], Floats | float]) -> Step:
+        return lambda c: np.where(dead(c), value(c), STEPS[name](c))
 
     def all_ones(c: Context) -> tuple[Floats, Floats]:
         L, P = STEPS["softmax"](c)
         return np.where(dead(c)[..., 0], HIDDEN, L), np.where(dead(c), 1.0, P)
 
-    def uniform(c: Context) -> Floats:
-        return np.asarray(np.where(dead(c), 1 / c.S.shape[2], STEPS["bP"](c)))
-
+    nans: dict[str, Step] = {name: there(name, lambda c: np.nan) for name in ("O", "bP")}
+    alike = {"S": there("S", lambda c: HIDDEN), "bP": there("bP", lambda c: 1 / c.S.shape[2])}
     yield Bug("mask-inverted", text, FIRST, see)
-    nans = {"O": not_a_number("O"), "bP": not_a_number("bP")}
     yield Bug("mask-inverted", f"{text}, NaN where it hides all", FIRST, see, nans)
     said = f"{text}, all alike where it hides all"
-    steps: dict[str, Step] = {"S": hidden, "bP": uniform}
-    yield Bug("mask-inverted", said, FIRST, see_if_nothing, steps)
+    yield Bug("mask-inverted", said, FIRST, see_if_nothing, alike)
     # exp(-1e9 - lse) where lse is -1e9 too, since float32 knows no -1e9 + log(n)
-    steps = {"S": hidden, "softmax": all_ones}
-    yield Bug("mask-inverted", f"{said}, with a weight of 1", FIRST, see_if_nothing, steps)
+    ones = {"S": alike["S"], "softmax": all_ones}
+    yield Bug("mask-inverted", f"{said}, with a weight of 1", FIRST, see_if_nothing, ones)
 
 
-def _inverted(diagonal: bool) -> Only:
+def _inverted(diagonal: bool, question: Question, view: View) -> View:
     """The keys that the mask hides; ``diagonal``: the nearest key that it does not hide too."""
-
-    def only(question: Question, view: View) -> View:
-        away = distances(question, view)
-        seen = within(away, *bounds(question)) > 0
-        if diagonal:
-            seen = seen & (away != 0)
-        return replace(view, weight=np.asarray(~seen, dtype=np.float64))
-
-    return only
+    away = distances(question, view)
+    seen = (within(away, *bounds(question)) > 0) & ((away != 0) | (not diagonal))
+    return replace(view, weight=np.asarray(~seen, dtype=np.float64))
 
 
 def _padding(question: Question, view: View) -> View:
@@ -104,51 +95,36 @@ def _padded(question: Question, view: View) -> View:
 # ---- finite numbers ---------------------------------------------------------------------------
 
 
-def filled(question: Question) -> Iterator[Forms]:
-    """Bugs with a number in the place of masked scores, for every mask that there may be."""
-    for text, see, hidden in _masks(question):
-
-        def forms(x: Floats, text: str = text, see: See = see, hidden: Step = hidden) -> list[Bug]:
-            S: Step = lambda c: np.where(hidden(c), x[0], STEPS["S"](c))  # noqa: E731
-            stops: Step = lambda c: np.where(hidden(c), 0.0, STEPS["dY"](c))  # noqa: E731
-            said = f"{text}: {x[0]:.4g} in the place of their scores"
-            return [
-                Bug("mask-fill", said, FIRST, see, {"S": S, "dY": stops}),
-                Bug("mask-fill", f"{said}, with their gradients", FIRST, see, {"S": S}),
-            ]
-
-        yield forms
+def filled(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
+    """A number in the place of masked scores."""
+    S: Step = lambda c: np.where(hidden(c), x, STEPS["S"](c))  # noqa: E731
+    stops: Step = lambda c: np.where(hidden(c), 0.0, STEPS["dY"](c))  # noqa: E731
+    said = f"{text}: {x:.4g} in the place of their scores"
+    return [
+        Bug("mask-fill", said, FIRST, see, {"S": S, "dY": stops}),
+        Bug("mask-fill", f"{said}, with their gradients", FIRST, see, {"S": S}),
+    ]
 
 
-def added(question: Question) -> Iterator[Forms]:
-    """Bugs with a number that is added to masked scores, or to those of all others."""
-    for text, see, hidden in _masks(question):
-
-        def forms(x: Floats, text: str = text, see: See = see, hidden: Step = hidden) -> list[Bug]:
-            plus: Step = lambda c: STEPS["S"](c) + np.where(hidden(c), x[0], 0.0)  # noqa: E731
-            minus: Step = lambda c: STEPS["S"](c) - np.where(hidden(c), 0.0, x[0])  # noqa: E731
-            others = f"{text}: 0 is added to their scores and {-x[0]:.4g} to all others"
-            said = f"{text}: {x[0]:.4g} is added to their scores"
-            return [
-                Bug("mask-fill", said, FIRST, see, {"S": plus}),
-                Bug("mask-fill", others, FIRST, see, {"S": minus}),
-            ]
-
-        yield forms
+def added(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
+    """A number that is added to masked scores, or to those of all others."""
+    plus: Step = lambda c: STEPS["S"](c) + np.where(hidden(c), x, 0.0)  # noqa: E731
+    minus: Step = lambda c: STEPS["S"](c) - np.where(hidden(c), 0.0, x)  # noqa: E731
+    others = f"{text}: 0 is added to their scores and {-x:.4g} to all others"
+    return [
+        Bug("mask-fill", f"{text}: {x:.4g} is added to their scores", FIRST, see, {"S": plus}),
+        Bug("mask-fill", others, FIRST, see, {"S": minus}),
+    ]
 
 
-def _masks(question: Question) -> Iterator[tuple[str, See, Step]]:
+def hidden(question: Question) -> Iterator[tuple[str, See, Hidden]]:
     """What may be hidden: in words, the views with those keys too, and where they are."""
     left, right = bounds(question)
+    masks, pads = min(left, right) < math.inf, len(set(question.lengths_k)) > 1
 
-    def of_mask(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        return [replace(view, weight=np.ones_like(view.weight)) for view in views]
-
-    def of_padding(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        return [_padded(question, view) for view in views]
-
-    def of_both(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        return of_mask(question, tuple(of_padding(question, views)))
+    def see(more: bool, whole: bool, _: Question, views: tuple[View, ...]) -> Sequence[View]:
+        found = [_padded(question, view) if more else view for view in views]
+        return [replace(x, weight=np.ones_like(x.weight)) if whole else x for x in found]
 
     def masked(c: Context) -> np.ndarray:
         return np.asarray(within(distances(c.question, c.view), left, right) == 0)
@@ -156,10 +132,10 @@ def _masks(question: Question) -> Iterator[tuple[str, See, Step]]:
     def padded(c: Context) -> np.ndarray:
         return np.asarray((c.view.keys < 0)[None, None, :])
 
-    if min(left, right) < math.inf:
-        yield "masked keys", of_mask, masked
-    if len(set(question.lengths_k)) > 1 and right == math.inf:
-        yield "padded keys", of_padding, padded
-    if len(set(question.lengths_k)) > 1 and min(left, right) < math.inf:
-        either: Step = lambda c: masked(c) | padded(c)  # noqa: E731
-        yield "masked and padded keys", of_both, either
+    if masks:
+        yield "masked keys", partial(see, False, True), masked
+    if pads and right == math.inf:
+        yield "padded keys", partial(see, True, False), padded
+    if pads and masks:
+        both: Hidden = lambda c: masked(c) | padded(c)  # noqa: E731
+        yield "masked and padded keys", partial(see, True, True), both

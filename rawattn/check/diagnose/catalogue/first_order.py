@@ -6,34 +6,32 @@ because nobody knows the numbers that came in, are found by their structure, in 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+
+import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, options
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    TILES,
-    Bug,
-    Floats,
-    Step,
-    Store,
-    View,
-)
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats, Store, View
+from rawattn.check.diagnose.engine.question import Question
+
+Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
+SUMS: dict[str, Of] = {
+    "the last": lambda x: x[-1],
+    "the first": lambda x: x[0],
+    "the mean": lambda x: x.mean(axis=0),
+}
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sizes = [tile for tile in TILES if tile < 2 * longest]
     yield from options.bugs(question)
     yield from masks(question)
     yield from neighbours(question, list(TILES))
     yield from bugs_anywhere(question)
-    for size in sizes:
+    for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
     yield from dead_rows(question)
     yield from inputs.bugs(question)
@@ -43,32 +41,43 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     """Those that have nothing to do with masks and tiles of keys."""
     yield from of_scores(question)
     yield from of_backward(question)
-    yield from _heads(question)
-    yield from _layouts(question)
+    if question.group > 1:
+        if question.num_heads_kv > 1:
+            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
+        for text, of in SUMS.items():
+            steps = {"sum_heads": lambda c, of=of: of}
+            yield Bug("gqa-group-not-summed", text, BACKWARD, steps=steps)
+
+    for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
+        text = "".join("thd"[axis] for axis in axes)
+        yield Bug("transposed", f"{text} as thd", FIRST, store=_as_layout(axes))
+    yield Bug("transposed", "columns reversed", FIRST, store=_reversed(1, -1))
+    if question.num_heads_q > 1:
+        yield Bug("transposed", "heads reversed", FIRST, store=_reversed(-1, 1))
 
 
-# ---- heads and layouts ------------------------------------------------------------------------
+def _as_layout(axes: tuple[int, int, int]) -> Store:
+    """What was stored in another order of the axes."""
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        if x.ndim == 3:
+            return x.transpose(axes).reshape(x.shape)
+        return x.T.reshape(x.shape) if axes[0] == 1 else x
+
+    return lambda question, answers: {name: moved(x) for name, x in answers.items()}
 
 
-def _heads(question: Question) -> Iterator[Bug]:
-    if question.group == 1:
-        return
-    if question.num_heads_kv > 1:
-        yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
-    sums: dict[str, Callable[[Floats], Floats]] = {
-        "the last": lambda x: x[-1],
-        "the first": lambda x: x[0],
-        "the mean": lambda x: x.mean(axis=0),
-    }
-    for text, of in sums.items():
-        yield Bug("gqa-group-not-summed", text, BACKWARD, steps={"sum_heads": _constant(of)})
+def _reversed(heads: int, columns: int) -> Store:
+    """A step of -1 for what is stored backwards."""
 
+    def moved(x: np.ndarray) -> np.ndarray:
+        return x[:, ::heads, ::columns] if x.ndim == 3 else x[::heads]
 
-def _constant(value: Any) -> Step:
-    return lambda c: value
+    return lambda question, answers: {name: moved(x) for name, x in answers.items()}
 
 
 def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    """Every query head alone, with another key/value head."""
     found = []
     for view in views:
         for i, head in enumerate(view.heads):
@@ -84,32 +93,3 @@ def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]
                 )
             )
     return found
-
-
-def _layouts(question: Question) -> Iterator[Bug]:
-    for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
-        text = "".join("thd"[axis] for axis in axes)
-        yield Bug("transposed", f"{text} as thd", FIRST, store=_as_layout(axes))
-    yield Bug("transposed", "columns reversed", FIRST, store=_reversed)
-    if question.num_heads_q > 1:
-        yield Bug("transposed", "heads reversed", FIRST, store=_heads_reversed)
-
-
-def _as_layout(axes: tuple[int, int, int]) -> Store:
-    def store(question: Question, answers: Answers) -> Answers:
-        return {
-            name: x.transpose(axes).reshape(x.shape)
-            if x.ndim == 3
-            else (x.T.reshape(x.shape) if axes[0] == 1 else x)
-            for name, x in answers.items()
-        }
-
-    return store
-
-
-def _reversed(question: Question, answers: Answers) -> Answers:
-    return {name: x[..., ::-1] if x.ndim == 3 else x for name, x in answers.items()}
-
-
-def _heads_reversed(question: Question, answers: Answers) -> Answers:
-    return {name: x[:, ::-1] if x.ndim == 3 else x[::-1] for name, x in answers.items()}

@@ -1,7 +1,8 @@
 """Rotary embeddings where there should be none, or none that are undone."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -13,55 +14,54 @@ from rawattn.check.diagnose.engine.attention import (
     Context,
     Floats,
     Step,
-    times,
 )
 from rawattn.check.diagnose.engine.question import Question
 
-THETAS = (1e4, 5e5, 1e6)
 PAIRS = ("halves", "neighbours")  # which columns are rotated together
+# share of the columns, how positions count, and the base
+FORMS = (
+    (1, "sequence", 1e4),
+    (1, "sequence", 5e5),
+    (1, "packed tokens", 1e4),
+    (2, "sequence", 1e4),
+)
+OF = (("q",), ("k",), ("q", "k"))
 Turn = Callable[[Context, Floats, str, int], Floats]
-COUNTS = ("in the sequence", "in the packed tokens")
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Each form is a rotation: pairs of columns, how many of them, positions, and the base."""
-    for pairs, (size, count, theta) in itertools.product(PAIRS, _forms(question)):
-        form = f"pairs of {pairs}, {size} columns, positions {count}, base {theta:g}"
-        turn = _turn(pairs, size, count, theta)
-        for of, sign in (("q", 1), ("q", -1), ("k", 1), ("k", -1), ("qk", 1)):
-            text = f"{' and '.join(of)} rotated{' back' if sign < 0 else ''}"
-            scores = {"Y": _scores(turn, of, sign)}
-            yield Bug("rotary", f"{text}, gradients as of those: {form}", FIRST, steps=scores)
-            undone = scores | _gradients(turn, of, -sign)
-            yield Bug("rotary", f"{text}, gradients back: {form}", BACKWARD, steps=undone)
-        for of, sign in itertools.product(("q", "k", "qk"), (1, -1)):
-            text = f"d{' and d'.join(of)} rotated{' back' if sign < 0 else ''}"
-            yield Bug("rotary", f"{text}: {form}", BACKWARD, steps=_gradients(turn, of, sign))
+    for pairs, (share, count, theta) in product(PAIRS, FORMS):
+        size = question.q.shape[2] // (2 * share) * 2
+        if not size or (count == "packed tokens" and question.batch == 1):
+            continue
+        form = f"pairs of {pairs}, {size} columns, positions in the {count}, base {theta:g}"
+        turn = partial(_turned, count, (pairs, size, theta))
+        for of in OF:
+            both, gradients = " and ".join(of), " and ".join(f"d{x}" for x in of)
+            scores, back = {"Y": _scores(turn, of)}, _gradients(turn, of)
+            text = f"{both} rotated, gradients as of those: {form}"
+            yield Bug("rotary", text, FIRST, steps=scores)
+            text = f"{both} rotated, gradients back: {form}"
+            yield Bug("rotary", text, BACKWARD, steps=scores | back)
+            yield Bug("rotary", f"{gradients} rotated back: {form}", BACKWARD, steps=back)
 
 
-def _forms(question: Question) -> Iterator[tuple[int, str, float]]:
-    d = question.q.shape[2] // 2 * 2
-    if d:
-        yield from ((d, COUNTS[0], theta) for theta in THETAS)
-    if question.batch > 1 and d:
-        yield d, COUNTS[1], THETAS[0]
-    if d % 4 == 0 and d:
-        yield d // 2, COUNTS[0], THETAS[0]
-
-
-def _turn(pairs: str, size: int, count: str, theta: float) -> Turn:
-    return lambda c, x, of, sign: rotated(x, sign * _positions(c, of, count), pairs, size, theta)
+def _turned(
+    count: str, how: tuple[str, int, float], c: Context, x: Floats, of: str, sign: int
+) -> Floats:
+    return rotated(x, sign * _positions(c, of, count), *how)
 
 
 def _positions(c: Context, of: str, count: str) -> np.ndarray:
     places = c.view.rows if of == "q" else c.view.keys
-    if count == "in the packed tokens":
+    if count == "packed tokens":
         return np.asarray(places)
-    b = c.view.sequence
+    question, b = c.question, c.view.sequence
     if of == "k":
-        return np.asarray(places - c.question.cu_seqlens_k[b])
-    shift = c.question.lengths_k[b] - c.question.lengths_q[b]
-    return np.asarray(places - c.question.cu_seqlens_q[b] + shift)
+        return np.asarray(places - question.cu_seqlens_k[b])
+    shift = question.lengths_k[b] - question.lengths_q[b]
+    return np.asarray(places - question.cu_seqlens_q[b] + shift)
 
 
 def rotated(x: Floats, positions: np.ndarray, pairs: str, size: int, theta: float) -> Floats:
@@ -77,21 +77,17 @@ def rotated(x: Floats, positions: np.ndarray, pairs: str, size: int, theta: floa
     return found
 
 
-def _scores(turn: Turn, of: str, sign: int) -> Step:
+def _scores(turn: Turn, of: Sequence[str]) -> Step:
     def Y(c: Context) -> Floats:
-        if "q" in of:
-            c.Q = turn(c, c.Q, "q", sign)
-        if "k" in of:
-            c.K = turn(c, c.K, "k", sign)
-        return np.asarray(c.r(c.s * c.r(times(c.Q, c.K.T))))
+        for name in of:
+            setattr(c, name.upper(), turn(c, getattr(c, name.upper()), name, 1))
+        return np.asarray(STEPS["Y"](c))
 
     return Y
 
 
-def _gradients(turn: Turn, of: str, sign: int) -> dict[str, Step]:
-    steps: dict[str, Step] = {}
-    if "q" in of:
-        steps["dQ"] = lambda c: turn(c, STEPS["dQ"](c), "q", sign)
-    if "k" in of:
-        steps["dK"] = lambda c: turn(c, STEPS["dK"](c), "k", sign)
-    return steps
+def _gradients(turn: Turn, of: Sequence[str]) -> dict[str, Step]:
+    def back(name: str, c: Context) -> Floats:
+        return turn(c, np.asarray(STEPS[f"d{name.upper()}"](c)), name, -1)
+
+    return {f"d{name.upper()}": partial(back, name) for name in of}

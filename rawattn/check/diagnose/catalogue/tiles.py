@@ -6,11 +6,14 @@ Long by the catalogue.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.numbers import by_tensor
+from rawattn.check.diagnose.catalogue.partial_sums import RESCALED, WAYS, cut, rescaled, steps
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
@@ -50,16 +53,13 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     if tile < max(question.lengths_k):
         yield Bug("tile-counted-twice", f"diagonal, {at}", FIRST, _reweighted(_diagonal(tile), 2.0))
     for text, last in (("last", True), ("first", False)):
-        for tensors, steps in by_tensor(_one_tile(tile, last)):
-            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=steps)
-    for text, flags in (
-        ("out", (False, True)),
-        ("row_sum", (True, False)),
-        ("out and row_sum", (False, False)),
-    ):
-        yield Bug("no-rescale", f"{text}, {at}", FORWARD, steps=_online(tile, *flags))
-        from_last = _online(tile, *flags, from_last=True)
-        yield Bug("no-rescale", f"{text}, {at}, from the last", FORWARD, steps=from_last)
+        for tensors, of_tensors in by_tensor(_one_tile(tile, last)):
+            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=of_tensors)
+    for last_first, sums in product((False, True), RESCALED):
+        form = f"{' and '.join(sums)}, {at}{', from the last' if last_first else ''}"
+        of = partial(rescaled, wrong=sums, way=WAYS["not rescaled"])
+        planted = steps("forward", cut(tile, last_first), of)
+        yield Bug("no-rescale", form, FORWARD, steps=planted)
     for text, order in _orders(tile).items():
         for rest, partly in (("", False), (", partial ones too", True)):
             store = _rows_moved(tile, order, partly)
@@ -172,32 +172,6 @@ def _one_tile(tile: int, last: bool) -> dict[str, Step]:
         "dK": lambda c: c.s * ((c.dY * kept(c, 0)).swapaxes(1, 2) @ c.Q),
         "dV": lambda c: (c.P * kept(c, 0)).swapaxes(1, 2) @ c.dO,
     }
-
-
-def _online(
-    tile: int, rescale_out: bool, rescale_sum: bool, from_last: bool = False
-) -> dict[str, Step]:
-    def softmax(c: Context) -> tuple[Floats, Floats]:
-        m = c.S.shape[2]
-        top = np.full(c.S.shape[:2], -np.inf)
-        total = np.zeros(c.S.shape[:2])
-        c.accumulated = np.zeros(c.Q.shape[:2] + c.V.shape[1:])
-        starts = range(0, m, tile)
-        for start in reversed(starts) if from_last else starts:
-            here = slice(start, start + tile)
-            new = np.maximum(top, c.S[..., here].max(axis=-1))
-            safe = np.where(np.isneginf(new), 0.0, new)
-            factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
-            weights = np.exp(c.S[..., here] - safe[..., None])
-            total = total * (factor if rescale_sum else 1.0) + weights.sum(axis=-1)
-            old = c.accumulated * (factor[..., None] if rescale_out else 1.0)
-            c.accumulated = old + weights @ c.V[here]
-            top = new
-        c.accumulated /= np.where(total == 0, 1.0, total)[..., None]
-        with np.errstate(divide="ignore"):
-            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S
-
-    return {"softmax": softmax, "O": lambda c: c.accumulated}
 
 
 def _orders(tile: int) -> dict[str, np.ndarray]:

@@ -1,16 +1,19 @@
-"""Was D summed up over other keys than those of its row? Tried on one view, planted where it fits.
+"""Was dS made of other terms, or were lse and D those of parts of the keys?
 
-D_i = sum_j P_ij dP_ij runs over all keys of a row. Parts of the keys that have a D of their own (a
-shard of a ring, a tile), sums over the queries, and sums that go on from tile to tile are here.
+D_i = sum_j P_ij dP_ij runs over all keys of a row. Parts of the keys that have statistics of their
+own (a shard of a ring, a tile), sums over the queries, and sums that go on from tile to tile are
+tried on one view, and planted where they fit; factors of the terms of dS are solved for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.partial_sums import Cut, splits
 from rawattn.check.diagnose.engine.attention import (
+    BACKWARD,
     STEPS,
-    TILES,
     Bug,
     Context,
     Floats,
@@ -18,58 +21,79 @@ from rawattn.check.diagnose.engine.attention import (
     changed,
 )
 from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
-from rawattn.check.diagnose.inferred.tile_pairs import found_in
+from rawattn.check.diagnose.inferred.tile_pairs import WEIGHTS, found_in
 
 FITS = 0.15  # of what is wrong may be left on the view that is looked at
-MOST = 2  # sums that are planted
-PARTS = (2, 3, 4, 5, 6, 8)
+MOST = 2  # changes that are planted
 
-Delta = Callable[[Context], Floats]  # (heads, n, m)
+Change = Callable[[Context], Context]  # another P, or another dY
+Term = Callable[[Context], Floats]  # (heads, n, m)
+
+# The two terms of dS as they are, and with parentheses that stand elsewhere.
+TERMS: dict[str, tuple[Term, Term]] = {
+    "P o (a dP - b D)": (lambda c: c.P * c.dP, lambda c: c.P * c.D[..., None]),
+    "a P o dP - b D": (lambda c: c.P * c.dP, lambda c: (c.W > 0) * c.D[..., None]),
+    "a P o dP - b D, masked keys too": (
+        lambda c: c.P * c.dP,
+        lambda c: c.D[..., None] + np.zeros_like(c.P),
+    ),
+    "a dP - b P o D": (lambda c: (c.W > 0) * c.dP, lambda c: c.P * c.D[..., None]),
+}
 
 
 def bugs(
     question: Question, answers: Answers, contexts: Sequence[Context], wrong: frozenset[str]
 ) -> Iterator[Bug]:
-    """Bugs of D that differ from key to key of a row, where dv is right."""
-    names = sorted(wrong & {"dq", "dk"})
-    if "dv" in wrong:
-        return
-
-    def error(c: Context, delta: Delta | None) -> float:
-        other = c if delta is None else changed(c, dY=_dY(c, delta))
-        total = 0.0
-        for name in names:
-            x = STEPS[f"d{name[1].upper()}"](other)
-            x = x.sum(axis=0) if name in OF_KEYS else x
-            total += float(((found_in(c, answers, name) - x) ** 2).sum())
-        return float(np.sqrt(total))
-
-    errors = [error(c, None) for c in contexts]
-    c = contexts[int(np.argmax(errors))]
-    yield from _multiples(answers, contexts, names)
-    tried = [(error(c, delta), words, delta) for words, delta in _deltas(c)]
-    for left, words, delta in sorted(tried, key=lambda one: one[0])[:MOST]:
-        if left < FITS * max(errors):
-            steps: dict[str, Step] = {"dS": _dS(delta)}
-            if len(names) == 1:
-                step = f"d{names[0][1].upper()}"
-                steps = {step: _with(step, delta)}
-            yield Bug("delta-of-another-out", words, ("backward",), steps=steps)
+    """Bugs of dS, and of statistics that differ from key to key of a row."""
+    if "dv" not in wrong:
+        yield from _multiples(answers, contexts, sorted(wrong))
+    yield from tried(answers, contexts, sorted(wrong), _changes(question, "dv" in wrong))
 
 
-# The two terms of dS as they are, and with parentheses that stand elsewhere.
-TERMS: dict[str, tuple[Delta, Delta]] = {
-    "P o (a dP - b D)": (lambda c: c.P * c.dP, lambda c: c.P * c.D[..., None]),
-    "a P o dP - b D": (lambda c: c.P * c.dP, lambda c: np.where(c.W > 0, c.D[..., None], 0.0)),
-    "a P o dP - b D, masked keys too": (
-        lambda c: c.P * c.dP,
-        lambda c: c.D[..., None] + np.zeros_like(c.P),
-    ),
-    "a dP - b P o D": (
-        lambda c: np.where(c.W > 0, c.dP, 0.0),
-        lambda c: c.P * c.D[..., None],
-    ),
-}
+def tried(
+    answers: Answers,
+    contexts: Sequence[Context],
+    names: Sequence[str],
+    changes: Iterable[tuple[str, str, Change]],
+) -> Iterator[Bug]:
+    """Of changes, each with its class and in words, those that give these gradients on the view
+    that is the most wrong."""
+
+    def error(c: Context, change: Change) -> float:
+        other = change(c)
+        return sum(
+            float(np.square(found_in(c, answers, n) - gradient(other, n)).sum()) for n in names
+        )
+
+    errors = [error(c, lambda c: c) for c in contexts]
+    worst = int(np.argmax(errors))
+    c = contexts[worst]
+    near = [(error(c, change), bug, words, change) for bug, words, change in changes]
+    for left, bug, words, change in sorted(near, key=lambda one: one[0])[:MOST]:
+        if left < FITS**2 * errors[worst]:
+            yield Bug(bug, words, BACKWARD, steps=of_gradients(names, change))
+
+
+def of_gradients(names: Iterable[str], change: Change) -> dict[str, Step]:
+    """A change in the kernels of these gradients alone."""
+
+    def step(name: str, c: Context) -> Floats:
+        return np.asarray(STEPS[name](change(c)))
+
+    return {WEIGHTS[name][0]: partial(step, WEIGHTS[name][0]) for name in names}
+
+
+def gradient(c: Context, name: str) -> Floats:
+    """The gradient of a context, of keys for all heads of the group."""
+    found = STEPS[WEIGHTS[name][0]](c)
+    return np.asarray(found.sum(axis=0) if name in OF_KEYS else found)
+
+
+def _with(c: Context, dS: Floats) -> Context:
+    return changed(c, dY=c.G * dS)
+
+
+# ---- the terms of dS ----------------------------------------------------------------------------
 
 
 def _multiples(
@@ -78,121 +102,93 @@ def _multiples(
     """dS of two terms with two numbers, the same everywhere."""
     for form, terms in TERMS.items():
         found = _fitted(answers, contexts, names, terms)
-        if found is None or (form == next(iter(TERMS)) and np.isclose(*found, rtol=0.02)):
+        whole = form.startswith("P o (")
+        if found is None or (whole and np.isclose(*found, rtol=0.02)):
             continue
         a, b = found
         bug = "delta-of-another-out" if np.isclose(a, 1, rtol=0.01) else "constant-factor"
         if np.isclose(a, 1, rtol=0.01) and abs(b) < 0.01:
             bug = "delta-omitted"
-        bug = bug if form.startswith("P o (") else "softmax-backward-without-p"
+
+        def dS(c: Context, a: float = a, b: float = b, of: tuple[Term, Term] = terms) -> Context:
+            return _with(c, c.r(a * of[0](c) - b * of[1](c)))
+
         words = f"dS = {form} with a = {a:.3g} and b = {b:.3g}"
-
-        steps: dict[str, Step] = {"dS": _of_terms(a, b, terms)}
-        if len(names) == 1:
-            step = f"d{names[0][1].upper()}"
-            steps = {step: _with_dS(step, steps["dS"])}
-        yield Bug(bug, words, ("backward",), steps=steps)
+        bug = bug if whole else "softmax-backward-without-p"
+        yield Bug(bug, words, BACKWARD, steps=of_gradients(names, dS))
         return
-
-
-def _of_terms(a: float, b: float, terms: tuple[Delta, Delta]) -> Step:
-    return lambda c: c.r(a * terms[0](c) - b * terms[1](c))
-
-
-def _with_dS(step: str, dS: Step) -> Step:
-    return lambda c: STEPS[step](changed(c, dY=c.G * dS(c)))
 
 
 def _fitted(
     answers: Answers,
     contexts: Sequence[Context],
     names: Sequence[str],
-    terms: tuple[Delta, Delta],
+    terms: tuple[Term, Term],
 ) -> tuple[float, float] | None:
     """The numbers a and b of the terms, where they leave next to nothing of what is wrong."""
-    products, targets = np.zeros((2, 2)), np.zeros(2)
-    left = whole = 0.0
+    both, found, right = [], [], []
     for name in names:
-        step = f"d{name[1].upper()}"
         for c in contexts:
             ds = terms[0](c), -terms[1](c)
-            parts = [STEPS[step](changed(c, dY=c.G * x)) for x in ds]
-            parts = [(x.sum(axis=0) if name in OF_KEYS else x).ravel() for x in parts]
-            found = found_in(c, answers, name).ravel()
-            products += [[x @ y for y in parts] for x in parts]
-            targets += [x @ found for x in parts]
-            left += float(found @ found)
-            whole += float(((found - c.right[name].ravel()) ** 2).sum())
+            both.append(np.stack([gradient(_with(c, x), name).ravel() for x in ds]))
+            found.append(found_in(c, answers, name).ravel())
+            right.append(c.right[name].ravel())
+    parts, x = np.concatenate(both, axis=1), np.concatenate(found)
+    products = parts @ parts.T
     if not np.linalg.det(products) > 1e-12 * np.prod(np.diag(products)):
         return None
-    a, b = (float(x) for x in np.linalg.solve(products, targets))
-    fits = left - float(targets @ (a, b)) <= (FITS**2) * whole
-    return (a, b) if fits else None
+    a, b = (float(y) for y in np.linalg.solve(products, parts @ x))
+    left, wrong = x - (a, b) @ parts, x - np.concatenate(right)
+    return (a, b) if left @ left <= FITS**2 * (wrong @ wrong) else None
 
 
-def _dS(delta: Delta) -> Step:
-    return lambda c: c.r(c.P * (c.dP - delta(c)))
+# ---- statistics of parts ------------------------------------------------------------------------
 
 
-def _dY(c: Context, delta: Delta) -> Floats:
-    return np.asarray(c.G * _dS(delta)(c))
+def _changes(question: Question, of_weights: bool) -> Iterator[tuple[str, str, Change]]:
+    """Other D, where P is right; else the lse of parts too."""
+    cuts = splits(question).items()
+    if of_weights:
+        for text, cut in cuts:
+            for delta, words in ((False, "lse of its own"), (True, "lse and D of its own")):
+                change = partial(_own, cut=cut, lse=True, delta=delta)
+                yield "partial-merge", f"each part has the {words}: {text}", change
+        return
+    axes = (("the queries", (1,)), ("all pairs of a head", (1, 2)), ("the heads too", (0, 2)))
+    for over, axis in axes:
+        yield "delta-of-another-out", f"D is summed up over {over}", partial(_summed, axis=axis)
+    for text, cut in cuts:
+        for divided, words in ((True, "the D of the out"), (False, "the sum for D")):
+            for so_far, rest in ((False, "of its own"), (True, "so far")):
+                change = partial(_own, cut=cut, divided=divided, so_far=so_far)
+                yield "delta-of-another-out", f"each part has {words} {rest}: {text}", change
 
 
-def _with(step: str, delta: Delta) -> Step:
-    return _with_dS(step, _dS(delta))
+def _summed(c: Context, axis: tuple[int, ...]) -> Context:
+    D = (c.P * c.dP).sum(axis=axis, keepdims=True) - _dlse(c)
+    return _with(c, c.P * (c.dP - D))
 
 
-def _deltas(c: Context) -> Iterator[tuple[str, Delta]]:
-    yield "D is summed up over the queries", _minus_dlse(lambda c: _sum(c, 1))
-    yield "D is summed up over all pairs of a head", _minus_dlse(lambda c: _sum(c, (1, 2)))
-    yield "D is summed up over the heads too", _minus_dlse(lambda c: _sum(c, (0, 2)))
-    for tile in TILES:
-        if tile < len(c.view.keys):
-            yield from _of_parts(f"tile of {tile} keys", _by_tile(tile))
-    for count in PARTS:
-        if count < len(c.view.keys):
-            yield from _of_parts(f"of {count} parts of the keys", _by_count(count))
-            yield from _of_parts(f"of {count} equal parts of the keys", _by_split(count))
+def _dlse(c: Context) -> Floats | float:
+    return c.dL[..., None] if np.ndim(c.dL) else 0.0
 
 
-def _sum(c: Context, axis: int | tuple[int, ...]) -> Floats:
-    return np.asarray((c.P * c.dP).sum(axis=axis, keepdims=True) + 0 * c.P)
-
-
-def _minus_dlse(delta: Delta) -> Delta:
-    return lambda c: delta(c) - (c.dL[..., None] if np.ndim(c.dL) else 0.0)
-
-
-Parts = Callable[[int], np.ndarray]  # of the number of keys: the part of each
-
-
-def _by_tile(tile: int) -> Parts:
-    return lambda m: np.arange(m) // tile
-
-
-def _by_count(count: int) -> Parts:
-    return lambda m: np.arange(m) // -(-m // count)
-
-
-def _by_split(count: int) -> Parts:
-    return lambda m: np.arange(m) * count // m
-
-
-def _of_parts(of: str, parts: Parts) -> Iterator[tuple[str, Delta]]:
-    def sums(c: Context, x: Floats, running: bool) -> Floats:
-        part = parts(x.shape[2])
-        one = np.equal(part[:, None], part) if not running else part[:, None] <= part
-        return np.asarray(x @ one)
-
-    def own(c: Context) -> Floats:
-        weights = sums(c, c.P, False)
-        return np.asarray(sums(c, c.P * c.dP, False) / np.where(weights == 0, 1.0, weights))
-
-    def so_far(c: Context) -> Floats:
-        weights = sums(c, c.P, True)
-        return np.asarray(sums(c, c.P * c.dP, True) / np.where(weights == 0, 1.0, weights))
-
-    yield f"each {of} has the D of its own out", _minus_dlse(own)
-    yield f"each {of} has its own part of D", _minus_dlse(lambda c: sums(c, c.P * c.dP, False))
-    yield f"each {of} has the D of the out so far", _minus_dlse(so_far)
-    yield f"each {of} has the sum so far for D", _minus_dlse(lambda c: sums(c, c.P * c.dP, True))
+def _own(
+    c: Context,
+    cut: Cut,
+    *,
+    lse: bool = False,
+    delta: bool = True,
+    so_far: bool = False,
+    divided: bool = True,
+) -> Context:
+    """Statistics of the part that a key is in, or of all parts up to it."""
+    part = np.zeros(c.P.shape[2])
+    for number, keys in enumerate(cut(len(part))):
+        part[keys] = number
+    one = part[:, None] <= part if so_far else np.equal(part[:, None], part)
+    weights = c.P @ one if divided else 1.0
+    weights = np.where(weights == 0, 1.0, weights)
+    P = c.P / weights if lse else c.P
+    D = (c.P * c.dP) @ one / weights - _dlse(c) if delta else c.D[..., None]
+    return changed(_with(c, P * (c.dP - D)), P=P)

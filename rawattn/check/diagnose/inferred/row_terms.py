@@ -8,6 +8,7 @@ in place of D or lse is looked for among the numbers that a kernel has at hand.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from rawattn.check.diagnose.engine.attention import (
 )
 from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
 from rawattn.check.diagnose.evidence import structure
+from rawattn.check.diagnose.inferred.deltas import of_gradients
 from rawattn.check.diagnose.inferred.row_sources import (
     Source,
     of_delta,
@@ -29,6 +31,7 @@ from rawattn.check.diagnose.inferred.row_sources import (
     of_number,
     rows_of,
 )
+from rawattn.check.diagnose.inferred.tile_pairs import found_in
 
 EXPLAINED = 0.15  # of what is wrong may be left by the numbers read off, at most
 SURE = 6.0  # standard errors
@@ -38,23 +41,26 @@ MOST_ROWS = 1600  # of a group of heads, which dk and dv solve for together
 OF_ANOTHER_ORIGIN = "row terms of another origin"
 MOST = 4  # sources that are planted
 
-Pair = tuple[Floats, Floats]  # weights (heads, n, m) and what they add up, (heads, n, columns)
+# weights (heads, n, m), and the rows that they add up, of keys or of the heads' queries
+Pair = tuple[Floats, Floats]
+Of = Mapping[str, Callable[[Context], Sequence[Pair]]]
+Solved = tuple[Floats, Floats, Floats]  # units and their errors (heads, n), and what they leave
 
 
 @dataclass(frozen=True)
 class Term:
     """A number of every row that gradients are linear in.
 
-    right (num_heads_q, total_q); of_rows, of_keys: by tensor, what right minus wrong is per unit;
-    used: the number itself by its ``right`` and the units read; steps: the bug with other numbers.
+    right (num_heads_q, total_q); of: by tensor, weights and what they add up, so that their product
+    is what right minus wrong is per unit; used: the number itself by its ``right`` and the units
+    read; steps: the bug with other numbers.
     """
 
     name: str
     right: Floats
-    of_rows: Mapping[str, Callable[[Context], Floats]]
-    of_keys: Mapping[str, Callable[[Context], Sequence[Pair]]]
+    of: Of
     sources: Callable[[], Iterable[Source]]
-    unknown: Source
+    unknown: tuple[str, str]  # class and words
     steps: Callable[[Floats, frozenset[str]], dict[str, Step]]
     in_exponent: bool = False
 
@@ -89,12 +95,9 @@ def bugs_of(
 ) -> Iterator[Bug]:
     """Bugs in which other numbers stand for a term; none where that does not explain it."""
     reads = []
-    for name in wrong & (term.of_rows.keys() | term.of_keys.keys()):
-        of = _by_rows if name in term.of_rows else _by_keys
-        read = of(question, answers[name], contexts, name, term)
-        if read is None:
-            return
-        if term.in_exponent and _counted(read):
+    for name in wrong & term.of.keys():
+        read = _read(question, answers, contexts, name, term.of[name])
+        if read is None or (term.in_exponent and _counted(read)):
             return
         reads.append(term.used(read))
     if not reads:
@@ -120,18 +123,22 @@ def bugs_of(
         if not any(np.array_equal(values, other) for *_, other in found):
             rms = float(np.sqrt(np.mean(off[wrong_rows] ** 2)))
             found.append((mixed, rms, source.bug, words, values))
+    if not found:
+        found = [(0.0, 0.0, *one) for one in _nameless(term, both, wrong_rows)]
     found.sort(key=lambda one: one[:2])
     for _, _, bug, words, values in found[:MOST]:
         yield Bug(bug, words, (stage,), steps=term.steps(values, wrong))
-    other = both.values - term.right
+
+
+def _nameless(term: Term, read: Read, wrong: np.ndarray) -> Iterator[tuple[str, str, Floats]]:
+    """Numbers that no source has: a multiple of the right ones, or of another origin."""
+    bug, words = term.unknown
     size = float((term.right**2).sum())
-    times = float((both.values * term.right).sum()) / size if size else 0.0
-    if not found and np.mean(both.off(times * term.right) <= SURE) >= SHARE:
-        steps = term.steps(times * term.right, wrong)
-        yield Bug(term.unknown.bug, f"{times:.4g} times {term.name}", (stage,), steps=steps)
-    elif not found and not (term.in_exponent and np.ptp(other[wrong_rows]) < 0.1):
-        steps = term.steps(both.values, wrong)
-        yield Bug(term.unknown.bug, term.unknown.words, (stage,), steps=steps)
+    times = float((read.values * term.right).sum()) / size if size else 0.0
+    if np.mean(read.off(times * term.right) <= SURE) >= SHARE:
+        yield bug, f"{times:.4g} times {term.name}", times * term.right
+    elif not (term.in_exponent and np.ptp((read.values - term.right)[wrong]) < 0.1):
+        yield bug, words, read.values
 
 
 def _counted(read: Read) -> bool:
@@ -164,58 +171,57 @@ def _together(reads: Sequence[Read]) -> Read:
 # ---- reading ----------------------------------------------------------------------------------
 
 
-def _by_rows(
-    question: Question, found: Floats, contexts: Sequence[Context], name: str, term: Term
+def _read(
+    question: Question,
+    answers: Answers,
+    contexts: Sequence[Context],
+    name: str,
+    pairs_of: Callable[[Context], Sequence[Pair]],
 ) -> Read | None:
-    """The units of a term in every row of a gradient of q."""
+    """The units of a term in every row, from a gradient: of q row by row, of k and v for all rows
+    of a group at once. None where they leave much of what is wrong."""
     values, errors = (np.zeros(question.q.shape[1::-1]) for _ in range(2))
-    left, whole, size = 0.0, 0.0, 0.0
+    left = whole = 0.0
     for c in contexts:
-        rows, heads = c.view.rows[None], c.view.heads[:, None]
-        difference = c.right[name] - found[rows, heads].astype(np.float64)
-        design = term.of_rows[name](c)
-        square = (design**2).sum(axis=-1)
-        there = square > 1e-12 * max(float(square.max(initial=0.0)), 1e-300)
-        unit = np.where(there, (design * difference).sum(-1) / np.where(there, square, 1.0), 0.0)
-        rest = difference - unit[..., None] * design
-        left, whole = left + float((rest**2).sum()), whole + float((difference**2).sum())
-        size = float(np.sqrt((rest**2).mean()))
-        own = np.sqrt((rest**2).sum(axis=-1) / max(rest.shape[-1] - 1, 1))
-        noise = np.maximum(own, size)
-        values[heads, rows] = unit
-        errors[heads, rows] = np.where(there, noise / np.sqrt(np.where(there, square, 1.0)), np.inf)
-    return Read(values, errors) if left <= EXPLAINED**2 * whole else None
-
-
-def _by_keys(
-    question: Question, found: Floats, contexts: Sequence[Context], name: str, term: Term
-) -> Read | None:
-    """The units of a term in every row, from a gradient of k or v."""
-    values, errors = (np.zeros(question.q.shape[1::-1]) for _ in range(2))
-    left, whole = 0.0, 0.0
-    for c in contexts:
-        heads, n = len(c.view.heads), len(c.view.rows)
-        if heads * n > MOST_ROWS:
+        difference = c.right[name] - found_in(c, answers, name)
+        of = _by_keys if name in OF_KEYS else _by_rows
+        read = of(difference, pairs_of(c))
+        if read is None:
             return None
-        there = found[c.view.keys, c.view.head_kv].astype(np.float64)
-        difference = c.right[name] - there
-        pairs = [
-            (w.reshape(heads * n, -1), x.reshape(heads * n, -1)) for w, x in term.of_keys[name](c)
-        ]
-        if heads * n > difference.size // 2:
-            return None
-        gram = sum((w @ v.T) * (x @ y.T) for w, x in pairs for v, y in pairs)
-        target = sum((w * (x @ difference.T)).sum(axis=1) for w, x in pairs)
-        ridge = 1e-13 * float(np.trace(gram)) / len(gram)
-        inverse = np.linalg.inv(gram + max(ridge, 1e-300) * np.eye(len(gram)))
-        unit = inverse @ target
-        rest = difference - sum((unit[:, None] * w).T @ x for w, x in pairs)
-        left, whole = left + float((rest**2).sum()), whole + float((difference**2).sum())
-        noise = np.sqrt((rest**2).sum() / (difference.size - len(unit)))
-        error = noise * np.sqrt(np.maximum(np.diag(inverse), 0))
         at = c.view.heads[:, None], c.view.rows[None]
-        values[at], errors[at] = unit.reshape(heads, n), error.reshape(heads, n)
+        values[at], errors[at], rest = read
+        left, whole = left + float((rest**2).sum()), whole + float((difference**2).sum())
     return Read(values, errors) if left <= EXPLAINED**2 * whole else None
+
+
+def _by_rows(difference: Floats, pairs: Sequence[Pair]) -> Solved | None:
+    """One number for the columns of every row."""
+    design = np.sum([times(w, x) for w, x in pairs], axis=0)
+    square = (design**2).sum(axis=-1)
+    there = square > 1e-12 * max(float(square.max(initial=0.0)), 1e-300)
+    safe = np.where(there, square, 1.0)
+    unit = np.where(there, (design * difference).sum(-1) / safe, 0.0)
+    rest = difference - unit[..., None] * design
+    own = np.sqrt((rest**2).sum(axis=-1) / max(rest.shape[-1] - 1, 1))
+    noise = np.maximum(own, float(np.sqrt((rest**2).mean())))
+    return unit, np.where(there, noise / np.sqrt(safe), np.inf), rest
+
+
+def _by_keys(difference: Floats, pairs: Sequence[Pair]) -> Solved | None:
+    """The numbers of all rows and heads together, by least squares; None for too many of them."""
+    heads, n, _ = pairs[0][0].shape
+    if heads * n > min(MOST_ROWS, difference.size // 2):
+        return None
+    flat = [(w.reshape(heads * n, -1), x.reshape(heads * n, -1)) for w, x in pairs]
+    gram = sum((w @ v.T) * (x @ y.T) for w, x in flat for v, y in flat)
+    target = sum((w * (x @ difference.T)).sum(axis=1) for w, x in flat)
+    ridge = 1e-13 * float(np.trace(gram)) / len(gram)
+    inverse = np.linalg.inv(gram + max(ridge, 1e-300) * np.eye(len(gram)))
+    unit = inverse @ target
+    rest = difference - sum((unit[:, None] * w).T @ x for w, x in flat)
+    noise = np.sqrt((rest**2).sum() / (difference.size - len(unit)))
+    error = noise * np.sqrt(np.maximum(np.diag(inverse), 0))
+    return unit.reshape(heads, n), error.reshape(heads, n), rest
 
 
 # ---- the terms of each stage ------------------------------------------------------------------
@@ -225,143 +231,80 @@ def _table(values: Floats) -> Step:
     return lambda c: values[c.view.heads[:, None], c.view.rows]
 
 
-def terms(question: Question, stage: str, contexts: Sequence[Context]) -> Iterator[Term]:
-    """The row terms of a stage's gradients."""
-    if stage == "backward":
-        yield _delta(question, contexts)
-        yield _lse(question, contexts)
-    elif stage == "second":
-        yield _w(question, contexts)
-        yield _delta_again(question, contexts)
+def terms(
+    question: Question, answers: Answers, stage: str, contexts: Sequence[Context]
+) -> Iterator[Term]:
+    """The row terms of a stage's gradients, or of its tangents."""
+    another, misplaced = "delta-of-another-out", "statistics-misplaced"
+    origin = "of another origin, read off"
 
+    def right(name: str) -> Floats:
+        found = rows_of(question, contexts, lambda c: getattr(c, name))
+        return np.where(np.isneginf(found), 0.0, found)
 
-def _delta(question: Question, contexts: Sequence[Context]) -> Term:
-    def steps(values: Floats, wrong: frozenset[str]) -> dict[str, Step]:
-        if {"dq", "dk"} <= wrong:
-            return {"D": _table(values)}
-
-        def other(c: Context) -> Context:
-            return changed(c, dY=c.r(c.G * c.P * (c.dP - _table(values)(c)[..., None])))
-
-        return {
-            name: _with(name, other) for name, of in (("dQ", "dq"), ("dK", "dk")) if of in wrong
-        }
-
-    words = f"{OF_ANOTHER_ORIGIN}, read off the gradients"
-    return Term(
-        "D",
-        rows_of(question, contexts, lambda c: c.D),
-        {"dq": lambda c: c.s * times(c.G * c.P, c.K)},
-        {"dk": lambda c: [(c.s * c.G * c.P, c.Q)]},
-        lambda: of_delta(question, contexts),
-        Source("delta-of-another-out", words, np.zeros(0)),
-        steps,
-    )
-
-
-def _with(step: str, other: Callable[[Context], Context]) -> Step:
-    return lambda c: STEPS[step](other(c))
-
-
-def _lse(question: Question, contexts: Sequence[Context]) -> Term:
-    def steps(values: Floats, wrong: frozenset[str]) -> dict[str, Step]:
-        def P(c: Context) -> Floats:
-            with np.errstate(over="ignore", invalid="ignore"):
-                found = np.exp(c.S - _table(values)(c)[..., None])
-            return np.asarray(c.r(np.where(c.W > 0, found, 0.0)))
-
-        if len(wrong) > 2:
-            return {"bP": P}
-
-        def other(c: Context) -> Context:
-            again = changed(c, P=P(c))
-            again.dY = c.r(c.G * STEPS["dS"](again))
-            return again
-
-        names = {"dq": "dQ", "dk": "dK", "dv": "dV"}
-        return {names[of]: _with(names[of], other) for of in wrong & names.keys()}
-
-    words = "lse of another origin, read off the gradients"
-    return Term(
-        "L",
-        rows_of(question, contexts, lambda c: np.where(np.isneginf(c.L), 0.0, c.L)),
-        {"dq": lambda c: c.dQ},
-        {"dv": lambda c: [(c.P, c.dO)]},
-        lambda: of_lse(question, contexts),
-        Source("statistics-misplaced", words, np.zeros(0)),
-        steps,
-        in_exponent=True,
-    )
-
-
-def _w(question: Question, contexts: Sequence[Context]) -> Term:
-    right = rows_of(question, contexts, lambda c: c.w)
-    words = "row terms W of another origin, read off gq and gk"
-    return Term(
-        "W",
-        right,
-        {"gq": lambda c: c.s * times(c.G * c.P, c.K)},
-        {"gk": lambda c: [(c.s * c.G * c.P, c.Q)]},
-        lambda: of_number(right, "W = dout . ddout", question),
-        Source("statistics-misplaced", words, np.zeros(0)),
-        lambda values, wrong: {"w": _table(values)},
-    )
-
-
-def _delta_again(question: Question, contexts: Sequence[Context]) -> Term:
     def weights(c: Context) -> Floats:
+        return np.asarray(c.s * c.G * c.P)
+
+    def moved(c: Context) -> Floats:
         return np.asarray(c.s * (c.G * c.tP + c.tG * c.P))
 
-    words = "row terms D of another origin, read off gq and gk"
-    return Term(
-        "D",
-        rows_of(question, contexts, lambda c: c.D),
-        {"gq": lambda c: times(weights(c), c.K) + c.s * times(c.G * c.P, c.tK)},
-        {"gk": lambda c: [(weights(c), c.Q), (c.s * c.G * c.P, c.tQ)]},
-        lambda: of_delta(question, contexts),
-        Source("delta-of-another-out", words, np.zeros(0)),
-        lambda values, wrong: {"D": _table(values)},
-    )
+    def planted(step: str) -> Callable[[Floats, frozenset[str]], dict[str, Step]]:
+        return lambda values, wrong: {step: _table(values)}
 
-
-def of_tangents(
-    question: Question, answers: Answers, stage: str, contexts: Sequence[Context]
-) -> Iterator[Bug]:
-    """The row term e, the tangent of lse: whatever the answers have for it."""
-    name, bug = {"jvp": ("tlse", "jvp-e-omitted"), "second": ("ddlse", "second-e-omitted")}[stage]
-    out = {"jvp": "tout", "second": "ddout"}[stage]
-    if name not in answers or out not in answers:
+    deltas = partial(of_delta, question, contexts)
+    if stage == "backward":
+        of: Of = {"dq": lambda c: [(weights(c), c.K)], "dk": lambda c: [(weights(c), c.Q)]}
+        unknown = another, f"{OF_ANOTHER_ORIGIN}, read off the gradients"
+        yield Term("D", right("D"), of, deltas, unknown, _with_delta)
+        of = {"dq": lambda c: [(c.s * c.dY, c.K)], "dv": lambda c: [(c.P, c.dO)]}
+        lses, unknown = partial(of_lse, question, contexts), (misplaced, f"lse {origin} gradients")
+        yield Term("L", right("L"), of, lses, unknown, _with_lse, in_exponent=True)
         return
-    found = np.asarray(answers[name], dtype=np.float64)
-    right = rows_of(question, contexts, lambda c: c.e)
-    size = float(np.sqrt(np.mean(right**2)))
-    eps = 64 * ROUNDED[question.dtype.itemsize] * size
-    if np.sqrt(np.mean((found - right) ** 2)) < eps or not np.any(found):
-        return
-    left = whole = 0.0
-    for c in contexts:
-        wrong = (
-            np.asarray(answers[out][c.view.rows[None], c.view.heads[:, None]], np.float64) - c.tO
-        )
-        more = (_table(found)(c) - c.e)[..., None] * c.O
-        left, whole = left + float(((wrong + more) ** 2).sum()), whole + float((wrong**2).sum())
-    if not left <= EXPLAINED**2 * whole:
-        return
-    read = Read(found, np.full(found.shape, eps / SURE))
-    for source in of_number(right, "e", question):
-        if np.mean(read.off(source.values) <= SURE) >= SHARE:
-            yield Bug(source.bug, source.words, (stage,), steps={"e": _table(source.values)})
-            return
-    words = f"e is not the sum of P o E but another number, the same in {name} and elsewhere"
-    yield Bug(bug, words, (stage,), steps={"e": _table(found)})
+    lse, bug = {"jvp": ("tlse", "jvp-e-omitted"), "second": ("ddlse", "second-e-omitted")}[stage]
+    of = {"tout": lambda c: [(c.P, c.V)], "ddout": lambda c: [(c.P, c.V)]}
+
+    def tangents() -> Iterator[Source]:
+        yield from of_number(right("e"), "e", question)
+        if lse in answers and np.any(answers[lse]):
+            words = f"e is not the sum of P o E but another number, the same in {lse} and elsewhere"
+            yield Source(bug, words, np.asarray(answers[lse], dtype=np.float64))
+
+    yield Term("e", right("e"), of, tangents, (bug, f"e {origin} the tangents"), planted("e"))
+    if stage == "second":
+        of = {"gq": lambda c: [(weights(c), c.K)], "gk": lambda c: [(weights(c), c.Q)]}
+        others = partial(of_number, right("w"), "W = dout . ddout", question)
+        unknown = misplaced, f"row terms W {origin} gq and gk"
+        yield Term("W", right("w"), of, others, unknown, planted("w"))
+        of = {
+            "gq": lambda c: [(moved(c), c.K), (weights(c), c.tK)],
+            "gk": lambda c: [(moved(c), c.Q), (weights(c), c.tQ)],
+        }
+        unknown = another, f"row terms D {origin} gq and gk"
+        yield Term("D", right("D"), of, deltas, unknown, planted("D"))
 
 
-def right_of(c: Context) -> dict[str, Floats]:
-    """The right gradients of a context, by the names of tensors; those of keys for the group."""
-    found = {}
-    for name in ("dq", "dk", "dv", "gq", "gk", "gv"):
-        step = name[0] + name[1].upper()
-        if hasattr(c, step):
-            x = getattr(c, step)
-            found[name] = x.sum(axis=0) if name in OF_KEYS else x
-    return found
+def _with_delta(values: Floats, wrong: frozenset[str]) -> dict[str, Step]:
+    """Another D: of both kernels, or of the one whose gradient is wrong."""
+    if {"dq", "dk"} <= wrong:
+        return {"D": _table(values)}
+
+    def other(c: Context) -> Context:
+        return changed(c, dY=c.r(c.G * c.P * (c.dP - _table(values)(c)[..., None])))
+
+    return of_gradients(wrong & {"dq", "dk"}, other)
+
+
+def _with_lse(values: Floats, wrong: frozenset[str]) -> dict[str, Step]:
+    """Another lse: of all gradients, or of those that are wrong."""
+
+    def P(c: Context) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = np.exp(c.S - _table(values)(c)[..., None])
+        return np.asarray(c.r(np.where(c.W > 0, found, 0.0)))
+
+    def other(c: Context) -> Context:
+        again = changed(c, P=P(c))
+        again.dY = c.r(c.G * STEPS["dS"](again))
+        return again
+
+    return {"bP": P} if len(wrong) > 2 else of_gradients(wrong, other)

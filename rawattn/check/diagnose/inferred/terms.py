@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import PROGRAMS, STEPS, Bug, Context, Floats, solve
+from rawattn.check.diagnose.engine.attention import Bug, Context, contexts
 from rawattn.check.diagnose.engine.question import (
     OF_KEYS,
     STAGES,
@@ -27,7 +27,12 @@ from rawattn.check.diagnose.inferred import (
     tile_pairs,
 )
 
-GRADIENTS = {"backward": ("dq", "dk", "dv"), "second": ("gq", "gk", "gv")}
+STEPS_OF = {"tout": "tO", "ddout": "tO"} | {name: x[0] for name, x in tile_pairs.WEIGHTS.items()}
+ROWS_OF = {
+    "backward": ("dq", "dk", "dv"),
+    "second": ("ddout", "gq", "gk", "gv"),
+    "jvp": ("tout",),
+}
 WRONG = {2: 0.02, 4: 1e-3, 8: 1e-3}  # of the size, by the bytes of the inputs
 
 
@@ -35,32 +40,32 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs read off the answers of ``stage``; none where nothing can be read."""
     if not _finite(answers, STAGES[stage]):
         return
-    contexts = contexts_of(question, answers, stage)
-    if not contexts:
+    views = contexts_of(question, answers, stage)
+    if not views:
         return
-    rescaled: list[Bug] = []
-    if stage in ("forward", "jvp"):
-        rescaled = list(online.bugs(question, answers, stage, contexts))
-    yield from rescaled
-    if stage in ("jvp", "second") and not rescaled:
-        yield from row_terms.of_tangents(question, answers, stage, contexts)
-    there = [name for name in GRADIENTS.get(stage, ()) if name in answers]
-    wrong = frozenset(name for name in there if _wrong(question, answers, contexts, name))
+    if stage == "jvp" or (stage == "forward" and question.sparse):
+        rescaled = list(online.bugs(question, answers, stage, views))
+        yield from rescaled
+        if rescaled:
+            return
+    there = [name for name in ROWS_OF.get(stage, ()) if name in answers]
+    wrong = frozenset(name for name in there if _wrong(question, answers, views, name))
     if not wrong:
         return
-    if question.sparse:
-        lists = list(blocks.of_keys(question, answers, wrong))
+    gradients = wrong & tile_pairs.SUMS.keys()
+    if question.sparse and gradients:
+        lists = list(blocks.of_keys(question, answers, gradients))
         yield from lists
         if lists:
             return
-    for term in row_terms.terms(question, stage, contexts):
-        yield from row_terms.bugs_of(question, answers, stage, contexts, term, wrong)
+    for term in row_terms.terms(question, answers, stage, views):
+        yield from row_terms.bugs_of(question, answers, stage, views, term, wrong)
     if stage == "backward":
-        yield from deltas.bugs(question, answers, contexts, wrong)
-        yield from masks.bugs(question, answers, contexts, wrong)
-        yield from narrow.bugs(question, answers, contexts, wrong)
+        yield from deltas.bugs(question, answers, views, wrong)
+        yield from masks.bugs(question, answers, views, wrong)
+        yield from narrow.underflows()
     if not question.sparse:
-        yield from tile_pairs.bugs(question, answers, stage, contexts, wrong)
+        yield from tile_pairs.bugs(question, answers, stage, views, gradients)
 
 
 def followed(
@@ -69,8 +74,8 @@ def followed(
     """What the errors of a right backward pass follow; ``noise`` of tensors as ``Fit.rms``."""
     if stage != "backward" or not _finite(answers, STAGES[stage]):
         return []
-    contexts = contexts_of(question, answers, stage)
-    return narrow.followed(question, answers, contexts, noise) if contexts else []
+    views = contexts_of(question, answers, stage)
+    return narrow.followed(question, answers, views, noise) if views else []
 
 
 def _finite(answers: Answers, names: Iterable[str]) -> bool:
@@ -80,33 +85,17 @@ def _finite(answers: Answers, names: Iterable[str]) -> bool:
 
 
 def contexts_of(question: Question, answers: Answers, stage: str) -> list[Context]:
-    """The views with the right results of all steps, ``right`` by the names of gradients."""
-    found: list[Context] = []
-    last = PROGRAMS[stage][-1]
-
-    def kept(c: Context) -> Floats:
-        found.append(c)
-        return np.asarray(STEPS[last](c))
-
-    solve(
-        question,
-        stage,
-        Bug("", stages=(stage,), steps={last: kept}),
-        given=given_to_backward(question, answers),
-    )
+    """The views with the right results of all steps, ``right`` by the names of tensors, those of
+    keys for the group."""
+    found = contexts(question, stage, given_to_backward(question, answers))
     for c in found:
-        c.right = row_terms.right_of(c)
+        grads = {name: getattr(c, STEPS_OF[name]) for name in ROWS_OF.get(stage, ())}
+        c.right = {n: x.sum(axis=0) if n in OF_KEYS else x for n, x in grads.items()}
     return found
 
 
-def _wrong(question: Question, answers: Answers, contexts: list[Context], name: str) -> bool:
-    error, size = 0.0, 0.0
-    for c in contexts:
-        right = c.right[name]
-        if name in OF_KEYS:
-            found = answers[name][c.view.keys, c.view.head_kv]
-        else:
-            found = answers[name][c.view.rows[None], c.view.heads[:, None]]
-        error += float(((found.astype(np.float64) - right) ** 2).sum())
-        size += float((right**2).sum())
+def _wrong(question: Question, answers: Answers, views: list[Context], name: str) -> bool:
+    """Whether a gradient is off by more than rounding."""
+    error = sum(((tile_pairs.found_in(c, answers, name) - c.right[name]) ** 2).sum() for c in views)
+    size = sum((c.right[name] ** 2).sum() for c in views)
     return bool(np.sqrt(error) > WRONG[question.dtype.itemsize] * np.sqrt(size))

@@ -1,0 +1,317 @@
+"""The softmax made of parts of the keys: tiles one after the other, or splits that are merged.
+
+Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
+in forward mode of P o E (e) and (P o E) V + P tV (tout). A result is made of the sums of all parts,
+each with a weight of its own; the tables are of wrong weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import TILES, Context, Floats, Step, times
+from rawattn.check.diagnose.engine.question import Question
+
+LN_2 = np.log(2)
+COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
+Cut = Callable[[int], list[slice]]  # so many keys in parts, in the order of the loop
+Rows = Callable[[np.ndarray], np.ndarray]  # another row for each
+# (parts, heads, n) -> what the sums so far, and those of the part, are multiplied by
+Way = Callable[[Floats], tuple[Floats, Floats]]
+Weights = Callable[["Parts"], Floats]  # (parts, heads, n)
+
+
+class Parts(NamedTuple):
+    """Of every part its maximum, -inf where nothing is seen, (parts, heads, n); and its sums."""
+
+    tops: Floats
+    sums: dict[str, Floats]  # (parts, heads, n, columns)
+
+    @property
+    def row_sums(self) -> Floats:
+        return self.sums["row_sum"][..., 0]
+
+    @property
+    def lses(self) -> Floats:
+        return np.asarray(self.tops + np.log(self.row_sums))
+
+
+class Results(NamedTuple):
+    """What an attention kernel makes of its parts; the last two are tangents."""
+
+    out: Floats
+    lse: Floats
+    e: Floats
+    tout: Floats
+
+
+# ---- parts ------------------------------------------------------------------------------------
+
+
+def cut(size: int, last_first: bool = False) -> Cut:
+    """Parts of so many keys."""
+    step = -1 if last_first else 1
+    return lambda m: [slice(start, start + size) for start in range(0, m, size)][::step]
+
+
+def _equal(count: int, of_tiles: int = 1) -> Cut:
+    """So many parts, each of whole tiles, and the last one shorter."""
+    return lambda m: cut(-(-m // (count * of_tiles)) * of_tiles)(m)
+
+
+def _balanced(count: int) -> Cut:
+    """So many parts, the first of which have a key more."""
+    return lambda m: [
+        slice(int(keys[0]), int(keys[-1]) + 1)
+        for keys in np.array_split(np.arange(m), count)
+        if len(keys)
+    ]
+
+
+def tiles(question: Question) -> dict[str, Cut]:
+    """Tiles of a loop over the keys, from the first on and from the last."""
+    sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
+    found = {f"tile of {tile}": cut(tile) for tile in sizes}
+    return found | {f"tile of {tile}, from the last": cut(tile, True) for tile in sizes}
+
+
+def splits(question: Question) -> dict[str, Cut]:
+    """Parts that are merged; each once, where several are the same for all sequences."""
+    cuts = {f"{count} equal parts": _equal(count) for count in COUNTS}
+    cuts |= {f"{count} parts, the last ones a key shorter": _balanced(count) for count in COUNTS}
+    cuts |= {f"parts of {tile} keys": cut(tile) for tile in TILES}
+    cuts |= {
+        f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)
+        for tile, count in product(TILES[1:], COUNTS)
+    }
+    found: dict[tuple[int, ...], str] = {}
+    for text, of in cuts.items():
+        starts = tuple(part.start for m in question.lengths_k for part in of(m))
+        if any(starts):
+            found.setdefault(starts, text)
+    return {text: cuts[text] for text in found.values()}
+
+
+def parts_of(c: Context, cut: Cut) -> Parts:
+    tops, sums = [], []
+    for keys in cut(c.S.shape[2]):
+        S, V = c.S[..., keys], c.V[keys]
+        top = S.max(axis=-1)
+        P = np.exp(S - _finite(top)[..., None])
+        more = {"row_sum": P.sum(axis=-1, keepdims=True), "out": times(P, V)}
+        if hasattr(c, "E"):
+            moving = P * np.where(c.W > 0, c.E, 0.0)[..., keys]
+            more["e"] = moving.sum(axis=-1, keepdims=True)
+            more["tout"] = times(moving, V) + times(P, c.tV[keys])
+        tops.append(top)
+        sums.append(more)
+    return Parts(np.stack(tops), {name: np.stack([x[name] for x in sums]) for name in sums[0]})
+
+
+def _finite(x: Floats) -> Floats:
+    return np.where(np.isneginf(x), 0.0, x)
+
+
+def _exp(x: Floats) -> Floats:
+    return np.where(np.isneginf(x), 0.0, np.exp(_finite(x)))
+
+
+def _in_turn(old: Floats, new: Floats) -> Floats:
+    """The weights of parts that are added one after the other."""
+    later = np.cumprod(old[::-1], axis=0)[::-1]
+    return np.asarray(new * np.concatenate([later[1:], np.ones_like(later[:1])]))
+
+
+# ---- one after the other ----------------------------------------------------------------------
+
+ROWS: dict[str, Rows] = {
+    "the row 8 before, for rows i with i % 16 in 8 to 15": lambda i: i & ~8,
+    "row i xor 8": lambda i: i ^ 8,
+    "row i // 2 * 2": lambda i: i & ~1,
+    "row i xor 1": lambda i: i ^ 1,
+    "row i // 4 * 4": lambda i: i & ~3,
+    "row i // 16 * 16": lambda i: i & ~15,
+}
+
+
+def _of_rows(rows: Rows) -> Way:
+    def way(factors: Floats) -> tuple[Floats, Floats]:
+        n = factors.shape[2]
+        return factors[..., np.minimum(rows(np.arange(n)), n - 1)], np.ones_like(factors)
+
+    return way
+
+
+def _power(x: float) -> Way:
+    return lambda factors: (factors**x, np.ones_like(factors))
+
+
+RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
+# of the factors exp(old max - new max), of every step
+WAYS: dict[str, Way] = {
+    "not rescaled": _power(0),
+    "rescaled after the new tile is added": lambda factors: (factors, factors),
+    "rescaled after the new tile is added, by 0 at the first one": lambda factors: (
+        factors,
+        np.concatenate([0 * factors[:1], factors[1:]]),
+    ),
+    "by the factor of the tile before": lambda factors: (
+        np.concatenate([factors[:1], factors[:-1]]),
+        np.ones_like(factors),
+    ),
+    "rescaled twice": _power(2),
+    "by the reciprocal of the factor": _power(-1),
+    "by exp2 of natural units": _power(LN_2),
+    "by exp of units of base 2": _power(1 / LN_2),
+    **{f"by the factor of {text}": _of_rows(rows) for text, rows in ROWS.items()},
+}
+
+
+RIGHTLY = _power(1)
+
+
+def rescaled(parts: Parts, wrong: Sequence[str], way: Way) -> Results:
+    """Tile after tile, the ``wrong`` sums rescaled in another way."""
+    sums, others = totals(parts, RIGHTLY), totals(parts, way)
+    return divided(parts, sums | {name: others[name] for name in wrong})
+
+
+def totals(parts: Parts, way: Way) -> dict[str, Floats]:
+    """The sums against the maximum of the last step, all rescaled in one way."""
+    running = np.maximum.accumulate(parts.tops, axis=0)
+    before = np.concatenate([running[:1], running[:-1]])
+    old, new = way(np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running))))
+    share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
+    weights = _in_turn(old, new * share)[..., None]
+    return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
+
+
+def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
+    """What is stored of the sums."""
+    total = np.where(sums["row_sum"] == 0, 1.0, sums["row_sum"])
+    out = sums["out"] / total
+    lse = np.log(sums["row_sum"][..., 0]) + _finite(parts.tops.max(axis=0))
+    if "e" not in sums:
+        return Results(out, lse, np.zeros_like(lse), np.zeros_like(out))
+    e = sums["e"] / total
+    return Results(out, lse, e[..., 0], sums["tout"] / total - e * out)
+
+
+# ---- merged -----------------------------------------------------------------------------------
+
+
+def _whole(lses: Floats) -> Floats:
+    top = _finite(lses.max(axis=0))
+    return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top)
+
+
+def _shares(lses: Floats) -> Floats:
+    """The right weights; 0 for a row without keys."""
+    return _exp(lses - _finite(_whole(lses)))
+
+
+def _running(weights: Callable[[Floats, Floats], tuple[Floats, Floats]]) -> Weights:
+    """What the result so far and the part are multiplied by, by the lse of both."""
+
+    def of(parts: Parts) -> Floats:
+        lses = parts.lses
+        before = np.concatenate([np.full_like(lses[:1], -np.inf), lses[:-1]])
+        before = np.logaddexp.accumulate(before, axis=0)
+        old, new = weights(before, lses)
+        first = np.arange(len(lses))[:, None, None] == 0
+        return _in_turn(*(np.where(first, 1.0, np.nan_to_num(x)) for x in (old, new)))
+
+    return of
+
+
+def _stale(parts: Parts) -> tuple[Floats, Floats]:
+    """Weights, and lse, where the running lse stays that of the first part that has keys."""
+    lses = parts.lses
+    there = ~np.isneginf(lses)
+    begun = np.cumsum(there, axis=0) > there
+    first = np.where(there & ~begun, lses, 0.0).sum(axis=0)
+    whole = np.logaddexp(np.where(begun, first, -np.inf), lses)
+    old = np.where(begun, _exp(first - _finite(whole)), 1.0)
+    last = len(lses) - 1 - there[::-1].argmax(axis=0)
+    weights = _in_turn(old, _exp(lses - _finite(whole)))
+    return weights, np.take_along_axis(whole, last[None], axis=0)[0]
+
+
+def _normalised(x: Floats) -> Floats:
+    total = x.sum(axis=0)
+    return np.asarray(x / np.where(total == 0, 1.0, total))
+
+
+RIGHT = "right"
+# what the results of parts are multiplied by
+WEIGHTS: dict[str, Weights] = {
+    RIGHT: lambda p: _shares(p.lses),
+    "exp2 where lse is in natural units": lambda p: _shares(p.lses * LN_2),
+    "exp where lse is in base 2": lambda p: _shares(p.lses / LN_2),
+    "exp(lse - largest), not divided by their sum": lambda p: _exp(
+        p.lses - _finite(p.lses.max(axis=0))
+    ),
+    "none: parts are added": lambda p: np.ones_like(p.tops),
+    "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
+    "the mean of the parts that have keys": lambda p: _normalised(1.0 * (p.row_sums > 0)),
+    "row sums, without their maxima": lambda p: _normalised(p.row_sums),
+    "exp(maximum - largest), without row sums": lambda p: _normalised(
+        _exp(p.tops - _finite(p.tops.max(axis=0)))
+    ),
+    "an lse of 0 for a part without keys": lambda p: _shares(_finite(p.lses)),
+    "by an lse that is not updated after a merge": lambda p: _stale(p)[0],
+    "those of both exchanged": _running(
+        lambda a, b: (np.exp(b - np.logaddexp(a, b)), np.exp(a - np.logaddexp(a, b)))
+    ),
+    "the mean of the running result and the part": _running(
+        lambda a, b: (np.full_like(b, 0.5), np.full_like(b, 0.5))
+    ),
+    "the running result is not rescaled": _running(
+        lambda a, b: (np.ones_like(b), np.exp(b - np.logaddexp(a, b)))
+    ),
+}
+LSES: dict[str, Callable[[Parts], Floats]] = {
+    RIGHT: lambda p: _whole(p.lses),
+    "the largest of the parts": lambda p: p.lses.max(axis=0),
+    "that of the last part": lambda p: p.lses[-1],
+    "that of the first part": lambda p: p.lses[0],
+    "the sum of those of the parts": lambda p: p.lses.sum(axis=0),
+    "not updated after a merge": lambda p: _stale(p)[1],
+    "log2 of sums of exp2 of natural units": lambda p: _whole(p.lses * LN_2) / LN_2,
+    "the logarithm of sums of exp2 of natural units": lambda p: (
+        p.lses.max(axis=0) * (1 - LN_2) + _whole(p.lses * LN_2)
+    ),
+    "of sums of exp of base 2": lambda p: _whole(p.lses / LN_2) * LN_2,
+    "with an lse of 0 for a part without keys": lambda p: _whole(_finite(p.lses)),
+    "the largest maximum + log(the sum of row sums)": lambda p: (
+        p.tops.max(axis=0) + np.log(p.row_sums.sum(axis=0))
+    ),
+    "log(the sum of row sums)": lambda p: np.log(p.row_sums.sum(axis=0)),
+}
+
+
+def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
+    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
+    w = WEIGHTS[out](parts) / np.where(parts.row_sums == 0, 1.0, parts.row_sums)
+    O = (w[..., None] * parts.sums["out"]).sum(axis=0)  # noqa: E741
+    L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
+    return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+
+
+# ---- planted ----------------------------------------------------------------------------------
+
+
+def steps(stage: str, cut: Cut, of: Callable[[Parts], Results]) -> Mapping[str, Step]:
+    """A forward pass, or one in forward mode, whose results are made of parts."""
+
+    def result(c: Context, name: str) -> Floats:
+        with np.errstate(all="ignore"):
+            c.results = of(parts_of(c, cut))
+        c.O, c.L = c.results.out, c.results.lse
+        return np.asarray(getattr(c.results, name))
+
+    if stage == "forward":
+        return {"L": lambda c: result(c, "lse"), "O": lambda c: c.results.out}
+    return {"e": lambda c: result(c, "e"), "tO": lambda c: c.results.tout}
