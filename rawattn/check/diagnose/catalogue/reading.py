@@ -16,7 +16,7 @@ from rawattn.check.diagnose.engine.attention import (
 
 OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
-    **{"lse": "L", "dlse": "dL", "delta": "other_D"},
+    **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
 }
 LIKE = {"Q": "q", "K": "k", "V": "v", "dO": "dout"}  # an array of the same columns
 
@@ -59,7 +59,7 @@ def right_delta(c: Context) -> Floats:
 
 def of_view(c: Context, name: str, x: Floats, by: Map | None = None) -> Floats:
     """A view's part of an array that is read as ``name``, by a map."""
-    view, of_keys, number = c.view, name in ("k", "v"), name in STATISTICS
+    view, of_keys, number = c.view, name in ("k", "v", "tk", "tv"), name in STATISTICS
     rows, heads = (view.keys, np.array([view.head_kv])) if of_keys else (view.rows, view.heads)
     x = x.T[..., None] if number else x
     at = At(rows[:, None, None], heads[:, None], np.arange(x.shape[2]))

@@ -162,13 +162,7 @@ class Sample:
             return False
         with np.errstate(all="ignore"):
             answers = solve(self.question, self.stage, near[0][1], given=self.given)
-        for name, found in self.found.items():
-            size = np.abs(np.where(np.isfinite(found), found, 0.0)).mean()
-            with np.errstate(invalid="ignore"):
-                left = np.abs(found - by_rows(name, answers[name]))
-            if np.nanmean(np.where(np.isinf(found), 0.0, left)) > WRONG * self.eps[name] * size:
-                return False
-        return True
+        return all(self.of_all(n, answers[n]) <= WRONG * self.eps[n] for n in self.found)
 
     def fit(
         self, family: Family, grid: Floats, *, by_head: bool = False, name: str = "out"
