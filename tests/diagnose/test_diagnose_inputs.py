@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.inferred import inputs
@@ -51,6 +52,43 @@ def question_of(causal: bool = True) -> Question:
     q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
     direction = {"tq": draw(4), "tk": draw(2), "tv": draw(2)}
     return Question(q, k, v, offsets, offsets, causal=causal, dout=dout, **direction)
+
+
+def test_maps_take_what_numpy_would() -> None:
+    question = question_of()
+    rng = np.random.default_rng(4)
+    x, rows = np.asarray(question.q), rng.standard_normal((4, 91))
+    parts = [part.reshape(4, -1, 32).swapaxes(0, 1) for part in (x[:50], x[50:])]
+    padded = np.zeros((50, 4, 32))
+    padded[:41] = x[50:]
+    turned = padded.swapaxes(0, 1).reshape(50, 4, 32)[:41]
+    of_columns = {
+        "(tokens, heads, columns) read as (heads, tokens, columns)": x.reshape(4, 91, 32).swapaxes(
+            0, 1
+        ),
+        "(heads, tokens, columns) read as (tokens, heads, columns)": x.swapaxes(0, 1).reshape(
+            x.shape
+        ),
+        "(tokens, heads, columns) read as (heads, tokens, columns), every sequence": np.concatenate(
+            parts
+        ),
+        "(heads, tokens, columns) read as (tokens, heads, columns), every padded sequence": (
+            np.concatenate((x[:50].swapaxes(0, 1).reshape(50, 4, 32), turned))
+        ),
+        "without the offset of the sequence": np.concatenate((x[:50], x[:41])),
+        "head h % num_heads_kv": x[:, [0, 1, 0, 1]],
+        "columns j ^ 16": np.roll(x, 16, axis=2),
+    }
+    of_rows = {
+        "(heads, tokens) read as (tokens, heads)": rows.reshape(91, 4).T,
+        "(tokens, heads) read as (heads, tokens)": rows.T.reshape(4, 91),
+        "row i % 16": rows[:, [*(np.arange(50) % 16), *(50 + np.arange(41) % 16)]],
+    }
+    for name, array, wanted in (("q", x, of_columns), ("lse", rows, of_rows)):
+        found = {by.words: by for by in maps.families(question, name == "lse")}
+        for words, right in wanted.items():
+            moved = found[words].moved(maps.geometry(question, name), array)
+            assert np.array_equal(moved, right), words
 
 
 def named(question: Question, answers: Answers) -> list[str]:

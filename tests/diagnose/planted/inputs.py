@@ -143,36 +143,6 @@ def by_index(index: Callable[[int, int, int], tuple[int, int]], *names: str) -> 
     return change
 
 
-def pages_in_a_row(size: int, *names: str) -> Change:
-    """Pages are given out in turn to the sequences, and every second one of a sequence is taken
-    to be the one after its first."""
-
-    def change(arrays: Arrays, question: Question) -> Arrays:
-        found = dict(arrays)
-        sides = bounds("k", question)
-        table = [
-            (b, first)
-            for first in range(0, max(question.lengths_k), size)
-            for b, (start, stop) in enumerate(sides)
-            if first < stop - start
-        ]
-        for name in names:
-            x, memory = arrays[name], np.zeros((len(table), size, *arrays[name].shape[1:]))
-            for number, (b, first) in enumerate(table):
-                start, stop = sides[b]
-                part = x[start + first : min(start + first + size, stop)]
-                memory[number, : len(part)] = part
-            found[name] = x.copy()
-            for b, first in table:
-                if first // size % 2:
-                    number = min(table.index((b, first - size)) + 1, len(table) - 1)
-                    start, stop = sides[b][0] + first, min(sides[b][0] + first + size, sides[b][1])
-                    found[name][start:stop] = memory[number, : stop - start]
-        return found
-
-    return change
-
-
 def with_strides(name: str, of_head: Callable[[Question], int]) -> Change:
     """Every head at a multiple of another width."""
 
@@ -297,7 +267,6 @@ PLANTED: tuple[Planted, ...] = (
         ("v, heads first", BOTH, {"read": heads_first("v")}, {"heads_kv": (2, 3)}),
         ("q, k, v heads first", FORWARD, {"read": heads_first("q", "k", "v")}, _HEADS),
         ("dout, heads first", BACKWARD, {"read": heads_first("dout")}, _HEADS),
-        ("lse, tokens first", BACKWARD, {"read": heads_first("lse")}, _HEADS),
         ("k, columns before heads", FORWARD, {"read": columns_first("k")}, {"heads_kv": (2, 3)}),
         (
             "q, heads first in every sequence",
@@ -320,24 +289,6 @@ PLANTED: tuple[Planted, ...] = (
             {"head_dims": (64,), "head_dims_v": (32,), "heads_kv": (2, 3)},
         ),
         (
-            "every second page of 16 keys",
-            FORWARD,
-            {"read": pages_in_a_row(16, "k", "v")},
-            {"lengths": (40, 90), "over": 40, "batch": (2, 3), "masks": ("open",)},
-        ),
-        (
-            "every second page of 32 keys, of values alone, causal",
-            FORWARD,
-            {"read": pages_in_a_row(32, "v")},
-            {
-                "lengths": (60, 110),
-                "over": 64,
-                "batch": (2, 3),
-                "masks": ("causal",),
-                "lengths_k": ("equal",),
-            },
-        ),
-        (
             "heads for tokens",
             FORWARD,
             {"over_heads": True},
@@ -346,6 +297,7 @@ PLANTED: tuple[Planted, ...] = (
     ),
     *_planted(
         "statistics-misplaced",
+        ("lse, tokens first", BACKWARD, {"read": heads_first("lse")}, _HEADS),
         ("lse of the first sequence", BACKWARD, {"read": by_index(lambda h, b, i: (h, i), "lse")}),
         (
             "delta of row i & ~8",

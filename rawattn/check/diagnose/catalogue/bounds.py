@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.maps import TILES
 from rawattn.check.diagnose.catalogue.masks import bounds, within
-from rawattn.check.diagnose.catalogue.operands import TILES
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     OWN_P,

@@ -1,67 +1,50 @@
-"""Bugs of the axis of heads: gradients summed over other groups, softmaxes along other axes."""
+"""Bugs of the axis of heads: other maps of groups, softmaxes along other axes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import reading
+from rawattn.check.diagnose.catalogue.reading import array_of, of_view
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
-    NO_BUG,
-    PROGRAMS,
     STEPS,
     Bug,
     Context,
     Floats,
+    See,
     Step,
+    View,
     changed,
-    run_steps,
 )
 from rawattn.check.diagnose.engine.question import Question
 
 
-def by_remainder(question: Question) -> Floats:
-    """Heads h with h % num_heads_kv == a for key/value head a."""
-    heads = np.arange(question.num_heads_q)
-    found = heads[None, :] % question.num_heads_kv == np.arange(question.num_heads_kv)[:, None]
-    return np.asarray(found.astype(np.float64))
+def by_map(head_kv: Sequence[int] | np.ndarray) -> See:
+    """Query head h with key/value head head_kv[h]."""
+
+    def one(view: View, i: int) -> View:
+        weight = view.weight[i : i + 1] if len(view.weight) > 1 else view.weight
+        of = int(head_kv[view.heads[i]])
+        return replace(view, heads=view.heads[i : i + 1], head_kv=of, weight=weight)
+
+    return lambda question, views: [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def reduced(weights: Floats, text: str, names: Sequence[str] = ("dk", "dv")) -> Bug:
-    """dk and dv of key/value head a as the sum of weights[a, h] times what head h gives."""
-
-    def of(name: str) -> Step:
-        def step(c: Context) -> Floats:
-            parts = []
-            for head in np.nonzero(weights[c.view.head_kv])[0]:
-                one = of_head(c, int(head))
-                parts.append(weights[c.view.head_kv, head] * np.asarray(STEPS[name](one))[0])
-            shape = (len(c.view.keys), c.Q.shape[2] if name == "dK" else c.dO.shape[2])
-            return np.stack(parts) if parts else np.zeros((1, *shape))
-
-        return step
-
-    steps = {step: of(step) for step in (f"d{name[1:].upper()}" for name in names)}
-    return Bug("gqa-reduction-map", f"{' and '.join(names)}: {text}", BACKWARD, steps=steps)
+def reduced(question: Question) -> Bug:
+    """dk and dv of key/value head a as sums over the heads h with h % num_heads_kv == a."""
+    of = np.arange(question.num_heads_q) % question.num_heads_kv
+    text, steps = "h % num_heads_kv", {"Y": _with_right_keys}
+    return Bug("gqa-reduction-map", text, BACKWARD, by_map(of), steps)
 
 
-def of_head(c: Context, head: int) -> Context:
-    """A view's context with one query head, and the key/value head that it belongs to."""
-    question, weight = c.question, c.view.weight
-    view = replace(
-        c.view,
-        heads=np.array([head]),
-        head_kv=head // question.group,
-        weight=weight[:1],
-    )
-    one = changed(c, view=view, W=view.weight)
-    for name, x in reading.arrays_of(c).items():
-        if name in reading.OPERANDS:
-            setattr(one, reading.OPERANDS[name], reading.of_view(one, name, x))
-    run_steps(one, PROGRAMS["backward"][: PROGRAMS["backward"].index("dQ")], NO_BUG)
-    return one
+def _with_right_keys(c: Context) -> Floats:
+    own = replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group)
+    there = changed(c, view=own)
+    c.K, c.V = (of_view(there, name, array_of(c, name)) for name in ("k", "v"))
+    return np.asarray(STEPS["Y"](c))
 
 
 # ---- other axes -------------------------------------------------------------------------------
@@ -98,46 +81,35 @@ def heads_as_tokens(question: Question) -> Iterator[Bug]:
 
 
 def _across_heads(causal: bool, repeated: bool) -> dict[str, Step]:
-    def of(c: Context) -> dict[str, Floats]:
-        question, r = c.question, c.r
-        rows = c.view.rows
-        arrays = {
-            n: np.asarray(x, dtype=np.float64)
-            for n, x in reading.arrays_of(c).items()
-            if n != "lse"
-        }
-        q, k, v = (arrays[name][rows] for name in ("q", "k", "v"))
+    def of(c: Context, name: str) -> Floats:
+        """A step of the tokens of a view, (tokens, heads, columns)."""
+        question, r, rows = c.question, c.r, c.view.rows
+        q, k, v = (np.asarray(getattr(question, n)[rows]).astype(np.float64) for n in "qkv")
         if repeated:
             k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
-        S = r(question.scale * r(np.einsum("thd,tgd->thg", q, k)))
-        if causal:
-            S = np.where(np.tri(*S.shape[1:]) > 0, S, -np.inf)
-        top = S.max(axis=-1, keepdims=True)
-        sums = np.exp(S - top).sum(axis=-1, keepdims=True)
-        P = r(np.exp(S - top) / sums)
-        found = {"O": r(c.o(P) @ v), "L": (np.log(sums) + top)[..., 0]}
-        if "dout" not in arrays:
-            return found
-        dout = arrays["dout"][rows]
+        S = r(question.scale * r(q @ k.swapaxes(1, 2)))
+        S = np.where(np.tri(*S.shape[1:]) > 0, S, -np.inf) if causal else S
+        L = np.logaddexp.reduce(S, axis=-1, keepdims=True)
+        P = r(np.exp(S - L))
+        if name in ("O", "L"):
+            return np.asarray(r(c.o(P) @ v) if name == "O" else L)
+        dout = np.asarray(question.dout[rows]).astype(np.float64)
         dP = r(dout @ v.swapaxes(1, 2))
-        dS = r(P * (dP - (P * dP).sum(axis=-1, keepdims=True)))
-        dK = question.scale * (c.o(dS).swapaxes(1, 2) @ q)
-        dV = c.o(P).swapaxes(1, 2) @ dout
+        dS = question.scale * c.o(r(P * (dP - (P * dP).sum(axis=-1, keepdims=True))))
+        if name == "dQ":
+            return np.asarray(dS @ k)
+        found = dS.swapaxes(1, 2) @ q if name == "dK" else c.o(P).swapaxes(1, 2) @ dout
         if repeated:
-            dK, dV = (
-                x.reshape(len(x), -1, question.group, x.shape[2]).sum(axis=2) for x in (dK, dV)
-            )
-        return found | {"dQ": question.scale * (c.o(dS) @ k), "dK": dK, "dV": dV}
+            found = found.reshape(len(rows), -1, question.group, found.shape[2]).sum(axis=2)
+        return np.asarray(found)
 
-    def step(name: str) -> Step:
-        def found(c: Context) -> Floats:
-            x = of(c)[name]
-            if name in ("dK", "dV"):
-                heads = np.zeros((len(c.view.heads), len(c.view.keys), x.shape[2]))
-                heads[0] = x[:, c.view.head_kv]
-                return heads
-            return np.asarray(x[:, c.view.heads].swapaxes(0, 1))
+    def step(name: str, c: Context) -> Floats:
+        x = of(c, name)
+        if name in ("dK", "dV"):
+            heads = np.zeros((len(c.view.heads), len(c.view.keys), x.shape[2]))
+            heads[0] = x[:, c.view.head_kv]
+            return heads
+        x = np.asarray(x[:, c.view.heads].swapaxes(0, 1))
+        return x[..., 0] if name == "L" else x
 
-        return found
-
-    return {name: step(name) for name in ("L", "O", "dQ", "dK", "dV")}
+    return {name: partial(step, name) for name in ("L", "O", "dQ", "dK", "dV")}

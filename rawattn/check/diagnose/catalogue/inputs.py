@@ -1,25 +1,80 @@
 """Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics.
 
-``bugs`` is the catalogue: the commonest forms. ``candidates`` are all of them: ``inferred.inputs``
-tries these on one view, and plants those that come near.
+``bugs`` is the catalogue: the commonest forms. ``candidates`` are all of them, the product of the
+places where something is read with the ``maps`` of what is read instead: ``inferred.inputs`` tries
+these on one sequence, and plants those that come near.
 """
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
-from rawattn.check.diagnose.catalogue import heads, reading
+import numpy as np
+
+from rawattn.check.diagnose.catalogue import heads, maps
 from rawattn.check.diagnose.catalogue.bounds import (
     in_some_tiles,
     in_tiles,
     leaking_queries,
     other_offsets,
 )
-from rawattn.check.diagnose.catalogue.layouts import misread, strided
-from rawattn.check.diagnose.catalogue.statistics import along_keys, misplaced, other_sums
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
-from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.catalogue.maps import Map
+from rawattn.check.diagnose.catalogue.reading import (
+    in_product,
+    in_sequence,
+    reading,
+    returned,
+    right_delta,
+    stored,
+)
+from rawattn.check.diagnose.engine.attention import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    STEPS,
+    Bug,
+    Context,
+    Floats,
+    Step,
+    Store,
+)
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 
-COMMONEST = 100  # misread layouts, which are tried first
+# Arrays that are read alike, in any stage and in those that go backward.
+TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
+GOING_BACK = (
+    *(("delta",), ("lse",), ("lse", "delta"), ("dlse",), ("lse", "dlse"), ("dout",), ("out",)),
+    *(("dout", "out"), ("q", "k", "v", "dout"), ("q", "k", "v", "dout", "out")),
+)
+# Results that an array says nothing of; it has a part in all others.
+OF_D = {"dv", "gv", "tout", "ddout", "tlse", "ddlse"}
+APART = {
+    **{"out": OF_D, "delta": OF_D, "dlse": OF_D, "dout": {"ddout", "ddlse"}},
+    "v": {"lse", "dv", "gv", "jvp lse", "tlse", "ddlse"},
+}
+PRODUCTS = {  # a product: its name, its operands, and the results that it has a part in
+    "Y": ("Q K^T", ("K", "Q"), {"out", "lse", "dq", "dk", "dv"}),
+    "O": ("P V", ("V",), {"out"}),
+    "dP": ("dO V^T", ("V", "dO"), {"dq", "dk"}),
+    "dQ": ("dS K", ("K",), {"dq"}),
+    "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
+    "dV": ("P^T dO", ("P", "dO"), {"dv"}),
+    "D": ("dO . O", (), {"dq", "dk"}),
+}
+ALIKE = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))  # operands of the same shape
+NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
+SWIZZLED = (
+    "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
+    "formula and read by another, a layout of fragments"
+)
+FRAGMENTS = (
+    "the division of out at the end: which row of a fragment the row sum in a register belongs to "
+    "(lse itself is stored rightly)"
+)
+ALONG_KEYS = (
+    "the transposed tile S^T of the kernel of dk and dv: lse and delta belong to its columns, the "
+    "queries, and not to its rows, the keys"
+)
 
 
 def bugs(question: Question) -> Iterator[Bug]:
@@ -31,7 +86,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     if question.dout is not None:
         yield _exchanged("lse", "delta").at(*BACKWARD)
     if 1 < question.num_heads_kv and 1 < question.group:
-        yield heads.reduced(heads.by_remainder(question), "h % num_heads_kv")
+        yield heads.reduced(question)
     for axis, stages in (("forward", FORWARD), ("backward", BACKWARD)):
         yield Bug("softmax-axis", axis, stages, steps=heads.over_queries(axis))
     if question.num_heads_q > 1:
@@ -41,31 +96,106 @@ def bugs(question: Question) -> Iterator[Bug]:
 def candidates(
     question: Question, stage: str, wrong: Collection[str], right: Collection[str]
 ) -> Iterator[Bug]:
-    """All of a stage that change what is ``wrong`` alone, the cheap ones first."""
-    right = set(right)
-    if stage == "forward" and "lse" not in wrong:
-        yield from other_sums()
+    """All of a stage that change something ``wrong``, and nothing that is ``right``."""
+    right, wrong = set(right), set(wrong)
     if stage == "backward":
         if not {"dq", "dk", "dv"} & right:
             yield from in_some_tiles(question)
             yield from in_tiles(question)
         if not {"dq", "dk"} & right:
-            yield from along_keys(question)
+            yield from _along_keys(question)
         yield from leaking_queries(question)
-    if not {"dq", "dk"} & right:
-        yield from strided(question, stage, right)
-    layouts = iter(()) if {"dq", "dk"} & right else misread(question, stage, right)
-    yield from itertools.islice(layouts, COMMONEST)
-    if stage == "backward" and not {"dq", "dk"} & right:
-        yield from misplaced(question, right)
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
         yield from other_offsets(question)
-    yield from layouts
+    yield from _read(question, stage, wrong, right)
+    if stage in FIRST:
+        yield from _operands(question, stage, wrong, right)
+    if stage == "forward" and "lse" not in wrong:
+        yield from _other_sums(question)
+
+
+def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+    """Arrays that are read by a map, all of a stage: alone, or with others of their layout."""
+    by_kind = {kind: maps.families(question, kind) for kind in (False, True)}
+    for names in TOGETHER + (GOING_BACK if stage in ("backward", "second") else ()):
+        apart = set.intersection(*(APART.get(name, set()) for name in names))
+        if right - apart - {"delta"} or not wrong - apart:
+            continue
+        if "dlse" in names and question.dlse is None:
+            continue
+        numbers = set(names) <= set(maps.STATISTICS)
+        alone = len(names) == 1 and not numbers
+        for by in (*by_kind[numbers], *(maps.strides(question, names[0]) if alone else ())):
+            if not (alone or numbers or by.family == "layouts"):
+                continue
+            kind = "input-layout" if "dlse" in names or not numbers else "statistics-misplaced"
+            kind = "offsets-shifted" if by.family == "ends" and not numbers else kind
+            steps, text = (
+                reading({name: name for name in names}, by),
+                f"{', '.join(names)}: {by.words}",
+            )
+            yield Bug(kind, text, (stage,), steps=steps)
+            if "dout" in names:
+                but = {**steps, "D": right_delta}
+                yield Bug(kind, f"{text}, but for delta", (stage,), steps=but)
+            if names[:3] == ("q", "k", "v") and by.family != "sequences":
+                form = f"{text}, results too"
+                yield Bug(kind, form, (stage,), None, steps, stored(by))
+
+
+def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+    """One product that takes an operand by a map of rows or columns, or another one."""
+    of_rows, of_columns = list(maps.rows(question)), list(maps.columns(question))
+    same = question.q.shape[2] == question.v.shape[2]
+    for step, (product, operands, results) in PRODUCTS.items():
+        if results & right or not results & wrong or (stage == "backward" and step == "O"):
+            continue
+        for operand in operands:
+            text = f"{NAMES[operand]} in {product}"
+            for by in (*of_rows, *(() if operand in ("P", "dY") else of_columns)):
+                kind = "stale-tile" if by.family == "rows" else "input-layout"
+                steps = in_product(step, operand, partial(_moved, operand, by))
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+        for alike in ALIKE if same else ALIKE[2:]:
+            for operand, other in itertools.permutations(alike, 2):
+                if operand not in (operands or ("dO", "O")):
+                    continue
+                if stage == "forward" and other not in ("K", "V"):
+                    continue
+                text = f"{NAMES.get(other, other)} for {NAMES[operand]} in {product}"
+                steps = in_product(step, operand, partial(_named, other))
+                yield Bug("arguments-swapped", text, (stage,), steps=steps)
+
+
+def _moved(operand: str, by: Map, c: Context) -> Floats:
+    return in_sequence(c, getattr(c, operand), by, operand)
+
+
+def _named(name: str, c: Context) -> Floats:
+    return np.asarray(getattr(c, name))
+
+
+def rearranged(question: Question, name: str) -> Iterator[tuple[Bug, Bug | None]]:
+    """One result in another layout, and what follows for the backward pass if it is out."""
+    stages = tuple(stage for stage in STAGES if name in STAGES[stage])
+    for by in maps.families(question, name in BY_ROW):
+        shifted = by.family in ("rows", "sequences", "ends")
+        kind = "offsets-shifted" if shifted else "transposed"
+        text = f"{name}: {by.words.replace('read', 'stored')}"
+        look_at = SWIZZLED if by.family == "columns" else ""
+        then = None
+        if name == "out":
+            form = f"{text}, differentiated"
+            then = Bug("transposed", form, BACKWARD, steps=returned(by))
+        yield Bug(kind, text, stages, None, {}, stored(by, (name,)), look_at), then
+
+
+# ---- arrays in each other's place -------------------------------------------------------------
 
 
 def _exchanged(one: str, other: str) -> Bug:
-    steps = reading.exchanged({one: other, other: one})
+    steps = reading({one: other, other: one})
     return Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
 
 
@@ -79,35 +209,69 @@ def shapes_of(question: Question) -> dict[str, tuple[object, ...]]:
 
 
 def _permuted(question: Question, stage: str) -> Iterator[Bug]:
-    """Every order of the arrays that a function takes, or saves, in which the shapes agree."""
+    """Two or three of the arrays that a function takes, or saves, for each other."""
     backward = stage in ("backward", "second")
-    shapes = shapes_of(question)
+    shapes, name = shapes_of(question), "arguments-swapped"
     names = ("q", "k", "v", "dout", "out") if backward else ("q", "k", "v")
     for order in itertools.permutations(names):
         moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
-        if not moved or any(shapes[to] != shapes[of] for to, of in moved.items()):
+        if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):
             continue
-        text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-        steps = reading.exchanged(moved)
-        yield Bug("arguments-swapped", text, (stage,), steps=steps)
+        text, steps = ", ".join(f"{of} for {to}" for to, of in moved.items()), reading(moved)
+        yield Bug(name, text, (stage,), steps=steps)
         if set(moved) & {"dout", "out"}:
-            form = f"{text}, but for delta"
-            yield Bug(
-                "arguments-swapped", form, (stage,), steps={**steps, "D": reading.right_delta}
-            )
-        grads = {f"d{to}": f"d{of}" for to, of in moved.items()}
-        if stage == "backward" and set(grads) <= {"dq", "dk", "dv"}:
-            store = _renamed(grads)
-            yield Bug("arguments-swapped", f"{text}, gradients too", BACKWARD, None, steps, store)
-    if backward:
-        pairs = [("lse", "delta")] + [("lse", "dlse")] * (question.dlse is not None)
-        for one, other in pairs:
-            steps = reading.exchanged({one: other, other: one})
-            yield Bug("arguments-swapped", f"{one} and {other}", (stage,), steps=steps)
-            for to, of in ((one, other), (other, one)):
-                steps = reading.exchanged({to: of})
-                yield Bug("arguments-swapped", f"{of} for {to}", (stage,), steps=steps)
+            but = {**steps, "D": right_delta}
+            yield Bug(name, f"{text}, but for delta", (stage,), steps=but)
+        elif stage == "backward":
+            store = _renamed({f"d{to}": f"d{of}" for to, of in moved.items()})
+            yield Bug(name, f"{text}, gradients too", BACKWARD, None, steps, store)
+    others = ("delta", "dlse") if question.dlse is not None else ("delta",)
+    for other in others if backward else ():
+        swapped = {"lse": other, other: "lse"}
+        yield Bug(name, f"lse and {other}", (stage,), steps=reading(swapped))
+        for to, of in swapped.items():
+            yield Bug(name, f"{of} for {to}", (stage,), steps=reading({to: of}))
 
 
 def _renamed(names: Mapping[str, str]) -> Store:
     return lambda question, answers: answers | {of: answers[to] for to, of in names.items()}
+
+
+# ---- statistics in registers ------------------------------------------------------------------
+
+
+def _other_sums(question: Question) -> Iterator[Bug]:
+    """out divided by the row sum of another row, each relative to the maximum of its own."""
+    for by in maps.rows(question):
+        for name in ("row sum", "lse"):
+            text = f"out is divided by the {name} of another row: {by.words}"
+            steps = {"O": partial(_by_another, by, name == "lse")}
+            yield Bug("statistics-misplaced", text, FORWARD, None, steps, None, FRAGMENTS)
+
+
+def _by_another(by: Map, by_lse: bool, c: Context) -> Floats:
+    top = 0.0 if by_lse else np.nan_to_num(c.S.max(axis=-1, initial=-np.inf), neginf=0.0)
+    logarithm = (c.L - top)[..., None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(STEPS["O"](c) * np.exp(logarithm - in_sequence(c, logarithm, by)))
+
+
+def _along_keys(question: Question) -> Iterator[Bug]:
+    """S^T in tiles: its rows are keys, and lse or delta of a tile are taken by the row."""
+    for by in maps.by_columns(question):
+        lse: dict[str, Step] = {"bP": partial(_P_by_key, by)}
+        delta: dict[str, Step] = {"dS": partial(_dS_by_key, by)}
+        for text, steps in {"lse": lse, "lse and delta": lse | delta, "delta": delta}.items():
+            form = f"{text} {by.words} for key j"
+            yield Bug("statistics-misplaced", form, BACKWARD, None, steps, None, ALONG_KEYS)
+
+
+def _P_by_key(by: Map, c: Context) -> Floats:
+    sums = np.broadcast_to(np.exp(np.where(np.isneginf(c.L), -np.inf, -c.L))[..., None], c.S.shape)
+    with np.errstate(divide="ignore"):
+        return np.asarray(c.r(np.exp(c.S + np.log(in_sequence(c, sums, by)))))
+
+
+def _dS_by_key(by: Map, c: Context) -> Floats:
+    D = np.broadcast_to(c.D[..., None], c.S.shape)
+    return np.asarray(c.r(c.P * (c.dP - in_sequence(c, D, by))))

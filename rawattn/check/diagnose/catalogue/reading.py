@@ -1,54 +1,47 @@
-"""How a bug reads other arrays than it should: inputs and row statistics, by their names."""
+"""How a bug reads or stores arrays at other places than it should, or reads others."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import STEPS, Context, Floats, Step
+from rawattn.check.diagnose.catalogue.maps import STATISTICS, At, Map, geometry, taken
+from rawattn.check.diagnose.engine.attention import (
+    STEPS,
+    Context,
+    Floats,
+    Step,
+    Store,
+    changed,
+)
 
-Arrays = dict[str, Floats]  # by their names
-OPERANDS = {"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O", "lse": "L", "dlse": "dL"}
+OPERANDS = {  # the names of contexts for those of arrays
+    **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
+    **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
+}
+LIKE = {"Q": "q", "K": "k", "V": "v", "dO": "dout"}  # an array of the same columns
 
 
-def reading(of: Callable[[Context, Arrays], Mapping[str, Floats]]) -> dict[str, Step]:
-    """Other arrays than there should be, by the names of ``OPERANDS`` and delta; ``of`` makes them
-    of the right ones."""
+def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
+    """``moved``: which array is read for which, each by a map."""
 
     def Y(c: Context) -> Floats:
-        for name, x in of(c, arrays_of(c)).items():
-            setattr(c, OPERANDS.get(name, "other_D"), of_view(c, name, x))
+        found = [(to, of_view(c, to, array_of(c, of), by)) for to, of in moved.items()]
+        for to, x in found:
+            setattr(c, OPERANDS[to], x)
         return np.asarray(STEPS["Y"](c))
 
     def D(c: Context) -> Floats:
-        return np.asarray(c.other_D if hasattr(c, "other_D") else STEPS["D"](c))
+        return np.asarray(c.other_D if "delta" in moved else STEPS["D"](c))
 
     return {"Y": Y, "D": D}
 
 
-class _Arrays(Arrays):
-    """delta is made when it is asked for."""
-
-    def __init__(self, c: Context) -> None:
-        super().__init__()
-        self.c = c
-
-    def __missing__(self, name: str) -> Floats:
-        if name != "delta":
-            raise KeyError(name)
-        return delta_of(self.c)
-
-
-def arrays_of(c: Context) -> Arrays:
-    question = c.question
-    found = _Arrays(c)
-    found |= {"q": question.q, "k": question.k, "v": question.v}
-    if question.dout is not None:
-        found["dout"] = question.dout
-    if question.dlse is not None:
-        found["dlse"] = question.dlse
-    if c.given is not None:
-        found["out"], found["lse"] = c.given
-    return found
+def array_of(c: Context, name: str) -> Floats:
+    """All of an array that a context's stage is given."""
+    if name == "delta":
+        return delta_of(c)
+    given = {} if c.given is None else dict(zip(("out", "lse"), c.given, strict=True))
+    return np.asarray(given[name] if name in given else getattr(c.question, name))
 
 
 def delta_of(c: Context) -> Floats:
@@ -60,27 +53,60 @@ def delta_of(c: Context) -> Floats:
     return found if question.dlse is None else found - question.dlse
 
 
-def of_view(c: Context, name: str, x: Floats) -> Floats:
-    view = c.view
-    rows, heads = view.rows[None, :], view.heads[:, None]
-    if name in ("lse", "dlse", "delta"):
-        return np.asarray(x[heads, rows], dtype=np.float64)
-    if name not in ("k", "v"):
-        return np.asarray(c.r(np.asarray(x[rows, heads], dtype=np.float64)))
-    there = (view.weight > 0).any(axis=(0, 1)) & (view.keys >= 0)
-    found = np.zeros((len(view.keys), x.shape[2]))
-    found[there] = x[view.keys[there], view.head_kv]
-    return np.asarray(c.r(found))
-
-
 def right_delta(c: Context) -> Floats:
     return of_view(c, "delta", delta_of(c))
 
 
-def exchanged(moved: Mapping[str, str]) -> dict[str, Step]:
-    """``moved``: which array is read for which."""
-    return reading(lambda c, arrays: {to: arrays[of] for to, of in moved.items()})
+def of_view(c: Context, name: str, x: Floats, by: Map | None = None) -> Floats:
+    """A view's part of an array that is read as ``name``, by a map."""
+    view, of_keys, number = c.view, name in ("k", "v", "tk", "tv"), name in STATISTICS
+    rows, heads = (view.keys, np.array([view.head_kv])) if of_keys else (view.rows, view.heads)
+    x = x.T[..., None] if number else x
+    at = At(rows[:, None, None], heads[:, None], np.arange(x.shape[2]))
+    found = taken(x, at if by is None else by.of(geometry(c.question, name), at))
+    if of_keys:  # others may hold anything
+        found[~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)] = 0.0
+        return np.asarray(c.r(found[:, 0]))
+    found = found.swapaxes(0, 1)
+    return found[..., 0] if number else np.asarray(c.r(found))
 
 
-def rearranged(names: tuple[str, ...], change: Callable[[str, Floats], Floats]) -> dict[str, Step]:
-    return reading(lambda c, arrays: {name: change(name, arrays[name]) for name in names})
+def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict[str, Step]:
+    """One product with another operand."""
+    return {step: lambda c: STEPS[step](changed(c, **{operand: of(c)}))}
+
+
+def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
+    """Rows of a view's sequence, (..., rows, columns), by a map of rows or columns; 0 where these
+    rows have nothing."""
+    rows = (c.view.keys if operand in ("K", "V") else c.view.rows)[:, None]
+    g = geometry(c.question, LIKE.get(operand, "q"))
+    at = by.of(g, At(rows, np.zeros((1, 1), dtype=int), np.arange(x.shape[-1])))
+    i, j = np.broadcast_arrays(at.t - g.row(rows).start, at.j)
+    inside = (i >= 0) & (i < len(rows)) & (j >= 0) & (j < x.shape[-1])
+    return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
+
+
+def stored(by: Map, names: Collection[str] = ()) -> Store:
+    """Results, or some of them, by a map."""
+    return lambda question, answers: {
+        name: by.moved(geometry(question, name), x) if not names or name in names else x
+        for name, x in answers.items()
+    }
+
+
+def returned(by: Map) -> dict[str, Step]:
+    """A backward pass through a forward one whose out was stored by a map: dout comes back by the
+    inverse way."""
+
+    def Y(c: Context) -> Floats:
+        dout = np.asarray(c.question.dout).astype(np.float64)
+        g = geometry(c.question, "dout")
+        number = np.arange(1, dout.size + 1).reshape(dout.shape)
+        there = by.moved(g, number).astype(np.int64)
+        found = np.zeros(dout.size + 1)
+        found[there] = dout
+        c.dO = of_view(c, "dout", found[1:].reshape(dout.shape))
+        return np.asarray(STEPS["Y"](c))
+
+    return {"Y": Y, "D": lambda c: (c.P * c.dP).sum(axis=-1) - c.dL}

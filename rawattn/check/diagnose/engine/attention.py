@@ -75,6 +75,7 @@ class View:
 
 See = Callable[[Question, tuple[View, ...]], Sequence[View]]
 Store = Callable[[Question, Answers], Answers]
+Only = Callable[[View], bool]
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,10 @@ def together(one: Bug, other: Bug) -> Bug | None:
 
 def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     """The right views; ``sliding``: those of the second branch of block-sparse attention."""
-    return _views(_Identity(question), sliding)
+    return _views(Identity(question), sliding)
 
 
-class _Identity:
+class Identity:
     """A question as a key of a cache: equal to itself alone."""
 
     def __init__(self, question: Question) -> None:
@@ -160,11 +161,11 @@ class _Identity:
         return id(self.question)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.question is self.question
+        return isinstance(other, Identity) and other.question is self.question
 
 
 @lru_cache(maxsize=8)
-def _views(key: _Identity, sliding: bool) -> tuple[View, ...]:
+def _views(key: Identity, sliding: bool) -> tuple[View, ...]:
     question = key.question
     if isinstance(question, Assuming) and question.assumed.see is not None:
         plain = replace(question, assumed=NO_BUG)
@@ -370,19 +371,23 @@ def solve(
     *,
     rounding: Rounding = NONE,
     given: tuple[Floats, Floats] | None = None,
+    only: Only | None = None,
 ) -> Answers:
     """What a stage gives when ``bug`` is in it.
 
-    given: out and lse for the backward stages; those of the right forward by default.
+    given: out and lse for the backward stages; those of the right forward by default. only: the
+    views whose results are wanted, the others' may be there or not.
     """
     planted = bug if stage in bug.stages else NO_BUG
     pairs = np.multiply(question.lengths_q, question.lengths_k)
     views = np.count_nonzero(pairs) * question.num_heads_kv
-    spend(OF_A_VIEW * views + OF_A_SCORE * float(pairs.sum()) * question.num_heads_q)
+    effort = OF_A_VIEW * views + OF_A_SCORE * float(pairs.sum()) * question.num_heads_q
+    spend(effort if only is None else effort / max(float(views), 1.0))
     given = _given(question, stage, given)
-    answers = _stage(question, stage, planted, False, rounding, given)
+    only = None if planted.store or _assumed(question).store else only  # all may be moved
+    answers = _stage(question, stage, planted, False, rounding, given, only)
     if stage == "forward" and question.sliding is not None:
-        found = _stage(question, stage, planted, True, rounding, None)
+        found = _stage(question, stage, planted, True, rounding, None, only)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
     of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
     for one in (planted, _assumed(question)):
@@ -416,9 +421,11 @@ def _stage(
     sliding: bool,
     rounding: Rounding,
     given: tuple[Floats, Floats] | None,
+    only: Only | None,
 ) -> Answers:
     if bug.see is not None:
-        views = tuple(bug.see(question, views_of(question, sliding)))
+        views = tuple(v for v in views_of(question, sliding) if only is None or only(v))
+        views = tuple(bug.see(question, views))
         contexts: Iterable[Context] = (_context(question, v, rounding, given) for v in views)
         return _run(question, stage, contexts, PROGRAMS[stage], bug, given)
     contexts, answers = _right(_Call(question, rounding, given), stage, sliding)
@@ -428,7 +435,8 @@ def _stage(
     replaced = [place for place, name in enumerate(names) if name in bug.steps]
     if not replaced:
         return dict(answers)
-    again = (SimpleNamespace(**vars(c)) for c in contexts)  # all before the first one stays
+    here = (c for c in contexts if only is None or only(c.view))
+    again = (SimpleNamespace(**vars(c)) for c in here)  # all before the first one stays
     return _run(question, stage, again, names[replaced[0] :], bug, given)
 
 
@@ -467,7 +475,7 @@ def _run(
 ) -> Answers:
     answers = empty(question, stage)
     if stage == "backward":
-        answers["delta"] = _delta(question, given)
+        answers["delta"] = _delta(_Call(question, NONE, given)).copy()
     with np.errstate(over="ignore", invalid="ignore"):
         for c in contexts:
             run_steps(c, names, bug)
@@ -596,8 +604,10 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
         of_heads("gsinks", c.gsink)
 
 
-def _delta(question: Question, given: tuple[Floats, Floats] | None) -> Floats:
+@lru_cache(maxsize=6)
+def _delta(call: _Call) -> Floats:
     """D of every row, of those too that no view has; 0 where there is no sequence."""
+    question, given = call.question, call.given
     if given is None:
         raise ValueError("delta needs the out that the backward pass was given")
     inside = question.sequence_of("q") >= 0

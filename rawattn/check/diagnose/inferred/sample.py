@@ -5,11 +5,11 @@ A bug that comes near there is worth a prediction of the whole; the others are n
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, View, solve
+from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import (
     OF_KEYS,
     STAGES,
@@ -22,7 +22,7 @@ from rawattn.check.diagnose.evidence.structure import by_rows
 MOST = 80 * 80 * 2  # scores of a sample: what is longer is taken where it shows much more
 CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
 FAR = 0.3  # of the size: what a bug may leave at most
-BEST = 8  # bugs that are looked at more closely
+BEST, LOOKED_AT = 8, 20  # bugs that are looked at more closely, and of which these are chosen
 WRONG = 16  # units of the dtype's eps: what rounding may leave
 PROMISES = 0.95  # of that, a number after two steps of Newton's method
 CLOSE = 5e-5  # a number that is as near to another as this is that one
@@ -41,14 +41,17 @@ class Sample:
     """The sequence whose answers are the most wrong, of those that are not too long; of it the
     query heads of one key/value head, unless heads differ."""
 
-    def __init__(self, question: Question, answers: Answers, stage: str) -> None:
+    def __init__(
+        self, question: Question, answers: Answers, stage: str, given: Given = None
+    ) -> None:
         self.question, self.stage = question, stage
-        self.given = given_to(question, answers, stage)
-        self.found = {n: by_rows(n, answers[n]) for n in STAGES[stage] if n in answers}
+        self.given = given or given_to(question, answers, stage)
         solved = solve(question, stage, given=self.given)
-        self.found = {n: x for n, x in self.found.items() if n in solved}
+        there = [n for n in STAGES[stage] if n in answers and n in solved]
+        self.truth = {n: solved[n] for n in there if answers[n].shape == solved[n].shape}
+        self.found = {n: by_rows(n, answers[n]).astype(np.float64) for n in self.truth}
         self.eps = {n: eps_of(np.asarray(answers[n])) for n in self.found}
-        right = {name: by_rows(name, solved[name]) for name in self.found}
+        right = {name: by_rows(name, x) for name, x in self.truth.items()}
         self.sequence, self.head_kv = 0, 0
         best = 0.0
         for b in range(question.batch):
@@ -81,25 +84,25 @@ class Sample:
         if not a.size:
             return np.zeros(a.shape[1])
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
-            left = np.sqrt(np.mean(difference**2, axis=(0, 2)))
-            size = np.sqrt(np.mean(np.where(np.isfinite(a), a, 0.0) ** 2, axis=(0, 2)))
-            left = np.where(left == 0, 0.0, left / size)
+            difference = a - b
+            left = np.einsum("nhd,nhd->h", difference, difference)
+            if not np.isfinite(left).all():  # where both are inf, or NaN, they are alike
+                alike = (a == b) | (np.isnan(a) & np.isnan(b))
+                left = np.square(np.where(alike, 0.0, difference)).sum(axis=(0, 2))
+            size = np.einsum("nhd,nhd->h", a, a)
+            if not np.isfinite(size).all():
+                size = np.square(np.where(np.isfinite(a), a, 0.0)).sum(axis=(0, 2))
+            left = np.where(left == 0, 0.0, np.sqrt(left / size))
         return np.asarray(np.where(np.isnan(left), np.inf, left))
 
     def _answers(self, bug: Bug, every_head: bool) -> Answers:
         """What the answers of the sample are with a bug, by rows."""
 
-        def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-            here = tuple(
-                view
-                for view in views
-                if view.sequence == self.sequence and (every_head or view.head_kv == self.head_kv)
-            )
-            return bug.see(question, here) if bug.see else here
+        def here(view: View) -> bool:
+            return view.sequence == self.sequence and (every_head or view.head_kv == self.head_kv)
 
         with np.errstate(all="ignore"):
-            answers = solve(self.question, self.stage, replace(bug, see=see), given=self.given)
+            answers = solve(self.question, self.stage, bug, given=self.given, only=here)
         return {name: by_rows(name, answers[name]) for name in self.found}
 
     def distances(self, bug: Bug) -> dict[str, float]:
@@ -107,18 +110,50 @@ class Sample:
         answers = self._answers(bug, False)
         return {name: float(self._left(name, answers[name]).max()) for name in self.found}
 
-    def near(self, bugs: Iterable[Bug]) -> list[tuple[float, Bug]]:
+    def by_head(self, bug: Bug, name: str) -> Floats:
+        """What a bug leaves of an answer of every head of the sample's sequence."""
+        return self._left(name, self._answers(bug, True)[name], True)
+
+    def near(
+        self, bugs: Iterable[Bug], each: int = 0, until: float = math.inf
+    ) -> list[tuple[float, Bug]]:
         """Those that come near on all answers, or on one of the wrong ones, and how near: the
-        nearest first."""
-        found: list[tuple[float, int, Bug]] = []
-        for bug in bugs:
+        nearest first. each: so many for each of the wrong ones, by all of it."""
+        found: list[tuple[float, int, Bug, dict[str, float]]] = []
+        for number, bug in enumerate(bugs):
+            if over(until):
+                break
             if self.stage not in bug.stages:
                 continue
             left = self.distances(bug)
-            share = [left[n] / self.left[n] for n in self.wrong if left[n] < FAR]
-            if share and min(share) < CLEARS:
-                found.append((sum(min(x, 2.0) for x in left.values()), len(found), bug))
-        return [(off, bug) for off, _, bug in sorted(found)[:BEST]]
+            near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
+            if near:
+                found.append((sum(min(x, 2.0) for x in left.values()), number, bug, near))
+        found.sort(key=lambda one: one[:2])
+        if not each:
+            return [(off, bug) for off, _, bug, _ in found[:BEST]]
+        best: dict[int, tuple[float, Bug]] = {}
+        for name in self.wrong:
+            first = [one for one in found if name in one[3]]
+            first.sort(key=lambda one: (one[3][name], one[1]))
+            if len(first) > each:
+                first = sorted(first[:LOOKED_AT], key=lambda one: self._planted(one[2], name))
+            best |= {number: (off, bug) for off, number, bug, _ in first[:each]}
+        return list(best.values())
+
+    def _planted(self, bug: Bug, name: str) -> float:
+        with np.errstate(all="ignore"):
+            answers = solve(self.question, self.stage, bug, given=self.given)
+        return self.of_all(name, answers[name])
+
+    def sequences(self, name: str) -> np.ndarray:
+        """For every row of an answer its sequence, -1 past the last one."""
+        return self.question.sequence_of("k" if name in OF_KEYS else "q")
+
+    def of_all(self, name: str, wanted: Floats) -> float:
+        """What a prediction leaves of all of an answer, not of the sample alone."""
+        inside = self.sequences(name) >= 0
+        return residual(self.found[name][inside], by_rows(name, wanted)[inside])
 
     def explained(self, near: Sequence[tuple[float, Bug]]) -> bool:
         """Whether the nearest bug gives all answers, not those of the sample alone, but for
@@ -127,13 +162,7 @@ class Sample:
             return False
         with np.errstate(all="ignore"):
             answers = solve(self.question, self.stage, near[0][1], given=self.given)
-        for name, found in self.found.items():
-            size = np.abs(np.where(np.isfinite(found), found, 0.0)).mean()
-            with np.errstate(invalid="ignore"):
-                left = np.abs(found - by_rows(name, answers[name]))
-            if np.nanmean(np.where(np.isinf(found), 0.0, left)) > WRONG * self.eps[name] * size:
-                return False
-        return True
+        return all(self.of_all(n, answers[n]) <= WRONG * self.eps[n] for n in self.found)
 
     def fit(
         self, family: Family, grid: Floats, *, by_head: bool = False, name: str = "out"
@@ -184,6 +213,17 @@ class Sample:
         if (size(left) > CLEARS**2 * right).any():
             return None
         return np.broadcast_to(x, heads).copy()
+
+
+def residual(found: Floats, wanted: Floats) -> float:
+    """Root mean square of what ``wanted`` leaves, over that of what was found, where it is
+    finite."""
+    finite = np.isfinite(found)
+    if not np.array_equal(finite, np.isfinite(wanted)):
+        return math.inf
+    a, b = found[finite].astype(np.float64), wanted[finite]
+    size, left = float(np.square(a).sum()), float(np.square(a - b).sum())
+    return math.sqrt(left / size) if size else (0.0 if not left else math.inf)
 
 
 def _of_kv(of_heads: Floats, question: Question) -> Floats:

@@ -1,0 +1,358 @@
+"""Where an array may be read or stored by mistake: one vocabulary of index maps.
+
+A map says for every place (token, head, column) which place is taken for it. It knows no array but
+a ``Geometry``, so that the same map moves q, rows of dk and the numbers of lse. A map is the same
+in every stage, whoever reads or stores by it.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import Floats, Identity
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Question
+
+Ints = np.ndarray
+TILES = (16, 32, 64, 128)
+BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+LETTERS = {"b": "batch", "t": "tokens", "h": "heads", "d": "columns"}
+STATISTICS = (*BY_ROW, "dlse")  # numbers of rows, which lie as (heads, tokens)
+
+
+class At(NamedTuple):
+    """Places, which broadcast; what is outside of the array is nothing."""
+
+    t: Ints
+    h: Ints
+    j: Ints
+
+
+class Row(NamedTuple):
+    """Row ``i`` of ``n`` of sequence ``b``, which begins at token ``start``."""
+
+    b: Ints
+    start: Ints
+    i: Ints
+    n: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """What an index is made of. ``others``: the offsets of the other side's sequences; ``group``:
+    heads of the array for every key/value head."""
+
+    shape: tuple[int, int, int]
+    offsets: Ints
+    others: Ints
+    group: int
+
+    @cached_property
+    def longest(self) -> int:
+        return int(np.diff(self.offsets).max(initial=0))
+
+    @cached_property
+    def _rows(self) -> Row:
+        """Of all tokens; those outside of sequences count as of the one before."""
+        t = np.arange(self.shape[0])
+        last = len(self.offsets) - 2
+        b = np.clip(np.searchsorted(self.offsets, t, side="right") - 1, 0, last)
+        start = self.offsets[b]
+        return Row(b, start, t - start, self.offsets[b + 1] - start)
+
+    def row(self, t: Ints) -> Row:
+        return Row(*(x[t] for x in self._rows))
+
+    @cached_property
+    def everywhere(self) -> At:
+        t, h, j = np.ogrid[tuple(slice(size) for size in self.shape)]
+        return At(t, h, j)
+
+
+def geometry(question: Question, name: str) -> Geometry:
+    """That of an input, a row statistic or a result, by its name; those of row statistics have one
+    column."""
+    return _geometry(Identity(question), name)
+
+
+@lru_cache(maxsize=32)
+def _geometry(key: Identity, name: str) -> Geometry:
+    question = key.question
+    sides = [np.asarray(x).astype(np.int64) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
+    of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
+    like = question.v if name in ("v", "tv", "out", "dout", "tout", "ddout", "dv", "gv") else None
+    columns = 1 if name in STATISTICS else (question.q if like is None else like).shape[2]
+    tokens, heads = (question.k if of_keys else question.q).shape[:2]
+    own, other = sides[::-1] if of_keys else sides
+    return Geometry((tokens, heads, columns), own, other, 1 if of_keys else question.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """``words`` for it; ``of`` the places that are taken for others."""
+
+    family: str
+    words: str
+    of: Callable[[Geometry, At], At]
+
+    def moved(self, g: Geometry, x: Floats) -> Floats:
+        """All of an array, (tokens, heads, columns) or (heads, tokens), as it is found there."""
+        if x.ndim == 3:
+            return taken(x, self.of(g, g.everywhere))
+        whole = np.asarray(x).T[..., None]
+        return taken(whole, self.of(g, g.everywhere))[..., 0].T
+
+
+def taken(x: Floats, at: At) -> Floats:
+    """``x`` (tokens, heads, columns) at these places, 0 where there is nothing."""
+    there = [(i >= 0) & (i < n) for i, n in zip(at, x.shape, strict=True)]
+    t, h, j = (np.where(inside, i, 0) for i, inside in zip(at, there, strict=True))
+    inside = there[0] & there[1] & there[2]
+    found = x[t, h, j].astype(np.float64)
+    return found if inside.all() else np.where(inside, found, 0.0)
+
+
+# ---- rows and heads ---------------------------------------------------------------------------
+
+ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
+    "row i + {}": lambda i, by, n: i + by,
+    "row i - {}": lambda i, by, n: i - by,
+    "row i ^ {}": lambda i, by, n: i ^ by,
+    "row i & ~{}": lambda i, by, n: i & ~by,
+    "row i | {}": lambda i, by, n: i | by,
+    "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
+    "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
+    "row i % {}": lambda i, by, n: i % by,
+    "row i // {0} * {0}": lambda i, by, n: i - i % by,
+    "rows of {} reversed": lambda i, by, n: i - i % by + by - 1 - i % by,
+    "rows of {} interleaved": lambda i, by, n: i - i % by + i % by // 2 + i % 2 * (by // 2),
+    "rows of {} taken apart": lambda i, by, n: i - i % by + i * 2 % by + i % by * 2 // by,
+}
+SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
+    "without the offset of the sequence": lambda g, row: row.i,
+    "the offset of the next sequence": lambda g, row: row.start + row.n + row.i,
+    "the offset of the sequence before": lambda g, row: g.offsets[np.maximum(row.b - 1, 0)] + row.i,
+    "the offset of the other side": lambda g, row: g.others[row.b] + row.i,
+    "rows of the sequence reversed": lambda g, row: row.start + row.n - 1 - row.i,
+}
+ENDS: dict[str, Callable[[Geometry, Row], Ints]] = {  # padded sequences, as if the data were there
+    "padded sequences that end with the data": lambda g, r: _inside(r, r.i + g.longest - r.n),
+    "padded sequences that begin with the data": lambda g, r: _inside(r, r.i - g.longest + r.n),
+}
+HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
+    "the next head": lambda h, count, group: (h + 1) % count,
+    "the head before": lambda h, count, group: (h - 1) % count,
+    "the first head": lambda h, count, group: 0 * h,
+    "the last head": lambda h, count, group: 0 * h + count - 1,
+    "heads reversed": lambda h, count, group: count - 1 - h,
+    "head h // group": lambda h, count, group: h // group,
+    "head h % num_heads_kv": lambda h, count, group: h % (count // group),
+    "the first head of the group": lambda h, count, group: h - h % group,
+    "the last head of the group": lambda h, count, group: h - h % group + group - 1,
+    "head h % group * num_heads_kv + h // group": lambda h, count, group: (
+        h % group * (count // group) + h // group
+    ),
+    "head h % num_heads_kv * group + h // num_heads_kv": lambda h, count, group: (
+        h % (count // group) * group + h // (count // group)
+    ),
+}
+
+
+def _inside(row: Row, i: Ints) -> Ints:
+    return np.where((i >= 0) & (i < row.n), row.start + i, -1)
+
+
+def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry, at: At) -> At:
+    row = g.row(at.t)
+    return at._replace(t=row.start + index(row.i, by, row.n))
+
+
+def _tokens(token: Callable[[Geometry, Row], Ints], g: Geometry, at: At) -> At:
+    return at._replace(t=token(g, g.row(at.t)))
+
+
+def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry, at: At) -> At:
+    return at._replace(h=head(at.h, g.shape[1], g.group))
+
+
+def rows(question: Question) -> Iterator[Map]:
+    """Other rows of the same sequence, as tiles and instructions may take them."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    for by in (by for by in BITS if by < longest):
+        for words, index in ROWS.items() if by > 1 else itertools.islice(ROWS.items(), 5):
+            yield Map("rows", words.format(by), partial(_rows, index, by))
+
+
+def sequences(question: Question) -> Iterator[Map]:
+    """The same row of another sequence, or counted from another place."""
+    for words, token in SEQUENCES.items() if question.batch > 1 else ():
+        yield Map("sequences", words, partial(_tokens, token))
+    for words, token in ENDS.items():
+        yield Map("ends", words, partial(_tokens, token))
+
+
+def heads(question: Question) -> Iterator[Map]:
+    """The same row of other heads; those of groups mean nothing to keys."""
+    count = len(HEADS) if question.group > 1 else 5
+    for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
+        yield Map("heads", words, partial(_heads, head))
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """Memory in this order of ``LETTERS``, the last one the fastest; with "b" in it of sequences
+    padded to the longest, ``each``: of one sequence after the other."""
+
+    letters: str
+    each: bool = False
+
+    def sizes(self, g: Geometry, n: Ints) -> dict[str, Ints | int]:
+        tokens: Ints | int = n if self.each else g.shape[0]
+        tokens = g.longest if "b" in self.letters else tokens
+        return {"b": len(g.offsets) - 1, "t": tokens, "h": g.shape[1], "d": g.shape[2]}
+
+    def number(self, g: Geometry, at: At) -> Ints:
+        """Of these places the number in memory."""
+        row = g.row(at.t)
+        local = self.each or "b" in self.letters
+        of = {"b": row.b, "t": row.i if local else at.t, "h": at.h, "d": at.j}
+        sizes, stride = self.sizes(g, row.n), np.ones((), dtype=np.int64)
+        found = row.start * g.shape[1] * g.shape[2] * self.each
+        for letter in reversed(self.letters):
+            found, stride = found + of[letter] * stride, stride * sizes[letter]
+        return found
+
+    def at(self, g: Geometry, index: Ints, of: At) -> At:
+        """What is at this number in memory; of the sequence of ``of`` where it is of each."""
+        row = g.row(of.t)
+        sizes, found = self.sizes(g, row.n), {"d": np.zeros((), dtype=np.int64)}
+        index = index - row.start * g.shape[1] * g.shape[2] if self.each else index
+        for letter in reversed(self.letters):
+            size = np.maximum(sizes[letter], 1)
+            index, found[letter] = index // size, index % size
+        t = found["t"]
+        if "b" in found:
+            row = g.row(g.offsets[found["b"]])
+        if self.each or "b" in found:
+            t = _inside(row._replace(i=t), t)
+        return At(np.where(index == 0, t, -1), found["h"], found["d"])
+
+
+def layouts(statistics: bool) -> Iterator[Map]:
+    """Memory of one order that is read in another, of an array, of every sequence, of padded
+    ones."""
+    memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
+    found = [("", False, other, "") for other in others]
+    found += [("", True, others[0], ", every sequence")]
+    found += [("b", False, others[0], ", every padded sequence")]
+    for batch, each, other, over in found:
+        for pair in ((other, memory), (memory, other)):
+            read, written = (Order(batch + letters, each) for letters in pair)
+            yield Map("layouts", _words(pair[1], pair[0]) + over, _as(read, written))
+    batched = ("bht", "hbt") if statistics else ("bthd", "bhtd")
+    for letters in batched:
+        yield Map("layouts", _words(memory, letters), _as(Order(letters), Order(memory)))
+    yield Map("layouts", _words(batched[0], memory), _as(Order(memory), Order(batched[0])))
+    if statistics:
+        of_each = _as(Order(memory, each=True), Order(memory))
+        yield Map("layouts", _words(memory, memory) + " of each sequence", of_each)
+        words = "(heads, longest) in place of (heads, tokens)"
+        yield Map("layouts", words, lambda g, at: Order("ht").at(g, at.h * g.longest + at.t, at))
+
+
+def _words(written: str, read: str) -> str:
+    of = (", ".join(LETTERS[letter] for letter in order) for order in (written, read))
+    return "({}) read as ({})".format(*of)
+
+
+def _as(read: Order, written: Order) -> Callable[[Geometry, At], At]:
+    return lambda g, at: written.at(g, read.number(g, at), at)
+
+
+def strides(question: Question, name: str) -> Iterator[Map]:
+    """The strides of another array: of another head_dim, or number of heads."""
+    columns = sorted({question.q.shape[2], question.v.shape[2]})
+    counts = sorted({question.num_heads_q, question.num_heads_kv})
+    _, own_heads, own = geometry(question, name).shape
+    for count, tokens, width in itertools.product(counts, columns, columns):
+        if (count, tokens, width) != (own_heads, own, own):
+            text = f"strides of {count} * {tokens} a token and {width} a head"
+            yield Map("strides", text, partial(_strided, (count * tokens, width)))
+
+
+def _strided(strides: tuple[int, int], g: Geometry, at: At) -> At:
+    return Order("thd").at(g, at.t * strides[0] + at.h * strides[1] + at.j, at)
+
+
+# ---- columns ----------------------------------------------------------------------------------
+
+Column = Callable[[Ints, Ints, int], Ints]  # of row i for column j of so many
+COLUMNS: dict[str, Column] = {
+    "columns reversed": lambda i, j, n: n - 1 - j,
+    "halves of columns interleaved": lambda i, j, n: j // 2 + j % 2 * (n // 2),
+    "even columns before odd ones": lambda i, j, n: j * 2 % n + j * 2 // n,
+    "one column further": lambda i, j, n: j + 1,
+}
+SWIZZLES = tuple(itertools.product((4, 8, 16), ((8, 0), (4, 0), (4, 1), (2, 2))))
+
+
+def _flipped(bit: int, mask: int, i: Ints, j: Ints, n: int) -> Ints:
+    return np.where(i & mask != 0, j ^ bit, j) if mask else j ^ bit
+
+
+def _swizzled(chunk: int, modulus: int, shift: int, i: Ints, j: Ints, n: int) -> Ints:
+    return np.asarray(j ^ ((i >> shift) % modulus * chunk))
+
+
+def _columns(column: Column, g: Geometry, at: At) -> At:
+    return at._replace(j=column(g.row(at.t).i, at.j, g.shape[2]))
+
+
+def _by_column(tile: int, period: int, g: Geometry, at: At) -> At:
+    row = g.row(at.t)
+    return at._replace(t=row.start + row.i - row.i % tile + at.j % period)
+
+
+def _blocks(size: int, g: Geometry, at: At) -> At:
+    row = g.row(at.t)
+    t = row.start + row.i - row.i % size + at.j % size
+    return at._replace(t=t, j=at.j - at.j % size + row.i % size)
+
+
+def columns(question: Question) -> Iterator[Map]:
+    """Other columns of a row, by its number in its sequence: swizzles and fragments."""
+    dims, forms = max(question.q.shape[2], question.v.shape[2]), dict(COLUMNS)
+    for bit in (bit for bit in BITS if bit < dims):
+        forms[f"columns j ^ {bit}"] = partial(_flipped, bit, 0)
+        for mask in (1, 2, 4, 8) if bit > 2 else ():
+            forms[f"columns j ^ {bit} in rows with bit {mask}"] = partial(_flipped, bit, mask)
+    for chunk, (modulus, shift) in SWIZZLES:
+        if chunk * modulus <= dims:
+            text = f"chunks of {chunk} columns ^ row / {1 << shift} % {modulus}"
+            forms[text] = partial(_swizzled, chunk, modulus, shift)
+    for words, column in forms.items():
+        yield Map("columns", words, partial(_columns, column))
+    for size in (8, 16):
+        yield Map("columns", f"blocks of {size} by {size} transposed", partial(_blocks, size))
+
+
+def by_columns(question: Question) -> Iterator[Map]:
+    """Of a tile of pairs of rows and columns: rows by the number of the column."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    sizes = [size for size in (8, *TILES) if size < 2 * longest]
+    for tile, period in itertools.product(sizes, sizes):
+        if period <= tile:
+            words = f"in tiles of {tile} rows row j % {period}"
+            yield Map("by columns", words, partial(_by_column, tile, period))
+
+
+def families(question: Question, statistics: bool) -> list[Map]:
+    """All maps of row statistics, or of what has columns; but for strides, which are of one array,
+    and for rows in tiles of the latter, which are of one product."""
+    found = [*layouts(statistics), *heads(question), *sequences(question)]
+    return [*found, *(rows if statistics else columns)(question)]
