@@ -8,13 +8,8 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 
 from rawattn.check.diagnose.catalogue import heads, reading
-from rawattn.check.diagnose.catalogue.bounds import (
-    in_some_tiles,
-    in_tiles,
-    leaking_queries,
-    other_offsets,
-)
 from rawattn.check.diagnose.catalogue.layouts import misread, strided
+from rawattn.check.diagnose.catalogue.masks import other_offsets
 from rawattn.check.diagnose.catalogue.statistics import along_keys, misplaced, other_sums
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import Question
@@ -45,13 +40,8 @@ def candidates(
     right = set(right)
     if stage == "forward" and "lse" not in wrong:
         yield from other_sums()
-    if stage == "backward":
-        if not {"dq", "dk", "dv"} & right:
-            yield from in_some_tiles(question)
-            yield from in_tiles(question)
-        if not {"dq", "dk"} & right:
-            yield from along_keys(question)
-        yield from leaking_queries(question)
+    if stage == "backward" and not {"dq", "dk"} & right:
+        yield from along_keys(question)
     if not {"dq", "dk"} & right:
         yield from strided(question, stage, right)
     layouts = iter(()) if {"dq", "dk"} & right else misread(question, stage, right)
