@@ -6,18 +6,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import solve, views_of
+from rawattn.check.diagnose.engine.question import Answers
 from rawattn.check.diagnose.inferred.keys import seen
-from rawattn.check.diagnose.inferred.keys.known_patterns import patterns
-from rawattn.check.diagnose.inferred.keys.pattern import Place, right_pattern
+from rawattn.check.diagnose.inferred.keys.fields import field_of
 from rawattn.check.diagnose.judge.diagnosis import diagnose
-from rawattn.reference.dense import allowed
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted import keys as planted_keys
 from tests.diagnose.planted.keys import PLANTED, Planted, answers, problems
 
 CATALOGUED = ("length of sequence 0", "a half alone", "odd tiles of 16 at the end")
+FIELDS = (  # an interval, one less, some twice, rows of zeros, others, by head, past its sequence
+    "own shard open",
+    "own key hidden",
+    "a quarter twice",
+    "5 rows of zeros",
+    "left padding",
+    "every second key",
+    "packed heads",
+    "as many rows as the longest",
+    "backward alone: five more",
+)
 WHOLE = ("own tile of 16 open", "boundaries of another batch, causal", "p = 0.1")
 QUIET = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -90,20 +99,27 @@ def test_finds_nothing_in_what_is_right(kind: planted.Planted) -> None:
         assert not list(seen.bugs(question, right, stage))
 
 
-def test_patterns_are_of_the_places_asked_for() -> None:
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((22, 2, 8)), rng.standard_normal((31, 1, 8))
-    offsets_q, offsets_k = np.array([0, 9, 22]), np.array([0, 11, 31])
-    for window, causal in (((-1, -1), False), ((-1, -1), True), ((3, 2), False)):
-        question = Question(q, k, k, offsets_q, offsets_k, causal=causal, window=window)
-        place = Place(question, 1, np.array([0, 5, 12]))
-        texts = set()
-        for pattern in patterns(question):
-            keys, weight = pattern.of(place)
-            assert np.broadcast_to(weight, (3, len(keys))).min(initial=0) >= 0
-            assert not len(keys) or (keys.min() >= -1 and keys.max() < 31), pattern.text
-            texts.add(pattern.text)
-        assert len(texts) == len(list(patterns(question)))
-        keys, weight = right_pattern().of(place)
-        assert (keys == np.arange(11, 31)).all()
-        assert (weight == allowed(13, 20, question.mask_window)[place.rows]).all()
+@pytest.mark.parametrize("variant", FIELDS)
+def test_counts_are_those_that_were_planted(variant: str) -> None:
+    plant = small(next(plant for plant in PLANTED if plant.variant == variant))
+    question = next(problems(plant, 1, seed=2))
+    name = "out" if "forward" in plant.stages else "dv"
+    field = field_of(question, answers(plant, question), name)
+    assert field is not None
+    wanted, zeros = np.zeros_like(field.counts), np.zeros_like(field.zeros)
+    for x in planted_keys.rows_of(question):
+        for key, often in plant.sight(x):
+            where = x.head, x.start_q + x.i
+            if key == planted_keys.ZEROS:
+                zeros[where] += often
+            else:
+                wanted[(*where, key)] += often
+    assert field.told.mean() > 0.9
+    assert (field.counts == wanted)[field.told].all()
+    assert (field.zeros == zeros).all()
+    if name == "out":
+        (view, *_) = field.see(question, views_of(question))
+        seen = (
+            wanted[np.ix_(view.heads, view.rows)].sum() + zeros[np.ix_(view.heads, view.rows)].sum()
+        )
+        assert view.weight.sum() * len(view.heads) / len(view.weight) == seen

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rawattn.check.diagnose.inferred import numbers, terms
+from rawattn.check.diagnose.inferred.keys import seen
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.planted import first as planted
 from tests.diagnose.planted.terms import PLANTED, answers, problems
@@ -45,8 +46,8 @@ def test_planted_terms_are_read_off(one):
         given = answers(one, question)
         (stage,) = one.stages
         noise = dict.fromkeys(("dq", "dk", "dv"), 1.0) | {"dq": 0.5}
-        of = numbers if stage == "forward" else terms
-        found = [bug.name for bug in of.bugs(question, given, stage)]
+        modules = (terms, seen, numbers)
+        found = [bug.name for of in modules for bug in of.bugs(question, given, stage)]
         found += [bug.bug for bug in terms.followed(question, given, stage, noise)]
         assert {one.bug, *one.also} & {*found}
 

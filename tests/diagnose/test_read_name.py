@@ -10,6 +10,8 @@ import pytest
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, standard
 from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, Span, rule_of
 from rawattn.check.diagnose.judge.failures import (
     _read,
     answers_of,
@@ -17,8 +19,6 @@ from rawattn.check.diagnose.judge.failures import (
     question_of,
     small,
 )
-from rawattn.check.diagnose.read.places import Places
-from rawattn.check.diagnose.read.rules import Rule, Shown, Span, rule_of
 from rawattn.check.run import evaluate
 from tests.diagnose.reading import At, Plain
 

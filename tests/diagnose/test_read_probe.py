@@ -10,9 +10,9 @@ import pytest
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.judge.failures import _read, answers_of, question_of, small
 from rawattn.check.diagnose.read import probe
-from rawattn.check.diagnose.read.places import Places
 from tests.diagnose.reading import At, Plain
 
 CASES = {case.name: case for case in standard("small")}

@@ -5,7 +5,7 @@ planted in it (``engine``): the bug whose results the answer reproduces down to 
 The rooms, each of which imports none but those before it:
 
     engine      attention step by step, any step of which a bug may replace
-    evidence    identities and patterns that need no bug to be known
+    evidence    identities and patterns that need no bug to be known; sets of pairs as rules
     catalogue   the classes, and the bugs that are listed; ``sparse`` those of block lists
     inferred    the bugs that are read off the answers; ``keys`` those of who sees which keys
     read        what a function does, asked with inputs whose results are its weights and slopes

@@ -125,16 +125,13 @@ def same_number(rows: int, keys: int) -> Sight:
     return where(lambda x, j: j <= x.p and j // keys <= x.i // rows)
 
 
-def zigzag(parts: int, by_place: bool) -> Sight:
-    def order(m: int) -> list[int]:
-        size = m // (2 * parts)
-        chunks = [c for rank in range(parts) for c in (rank, 2 * parts - 1 - rank)]
-        return [c * size + r for c in chunks for r in range(size)]
+def zigzag(parts: int) -> Sight:
+    """The mask goes by the place of a key, where keys are stored in the order of a ring's ranks."""
 
     def sight(x: Row) -> Keys:
-        keys = order(x.m)
-        if not by_place:
-            keys = [keys.index(j) for j in range(x.m)]
+        size = x.m // (2 * parts)
+        chunks = [c for rank in range(parts) for c in (rank, 2 * parts - 1 - rank)]
+        keys = [c * size + r for c in chunks for r in range(size)]
         return own(x, [keys[place] for place in range(x.m) if x.sees(place)])
 
     return sight
@@ -278,8 +275,7 @@ PLANTED: tuple[Planted, ...] = (
     ),
     Planted(_WRONG, "sinks", where(lambda x, j: x.sees(j) or (j < 4 and j <= x.p)), "window"),
     Planted(_WRONG, "prefix of 5 seen by all", where(lambda x, j: j <= x.p or j < 5)),
-    Planted(_WRONG, "zigzag, mask by place", zigzag(2, True), multiple=4),
-    Planted(_WRONG, "zigzag of 4, mask by number", zigzag(4, False), multiple=8),
+    Planted(_WRONG, "zigzag, mask by place", zigzag(2), multiple=4),
     Planted(_WRONG, "boundaries of another batch", other_boundaries, "open"),
     Planted(_WRONG, "boundaries of another batch, causal", other_boundaries),
     Planted(

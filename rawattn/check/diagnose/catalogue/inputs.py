@@ -12,13 +12,8 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import heads, maps
-from rawattn.check.diagnose.catalogue.bounds import (
-    in_some_tiles,
-    in_tiles,
-    leaking_queries,
-    other_offsets,
-)
 from rawattn.check.diagnose.catalogue.maps import Map
+from rawattn.check.diagnose.catalogue.masks import other_offsets
 from rawattn.check.diagnose.catalogue.reading import (
     in_product,
     in_sequence,
@@ -98,13 +93,8 @@ def candidates(
 ) -> Iterator[Bug]:
     """All of a stage that change something ``wrong``, and nothing that is ``right``."""
     right, wrong = set(right), set(wrong)
-    if stage == "backward":
-        if not {"dq", "dk", "dv"} & right:
-            yield from in_some_tiles(question)
-            yield from in_tiles(question)
-        if not {"dq", "dk"} & right:
-            yield from _along_keys(question)
-        yield from leaking_queries(question)
+    if stage == "backward" and not {"dq", "dk"} & right:
+        yield from _along_keys(question)
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
         yield from other_offsets(question)

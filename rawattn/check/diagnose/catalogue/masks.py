@@ -6,7 +6,7 @@ Long by the catalogue.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from rawattn.check.diagnose.engine.attention import (
     View,
     views_of,
 )
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+
+ANYWHERE = tuple(STAGES)
 
 # ---- masks ------------------------------------------------------------------------------------
 
@@ -57,39 +59,63 @@ def windowed(left: float, right: float, top_left: bool = False) -> See:
     return see
 
 
-def masks(question: Question) -> Iterator[Bug]:
+class Window(NamedTuple):
+    """Keys within ``left`` and ``right`` of a query's own place, which counts from the first key
+    where it is ``top_left``."""
+
+    left: float
+    right: float
+    top_left: bool = False
+
+    def holds(self, distance: np.ndarray, from_first: np.ndarray) -> np.ndarray:
+        """For keys that are so far behind the query's place, counted in the two ways."""
+        x = from_first if self.top_left else distance
+        return np.asarray((x >= -self.left) & (x <= self.right))
+
+
+def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
+    """Windows that are taken for the right one: class, form, and the window."""
     left, right = bounds(question)
     if question.causal:
-        yield Bug("causal-dropped", "", FIRST, windowed(left, math.inf))
-        yield Bug("causal-off-by-one", "j <= i + 1", FIRST, windowed(left, 1))
-        yield Bug("causal-off-by-one", "j < i", FIRST, windowed(left, -1))
-        if question.lengths_q != question.lengths_k:
-            yield Bug("causal-alignment", "top-left", FIRST, windowed(left, 0, top_left=True))
-    elif question.window != (-1, -1) and question.lengths_q != question.lengths_k:
-        yield Bug("causal-alignment", "window", FIRST, windowed(left, right, top_left=True))
+        yield "causal-dropped", "", Window(left, math.inf)
+        yield "causal-off-by-one", "j <= i + 1", Window(left, 1)
+        yield "causal-off-by-one", "j < i", Window(left, -1)
+    if min(left, right) < math.inf and question.lengths_q != question.lengths_k:
+        form = "top-left" if question.causal else "window"
+        yield "causal-alignment", form, Window(left, right, top_left=True)
     for change in (1, -1):
         if left < math.inf:
-            yield Bug(
-                "window-off-by-one", f"left {change:+}", FIRST, windowed(left + change, right)
-            )
+            yield "window-off-by-one", f"left {change:+}", Window(left + change, right)
         if right < math.inf and not question.causal:
-            yield Bug(
-                "window-off-by-one", f"right {change:+}", FIRST, windowed(left, right + change)
-            )
+            yield "window-off-by-one", f"right {change:+}", Window(left, right + change)
         if max(left, right) < math.inf and not question.causal:
-            both = windowed(left + change, right + change)
-            yield Bug("window-off-by-one", f"both sides {change:+}", FIRST, both)
+            both = Window(left + change, right + change)
+            yield "window-off-by-one", f"both sides {change:+}", both
     if left < math.inf:
-        yield Bug("window-dropped", "left", FIRST, windowed(math.inf, right))
+        yield "window-dropped", "left", Window(math.inf, right)
     if right < math.inf and not question.causal:
-        yield Bug("window-dropped", "right", FIRST, windowed(left, math.inf))
+        yield "window-dropped", "right", Window(left, math.inf)
         if left < math.inf:
-            yield Bug("window-dropped", "both sides", FIRST, windowed(math.inf, math.inf))
+            yield "window-dropped", "both sides", Window(math.inf, math.inf)
+
+
+def unmasked(question: Question) -> Iterator[tuple[str, Window]]:
+    """Those of a backward pass that masks less: form, and the window."""
+    left, right = bounds(question)
     if min(left, right) < math.inf:
-        open_ = windowed(math.inf, math.inf)
-        for name, see in (("all", open_), ("right side", windowed(left, math.inf))):
-            yield Bug("mask-missing-in-backward", f"{name}, exp(S - lse)", BACKWARD, see)
-            yield Bug("mask-missing-in-backward", f"{name}, softmax", BACKWARD, see, OWN_P)
+        yield "all", Window(math.inf, math.inf)
+    if max(left, right) < math.inf:
+        yield "right side", Window(left, math.inf)
+        yield "left side", Window(math.inf, right)
+
+
+def masks(question: Question) -> Iterator[Bug]:
+    for name, form, window in windows(question):
+        yield Bug(name, form, FIRST, windowed(*window))
+    for form, window in unmasked(question):
+        see = windowed(*window)
+        yield Bug("mask-missing-in-backward", f"{form}, exp(S - lse)", BACKWARD, see)
+        yield Bug("mask-missing-in-backward", f"{form}, softmax", BACKWARD, see, OWN_P)
 
 
 # ---- padding and neighbours -------------------------------------------------------------------
@@ -131,10 +157,6 @@ def _more_keys(
     return see
 
 
-def _to_longest(question: Question, length: int) -> int:
-    return max(question.lengths_k) - length
-
-
 def _to_tile(tile: int) -> Callable[[Question, int], int]:
     return lambda question, length: -length % tile
 
@@ -145,13 +167,18 @@ def _exactly(count: int) -> Callable[[Question, int], int]:
 
 def neighbours(question: Question, tiles: list[int]) -> Iterator[Bug]:
     if len(set(question.lengths_k)) > 1:
-        yield Bug("padded-keys", "longest", FIRST, _more_keys(_to_longest, zeros=True))
+        longest = _more_keys(lambda q, length: max(q.lengths_k) - length, zeros=True)
+        yield Bug("padded-keys", "longest", FIRST, longest)
     for tile in TILES:
         yield Bug("padded-keys", f"tile of {tile}", FIRST, _more_keys(_to_tile(tile), zeros=True))
     if question.batch > 1 or len(question.k) > question.cu_seqlens_k[-1]:
-        yield Bug("neighbour-leak", "one key after the end", FIRST, _more_keys(_exactly(1)))
-        yield Bug("neighbour-leak", "one key before", FIRST, _more_keys(_exactly(0), before=1))
-        yield Bug("neighbour-leak", "one key on each side", FIRST, _more_keys(_exactly(1), 1))
+        for text, before, after in (
+            ("after the end", 0, 1),
+            ("before", 1, 0),
+            ("on each side", 1, 1),
+        ):
+            see = _more_keys(_exactly(after), before)
+            yield Bug("neighbour-leak", f"one key {text}", FIRST, see)
         for tile in tiles:
             yield Bug("neighbour-leak", f"tile of {tile}", FIRST, _more_keys(_to_tile(tile)))
         for tile in TILES:
@@ -206,17 +233,39 @@ def _shifted(b: int, by: int, empty: bool) -> Store:
 def _other_offsets(b: int, by: int, sides: str, alone: bool = False) -> See:
     """cu_seqlens from entry ``b`` on (or that one alone) read ``by`` too large."""
 
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        def moved(offsets: Any, rows: int) -> np.ndarray:
-            found = np.array(offsets, dtype=np.int64)
-            found[b : b + 1 if alone else None] += by
-            return np.maximum.accumulate(np.clip(found, 0, rows))
+    def moved(offsets: np.ndarray, rows: int) -> np.ndarray:
+        found = np.array(offsets, dtype=np.int64)
+        found[b : b + 1 if alone else None] += by
+        return np.maximum.accumulate(np.clip(found, 0, rows))
 
+    return _with_offsets(sides, moved)
+
+
+def _with_offsets(sides: str, of: Callable[[np.ndarray, int], np.ndarray]) -> See:
+    """Views of other cu_seqlens: what ``of`` makes of those of ``sides`` with so many rows."""
+
+    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         changes: dict[str, Any] = {}
-        if "q" in sides:
-            changes["cu_seqlens_q"] = moved(question.cu_seqlens_q, len(question.q))
-        if "k" in sides:
-            changes["cu_seqlens_k"] = moved(question.cu_seqlens_k, len(question.k))
+        for side in sides:
+            offsets = np.asarray(getattr(question, f"cu_seqlens_{side}"))
+            changes[f"cu_seqlens_{side}"] = of(offsets, len(getattr(question, side)))
         return views_of(replace(question, **changes))
 
     return see
+
+
+def other_offsets(question: Question) -> Iterator[Bug]:
+    """cu_seqlens of 64 bits read as if they had 32, or those of queries for those of keys."""
+    for sides in ("qk", "q", "k"):
+        text = f"64 bits of cu_seqlens_{sides} read as 32"
+        yield Bug("offsets-shifted", text, ANYWHERE, _with_offsets(sides, _halves))
+    if question.lengths_q != question.lengths_k:
+        of_queries = _with_offsets(
+            "k", lambda offsets, rows: np.minimum(question.cu_seqlens_q, rows)
+        )
+        yield Bug("offsets-shifted", "cu_seqlens_q for cu_seqlens_k", ANYWHERE, of_queries)
+
+
+def _halves(offsets: np.ndarray, rows: int) -> np.ndarray:
+    wide = offsets.astype("<i8")
+    return wide.view("<i4")[: len(wide)].astype(np.int64)

@@ -4,10 +4,11 @@ Long by the catalogue.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,22 +37,40 @@ from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, An
 # ---- tiles ------------------------------------------------------------------------------------
 
 
+class _At(NamedTuple):
+    """Queries (n, 1) and keys (1, m) of a view, by their places in it, and how many there are."""
+
+    i: np.ndarray
+    j: np.ndarray
+    n: int
+    m: int
+
+
+Part = Callable[[_At, int], np.ndarray]  # which pairs (n, m), for a size of tile
+TAILS: dict[str, Part] = {
+    "query rows": lambda x, t: x.i >= x.n // t * t,
+    "keys": lambda x, t: x.j >= x.m // t * t,
+    "rows and keys": lambda x, t: (x.i >= x.n // t * t) | (x.j >= x.m // t * t),
+}
+OF_KEYS_ALONE: dict[str, Part] = {
+    "first of keys": lambda x, t: x.j // t == 0,
+    "second of keys": lambda x, t: x.j // t == 1,
+    "last of keys": lambda x, t: x.j // t == (x.m - 1) // t,
+    "diagonal": lambda x, t: x.j // t == (x.i + x.m - x.n) // t,
+}
+
+
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
-    yield Bug("tail-tile-dropped", f"query rows, {at}", FIRST, _without(_tail_rows(tile)))
-    yield Bug("tail-tile-dropped", f"keys, {at}", FIRST, _without(_tail_keys(tile)))
-    yield Bug("tail-tile-dropped", f"rows and keys, {at}", FIRST, _without(_tails(tile)))
+    for text, part in TAILS.items():
+        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
     yield Bug("tail-tile-dropped", f"rows stored, {at}", FIRST, store=_zero_tail(tile))
-    skips = {"first": 0, "second": 1, "last": -1}
-    for text, which in skips.items():
-        yield Bug("tile-skipped", f"{text} of keys, {at}", FIRST, _without(_key_tile(tile, which)))
+    for text, part in OF_KEYS_ALONE.items():
+        yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
-            twice = _reweighted(_key_tile(tile, which), 2.0)
-            yield Bug("tile-counted-twice", f"{text} of keys, {at}", FIRST, twice)
-    yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, _without(_query_tile(tile, 0)))
-    yield Bug("tile-skipped", f"diagonal, {at}", FIRST, _without(_diagonal(tile)))
-    if tile < max(question.lengths_k):
-        yield Bug("tile-counted-twice", f"diagonal, {at}", FIRST, _reweighted(_diagonal(tile), 2.0))
+            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
+    of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
+    yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
     for text, last in (("last", True), ("first", False)):
         for tensors, of_tensors in by_tensor(_one_tile(tile, last)):
             yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=of_tensors)
@@ -72,82 +91,40 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("masked-tile-nan", f"first visible, {rows} by {tile}", FIRST, store=store)
 
 
-Part = Callable[[Question, View], np.ndarray]  # bool, (n, m)
+def _often(part: Part, tile: int, factor: float) -> See:
+    """Views in which some pairs count ``factor`` times as often."""
 
-
-def _reweighted(part: Part, factor: float) -> See:
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        return [
-            replace(v, weight=v.weight * np.where(part(question, v), factor, 1.0)) for v in views
-        ]
-
-    return see
-
-
-def _without(part: Part) -> See:
-    return _reweighted(part, 0.0)
-
-
-def _tail_rows(tile: int) -> Part:
-    def part(question: Question, view: View) -> np.ndarray:
+    def of(view: View) -> View:
         n, m = len(view.rows), len(view.keys)
-        return np.broadcast_to((np.arange(n) >= n // tile * tile)[:, None], (n, m))
+        there = part(_At(np.arange(n)[:, None], np.arange(m)[None], n, m), tile)
+        return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
-    return part
-
-
-def _tail_keys(tile: int) -> Part:
-    def part(question: Question, view: View) -> np.ndarray:
-        n, m = len(view.rows), len(view.keys)
-        return np.broadcast_to(np.arange(m) >= m // tile * tile, (n, m))
-
-    return part
+    return lambda question, views: [of(view) for view in views]
 
 
-def _tails(tile: int) -> Part:
-    rows, keys = _tail_rows(tile), _tail_keys(tile)
-    return lambda question, view: rows(question, view) | keys(question, view)
+def _by_places(change: Callable[[Floats, Floats, np.ndarray], None]) -> Store:
+    """What ``change(found, right, places)`` does to the rows of every sequence, in place."""
 
+    def store(question: Question, answers: Answers) -> Answers:
+        found = {}
+        for name, x in answers.items():
+            source = np.moveaxis(x, int(name in BY_ROW), 0)
+            y = source.copy()
+            for _, rows, keys in sequences(question):
+                change(y, source, keys if name in OF_KEYS else rows)
+            found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
+        return found
 
-def _key_tile(tile: int, which: int) -> Part:
-    def part(question: Question, view: View) -> np.ndarray:
-        n, m = len(view.rows), len(view.keys)
-        number = which % -(-m // tile) if which < 0 else which
-        return np.broadcast_to(np.arange(m) // tile == number, (n, m))
-
-    return part
-
-
-def _query_tile(tile: int, which: int) -> Part:
-    def part(question: Question, view: View) -> np.ndarray:
-        n, m = len(view.rows), len(view.keys)
-        return np.broadcast_to((np.arange(n) // tile == which)[:, None], (n, m))
-
-    return part
-
-
-def _diagonal(tile: int) -> Part:
-    def part(question: Question, view: View) -> np.ndarray:
-        n, m = len(view.rows), len(view.keys)
-        return np.equal(((np.arange(n) + m - n) // tile)[:, None], np.arange(m) // tile)
-
-    return part
+    return store
 
 
 def _zero_tail(tile: int) -> Store:
     """The last rows of each sequence, as many as do not fill a tile, are never stored."""
 
-    def store(question: Question, answers: Answers) -> Answers:
-        found = {}
-        for name, x in answers.items():
-            y = np.moveaxis(x.copy(), int(name in BY_ROW), 0)
-            for _, rows, keys in sequences(question):
-                places = keys if name in OF_KEYS else rows
-                y[places[len(places) // tile * tile :]] = 0
-            found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
-        return found
+    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
+        y[places[len(places) // tile * tile :]] = 0
 
-    return store
+    return _by_places(change)
 
 
 def _one_tile(tile: int, last: bool) -> dict[str, Step]:
@@ -188,26 +165,18 @@ def _orders(tile: int) -> dict[str, np.ndarray]:
 def _rows_moved(tile: int, order: np.ndarray, partly: bool) -> Store:
     """Rows of every whole tile in another order; ``partly``: of partial ones too, 0 from behind."""
 
-    def store(question: Question, answers: Answers) -> Answers:
-        found = {}
-        for name, x in answers.items():
-            source = np.moveaxis(x, int(name in BY_ROW), 0)
-            y = source.copy()
-            for _, rows, keys in sequences(question):
-                places = keys if name in OF_KEYS else rows
-                for start in range(0, len(places), tile):
-                    here = places[start : start + tile]
-                    if len(here) == tile:
-                        y[here] = source[here[order]]
-                    elif partly:
-                        there = order[: len(here)]
-                        inside = there < len(here)
-                        y[here] = 0
-                        y[here[inside]] = source[here[there[inside]]]
-            found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
-        return found
+    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
+        for start in range(0, len(places), tile):
+            here = places[start : start + tile]
+            if len(here) == tile:
+                y[here] = source[here[order]]
+            elif partly:
+                there = order[: len(here)]
+                inside = there < len(here)
+                y[here] = 0
+                y[here[inside]] = source[here[there[inside]]]
 
-    return store
+    return _by_places(change)
 
 
 # ---- rows without keys ------------------------------------------------------------------------

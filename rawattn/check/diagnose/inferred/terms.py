@@ -1,7 +1,7 @@
 """Which terms do the gradients hold? Read off dq, dk and dv, and planted as a bug.
 
 A gradient is a sum of known terms, each with a coefficient of 1: least squares tell those that it
-has. This module asks those that read one kind of term each: rows, pairs of tiles, lists, masks,
+has. This module asks those that read one kind of term each: rows, pairs of tiles, lists,
 rescaling, narrow dtypes.
 """
 
@@ -20,7 +20,6 @@ from rawattn.check.diagnose.engine.question import (
 from rawattn.check.diagnose.inferred import (
     blocks,
     deltas,
-    masks,
     narrow,
     online,
     row_terms,
@@ -62,7 +61,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from row_terms.bugs_of(question, answers, stage, views, term, wrong)
     if stage == "backward":
         yield from deltas.bugs(question, answers, views, wrong)
-        yield from masks.bugs(question, answers, views, wrong)
         yield from narrow.underflows()
     if not question.sparse:
         yield from tile_pairs.bugs(question, answers, stage, views, gradients)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Context
-from rawattn.check.diagnose.read.places import Places
-from rawattn.check.diagnose.read.rules import Rule
+from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Rule
 
 Array = np.ndarray
 Pairs = tuple[int, Rule | None]  # a head, and which of its pairs

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Context
-from rawattn.check.diagnose.read.places import Places
+from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.read.terms import Field
 
 Array = np.ndarray

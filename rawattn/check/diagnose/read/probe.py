@@ -16,7 +16,7 @@ import numpy as np
 
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.read.places import Places, Right
+from rawattn.check.diagnose.evidence.places import Places, Right
 from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything

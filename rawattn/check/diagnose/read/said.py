@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, See, Step
+from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Rule
+from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read.maps import Map
-from rawattn.check.diagnose.read.places import Places
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.rules import Rule
-from rawattn.check.diagnose.read.support import Support
 from rawattn.check.diagnose.read.terms import Term
 
 Array = np.ndarray

@@ -9,12 +9,12 @@ from functools import cache, partial
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
+from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Shown, rule_of
+from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read.change import Change
-from rawattn.check.diagnose.read.places import Places
 from rawattn.check.diagnose.read.probe import Backward, Slopes
-from rawattn.check.diagnose.read.rules import Shown, rule_of
 from rawattn.check.diagnose.read.said import COARSE, TINY, Said, noise_of
-from rawattn.check.diagnose.read.support import Support
 from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
 from rawattn.check.diagnose.read.weights import said_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step
+from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.read.maps import of_heads
-from rawattn.check.diagnose.read.places import Places, log_sum
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
 from rawattn.check.diagnose.read.terms import Term, by_head
 

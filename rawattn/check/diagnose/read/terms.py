@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.read.places import Places
+from rawattn.check.diagnose.evidence.places import Places
 
 Array = np.ndarray
 Of = Callable[[Places, Array], Array]  # of places and scores S, (num_heads_q, total_q, total_k)
@@ -159,14 +159,14 @@ def _places(field: Field, places: Places, S: Array) -> Iterator[Term]:
     names = [own, "j", "seqlen_k - 1 - j"]
     names += [] if field.by_row else ["i", "seqlen_q - 1 - i"]
     for name in names:
-        x = np.broadcast_to(places.features[name], places.j.shape)
+        x = np.broadcast_to(places.feature(name), places.j.shape)
         first = int(x.min())
         table = np.stack([_means(field, h, x - first) for h in range(len(field.x))])
 
         def look(
             places: Places, S: Array, name: str = name, first: int = first, table: Array = table
         ) -> Array:
-            at = np.clip(places.features[name] - first, 0, table.shape[1] - 1)
+            at = np.clip(places.feature(name) - first, 0, table.shape[1] - 1)
             return np.asarray(table[:, np.broadcast_to(at, places.j.shape)])
 
         yield Term(

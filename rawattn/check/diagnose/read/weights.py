@@ -6,10 +6,11 @@ from functools import cache
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS
+from rawattn.check.diagnose.evidence.places import Places, log_sum
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.maps import map_of
-from rawattn.check.diagnose.read.places import Places, log_sum
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
 from rawattn.check.diagnose.read.said import (
     COARSE,
     Said,
@@ -20,7 +21,6 @@ from rawattn.check.diagnose.read.said import (
     seen_of,
 )
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.terms import Field, Term, term_of
 from rawattn.reference.dense import capped
 

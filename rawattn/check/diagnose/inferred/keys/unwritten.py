@@ -1,6 +1,6 @@
 """Rows that nobody writes: one and the same number stands in all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from rawattn.check.diagnose.engine.question import (
     Question,
 )
 from rawattn.check.diagnose.evidence.structure import by_rows, named
-from rawattn.check.diagnose.inferred.keys.pattern import Ints, ceil
 from rawattn.check.diagnose.inferred.sample import given_to
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
-TILES = (16, 32, 64, 80, 96, 128, 192, 256)
 FEW = 4  # sequences that are told of
 
 
@@ -143,32 +141,4 @@ def _places(question: Question, rows: np.ndarray, keys: bool) -> str:
         words = "key" if keys else "row"
         told.append(f"{named(words, here)} of sequence {b} ({lengths[b]} long)")
     more = f" and {len(of) - FEW} more" if len(of) > FEW else ""
-    return ", ".join(told) + more + _launched(offsets, tokens, lengths)
-
-
-COUNTS: dict[str, Callable[[Ints, int], Ints]] = {
-    "floor(seqlen / T)": lambda ends, tile: np.diff(ends) // tile,
-    "ceil(cu_seqlens[b + 1] / T) - ceil(cu_seqlens[b] / T)": lambda ends, tile: np.diff(
-        ceil(ends, tile) // tile
-    ),
-    "floor(cu_seqlens[b + 1] / T) - floor(cu_seqlens[b] / T)": lambda ends, tile: np.diff(
-        ends // tile
-    ),
-}
-
-
-def _launched(ends: np.ndarray, tokens: np.ndarray, lengths: tuple[int, ...]) -> str:
-    """How the tiles of a sequence are counted, if that is a known way."""
-    for text, count in COUNTS.items():
-        tiles = []
-        for tile in TILES:
-            written = np.minimum(count(ends, tile) * tile, lengths)
-            left = [
-                np.arange(start + done, start + n)
-                for start, done, n in zip(ends[:-1], written, lengths, strict=True)
-            ]
-            if np.array_equal(np.concatenate(left), tokens):
-                tiles.append(str(tile))
-        if tiles:
-            return f": as if a sequence had {text} tiles, of T = {' or '.join(tiles)}"
-    return ""
+    return ", ".join(told) + more

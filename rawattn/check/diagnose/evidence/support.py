@@ -1,4 +1,4 @@
-"""Who sees whom, as it was read: the difference from the mask in rules."""
+"""Who sees whom, and how often, as it was read: the difference from the mask in rules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,32 +7,36 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import See, View
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.read.places import Places
-from rawattn.check.diagnose.read.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 
 Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
-KINDS = (MORE, LESS, OTHER)
+AGAIN = "sees keys more than once"
+KINDS = (MORE, LESS, OTHER, AGAIN)
+CELLS = 40_000  # pairs whose features are looked at
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None."""
+    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
+    times: how often they count, if that is AGAIN."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
+    times: float = 1.0
 
     def text(self, heads: int, right: str) -> str:
         """In words, of so many heads."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
         rule = "by no plain rule" if self.rule is None else str(self.rule)
-        return f"a query {self.kind}{who}: {rule}" + right * (self.kind != OTHER)
+        return f"a query {self.kind}{who}: {rule}" + right * (self.kind in (MORE, LESS))
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``."""
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``, a truth or a number."""
 
     places: Places
     seen: Array
@@ -46,6 +50,11 @@ class Support:
     def named(self) -> bool:
         return all(part.rule is not None for part in self.parts)
 
+    def inside(self, kind: str) -> Array:
+        """Pairs of the places that are wrong in this way."""
+        everything = np.ones((1, 1, 1), dtype=bool)
+        return _inside(kind, self.places, self.seen, everything)
+
     def at(self, places: Places) -> Array:
         """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
         read is known, of other lengths."""
@@ -54,22 +63,44 @@ class Support:
                 raise ValueError("this was read on sequences of other lengths")
             return self.seen
         found = places.right[None].repeat(places.question.num_heads_q, axis=0)
+        found = found.astype(self.seen.dtype)
         for part in self.parts:
             if part.rule is not None:
                 pairs = part.rule.holds(places) & _domain(places, part.kind)
-                heads = list(part.heads)
-                found[heads] = found[heads] & ~pairs if part.kind == LESS else found[heads] | pairs
+                value = {LESS: 0, AGAIN: part.times}.get(part.kind, 1)
+                for head in part.heads:
+                    found[head][pairs] = value
         return found
 
-    def see(self, times: Callable[[Places], Array]) -> See:
+    def see(self, times: Callable[[Places], Array | float] = lambda places: 1.0) -> See:
         """The same as a change of views; times: how often a pair counts."""
+        return seen_as(lambda places: self.at(places) * times(places))
 
-        def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-            places = Places(question)
-            seen = self.at(places) * times(places)
-            return list(_views(places, views, seen))
 
-        return see
+def seen_as(counts: Callable[[Places], Array]) -> See:
+    """Views in which pairs (num_heads_q, total_q, total_k) count so often."""
+
+    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        places = Places(question)
+        return list(_views(places, views, np.asarray(counts(places))))
+
+    return see
+
+
+def in_rules(places: Places, counts: Array, known: Array) -> Support:
+    """The counts (num_heads_q, total_q, total_k) in rules for the pairs that are ``known``, of as
+    many queries as there is time for, wrong ones and others."""
+    rows = np.flatnonzero(known.any(axis=(0, 2)) & (places.b[:, 0] >= 0))
+    wrong = ((counts != places.right) & known).any(axis=(0, 2))[rows]
+    most = max(CELLS // (2 * counts.shape[2]), 8)
+    rows = np.sort(np.concatenate([_some(rows[wrong], most), _some(rows[~wrong], most)]))
+    read = Places(places.question, rows), counts[:, rows], known[:, rows]
+    return support_of(*read, read)
+
+
+def _some(rows: Array, most: int) -> Array:
+    chosen = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)
+    return np.asarray(rows[np.unique(chosen)])
 
 
 def support_of(
@@ -77,7 +108,7 @@ def support_of(
 ) -> Support:
     """The difference from the mask in rules that hold on a second problem, ``again``, too.
 
-    seen as in Support; alive (num_heads_q, total_q): rows that were read.
+    seen as in Support; alive (num_heads_q, total_q): rows that were read, or pairs.
     """
     parts: list[Part] = []
     other, seen_there, alive_there = again
@@ -91,10 +122,13 @@ def support_of(
                 groups.setdefault(inside.tobytes() + there[head].tobytes(), []).append(head)
         for heads in groups.values():
             shown = [
-                Shown(of, _domain(of, kind) & live[heads[0]][:, None], inside[heads[0]])
+                Shown(of, _domain(of, kind) & _pairs(live)[heads[0]], inside[heads[0]])
                 for of, live, inside in ((places, alive, here), (other, alive_there, there))
             ]
-            parts.append(Part(kind, tuple(heads), rule_of(*shown)))
+            values = seen[heads[0]][here[heads[0]]]
+            rule = None if kind == AGAIN and np.ptp(values) else rule_of(*shown)
+            times = float(values[0]) if kind == AGAIN else 1.0
+            parts.append(Part(kind, tuple(heads), rule, times))
         unknown = [part for part in parts if part.kind == kind and part.rule is None]
         if len(unknown) > 1:
             heads = sorted(head for part in unknown for head in part.heads)
@@ -105,14 +139,18 @@ def support_of(
 
 def _inside(kind: str, places: Places, seen: Array, alive: Array) -> Array:
     """(num_heads_q, total_q, total_k)."""
-    wrong = ~seen if kind == LESS else seen
-    return np.asarray(wrong & _domain(places, kind) & alive[..., None])
+    wrong = {LESS: seen == 0, AGAIN: seen > 1}.get(kind, seen > 0)
+    return np.asarray(wrong & _domain(places, kind) & _pairs(alive))
+
+
+def _pairs(alive: Array) -> Array:
+    return alive if alive.ndim == 3 else alive[..., None]
 
 
 def _domain(places: Places, kind: str) -> Array:
     if kind == OTHER:
         return ~places.own
-    return places.right if kind == LESS else places.own & ~places.right
+    return places.own & ~places.right if kind == MORE else places.right
 
 
 def _views(places: Places, views: Sequence[View], seen: Array) -> Iterator[View]:

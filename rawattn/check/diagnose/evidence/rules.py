@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.read.places import Places
+from rawattn.check.diagnose.evidence.places import Places
 
 Array = np.ndarray
 MOST = 3  # intervals of a rule
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
-        x = places.features[self.feature]
+        x = places.feature(self.feature)
         found = np.ones(places.j.shape, dtype=bool)
         found &= True if self.low is None else x >= self.low
         found &= True if self.high is None else x <= self.high
@@ -100,7 +100,7 @@ def _cut(found: Shown, check: Shown, names: Sequence[str]) -> Rule | None:
     """The fewest bounds, each of which has all of the set, that leave nothing else."""
     spans: list[Span] = []
     for name in names:
-        x = np.broadcast_to(found.places.features[name], found.domain.shape)
+        x = np.broadcast_to(found.places.feature(name), found.domain.shape)
         inside, all_ = x[found.inside], x[found.domain]
         low, high = int(inside.min()), int(inside.max())
         lows = [low] * int(low > all_.min())
@@ -139,7 +139,7 @@ def _exact(
 
 def _pure(found: Shown, name: str) -> Iterator[Span]:
     """Runs of values of a feature whose pairs are all in the set."""
-    x = np.broadcast_to(found.places.features[name], found.domain.shape)[found.domain]
+    x = np.broadcast_to(found.places.feature(name), found.domain.shape)[found.domain]
     inside = found.inside[found.domain]
     values, place = np.unique(x, return_inverse=True)
     pure = np.bincount(place, inside, len(values)) == np.bincount(place, minlength=len(values))

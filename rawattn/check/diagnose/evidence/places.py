@@ -1,0 +1,210 @@
+"""Where queries and keys of a packed problem stand, and what may be said of a pair of them.
+
+Long by the table of features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.reference.dense import capped, dead_to_inf
+
+Array = np.ndarray
+TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+PARTS = (2, 3, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
+    too; i and j count in the query's own sequence, so that j may lie before or behind it.
+
+    rows: of q, all by default; then these are the first axis.
+    """
+
+    question: Question
+    rows: Array | None = None
+
+    @cached_property
+    def query(self) -> Array:
+        """(total_q, 1) row of q."""
+        rows = np.arange(len(self.question.q)) if self.rows is None else self.rows
+        return np.asarray(rows[:, None])
+
+    @cached_property
+    def b(self) -> Array:
+        """(total_q, 1) sequence of the query."""
+        return np.asarray(self.question.sequence_of("q")[self.query])
+
+    @cached_property
+    def i(self) -> Array:
+        """(total_q, 1)."""
+        return np.asarray(self.query - np.asarray(self.question.cu_seqlens_q)[self.b])
+
+    @cached_property
+    def j(self) -> Array:
+        """(total_q, total_k)."""
+        q = self.question
+        return np.asarray(np.arange(len(q.k))[None, :] - np.asarray(q.cu_seqlens_k)[self.b])
+
+    @cached_property
+    def n(self) -> Array:
+        """(total_q, 1) queries of the sequence."""
+        return np.array(np.asarray(self.question.lengths_q)[self.b])
+
+    @cached_property
+    def m(self) -> Array:
+        """(total_q, 1) its keys in use."""
+        return np.array(np.asarray(self.question.lengths_k)[self.b])
+
+    @cached_property
+    def p(self) -> Array:
+        """(total_q, 1) the key that a query stands at."""
+        return np.asarray(self.i + self.m - self.n)
+
+    @cached_property
+    def own(self) -> Array:
+        inside = (self.j >= 0) & (self.j < self.m)
+        return np.asarray(inside & (self.b >= 0))
+
+    @cached_property
+    def right(self) -> Array:
+        """(total_q, total_k): which key a query must see."""
+        left, right = self.question.mask_window
+        seen = self.own.copy()
+        seen &= (self.j - self.p >= -left) | (left < 0)
+        seen &= (self.j - self.p <= right) | (right < 0)
+        return seen
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every sequence has as many keys as queries, so that p is i."""
+        return self.question.lengths_q == self.question.lengths_k
+
+    def feature(self, name: str) -> Array:
+        """An integer of every pair, or of every query (total_q, 1), by what it is called."""
+        if name not in self._made:
+            self._made[name] = np.asarray(self.features[name]())
+        return self._made[name]
+
+    @cached_property
+    def _made(self) -> dict[str, Array]:
+        return {}
+
+    @cached_property
+    def features(self) -> dict[str, Callable[[], Array]]:
+        """All features, the plainest first."""
+        i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
+        lengths, width = self.question.lengths_k, self.question.v.shape[2]
+        key, query = np.arange(j.shape[1])[None], self.query
+        of = "i" if self.aligned else "p"
+        found: dict[str, Callable[[], Array]] = {
+            f"j - {of}": lambda: j - p,
+            "j": lambda: j,
+            "seqlen_k - 1 - j": lambda: m - 1 - j,
+            "i": lambda: i,
+            "seqlen_q - 1 - i": lambda: n - 1 - i,
+        }
+        if not self.aligned:
+            found |= {"j - i": lambda: j - i, "p": lambda: p}
+        found |= {
+            "seqlen_k": lambda: m,
+            "seqlen_q": lambda: n,
+            "the sequence": lambda: self.b,
+            "the key's sequence - the query's": lambda: (
+                self.question.sequence_of("k")[None] - self.b
+            ),
+        }
+        for t in TILES:
+            found |= self._of_tiles(t, of)
+        found |= {
+            "the row of the key in k": lambda: key,
+            "the row of the query in q": lambda: query,
+            "the row in k - the row in q": lambda: key - query,
+            "2 j - seqlen_k": lambda: 2 * j - m,
+            "j - the longest seqlen_k": lambda: j - max(lengths),
+            "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
+            "the row in k - i": lambda: key - i,
+            "the row in k - seqlen_k": lambda: key - m,
+            "j - the row in q": lambda: j - query,
+            "the column of out": lambda: key % width,  # in which weights of this key are read
+        }
+        for parts in PARTS:
+            found |= self._of_parts(parts)
+        if self.question.group > 1:
+            found[f"j - {self.question.group} i"] = lambda: j - self.question.group * i
+        return found
+
+    def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
+        i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
+        return {
+            f"j // {t} - {of} // {t}": lambda: j // t - p // t,
+            f"j // {t}": lambda: j // t,
+            f"(seqlen_k - 1) // {t} - j // {t}": lambda: (m - 1) // t - j // t,
+            f"j - seqlen_k // {t} * {t}": lambda: j - m // t * t,
+            f"i // {t}": lambda: i // t,
+            f"i - seqlen_q // {t} * {t}": lambda: i - n // t * t,
+            f"j % {t}": lambda: j % t,
+            f"i % {t}": lambda: i % t,
+            f"(j - {of}) % {t}": lambda: (j - p) % t,
+            f"j // {t} % 2": lambda: j // t % 2,
+            f"j // {t} - {of} // {t} % 2": lambda: (j // t - p // t) % 2,
+            f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
+            f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
+        }
+
+    def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
+        size = np.maximum(-(-self.m // parts), 1)
+        part = f"ceil(seqlen_k / {parts})"
+        return {
+            f"j // {part}": lambda: self.j // size,
+            f"j // {part} - {'i' if self.aligned else 'p'} // {part}": lambda: (
+                self.j // size - self.p // size
+            ),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Right:
+    """What a right computation has of ``places``: scores S of all pairs and weights P, both
+    (num_heads_q, total_q, total_k), lse (num_heads_q, total_q), out like ``Question.out``.
+    """
+
+    places: Places
+
+    @cached_property
+    def S(self) -> Array:
+        q = self.places.question
+        keys = q.k.astype(np.float64).transpose(1, 2, 0).repeat(q.group, axis=0)
+        Y = q.scale * (q.q.astype(np.float64).swapaxes(0, 1) @ keys)
+        return np.asarray(capped(np, Y, q.softcap, lambda x: x)[0])
+
+    @cached_property
+    def lse(self) -> Array:
+        q = self.places.question
+        found = log_sum(np.where(self.places.right, self.S, -np.inf))
+        if q.sinks is not None:
+            found = np.logaddexp(found, np.asarray(q.sinks, dtype=np.float64)[:, None])
+        return found
+
+    @cached_property
+    def P(self) -> Array:
+        seen = np.where(self.places.right, self.S, -np.inf)
+        return np.asarray(np.exp(seen - dead_to_inf(np, self.lse)[..., None]))
+
+    @cached_property
+    def out(self) -> Array:
+        q = self.places.question
+        v = q.v.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0)
+        return np.asarray((self.P @ v).swapaxes(0, 1))
+
+
+def log_sum(x: Array) -> Array:
+    """The logarithm of the sum of exp over the last axis; -inf of nothing."""
+    top = x.max(axis=-1, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.exp(x - top[..., None]).sum(axis=-1)) + top)
