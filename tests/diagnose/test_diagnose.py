@@ -96,6 +96,8 @@ def test_an_array_of_another_shape_is_said() -> None:
     found = diagnose(question, solve(question, "forward") | {"dq": np.zeros((3, 4, 16))})
     assert [finding.bug for finding in found.findings] == ["unknown"]
     assert "dq has shape (3, 4, 16), not (96, 4, 16)" in found.findings[0].evidence[0]
+    found = diagnose(question, solve(question, "forward") | {"dq": np.zeros((96, 4, 16), bool)})
+    assert found.findings[0].title == "dq has another form than it must have"
 
 
 def test_an_intermediate_held_constant() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.noise import Bools, Float64, Ints, sequences
+from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, sequences
 from rawattn.check.diagnose.evidence.side import Side
 from rawattn.check.diagnose.evidence.structure import side_of
 from rawattn.check.diagnose.findings import Check
@@ -76,7 +76,8 @@ class Runs:
             return self.missing("I1 out", why)
         one = self.run(v=np.ones_like(self.question.v))
         off, size = one.answers["out"] - 1.0, np.full_like(one.answers["out"], np.inf)
-        return one.rows("I1 out", TEXTS["I1 out"], off, one.noise["mass"], size, one.alive)
+        noise = one.off_by("out", one.alive)
+        return one.rows("I1 out", TEXTS["I1 out"], off, noise, size, one.alive)
 
     def moved_keys(self) -> Check:
         """The keys are rounded once more after they moved, as the noise of the new ones allows."""
@@ -84,7 +85,7 @@ class Runs:
         if q.block_scale is not None:
             return self.missing("I7", "a gate")
         step = self.rng.standard_normal((q.batch + 1, q.num_heads_kv, q.k.shape[2]))
-        finite = first.x.k[np.isfinite(first.x.k)]
+        finite = first.x["k"][np.isfinite(first.x["k"])]
         step *= np.sqrt(np.square(finite).mean()) if finite.size else 1.0
         step[-1] = 0.0  # rows of no sequence
         k = np.asarray(q.k).astype(np.float64) + step[q.sequence_of("k")]
@@ -93,12 +94,14 @@ class Runs:
         if not first.lacks("dq"):
             of_row = np.repeat(step[q.sequence_of("q")], q.group, axis=1)
             there = one.alive[..., None]
-            wanted["dq"] = first.answers["dq"] + q.scale * first.x.dlse * np.where(there, of_row, 0)
+            wanted["dq"] = first.answers["dq"] + q.scale * first.x["dlse"] * np.where(
+                there, of_row, 0
+            )
         found = []
         for tensor, before in wanted.items():
             now = one.answers[tensor]
-            kind = "tout" if tensor == "ddout" else tensor
-            noise = one.noise[kind] + first.noise[kind] + one.rounded(now) + one.rounded(before)
+            noise = one.off_by(tensor, one.alive) + first.off_by(tensor, one.alive)
+            noise = noise + one.unit**2 * (now**2 + before**2)
             size = np.maximum(np.abs(now), np.abs(before))
             found.append((tensor, one.rows("I7", "", now - before, noise, size, one.alive)))
         return self.worst("I7", found)
@@ -154,17 +157,31 @@ class Runs:
             for part, array in given.items()
         }
         w = self.run(**drawn)
-        sums, noise = [], np.zeros((q.batch, q.num_heads_kv, 1))
+        if why := u.lacks(*(DIRECTION[part] for part in given)):
+            return self.missing("I10", why)
+
+        def sums(n: int) -> list[Float64]:
+            """<w, H u> and <u, H w>, of the answers, or of right ones with a rounding."""
+            both = []
+            for this, that in ((u, w), (w, u)):
+                results = [this.answers, this.right, *this.rounded][n]
+                parts = {part: that.x.get(part, that.x["tgate"]) for part in given}
+                products = [this.product(a, DIRECTION[p], results) for p, a in parts.items()]
+                both.append(np.sum(products, axis=0))
+            return both
+
+        (left, right), (one, other) = sums(0), sums(1)
+        noise = u.unit**2 * (left**2 + right**2)
+        for n in (2, 3):
+            for x, due in zip(sums(n), (one, other), strict=True):
+                noise = noise + np.square(x - due)
         for this, that in ((u, w), (w, u)):
-            if why := this.lacks(*(DIRECTION[part] for part in given)):
-                return self.missing("I10", why)
-            sums.append(np.zeros_like(noise))
             for part in given:
-                array = that.x.tgate if part == "tblock_scale" else getattr(that.x, part)
-                sums[-1] += this.product(array, DIRECTION[part])
-                noise += this.stored_product(array, DIRECTION[part])
-            noise += _curvature(this, that) + sums[-1] ** 2
-        return u.equal("I10", TEXTS["I10"], sums[0], sums[1], noise)
+                a, tensor = that.x.get(part, that.x["tgate"]), DIRECTION[part]
+                off = np.square(this.rounded[0][tensor] - this.right[tensor])
+                noise = noise + this.product(a**2, tensor, {tensor: off})
+        size = np.maximum(abs(left), abs(right))
+        return u.sums("I10", TEXTS["I10"], left - right, noise, size)
 
     def scaled(self) -> Check:
         """A factor of 2 rounds nothing."""
@@ -192,7 +209,7 @@ class Runs:
                 np.array([a[span].max(axis=(0, 2), initial=0.0) for span in spans])[..., None]
                 for a in (np.nan_to_num(off, nan=np.inf), _finite(np.abs(before)))
             )
-            looked = np.repeat(first.x.finite[:, None], off.shape[1], axis=1)
+            looked = np.repeat(first.finite[:, None], off.shape[1], axis=1)
             allowed = first.ulps(tensor) * size + floor
             told.append((tensor, first.judged(name, "", off, allowed, size, looked)))
         return self.worst(name, told)
@@ -211,17 +228,6 @@ class Runs:
             tensors.setdefault(check.where, []).append(tensor)
         said = "; ".join(f"{', '.join(those)}: {where}" for where, those in tensors.items())
         return replace(worst, text=TEXTS[name], where=said or worst.where)
-
-
-def _curvature(this: Side, that: Side) -> Float64:
-    """The noise of <w, H u> by that of H u: of elements for gq, on the average for gk and gv."""
-    u, w, noise, s = this.x, that.x, this.noise, this.question.scale
-    of_gk = s**2 * this.total(u.q**2 * noise["tds"] + u.tq**2 * noise["ds"], "q")
-    of_gv = this.total(u.dout**2 * noise["te"], "q")
-    sums = of_gk.sum(axis=2, keepdims=True) * np.square(_finite(w.tk)).mean()
-    sums = sums + of_gv.sum(axis=2, keepdims=True) * np.square(_finite(w.tv)).mean()
-    sums = sums + noise["tscores"] * np.square(_finite(w.tgate)).mean()
-    return np.asarray(sums + this.inner(w.tq**2, noise["gq"], "q"))
 
 
 def _has_rows(tensor: str) -> bool:

@@ -6,13 +6,13 @@ Longer than other modules by the patterns that wrong rows are compared with.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.evidence.noise import Bools, Float64, Reach, sequences
+from rawattn.check.diagnose.evidence.reach import Bools, Float64, Reach
 from rawattn.check.diagnose.findings import Level, Map
 
 TILES = (16, 32, 64, 128)
@@ -23,17 +23,6 @@ COVERED = 0.9  # share of a pattern that must be wrong: a wrong row may be right
 PIXELS = 512  # of a map, at most, each way
 LOWEST, HIGHEST = -4.0, 8.0  # of a map
 ROWS = {"q": "row", "k": "key"}
-
-
-class Slope(NamedTuple):
-    """Found over wanted in one sequence of ``length`` keys, and ``padded``: the ratio of right to
-    wrong if the wrong side's softmax has zero keys up to the longest sequence's length."""
-
-    sequence: int
-    length: int
-    slope: float
-    residual: float
-    padded: float
 
 
 def side_of(tensor: str) -> str:
@@ -94,40 +83,6 @@ def alike(parts: Sequence[Level], whole: Level) -> bool:
     )
 
 
-def slope_by_sequence(
-    question: Question, tensor: str, found: Any, wanted: Any
-) -> tuple[Slope, ...]:
-    """The slope of every sequence that has rows, beside what padded keys would do."""
-    x, y, within = by_rows(tensor, found), by_rows(tensor, wanted), _within(question, tensor)
-    longest = max(question.lengths_k, default=0)
-    slopes = []
-    with np.errstate(all="ignore"):
-        for b in np.unique(within[within >= 0]):
-            length = question.lengths_k[b]
-            slope, residual, _ = fit(x[within == b], y[within == b])
-            padded = padded_ratio(length, longest, mean_exp(question, int(b)))
-            slopes.append(Slope(int(b), length, slope, residual, padded))
-    return tuple(slopes)
-
-
-def padded_ratio(length: int, longest: int, mean: float) -> float:
-    """What P is divided by where zero keys pad ``length`` to ``longest``: r(n) = 1 + (T - n)/(n m).
-
-    mean: m, the mean of exp(scores) over the keys of the sequence.
-    """
-    return 1 + (longest - length) / (length * mean) if length else math.nan
-
-
-def mean_exp(question: Question, sequence: int) -> float:
-    """The mean of exp(scores) of one sequence, the harmonic one over (some of) its rows."""
-    rows, keys = list(sequences(question))[sequence]
-    some = slice(rows.start, rows.stop, max((rows.stop - rows.start) // 64, 1))
-    q, k = (np.asarray(a).astype(np.float64) for a in (question.q[some], question.k[keys]))
-    k = np.repeat(k, question.group, axis=1)
-    scores = question.scale * np.einsum("ihd,jhd->hij", q, k)
-    return float(1 / (1 / np.exp(scores).mean(axis=2)).mean()) if scores.size else 1.0
-
-
 def bad_rows(question: Question, tensor: str, found: Any, wanted: Any, noise: Any) -> Bools:
     """Which rows of ``found`` are further from ``wanted`` than ``noise``: (tokens, heads).
 
@@ -146,7 +101,7 @@ def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
 def maps(
     question: Question, answers: Answers, reference: Answers, allowances: Mapping[str, Any]
 ) -> tuple[Map, ...]:
-    """Pictures of the errors of the worst tensors, and of dS where both sides have one.
+    """Pictures of the errors of the worst tensors.
 
     allowances: by tensor, a number or an array that fits (tokens, heads). Values are between LOWEST
     and HIGHEST.
@@ -159,9 +114,8 @@ def maps(
             picture[_within(question, tensor) < 0] = np.nan
             if np.isfinite(picture).any():
                 found.append((float(np.nanmax(picture)), _token_map(question, tensor, picture)))
-        square = _square_map(answers, reference, allowances)
     found.sort(key=lambda pair: -pair[0])
-    return (*(picture for _, picture in found[:FEW]), *square)
+    return tuple(picture for _, picture in found[:FEW])
 
 
 def named(what: str, indices: Any) -> str:
@@ -459,11 +413,11 @@ class _Pattern:
             yield f"the rows that see {most} keys or fewer", count <= most
         if not self.question.sparse:
             starts = np.array([*_starts(self.question, "k"), 0])
-            first = reach.spans[0] - starts[self.within]
-            skipped = first[self.bad.any(axis=1)].min()
+            first = reach.first - starts[self.within][:, None]
+            skipped = first[self.bad].min()
             if skipped > 0:
                 text = "key" if skipped == 1 else f"{skipped} keys"
-                yield f"the rows that do not see the first {text}", (first >= skipped)[:, None]
+                yield f"the rows that do not see the first {text}", first >= skipped
 
     def some(self, number: int) -> str:
         return self.row if number == 1 else f"{number} {self.row}s"
@@ -493,26 +447,6 @@ def _token_map(question: Question, tensor: str, picture: Float64) -> Map:
     rows = "token" if step == 1 else f"line of {step} tokens"
     starts = tuple(sorted({start // step for start in _starts(question, side)}))
     return Map(tensor, "errors by token and head", _pooled(picture, step, 1), rows, head, starts)
-
-
-def _square_map(
-    answers: Answers, reference: Answers, allowances: Mapping[str, Any]
-) -> Iterator[Map]:
-    """Row by column of dS, of the head where it is worst."""
-    if not all("dS" in side for side in (answers, reference, allowances)):
-        return
-    x, y = (np.asarray(side["dS"]).astype(np.float64) for side in (answers, reference))
-    if x.shape != y.shape or not x.size:
-        return
-    error = _error(x, y)
-    head = int(error.max(axis=(1, 2)).argmax())
-    steps = [-(-size // PIXELS) for size in error.shape[1:]]
-    values = _pooled(_decades(error[head], allowances["dS"]), *steps)
-    rows, columns = (
-        one if step == 1 else f"line of {step} {many}"
-        for one, many, step in zip(("query", "key"), ("queries", "keys"), steps, strict=True)
-    )
-    yield Map("dS", f"errors by query and key, head {head}", values, rows, columns)
 
 
 def _pooled(picture: Float64, *steps: int) -> Float64:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
-from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
@@ -29,7 +29,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs
-from rawattn.check.diagnose.judge.diagnosis import CONFIDENCE, diagnose
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
@@ -213,10 +213,6 @@ def _asked(
         except Exception as error:  # whatever a candidate throws is its result
             findings.append(_raised(side, error, question))
             continue
-        shapes = _shapes(question)
-        wrong = {n: a for n, a in answers.items() if a.shape != shapes[n] or not _real(a)}
-        findings += [_strange(side, name, array, shapes[name]) for name, array in wrong.items()]
-        answers = {n: array for n, array in answers.items() if n not in wrong}
         findings += _of_dtypes(side, question, answers)
         given.append((side, _as_due(question, answers)))
     if not given:
@@ -261,22 +257,10 @@ def _raised(side: str, error: Exception, question: Question) -> Finding:
     )
 
 
-def _strange(side: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Finding:
-    return Finding(
-        side,
-        "unknown",
-        f"{name} has another form than it must have",
-        name,
-        "proved",
-        (f"{name} is {array.shape} {array.dtype}; it must be {shape} and floating",),
-        "what the function returns, and in which order",
-    )
-
-
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
     """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    due = {name: _dtype(question, name) for name in answers}
-    wrong = {name: x.dtype for name, x in answers.items() if x.dtype != due[name]}
+    due = {name: _dtype(question, name) for name, x in answers.items() if _real(x)}
+    wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
     said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
     return [proofs.finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
 
@@ -322,7 +306,7 @@ def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagno
             said.setdefault((finding.side, finding.bug, what), []).append(shown)
     findings, first = [], found[0][1] if found else Diagnosis(title, ())
     for place, alike in enumerate(sorted(said.values(), key=_rank)):
-        best = min(alike, key=lambda shown: CONFIDENCE.index(shown.finding.confidence))
+        best = min(alike, key=lambda shown: shown.finding.rank)
         more = f"shown by {_few([str(case) for shown in alike for case in shown.cases])}"
         evidence = (*best.finding.evidence, more)
         told = tuple(str(case) for case in best.cases)
@@ -336,7 +320,7 @@ def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagno
 
 def _rank(alike: Sequence[_Shown]) -> tuple[bool, int, int]:
     """Bugs before what has no name, then by confidence, then by how often they are shown."""
-    sure = min(CONFIDENCE.index(shown.finding.confidence) for shown in alike)
+    sure = min(shown.finding.rank for shown in alike)
     return alike[0].finding.bug in NAMELESS, sure, -len(alike)
 
 
@@ -439,17 +423,6 @@ def _dtype(question: Question, name: str) -> np.dtype:
 
 def _shapes(question: Question) -> dict[str, tuple[int, ...]]:
     """The shapes of right results, as far as there are any."""
-    q = question
-    like_out, rows = (*q.q.shape[:2], q.v.shape[2]), q.q.shape[1::-1]
-    shapes = {
-        **dict.fromkeys(("out", "sliding out", "tout", "jvp out", "ddout"), like_out),
-        **dict.fromkeys(BY_ROW, rows),
-        **dict.fromkeys(("dq", "gq"), q.q.shape),
-        **dict.fromkeys(("dk", "gk"), q.k.shape),
-        **dict.fromkeys(("dv", "gv"), q.v.shape),
-    }
-    if q.block_scale is not None:
-        shapes |= dict.fromkeys(OF_SLOTS, q.block_scale.shape)
-    if q.sinks is not None:
-        shapes |= dict.fromkeys(OF_SINKS, q.sinks.shape)
-    return shapes
+    direction = replace(question, tq=question.q, dout=np.zeros(0), sliding=None)
+    found = {n: x.shape for stage in direction.stages for n, x in empty(direction, stage).items()}
+    return found | {f"sliding {name}": found[name] for name in ("out", "lse")}

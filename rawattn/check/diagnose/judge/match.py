@@ -14,43 +14,48 @@ Long, since choosing among bugs and measuring a fit know each other.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
 from rawattn.check.diagnose.catalogue.sparse import named_blocks, selection
 from rawattn.check.diagnose.engine.attention import (
-    FIRST,
     NO_BUG,
     OWN_P,
+    Assuming,
     Bug,
-    Context,
     Floats,
-    Rounding,
-    Step,
     assuming,
-    exact,
     solve,
-    times,
     together,
 )
 from rawattn.check.diagnose.engine.effort import cuts, over, spend, spent
 from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
     STAGES,
     Answers,
     Question,
     given_to_backward,
 )
+from rawattn.check.diagnose.evidence.precision import (
+    Fit,
+    Given,
+    Precision,
+    defined,
+    eps_of,
+    finite,
+    fit,
+    ladder,
+    relative_residual,
+    residual,
+    sizes,
+)
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.inferred import blocks, inputs, numbers, terms
 from rawattn.check.diagnose.inferred.keys import seen
 
-RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
 MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
@@ -70,189 +75,7 @@ KERNELS = tuple(
         *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
     )
 )
-Given = tuple[Floats, Floats] | None
 INFERRED = (numbers, inputs, seen, blocks, terms)
-
-
-# ---- precision --------------------------------------------------------------------------------
-
-
-class Precision(NamedTuple):
-    """``noise`` is that of ``rounding`` times ``factor``."""
-
-    name: str
-    rounding: Rounding
-    factor: float = 1.0
-
-
-def _to(dtype: type) -> Callable[[Floats], Floats]:
-    def r(x: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(x).astype(dtype).astype(np.float64)
-
-    return r
-
-
-def to_tf32(x: Floats) -> Floats:
-    """Rounded to the 10 bits of mantissa that TF32 keeps of float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-    return np.where(np.isfinite(x), rounded, x).astype(np.float64)
-
-
-_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
-
-
-def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
-    """The precisions that a right computation on such arrays may have, the finest first."""
-    if dtype == np.float64:
-        # twice: what it is compared with is rounded as well
-        ratio = 2 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
-        fine = Precision("float64", _FLOAT32, ratio)
-        return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
-    if dtype == np.float32:
-        return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
-    half = _to(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
-    return (
-        Precision(f"{dtype.name} operands, float32 sums", Rounding(_to(np.float32), half)),
-        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
-    )
-
-
-# ---- how well does it fit? --------------------------------------------------------------------
-
-
-class Fit(NamedTuple):
-    """``rms`` and ``worst`` row of the residual in units of noise; ``relative``: its part of the
-    whole."""
-
-    rms: float
-    worst: float
-    relative: float
-
-    @property
-    def good(self) -> bool:
-        return self.rms <= RMS_FIT and self.worst <= ROW_FIT
-
-
-def eps_of(x: np.ndarray) -> float:
-    """The relative distance of neighbouring numbers in the array's dtype."""
-    return float(ml_dtypes.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def smallest_of(x: np.ndarray) -> float:
-    return float(ml_dtypes.finfo(x.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
-
-
-def defined(question: Question, name: str, right: Floats) -> np.ndarray:
-    """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
-    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
-    inside = sequence >= 0
-    if name == "delta":  # what D is without keys, no bug knows
-        inside &= np.array([*question.lengths_k, 0])[sequence] > 0
-    return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
-
-
-def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
-    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
-
-    A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
-    """
-    a, b = found[rows], wanted[rows]
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    if a.shape[-1] > 1:
-        same |= ~np.isfinite(a) & ~np.isfinite(b)
-    with np.errstate(invalid="ignore"):
-        difference = np.where(same, 0.0, a - b)
-    return np.where(np.isnan(difference), np.inf, difference)
-
-
-def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
-    """Root mean square of the residual over that of what was found."""
-    difference = residual(found, wanted, rows)
-    if not np.isfinite(difference).all():
-        return math.inf
-    with np.errstate(over="ignore"):
-        size = float(np.sqrt(np.mean(np.square(_finite(found[rows]))))) if difference.size else 0.0
-        rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
-    return rms / size if size else (0.0 if not rms else math.inf)
-
-
-def _finite(x: Floats) -> Floats:
-    return np.where(np.isfinite(x), x, 0.0)
-
-
-def _row_rms(x: Floats) -> Floats:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.asarray(np.sqrt(np.mean(_finite(x) ** 2, axis=-1)))
-
-
-def _scores_squared(c: Context) -> Floats:
-    return np.asarray(c.s**2 * times(c.Q**2, c.K.T**2))
-
-
-# Every sum with the squares of its terms: what is left of them where they cancel does not tell
-# what rounding may do.
-SQUARES: dict[str, Step] = {
-    "L": lambda c: (c.P * _scores_squared(c)).sum(axis=-1),
-    "O": lambda c: times(c.P**2, c.V**2),
-    "D": lambda c: (c.dO**2 * c.O**2).sum(axis=-1) + c.dL**2,
-    "dS": lambda c: c.P**2 * (times(c.dO**2, c.V.T**2) + c.D[..., None]),
-    "dY": lambda c: c.G**2 * c.dS,
-    "dQ": lambda c: c.s**2 * times(c.dY, c.K**2),
-    "dK": lambda c: c.s**2 * (c.dY.swapaxes(1, 2) @ c.Q**2),
-    "dV": lambda c: (c.P**2).swapaxes(1, 2) @ c.dO**2,
-}
-
-
-def sizes(question: Question, stage: str, given: Given) -> Answers:
-    """Of every row of a stage's results the size of what is added up in it, (tokens, heads)."""
-    if stage not in FIRST:
-        return {}
-    with np.errstate(all="ignore"):
-        squares = solve(question, stage, Bug("", steps=SQUARES), given=given)
-        found = {n: np.sqrt(by_rows(n, x).mean(axis=2)) for n, x in squares.items() if x.ndim > 1}
-    return {n: _finite(x) for n, x in found.items()}
-
-
-def fit(
-    question: Question,
-    name: str,
-    found: np.ndarray,
-    wanted: Floats,
-    rounded: Floats,
-    factor: float,
-    rows: np.ndarray,
-    went_in: Floats | float = 0.0,
-) -> Fit:
-    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``.
-
-    went_in: ``sizes`` of the tensor's rows.
-    """
-    a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
-    difference = residual(a, b, rows)
-    if not difference.size:
-        return Fit(0.0, 0.0, 0.0)
-    if not np.isfinite(difference).all():
-        return Fit(math.inf, math.inf, math.inf)
-    size = _row_rms(b)
-    with np.errstate(invalid="ignore"):
-        error = factor * _row_rms(c - b)
-    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
-    typical, scale = np.zeros_like(error), np.zeros_like(error)
-    for b_index in np.unique(sequence):
-        here = sequence == b_index
-        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
-        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
-    summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
-    accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
-    floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)
-    storage = eps_of(found) / 2
-    noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
-    with np.errstate(over="ignore"):
-        ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
-    relative = relative_residual(a, b, rows)
-    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
 
 
 # ---- predictions ------------------------------------------------------------------------------
@@ -335,6 +158,8 @@ def predictions(
 def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Answers | None:
     """What the stage gives with a bug; None where it cannot be planted on views that another bug
     has changed."""
+    if not isinstance(question, Assuming):
+        return solve(question, stage, bug, given=given)
     try:
         return solve(question, stage, bug, given=given)
     except (IndexError, ValueError):
@@ -481,9 +306,10 @@ class _Stage:
 
     def _inferred(self) -> list[Prediction]:
         """Predictions with the bugs that the answers themselves tell."""
+        beside = isinstance(self.question, Assuming)  # a bug that may change the views
         bugs: list[Bug] = []
         for of in INFERRED:
-            with contextlib.suppress(IndexError, ValueError):  # beside a bug that changes the views
+            with contextlib.suppress(*(IndexError, ValueError) if beside else ()):
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
         given = (self.question, self.answers, self.stage, bugs)
@@ -571,7 +397,7 @@ class _Stage:
         if a.shape != b.shape:
             return np.zeros(int(self.rows[name].sum()), dtype=bool)
         error = np.abs(residual(a, b, self.rows[name])).max(axis=1, initial=0)
-        size = np.abs(_finite(b[self.rows[name]])).max(axis=1, initial=0)
+        size = np.abs(finite(b[self.rows[name]])).max(axis=1, initial=0)
         return np.asarray(error <= max(1e-3, 8 * eps_of(self.found[name])) * size)
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:
