@@ -1,19 +1,18 @@
 """Identities that right attention satisfies, each checked on one side alone.
 
-I1 rows of P sum to 1                    I7 moving all keys alike moves no out
+I1 rows of P sum to 1                    I6 <v, dv> = <out, dout>
 I2 rows of dS sum to dlse, or to 0       I8 the order of the sequences does not matter
 I3 with one key, out is its v            I9 nor do the numbers of the neighbours
-I4 dv sums to dout                       I10 second derivatives are symmetric
+I4 dv sums to dout                       I10 derivatives are each other's transpose
 I5 <q, dq> = <k, dk>                     I11 a factor of q is one of softmax_scale
-I6 <v, dv> = <out, dout>                 I12 running again gives the same bits
+                                         I12 running again gives the same bits
 
-I1 has three names, by the P that it is about: "I1" a saved one, "I1 lse" that of the scores and a
-saved lse, "I1 out" the weights that out was made with, seen where v is 1 and in the range of out.
-Some stand for more: I2 without dS is about the sum of dk over the keys, which is softmax_scale
-times that of dlse q; I3 is about every row whose results are known without a softmax; I10 is also
-the derivatives of I2, I4, I5 and I6 in the given direction. All hold for block-sparse attention,
-except that with a gate (block_scale) keys cannot be moved: no I7, no I2 from dk, or from gk. With a
-softcap, sinks or seqused_k the sums are others, and none is checked.
+I1 has two names, by the P that it is about: "I1 lse" that of the scores and a saved lse, "I1 out"
+the weights that out was made with, seen in the range of out. I2 is about the sum of dk over the
+keys, which is softmax_scale times that of dlse q; I3 about every row whose results are known
+without a softmax; I10 also stands for the derivatives of I2 to I6 in the given direction. All hold
+for block-sparse attention, except that with a gate (block_scale) there is no I2. With a softcap,
+sinks or seqused_k the sums are others, and none is checked.
 
 Long by the list of identities; those between runs are in ``runs``.
 """
@@ -36,7 +35,6 @@ NOT_SLIDING = (
     *("block_indices", "block_counts", "block_scale", "tblock_scale", "sliding"),
     *("dout", "dlse", "tq", "tk", "tv", "out", "lse"),
 )
-MATRICES = {"P": ("I1", "rows of P sum to {}", 1.0), "dS": ("I2", "rows of dS sum to {}", 0.0)}
 
 
 def checks(
@@ -72,9 +70,6 @@ def _alone(one: Side) -> Iterator[Check]:
         yield from _forward(branch, "sliding out", "sliding lse")
     if not one.lacks("jvp out") or not one.lacks("jvp lse"):
         yield from _forward(one, "jvp out", "jvp lse")
-    for tensor in MATRICES:
-        if not one.lacks(tensor):
-            yield from _matrix(one, tensor)
     if "backward" in q.stages:
         yield from _first_order(one)
     if not one.lacks("tout"):
@@ -147,46 +142,6 @@ def _known(one: Side, text: str, tensor: str, wanted: Float64, why: str = "") ->
     if looked.any():
         text = f"a query without a key: {tensor} is 0"
         yield one.rows("I3", text, found, 0.0, np.full_like(found, np.inf), looked)
-
-
-# ---- P and dS ---------------------------------------------------------------------------------
-
-
-def _matrix(one: Side, tensor: str) -> Iterator[Check]:
-    """I1 for P, I2 for dS: their sums, and zeros where nothing is allowed. Of one sequence: one
-    with the lengths of the array, of several that which suits best."""
-    q, array = one.question, one.answers[tensor]
-    name, text, due = MATRICES[tensor]
-    text = text.format("dlse" if tensor == "dS" and q.dlse is not None else f"{due:g}")
-    found = []
-    for rows, _ in sequences(q):
-        mask = one.reach.mask(rows)
-        if mask is None or array.shape != (q.num_heads_q, rows.stop - rows.start, mask.shape[2]):
-            continue
-        wanted = due * one.alive[rows, :, None] + (tensor == "dS") * one.x["dlse"][rows]
-        sums, squares = (x.sum(axis=2).T[..., None] for x in (array, array**2))
-        typical = squares.mean() if tensor == "dS" else 0.0  # dP - D may cancel
-        noise = one.unit**2 * (squares + typical + wanted**2)
-        beyond = np.where(mask, 0.0, np.abs(array)).max(axis=2, initial=0.0).T[..., None]
-        inside = np.zeros_like(one.alive)
-        inside[rows] = True
-        masked = inside.copy()
-        masked[rows] &= ~mask.all(axis=2).T
-        whole = [np.zeros((*one.alive.shape, 1)) for _ in range(3)]
-        for to, part in zip(whole, (sums - wanted, noise, beyond), strict=True):
-            to[rows] = part
-        size = one.unless_zero(tensor, whole[0])
-        outside = f"{tensor} is 0 where no key is allowed"
-        found.append(
-            (
-                one.rows(name, text, whole[0], whole[1], size, inside),
-                one.rows(name, outside, whole[2], 0.0, size, masked),
-            )
-        )
-    if not found:
-        yield one.missing(name, text, f"no sequence has the lengths of {tensor}")
-    else:
-        yield from min(found, key=lambda pair: pair[0].value / (pair[0].allowed or 1.0))
 
 
 # ---- gradients --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Who sees whom, of every row: how many keys, and which one where it is one alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,24 @@ def sequences(question: Question) -> Iterator[tuple[slice, slice]]:
     bounds_q, bounds_k = bounds
     for b in range(question.batch):
         yield slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+
+
+BY_TOKENS = {  # what a question has by rows of q and of k
+    "q": (
+        *("q", "dout", "tq", "out", "dlse", "lse"),
+        *("block_indices", "block_counts", "block_scale", "tblock_scale"),
+    ),
+    "k": ("k", "v", "tk", "tv"),
+}
+
+
+def by_tokens(
+    q: Question, of: str, change: Callable[[Any], Any], but: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What ``q`` has by rows of q or k, changed with the tokens as the first axis."""
+    names = [n for n in BY_TOKENS[of] if n not in but and getattr(q, n) is not None]
+    arrays = {n: np.asarray(getattr(q, n)) for n in names}
+    return {n: change(x.T).T if n in ("dlse", "lse") else change(x) for n, x in arrays.items()}
 
 
 class Reach:
@@ -61,9 +79,3 @@ class Reach:
                 ..., None
             ]
         return found
-
-    def mask(self, rows: slice) -> Bools | None:
-        """Which keys of a sequence its queries see, (num_heads_q, seqlen_q, seqlen_k)."""
-        views = [v for v in views_of(self.question) if v.rows[:1] == [rows.start]]
-        found = [np.broadcast_to(v.weight > 0, (len(v.heads), *v.weight.shape[1:])) for v in views]
-        return np.concatenate(found) if found else None

@@ -20,7 +20,7 @@ from rawattn.check.diagnose.evidence.precision import (
     narrowest,
     ways_to_round,
 )
-from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach, sequences
+from rawattn.check.diagnose.evidence.reach import BY_TOKENS, Bools, Float64, Ints, Reach, sequences
 from rawattn.check.diagnose.evidence.structure import by_rows, places, side_of
 from rawattn.check.diagnose.findings import Check
 
@@ -29,7 +29,6 @@ Terms = Sequence[tuple[Float64, str]]  # inner products of an array with an answ
 MARGIN = 12  # times what rounding was measured to do
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 OF_Q = ("q", "tq", "dout", "dlse")
-OF_K = ("k", "v", "tk", "tv")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Side:
     @cached_property
     def clean(self) -> Question:
         """The question with ``x`` for its inputs."""
-        names = [f.name for f in fields(Question) if f.name in (*OF_Q, *OF_K)]
+        names = [f.name for f in fields(Question) if f.name in (*OF_Q, *BY_TOKENS["k"])]
         given: dict[str, Any] = {
             n: self.x[n] for n in names if getattr(self.question, n) is not None
         }
@@ -281,7 +280,7 @@ def _inputs(q: Question, reach: Reach) -> tuple[dict[str, Float64], Bools]:
     like |= {"dlse": np.broadcast_to(0.0, (*q.q.shape[:2], 1)), "tk": q.k, "tv": q.v}
     found = {}
     finite = np.ones(q.batch + 1, dtype=bool)
-    for of, names, there in (("q", OF_Q, alive), ("k", OF_K, seen)):
+    for of, names, there in (("q", OF_Q, alive), ("k", BY_TOKENS["k"], seen)):
         for name in names:
             given = getattr(q, name)
             if given is None:

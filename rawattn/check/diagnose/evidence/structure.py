@@ -152,14 +152,11 @@ def places(bad: Bools, looked: Bools, head: str) -> str:
 
 
 def _shared(answers: Answers, reference: Answers, tensors: Sequence[str] | None) -> list[str]:
-    """Tensors of both sides in equal shape, but no intermediates: those have no tokens."""
+    """Tensors of both sides in equal shape."""
     return [
         name
         for name in (answers if tensors is None else tensors)
-        if name in answers
-        and name in reference
-        and name not in ("S", "P", "dP", "dS")
-        and answers[name].shape == reference[name].shape
+        if name in answers and name in reference and answers[name].shape == reference[name].shape
     ]
 
 

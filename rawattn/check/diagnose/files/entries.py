@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Question
-from rawattn.check.diagnose.files.layouts import LENGTHS, MATRICES, Arrays
+from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
 OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
-RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS, *MATRICES)
+RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS)
 INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout", "dtype")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
@@ -61,8 +61,6 @@ ALIASES = {
     "delta": "dsum softmax_d",
     **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
     **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
-    **{"S": "scores attn_scores", "P": "probs attn attn_weights attention_weights softmax"},
-    **{"dP": "grad_p d_p", "dS": "grad_s d_s dscores grad_scores"},
 }
 OWN_NAMES = (
     *(field.name for field in fields(Question) if field.name not in GIVEN),

@@ -13,7 +13,6 @@ from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS
 
 Arrays = dict[str, np.ndarray]
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_k")
-MATRICES = ("S", "P", "dP", "dS")  # of one sequence: (num_heads_q, seqlen_q, seqlen_k)
 OF_EACH = ("sinks", "tsinks", *OF_SINKS, "seqused_k")  # a number for each query head, or sequence
 # b batch, t tokens, h heads, d head_dim
 LAYOUTS = ("thd", "htd", "bthd", "bhtd", "tbhd", "btd", "td")
@@ -197,10 +196,8 @@ def _ordered(array: np.ndarray, letters: str) -> np.ndarray:
     return np.expand_dims(array.transpose(there), missing)
 
 
-def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray | None:
-    """``array`` in rawattn's shape; None for what is of no use, ValueError if it does not fit."""
-    if name in MATRICES:
-        return _matrix(name, array, frame, notes)
+def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
+    """``array`` in rawattn's shape; ValueError if it does not fit."""
     if name in OF_EACH:
         count, what = len(frame.lengths("k")), "sequence"
         if name != "seqused_k":
@@ -282,24 +279,3 @@ def _rows(array: np.ndarray, frame: Frame) -> Iterator[np.ndarray]:
             packed = frame.pack("q", by_token)
             if packed is not None:
                 yield packed.T
-
-
-def _matrix(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray | None:
-    """An intermediate of one sequence; of the first one where there is a batch of them."""
-    found, heads = array, frame.heads["q"]
-    lengths = list(zip(frame.lengths("q"), frame.lengths("k"), strict=True))
-    if found.ndim == 4 and len(found) == 1 and found.shape[2:] in lengths:
-        found = found[0]
-    elif found.ndim == 4 and lengths:
-        if len(found) > 1:
-            notes.append(f"{name} of {len(found)} sequences: only that of the first one is read")
-        found = found[0, :, : lengths[0][0], : lengths[0][1]]
-    elif found.ndim == 2 and heads == 1:
-        found = found[None]
-    if found.ndim == 2:
-        notes.append(f"{name} is not read: it is of one head, and there are {heads}")
-        return None
-    if found.ndim != 3 or found.shape[0] != heads or found.shape[1:] not in lengths:
-        sizes = " or ".join(str((heads, *pair)) for pair in dict.fromkeys(lengths))
-        raise ValueError(f"{name} has shape {array.shape}; of one sequence it must be {sizes}")
-    return found

@@ -126,7 +126,7 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
         if {"q", "k", "v"} <= inputs.keys():
             of_lengths = {f"cu_seqlens_{side}": frame.offsets[side] for side in "qk"}
         inputs = {name: array for name, array in inputs.items() if name not in LENGTHS}
-        placed = {n: place(n, array, frame, notes) for n, array in (inputs | arrays).items()}
+        placed = {n: place(n, array, frame) for n, array in (inputs | arrays).items()}
         found = {n: a for n, a in (placed | of_lengths).items() if a is not None}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

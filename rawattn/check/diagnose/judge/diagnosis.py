@@ -193,7 +193,7 @@ def _judge(
     findings += [*zeros, *misshapen, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(question, side, verdicts, failing)
+        findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
 
 
