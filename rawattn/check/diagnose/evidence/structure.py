@@ -270,15 +270,17 @@ class _Pattern:
         q, heads = self.question, np.arange(self.bad.shape[1])
         if self.bad_heads.all():
             return
-        facts: dict[str, Bools] = {}
+        place, facts = heads % q.group, {}
         if self.head == "head" and q.group > 1:
-            facts["those that head % num_heads_kv gives another key/value head"] = (
-                heads % q.num_heads_kv != heads // q.group
-            )
-            facts["all but the first of every group"] = heads % q.group > 0
-            facts["all but the last of every group"] = heads % q.group < q.group - 1
-            facts["the first of every group"] = heads % q.group == 0
-            facts["the last of every group"] = heads % q.group == q.group - 1
+            facts = {
+                "those that head % num_heads_kv gives another key/value head": (
+                    heads % q.num_heads_kv != heads // q.group
+                ),
+                "all but the first of every group": place > 0,
+                "all but the last of every group": place < q.group - 1,
+                "the first of every group": place == 0,
+                "the last of every group": place == q.group - 1,
+            }
         text = f"{named(self.head, np.flatnonzero(self.bad_heads))} of {len(heads)}"
         yield _only(text, facts, self.bad_heads, np.ones_like(self.bad_heads))
 
@@ -291,20 +293,18 @@ class _Pattern:
         lengths_q, lengths_k = (np.array(_lengths(self.question, side)) for side in "qk")
         number, first, last = (np.arange(len(bad)), *np.flatnonzero(there)[[0, -1]])
         begin = np.flatnonzero(bad)[0]
+        shortest, longest = lengths[bad].min(), lengths[bad].max()
         facts = {
             "all but the longest": lengths_k < lengths_k.max(),
             "those with unequal numbers of queries and keys": lengths_q != lengths_k,
             "all but the first": number > first,
             "all but the last": number < last,
             f"all from number {begin} on": (number >= begin) & (begin > first + 1),
+            **{f"those whose length is no multiple of {t}": lengths % t > 0 for t in TILES},
+            **{f"those with more than {t} keys": lengths_k > t for t in TILES},
+            f"those of length {shortest} or more": lengths >= shortest,
+            f"those of length {longest} or less": lengths <= longest,
         }
-        for tile in TILES:
-            facts[f"those whose length is no multiple of {tile}"] = lengths % tile > 0
-        for tile in TILES:
-            facts[f"those with more than {tile} keys"] = lengths_k > tile
-        shortest, longest = lengths[bad].min(), lengths[bad].max()
-        facts[f"those of length {shortest} or more"] = lengths >= shortest
-        facts[f"those of length {longest} or less"] = lengths <= longest
         yield _only(named("sequence", np.flatnonzero(bad)), facts, bad, there)
 
     def rows(self) -> Iterator[str]:
@@ -326,11 +326,10 @@ class _Pattern:
                 says_nothing = not (all_touched & ~mask).any()
                 if wrong < COVERED * mask.sum() or says_nothing or (self.bad & ~mask).any():
                     continue
-                known = [texts for other, texts in found if (other == mask).all()]
-                if known:
-                    known[0].append(text)
-                else:
-                    found.append((mask, [text]))
+                texts = next((texts for other, texts in found if (other == mask).all()), None)
+                if texts is None:
+                    found.append((mask, texts := []))
+                texts.append(text)
             if found:
                 found.sort(key=lambda match: int(match[0].sum()))
                 most = 1.01 * found[0][0].sum()
@@ -374,14 +373,13 @@ class _Pattern:
             yield from self.by_keys(reach)
         sizes = np.unique(self.n[self.there])
         half = sizes[0] / 2 if len(sizes) == 1 else np.inf  # the first 3 are all but the last 17
-        if at.max() < half:
-            yield f"the first {self.some(at.max() + 1)}", i <= at.max()
-        if left.max() < half:
-            yield f"the last {self.some(left.max() + 1)}", n - 1 - i <= left.max()
-        if 0 < at.min() < half:
-            yield f"all but the first {self.some(at.min())}", i >= at.min()
-        if 0 < left.min() < half:
-            yield f"all but the last {self.some(left.min())}", n - 1 - i >= left.min()
+        ends = (("first", i, at), ("last", n - 1 - i, left))
+        for end, place, of_bad in ends:
+            if of_bad.max() < half:
+                yield f"the {end} {self.some(of_bad.max() + 1)}", place <= of_bad.max()
+        for end, place, of_bad in ends:
+            if 0 < of_bad.min() < half:
+                yield f"all but the {end} {self.some(of_bad.min())}", place >= of_bad.min()
         lengths = np.array([0, *_lengths(self.question, self.side)])
         before = lengths[self.within][:, None]
         for tile in TILES:
@@ -398,11 +396,13 @@ class _Pattern:
     def by_keys(self, reach: Reach) -> Iterator[tuple[str, Bools]]:
         """Patterns in the keys that a query sees."""
         count, other = reach.count, self.other[:, None]
-        yield "the rows without an allowed key", count == 0
-        yield "the rows that see one key alone", count == 1
-        yield "the rows that see more than one key", count > 1
-        yield "the rows that do not see every key", count < other
-        yield "the rows that see every key", count == other
+        yield from {
+            "the rows without an allowed key": count == 0,
+            "the rows that see one key alone": count == 1,
+            "the rows that see more than one key": count > 1,
+            "the rows that do not see every key": count < other,
+            "the rows that see every key": count == other,
+        }.items()
         fewest, most = count[self.bad].min(), count[self.bad].max()
         if fewest > 2:
             yield f"the rows that see {fewest} keys or more", count >= fewest

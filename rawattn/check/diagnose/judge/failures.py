@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -61,12 +61,12 @@ def explain_failures(
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
-    found: list[_Judged] = []
+    found: list[Kind] = []
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
         diagnosis = explain_failure(candidate, kind[0], other, against=against, until=until)
-        found.append(_Judged(kind, diagnosis))
+        found.append((kind, diagnosis))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
     return _joined(f"{candidate.name} against {against}", found, left)
 
@@ -274,54 +274,38 @@ def _real(array: np.ndarray) -> bool:
     return array.dtype.name in DTYPES
 
 
-class _Judged(NamedTuple):
-    """Cases of one kind, and what was found."""
-
-    cases: list[Case]
-    diagnosis: Diagnosis
+Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
-class _Shown(NamedTuple):
-    """A finding, the diagnosis that it is of, and the cases that this is about."""
-
-    finding: Finding
-    diagnosis: Diagnosis
-    cases: list[Case]
-
-
-def _agree(found: Sequence[_Judged]) -> bool:
+def _agree(found: Sequence[Kind]) -> bool:
     """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
-    said = [{(f.side, f.bug) for f in judged.diagnosis.findings} for judged in found]
-    named = all(_named(judged.diagnosis) for judged in found)
+    said = [{(f.side, f.bug) for f in diagnosis.findings} for _, diagnosis in found]
+    named = all(_named(diagnosis) for _, diagnosis in found)
     return len(found) >= AGREEING and named and all(one == said[0] for one in said)
 
 
-def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagnosis:
+def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis:
     """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
-    said: dict[tuple[str, str, str], list[_Shown]] = {}
-    for kind, diagnosis in found:
-        for finding in diagnosis.findings:
+    said: dict[tuple[str, str, str], list[tuple[Finding, Kind]]] = {}
+    for kind in found:
+        for finding in kind[1].findings:
             what = finding.title if finding.bug == "unknown" else ""
-            shown = _Shown(finding, diagnosis, kind)
-            said.setdefault((finding.side, finding.bug, what), []).append(shown)
-    findings, first = [], found[0][1] if found else Diagnosis(title, ())
-    for place, alike in enumerate(sorted(said.values(), key=_rank)):
-        best = min(alike, key=lambda shown: shown.finding.rank)
-        more = f"shown by {_few([str(case) for shown in alike for case in shown.cases])}"
-        evidence = (*best.finding.evidence, more)
-        told = tuple(str(case) for case in best.cases)
-        findings.append(replace(best.finding, evidence=evidence, cases=told))
-        first = first if place else best.diagnosis
-    facts = first.facts
-    if left:
-        facts += (f"failing cases that were not looked at: {_few(left)}",)
-    return replace(first, title=title, findings=tuple(findings), facts=facts)
+            said.setdefault((finding.side, finding.bug, what), []).append((finding, kind))
 
+    def rank(alike: list[tuple[Finding, Kind]]) -> tuple[bool, int, int]:
+        """Bugs before what has no name, then by confidence, then by how often they are shown."""
+        return alike[0][0].bug in NAMELESS, min(one.rank for one, _ in alike), -len(alike)
 
-def _rank(alike: Sequence[_Shown]) -> tuple[bool, int, int]:
-    """Bugs before what has no name, then by confidence, then by how often they are shown."""
-    sure = min(shown.finding.rank for shown in alike)
-    return alike[0].finding.bug in NAMELESS, sure, -len(alike)
+    findings, shown = [], [diagnosis for _, diagnosis in found]
+    for alike in sorted(said.values(), key=rank):
+        best, (cases, diagnosis) = min(alike, key=lambda one: one[0].rank)
+        more = f"shown by {_few([str(case) for _, kind in alike for case in kind[0]])}"
+        told = tuple(str(case) for case in cases)
+        findings.append(replace(best, evidence=(*best.evidence, more), cases=told))
+        shown = shown if len(findings) > 1 else [diagnosis]
+    first = shown[0] if shown else Diagnosis(title, ())
+    unseen = (f"failing cases that were not looked at: {_few(left)}",) if left else ()
+    return replace(first, title=title, findings=tuple(findings), facts=first.facts + unseen)
 
 
 def _few(names: Sequence[str]) -> str:
