@@ -105,7 +105,7 @@ class Check:
 class Level:
     """Slope and residual of one side over the other (least squares through 0), of one part.
 
-    level: "all", "sequence", "head", "row" or "tile"; ``key`` says which. residual: what the slope
+    level: "all", "sequence", "head" or "row"; ``key`` says which. residual: what the slope
     leaves, relative to the size of the part; error: the largest difference.
     """
 

@@ -16,7 +16,7 @@ from rawattn.check.diagnose.evidence.reach import Bools, Float64, Reach
 from rawattn.check.diagnose.findings import Level, Map
 
 TILES = (16, 32, 64, 128)
-FEW = 5  # rows and tiles that have levels of their own
+FEW = 5  # rows that have levels of their own
 CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 PATTERNS = 3  # sentences on rows
 COVERED = 0.9  # share of a pattern that must be wrong: a wrong row may be right by chance
@@ -43,7 +43,7 @@ def levels(
     tensors: Sequence[str] | None = None,
 ) -> tuple[Level, ...]:
     """Slope, residual and error of ``answers`` over ``reference``: all, by sequence, by head, and
-    of the few rows and tiles with the largest errors."""
+    of the few rows with the largest errors."""
     with np.errstate(all="ignore"):
         return tuple(
             level
@@ -187,20 +187,6 @@ def _levels_of(question: Question, tensor: str, found: Any, wanted: Any) -> Iter
         b = within[token]
         key = f"sequence {b}, {ROWS[side]} {token - starts[b]}, {head} {h}"
         yield Level(tensor, "row", key, *fit(x[token, h], y[token, h]))
-    tile = TILES[2] if max(_lengths(question, side), default=0) > TILES[2] else TILES[0]
-    spans = [
-        (b, first, min(first + tile, starts[b] + n))
-        for b, n in enumerate(_lengths(question, side))
-        for first in range(starts[b], starts[b] + n, tile)
-    ]
-    of_tiles = np.array([error[first:stop].max(axis=0) for _, first, stop in spans])
-    for i, h in _worst(of_tiles.reshape(-1, x.shape[1])):
-        b, first, stop = spans[i]
-        span = f"{ROWS[side]}s {first - starts[b]} to {stop - 1 - starts[b]}"
-        part = slice(first, stop)
-        yield Level(
-            tensor, "tile", f"sequence {b}, {span}, {head} {h}", *fit(x[part, h], y[part, h])
-        )
 
 
 def _worst(error: Float64) -> list[tuple[int, int]]:

@@ -40,6 +40,11 @@ NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 12.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
+# fields of a Question that Tensors have too
+ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+OPTIONAL = ("sinks", "tsinks", "seqused_k")
+OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
 
 
 def explain_failures(
@@ -135,24 +140,18 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
     """
     expected = expect(case, seed)
     t = expected.tensors
-    given: dict[str, Any] = {
-        **{"q": t.q, "k": t.k, "v": t.v, "dout": t.dout, "dlse": t.dlse},
-        **{"cu_seqlens_q": t.cu_seqlens_q, "cu_seqlens_k": t.cu_seqlens_k},
-        **{"tq": t.tq, "tk": t.tk, "tv": t.tv, "out": expected.out, "lse": expected.lse},
-        **{"causal": case.causal, "softmax_scale": case.softmax_scale},
-    }
+    given: dict[str, Any] = {name: getattr(t, name) for name in (*ARRAYS, *OFFSETS)}
+    given |= {"out": expected.out, "lse": expected.lse}
+    given |= {"causal": case.causal, "softmax_scale": case.softmax_scale}
     if not isinstance(case, SparseCase) or not isinstance(t, SparseTensors):
         given |= {"softcap": case.softcap, "sinks": t.sinks, "tsinks": t.tsinks}
         if clean and t.seqused_k is not None:
             whole = make(replace(case, seqused_k=None), seed)
             given |= {name: getattr(whole, name) for name in ("k", "v", "tk", "tv")}
         return Question(**given, window=case.window, seqused_k=t.seqused_k)
-    given |= {
-        **{"block_indices": t.block_indices, "block_counts": t.block_counts},
-        **{"block_scale": t.block_scale, "tblock_scale": t.tblock_scale},
-        **{"block_size": case.block_size, "own": case.own},
-        "sliding": case.mask_window if case.sliding else None,
-    }
+    given |= {name: getattr(t, name) for name in OF_BLOCKS}
+    given |= {"block_size": case.block_size, "own": case.own}
+    given |= {"sliding": case.mask_window if case.sliding else None}
     return Question(**given | (_without_traps(case, t, seed) if clean else {}))
 
 
@@ -346,22 +345,13 @@ def _expected(question: Question) -> Expected:
     for name, shape in _shapes(q).items():
         zeros = np.broadcast_to(0.0, shape)
         targets[name] = Target(zeros, zeros, _dtype(q, name), _NOWHERE, (), None, 0, 1)
-    inputs: dict[str, Any] = {
-        **{"q": q.q, "k": q.k, "v": q.v, "dout": q.dout, "dlse": q.dlse},
-        **{"tq": q.tq, "tk": q.tk, "tv": q.tv, "sinks": q.sinks, "tsinks": q.tsinks},
-        "seqused_k": None if q.seqused_k is None else np.asarray(q.seqused_k, dtype=np.int32),
-        "cu_seqlens_q": np.asarray(q.cu_seqlens_q, dtype=np.int32),
-        "cu_seqlens_k": np.asarray(q.cu_seqlens_k, dtype=np.int32),
-    }
+    inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
+    for name in (*OFFSETS, "seqused_k"):
+        if inputs[name] is not None:
+            inputs[name] = np.asarray(inputs[name], dtype=np.int32)
     tensors = Tensors(**inputs)
     if q.sparse:
-        tensors = SparseTensors(
-            **inputs,
-            block_indices=q.block_indices,
-            block_counts=q.block_counts,
-            block_scale=q.block_scale,
-            tblock_scale=q.tblock_scale,
-        )
+        tensors = SparseTensors(**inputs, **{name: getattr(q, name) for name in OF_BLOCKS})
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
 
 

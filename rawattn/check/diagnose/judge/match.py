@@ -5,10 +5,7 @@ other, the finest first: the right computation, then every bug of the catalogue,
 the stage or on some of them, then two bugs at once. What fits at a finer precision wins, so that a
 small bug is not taken for coarse rounding.
 
-How well a prediction fits is measured row by row (a token of a head) in units of the noise that
-rounding makes there, found by rounding the prediction's own operations.
-
-Long, since choosing among bugs and measuring a fit know each other.
+Long, since one bug, some for some tensors, and two at once are chosen from the same fits.
 """
 
 import contextlib
@@ -16,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +57,7 @@ from rawattn.check.diagnose.inferred.keys import seen
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
 MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
-FOR_RARER, FOR_PAIRS = 8000.0, 4000.0  # units of effort
+FOR_PAIRS = 4000.0  # units of effort
 OF_A_DISTANCE = 0.1
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
@@ -120,11 +118,6 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     return tuple(bug for bug in found if stage in bug.stages)
 
 
-def _with_own_softmax(bug: Bug) -> Bug:
-    """The same in a backward pass that computes P anew, not from lse."""
-    return replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
-
-
 def _of_scores(bug: Bug) -> bool:
     """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
     return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
@@ -151,47 +144,45 @@ def predictions(
 ) -> list[Prediction]:
     """What the stage gives with each bug, given what it was given."""
     source, given = _given(question, answers, stage)
-    found = ((bug, _planted(question, stage, bug, given)) for bug in bugs)
-    return [Prediction(bug, stage, source, given, x) for bug, x in found if x is not None]
+    planted = (_planted(question, stage, bug, source, given) for bug in bugs)
+    return [one for one in planted if one is not None]
 
 
-def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Answers | None:
+def _planted(
+    question: Question, stage: str, bug: Bug, source: str, given: Given
+) -> Prediction | None:
     """What the stage gives with a bug; None where it cannot be planted on views that another bug
     has changed."""
-    if not isinstance(question, Assuming):
-        return solve(question, stage, bug, given=given)
     try:
-        return solve(question, stage, bug, given=given)
+        return Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
     except (IndexError, ValueError):
-        return None
+        if isinstance(question, Assuming):
+            return None
+        raise
 
 
-def rarer_predictions(
+def with_other_inputs(
     question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
 ) -> Iterator[Prediction]:
-    """Those of backward passes that made an out or an lse of their own."""
+    """Predictions of backward passes that made an out or an lse of their own."""
     if stage in ("forward", "jvp"):
         return
     source, given = _given(question, answers, stage)
     wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
+        found: list[Prediction | None] = []
         if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
-            results = _planted(question, stage, bug, None)
-            if results is not None:
-                yield Prediction(bug, stage, "the right out and lse", None, results)
-        if not _of_scores(bug):
-            continue
-        if "forward" in bug.stages:
-            planted = _planted(question, "forward", bug, None)
-            other = None if planted is None else (planted["out"], planted["lse"])
-            results = _planted(question, stage, bug, other)
-            if results is not None:
-                yield Prediction(bug, stage, "those of a forward with the same bug", other, results)
-        if "bP" not in bug.steps:
-            own = _with_own_softmax(bug)
-            results = _planted(question, stage, own, given)
-            if results is not None:
-                yield Prediction(own, stage, source, given, results)
+            found.append(_planted(question, stage, bug, "the right out and lse", None))
+        if _of_scores(bug) and "forward" in bug.stages:
+            forward = _planted(question, "forward", bug, "", None)
+            of = {} if forward is None else forward.answers
+            other = (of["out"], of["lse"]) if of else None
+            source_there = "those of a forward with the same bug"
+            found.append(_planted(question, stage, bug, source_there, other))
+        if _of_scores(bug) and "bP" not in bug.steps:  # P anew, not from lse
+            own = replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
+            found.append(_planted(question, stage, own, source, given))
+        yield from (one for one in found if one is not None)
 
 
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
@@ -273,11 +264,8 @@ class _Stage:
         self.answers = answers
         self.rights = [
             *predictions(question, answers, stage, [NO_BUG]),
-            *rarer_predictions(question, answers, stage, [NO_BUG]),
+            *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
-        self.usual: list[Prediction] = []
-        self.rarer: list[Prediction] = []
-        self.inferred: list[Prediction] | None = None
         truth = self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
@@ -290,30 +278,29 @@ class _Stage:
         self.mended: dict[Prediction, float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
-    def guesses(self, every: bool) -> list[Prediction]:
-        """Predictions with each bug; ``every``: the rarer ones too."""
-        bugs = catalogue(self.question, self.stage) if not self.usual or every else ()
-        if not self.usual:
-            every_bug = [*self.hints, *bugs]
-            self.usual = predictions(self.question, self.answers, self.stage, every_bug)
-        if every and self.inferred is None:
-            self.inferred = [] if over(self.until) else self._inferred()
-        if every and not self.rarer:
-            until = min(self.until, spent() + FOR_RARER)
-            rarer = rarer_predictions(self.question, self.answers, self.stage, bugs)
-            self.rarer = list(itertools.takewhile(lambda _: not over(until), rarer))
-        return self.usual + (self.inferred or []) + self.rarer
+    @cached_property
+    def usual(self) -> list[Prediction]:
+        """Predictions with each bug that is listed, or that other stages have."""
+        bugs = [*self.hints, *self.listed]
+        return predictions(self.question, self.answers, self.stage, bugs)
 
-    def _inferred(self) -> list[Prediction]:
-        """Predictions with the bugs that the answers themselves tell."""
-        beside = isinstance(self.question, Assuming)  # a bug that may change the views
+    @cached_property
+    def listed(self) -> tuple[Bug, ...]:
+        return catalogue(self.question, self.stage)
+
+    @cached_property
+    def every(self) -> list[Prediction]:
+        """Also with those that the answers tell, and with other inputs of a backward pass."""
         bugs: list[Bug] = []
-        for of in INFERRED:
+        beside = isinstance(self.question, Assuming)  # a bug that may change the views
+        for of in INFERRED if not over(self.until) else ():
             with contextlib.suppress(*(IndexError, ValueError) if beside else ()):
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
-        given = (self.question, self.answers, self.stage, bugs)
-        return [*predictions(*given), *rarer_predictions(*given)]
+        given = self.question, self.answers, self.stage
+        found = [*self.usual, *predictions(*given, bugs), *with_other_inputs(*given, bugs)]
+        others = with_other_inputs(*given, self.listed)
+        return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -347,36 +334,25 @@ class _Stage:
         zeros = [one for one in explained if one not in told]
         return told + (zeros if len({one.name for one in zeros}) <= OF_ZEROS else [])
 
-    def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:
-        key = (prediction, precision.name)
+    def fit(self, guess: Prediction, name: str, precision: Precision) -> Fit:
+        key = (guess, precision.name)
         if key not in self.noisy:
-            self.noisy[key] = solve(
-                self.question,
-                self.stage,
-                prediction.bug,
-                rounding=precision.rounding,
-                given=prediction.given,
-            )
+            given, how = guess.given, precision.rounding
+            self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
+        pair = guess.answers[name], self.noisy[key][name]
         found = fit(
-            self.question,
-            name,
-            self.found[name],
-            prediction.answers[name],
-            self.noisy[key][name],
-            precision.factor,
-            self.rows[name],
-            self.sizes.get(name, 0.0),
+            *(self.question, name, self.found[name], *pair, precision.factor, self.rows[name]),
+            went_in=self.sizes.get(name, 0.0),
         )
         # rows that cancel scatter more where operands are coarse
-        if precision.name != self.finest.name:
-            found = found._replace(worst=found.worst / 2)
-        return found
+        coarse = precision.name != self.finest.name
+        return found._replace(worst=found.worst / 2) if coarse else found
 
-    def relative(self, prediction: Prediction, name: str) -> float:
-        key = (prediction, name)
+    def relative(self, guess: Prediction, name: str) -> float:
+        key = (guess, name)
         if key not in self.distances:
             spend(OF_A_DISTANCE)
-            a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
+            a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
             same = a.shape == b.shape
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
@@ -447,25 +423,23 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         if len(right) == len(work.tensors):
             return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
         for every in (False, True):
-            verdict = _explain(work, work.guesses(every), precision, null, right)
+            guesses = work.every if every else work.usual
+            verdict = _explain(work, guesses, precision, null, right)
             if verdict is not None and not verdict.unexplained and verdict.stories == 1:
                 return verdict
             if verdict and (best is None or verdict.left < best.left):
                 best = verdict
         if best is not None and not best.unexplained:
             return best
-    pairs = _pairs(work, work.guesses(True))
+    pairs = _pairs(work, work.every)
     for precision in steps[:2]:
-        fitting = _fitting(work, pairs, precision)
-        if fitting:
+        if told := _fitting(work, pairs, precision):
             null = work.right_at(precision)
-            right = good(null)
-            told = tuple(fitting)
-            return StageVerdict(stage, precision.name, work.tensors, right, told, (), null)
+            given = work.tensors, good(null), tuple(told), (), null
+            return StageVerdict(stage, precision.name, *given)
     if best is not None:
         return best
-    null = work.right_at(steps[-1])
-    right = good(null)
+    right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
     return StageVerdict(stage, steps[0].name, work.tensors, right, (), wrong, first)
 
@@ -607,13 +581,12 @@ def beside(
     explained = []
     alone = tuple(name for name in again.right if name not in verdict.right)
     if alone:
-        guess = predictions(question, answers, verdict.stage, [known])
         fits = {name: again.null[name] for name in alone}
+        guess = predictions(question, answers, verdict.stage, [known])
         explained = [Explained(one, alone, fits) for one in guess]
     for one in again.explained:
         bug = one.prediction.bug
-        both = replace(
-            bug, name=f"{known.name} + {bug.name}", variant=f"{known.variant} + {bug.variant}"
-        )
-        explained.append(one._replace(prediction=replace(one.prediction, bug=both)))
+        name, variant = f"{known.name} + {bug.name}", f"{known.variant} + {bug.variant}"
+        both = replace(one.prediction, bug=replace(bug, name=name, variant=variant))
+        explained.append(one._replace(prediction=both))
     return replace(verdict, explained=tuple(explained), unexplained=again.unexplained)

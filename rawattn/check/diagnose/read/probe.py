@@ -20,6 +20,7 @@ from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
 Array = np.ndarray
+OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks")
 SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
 CALLS = 160  # of a reading, at most: counted, so that a busy machine reads what an idle one does
 
@@ -97,21 +98,11 @@ def problem(question: Question, seed: int, *, other: bool = False) -> Question:
 
     q, k = draw(question.q, rows[0], size), draw(question.k, rows[1], size)
     out = np.zeros((*q.shape[:2], question.v.shape[2]), dtype=q.dtype)
-    return Question(
-        q,
-        k,
-        draw(question.v, rows[1], 1.0),
-        offsets[0],
-        offsets[1],
-        causal=question.causal,
-        window=question.window,
-        softmax_scale=question.softmax_scale,
-        out=out,
-        lse=np.zeros(q.shape[1::-1]),
-        softcap=question.softcap,
-        sinks=question.sinks,
-        seqused_k=used,
-    )
+    given: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
+    given |= {"q": q, "k": k, "v": draw(question.v, rows[1], 1.0), "seqused_k": used}
+    given |= {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
+    given |= {"out": out, "lse": np.zeros(q.shape[1::-1])}
+    return replace(question, **given)
 
 
 class _Caller:
