@@ -50,6 +50,13 @@ def checks(
         return ()
     with np.errstate(all="ignore"):
         found = list(_alone(Side.of(question, answers, side)))
+        near = {n: answers[f"sliding {n}"] for n in ("out", "lse") if f"sliding {n}" in answers}
+        if question.sliding is not None:
+            left, right = question.sliding
+            changes: dict[str, Any] = dict.fromkeys(NOT_SLIDING)
+            changes["window"] = left, 0 if question.causal else right
+            branch = Side.of(replace(question, **changes), near, side)
+            found += _forward(branch, "out", "lse", "sliding ")
         if call is not None:
             found += Runs(question, side, call).checks()
     return tuple(found)
@@ -59,15 +66,6 @@ def _alone(one: Side) -> Iterator[Check]:
     """The identities that need no other run."""
     q = one.question
     yield from _forward(one, "out", "lse")
-    if q.sliding is not None:
-        left, right = q.sliding
-        changes: dict[str, Any] = dict.fromkeys(NOT_SLIDING)
-        dense = replace(q, **changes, window=(left, 0 if q.causal else right))
-        names = {f"sliding {n}": n for n in ("out", "lse")}
-        branch = one.branch(dense)
-        for of in (branch.right, *branch.rounded):
-            of |= {name: of[n] for name, n in names.items()}
-        yield from _forward(branch, "sliding out", "sliding lse")
     if not one.lacks("jvp out") or not one.lacks("jvp lse"):
         yield from _forward(one, "jvp out", "jvp lse")
     if "backward" in q.stages:
@@ -82,11 +80,12 @@ def _alone(one: Side) -> Iterator[Check]:
 # ---- the forward, and rows whose results are known --------------------------------------------
 
 
-def _forward(one: Side, out: str, lse: str) -> Iterator[Check]:
+def _forward(one: Side, out: str, lse: str, of: str = "") -> Iterator[Check]:
+    """``of``: what goes before the names, in words."""
     y = one.answers
-    text = f"exp(scores - {lse}) sums to 1 over the keys of a row"
+    text = f"exp(scores - {of}{lse}) sums to 1 over the keys of a row"
     yield one.missing("I1 lse", text, why) if (why := one.lacks(lse)) else _mass(one, text, lse)
-    text = f"{out} lies between the smallest and the largest v of its sequence"
+    text = f"{of}{out} lies between the smallest and the largest v of its sequence"
     if why := one.lacks(out):
         yield one.missing("I1 out", text, why)
         return
@@ -94,7 +93,7 @@ def _forward(one: Side, out: str, lse: str) -> Iterator[Check]:
     beyond = np.maximum(np.maximum(low - y[out], y[out] - high), 0.0)  # NaN stays NaN
     noise = one.off_by(out, one.alive) + (one.unit * y[out]) ** 2
     yield one.rows("I1 out", text, beyond, noise, np.abs(y[out]), one.alive)
-    yield from _known(one, f"a query with one key: {out} is its v", out, _of_key(one, "v"))
+    yield from _known(one, f"a query with one key: {of}{out} is its v", out, _of_key(one, "v"))
 
 
 def _mass(one: Side, text: str, tensor: str, lse: Float64 | None = None) -> Check:

@@ -70,12 +70,6 @@ class Side:
         given = good, wrong, dtypes, coarsest(question, answers)
         return cls(question, name, *given, reach, *_inputs(question, reach))
 
-    def branch(self, question: Question) -> "Side":
-        """The same answers to another question."""
-        reach = Reach(question)
-        x, finite = _inputs(question, reach)
-        return replace(self, question=question, reach=reach, x=x, finite=finite)
-
     @property
     def alive(self) -> Bools:
         """(total_q, num_heads_q): which queries see any key."""

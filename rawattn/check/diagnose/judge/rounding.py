@@ -149,8 +149,8 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
             total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
         return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
 
-    def online(c: Context) -> tuple[Floats, Floats]:
-        """The softmax as kernels have it, out and row_sum in ``dtype``."""
+    def online(c: Context) -> tuple[Floats, Floats, Floats]:
+        """The softmax as kernels have it, out and row_sum in ``dtype``: lse, S, out."""
         top, total = np.full(c.S.shape[:2], -np.inf), np.zeros(c.S.shape[:2])
         out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
         for start in range(0, c.S.shape[2], chunk):
@@ -162,13 +162,13 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
             total = rounded(total * factor + weights.sum(axis=-1))
             out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
             top = new
-        c.accumulated = out / np.where(total == 0, 1.0, total)[..., None]
+        out = out / np.where(total == 0, 1.0, total)[..., None]
         with np.errstate(divide="ignore"):
-            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S
+            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S, out
 
     return {
-        "softmax": online,
-        "O": lambda c: c.accumulated,
+        "softmax": lambda c: online(c)[:2],
+        "O": lambda c: online(c)[2],
         "dQ": lambda c: c.s * product(c.dY, c.K),
         "dK": lambda c: c.s * product(c.dY.swapaxes(1, 2), c.Q),
         "dV": lambda c: product(c.P.swapaxes(1, 2), c.dO),

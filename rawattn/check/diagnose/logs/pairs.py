@@ -45,6 +45,10 @@ class Pair:
     def title(self) -> str:
         return f"{self.a.title} / {self.b.title}"
 
+    @property
+    def either(self) -> str:
+        return " or ".join(self.sides)
+
     @cached_property
     def finite(self) -> Flags:
         return np.asarray(np.isfinite(self.a.values) & np.isfinite(self.b.values))

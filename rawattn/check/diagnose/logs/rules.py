@@ -46,6 +46,55 @@ def finding_of(
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
+# What has no name: its title, the bugs that it may be, and where to look.
+UNKNOWN = {
+    "broken": (
+        "NaN or infinity where the other side has numbers",
+        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
+        "rows without an allowed key, tiles that are masked as a whole, exp of large scores: print "
+        "the scores of such a row and its maximum",
+    ),
+    "no gradient": (
+        "dS is not the gradient of any softmax: its rows do not sum to 0",
+        ("softmax-backward-without-p", "delta-of-another-out", "mask-missing-in-backward"),
+        "P and D = dout . out: they must be of one softmax; print both for one row",
+    ),
+    "factor": (
+        "the two sides differ by a constant factor",
+        (),
+        "where the result is scaled: softmax_scale, a mean for a sum, a head count",
+    ),
+    "padding": (
+        "the two sides differ by a constant factor",
+        ("padded-keys", "padded-grad-out"),
+        "the same ratio for a sequence of another length decides: padding gives another number for "
+        "each length, a forgotten factor one everywhere. Or say how long the sequences are "
+        "(--lengths)",
+    ),
+    "rows": (
+        "each row differs by a factor of its own",
+        ("padded-keys", "neighbour-leak", "not-normalised"),
+        "the denominator of the softmax: which keys one side counts and the other does not, and "
+        "how lse or row_sum is stored",
+    ),
+    "nothing": (
+        "the two sides differ, in no way that these entries explain",
+        (),
+        "print more: whole rows of a small case, dS and P beside the gradients, or save the arrays "
+        "and compare those",
+    ),
+}
+
+
+def _unknown(
+    pair: Pair, side: str, what: str, evidence: Sequence[str], where: str = "", by: str = ""
+) -> Finding:
+    title, alternatives, look_at = UNKNOWN[what]
+    sure = "low" if what == "nothing" else "medium"
+    given = (side, "unknown", where or pair.title, sure, evidence, alternatives)
+    return finding_of(*given, title=title + by, look_at=look_at)
+
+
 def differs(pair: Pair, log: Log) -> Finding:
     """The first that applies; the order is from proofs to descriptions."""
     fit = pair.fit()
@@ -65,17 +114,8 @@ def _not_finite(pair: Pair) -> Finding | None:
     rows = [label for label, index in pair.rows if broken[worse][index].any()]
     where = f"{title}, {rows_named(rows)}" if rows else title
     count = f"{broken[worse].sum()} printed entries of {title} are NaN or infinite"
-    return finding_of(
-        pair.sides[worse],
-        "unknown",
-        where,
-        "medium",
-        (count, f"{broken[1 - worse].sum()} of the other side are"),
-        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        title="NaN or infinity where the other side has numbers",
-        look_at="rows without an allowed key, tiles that are masked as a whole, exp of large "
-        "scores: print the scores of such a row and its maximum",
-    )
+    evidence = (count, f"{broken[1 - worse].sum()} of the other side are")
+    return _unknown(pair, pair.sides[worse], "broken", evidence, where)
 
 
 def _unmasked(pair: Pair, log: Log) -> Finding | None:
@@ -157,16 +197,7 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
         )
         other = ("delta-of-another-out", "lse-gradient-dropped")
         return finding_of(side, "delta-omitted", title, "medium", evidence, other)
-    return finding_of(
-        side,
-        "unknown",
-        title,
-        "medium",
-        evidence,
-        ("softmax-backward-without-p", "delta-of-another-out", "mask-missing-in-backward"),
-        title="dS is not the gradient of any softmax: its rows do not sum to 0",
-        look_at="P and D = dout . out: they must be of one softmax; print both for one row",
-    )
+    return _unknown(pair, side, "no gradient", evidence, title)
 
 
 def _constant_factor(pair: Pair, fit: Fit, lengths: Sequence[int]) -> Finding:
@@ -192,31 +223,18 @@ def _constant_factor(pair: Pair, fit: Fit, lengths: Sequence[int]) -> Finding:
         words = f"sqrt(head_dim) = sqrt({head_dim}): {pair.sides[larger]} lacks softmax_scale there"
         evidence = [measured, f"{words}, or {pair.sides[1 - larger]} applies it twice"]
         return finding_of(pair.sides[larger], "output-scale", pair.title, "medium", evidence)
+    by = f" of {ratio:.4g}"
     if pair.causal is True or ratio < 1 or pair.kind not in SHRUNK:
-        title = f"the two sides differ by a constant factor of {ratio:.4g}"
-        look_at = "where the result is scaled: softmax_scale, a mean for a sum, a head count"
-        sides = " or ".join(pair.sides)
-        given = (sides, "unknown", pair.title, "medium", [measured])
-        return finding_of(*given, title=title, look_at=look_at)
+        return _unknown(pair, pair.either, "factor", [measured], by=by)
     longest = max(lengths, default=0)
     rows = {size for size in pair.a.sizes[:-1] if size in lengths}
     tried = sorted({n for n in lengths if 0 < n < longest and (not rows or n in rows)})
     means = {n: (longest - n) / (n * (ratio - 1)) for n in tried}
     possible = [n for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]]
+    if not possible:
+        return _unknown(pair, pair.either, "padding", [measured], by=by)
     law = "zero keys up to the longest sequence divide by r(n) = 1 + (longest - n) / (n m), m the "
     law += "mean of exp(score): 1 for the longest, another number for each other length"
-    if not possible:
-        return finding_of(
-            " or ".join(pair.sides),
-            "unknown",
-            pair.title,
-            "medium",
-            (measured,),
-            ("padded-keys", "padded-grad-out"),
-            title=f"the two sides differ by a constant factor of {ratio:.4g}",
-            look_at=f"the same ratio for a sequence of another length decides: {law}. A forgotten "
-            "factor gives one number everywhere. Or say how long the sequences are (--lengths)",
-        )
     told = [f"{n} tokens would have m = {means[n]:.3g}" for n in possible]
     side = pair.sides[1 - larger]
     evidence = [measured, f"{law}; longest is {longest}, {few(told)}"]
@@ -234,8 +252,7 @@ def _transposed(pair: Pair) -> Finding | None:
         alike = a.shape == turned.shape and np.array_equal(places[one], places[other])
         if alike and a.shape[one] > 1 and (np.abs(a - turned) <= slack).all():
             evidence = (f"{pair.title}: equal once axes {one} and {other} are exchanged",)
-            side = " or ".join(pair.sides)
-            return finding_of(side, "transposed", pair.title, "medium", evidence)
+            return finding_of(pair.either, "transposed", pair.title, "medium", evidence)
     return None
 
 
@@ -282,21 +299,11 @@ def _row_factors(pair: Pair) -> Finding | None:
         f"{pair.title} is constant within each row: "
         + few([f"{label}: {fit.slope:.3f}" for label, fit in fits])
     ]
-    side = " or ".join(pair.sides)
+    side = pair.either
     if (slopes > 1 - CONSTANT).all() or (slopes < 1 + CONSTANT).all():
         side = pair.sides[int(slopes.mean() > 1)]
         evidence.append(f"{side} has the smaller values in every row that differs")
-    return finding_of(
-        side,
-        "unknown",
-        pair.title,
-        "medium",
-        evidence,
-        ("padded-keys", "neighbour-leak", "not-normalised"),
-        title="each row differs by a factor of its own",
-        look_at="the denominator of the softmax: which keys one side counts and the other does "
-        "not, and how lse or row_sum is stored",
-    )
+    return _unknown(pair, side, "rows", evidence)
 
 
 def _structure(pair: Pair, fit: Fit | None) -> Finding:
@@ -314,13 +321,5 @@ def _structure(pair: Pair, fit: Fit | None) -> Finding:
         evidence.append(f"{pair.title}: equal in {rows_named(equal)}, {differ}")
     elif fit is not None:
         evidence.append(f"no constant factor: a slope of {fit.slope:.3g} leaves {fit.residual:.0%}")
-    return finding_of(
-        " or ".join(pair.sides),
-        "unknown",
-        f"{pair.title}, {rows_named(unlike)}" if unlike else pair.title,
-        "low",
-        evidence,
-        title="the two sides differ, in no way that these entries explain",
-        look_at="print more: whole rows of a small case, dS and P beside the gradients, or save "
-        "the arrays and compare those",
-    )
+    where = f"{pair.title}, {rows_named(unlike)}" if unlike else ""
+    return _unknown(pair, pair.either, "nothing", evidence, where)
