@@ -7,14 +7,14 @@ alone, ``rules`` names why two sides differ.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
 from rawattn.check.diagnose.logs.pairs import Pair, by_given_names, paired
-from rawattn.check.diagnose.logs.rows import identities, rows_of
+from rawattn.check.diagnose.logs.rows import Rows, identities, rows_of
 from rawattn.check.diagnose.logs.rules import Log, differs, finding_of
 from rawattn.check.diagnose.logs.tensor import SIXTEEN_BIT, Number, Printed
 from rawattn.check.diagnose.logs.text import read_log
@@ -72,11 +72,11 @@ def explain_log(
     return Diagnosis("what the log proves", tuple(findings), checks, levels, facts=tuple(facts))
 
 
-def _causal(text: str, rows: object) -> bool | None:
+def _causal(text: str, rows: Iterable[Rows]) -> bool | None:
     """Whether the log says that the mask is causal, or a dS shows it."""
-    said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
-    if any(one.masked for one in rows):  # type: ignore[attr-defined]
+    if any(one.masked for one in rows):
         return True
+    said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
     return said == {"true"} if len(said) == 1 else None
 
 
