@@ -74,35 +74,20 @@ def _lengths(
     return lengths
 
 
-DIFFERENT = Finding(
+NOTHING = Finding("", "vacuous", "", "", "proved", (), "")  # shown by a comparison
+DIFFERENT = replace(
+    NOTHING,
     side="both",
-    bug="vacuous",
     title="the two sides had different inputs, so that comparing their results says nothing",
     where="the inputs of A and of B",
-    confidence="proved",
-    evidence=(),
     look_at="what each side was given: save both from one run, with the very inputs of it",
 )
-
-UNJUDGED = Finding(
-    side="",
-    bug="vacuous",
-    title="",
-    where="",
-    confidence="proved",
+UNJUDGED = replace(
+    NOTHING,
     evidence=("without the cotangent or direction that they are of they cannot be computed again",),
     look_at="what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction",
 )
-
-NOT_SAID = Finding(
-    side="",
-    bug="vacuous",
-    title="",
-    where="",
-    confidence="high",
-    evidence=(),
-    look_at="what was meant: save it too",
-)
+NOT_SAID = replace(NOTHING, confidence="high", look_at="what was meant: save it too")
 
 framework_option = click.option(
     "--framework",

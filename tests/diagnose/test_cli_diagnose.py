@@ -679,22 +679,12 @@ def test_a_failure_that_cannot_be_seen_again(stand_in: StandIn) -> None:
     assert finding.bug == "unknown" and "a small problem of its kind" in finding.evidence[0]
 
 
-@pytest.mark.parametrize(
-    ("new", "title", "bug"),
-    [
-        ("raise ArithmeticError('too hard')", "it raises ArithmeticError", "too hard"),
-        ("out = out.swapaxes(0, 1)", "out has another form", "it must be"),
-        ("out = __import__('numpy').zeros(out.shape, bool)", "out has another form", "bool"),
-    ],
-)
-def test_strange_results(
-    new: str, title: str, bug: str, candidate: Callable[..., str], stand_in: StandIn
-) -> None:
-    place = candidate("    return (out, lse)", f"    {new}\n    return (out, lse)")
+def test_what_it_raises(candidate: Callable[..., str], stand_in: StandIn) -> None:
+    place = candidate("    return (out, lse)", "    raise ArithmeticError('too hard')")
     judged = replace(load(place, "numpy"), backward=None)
     found = explain_failures(judged, [CASES["edges-causal"], CASES["edges"]])
-    assert len(found.findings) == 1 and found.findings[0].title.startswith(title)
-    assert bug in found.findings[0].evidence[0]
+    (finding,) = found.findings
+    assert finding.title == "it raises ArithmeticError" and "too hard" in finding.evidence[0]
 
 
 def test_cases_that_cannot_be_asked_say_nothing(

@@ -96,6 +96,27 @@ def test_an_array_of_another_shape_is_said() -> None:
     found = diagnose(question, solve(question, "forward") | {"dq": np.zeros((3, 4, 16))})
     assert [finding.bug for finding in found.findings] == ["unknown"]
     assert "dq has shape (3, 4, 16), not (96, 4, 16)" in found.findings[0].evidence[0]
+    found = diagnose(question, solve(question, "forward") | {"dq": np.zeros((96, 4, 16), bool)})
+    assert found.findings[0].title == "dq has another form than it must have"
+
+
+def test_what_overflows_for_a_wrong_lse_is_not_judged() -> None:
+    """A backward pass is right for the lse that it had: inf in its gradients is no bug of it."""
+    question = question_of(dtype="float16")
+    right = solve(question, "forward")
+    given = right["out"].astype(np.float16), (right["lse"] / np.log(2) - 12).astype(np.float32)
+    with np.errstate(over="ignore"):
+        found = {
+            n: x.astype(np.float16) for n, x in solve(question, "backward", given=given).items()
+        }
+    assert not np.isfinite(found["dv"]).all() and not np.isnan(found["dv"]).any()
+    del found["delta"]
+    told = diagnose(question, {"out": given[0], "lse": given[1], **found})
+    assert {finding.where.partition(":")[0] for finding in told.findings} <= {
+        "forward pass",
+        "forward",
+    }
+    assert any("not judged" in fact for fact in told.facts)
 
 
 def test_an_intermediate_held_constant() -> None:

@@ -255,10 +255,9 @@ def test_one_sequence_without_offsets(save: Callable[..., Path]) -> None:
 def test_one_head_without_its_axis(save: Callable[..., Path]) -> None:
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((5, 4)), rng.standard_normal((6, 4))
-    question, answers = load(save(q=q, k=k, v=k, out=q, lse=q[:, 0], P=rng.random((5, 6))))
+    question, answers = load(save(q=q, k=k, v=k, out=q, lse=q[:, 0]))
     assert question is not None and question.q.shape == (5, 1, 4) and question.lengths_k == (6,)
     assert answers["out"].shape == (5, 1, 4) and answers["lse"].shape == (1, 5)
-    assert answers["P"].shape == (1, 5, 6)
 
 
 def test_offsets_of_any_number_type(save: Callable[..., Path]) -> None:
@@ -274,20 +273,6 @@ def test_rows_past_the_end_stay(save: Callable[..., Path]) -> None:
     path = save(q=question.q, k=question.k, v=question.v, cu_seqlens=np.array([0, 4]))
     found, _ = load(path)
     assert found is not None and len(found.q) == 5 and found.lengths_q == (4,)
-
-
-def test_intermediates(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    rng = np.random.default_rng(2)
-    full = rng.standard_normal((3, HEADS_Q, max(LENGTHS_Q), max(LENGTHS_K)))
-    path = save(**plain(wanted), P=full, dS=full[:1, :, :9, :4], scores=full[0, 0])
-    found = read(path)
-    assert np.array_equal(found.answers["P"], full[0, :, :5, :7])
-    assert np.array_equal(found.answers["dS"], full[0, :, :9, :4])
-    assert "S" not in found.answers
-    assert any("P of 3 sequences" in note for note in found.notes)
-    with pytest.raises(ValueError, match=r"P has shape \(4, 8, 8\); of one sequence it must be"):
-        load(save(**plain(wanted), P=full[0, :, :8, :8]))
 
 
 # ---- dtypes -------------------------------------------------------------------------------------

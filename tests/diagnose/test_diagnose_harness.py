@@ -351,17 +351,6 @@ def test_wrongs_are_wrong_and_rights_are_right(
         assert {"x = 0", "x = -ref", "one NaN", "x and ref both 0"} < set(names)
 
 
-def test_sequences_have_the_lengths_that_are_given() -> None:
-    pairs = {p.name: p for p in wrongs((10, 2, 4), "float32", (3, 7), np.random.default_rng(1))}
-    taken = pairs["a sequence taken from its neighbour"]
-    np.testing.assert_array_equal(taken.x[3:], taken.ref[[0, 1, 2, 0, 1, 2, 0]])
-    slope = pairs["the first sequence 1.43 times too large (padded keys)"]
-    np.testing.assert_allclose(slope.x[:3] / slope.ref[:3], 1.43, rtol=1e-6)
-    np.testing.assert_array_equal(slope.x[3:], slope.ref[3:])
-    with pytest.raises(ValueError, match="do not sum to the 10 rows"):
-        wrongs((10, 2, 4), "float32", (3, 8))
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="expected 'float64', 'same' or None"):
         examine(sound, reference="wide")

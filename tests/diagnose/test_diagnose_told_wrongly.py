@@ -197,7 +197,7 @@ def test_keys_past_the_last_token_are_zeros(tile: int) -> None:
     assert f"tile of {tile}" in told(found)
 
 
-def test_one_cause_beats_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_cause_beats_two() -> None:
     """6: what explains dq, dk and dv at once is told, and not one bug of dq and one of the rest."""
     question = drawn((9, 12), causal=False)
     right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
@@ -216,7 +216,7 @@ def test_one_cause_beats_two(monkeypatch: pytest.MonkeyPatch) -> None:
     work = match._Stage(question, answers, "backward", np.inf)
     work.usual = match.predictions(question, answers, "backward", two)
     whole = match.predictions(question, answers, "backward", [one])
-    monkeypatch.setattr(work, "_inferred", lambda: whole)
+    work.every = [*work.usual, *whole]
     verdict = match._verdict(work, match.ladder(question.dtype))
     assert {explained.name for explained in verdict.explained} == {"offsets-shifted"}
 

@@ -1,8 +1,10 @@
 """What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+
+CONFIDENCE = ("proved", "high", "medium", "low")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,22 @@ class Finding:
     failing: "tuple[Check, ...]" = field(default=(), compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def rank(self) -> int:
+        """The surest first."""
+        return CONFIDENCE.index(self.confidence)
+
+    def joined(self, other: "Finding") -> "Finding":
+        """One finding for the same bug, seen at two places."""
+        return replace(
+            self,
+            where="; ".join(dict.fromkeys((self.where, other.where))),
+            confidence=CONFIDENCE[min(self.rank, other.rank)],
+            evidence=tuple(dict.fromkeys(self.evidence + other.evidence)),
+            alternatives=tuple(name for name in self.alternatives if name in other.alternatives),
+            proof=self.proof or other.proof,
+        )
+
 
 @dataclass(frozen=True)
 class Check:
@@ -87,7 +105,7 @@ class Check:
 class Level:
     """Slope and residual of one side over the other (least squares through 0), of one part.
 
-    level: "all", "sequence", "head", "row" or "tile"; ``key`` says which. residual: what the slope
+    level: "all", "sequence", "head" or "row"; ``key`` says which. residual: what the slope
     leaves, relative to the size of the part; error: the largest difference.
     """
 

@@ -1,45 +1,43 @@
 """One side of a comparison, and how an identity of its numbers is judged.
 
-Long, since what an array may lack decides which identities there are.
+Identities are linear in the answers. What rounding may do to one is measured: the right answers
+are computed with their operations rounded, and the identity is asked of these.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
-from rawattn.check.diagnose.evidence.noise import (
-    EPS,
-    Arrays,
-    Bools,
-    Float64,
-    Ints,
-    Noise,
-    Reach,
+from rawattn.check.diagnose.engine.attention import NONE, Rounding, empty, exact, solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence.precision import (
+    HELD_TO,
+    TINY,
+    coarsest,
     narrowest,
-    noise_of,
-    precision,
-    sequences,
+    ways_to_round,
 )
+from rawattn.check.diagnose.evidence.reach import BY_TOKENS, Bools, Float64, Ints, Reach, sequences
 from rawattn.check.diagnose.evidence.structure import by_rows, places, side_of
 from rawattn.check.diagnose.findings import Check
-from rawattn.check.transfer import Array
 
 Terms = Sequence[tuple[Float64, str]]  # inner products of an array with an answer
 
-MARGIN = 8  # times what roundings by half a unit amount to, added up as squares
+MARGIN = 12  # times what rounding was measured to do
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
+OF_Q = ("q", "tq", "dout", "dlse")
 
 
 @dataclass(frozen=True)
 class Side:
     """One side: ``answers`` in float64 as (tokens, heads, width), or what is ``wrong`` with them.
 
-    dtypes: of the answers, the narrowest that holds them. unit: the error of one rounding; tiny:
-    the smallest number for which that is relative. x: the inputs.
+    dtypes: of the answers, the narrowest that holds them; ``dtype``: the coarsest. x: the inputs
+    in float64 like that, 0 where there are none or nobody looks at them. finite: which sequences
+    have no NaN or inf in them.
     """
 
     question: Question
@@ -47,52 +45,87 @@ class Side:
     answers: dict[str, Float64]
     wrong: dict[str, str]
     dtypes: dict[str, np.dtype[Any]]
-    unit: float
-    tiny: float
+    dtype: np.dtype[Any]
     reach: Reach
-    x: Arrays
+    x: dict[str, Float64]
+    finite: Bools
 
     @classmethod
     def of(cls, question: Question, answers: Answers, name: str) -> "Side":
-        eps, tiny = precision(question, answers)
-        good: dict[str, Float64] = {}
-        wrong, dtypes = {}, {}
+        shapes = {
+            n: x.shape for stage in question.stages for n, x in empty(question, stage).items()
+        }
+        shapes |= {f"sliding {n}": shapes[n] for n in ("out", "lse")}
+        good, wrong = {}, {}
         for tensor, array in answers.items():
-            wanted = _shape(question, tensor)
-            if wanted is None or array.shape == wanted:
+            wanted = shapes.get(tensor, array.shape)
+            if array.shape == wanted:
                 good[tensor] = by_rows(tensor, array)
-                dtypes[tensor] = narrowest(np.asarray(array))
             else:
                 wrong[tensor] = f"{tensor} has shape {array.shape}, not {wanted}"
+        dtypes = {tensor: narrowest(np.asarray(answers[tensor])) for tensor in good}
         if question.out is not None:
             good["given out"] = by_rows("out", question.out)
         reach = Reach(question)
-        x = Arrays(question, reach)
-        return cls(question, name, good, wrong, dtypes, eps / 2, tiny, reach, x)
-
-    def branch(self, question: Question) -> "Side":
-        """The same answers to another question."""
-        reach = Reach(question)
-        return replace(self, question=question, reach=reach, x=Arrays(question, reach))
-
-    @cached_property
-    def noise(self) -> Noise:
-        return noise_of(self.question, self.reach, self.x, self.tiny)
-
-    @property
-    def ulps_of_tiny(self) -> float:
-        """The error of a sum's term that is too small for its error to be relative."""
-        return 4 * MARGIN * self.unit * self.tiny
+        given = good, wrong, dtypes, coarsest(question, answers)
+        return cls(question, name, *given, reach, *_inputs(question, reach))
 
     @property
     def alive(self) -> Bools:
         """(total_q, num_heads_q): which queries see any key."""
-        return self.reach.count > 0
+        return np.asarray(self.reach.count > 0)
+
+    @property
+    def unit(self) -> float:
+        """The error of one rounding."""
+        return HELD_TO[self.dtype] / 2
 
     def lacks(self, *tensors: str) -> str:
         """What of ``tensors`` is not there, in words; empty if all is."""
         lost = [t for t in tensors if t not in self.answers]
         return "; ".join(self.wrong.get(t, f"there is no {t}") for t in lost)
+
+    # ---- what rounding does -------------------------------------------------------------------
+
+    @cached_property
+    def clean(self) -> Question:
+        """The question with ``x`` for its inputs."""
+        names = [f.name for f in fields(Question) if f.name in (*OF_Q, *BY_TOKENS["k"])]
+        given: dict[str, Any] = {
+            n: self.x[n] for n in names if getattr(self.question, n) is not None
+        }
+        if "dlse" in given:
+            given["dlse"] = given["dlse"][..., 0].T
+        return replace(self.question, **given)
+
+    @cached_property
+    def right(self) -> dict[str, Float64]:
+        """The exact answers, by rows."""
+        return self._solved(NONE, exact)
+
+    @cached_property
+    def rounded(self) -> list[dict[str, Float64]]:
+        """Right answers with every operation rounded, once each way."""
+        ways, factor = ways_to_round(self.dtype)
+        found = []
+        for r in ways:
+            other = self._solved(Rounding(r, r), r)
+            found.append(
+                {n: self.right[n] + factor * (x - self.right[n]) for n, x in other.items()}
+            )
+        return found
+
+    def _solved(
+        self, rounding: Rounding, store: Callable[[Float64], Float64]
+    ) -> dict[str, Float64]:
+        q = self.clean
+        forward = solve(q, "forward", rounding=rounding)
+        given = q.passed or (store(forward["out"]), forward["lse"])
+        found = dict(forward)
+        for stage in q.stages[1:]:
+            found |= solve(q, stage, rounding=rounding, given=given)
+        found["given out"] = np.asarray(given[0]).astype(np.float64)
+        return {n: store(by_rows(n, x)) for n, x in found.items() if x.ndim > 1}
 
     # ---- sums over a sequence and a key/value head: (batch, num_heads_kv, width) --------------
 
@@ -104,50 +137,34 @@ class Side:
         shape = (q.batch, q.num_heads_kv, array.shape[1] // q.num_heads_kv, array.shape[2])
         return np.asarray(sums.reshape(shape).sum(axis=2))
 
-    def inner(self, a: Float64, b: Float64, of: str) -> Float64:
-        """Of a * b, width 1."""
-        return self.total((a * b).sum(axis=2, keepdims=True), of)
-
-    def rounded(self, array: Float64) -> Float64:
-        """The noise that an array has by being stored."""
-        return array**2 + self.tiny**2
-
-    def stored(self, tensor: str) -> Float64:
-        """That of the total of an answer."""
-        return self.total(self.rounded(self.answers[tensor]), side_of(tensor))
+    def product(self, a: Float64, tensor: str, of: dict[str, Float64] | None = None) -> Float64:
+        """<a, answer>, without the rows of queries that see nothing; width 1."""
+        array = (self.answers if of is None else of)[tensor]
+        if side_of(tensor) == "q" and array.shape[1] == self.alive.shape[1]:
+            array = np.where(self.alive[..., None], array, 0.0)
+        return self.total((a * array).sum(axis=2, keepdims=True), side_of(tensor))
 
     def ulps(self, tensor: str) -> float:
         """What part of the size of an answer the order of sums may change."""
         dtype = self.dtypes[tensor]
         if self.question.dtype.itemsize == 2:  # then there is such arithmetic behind it
             dtype = self.question.dtype
-        if dtype not in EPS:
+        if dtype not in HELD_TO:
             return 0.0
-        eps = EPS[dtype] if dtype.itemsize == 2 else float(np.finfo(dtype).eps)
+        eps = HELD_TO[dtype] if dtype.itemsize == 2 else float(np.finfo(dtype).eps)
         return ULPS[dtype.itemsize] * eps
 
-    def product(self, a: Float64, tensor: str) -> Float64:
-        """<a, answer>, without the rows of queries that see nothing."""
-        return self.inner(a, self._there(tensor), side_of(tensor))
-
-    def stored_product(self, a: Float64, tensor: str) -> Float64:
-        """The noise that ``product`` has by the answer's being stored."""
-        return self.inner(a**2, self.rounded(self._there(tensor)), side_of(tensor))
-
-    def _there(self, tensor: str) -> Float64:
-        array = self.answers[tensor]
-        if side_of(tensor) == "k" or array.shape[1] != self.alive.shape[1]:
-            return array
-        return np.where(self.alive[..., None], array, 0.0)
+    @property
+    def ulps_of_tiny(self) -> float:
+        """The error of a sum's term that is too small for its error to be relative."""
+        return 32 * self.unit * TINY.get(self.dtype, 0.0)
 
     # ---- identities ---------------------------------------------------------------------------
 
     def missing(self, name: str, text: str, why: str) -> Check:
         return Check(self.name, name, text, 0.0, 0.0, "-", why)
 
-    def balance(
-        self, name: str, text: str, left: Terms, right: Terms, noise: Float64, why: str = ""
-    ) -> Check:
+    def balance(self, name: str, text: str, left: Terms, right: Terms, why: str = "") -> Check:
         """The sum of the inner products ``left`` is that of ``right``; not so for a reason ``why``.
 
         A rounding that always goes towards zero is a factor, so each product has its own noise.
@@ -155,44 +172,68 @@ class Side:
         terms = (*left, *right)
         if why := self.lacks(*(tensor for _, tensor in terms)) or why:
             return self.missing(name, text, why)
-        products = [self.product(a, tensor) for a, tensor in terms]
-        for product, (a, tensor) in zip(products, terms, strict=True):
-            noise = noise + product**2 + self.stored_product(a, tensor)
-        sum_left, sum_right = (
-            np.sum(part, axis=0) for part in (products[: len(left)], products[len(left) :])
+        signs = [1.0] * len(left) + [-1.0] * len(right)
+
+        def products(of: dict[str, Float64]) -> list[Float64]:
+            return [s * self.product(a, t, of) for s, (a, t) in zip(signs, terms, strict=True)]
+
+        found = products(self.answers)
+        noise = np.square([self.unit * x for x in found]).sum(axis=0)
+        for n, (a, tensor) in enumerate(terms):
+            off = max((np.abs(x[tensor] - self.right[tensor]) for x in self.rounded), key=np.sum)
+            noise = noise + self.product(a**2, tensor, {tensor: off**2})
+            each = [products(x)[n] - products(self.right)[n] for x in self.rounded]
+            noise = noise + np.square(each).max(axis=0)
+        off = np.sum(found, axis=0)
+        size = np.maximum(
+            *(abs(np.sum(x, axis=0)) for x in (found[: len(left)], found[len(left) :]))
         )
-        return self.equal(name, text, sum_left, sum_right, noise)
+        return self.sums(name, text, off, noise, size)
 
-    def equal(self, name: str, text: str, left: Float64, right: Float64, noise: Float64) -> Check:
-        """left = right, for every sequence and key/value head."""
-        return self._sums(name, text, left - right, noise, np.maximum(abs(left), abs(right)))
-
-    def total_is(self, name: str, text: str, tensor: str, wanted: Float64, noise: Float64) -> Check:
-        """The total of an answer is ``wanted``; its own noise is not in ``noise`` yet."""
-        found = self.total(self.answers[tensor], side_of(tensor))
-        noise = noise + self.stored(tensor) + wanted**2
-        if wanted.any():
-            return self.equal(name, text, found, wanted, noise)
-        return self._sums(name, text, found, noise, self.unless_zero(tensor, found))
+    def total_is(self, name: str, text: str, tensor: str, wanted: Float64) -> Check:
+        """The total of an answer is ``wanted``."""
+        of = side_of(tensor)
+        found, right = (self.total(x[tensor], of) for x in (self.answers, self.right))
+        noise = self.unit**2 * (self.total(self.right[tensor] ** 2, of) + wanted**2)
+        for x in self.rounded:
+            noise = noise + np.square(self.total(x[tensor], of) - right)
+            noise = noise + self.total(np.square(x[tensor] - self.right[tensor]), of)
+        noise = noise.mean(axis=2, keepdims=True)
+        size = np.maximum(abs(found), abs(wanted))
+        size = size if wanted.any() else self.unless_zero(tensor, found)
+        return self.sums(name, text, found - wanted, noise, size)
 
     def unless_zero(self, tensor: str, like: Float64) -> Float64:
         """The size of what must be 0: any number is too large to be nothing, a tensor of 0 not."""
         return np.full_like(like, np.inf if self.answers[tensor].any() else 0.0)
 
-    def _sums(self, name: str, text: str, off: Float64, noise: Float64, size: Float64) -> Check:
-        looked = np.repeat(self.x.finite[:, None], self.question.num_heads_kv, axis=1)
-        return self.judged(name, text, off, self._allowed(noise), size, looked)
+    def sums(self, name: str, text: str, off: Float64, noise: Float64, size: Float64) -> Check:
+        looked = np.repeat(self.finite[:, None], self.question.num_heads_kv, axis=1)
+        return self.judged(name, text, off, MARGIN * np.sqrt(noise), size, looked)
+
+    def off_by(self, tensor: str, among: Bools) -> Float64:
+        """What rounding does to elements of an answer, squared, by row: in a row and in others,
+        since one sample of it may be small by chance."""
+        right = self.right[tensor]
+        off = [np.square(x[tensor] - right).mean(axis=2, keepdims=True) for x in self.rounded]
+        noise = np.asarray(np.max(off, axis=0) + self.unit**2 * (right**2).mean(axis=2)[..., None])
+        inside = among & (self.question.sequence_of("q") >= 0)[:, None]
+        inside = inside & np.append(self.finite, False)[self.question.sequence_of("q")][:, None]
+        return noise + (noise[inside].mean() if inside.any() else 0.0)
 
     def rows(
-        self, name: str, text: str, off: Float64, noise: Float64, size: Float64, looked: Bools
+        self,
+        name: str,
+        text: str,
+        off: Float64,
+        noise: Float64 | float,
+        size: Float64,
+        looked: Bools,
     ) -> Check:
-        """off = 0, in the rows and heads of q that are ``looked`` at."""
+        """off = 0, in the rows and heads of q that are ``looked`` at; noise: squared."""
         within = self.question.sequence_of("q")
-        looked = looked & np.append(self.x.finite, False)[within][:, None]
-        return self.judged(name, text, off, self._allowed(noise), size, looked, within)
-
-    def _allowed(self, noise: Float64) -> Float64:
-        return np.asarray(MARGIN * self.unit * np.sqrt(noise))
+        looked = looked & np.append(self.finite, False)[within][:, None]
+        return self.judged(name, text, off, MARGIN * np.sqrt(noise), size, looked, within)
 
     def judged(
         self,
@@ -227,6 +268,26 @@ class Side:
         return Check(self.name, name, text, value, float(allowed[worst]), verdict, where)
 
 
+def _inputs(q: Question, reach: Reach) -> tuple[dict[str, Float64], Bools]:
+    alive, seen = reach.count[..., None] > 0, reach.seen[..., None]
+    like = {"tq": q.q, "dout": np.broadcast_to(0.0, (*q.q.shape[:2], q.v.shape[2]))}
+    like |= {"dlse": np.broadcast_to(0.0, (*q.q.shape[:2], 1)), "tk": q.k, "tv": q.v}
+    found = {}
+    finite = np.ones(q.batch + 1, dtype=bool)
+    for of, names, there in (("q", OF_Q, alive), ("k", BY_TOKENS["k"], seen)):
+        for name in names:
+            given = getattr(q, name)
+            if given is None:
+                found[name] = np.zeros(like[name].shape)
+                continue
+            wide = np.asarray(given).astype(np.float64)
+            found[name] = np.where(there, wide.T[..., None] if wide.ndim == 2 else wide, 0.0)
+            finite[q.sequence_of(of)[~np.isfinite(found[name]).all(axis=(1, 2))]] = False
+    for name, gate in (("gate", q.block_scale), ("tgate", q.tblock_scale)):
+        found[name] = np.zeros((len(q.q), 1, 1)) if gate is None else np.asarray(gate, np.float64)
+    return found, finite[:-1]
+
+
 def _where(bad: Bools, looked: Bools, within: Ints | None, q: Question) -> str:
     """Which places are bad."""
     if within is None:
@@ -241,16 +302,3 @@ def _where(bad: Bools, looked: Bools, within: Ints | None, q: Question) -> str:
     start = int(np.asarray(q.cu_seqlens_q)[within[row]])
     first = f"first row {row - start} of sequence {within[row]}, head {head}"
     return f"{text}: {bad.sum()} of {looked.sum()} rows, {first}"
-
-
-def _shape(q: Question, tensor: str) -> tuple[int, ...] | None:
-    """The shape that ``tensor`` must have; None for what has no rows, the intermediates."""
-    if tensor in BY_ROW:
-        return q.num_heads_q, len(q.q)
-    like: dict[str, Array] = {"dq": q.q, "gq": q.q, "dk": q.k, "gk": q.k, "dv": q.v, "gv": q.v}
-    if q.block_indices is not None:
-        like |= dict.fromkeys(("dblock_scale", "gblock_scale"), q.block_indices)
-    if tensor in like:
-        return tuple(like[tensor].shape)
-    outs = ("out", "sliding out", "jvp out", "tout", "ddout")
-    return (*q.q.shape[:2], q.v.shape[2]) if tensor in outs else None

@@ -6,34 +6,23 @@ Longer than other modules by the patterns that wrong rows are compared with.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.evidence.noise import Bools, Float64, Reach, sequences
+from rawattn.check.diagnose.evidence.reach import Bools, Float64, Reach
 from rawattn.check.diagnose.findings import Level, Map
 
 TILES = (16, 32, 64, 128)
-FEW = 5  # rows and tiles that have levels of their own
+FEW = 5  # rows that have levels of their own
 CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 PATTERNS = 3  # sentences on rows
 COVERED = 0.9  # share of a pattern that must be wrong: a wrong row may be right by chance
 PIXELS = 512  # of a map, at most, each way
 LOWEST, HIGHEST = -4.0, 8.0  # of a map
 ROWS = {"q": "row", "k": "key"}
-
-
-class Slope(NamedTuple):
-    """Found over wanted in one sequence of ``length`` keys, and ``padded``: the ratio of right to
-    wrong if the wrong side's softmax has zero keys up to the longest sequence's length."""
-
-    sequence: int
-    length: int
-    slope: float
-    residual: float
-    padded: float
 
 
 def side_of(tensor: str) -> str:
@@ -54,7 +43,7 @@ def levels(
     tensors: Sequence[str] | None = None,
 ) -> tuple[Level, ...]:
     """Slope, residual and error of ``answers`` over ``reference``: all, by sequence, by head, and
-    of the few rows and tiles with the largest errors."""
+    of the few rows with the largest errors."""
     with np.errstate(all="ignore"):
         return tuple(
             level
@@ -94,40 +83,6 @@ def alike(parts: Sequence[Level], whole: Level) -> bool:
     )
 
 
-def slope_by_sequence(
-    question: Question, tensor: str, found: Any, wanted: Any
-) -> tuple[Slope, ...]:
-    """The slope of every sequence that has rows, beside what padded keys would do."""
-    x, y, within = by_rows(tensor, found), by_rows(tensor, wanted), _within(question, tensor)
-    longest = max(question.lengths_k, default=0)
-    slopes = []
-    with np.errstate(all="ignore"):
-        for b in np.unique(within[within >= 0]):
-            length = question.lengths_k[b]
-            slope, residual, _ = fit(x[within == b], y[within == b])
-            padded = padded_ratio(length, longest, mean_exp(question, int(b)))
-            slopes.append(Slope(int(b), length, slope, residual, padded))
-    return tuple(slopes)
-
-
-def padded_ratio(length: int, longest: int, mean: float) -> float:
-    """What P is divided by where zero keys pad ``length`` to ``longest``: r(n) = 1 + (T - n)/(n m).
-
-    mean: m, the mean of exp(scores) over the keys of the sequence.
-    """
-    return 1 + (longest - length) / (length * mean) if length else math.nan
-
-
-def mean_exp(question: Question, sequence: int) -> float:
-    """The mean of exp(scores) of one sequence, the harmonic one over (some of) its rows."""
-    rows, keys = list(sequences(question))[sequence]
-    some = slice(rows.start, rows.stop, max((rows.stop - rows.start) // 64, 1))
-    q, k = (np.asarray(a).astype(np.float64) for a in (question.q[some], question.k[keys]))
-    k = np.repeat(k, question.group, axis=1)
-    scores = question.scale * np.einsum("ihd,jhd->hij", q, k)
-    return float(1 / (1 / np.exp(scores).mean(axis=2)).mean()) if scores.size else 1.0
-
-
 def bad_rows(question: Question, tensor: str, found: Any, wanted: Any, noise: Any) -> Bools:
     """Which rows of ``found`` are further from ``wanted`` than ``noise``: (tokens, heads).
 
@@ -146,7 +101,7 @@ def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
 def maps(
     question: Question, answers: Answers, reference: Answers, allowances: Mapping[str, Any]
 ) -> tuple[Map, ...]:
-    """Pictures of the errors of the worst tensors, and of dS where both sides have one.
+    """Pictures of the errors of the worst tensors.
 
     allowances: by tensor, a number or an array that fits (tokens, heads). Values are between LOWEST
     and HIGHEST.
@@ -159,9 +114,8 @@ def maps(
             picture[_within(question, tensor) < 0] = np.nan
             if np.isfinite(picture).any():
                 found.append((float(np.nanmax(picture)), _token_map(question, tensor, picture)))
-        square = _square_map(answers, reference, allowances)
     found.sort(key=lambda pair: -pair[0])
-    return (*(picture for _, picture in found[:FEW]), *square)
+    return tuple(picture for _, picture in found[:FEW])
 
 
 def named(what: str, indices: Any) -> str:
@@ -198,14 +152,11 @@ def places(bad: Bools, looked: Bools, head: str) -> str:
 
 
 def _shared(answers: Answers, reference: Answers, tensors: Sequence[str] | None) -> list[str]:
-    """Tensors of both sides in equal shape, but no intermediates: those have no tokens."""
+    """Tensors of both sides in equal shape."""
     return [
         name
         for name in (answers if tensors is None else tensors)
-        if name in answers
-        and name in reference
-        and name not in ("S", "P", "dP", "dS")
-        and answers[name].shape == reference[name].shape
+        if name in answers and name in reference and answers[name].shape == reference[name].shape
     ]
 
 
@@ -236,20 +187,6 @@ def _levels_of(question: Question, tensor: str, found: Any, wanted: Any) -> Iter
         b = within[token]
         key = f"sequence {b}, {ROWS[side]} {token - starts[b]}, {head} {h}"
         yield Level(tensor, "row", key, *fit(x[token, h], y[token, h]))
-    tile = TILES[2] if max(_lengths(question, side), default=0) > TILES[2] else TILES[0]
-    spans = [
-        (b, first, min(first + tile, starts[b] + n))
-        for b, n in enumerate(_lengths(question, side))
-        for first in range(starts[b], starts[b] + n, tile)
-    ]
-    of_tiles = np.array([error[first:stop].max(axis=0) for _, first, stop in spans])
-    for i, h in _worst(of_tiles.reshape(-1, x.shape[1])):
-        b, first, stop = spans[i]
-        span = f"{ROWS[side]}s {first - starts[b]} to {stop - 1 - starts[b]}"
-        part = slice(first, stop)
-        yield Level(
-            tensor, "tile", f"sequence {b}, {span}, {head} {h}", *fit(x[part, h], y[part, h])
-        )
 
 
 def _worst(error: Float64) -> list[tuple[int, int]]:
@@ -319,15 +256,17 @@ class _Pattern:
         q, heads = self.question, np.arange(self.bad.shape[1])
         if self.bad_heads.all():
             return
-        facts: dict[str, Bools] = {}
+        place, facts = heads % q.group, {}
         if self.head == "head" and q.group > 1:
-            facts["those that head % num_heads_kv gives another key/value head"] = (
-                heads % q.num_heads_kv != heads // q.group
-            )
-            facts["all but the first of every group"] = heads % q.group > 0
-            facts["all but the last of every group"] = heads % q.group < q.group - 1
-            facts["the first of every group"] = heads % q.group == 0
-            facts["the last of every group"] = heads % q.group == q.group - 1
+            facts = {
+                "those that head % num_heads_kv gives another key/value head": (
+                    heads % q.num_heads_kv != heads // q.group
+                ),
+                "all but the first of every group": place > 0,
+                "all but the last of every group": place < q.group - 1,
+                "the first of every group": place == 0,
+                "the last of every group": place == q.group - 1,
+            }
         text = f"{named(self.head, np.flatnonzero(self.bad_heads))} of {len(heads)}"
         yield _only(text, facts, self.bad_heads, np.ones_like(self.bad_heads))
 
@@ -340,20 +279,18 @@ class _Pattern:
         lengths_q, lengths_k = (np.array(_lengths(self.question, side)) for side in "qk")
         number, first, last = (np.arange(len(bad)), *np.flatnonzero(there)[[0, -1]])
         begin = np.flatnonzero(bad)[0]
+        shortest, longest = lengths[bad].min(), lengths[bad].max()
         facts = {
             "all but the longest": lengths_k < lengths_k.max(),
             "those with unequal numbers of queries and keys": lengths_q != lengths_k,
             "all but the first": number > first,
             "all but the last": number < last,
             f"all from number {begin} on": (number >= begin) & (begin > first + 1),
+            **{f"those whose length is no multiple of {t}": lengths % t > 0 for t in TILES},
+            **{f"those with more than {t} keys": lengths_k > t for t in TILES},
+            f"those of length {shortest} or more": lengths >= shortest,
+            f"those of length {longest} or less": lengths <= longest,
         }
-        for tile in TILES:
-            facts[f"those whose length is no multiple of {tile}"] = lengths % tile > 0
-        for tile in TILES:
-            facts[f"those with more than {tile} keys"] = lengths_k > tile
-        shortest, longest = lengths[bad].min(), lengths[bad].max()
-        facts[f"those of length {shortest} or more"] = lengths >= shortest
-        facts[f"those of length {longest} or less"] = lengths <= longest
         yield _only(named("sequence", np.flatnonzero(bad)), facts, bad, there)
 
     def rows(self) -> Iterator[str]:
@@ -375,11 +312,10 @@ class _Pattern:
                 says_nothing = not (all_touched & ~mask).any()
                 if wrong < COVERED * mask.sum() or says_nothing or (self.bad & ~mask).any():
                     continue
-                known = [texts for other, texts in found if (other == mask).all()]
-                if known:
-                    known[0].append(text)
-                else:
-                    found.append((mask, [text]))
+                texts = next((texts for other, texts in found if (other == mask).all()), None)
+                if texts is None:
+                    found.append((mask, texts := []))
+                texts.append(text)
             if found:
                 found.sort(key=lambda match: int(match[0].sum()))
                 most = 1.01 * found[0][0].sum()
@@ -423,14 +359,13 @@ class _Pattern:
             yield from self.by_keys(reach)
         sizes = np.unique(self.n[self.there])
         half = sizes[0] / 2 if len(sizes) == 1 else np.inf  # the first 3 are all but the last 17
-        if at.max() < half:
-            yield f"the first {self.some(at.max() + 1)}", i <= at.max()
-        if left.max() < half:
-            yield f"the last {self.some(left.max() + 1)}", n - 1 - i <= left.max()
-        if 0 < at.min() < half:
-            yield f"all but the first {self.some(at.min())}", i >= at.min()
-        if 0 < left.min() < half:
-            yield f"all but the last {self.some(left.min())}", n - 1 - i >= left.min()
+        ends = (("first", i, at), ("last", n - 1 - i, left))
+        for end, place, of_bad in ends:
+            if of_bad.max() < half:
+                yield f"the {end} {self.some(of_bad.max() + 1)}", place <= of_bad.max()
+        for end, place, of_bad in ends:
+            if 0 < of_bad.min() < half:
+                yield f"all but the {end} {self.some(of_bad.min())}", place >= of_bad.min()
         lengths = np.array([0, *_lengths(self.question, self.side)])
         before = lengths[self.within][:, None]
         for tile in TILES:
@@ -447,11 +382,13 @@ class _Pattern:
     def by_keys(self, reach: Reach) -> Iterator[tuple[str, Bools]]:
         """Patterns in the keys that a query sees."""
         count, other = reach.count, self.other[:, None]
-        yield "the rows without an allowed key", count == 0
-        yield "the rows that see one key alone", count == 1
-        yield "the rows that see more than one key", count > 1
-        yield "the rows that do not see every key", count < other
-        yield "the rows that see every key", count == other
+        yield from {
+            "the rows without an allowed key": count == 0,
+            "the rows that see one key alone": count == 1,
+            "the rows that see more than one key": count > 1,
+            "the rows that do not see every key": count < other,
+            "the rows that see every key": count == other,
+        }.items()
         fewest, most = count[self.bad].min(), count[self.bad].max()
         if fewest > 2:
             yield f"the rows that see {fewest} keys or more", count >= fewest
@@ -459,11 +396,11 @@ class _Pattern:
             yield f"the rows that see {most} keys or fewer", count <= most
         if not self.question.sparse:
             starts = np.array([*_starts(self.question, "k"), 0])
-            first = reach.spans[0] - starts[self.within]
-            skipped = first[self.bad.any(axis=1)].min()
+            first = reach.first - starts[self.within][:, None]
+            skipped = first[self.bad].min()
             if skipped > 0:
                 text = "key" if skipped == 1 else f"{skipped} keys"
-                yield f"the rows that do not see the first {text}", (first >= skipped)[:, None]
+                yield f"the rows that do not see the first {text}", first >= skipped
 
     def some(self, number: int) -> str:
         return self.row if number == 1 else f"{number} {self.row}s"
@@ -493,26 +430,6 @@ def _token_map(question: Question, tensor: str, picture: Float64) -> Map:
     rows = "token" if step == 1 else f"line of {step} tokens"
     starts = tuple(sorted({start // step for start in _starts(question, side)}))
     return Map(tensor, "errors by token and head", _pooled(picture, step, 1), rows, head, starts)
-
-
-def _square_map(
-    answers: Answers, reference: Answers, allowances: Mapping[str, Any]
-) -> Iterator[Map]:
-    """Row by column of dS, of the head where it is worst."""
-    if not all("dS" in side for side in (answers, reference, allowances)):
-        return
-    x, y = (np.asarray(side["dS"]).astype(np.float64) for side in (answers, reference))
-    if x.shape != y.shape or not x.size:
-        return
-    error = _error(x, y)
-    head = int(error.max(axis=(1, 2)).argmax())
-    steps = [-(-size // PIXELS) for size in error.shape[1:]]
-    values = _pooled(_decades(error[head], allowances["dS"]), *steps)
-    rows, columns = (
-        one if step == 1 else f"line of {step} {many}"
-        for one, many, step in zip(("query", "key"), ("queries", "keys"), steps, strict=True)
-    )
-    yield Map("dS", f"errors by query and key, head {head}", values, rows, columns)
 
 
 def _pooled(picture: Float64, *steps: int) -> Float64:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.noise import Bools
+from rawattn.check.diagnose.evidence.reach import Bools
 from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS
 from rawattn.check.diagnose.files.layouts import OF_EACH
 from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read

@@ -100,7 +100,7 @@ def examine(
 
         def right(place: tuple[str, float, Shape], wide: bool) -> list[Pair]:
             dtype, size, shape = place
-            return rights(shape, dtype, np.random.default_rng(seed), size=size, wide=wide)
+            return rights(shape, dtype, size=size, wide=wide, seed=seed)
 
         def refused(wide: bool) -> int:
             pairs = (pair for place in places for pair in right(place, wide))
@@ -109,8 +109,7 @@ def examine(
         wide = reference == "float64" or (reference is None and refused(True) < refused(False))
         for place in places:
             dtype, size, shape = place
-            rng = np.random.default_rng(seed)
-            fed = right(place, wide) + wrongs(shape, dtype, None, rng, size=size, wide=wide)
+            fed = right(place, wide) + wrongs(shape, dtype, size=size, wide=wide, seed=seed)
             for pair in fed:
                 verdict, raised = _ask(compare, pair, framework)
                 about = (dtype, size, len(shape), error_of(pair.x, pair.ref))

@@ -1,10 +1,14 @@
 """A part of a large problem that is small enough to be computed hundreds of times."""
 
 from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import BY_ROW, MATRICES, OF_KEYS, Answers, Question
+from rawattn.check.diagnose.evidence.reach import by_tokens
+from rawattn.check.diagnose.evidence.structure import side_of
 
 SCORES = 1_200_000  # of all heads
 
@@ -48,28 +52,22 @@ def _run(costs: list[int]) -> tuple[int, int]:
 def _sequences(
     question: Question, answers: Answers, first: int, last: int
 ) -> tuple[Question, Answers]:
-    offsets = (np.asarray(question.cu_seqlens_q), np.asarray(question.cu_seqlens_k))
-    rows, keys = (slice(int(x[first]), int(x[last])) for x in offsets)
-    of_rows, of_keys = ("q", "dout", "tq", "out"), ("k", "v", "tk", "tv")
-    slots = ("block_indices", "block_counts", "block_scale", "tblock_scale")
-    changes: dict[str, object] = {}
-    for name in (*of_rows, *of_keys, *slots, "dlse", "lse"):
-        x = getattr(question, name)
-        if x is not None:
-            where = keys if name in of_keys else rows
-            changes[name] = x[:, where] if name in ("dlse", "lse") else x[where]
+    changes: dict[str, Any] = {}
+    rows = {}
+    for of in "qk":
+        offsets = np.asarray(getattr(question, f"cu_seqlens_{of}"))
+        rows[of] = part = slice(int(offsets[first]), int(offsets[last]))
+        changes |= by_tokens(question, of, itemgetter(part))
+        changes[f"cu_seqlens_{of}"] = offsets[first : last + 1] - offsets[first]
     if question.seqused_k is not None:
         changes["seqused_k"] = question.seqused_k[first:last]
-    changes["cu_seqlens_q"], changes["cu_seqlens_k"] = (
-        x[first : last + 1] - x[first] for x in offsets
-    )
-    part = {}
-    for name, x in answers.items():
-        if any(name in names for names in MATRICES.values()):
-            continue
-        where = keys if name in OF_KEYS else rows
-        part[name] = x[:, where] if name in BY_ROW else x[where]
-    return replace(question, **changes), part  # type: ignore[arg-type]
+    matrices = {name for names in MATRICES.values() for name in names}  # of one sequence each
+    kept = {
+        name: x[:, rows["q"]] if name in BY_ROW else x[rows[side_of(name)]]
+        for name, x in answers.items()
+        if name not in matrices
+    }
+    return replace(question, **changes), kept
 
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:

@@ -1,8 +1,9 @@
 """``diagnose``: which side is wrong, and which bug it is, with the evidence.
 
 Each side is judged on its own: by identities that need no reference (``invariants``), by the bugs
-of the catalogue (``match``), and by proofs from structure for those that nobody can plant
-(``proofs``). What stages have in common is one finding. Long by the evidence in words.
+of the catalogue (``match``), by whose rounding it is (``rounding``), and by proofs from structure
+for bugs that nobody can plant (``proofs``). What stages have in common is one finding. Long by the
+evidence in words.
 """
 
 import math
@@ -17,9 +18,10 @@ from rawattn.check.diagnose.engine.attention import Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import invariants, structure
+from rawattn.check.diagnose.evidence.precision import eps_of
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
-from rawattn.check.diagnose.judge import proofs
+from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import Explained, StageVerdict, beside, judge_stage
 from rawattn.check.diagnose.judge.unjudged import without
@@ -31,7 +33,6 @@ WORDS = {
     "second": "double backward",
     "jvp": "forward-mode derivative",
 }
-CONFIDENCE = ("proved", "high", "medium", "low")
 EFFORT = 20_000.0  # units, after which nothing but the usual bugs is tried
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 CUT = "the search was cut short: not all bugs were tried"
@@ -108,9 +109,8 @@ def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
     found = {name: np.asarray(x) for name, x in answers.items()}
     wrong = [name for name, x in found.items() if x.dtype not in FLOATING]
     gate = wrong == ["dblock_scale"] and answers["dblock_scale"] is None
-    said = [f"{name} is of dtype {found[name].dtype}, expected a floating one" for name in wrong]
-    bug, confidence = ("sparse-gate-gradient-missing", "high") if gate else ("unknown", "low")
-    told = [proofs.finding(side, bug, ", ".join(wrong), confidence, said)] if wrong else []
+    said = [f"{name} is {found[name].dtype}; it must be floating" for name in wrong]
+    told = proofs.of_form(side, wrong, said, "sparse-gate-gradient-missing" if gate else "")
     return {name: x for name, x in found.items() if name not in wrong}, told
 
 
@@ -126,14 +126,10 @@ def reference_of(question: Question, answers: Answers) -> Answers:
 def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
     """What rounding of the stored results alone makes of errors."""
     return {
-        name: float(np.finfo(np.float32).eps * 16 + _eps(answers[name]))
+        name: float(np.finfo(np.float32).eps * 16 + eps_of(answers[name]))
         * float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
         for name, x in reference.items()
     }
-
-
-def _eps(x: np.ndarray) -> float:
-    return 2.0**-8 if x.dtype.itemsize == 2 else float(np.finfo(x.dtype).eps)
 
 
 def _sizes(question: Question) -> str:
@@ -192,12 +188,12 @@ def _judge(
     findings += _resolve(question, judged, side, verdicts)
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
-        findings += [] if zeros else proofs.of_noise(question, answers, side, verdict)
-        findings += proofs.of_precision(question, answers, side, verdict)
+        part = proofs.Judged.of(question, answers, verdict)
+        findings += rounding.of_right(part, side, zeros=bool(zeros))
     findings += [*zeros, *misshapen, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(question, side, verdicts, failing)
+        findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
 
 
@@ -217,14 +213,11 @@ def _of_right_shape(
     shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
     wrong = {n: x.shape for n, x in answers.items() if n in shapes and x.shape != shapes[n]}
     said = [f"{name} has shape {shape}, not {shapes[name]}" for name, shape in wrong.items()]
-    found = []
-    if wrong:
-        taken = [n for n in ("dq", "dk", "dv", "gq", "gk", "gv") if n in wrong]
-        swapped = len(taken) == len(wrong) and sorted(shapes[n] for n in taken) == sorted(
-            wrong.values()
-        )
-        bug, confidence = ("gradients-swapped", "high") if swapped else ("unknown", "low")
-        found.append(proofs.finding(side, bug, ", ".join(wrong), confidence, said))
+    taken = [n for n in ("dq", "dk", "dv", "gq", "gk", "gv") if n in wrong]
+    swapped = len(taken) == len(wrong) and sorted(shapes[n] for n in taken) == sorted(
+        wrong.values()
+    )
+    found = proofs.of_form(side, [*wrong], said, "gradients-swapped" if swapped else "")
     return {name: x for name, x in answers.items() if name not in wrong}, found
 
 
@@ -232,19 +225,8 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for each bug, the surest first."""
     found: dict[str, Finding] = {}
     for one in findings:
-        if one.bug not in found:
-            found[one.bug] = one
-            continue
-        old = found[one.bug]
-        found[one.bug] = replace(
-            old,
-            where="; ".join(dict.fromkeys((old.where, one.where))),
-            confidence=min(old.confidence, one.confidence, key=CONFIDENCE.index),
-            evidence=tuple(dict.fromkeys(old.evidence + one.evidence)),
-            alternatives=tuple(name for name in old.alternatives if name in one.alternatives),
-            proof=old.proof or one.proof,
-        )
-    return sorted(found.values(), key=lambda one: CONFIDENCE.index(one.confidence))
+        found[one.bug] = found[one.bug].joined(one) if one.bug in found else one
+    return sorted(found.values(), key=lambda one: one.rank)
 
 
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
@@ -296,7 +278,8 @@ def _resolve(
             groups.setdefault(one.tensors, []).append(one)
         parts += [_Part(verdict, group) for group in groups.values()]
         if verdict.unexplained:
-            findings += proofs.of_structure(question, answers, side, verdict)
+            part = proofs.Judged.of(question, answers, verdict)
+            findings += rounding.of_wrong(part, side) or [proofs.of_structure(part, side)]
 
     def merit(name: str, left: Sequence[_Part]) -> tuple[float, ...]:
         """More parts first, then the order of classes, then bugs of the wrong stages alone."""

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
-from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
@@ -29,7 +29,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs
-from rawattn.check.diagnose.judge.diagnosis import CONFIDENCE, diagnose
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
@@ -40,6 +40,11 @@ NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 12.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
+# fields of a Question that Tensors have too
+ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+OPTIONAL = ("sinks", "tsinks", "seqused_k")
+OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
 
 
 def explain_failures(
@@ -61,12 +66,12 @@ def explain_failures(
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
-    found: list[_Judged] = []
+    found: list[Kind] = []
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
         diagnosis = explain_failure(candidate, kind[0], other, against=against, until=until)
-        found.append(_Judged(kind, diagnosis))
+        found.append((kind, diagnosis))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
     return _joined(f"{candidate.name} against {against}", found, left)
 
@@ -135,24 +140,18 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
     """
     expected = expect(case, seed)
     t = expected.tensors
-    given: dict[str, Any] = {
-        **{"q": t.q, "k": t.k, "v": t.v, "dout": t.dout, "dlse": t.dlse},
-        **{"cu_seqlens_q": t.cu_seqlens_q, "cu_seqlens_k": t.cu_seqlens_k},
-        **{"tq": t.tq, "tk": t.tk, "tv": t.tv, "out": expected.out, "lse": expected.lse},
-        **{"causal": case.causal, "softmax_scale": case.softmax_scale},
-    }
+    given: dict[str, Any] = {name: getattr(t, name) for name in (*ARRAYS, *OFFSETS)}
+    given |= {"out": expected.out, "lse": expected.lse}
+    given |= {"causal": case.causal, "softmax_scale": case.softmax_scale}
     if not isinstance(case, SparseCase) or not isinstance(t, SparseTensors):
         given |= {"softcap": case.softcap, "sinks": t.sinks, "tsinks": t.tsinks}
         if clean and t.seqused_k is not None:
             whole = make(replace(case, seqused_k=None), seed)
             given |= {name: getattr(whole, name) for name in ("k", "v", "tk", "tv")}
         return Question(**given, window=case.window, seqused_k=t.seqused_k)
-    given |= {
-        **{"block_indices": t.block_indices, "block_counts": t.block_counts},
-        **{"block_scale": t.block_scale, "tblock_scale": t.tblock_scale},
-        **{"block_size": case.block_size, "own": case.own},
-        "sliding": case.mask_window if case.sliding else None,
-    }
+    given |= {name: getattr(t, name) for name in OF_BLOCKS}
+    given |= {"block_size": case.block_size, "own": case.own}
+    given |= {"sliding": case.mask_window if case.sliding else None}
     return Question(**given | (_without_traps(case, t, seed) if clean else {}))
 
 
@@ -213,10 +212,6 @@ def _asked(
         except Exception as error:  # whatever a candidate throws is its result
             findings.append(_raised(side, error, question))
             continue
-        shapes = _shapes(question)
-        wrong = {n: a for n, a in answers.items() if a.shape != shapes[n] or not _real(a)}
-        findings += [_strange(side, name, array, shapes[name]) for name, array in wrong.items()]
-        answers = {n: array for n, array in answers.items() if n not in wrong}
         findings += _of_dtypes(side, question, answers)
         given.append((side, _as_due(question, answers)))
     if not given:
@@ -261,22 +256,10 @@ def _raised(side: str, error: Exception, question: Question) -> Finding:
     )
 
 
-def _strange(side: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Finding:
-    return Finding(
-        side,
-        "unknown",
-        f"{name} has another form than it must have",
-        name,
-        "proved",
-        (f"{name} is {array.shape} {array.dtype}; it must be {shape} and floating",),
-        "what the function returns, and in which order",
-    )
-
-
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
     """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    due = {name: _dtype(question, name) for name in answers}
-    wrong = {name: x.dtype for name, x in answers.items() if x.dtype != due[name]}
+    due = {name: _dtype(question, name) for name, x in answers.items() if _real(x)}
+    wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
     said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
     return [proofs.finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
 
@@ -290,54 +273,38 @@ def _real(array: np.ndarray) -> bool:
     return array.dtype.name in DTYPES
 
 
-class _Judged(NamedTuple):
-    """Cases of one kind, and what was found."""
-
-    cases: list[Case]
-    diagnosis: Diagnosis
+Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
-class _Shown(NamedTuple):
-    """A finding, the diagnosis that it is of, and the cases that this is about."""
-
-    finding: Finding
-    diagnosis: Diagnosis
-    cases: list[Case]
-
-
-def _agree(found: Sequence[_Judged]) -> bool:
+def _agree(found: Sequence[Kind]) -> bool:
     """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
-    said = [{(f.side, f.bug) for f in judged.diagnosis.findings} for judged in found]
-    named = all(_named(judged.diagnosis) for judged in found)
+    said = [{(f.side, f.bug) for f in diagnosis.findings} for _, diagnosis in found]
+    named = all(_named(diagnosis) for _, diagnosis in found)
     return len(found) >= AGREEING and named and all(one == said[0] for one in said)
 
 
-def _joined(title: str, found: Sequence[_Judged], left: Sequence[str]) -> Diagnosis:
+def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis:
     """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
-    said: dict[tuple[str, str, str], list[_Shown]] = {}
-    for kind, diagnosis in found:
-        for finding in diagnosis.findings:
+    said: dict[tuple[str, str, str], list[tuple[Finding, Kind]]] = {}
+    for kind in found:
+        for finding in kind[1].findings:
             what = finding.title if finding.bug == "unknown" else ""
-            shown = _Shown(finding, diagnosis, kind)
-            said.setdefault((finding.side, finding.bug, what), []).append(shown)
-    findings, first = [], found[0][1] if found else Diagnosis(title, ())
-    for place, alike in enumerate(sorted(said.values(), key=_rank)):
-        best = min(alike, key=lambda shown: CONFIDENCE.index(shown.finding.confidence))
-        more = f"shown by {_few([str(case) for shown in alike for case in shown.cases])}"
-        evidence = (*best.finding.evidence, more)
-        told = tuple(str(case) for case in best.cases)
-        findings.append(replace(best.finding, evidence=evidence, cases=told))
-        first = first if place else best.diagnosis
-    facts = first.facts
-    if left:
-        facts += (f"failing cases that were not looked at: {_few(left)}",)
-    return replace(first, title=title, findings=tuple(findings), facts=facts)
+            said.setdefault((finding.side, finding.bug, what), []).append((finding, kind))
 
+    def rank(alike: list[tuple[Finding, Kind]]) -> tuple[bool, int, int]:
+        """Bugs before what has no name, then by confidence, then by how often they are shown."""
+        return alike[0][0].bug in NAMELESS, min(one.rank for one, _ in alike), -len(alike)
 
-def _rank(alike: Sequence[_Shown]) -> tuple[bool, int, int]:
-    """Bugs before what has no name, then by confidence, then by how often they are shown."""
-    sure = min(CONFIDENCE.index(shown.finding.confidence) for shown in alike)
-    return alike[0].finding.bug in NAMELESS, sure, -len(alike)
+    findings, shown = [], [diagnosis for _, diagnosis in found]
+    for alike in sorted(said.values(), key=rank):
+        best, (cases, diagnosis) = min(alike, key=lambda one: one[0].rank)
+        more = f"shown by {_few([str(case) for _, kind in alike for case in kind[0]])}"
+        told = tuple(str(case) for case in cases)
+        findings.append(replace(best, evidence=(*best.evidence, more), cases=told))
+        shown = shown if len(findings) > 1 else [diagnosis]
+    first = shown[0] if shown else Diagnosis(title, ())
+    unseen = (f"failing cases that were not looked at: {_few(left)}",) if left else ()
+    return replace(first, title=title, findings=tuple(findings), facts=first.facts + unseen)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -378,22 +345,13 @@ def _expected(question: Question) -> Expected:
     for name, shape in _shapes(q).items():
         zeros = np.broadcast_to(0.0, shape)
         targets[name] = Target(zeros, zeros, _dtype(q, name), _NOWHERE, (), None, 0, 1)
-    inputs: dict[str, Any] = {
-        **{"q": q.q, "k": q.k, "v": q.v, "dout": q.dout, "dlse": q.dlse},
-        **{"tq": q.tq, "tk": q.tk, "tv": q.tv, "sinks": q.sinks, "tsinks": q.tsinks},
-        "seqused_k": None if q.seqused_k is None else np.asarray(q.seqused_k, dtype=np.int32),
-        "cu_seqlens_q": np.asarray(q.cu_seqlens_q, dtype=np.int32),
-        "cu_seqlens_k": np.asarray(q.cu_seqlens_k, dtype=np.int32),
-    }
+    inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
+    for name in (*OFFSETS, "seqused_k"):
+        if inputs[name] is not None:
+            inputs[name] = np.asarray(inputs[name], dtype=np.int32)
     tensors = Tensors(**inputs)
     if q.sparse:
-        tensors = SparseTensors(
-            **inputs,
-            block_indices=q.block_indices,
-            block_counts=q.block_counts,
-            block_scale=q.block_scale,
-            tblock_scale=q.tblock_scale,
-        )
+        tensors = SparseTensors(**inputs, **{name: getattr(q, name) for name in OF_BLOCKS})
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
 
 
@@ -439,17 +397,6 @@ def _dtype(question: Question, name: str) -> np.dtype:
 
 def _shapes(question: Question) -> dict[str, tuple[int, ...]]:
     """The shapes of right results, as far as there are any."""
-    q = question
-    like_out, rows = (*q.q.shape[:2], q.v.shape[2]), q.q.shape[1::-1]
-    shapes = {
-        **dict.fromkeys(("out", "sliding out", "tout", "jvp out", "ddout"), like_out),
-        **dict.fromkeys(BY_ROW, rows),
-        **dict.fromkeys(("dq", "gq"), q.q.shape),
-        **dict.fromkeys(("dk", "gk"), q.k.shape),
-        **dict.fromkeys(("dv", "gv"), q.v.shape),
-    }
-    if q.block_scale is not None:
-        shapes |= dict.fromkeys(OF_SLOTS, q.block_scale.shape)
-    if q.sinks is not None:
-        shapes |= dict.fromkeys(OF_SINKS, q.sinks.shape)
-    return shapes
+    direction = replace(question, tq=question.q, dout=np.zeros(0), sliding=None)
+    found = {n: x.shape for stage in direction.stages for n, x in empty(direction, stage).items()}
+    return found | {f"sliding {name}": found[name] for name in ("out", "lse")}

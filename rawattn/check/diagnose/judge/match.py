@@ -5,56 +5,59 @@ other, the finest first: the right computation, then every bug of the catalogue,
 the stage or on some of them, then two bugs at once. What fits at a finer precision wins, so that a
 small bug is not taken for coarse rounding.
 
-How well a prediction fits is measured row by row (a token of a head) in units of the noise that
-rounding makes there, found by rounding the prediction's own operations.
-
-Long, since choosing among bugs and measuring a fit know each other.
+Long, since one bug, some for some tensors, and two at once are chosen from the same fits.
 """
 
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import (
-    FIRST,
     NO_BUG,
     OWN_P,
+    Assuming,
     Bug,
-    Context,
     Floats,
-    Rounding,
-    Step,
     assuming,
-    exact,
     solve,
-    times,
     together,
 )
 from rawattn.check.diagnose.engine.effort import cuts, over, spend, spent
 from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
     STAGES,
     Answers,
     Question,
     given_to_backward,
 )
+from rawattn.check.diagnose.evidence.precision import (
+    Fit,
+    Given,
+    Precision,
+    defined,
+    eps_of,
+    finite,
+    fit,
+    ladder,
+    relative_residual,
+    residual,
+    sizes,
+)
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.inferred import blocks, inputs, numbers, terms
 from rawattn.check.diagnose.inferred.keys import seen
 
-RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
 MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
-FOR_RARER, FOR_PAIRS = 8000.0, 4000.0  # units of effort
+FOR_PAIRS = 4000.0  # units of effort
 OF_A_DISTANCE = 0.1
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
@@ -70,189 +73,7 @@ KERNELS = tuple(
         *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
     )
 )
-Given = tuple[Floats, Floats] | None
 INFERRED = (numbers, inputs, seen, blocks, terms)
-
-
-# ---- precision --------------------------------------------------------------------------------
-
-
-class Precision(NamedTuple):
-    """``noise`` is that of ``rounding`` times ``factor``."""
-
-    name: str
-    rounding: Rounding
-    factor: float = 1.0
-
-
-def _to(dtype: type) -> Callable[[Floats], Floats]:
-    def r(x: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(x).astype(dtype).astype(np.float64)
-
-    return r
-
-
-def to_tf32(x: Floats) -> Floats:
-    """Rounded to the 10 bits of mantissa that TF32 keeps of float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-    return np.where(np.isfinite(x), rounded, x).astype(np.float64)
-
-
-_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
-
-
-def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
-    """The precisions that a right computation on such arrays may have, the finest first."""
-    if dtype == np.float64:
-        # twice: what it is compared with is rounded as well
-        ratio = 2 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
-        fine = Precision("float64", _FLOAT32, ratio)
-        return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
-    if dtype == np.float32:
-        return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
-    half = _to(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
-    return (
-        Precision(f"{dtype.name} operands, float32 sums", Rounding(_to(np.float32), half)),
-        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
-    )
-
-
-# ---- how well does it fit? --------------------------------------------------------------------
-
-
-class Fit(NamedTuple):
-    """``rms`` and ``worst`` row of the residual in units of noise; ``relative``: its part of the
-    whole."""
-
-    rms: float
-    worst: float
-    relative: float
-
-    @property
-    def good(self) -> bool:
-        return self.rms <= RMS_FIT and self.worst <= ROW_FIT
-
-
-def eps_of(x: np.ndarray) -> float:
-    """The relative distance of neighbouring numbers in the array's dtype."""
-    return float(ml_dtypes.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def smallest_of(x: np.ndarray) -> float:
-    return float(ml_dtypes.finfo(x.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
-
-
-def defined(question: Question, name: str, right: Floats) -> np.ndarray:
-    """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
-    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
-    inside = sequence >= 0
-    if name == "delta":  # what D is without keys, no bug knows
-        inside &= np.array([*question.lengths_k, 0])[sequence] > 0
-    return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
-
-
-def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
-    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
-
-    A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
-    """
-    a, b = found[rows], wanted[rows]
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    if a.shape[-1] > 1:
-        same |= ~np.isfinite(a) & ~np.isfinite(b)
-    with np.errstate(invalid="ignore"):
-        difference = np.where(same, 0.0, a - b)
-    return np.where(np.isnan(difference), np.inf, difference)
-
-
-def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
-    """Root mean square of the residual over that of what was found."""
-    difference = residual(found, wanted, rows)
-    if not np.isfinite(difference).all():
-        return math.inf
-    with np.errstate(over="ignore"):
-        size = float(np.sqrt(np.mean(np.square(_finite(found[rows]))))) if difference.size else 0.0
-        rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
-    return rms / size if size else (0.0 if not rms else math.inf)
-
-
-def _finite(x: Floats) -> Floats:
-    return np.where(np.isfinite(x), x, 0.0)
-
-
-def _row_rms(x: Floats) -> Floats:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.asarray(np.sqrt(np.mean(_finite(x) ** 2, axis=-1)))
-
-
-def _scores_squared(c: Context) -> Floats:
-    return np.asarray(c.s**2 * times(c.Q**2, c.K.T**2))
-
-
-# Every sum with the squares of its terms: what is left of them where they cancel does not tell
-# what rounding may do.
-SQUARES: dict[str, Step] = {
-    "L": lambda c: (c.P * _scores_squared(c)).sum(axis=-1),
-    "O": lambda c: times(c.P**2, c.V**2),
-    "D": lambda c: (c.dO**2 * c.O**2).sum(axis=-1) + c.dL**2,
-    "dS": lambda c: c.P**2 * (times(c.dO**2, c.V.T**2) + c.D[..., None]),
-    "dY": lambda c: c.G**2 * c.dS,
-    "dQ": lambda c: c.s**2 * times(c.dY, c.K**2),
-    "dK": lambda c: c.s**2 * (c.dY.swapaxes(1, 2) @ c.Q**2),
-    "dV": lambda c: (c.P**2).swapaxes(1, 2) @ c.dO**2,
-}
-
-
-def sizes(question: Question, stage: str, given: Given) -> Answers:
-    """Of every row of a stage's results the size of what is added up in it, (tokens, heads)."""
-    if stage not in FIRST:
-        return {}
-    with np.errstate(all="ignore"):
-        squares = solve(question, stage, Bug("", steps=SQUARES), given=given)
-        found = {n: np.sqrt(by_rows(n, x).mean(axis=2)) for n, x in squares.items() if x.ndim > 1}
-    return {n: _finite(x) for n, x in found.items()}
-
-
-def fit(
-    question: Question,
-    name: str,
-    found: np.ndarray,
-    wanted: Floats,
-    rounded: Floats,
-    factor: float,
-    rows: np.ndarray,
-    went_in: Floats | float = 0.0,
-) -> Fit:
-    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``.
-
-    went_in: ``sizes`` of the tensor's rows.
-    """
-    a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
-    difference = residual(a, b, rows)
-    if not difference.size:
-        return Fit(0.0, 0.0, 0.0)
-    if not np.isfinite(difference).all():
-        return Fit(math.inf, math.inf, math.inf)
-    size = _row_rms(b)
-    with np.errstate(invalid="ignore"):
-        error = factor * _row_rms(c - b)
-    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
-    typical, scale = np.zeros_like(error), np.zeros_like(error)
-    for b_index in np.unique(sequence):
-        here = sequence == b_index
-        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
-        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
-    summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
-    accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
-    floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)
-    storage = eps_of(found) / 2
-    noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
-    with np.errstate(over="ignore"):
-        ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
-    relative = relative_residual(a, b, rows)
-    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
 
 
 # ---- predictions ------------------------------------------------------------------------------
@@ -296,11 +117,6 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     return tuple(bug for bug in found if stage in bug.stages)
 
 
-def _with_own_softmax(bug: Bug) -> Bug:
-    """The same in a backward pass that computes P anew, not from lse."""
-    return replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
-
-
 def _of_scores(bug: Bug) -> bool:
     """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
     return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
@@ -327,45 +143,45 @@ def predictions(
 ) -> list[Prediction]:
     """What the stage gives with each bug, given what it was given."""
     source, given = _given(question, answers, stage)
-    found = ((bug, _planted(question, stage, bug, given)) for bug in bugs)
-    return [Prediction(bug, stage, source, given, x) for bug, x in found if x is not None]
+    planted = (_planted(question, stage, bug, source, given) for bug in bugs)
+    return [one for one in planted if one is not None]
 
 
-def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Answers | None:
+def _planted(
+    question: Question, stage: str, bug: Bug, source: str, given: Given
+) -> Prediction | None:
     """What the stage gives with a bug; None where it cannot be planted on views that another bug
     has changed."""
     try:
-        return solve(question, stage, bug, given=given)
+        return Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
     except (IndexError, ValueError):
-        return None
+        if isinstance(question, Assuming):
+            return None
+        raise
 
 
-def rarer_predictions(
+def with_other_inputs(
     question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
 ) -> Iterator[Prediction]:
-    """Those of backward passes that made an out or an lse of their own."""
+    """Predictions of backward passes that made an out or an lse of their own."""
     if stage in ("forward", "jvp"):
         return
     source, given = _given(question, answers, stage)
     wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
+        found: list[Prediction | None] = []
         if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
-            results = _planted(question, stage, bug, None)
-            if results is not None:
-                yield Prediction(bug, stage, "the right out and lse", None, results)
-        if not _of_scores(bug):
-            continue
-        if "forward" in bug.stages:
-            planted = _planted(question, "forward", bug, None)
-            other = None if planted is None else (planted["out"], planted["lse"])
-            results = _planted(question, stage, bug, other)
-            if results is not None:
-                yield Prediction(bug, stage, "those of a forward with the same bug", other, results)
-        if "bP" not in bug.steps:
-            own = _with_own_softmax(bug)
-            results = _planted(question, stage, own, given)
-            if results is not None:
-                yield Prediction(own, stage, source, given, results)
+            found.append(_planted(question, stage, bug, "the right out and lse", None))
+        if _of_scores(bug) and "forward" in bug.stages:
+            forward = _planted(question, "forward", bug, "", None)
+            of = {} if forward is None else forward.answers
+            other = (of["out"], of["lse"]) if of else None
+            source_there = "those of a forward with the same bug"
+            found.append(_planted(question, stage, bug, source_there, other))
+        if _of_scores(bug) and "bP" not in bug.steps:  # P anew, not from lse
+            own = replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
+            found.append(_planted(question, stage, own, source, given))
+        yield from (one for one in found if one is not None)
 
 
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
@@ -447,11 +263,8 @@ class _Stage:
         self.answers = answers
         self.rights = [
             *predictions(question, answers, stage, [NO_BUG]),
-            *rarer_predictions(question, answers, stage, [NO_BUG]),
+            *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
-        self.usual: list[Prediction] = []
-        self.rarer: list[Prediction] = []
-        self.inferred: list[Prediction] | None = None
         truth = self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
@@ -464,29 +277,29 @@ class _Stage:
         self.mended: dict[Prediction, float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
-    def guesses(self, every: bool) -> list[Prediction]:
-        """Predictions with each bug; ``every``: the rarer ones too."""
-        bugs = catalogue(self.question, self.stage) if not self.usual or every else ()
-        if not self.usual:
-            every_bug = [*self.hints, *bugs]
-            self.usual = predictions(self.question, self.answers, self.stage, every_bug)
-        if every and self.inferred is None:
-            self.inferred = [] if over(self.until) else self._inferred()
-        if every and not self.rarer:
-            until = min(self.until, spent() + FOR_RARER)
-            rarer = rarer_predictions(self.question, self.answers, self.stage, bugs)
-            self.rarer = list(itertools.takewhile(lambda _: not over(until), rarer))
-        return self.usual + (self.inferred or []) + self.rarer
+    @cached_property
+    def usual(self) -> list[Prediction]:
+        """Predictions with each bug that is listed, or that other stages have."""
+        bugs = [*self.hints, *self.listed]
+        return predictions(self.question, self.answers, self.stage, bugs)
 
-    def _inferred(self) -> list[Prediction]:
-        """Predictions with the bugs that the answers themselves tell."""
+    @cached_property
+    def listed(self) -> tuple[Bug, ...]:
+        return catalogue(self.question, self.stage)
+
+    @cached_property
+    def every(self) -> list[Prediction]:
+        """Also with those that the answers tell, and with other inputs of a backward pass."""
         bugs: list[Bug] = []
-        for of in INFERRED:
-            with contextlib.suppress(IndexError, ValueError):  # beside a bug that changes the views
+        beside = isinstance(self.question, Assuming)  # a bug that may change the views
+        for of in INFERRED if not over(self.until) else ():
+            with contextlib.suppress(*(IndexError, ValueError) if beside else ()):
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
-        given = (self.question, self.answers, self.stage, bugs)
-        return [*predictions(*given), *rarer_predictions(*given)]
+        given = self.question, self.answers, self.stage
+        found = [*self.usual, *predictions(*given, bugs), *with_other_inputs(*given, bugs)]
+        others = with_other_inputs(*given, self.listed)
+        return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -520,36 +333,25 @@ class _Stage:
         zeros = [one for one in explained if one not in told]
         return told + (zeros if len({one.name for one in zeros}) <= OF_ZEROS else [])
 
-    def fit(self, prediction: Prediction, name: str, precision: Precision) -> Fit:
-        key = (prediction, precision.name)
+    def fit(self, guess: Prediction, name: str, precision: Precision) -> Fit:
+        key = (guess, precision.name)
         if key not in self.noisy:
-            self.noisy[key] = solve(
-                self.question,
-                self.stage,
-                prediction.bug,
-                rounding=precision.rounding,
-                given=prediction.given,
-            )
+            given, how = guess.given, precision.rounding
+            self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
+        pair = guess.answers[name], self.noisy[key][name]
         found = fit(
-            self.question,
-            name,
-            self.found[name],
-            prediction.answers[name],
-            self.noisy[key][name],
-            precision.factor,
-            self.rows[name],
-            self.sizes.get(name, 0.0),
+            *(self.question, name, self.found[name], *pair, precision.factor, self.rows[name]),
+            went_in=self.sizes.get(name, 0.0),
         )
         # rows that cancel scatter more where operands are coarse
-        if precision.name != self.finest.name:
-            found = found._replace(worst=found.worst / 2)
-        return found
+        coarse = precision.name != self.finest.name
+        return found._replace(worst=found.worst / 2) if coarse else found
 
-    def relative(self, prediction: Prediction, name: str) -> float:
-        key = (prediction, name)
+    def relative(self, guess: Prediction, name: str) -> float:
+        key = (guess, name)
         if key not in self.distances:
             spend(OF_A_DISTANCE)
-            a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
+            a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
             same = a.shape == b.shape
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
@@ -570,7 +372,7 @@ class _Stage:
         if a.shape != b.shape:
             return np.zeros(int(self.rows[name].sum()), dtype=bool)
         error = np.abs(residual(a, b, self.rows[name])).max(axis=1, initial=0)
-        size = np.abs(_finite(b[self.rows[name]])).max(axis=1, initial=0)
+        size = np.abs(finite(b[self.rows[name]])).max(axis=1, initial=0)
         return np.asarray(error <= max(1e-3, 8 * eps_of(self.found[name])) * size)
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:
@@ -620,25 +422,23 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         if len(right) == len(work.tensors):
             return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
         for every in (False, True):
-            verdict = _explain(work, work.guesses(every), precision, null, right)
+            guesses = work.every if every else work.usual
+            verdict = _explain(work, guesses, precision, null, right)
             if verdict is not None and not verdict.unexplained and verdict.stories == 1:
                 return verdict
             if verdict and (best is None or verdict.left < best.left):
                 best = verdict
         if best is not None and not best.unexplained:
             return best
-    pairs = _pairs(work, work.guesses(True))
+    pairs = _pairs(work, work.every)
     for precision in steps[:2]:
-        fitting = _fitting(work, pairs, precision)
-        if fitting:
+        if told := _fitting(work, pairs, precision):
             null = work.right_at(precision)
-            right = good(null)
-            told = tuple(fitting)
-            return StageVerdict(stage, precision.name, work.tensors, right, told, (), null)
+            given = work.tensors, good(null), tuple(told), (), null
+            return StageVerdict(stage, precision.name, *given)
     if best is not None:
         return best
-    null = work.right_at(steps[-1])
-    right = good(null)
+    right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
     return StageVerdict(stage, steps[0].name, work.tensors, right, (), wrong, first)
 
@@ -780,13 +580,12 @@ def beside(
     explained = []
     alone = tuple(name for name in again.right if name not in verdict.right)
     if alone:
-        guess = predictions(question, answers, verdict.stage, [known])
         fits = {name: again.null[name] for name in alone}
+        guess = predictions(question, answers, verdict.stage, [known])
         explained = [Explained(one, alone, fits) for one in guess]
     for one in again.explained:
         bug = one.prediction.bug
-        both = replace(
-            bug, name=f"{known.name} + {bug.name}", variant=f"{known.variant} + {bug.variant}"
-        )
-        explained.append(one._replace(prediction=replace(one.prediction, bug=both)))
+        name, variant = f"{known.name} + {bug.name}", f"{known.variant} + {bug.variant}"
+        both = replace(one.prediction, bug=replace(bug, name=name, variant=variant))
+        explained.append(one._replace(prediction=both))
     return replace(verdict, explained=tuple(explained), unexplained=again.unexplained)

@@ -2,8 +2,7 @@
 
 A print holds a few digits of a few corners, so little can be recomputed from it, but much can be
 excluded. ``text`` reads, ``pairs`` fits the entries that both sides print, ``rows`` checks a side
-alone, ``rules`` names why two sides differ. A little long: one function asks all of them, and the
-rest is what it puts together.
+alone, ``rules`` names why two sides differ.
 """
 
 import math
@@ -14,16 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
-from rawattn.check.diagnose.logs.errors import vacuous_errors
-from rawattn.check.diagnose.logs.padding import SHRUNK, by_sequence
-from rawattn.check.diagnose.logs.pairs import Pair, by_given_names, paired, side_of
-from rawattn.check.diagnose.logs.rows import Log, causal_of, identities, what_holds
-from rawattn.check.diagnose.logs.rules import differs
+from rawattn.check.diagnose.logs.pairs import Pair, by_given_names, paired
+from rawattn.check.diagnose.logs.rows import Rows, identities, rows_of
+from rawattn.check.diagnose.logs.rules import Log, differs, finding_of
 from rawattn.check.diagnose.logs.tensor import SIXTEEN_BIT, Number, Printed
 from rawattn.check.diagnose.logs.text import read_log
-from rawattn.check.diagnose.logs.words import counted, finding_of
 
-RANKS = ("proved", "high", "medium", "low")
+REPEATED = re.compile(r"repeat|rerun|run.to.run|bitwise|determin|same", re.IGNORECASE)
 
 
 def explain_log(
@@ -35,7 +31,7 @@ def explain_log(
     """What the tensors and errors that ``text`` prints prove.
 
     lengths: of the sequences, where they are known. names: two words, each in the names of one
-    side's tensors; found without them where the log uses common ones. Raises ValueError where
+    side's tensors; found without them where the names say a quantity. Raises ValueError where
     there is nothing to read, or what there is cannot be read.
     """
     text, printed, figures = read_log(text)
@@ -46,56 +42,47 @@ def explain_log(
         )
     if names is not None and len(set(names)) != 2:
         raise ValueError(f"names must be two different words, were {names}")
-    pairs = paired(printed, names)
-    log = what_holds(text, printed, _lengths(lengths, printed, figures))
-    pairs = [replace(pair, causal=causal_of(pair, log)) for pair in pairs]
-    sides = {id(p): side_of(p) or p.title for p in printed}
+    if lengths is not None and (min(lengths, default=-1) < 0 or not any(lengths)):
+        raise ValueError(f"lengths must be counts of tokens, not all of them 0; were {lengths}")
+    rows = {p.start: rows for p in printed if (rows := rows_of(p)) is not None}
+    log = Log(lengths or (), rows, _causal(text, rows.values()))
+    pairs = [replace(pair, causal=_causal_of(pair, log)) for pair in paired(printed, names)]
+    sides = {p.start: "_".join(p.side) or p.title for p in printed}
     if names is not None:
-        sides |= {id(p): name for p, name, _ in by_given_names(printed, names)}
-    checks = tuple(identities(printed, pairs, log, sides))
+        sides |= {p.start: name for p, name, _ in by_given_names(printed, names)}
+    checks = tuple(identities(printed, rows, log.causal, sides))
+    compared = {p.start for pair in pairs for p in (pair.a, pair.b)}
     findings, facts = _judged(pairs, log)
-    findings += _unpaired(printed, pairs, log, sides)
-    compared = any(pair.agrees and pair.size > 0 for pair in pairs)
-    vacuous, explained = vacuous_errors(figures, log, compared)
-    findings, facts = _merged([*findings, *vacuous]), facts + explained
+    for start, own in rows.items():  # a dS on its own proves what needs no other side
+        if own.masked_delta and start not in compared:
+            given = (sides[start], "mask-missing-in-backward", own.where, "proved", own.evidence)
+            findings.append(finding_of(*given))
+    findings = _merged([*findings, *_exactly_zero(figures, pairs)])
     blamed = {side for f in findings for side in f.side.split(" or ")}
     findings += [_failed(c) for c in checks if c.verdict == "FAIL" and c.side not in blamed]
     if not findings and not pairs and all(check.verdict != "pass" for check in checks):
         findings += _nothing(printed, figures, facts)
-    alone = [p.title for p in printed if p.start not in _compared(pairs)]
-    figures_too = f" and {counted(len(figures), 'number')}" if figures else ""
-    tensors, compared_ = counted(len(printed), "printed tensor"), counted(len(pairs), "pair")
-    facts = [f"{tensors}{figures_too}; {compared_} compared", *facts]
+    alone = [p.title for p in printed if p.start not in compared]
+    figures_too = f" and {_counted(len(figures), 'number')}" if figures else ""
+    tensors, count = _counted(len(printed), "printed tensor"), _counted(len(pairs), "pair")
+    facts = [f"{tensors}{figures_too}; {count} compared", *facts]
     if alone:
         facts.append("without a partner to compare with: " + ", ".join(dict.fromkeys(alone)))
-    if log.lengths:
-        fits = "" if log.fits else "; they do not add up to any size in the log"
-        size = f"{sum(log.lengths)} tokens, the longest {max(log.lengths)}"
-        facts.append(f"{len(log.lengths)} sequences, {size}{fits}")
     levels = tuple(level for pair in pairs for level in _levels(pair))
     return Diagnosis("what the log proves", tuple(findings), checks, levels, facts=tuple(facts))
 
 
-def _lengths(
-    given: tuple[int, ...] | None, printed: Sequence[Printed], figures: Sequence[Number]
-) -> tuple[int, ...]:
-    """The caller's, or those that the log prints; () where neither."""
-    if given is not None:
-        if not given or any(n < 0 for n in given) or max(given) == 0:
-            raise ValueError(f"lengths must be counts of tokens, not all of them 0; were {given}")
-        return tuple(int(n) for n in given)
-    found: list[float] = []
-    for p in printed:
-        if {"cu", "seqlens"} <= set(p.words) and p.values.ndim == 1 and p.full:
-            found = found or list(np.diff(p.values))
-    told = [f for f in figures if f.part and re.search(r"len(gth)?s\b", f.label, re.IGNORECASE)]
-    found = found or [f.value for f in told if f.line == told[0].line]
-    whole = all(n >= 0 and n == int(n) for n in found) and any(found)
-    return tuple(int(n) for n in found) if whole else ()
+def _causal(text: str, rows: Iterable[Rows]) -> bool | None:
+    """Whether the log says that the mask is causal, or a dS shows it."""
+    if any(one.masked for one in rows):
+        return True
+    said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
+    return said == {"true"} if len(said) == 1 else None
 
 
-def _compared(pairs: Iterable[Pair]) -> set[int]:
-    return {p.start for pair in pairs for p in (pair.a, pair.b)}
+def _causal_of(pair: Pair, log: Log) -> bool | None:
+    told = {value for p in (pair.a, pair.b) for key, value in p.settings if key == "causal"}
+    return told == {"True"} if told else log.causal
 
 
 def _levels(pair: Pair) -> Iterator[Level]:
@@ -121,9 +108,7 @@ def _levels(pair: Pair) -> Iterator[Level]:
 
 
 def _judged(pairs: Sequence[Pair], log: Log) -> tuple[list[Finding], list[str]]:
-    facts = []
-    sequences = by_sequence(pairs, log)
-    findings = [sequences] if sequences else []
+    facts, findings = [], []
     empty = [pair for pair in pairs if not pair.a.values.any() and not pair.b.values.any()]
     for pair in pairs:
         size = f"{pair.a.values.size} entries are printed on both sides"
@@ -131,15 +116,14 @@ def _judged(pairs: Sequence[Pair], log: Log) -> tuple[list[Finding], list[str]]:
             facts.append(f"{pair.title}: {size}, and all of them are 0: nothing is compared")
         elif pair.agrees:
             facts.append(_agreement(pair, size))
-        elif not (sequences and pair.kind in SHRUNK):
+        else:
             findings.append(differs(pair, log))
     if empty and len(empty) == len(pairs):
         where = ", ".join(pair.title for pair in pairs)
         exact = all(pair.a.full and not pair.digits.any() for pair in pairs)
         evidence = ("every printed entry of both sides is 0",)
-        findings.append(
-            finding_of("both", "vacuous", where, "high" if exact else "medium", evidence)
-        )
+        sure = "high" if exact else "medium"
+        findings.append(finding_of("both", "vacuous", where, sure, evidence))
     return findings, facts
 
 
@@ -153,15 +137,29 @@ def _agreement(pair: Pair, size: str) -> str:
     return f"{words}: more than sums in float32 do, no more than rounding to 16 bits on the way"
 
 
-def _unpaired(
-    printed: Sequence[Printed], pairs: Sequence[Pair], log: Log, sides: dict[int, str]
-) -> Iterator[Finding]:
-    """A dS on its own proves what needs no other side."""
-    for p in printed:
-        rows = log.rows.get(p.start)
-        if rows is not None and rows.masked_delta and p.start not in _compared(pairs):
-            bug = "mask-missing-in-backward"
-            yield finding_of(sides[id(p)], bug, rows.where, "proved", rows.evidence)
+def _exactly_zero(figures: Sequence[Number], pairs: Sequence[Pair]) -> Iterator[Finding]:
+    """Printed errors of exactly 0, and nothing that shows that values are not 0."""
+    errors = [f for f in figures if f.error and not REPEATED.search(f"{f.context} {f.label}")]
+    zero = [f for f in errors if not f.value and not f.unit]
+    sized = any(not f.error and f.value and not f.unit == 1.0 for f in figures)
+    large = any(not f.value <= 2.0**-20 or (f.unit and not f.value) for f in errors)
+    if not zero or sized or large or any(pair.agrees and pair.size > 0 for pair in pairs):
+        return
+    named = ", ".join(dict.fromkeys(f"{f.label} {f.part}".rstrip() for f in zero))
+    yield finding_of(
+        "both",
+        "vacuous",
+        f"printed errors: {named}",
+        "medium",
+        [
+            f"{named}: exactly 0 between two implementations. Sums in another order differ in the "
+            "last bit somewhere, unless all results are 0, or one code ran twice",
+            "the log prints errors without the size of what was compared",
+        ],
+        look_at="print max |reference| beside every error; make values of unit size, by a random "
+        "cotangent and a sum in place of a mean; then multiply one side by 0 and see that the "
+        "comparison fails",
+    )
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -170,22 +168,17 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     for finding in (f for f in findings if f.bug != "unknown"):
         before = known.setdefault((finding.side, finding.bug), finding)
         if before is not finding:
-            known[finding.side, finding.bug] = replace(
-                before,
-                evidence=tuple(dict.fromkeys(before.evidence + finding.evidence)),
-                where="; ".join(dict.fromkeys((before.where, finding.where))),
-                confidence=min(before.confidence, finding.confidence, key=RANKS.index),
-            )
+            known[finding.side, finding.bug] = before.joined(finding)
     unknown = [f for f in findings if f.bug == "unknown"]
     result = []
     for finding in known.values():
         if finding.confidence == "proved":
-            joined = [f for f in unknown if finding.side in f.side.split(" or ")]
+            joined = [f for f in unknown if {finding.side} & {*f.side.split(" or ")}]
             unknown = [f for f in unknown if f not in joined]
             more = tuple(line for f in joined for line in f.evidence)
             finding = replace(finding, evidence=finding.evidence + more)
         result.append(finding)
-    return sorted([*result, *unknown], key=lambda finding: RANKS.index(finding.confidence))
+    return sorted([*result, *unknown], key=lambda finding: finding.rank)
 
 
 def _failed(check: Check) -> Finding:
@@ -226,3 +219,7 @@ def _nothing(
         look_at="print one tensor of both sides, with the side in its name (dq_reference, "
         "dq_candidate), or say which two words name the sides",
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

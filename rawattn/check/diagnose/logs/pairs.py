@@ -1,7 +1,6 @@
 """Pairs of printed tensors: which two are one quantity of two sides, and how one fits the other.
 
-A pair is cut to the entries that both sides print. Long by the ways in which names and shapes of
-two prints can belong together.
+A pair is cut to the entries that both sides print.
 """
 
 import math
@@ -12,18 +11,17 @@ from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import SIDE_WORDS, Flags, Float64, Integers, Printed
+from rawattn.check.diagnose.logs.tensor import Flags, Float64, Integers, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 
 
 @dataclass(frozen=True)
 class Fit:
-    """a = slope * b by least squares. error: one standard error of the slope. residual: relative;
-    ``beyond``: the same less what the printed digits explain."""
+    """a = slope * b by least squares. residual: relative; ``beyond``: the same less what the
+    printed digits explain."""
 
     slope: float
-    error: float
     residual: float
     beyond: float
     count: int
@@ -41,12 +39,15 @@ class Pair:
     b: Printed
     sides: tuple[str, str]
     kind: str
-    quantity: tuple[str, ...]
     causal: bool | None = None
 
     @property
     def title(self) -> str:
         return f"{self.a.title} / {self.b.title}"
+
+    @property
+    def either(self) -> str:
+        return " or ".join(self.sides)
 
     @cached_property
     def finite(self) -> Flags:
@@ -137,8 +138,16 @@ class Pair:
     def fit(self, where: Flags | tuple[int, ...] = ()) -> Fit | None:
         """None where one side is zero or little more than the last printed digit."""
         chosen = self.finite[where]
-        a, b = self.a.values[where][chosen], self.b.values[where][chosen]
-        return _fit(a, b, self.a.units[where][chosen], self.b.units[where][chosen])
+        (a, a_units), (b, b_units) = (
+            (side.values[where][chosen], side.units[where][chosen]) for side in (self.a, self.b)
+        )
+        if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
+            return None
+        slope = float(a @ b) / float(b @ b)
+        left, size = _rms(a - slope * b), _rms(a)
+        digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
+        beyond = math.sqrt(max(0.0, left**2 - digits))
+        return Fit(slope, left / size, beyond / size, a.size)
 
     @cached_property
     def rows(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -158,116 +167,85 @@ def _rms(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
-def _fit(a: Float64, b: Float64, a_units: Float64, b_units: Float64) -> Fit | None:
-    if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
-        return None
-    squares = float(b @ b)
-    slope = float(a @ b) / squares
-    left = _rms(a - slope * b) ** 2
-    digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
-    error = math.sqrt(max(left, digits) * a.size / (a.size - 1) / squares)
-    clear = (np.abs(a) > 20 * a_units) & (np.abs(b) > 20 * b_units)
-    if clear.sum() >= 4:  # the more cautious of two estimates: entries are not independent
-        ratios = a[clear] / b[clear]
-        error = max(error, float(ratios.std(ddof=1)) / math.sqrt(ratios.size))
-    size = _rms(a)
-    beyond = math.sqrt(max(0.0, left - digits)) / size
-    return Fit(slope, error, math.sqrt(left) / size, beyond, a.size)
-
-
-def side_of(printed: Printed) -> str:
-    return "_".join(word for word in printed.words if word in SIDE_WORDS)
-
-
 def paired(found: Sequence[Printed], names: tuple[str, str] | None) -> list[Pair]:
     """Pairs by name: one quantity, two sides; by order where a name is printed more than once."""
     if names is not None:
-        labelled = list(by_given_names(found, names))
+        labelled = by_given_names(found, names)
     else:
-        labelled = [
-            (p, side_of(p), tuple(word for word in p.words if word not in SIDE_WORDS))
-            for p in found
-            if p.name
-        ]
-    pairs = []
+        labelled = [(p, " ".join(p.side), _quantity(p)) for p in found if p.name and p.kind]
+    matches: list[tuple[Printed, Printed]] = []
     for quantity in dict.fromkeys(quantity for _, _, quantity in labelled):
-        members = [(p, side) for p, side, other in labelled if other == quantity]
-        found_sides = list(dict.fromkeys(side for _, side in members))
-        sides = [side for side in names or found_sides if side in found_sides]
-        for other in sides[1:]:
-            first = [p for p, side in members if side == sides[0]]
-            pairs += _matched(first, [p for p, side in members if side == other], quantity)
+        of_side: dict[str, list[Printed]] = {name: [] for name in names or ()}
+        for p, side, other in labelled:
+            if other == quantity:
+                of_side.setdefault(side, []).append(p)
+        first, *others = (of for of in of_side.values() if of)
+        matches += [match for other in others for match in _matched(first, other)]
     if names is None:
-        used = {id(p) for pair in pairs for p in pair[:2]}
-        pairs += _one_word_apart([p for p in found if p.name and id(p) not in used])
-    if not pairs and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
-        pairs += _matched([found[0]], [found[1]], ())
-    result = []
-    for a, b, quantity in pairs:
-        cut = _common(a, b)
-        if cut is None:
-            continue
-        two = names or (side_of(a) or a.title, side_of(b) or b.title)
-        two = two if two[0] != two[1] else (a.title, b.title)
-        kinds = {a.kind, b.kind} - {""}
-        result.append(Pair(*cut, two, kinds.pop() if len(kinds) == 1 else "", quantity))
-    return result
+        matches += _one_word_apart([p for p in found if p.name and not p.kind])
+    if not matches and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
+        matches += _matched(found[:1], found[1:])
+    return [pair for a, b in matches if (pair := _pair(a, b, names)) is not None]
+
+
+def _quantity(p: Printed) -> tuple[str, ...]:
+    return p.kind, *(word for word in p.words if word.isdigit())
+
+
+def _pair(a: Printed, b: Printed, names: tuple[str, str] | None) -> Pair | None:
+    cut = _common(a, b)
+    if cut is None:
+        return None
+    own = ["_".join(w for w in p.side if w not in o.side) for p, o in ((a, b), (b, a))]
+    sides = names or (own[0] or a.title, own[1] or b.title)
+    kinds = {a.kind, b.kind} - {""}
+    return Pair(*cut, sides, kinds.pop() if len(kinds) == 1 else "")
 
 
 Labelled = tuple[Printed, str, tuple[str, ...]]
-Match = tuple[Printed, Printed, tuple[str, ...]]
 
 
-def by_given_names(found: Sequence[Printed], names: tuple[str, str]) -> Iterator[Labelled]:
+def by_given_names(found: Sequence[Printed], names: tuple[str, str]) -> list[Labelled]:
+    """The tensors that have one of ``names`` in theirs, that, and the other words."""
     for name in names:
         if not any(name in p.name for p in found):
             shown = ", ".join(sorted({p.name for p in found if p.name})) or "none"
             raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
-    longest_first = sorted(names, key=len, reverse=True)
+    labelled = []
     for p in found:
-        for name in longest_first:
-            if name in p.name:
-                rest = replace(p, name=p.name.replace(name, " ", 1))
-                yield p, name, rest.words
-                break
+        name = next((n for n in sorted(names, key=len, reverse=True) if n in p.name), "")
+        if name:
+            labelled.append((p, name, replace(p, name=p.name.replace(name, " ", 1)).words))
+    return labelled
 
 
-def _matched(
-    first: Sequence[Printed], second: Sequence[Printed], quantity: tuple[str, ...]
-) -> list[Match]:
+def _matched(first: Sequence[Printed], second: Sequence[Printed]) -> list[tuple[Printed, Printed]]:
     """One to one, in order; equal settings first, then such that do not contradict."""
-    pairs: list[Match] = []
+    pairs: list[tuple[Printed, Printed]] = []
     used: set[int] = set()
-    for strict in (True, False):
-        for a in first:
-            if id(a) in used:
-                continue
-            for b in second:
-                settings = dict(b.settings)
-                equal = a.settings == b.settings if strict else True
-                equal &= all(settings.get(key, value) == value for key, value in a.settings)
-                if equal and id(b) not in used and _common(a, b) is not None:
-                    used |= {id(a), id(b)}
-                    pairs.append((a, b, quantity))
-                    break
+    for strict, a, b in product((True, False), first, second):
+        settings = dict(b.settings)
+        equal = a.settings == b.settings or not strict
+        equal &= all(settings.get(key, value) == value for key, value in a.settings)
+        if equal and not {id(a), id(b)} & used and _common(a, b) is not None:
+            used |= {id(a), id(b)}
+            pairs.append((a, b))
     return sorted(pairs, key=lambda pair: pair[0].start)
 
 
-def _one_word_apart(found: Sequence[Printed]) -> list[Match]:
-    """Names of unknown sides: foo_grad and bar_grad, where neither word is a quantity."""
-    pairs: list[Match] = []
+def _one_word_apart(found: Sequence[Printed]) -> Iterator[tuple[Printed, Printed]]:
+    """Names that say no quantity, and differ in one word: whose it is."""
     used: set[int] = set()
     for i, a in enumerate(found):
         for b in found[i + 1 :]:
             if len(a.words) != len(b.words) or len(a.words) < 2 or {id(a), id(b)} & used:
                 continue
             unlike = [pair for pair in zip(a.words, b.words, strict=True) if pair[0] != pair[1]]
-            if len(unlike) != 1 or any(len(w) < 3 or w.isdigit() or w == "lse" for w in unlike[0]):
+            if len(unlike) != 1 or any(len(w) < 3 or w.isdigit() for w in unlike[0]):
                 continue
-            if a.kind == b.kind and _common(a, b) is not None:
+            if _common(a, b) is not None:
                 used |= {id(a), id(b)}
-                pairs.append((a, b, tuple(w for w in a.words if w not in unlike[0])))
-    return pairs
+                yield a, b
 
 
 def _common(a: Printed, b: Printed) -> tuple[Printed, Printed] | None:

@@ -3,18 +3,96 @@
 Long by its rules and by what each has to say as evidence.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.logs.padding import constant_factor
 from rawattn.check.diagnose.logs.pairs import CONSTANT, Fit, Pair
-from rawattn.check.diagnose.logs.rows import Log, Rows, first_row
-from rawattn.check.diagnose.logs.tensor import Flags
-from rawattn.check.diagnose.logs.words import few, finding_of, listed, rows_named
+from rawattn.check.diagnose.logs.rows import Rows, few, listed, rows_named
 
 DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
+LIKELY = (0.98, 1.7)  # the mean of exp(score), of scores around 0 that vary by up to 1
+LOG2_E = 1 / math.log(2)
+SHRUNK = ("", "O", "dV")  # what zero keys in the denominator divide by nearly one number
+
+
+@dataclass(frozen=True)
+class Log:
+    """What holds for the whole log. rows: of printed dS, by ``start``. causal: None where the log
+    does not say, or says both."""
+
+    lengths: tuple[int, ...]
+    rows: dict[int, Rows]
+    causal: bool | None
+
+
+def finding_of(
+    side: str,
+    bug: str,
+    where: str,
+    confidence: str,
+    evidence: Sequence[str],
+    alternatives: tuple[str, ...] = (),
+    *,
+    title: str = "",
+    look_at: str = "",
+) -> Finding:
+    known = CLASSES[bug]
+    title, look_at = title or known.title, look_at or known.look_at
+    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
+
+
+# What has no name: its title, the bugs that it may be, and where to look.
+UNKNOWN = {
+    "broken": (
+        "NaN or infinity where the other side has numbers",
+        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
+        "rows without an allowed key, tiles that are masked as a whole, exp of large scores: print "
+        "the scores of such a row and its maximum",
+    ),
+    "no gradient": (
+        "dS is not the gradient of any softmax: its rows do not sum to 0",
+        ("softmax-backward-without-p", "delta-of-another-out", "mask-missing-in-backward"),
+        "P and D = dout . out: they must be of one softmax; print both for one row",
+    ),
+    "factor": (
+        "the two sides differ by a constant factor",
+        (),
+        "where the result is scaled: softmax_scale, a mean for a sum, a head count",
+    ),
+    "padding": (
+        "the two sides differ by a constant factor",
+        ("padded-keys", "padded-grad-out"),
+        "the same ratio for a sequence of another length decides: padding gives another number for "
+        "each length, a forgotten factor one everywhere. Or say how long the sequences are "
+        "(--lengths)",
+    ),
+    "rows": (
+        "each row differs by a factor of its own",
+        ("padded-keys", "neighbour-leak", "not-normalised"),
+        "the denominator of the softmax: which keys one side counts and the other does not, and "
+        "how lse or row_sum is stored",
+    ),
+    "nothing": (
+        "the two sides differ, in no way that these entries explain",
+        (),
+        "print more: whole rows of a small case, dS and P beside the gradients, or save the arrays "
+        "and compare those",
+    ),
+}
+
+
+def _unknown(
+    pair: Pair, side: str, what: str, evidence: Sequence[str], where: str = "", by: str = ""
+) -> Finding:
+    title, alternatives, look_at = UNKNOWN[what]
+    sure = "low" if what == "nothing" else "medium"
+    given = (side, "unknown", where or pair.title, sure, evidence, alternatives)
+    return finding_of(*given, title=title + by, look_at=look_at)
 
 
 def differs(pair: Pair, log: Log) -> Finding:
@@ -22,9 +100,9 @@ def differs(pair: Pair, log: Log) -> Finding:
     fit = pair.fit()
     found = _not_finite(pair) or _unmasked(pair, log) or _wrong_delta(pair, log)
     if found is None and fit and fit.constant and abs(fit.slope - 1) > CONSTANT:
-        found = constant_factor(pair, fit, log)
+        found = _constant_factor(pair, fit, log.lengths)
     found = found or _transposed(pair) or _powers(pair)
-    return found or _row_factors(pair) or _structure(pair, fit, log)
+    return found or _row_factors(pair) or _structure(pair, fit)
 
 
 def _not_finite(pair: Pair) -> Finding | None:
@@ -36,17 +114,8 @@ def _not_finite(pair: Pair) -> Finding | None:
     rows = [label for label, index in pair.rows if broken[worse][index].any()]
     where = f"{title}, {rows_named(rows)}" if rows else title
     count = f"{broken[worse].sum()} printed entries of {title} are NaN or infinite"
-    return finding_of(
-        pair.sides[worse],
-        "unknown",
-        where,
-        "medium",
-        (count, f"{broken[1 - worse].sum()} of the other side are"),
-        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        title="NaN or infinity where the other side has numbers",
-        look_at="rows without an allowed key, tiles that are masked as a whole, exp of large "
-        "scores: print the scores of such a row and its maximum",
-    )
+    evidence = (count, f"{broken[1 - worse].sum()} of the other side are")
+    return _unknown(pair, pair.sides[worse], "broken", evidence, where)
 
 
 def _unmasked(pair: Pair, log: Log) -> Finding | None:
@@ -59,17 +128,22 @@ def _unmasked(pair: Pair, log: Log) -> Finding | None:
     if hidden[bad] <= 2 * p.units.max():
         return None
     side, own, right = pair.sides[bad], log.rows.get(p.start), log.rows.get(other.start)
-    shares, about_shares = _shares(pair, inside, bad)
+    shares = _shares(pair, bad)
     evidence = [
         f"{p.title} above the diagonal: up to {hidden[bad]:.3g}, where masked keys must give 0; "
         f"{other.title}: 0",
-        *about_shares,
     ]
+    if shares:
+        evidence.append(
+            f"{p.title} / {other.title} on the visible entries is constant in each row "
+            f"({listed(shares, 3)}): the share of the softmax that falls on visible keys"
+        )
     bug = "mask-missing-in-backward"
     if own is not None and own.masked_delta:
-        evidence = [*own.evidence, *evidence]
-        evidence += _right_side(right) if right is not None and right.sound else []
-        return finding_of(side, bug, own.where, "proved", evidence)
+        if right is not None and right.sound:
+            sums = listed(right.sums.ravel())
+            evidence.append(f"{other.title} is right: its rows sum to {sums}, and it is masked")
+        return finding_of(side, bug, own.where, "proved", [*own.evidence, *evidence])
     if own is not None and not own.sound:
         return finding_of(side, bug, own.where, "medium", (own.evidence[0], *evidence))
     if own is None and pair.kind == "dS" and shares:
@@ -77,61 +151,32 @@ def _unmasked(pair: Pair, log: Log) -> Finding | None:
         return finding_of(side, bug, p.title, "high", evidence, ("causal-dropped",))
     if own is not None:
         evidence.append(f"rows of {p.title} sum to 0 over all keys: its P and D agree")
-    at = np.nonzero(~inside.reshape(-1, *inside.shape[-2:])[0])
-    shown = np.abs(p.values).reshape(-1, *p.values.shape[-2:])[:, at[0], at[1]].max(axis=0) > 0
-    next_to = at[1] - at[0] == (at[1] - at[0]).min()
-    bug, title = "unknown", ""
-    alternatives: tuple[str, ...] = ()
-    if np.array_equal(shown, next_to) and not next_to.all():
-        bug = "causal-off-by-one"
-        evidence.append("beyond the diagonal only the next key has weight")
-    elif shown.mean() > 0.9:
-        bug = "causal-dropped"
-        alternatives = ("causal-off-by-one",) if next_to.all() else ()
-    else:
-        title = "keys are seen that the other side masks"
-        alternatives = ("causal-dropped", "causal-off-by-one", "neighbour-leak")
-        evidence.append(f"{shown.sum()} of {shown.size} places above the diagonal are not 0")
-    look_at = "which of the two is meant: one side masks where the other one does not"
     return finding_of(
-        side, bug, p.title, "medium", evidence, alternatives, title=title, look_at=look_at
+        side,
+        "causal-dropped",
+        p.title,
+        "medium",
+        evidence,
+        ("causal-off-by-one", "neighbour-leak"),
+        look_at="which of the two is meant: one side masks where the other one does not",
     )
 
 
-def _shares(pair: Pair, inside: Flags, bad: int) -> tuple[bool, list[str]]:
-    """The unmasked side over the other one on visible keys, by row: a constant where only the
-    denominator of P differs, and 1 in the row that sees all."""
-    ratios, constant = [], True
+def _shares(pair: Pair, bad: int) -> list[float]:
+    """The unmasked side over the other one on visible keys, by row, if that is a constant of each
+    row, as where only the denominator of P differs, and 1 in the row that sees all."""
+    ratios = []
     for _, index in pair.rows:
-        chosen = np.zeros(inside.shape, np.bool_)
-        chosen[index] = inside[index]
+        chosen = np.zeros(pair.finite.shape, np.bool_)
+        chosen[index] = True if pair.visible is None else pair.visible[index]
         fit = pair.fit(chosen)
-        if fit is not None:
-            constant &= fit.beyond <= CONSTANT
-            ratios.append(1 / fit.slope if bad else fit.slope)
-    if not ratios or not constant:
-        return False, []
-    names = " / ".join((pair.b.title, pair.a.title) if bad else (pair.a.title, pair.b.title))
-    words = f"{names} on the visible entries is constant in each row ({listed(ratios, 3)})"
-    if all(abs(ratio - 1) <= CONSTANT for ratio in ratios):
-        return True, [f"{words}: P = exp(S - lse) with the masked lse, but without the mask"]
-    if max(ratios) <= 1 + CONSTANT and abs(ratios[-1] - 1) <= CONSTANT:
-        return True, [
-            f"{words}: the share of an unmasked softmax that falls on visible keys; the last row "
-            "sees every key, so it agrees"
-        ]
-    return False, [words]
-
-
-def _right_side(rows: Rows) -> Iterator[str]:
-    title = rows.printed.title
-    yield f"{title} is right: its rows sum to {listed(rows.sums.ravel())}, and it is masked"
-    first = first_row(rows.printed)
-    if rows.masked and first is not None and not first.any():
-        yield (
-            f"the zero first row of {title} is right: with one visible key P is 1 whatever the "
-            "score, so dS of that row is 0, and dQ with it"
-        )
+        if fit is None:
+            continue
+        if fit.beyond > CONSTANT:
+            return []
+        ratios.append(1 / fit.slope if bad else fit.slope)
+    likely = ratios and max(ratios) <= 1 + CONSTANT and abs(ratios[-1] - 1) <= CONSTANT
+    return ratios if likely else []
 
 
 def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
@@ -152,16 +197,51 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
         )
         other = ("delta-of-another-out", "lse-gradient-dropped")
         return finding_of(side, "delta-omitted", title, "medium", evidence, other)
-    return finding_of(
-        side,
-        "unknown",
-        title,
-        "medium",
-        evidence,
-        ("softmax-backward-without-p", "delta-of-another-out", "mask-missing-in-backward"),
-        title="dS is not the gradient of any softmax: its rows do not sum to 0",
-        look_at="P and D = dout . out: they must be of one softmax; print both for one row",
+    return _unknown(pair, side, "no gradient", evidence, title)
+
+
+def _constant_factor(pair: Pair, fit: Fit, lengths: Sequence[int]) -> Finding:
+    """One factor between two sides: which one, and whether padding explains it.
+
+    Zero keys up to the longest sequence add a weight of e^0 = 1 each to the denominator.
+    """
+    larger = int(abs(fit.slope) < 1)  # the side with the larger values
+    ratio = 1 / fit.slope if larger else fit.slope
+    measured = (
+        f"{pair.title} = {fit.slope:.4g} on the {fit.count} entries that both print (residual "
+        f"{fit.residual:.1%}), so a constant"
     )
+
+    def near(value: float) -> bool:
+        return abs(ratio - value) <= CONSTANT / 4 * value
+
+    if pair.kind == "lse" and near(LOG2_E):
+        evidence = [measured, f"log2(e) = {LOG2_E:.4f}"]
+        return finding_of(pair.sides[larger], "lse-base-2", pair.title, "high", evidence)
+    head_dim = (pair.a.sizes[-1] if pair.a.sizes else None) or 1
+    if pair.kind in ("dQ", "dK") and head_dim > 1 and near(math.sqrt(head_dim)):
+        words = f"sqrt(head_dim) = sqrt({head_dim}): {pair.sides[larger]} lacks softmax_scale there"
+        evidence = [measured, f"{words}, or {pair.sides[1 - larger]} applies it twice"]
+        return finding_of(pair.sides[larger], "output-scale", pair.title, "medium", evidence)
+    by = f" of {ratio:.4g}"
+    if pair.causal is True or ratio < 1 or pair.kind not in SHRUNK:
+        return _unknown(pair, pair.either, "factor", [measured], by=by)
+    longest = max(lengths, default=0)
+    rows = {size for size in pair.a.sizes[:-1] if size in lengths}
+    tried = sorted({n for n in lengths if 0 < n < longest and (not rows or n in rows)})
+    means = {n: (longest - n) / (n * (ratio - 1)) for n in tried}
+    possible = [n for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]]
+    if not possible:
+        return _unknown(pair, pair.either, "padding", [measured], by=by)
+    law = "zero keys up to the longest sequence divide by r(n) = 1 + (longest - n) / (n m), m the "
+    law += "mean of exp(score): 1 for the longest, another number for each other length"
+    told = [f"{n} tokens would have m = {means[n]:.3g}" for n in possible]
+    side = pair.sides[1 - larger]
+    evidence = [measured, f"{law}; longest is {longest}, {few(told)}"]
+    evidence.append(f"{side} has the smaller values: it is the side that attends to padding")
+    where = f"{pair.title}, the sequence of {' or '.join(map(str, possible))} tokens"
+    sure = "medium" if len(possible) == 1 else "low"
+    return finding_of(side, "padded-keys", where, sure, evidence, ("padded-grad-out",))
 
 
 def _transposed(pair: Pair) -> Finding | None:
@@ -172,8 +252,7 @@ def _transposed(pair: Pair) -> Finding | None:
         alike = a.shape == turned.shape and np.array_equal(places[one], places[other])
         if alike and a.shape[one] > 1 and (np.abs(a - turned) <= slack).all():
             evidence = (f"{pair.title}: equal once axes {one} and {other} are exchanged",)
-            side = " or ".join(pair.sides)
-            return finding_of(side, "transposed", pair.title, "medium", evidence)
+            return finding_of(pair.either, "transposed", pair.title, "medium", evidence)
     return None
 
 
@@ -198,13 +277,13 @@ def _powers(pair: Pair) -> Finding | None:
     ratio = 1 / slope if larger else slope
     root = round(ratio**2)
     named = f" = sqrt({root})" if abs(ratio / root**0.5 - 1) <= CONSTANT / 4 else ""
+    side, other = pair.sides[larger], pair.sides[1 - larger]
     evidence = (
-        f"log P of {pair.sides[larger]} is {ratio:.4g}{named} times that of "
-        f"{pair.sides[1 - larger]} in every row (residual {left:.1%}): so are its scores",
+        f"log P of {side} is {ratio:.4g}{named} times that of {other} in every row (residual "
+        f"{left:.1%}): so are its scores",
     )
-    side = pair.sides[larger]
-    other = f"or {pair.sides[1 - larger]} applies softmax_scale twice; it is head_dim ** -0.5, once"
-    look_at = f"softmax_scale: {side} lacks it, {other}"
+    look_at = f"softmax_scale: {side} lacks it, or {other} applies it twice; it is "
+    look_at += "head_dim ** -0.5, once"
     return finding_of(side, "score-scale", pair.title, "medium", evidence, look_at=look_at)
 
 
@@ -220,29 +299,17 @@ def _row_factors(pair: Pair) -> Finding | None:
         f"{pair.title} is constant within each row: "
         + few([f"{label}: {fit.slope:.3f}" for label, fit in fits])
     ]
-    side = " or ".join(pair.sides)
+    side = pair.either
     if (slopes > 1 - CONSTANT).all() or (slopes < 1 + CONSTANT).all():
         side = pair.sides[int(slopes.mean() > 1)]
         evidence.append(f"{side} has the smaller values in every row that differs")
-    return finding_of(
-        side,
-        "unknown",
-        pair.title,
-        "medium",
-        evidence,
-        ("padded-keys", "neighbour-leak", "not-normalised"),
-        title="each row differs by a factor of its own",
-        look_at="the denominator of the softmax: which keys one side counts and the other does "
-        "not, and how lse or row_sum is stored",
-    )
+    return _unknown(pair, side, "rows", evidence)
 
 
-def _structure(pair: Pair, fit: Fit | None, log: Log) -> Finding:
+def _structure(pair: Pair, fit: Fit | None) -> Finding:
     """No known relation: which rows differ, and how."""
     worst = float(pair.difference.max(initial=0.0))
     evidence = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
-    side = " or ".join(pair.sides)
-    alternatives: tuple[str, ...] = ()
     empty = [p.title for p in (pair.a, pair.b) if not p.values.any()]
     if empty:
         evidence.append(f"{empty[0]} is 0 in all printed entries, the other side is not")
@@ -254,26 +321,5 @@ def _structure(pair: Pair, fit: Fit | None, log: Log) -> Finding:
         evidence.append(f"{pair.title}: equal in {rows_named(equal)}, {differ}")
     elif fit is not None:
         evidence.append(f"no constant factor: a slope of {fit.slope:.3g} leaves {fit.residual:.0%}")
-    firsts = [first_row(p) for p in (pair.a, pair.b)]
-    zero = [first is not None and not first.any() for first in firsts]
-    if pair.kind == "dQ" and zero[0] != zero[1]:
-        right, wrong = (pair.a, pair.b) if zero[0] else (pair.b, pair.a)
-        words = f"the first row of {right.title} is 0, that of {wrong.title} is not"
-        if log.first_row_zero:
-            side = pair.sides[int(zero[0])]
-            alternatives = ("mask-missing-in-backward", "delta-omitted", "delta-of-another-out")
-            words += f": the zero is right, as that query sees one key; {wrong.title} is wrong"
-        else:
-            words += "; under a causal mask with as many keys as queries the zero is right"
-        evidence.append(words)
-    return finding_of(
-        side,
-        "unknown",
-        f"{pair.title}, {rows_named(unlike)}" if unlike else pair.title,
-        "low",
-        evidence,
-        alternatives,
-        title="the two sides differ, in no way that these entries explain",
-        look_at="print more: whole rows of a small case, dS and P beside the gradients, or save "
-        "the arrays and compare those",
-    )
+    where = f"{pair.title}, {rows_named(unlike)}" if unlike else ""
+    return _unknown(pair, pair.either, "nothing", evidence, where)

@@ -11,14 +11,15 @@ Float64 = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-SIDE_WORDS = frozenset(
-    "manual cuda triton varlen sdpa reference ref candidate expected actual golden gold torch "
-    "pytorch naive flash ours theirs mine kernel numpy np cupy jax mlx math eager compiled fa fa2 "
-    "fa3 fa4 gpu cpu test tested native dense packed padded cudnn cutlass numba rawattn baseline "
-    "base new old got want wanted target truth custom hip metal vulkan c cpp rust".split()
-)
 SCORES = frozenset({"s", "score", "scores", "logits", "qk"})
 PROBABILITIES = frozenset({"p", "prob", "probs", "probabilities", "softmax"})
+GRADIENTS = ("dQ", "dK", "dV", "dO", "dS", "dP")
+QUANTITIES = frozenset(
+    {*"qkvod", "lse", "logsumexp", "out", "output", "grad", "gradient"}
+    | {name.lower() for name in GRADIENTS}
+    | SCORES
+    | PROBABILITIES
+)
 SIXTEEN_BIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -65,10 +66,15 @@ class Printed:
         return tuple(word.lower() for word in re.findall(pattern, self.name))
 
     @property
+    def side(self) -> tuple[str, ...]:
+        """The words of the name that say no quantity: whose it is."""
+        return tuple(word for word in self.words if word not in QUANTITIES and not word.isdigit())
+
+    @property
     def kind(self) -> str:
         """dQ, dK, dV, dO, dS, dP, O, P, S or lse, as far as the name tells; "" else."""
-        words = {word for word in self.words if word not in SIDE_WORDS}
-        for gradient in ("dQ", "dK", "dV", "dO", "dS", "dP"):
+        words = set(self.words)
+        for gradient in GRADIENTS:
             if gradient.lower() in words:
                 return gradient
         if words & {"lse", "logsumexp"}:

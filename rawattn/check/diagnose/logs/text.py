@@ -219,22 +219,16 @@ def _name(before: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     return (words if len(parts) <= 4 else parts[-1]), settings
 
 
-def printed_shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Printed sizes, with the name before each, "" where there is none."""
-    found = []
-    for match in SIZE.finditer(text):
-        digits = match["torch"] or match["numpy"] or ""
-        name = (match["name"] or "").removesuffix(".shape").removesuffix(".size")
-        found.append((name, tuple(int(size) for size in re.findall(r"\d+", digits))))
-    return found
-
-
 def _with_sizes(text: str, read: Iterable[tuple[Printed, int]]) -> tuple[Printed, ...]:
     """Elided axes get their length where the log prints the size of that name."""
-    told = {name: shape for name, shape in printed_shapes(text) if name}
+    told: dict[str, tuple[int, ...]] = {}
+    for match in SIZE.finditer(text):
+        digits = re.findall(r"\d+", match["torch"] or match["numpy"] or "")
+        name = (match["name"] or "").removesuffix(".shape").removesuffix(".size")
+        told[name] = tuple(int(size) for size in digits)
     whole = []
     for printed, _ in read:
-        shape = told.get(printed.name, ())
+        shape = told.get(printed.name, ()) if printed.name else ()
         fits = len(shape) == len(printed.sizes) and all(
             size == known if known is not None else size >= shown
             for size, known, shown in zip(shape, printed.sizes, printed.values.shape, strict=True)

@@ -1,18 +1,15 @@
-"""One self-contained page of a diagnosis: the verdict first, then pictures, then the numbers.
+"""One self-contained page of a diagnosis: the verdict first, then maps of errors, then tables.
 
-Longer than other modules because it holds the whole page, style sheet and drawings included, so
-that the page needs nothing but itself: no script, no fonts, no links. Colours stand in the style
-sheet alone, once for light and once for dark screens; every colour has a word or shape beside it.
+The page needs nothing but itself: no script, no fonts, no links. Colours stand in the style sheet
+alone, once for light and once for dark screens; every colour has a word beside it.
 """
 
 import math
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
-from itertools import count, pairwise
-from typing import TypeVar
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,157 +20,86 @@ from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Ma
 from rawattn.check.diagnose.report.words import SURE, readable, sentence
 
 ARRAYS = {"q", "k", "v", "dout", "dlse", *(name for names in STAGES.values() for name in names)}
-Item = TypeVar("Item")
-Curves = tuple[tuple[float, ...], ...]
 
 # What keeps the page under a megabyte whatever it is given.
 MOST_CELLS = 36_000  # of all maps together
 MOST_ACROSS = 512  # cells of one map side by side: more than a screen shows
-MOST_LINES = 40  # sequences that are set apart by lines, or joined by one
-MOST_POINTS = 3_000  # of all charts together
 MOST_ROWS = 900  # of all tables of slopes together
 
 MAP_EDGES = (-2, -1, 0, 1, 2, 3, 4)  # log10 of error over allowance: where the colours change
 MAP_NAMES = ("0.01", "0.1", "1", "10", "100", "1,000", "10,000")
 WRONG, DOUBT, RIGHT = "wrong", "doubt", "right"
 TONES = {"vacuous": DOUBT, "rounding": RIGHT}  # any other finding: something is wrong
-VERDICTS = {"pass": RIGHT, "FAIL": WRONG, "vacuous": DOUBT, "-": "none"}
+VERDICTS = {"pass": RIGHT, "FAIL": WRONG, "vacuous": DOUBT}
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-LOOSE = 0.1  # a residual above this: the slope does not describe the difference
-CHART = (320, 200, 48, 312, 10, 158)  # width, height; left, right, top, bottom of its field
 
 STYLE = """
 :root { color-scheme: light dark;
   --paper: #fbfaf7; --ink: #202327; --quiet: #595f66; --rule: #dbd7cd; --hatch: #b3b3b0;
-  --right: #1c6a3c; --wrong: #a3251b; --doubt: #7a5100; --curve: #24609c;
+  --right: #1c6a3c; --wrong: #a3251b; --doubt: #7a5100;
   --h0: #f0f1ee; --h1: #dfe5e8; --h2: #c9d5dc; --h3: #efb75c; --h4: #ea9645; --h5: #d35b2c;
   --h6: #a32a22; --h7: #65101d; --infinite: #000; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #17191c; --ink: #e6e3dc; --quiet: #a6abb0; --rule: #393d42; --hatch: #55585c;
-  --right: #7fca99; --wrong: #f2917f; --doubt: #e2b65e; --curve: #82b6ea;
+  --right: #7fca99; --wrong: #f2917f; --doubt: #e2b65e;
   --h0: #1f2327; --h1: #29323a; --h2: #364651; --h3: #93431d; --h4: #b9581f; --h5: #da7c2e;
   --h6: #f0aa4c; --h7: #fbe19c; --infinite: #fff; } }
 * { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; }
 body { margin: 0; background: var(--paper); color: var(--ink); overflow-wrap: anywhere;
-  font: 1.0625rem/1.55 Charter, "Bitstream Charter", "Iowan Old Style", Georgia, serif; }
-main { max-width: 62rem; margin: 0 auto;
-  padding: clamp(1.25rem, 5vw, 4rem) clamp(1rem, 4vw, 2rem); }
+  font: 1.0625rem/1.5 system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+main { max-width: 62rem; margin: 0 auto; padding: clamp(1rem, 4vw, 3rem); }
 h1, h2, h3 { line-height: 1.2; text-wrap: balance; }
-h1 { margin: .2rem 0 0; font-size: clamp(1.9rem, 5.5vw, 2.75rem); letter-spacing: -.01em; }
-h2 { margin: 3.5rem 0 .5rem; font-size: 1.45rem; }
-h3 { margin: 1.75rem 0 .4rem; font-size: 1.06rem; }
-p, ul { margin: .4rem 0 .8rem; max-width: 42rem; text-wrap: pretty; }
-ul { padding-left: 1.2rem; }
+h2 { margin-top: 3rem; }
+p, ul { max-width: 46rem; }
 li { margin: .3rem 0; white-space: pre-line; }
-li::marker { color: var(--quiet); }
-code, pre { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-.eyebrow, .note, figcaption, .legend, .scale, .ticks, .name, table, dt, .mark, summary {
-  font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
-.eyebrow { margin: 0; max-width: none; color: var(--quiet); font-size: .86rem; }
-.note, figcaption { color: var(--quiet); font-size: .86rem; line-height: 1.45; }
-figcaption strong { color: var(--ink); font-size: .95rem; }
+code, pre { font: .86em ui-monospace, Menlo, Consolas, monospace; }
+.note, figcaption, dt, summary, thead { color: var(--quiet); font-size: .9rem; }
 .wrong { color: var(--wrong); } .right { color: var(--right); } .doubt { color: var(--doubt); }
-.none { color: var(--quiet); }
-.mark { font-weight: 600; white-space: nowrap; min-width: 4.9em; }
-article { margin: 1.75rem 0 0; padding-top: 1.5rem; border-top: 1px solid var(--rule); }
-article h2 { margin: 0 0 1rem; font-size: clamp(1.35rem, 3.6vw, 1.75rem); }
-dl { display: grid; grid-template-columns: 8rem 1fr; gap: .5rem 1rem; margin: 0; max-width: 50rem; }
-dt { color: var(--quiet); font-size: .86rem; padding-top: .18rem; }
+article { margin-top: 1.5rem; border-top: 1px solid var(--rule); }
+article h2 { margin-top: 1.5rem; }
+dl { display: grid; grid-template-columns: 8rem 1fr; gap: .5rem 1rem; }
 dd { margin: 0; white-space: pre-line; }
-dd ul { margin: 0; padding-left: 1.1rem; } dd li:first-child { margin-top: 0; }
-figure { margin: 0; min-width: 0; }
-.maps { display: flex; flex-wrap: wrap; gap: 2.25rem 3rem; margin-top: 1.5rem; }
-.maps figure { flex: 0 1 100%; }
-.maps figure.square { flex: 0 1 27rem; }
-.plot { display: grid; grid-template-columns: 2.6rem minmax(0, 1fr); margin-top: .6rem; }
-.plot .mid { grid-column: 2; }
-.cells { position: relative; overflow: hidden; border: 1px solid var(--rule); }
+dd ul { margin: 0; padding-left: 1.1rem; }
+figure { margin: 1.5rem 0; }
+.cells { overflow: hidden; border: 1px solid var(--rule); margin-top: .4rem; }
 .blank { background: repeating-linear-gradient(135deg, var(--hatch) 0 2px, transparent 2px 5px); }
-.cells svg { display: block; width: calc(100% + 1px); height: calc(100% + 1px); }
-.ticks { position: relative; color: var(--quiet); font-size: .74rem; line-height: 1; }
-.ticks span { position: absolute; white-space: nowrap; }
-.ticks.across { height: 1.1rem; } .ticks.above { height: 1.3rem; }
-.ticks.across span { transform: translateX(-50%); bottom: 0; }
-.ticks.above span { transform: translateX(-50%); top: .1rem; }
-.ticks.down span { transform: translateY(-50%); right: .4rem; }
-.ticks .lead { transform: none !important; right: .4rem; }
-.name { color: var(--quiet); font-size: .78rem; text-align: center; margin-top: .2rem; }
+.cells svg { display: block; width: 100%; height: 100%; }
 .cells path { shape-rendering: crispEdges; }
 .h0 { fill: var(--h0); } .h1 { fill: var(--h1); } .h2 { fill: var(--h2); } .h3 { fill: var(--h3); }
 .h4 { fill: var(--h4); } .h5 { fill: var(--h5); } .h6 { fill: var(--h6); } .h7 { fill: var(--h7); }
 .infinite { fill: var(--infinite); }
-.cells .cut, .cells .halo { fill: none; vector-effect: non-scaling-stroke; }
-.cut { stroke: var(--ink); stroke-width: 1; } .halo { stroke: var(--paper); stroke-width: 3; }
-.scale { display: flex; flex-wrap: wrap; gap: .6rem 2rem; margin: 1rem 0 0; padding: 0;
-  list-style: none; max-width: none; font-size: .78rem; color: var(--quiet); }
-.scale li { margin: 0; }
-.scale .strip { width: min(30rem, 100%); }
-.strip svg, .swatch { display: block; width: 100%; height: .8rem; border: 1px solid var(--rule); }
-.swatch { display: inline-block; width: 1.6rem; vertical-align: -.1rem; margin-right: .4rem; }
-.swatch.infinite { background: var(--infinite); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr));
-  gap: 1.5rem 2rem; margin-top: 1rem; max-width: none; }
-.charts figure { max-width: 23rem; }
-.charts svg, .legend svg { display: block; width: 100%; font: 12px system-ui, "Liberation Sans",
-  sans-serif; fill: var(--quiet); }
-.charts .frame { fill: none; stroke: var(--rule); }
-.one { fill: none; stroke: var(--quiet); stroke-dasharray: 2 3; }
-.curve { fill: none; stroke: var(--curve); stroke-width: 1.5; }
-.dots { fill: none; stroke: var(--ink); stroke-linecap: round; }
-.holes { fill: none; stroke: var(--paper); stroke-linecap: round; }
-.cross { fill: none; stroke: var(--wrong); stroke-width: 1.5; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.75rem; list-style: none; padding: 0;
-  max-width: none; color: var(--quiet); font-size: .82rem; }
-.legend li { display: flex; align-items: center; gap: .5rem; margin: 0; }
-.legend svg { width: 22px; height: 12px; flex: none; }
-.box { overflow-x: auto; margin: .5rem 0 1rem; }
-table { border-collapse: collapse; font-size: .86rem; line-height: 1.4; }
-.full { width: 100%; }
-caption { text-align: left; color: var(--quiet); padding: 0 0 .3rem; }
-th, td { text-align: left; vertical-align: baseline; padding: .32rem 1.1rem .32rem 0;
+.cut { fill: none; stroke: var(--ink); vector-effect: non-scaling-stroke; }
+.scale { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; }
+.scale svg { width: 1.6rem; height: .8rem; margin-right: .4rem; border: 1px solid var(--rule); }
+.box { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; }
+caption { text-align: left; color: var(--quiet); }
+th, td { text-align: left; vertical-align: baseline; padding: .3rem 1.1rem .3rem 0;
   border-bottom: 1px solid var(--rule); overflow-wrap: normal; }
-th { font-weight: 600; } thead th { color: var(--quiet); font-weight: 500; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.words { width: 60%; min-width: 8rem; overflow-wrap: anywhere; }
-.where { display: block; color: var(--quiet); }
-.rung { width: 7.5rem; }
-.rung svg { display: block; width: 6.5rem; height: .8rem; overflow: visible; }
-.rung path { fill: none; stroke: var(--rule); } .rung .limit { stroke: var(--quiet); }
-.rung circle { fill: currentColor; }
-details { margin: .4rem 0; } summary { cursor: pointer; font-size: .92rem; padding: .2rem 0; }
-:focus-visible { outline: 2px solid var(--curve); outline-offset: 2px; }
-@media (max-width: 34rem) {
-  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .7rem; }
-  h2 { margin-top: 2.75rem; } .plot { grid-template-columns: 2.2rem minmax(0, 1fr); }
-  table { font-size: .8rem; } th, td { padding-right: .5rem; } td.words { min-width: 6rem; }
-  .rung { display: none; } }
+@media (max-width: 34rem) { dl { grid-template-columns: 1fr; gap: 0; } }
 @media print { .box { overflow: visible; } article, figure, tr { break-inside: avoid; } }
 """
 
 
-def page(diagnosis: Diagnosis, *, predicted: Curves | None = None, full: bool = False) -> str:
-    """The page as HTML text; to be written as UTF-8.
-
-    predicted: curves that a bug predicts for the slopes by sequence; each has a slope for every
-    sequence in order, and stands in every chart. full: slopes of parts that say nothing too.
-    """
+def page(diagnosis: Diagnosis, *, full: bool = False) -> str:
+    """The page as HTML text; to be written as UTF-8. full: slopes of parts that say nothing too."""
     verdict, tone = _verdict(diagnosis)
-    levels = diagnosis.levels if full else _telling(diagnosis.levels)
+    levels = diagnosis.levels if full else _merged(_telling(diagnosis.levels))
+    title = ": ".join(part for part in (diagnosis.title, verdict) if part)
     sections = (
-        _opening(diagnosis, verdict, tone),
+        f"<header>\n{_element('p', diagnosis.title, 'note')}"
+        f'<h1 class="{tone}">{_text(verdict)}</h1>\n'
+        f"<p>{_tally(diagnosis.checks)}</p>\n</header>\n",
         *(_finding(finding) for finding in diagnosis.findings),
         _maps(diagnosis.maps),
-        _charts([level for level in levels if level.level == "sequence"], predicted),
-        _ladder(diagnosis.checks),
-        _slopes(levels if full else _merged(levels)),
-        _section("What was compared", _list(diagnosis.facts)) if diagnosis.facts else "",
+        _identities(diagnosis.checks),
+        _slopes(levels),
+        _section("What was compared", "", _list(diagnosis.facts)),
     )
-    title = ": ".join(part for part in (diagnosis.title, verdict) if part)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
         f"<title>{_text(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
@@ -208,42 +134,29 @@ def _side(side: str) -> str:
     return f"The {side}" if len(side) > 1 and side.isalpha() and side.islower() else side
 
 
-def _opening(diagnosis: Diagnosis, verdict: str, tone: str) -> str:
-    eyebrow = f'<p class="eyebrow">{_text(diagnosis.title)}</p>\n' if diagnosis.title else ""
-    return (
-        f'<header>\n{eyebrow}<h1 class="{tone}">{_text(verdict)}</h1>\n'
-        f"<p>{_tally(diagnosis.checks)}</p>\n</header>\n"
-    )
-
-
 def _tally(checks: Sequence[Check]) -> str:
     """How many of the identities hold."""
     judged = [check for check in checks if check.verdict in ("pass", "FAIL")]
     if not judged:
         return "No identity could be checked on one side alone."
     failed = sum(check.verdict == "FAIL" for check in judged)
-    of = f"{_number_word(len(judged))} identit{'y' if len(judged) == 1 else 'ies'}"
-    if not failed:
-        what = {1: "The one identity", 2: "Both identities"}.get(len(judged), f"All {of}")
-        return f"{what} that could be checked without a reference hold{'s' * (len(judged) == 1)}."
-    verb = "fails" if failed == 1 else "fail"
-    return f"Of {of} checked without a reference {_number_word(failed)} {verb}."
+    ies = "y" if len(judged) == 1 else "ies"
+    fail = f"{_number_word(failed)} fail" if failed > 1 else "one fails" if failed else "none fails"
+    return f"Of {_number_word(len(judged))} identit{ies} checked without a reference {fail}."
 
 
 def _finding(finding: Finding) -> str:
     meaning = SURE.get(finding.confidence, "")
     sight = finding.proof.sight if finding.proof else None
-    drawn = "" if sight is None else f"<pre>{_text(chr(10).join(picture(sight)))}</pre>"
-    confidence = _text(finding.confidence) + (f": {_text(meaning)}" if meaning else "")
     rows = (
         ("Side", _text(finding.side)),
         ("Where", _text(finding.where)),
-        ("Who sees whom", drawn),
+        ("Who sees whom", _element("pre", "\n".join(picture(sight))) if sight else ""),
         ("Look at", _text(finding.look_at)),
-        ("Confidence", confidence),
+        ("Confidence", _text(finding.confidence + (f": {meaning}" if meaning else ""))),
         ("Evidence", _list(tuple(dict.fromkeys(finding.evidence)))),
         ("Looks the same", _list(finding.alternatives)),
-        ("Class", f"<code>{_text(finding.bug)}</code>"),
+        ("Class", _element("code", finding.bug)),
     )
     entries = "".join(f"<dt>{name}</dt><dd>{value}</dd>\n" for name, value in rows if value)
     heading = _text(_capital(sentence(finding) or finding.bug))
@@ -254,33 +167,21 @@ def _finding(finding: Finding) -> str:
 
 
 def _maps(maps: Sequence[Map]) -> str:
-    if not maps:
-        return ""
-    share = max(4, MOST_CELLS // len(maps))
+    share = max(4, MOST_CELLS // max(len(maps), 1))
     figures = "".join(_map(each, f"map{number}", share) for number, each in enumerate(maps))
+    names = [f"up to {name}" for name in MAP_NAMES] + [f"above {MAP_NAMES[-1]}"]
+    shown = [*((f"h{n}", name) for n, name in enumerate(names)), ("infinite", "infinite")]
+    legend = "".join(
+        f'<li><svg viewBox="0 0 1 1" preserveAspectRatio="none" aria-hidden="true">'
+        f'<path class="{colour}" d="M0 0h1v1h-1z"/></svg>{name}</li>'
+        for colour, name in shown
+    )
     lead = (
-        '<p class="note">Colour: the error in multiples of what rounding allows. Lines across a '
-        "map, or ticks where there are many: where sequences begin.</p>\n"
+        "Colour: the error in multiples of what rounding allows; hatched: no data. Lines across a "
+        "map: where sequences begin."
     )
-    body = f'{lead}{_scale()}<div class="maps">\n{figures}</div>\n'
-    return _section("Where the error lies", body)
-
-
-def _scale() -> str:
-    """The legend of all maps."""
-    last = len(MAP_EDGES)
-    boxes = "".join(f'<path class="h{n}" d="M{n} 0h1v1h-1z"/>' for n in range(last + 1))
-    names = "".join(
-        f'<span style="left:{100 * (n + 1) / (last + 1):g}%">{name}</span>'
-        for n, name in enumerate(MAP_NAMES)
-    )
-    return (
-        '<ul class="scale">\n<li class="strip">'
-        f'<svg viewBox="0 0 {last + 1} 1" preserveAspectRatio="none" aria-hidden="true">{boxes}'
-        f'</svg><div class="ticks across">{names}</div>errors up to 1 are allowed</li>\n'
-        '<li><span class="swatch infinite"></span>infinite</li>\n'
-        '<li><span class="swatch blank"></span>no data</li>\n</ul>\n'
-    )
+    body = f'<ul class="scale note">{legend}</ul>\n{figures}' if maps else ""
+    return _section("Where the error lies", lead, body)
 
 
 def _map(given: Map, name: str, most: int) -> str:
@@ -293,47 +194,35 @@ def _map(given: Map, name: str, most: int) -> str:
     starts = sorted(b for b in given.boundaries if 0 <= b <= values.shape[0])  # empty ones too
     found = _worst(values, given, starts)
     down, across = given.rows, given.columns
+    cuts: list[list[int]] = [starts, []]
     lying = values.shape[0] >= 2 * values.shape[1]
     if lying:
-        values, down, across = values.T, across, down
-    cuts: tuple[Sequence[int], Sequence[int]] = ([], starts) if lying else (starts, [])
-    edges = _edges(values.shape, most, cuts)
+        values, down, across, cuts = values.T, across, down, cuts[::-1]
     rows, columns = values.shape
-    reduced = max(int(np.diff(edge).max()) for edge in edges)
-    if reduced > 1:
+    short = max(1, min(rows, columns, math.isqrt(most)))
+    long = max(1, min(MOST_ACROSS, most // short))
+    limits = (short, long) if rows <= columns else (long, short)
+    tops, lefts = (_edges(*of) for of in zip((rows, columns), limits, cuts, strict=True))
+    if max(np.diff(tops).max(), np.diff(lefts).max()) > 1:
         found += " Reduced: a cell shows the largest of those it covers."
-    small = np.fmax.reduceat(np.fmax.reduceat(values, edges[0][:-1], 0), edges[1][:-1], 1)
-    square = columns < 2 * rows
-    if square:
-        wide, tall = max(6, 1.75 * columns), f"aspect-ratio:{columns}/{rows};max-height:40rem"
-    else:
-        wide, tall = max(8, 3 * columns), f"height:{min(max(0.95 * rows, 3), 20):g}rem"
-    few = len(starts) <= MOST_LINES
-    reach = 1.0 if few else 0.04
+    small = np.fmax.reduceat(np.fmax.reduceat(values, tops[:-1], 0), lefts[:-1], 1)
     lines = "".join(
-        f"M{at} 0V{reach * rows:g}" if lying else f"M0 {at}H{reach * columns:g}"
+        f"M{at} 0V{rows}" if lying else f"M0 {at}H{columns}"
         for at in sorted(set(starts))
         if 0 < at < len(given.values)
     )
-    labels = _sequence_ticks(starts, columns) if lying and len(starts) > 1 else ""
-    halo = f'<path class="halo" d="{lines}"/>' if few else ""
-    cut = f'{halo}<path class="cut" d="{lines}"/>' if lines else ""
+    cut = f'<path class="cut" d="{lines}"/>' if lines else ""
     ground = " blank" if np.isnan(small).any() else ""
-    svg = (
+    high = f"aspect-ratio:{columns}/{rows};max-height:40rem"
+    high = high if columns < 2 * rows else f"height:{min(max(0.95 * rows, 3), 20):g}rem"
+    return (
+        f"<figure>\n<figcaption>{said}. {found}</figcaption>\n"
+        f'<div class="cells{ground}" style="{high}">'
         f'<svg viewBox="0 0 {columns} {rows}" preserveAspectRatio="none" role="img" '
         f'aria-labelledby="{name}t {name}d">'
         f'<title id="{name}t">{_text(given.tensor)}: error by {_text(down)} and {_text(across)}'
-        f'</title><desc id="{name}d">{found}</desc>\n{_runs(small, edges)}{cut}</svg>'
-    )
-    return (
-        f'<figure class="{"square" if square else "wide"}">\n'
-        f"<figcaption>{said}. {found}</figcaption>\n"
-        f'<div class="plot" style="max-width:{wide + 2.6:g}rem">\n{labels}'
-        f'<div class="ticks down" aria-hidden="true">{_ticks(rows, "top", 8 if square else 16)}'
-        f'</div><div class="cells{ground}" style="{tall}">{svg}</div>\n'
-        f'<div class="mid ticks across" aria-hidden="true">{_ticks(columns, "left", 6)}</div>\n'
-        f'<div class="mid name">{_text(across)} (across), {_text(down)} (down)</div>\n'
-        "</div>\n</figure>\n"
+        f'</title><desc id="{name}d">{found}</desc>\n{_runs(small, tops, lefts)}{cut}</svg></div>\n'
+        f'<div class="note">{_text(across)} (across), {_text(down)} (down)</div>\n</figure>\n'
     )
 
 
@@ -368,20 +257,8 @@ def _times(power: float) -> str:
     return f"{round(10**power, 2 - math.floor(power)):,.0f} times the allowed one"
 
 
-def _edges(
-    shape: tuple[int, ...], most: int, cuts: tuple[Sequence[int], Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where the cells that are drawn begin, by rows and columns; a sequence starts a new cell."""
-    short = max(1, min(*shape, math.isqrt(most)))
-    long = max(1, min(MOST_ACROSS, most // short))
-    limits = (short, long) if shape[0] <= shape[1] else (long, short)
-    return (
-        _edges_of(shape[0], limits[0], cuts[0]),
-        _edges_of(shape[1], limits[1], cuts[1]),
-    )
-
-
-def _edges_of(size: int, most: int, cuts: Sequence[int]) -> np.ndarray:
+def _edges(size: int, most: int, cuts: Sequence[int]) -> np.ndarray:
+    """Where the cells that are drawn begin; a sequence starts a new cell."""
     if size <= most:
         return np.arange(size + 1)
     kept = [cut for cut in cuts if 0 < cut < size]
@@ -390,12 +267,11 @@ def _edges_of(size: int, most: int, cuts: Sequence[int]) -> np.ndarray:
     return np.unique(np.concatenate([even, np.asarray(kept, dtype=np.int64)]))
 
 
-def _runs(values: np.ndarray, edges: tuple[np.ndarray, np.ndarray]) -> str:
+def _runs(values: np.ndarray, tops: np.ndarray, lefts: np.ndarray) -> str:
     """The cells, those of equal colour beside each other as one, a path for every colour."""
     colours = np.digitize(values, MAP_EDGES, right=True)
     colours[np.isposinf(values)] = len(MAP_EDGES) + 1
     colours[np.isnan(values)] = -1  # not drawn: the hatched ground shows
-    tops, lefts = ([int(edge) for edge in each] for each in edges)
     paths: dict[int, list[str]] = {}
     for row, line in enumerate(colours):
         height = tops[row + 1] - tops[row]
@@ -412,238 +288,56 @@ def _runs(values: np.ndarray, edges: tuple[np.ndarray, np.ndarray]) -> str:
     )
 
 
-def _ticks(size: int, side: str, most: int) -> str:
-    """Numbers of rows or columns, each at the middle of its cell."""
-    step = next(s for s in _steps(1) if size <= s * most)
-    return "".join(
-        f'<span style="{side}:{100 * (at + 0.5) / size:.4g}%">{at}</span>'
-        for at in range(0, size, int(step))
-    )
-
-
-def _sequence_ticks(starts: Sequence[int], columns: int) -> str:
-    """Above a map that lies: the numbers of the sequences that are wide enough to have one."""
-    spans = list(pairwise([*starts, columns]))
-    wide = [(n, a, b) for n, (a, b) in enumerate(spans) if (b - a) / columns >= 0.045]
-    if not wide:
-        return ""
-    numbers = "".join(
-        f'<span style="left:{50 * (a + b) / columns:.4g}%">{n}</span>' for n, a, b in wide
-    )
-    return (
-        '<div class="ticks above" aria-hidden="true"><span class="lead">seq.</span></div>'
-        f'<div class="ticks above" aria-hidden="true">{numbers}</div>\n'
-    )
-
-
-def _steps(smallest: float) -> Iterable[float]:
-    """1, 2, 5, 10, 20, ... times ``smallest``."""
-    return (smallest * factor * 10**power for power in count() for factor in (1, 2, 5))
-
-
-# --- slopes by sequence -------------------------------------------------------------------------
-
-
-def _charts(levels: Sequence[Level], predicted: Curves | None) -> str:
-    numbers = _sequence_numbers(levels)
-    each = sorted(set(numbers))
-    if len(each) < 2:
-        return ""
-    panels: dict[str, list[tuple[int, Level]]] = {}
-    for number, level in zip(numbers, levels, strict=True):
-        panels.setdefault(level.tensor, []).append((number, level))
-    curves = [
-        {n: curve[n] for n in each if n < len(curve) and _drawable(curve[n])}
-        for curve in predicted or ()
-    ]
-    heights = [level.slope for level in levels if _drawable(level.slope)]
-    heights += [slope for curve in curves for slope in curve.values()]
-    scales = _across(each[0], each[-1]), _up(heights)
-    share = max(10, MOST_POINTS // len(panels))
-    figures = "".join(
-        _chart(tensor, _furthest(points, share, lambda point: point[1]), curves, scales, f"c{n}")
-        for n, (tensor, points) in enumerate(panels.items())
-    )
-    kinds = [
-        (any(_drawable(level.slope) and not _loose(level) for level in levels), "dots", "slope"),
-        (any(map(_loose, levels)), "holes", f"slope that leaves more than {LOOSE:.0%} unexplained"),
-        (any(not _drawable(level.slope) for level in levels), "cross", "no slope"),
-        (bool(curves), "curve", "predicted by the bug named above"),
-        (True, "one", "1: both sides agree"),
-    ]
-    legend = "".join(
-        f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{_sample(kind)}</svg>{words}</li>'
-        for there, kind, words in kinds
-        if there
-    )
-    lead = (
-        '<p class="note">The factor between the two sides, by least squares, one dot a sequence. '
-        "The same factor within a sequence and another one in the next points at lengths or "
-        "padding.</p>\n"
-    )
-    body = f'{lead}<ul class="legend">{legend}</ul>\n<div class="charts">\n{figures}</div>\n'
-    return _section("Slopes by sequence", body)
-
-
-def _sequence_numbers(levels: Sequence[Level]) -> list[int]:
-    """The number in each key, or, where a key has none, its place among those of its tensor."""
-    places: dict[str, int] = {}
-    numbers = []
-    for level in levels:
-        place = places[level.tensor] = places.get(level.tensor, -1) + 1
-        digits = re.search(r"[0-9]{1,7}", level.key)
-        numbers.append(int(digits[0]) if digits else place)
-    return numbers
-
-
-def _drawable(slope: float) -> bool:
-    return abs(slope) < 1e12
-
-
-def _loose(level: Level) -> bool:
-    return _drawable(level.slope) and not level.residual <= LOOSE
-
-
-Scale = tuple[Callable[[float], float], list[float]]
-
-
-def _across(first: int, last: int) -> Scale:
-    """Place of a sequence's number on the chart, and the numbers that stand below it."""
-    left, right = CHART[2:4]
-    span = last - first + 1
-    step = int(next(s for s in _steps(1) if span <= s * 8))
-    ticks = [float(n) for n in range(first, last + 1) if n % step == 0]
-    return lambda number: left + (number - first + 0.5) / span * (right - left), ticks
-
-
-def _up(heights: Sequence[float]) -> Scale:
-    """Place of a slope on the chart and the numbers beside it; logarithmic where they need it."""
-    top, bottom = CHART[4:6]
-    low, high = min([1.0, *heights]), max([1.0, *heights])
-    powers = low > 0 and high / low > 20
-    if powers:
-        low, high = math.log10(low), math.log10(high)
-    room = max((high - low) * 0.08, 0.0 if powers else 0.05)
-    low, high = low - room, high + room
-    step = next(s for s in _steps(1.0 if powers else 1e-2) if (high - low) / s <= 5)
-    marks = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    ticks = [10**mark if powers else round(mark, 2) for mark in marks]
-
-    def place(slope: float) -> float:
-        value = math.log10(slope) if powers else slope
-        return bottom - (value - low) / (high - low) * (bottom - top)
-
-    return place, ticks
-
-
-def _chart(
-    tensor: str,
-    points: Sequence[tuple[int, Level]],
-    curves: Sequence[dict[int, float]],
-    scales: tuple[Scale, Scale],
-    name: str,
-) -> str:
-    width, height, left, right, top, bottom = CHART
-    (x, below), (y, beside) = scales
-    foretold = [[(x(n), y(curve[n])) for n, _ in points if n in curve] for curve in curves]
-    lines = "".join(f'<path class="curve" d="{_curve(places)}"/>' for places in foretold)
-    drawn = [(n, level) for n, level in points if _drawable(level.slope)]
-    dots = "".join(f"M{x(n):.1f} {y(level.slope):.1f}h0" for n, level in drawn)
-    holes = "".join(f"M{x(n):.1f} {y(level.slope):.1f}h0" for n, level in drawn if _loose(level))
-    crosses = "".join(
-        f"M{x(n) - 3:.1f} {bottom - 8}l6 6m0-6l-6 6"
-        for n, level in points
-        if not _drawable(level.slope)
-    )
-    size = 6.5 if len(points) <= 40 else 4.0 if len(points) <= 150 else 2.5
-    numbers = "".join(
-        f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,g}</text>'
-        f'<path class="frame" d="M{left} {y(tick):.1f}h-3"/>'
-        for tick in beside
-    ) + "".join(
-        f'<text x="{x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{tick:.0f}</text>'
-        for tick in below
-    )
-    slopes = [level.slope for _, level in drawn]
-    span = f"from {min(slopes):.4g} to {max(slopes):.4g}" if slopes else "none"
-    few = "no slope at" if not slopes else "slopes of"
-    return (
-        f"<figure>\n<figcaption><strong>{_text(tensor)}</strong></figcaption>\n"
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{name}t {name}d">'
-        f'<title id="{name}t">{_text(tensor)}: slope by sequence</title>'
-        f'<desc id="{name}d">{few} {len(points):,} sequences, {span}</desc>\n'
-        f'<path class="frame" d="M{left} {top}V{bottom}H{right}"/>{numbers}'
-        f'<text x="{(left + right) / 2:g}" y="{height - 6}" text-anchor="middle">sequence</text>\n'
-        f'<path class="one" d="M{left} {y(1.0):.1f}H{right}"/>{lines}'
-        f'<path class="dots" stroke-width="{size}" d="{dots}"/>'
-        f'<path class="holes" stroke-width="{size / 2}" d="{holes}"/>'
-        f'<path class="cross" d="{crosses}"/>\n</svg>\n</figure>\n'
-    )
-
-
-def _curve(places: Sequence[tuple[float, float]]) -> str:
-    """A line from sequence to sequence; a dash for each where there are too many of them."""
-    if len(places) > MOST_LINES:
-        return "".join(f"M{x - 3:.1f} {y:.1f}h6" for x, y in places)
-    return "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
-
-
-def _sample(kind: str) -> str:
-    """A mark of the charts, for the legend."""
-    dot = '<path class="dots" stroke-width="6.5" d="M11 6h0"/>'
-    return {
-        "dots": dot,
-        "holes": f'{dot}<path class="holes" stroke-width="3.25" d="M11 6h0"/>',
-        "cross": '<path class="cross" d="M8 3l6 6m0-6l-6 6"/>',
-    }.get(kind, f'<path class="{kind}" d="M0 6H22"/>')
-
-
 # --- tables -------------------------------------------------------------------------------------
 
 
-def _ladder(checks: Sequence[Check]) -> str:
-    """The invariants, side by side of the comparison: a rung each."""
-    if not checks:
-        return ""
+def _identities(checks: Sequence[Check]) -> str:
+    """What must hold on each side alone."""
+    rows = []
+    for check in checks:
+        verdict = "no data" if check.verdict == "-" else check.verdict
+        text = check.text + (f" ({check.place})" if check.place else "")
+        numbers = readable(check.value), readable(check.allowed)
+        rows.append((verdict, check.side, check.name, text, *numbers))
+    tones = [VERDICTS.get(check.verdict, "note") for check in checks]
+    heads = ("verdict", "side", "name", "identity", "value", "allowed")
+    table = _table(heads, rows, "Identities", tones)
+    lead = "What must hold on each side alone, whatever the other side says."
+    return _section("Identities that need no reference", lead, table)
+
+
+def _slopes(levels: Sequence[Level]) -> str:
+    """Whole tensors in the open, their parts folded away."""
+    groups: dict[str, list[Level]] = {}
+    for level in levels:
+        groups.setdefault(level.level, []).append(level)
+    share = max(1, MOST_ROWS // max(len(groups), 1))
+    parts = []
+    for kind in sorted(groups, key=lambda kind: kind != "all"):
+        every = groups[kind]
+        kept = sorted(every, key=_badness)[-share:] if len(every) > share else every
+        rows = [
+            (
+                *(level.tensor, level.key or level.level, readable(level.slope, ".5g")),
+                *(readable(level.residual, ".1%"), readable(level.error)),
+            )
+            for level in kept
+        ]
+        table = _table(("tensor", "part", "slope", "residual", "error"), rows, f"Slopes by {kind}")
+        less = f"the {len(kept):,} worst of " if len(kept) < len(every) else ""
+        summary = f"<summary>By {_text(kind)} ({less}{len(every):,})</summary>"
+        parts.append(table if kind == "all" else f"<details>{summary}\n{table}</details>\n")
     lead = (
-        '<p class="note">What must hold on each side alone, whatever the other side says. '
-        "A dot right of its mark has more error than is allowed.</p>\n"
+        "Slope: the factor between the two sides, by least squares; 1 where they agree. Residual: "
+        "what the slope leaves, relative to the size of the part. Error: the largest difference."
     )
-    parts = [lead]
-    for side in dict.fromkeys(check.side for check in checks):
-        here = [check for check in checks if check.side == side]
-        parts.append(f"<h3>{_text(side)}</h3>\n")
-        heads = ("verdict", "name", "identity", "value", "allowed", "margin")
-        rows = "".join(_rung(check) for check in here)
-        parts.append(_table(heads, rows, f"Identities of {side}"))
-    return _section("Identities that need no reference", "".join(parts))
+    return _section("Slopes and residuals", lead, "".join(parts))
 
 
-def _rung(check: Check) -> str:
-    tone = VERDICTS.get(check.verdict, "none")
-    verdict = "no data" if check.verdict == "-" else check.verdict
-    place = check.place
-    where = f'<span class="where">{_text(place)}</span>' if place else ""
-    return (
-        f'<tr><td class="mark {tone}">{_text(verdict)}</td><th scope="row">{_text(check.name)}</th>'
-        f'<td class="words">{_text(check.text)}{where}</td>{_cell(readable(check.value))}'
-        f'{_cell(readable(check.allowed))}<td class="rung {tone}">{_gauge(check)}</td></tr>\n'
-    )
-
-
-def _gauge(check: Check) -> str:
-    """A dot on a line of decades, the mark in the middle being what is allowed."""
-    if math.isnan(check.value) or math.isnan(check.allowed) or check.verdict == "-":
-        return ""
-    value, allowed = abs(check.value), abs(check.allowed)
-    decades = 4.0 if value > allowed else -4.0
-    if 0 < value < math.inf and 0 < allowed < math.inf:
-        decades = min(4.0, max(-4.0, math.log10(value) - math.log10(allowed)))
-    return (
-        '<svg viewBox="0 0 104 12" aria-hidden="true"><path d="M2 6H102"/>'
-        f'<path class="limit" d="M52 1V11"/><circle cx="{52 + 12.5 * decades:.1f}" cy="6" r="3.2"/>'
-        "</svg>"
-    )
+def _badness(level: Level) -> float:
+    """How far from agreement."""
+    off = abs(level.slope - 1) + level.residual
+    return math.inf if math.isnan(off) else off
 
 
 def _by_tensor_and_kind(levels: Sequence[Level]) -> Iterator[tuple[Level | None, list[Level]]]:
@@ -677,87 +371,55 @@ def _merged(levels: Sequence[Level]) -> list[Level]:
     return merged
 
 
-def _slopes(levels: Sequence[Level]) -> str:
-    """Whole tensors in the open, their parts folded away."""
-    if not levels:
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    label: str,
+    tones: Sequence[str] = (),
+) -> str:
+    """A table in a box that scrolls when it is wider than the page. tones: of the first cells."""
+    if not rows:
         return ""
-    groups: dict[str, dict[str, list[Level]]] = {}
-    for level in levels:
-        groups.setdefault(level.level, {}).setdefault(level.tensor, []).append(level)
-    share = max(1, MOST_ROWS // sum(len(tensors) for tensors in groups.values()))
-    parts = [
-        '<p class="note">Slope: the factor between the two sides, by least squares; 1 where they '
-        "agree. Residual: what the slope leaves, relative to the size of the part. Error: the "
-        "largest difference.</p>\n"
-    ]
-    for kind in sorted(groups, key=lambda kind: kind != "all"):
-        every = [level for tensor in groups[kind].values() for level in tensor]
-        kept = [
-            level
-            for tensor in groups[kind].values()
-            for level in _furthest(tensor, share, lambda level: level)
-        ]
-        heads = ("tensor", "part", "slope", "residual", "error")
-        rows = "".join(_slope(level) for level in kept)
-        table = _table(heads, rows, f"Slopes by {kind}", full=False)
-        if kind == "all":
-            parts.append(table)
-            continue
-        less = f"the {len(kept):,} worst of " if len(kept) < len(every) else ""
-        summary = f"<summary>By {_text(kind)} ({less}{len(every):,})</summary>"
-        parts.append(f"<details>{summary}\n{table}</details>\n")
-    return _section("Slopes and residuals", "".join(parts))
-
-
-def _slope(level: Level) -> str:
-    return (
-        f'<tr><th scope="row">{_text(level.tensor)}</th><td>{_text(level.key or level.level)}</td>'
-        f"{_cell(readable(level.slope, '.5g'))}{_cell(readable(level.residual, '.1%'))}"
-        f"{_cell(readable(level.error))}</tr>\n"
+    numbers = ("value", "allowed", "slope", "residual", "error")
+    kinds = ["number" if head in numbers else "" for head in heads]
+    top = "".join(
+        f'<th scope="col"{_class(kind)}>{head}</th>'
+        for head, kind in zip(heads, kinds, strict=True)
     )
-
-
-def _furthest(items: list[Item], most: int, level: Callable[[Item], Level]) -> list[Item]:
-    """At most so many, those furthest from agreement, in their old order."""
-
-    def badness(place: int) -> float:
-        found = level(items[place])
-        off = abs(found.slope - 1) + found.residual
-        return math.inf if math.isnan(off) else off
-
-    if len(items) <= most:
-        return items
-    worst = sorted(range(len(items)), key=badness, reverse=True)[:most]
-    return [items[place] for place in sorted(worst)]
-
-
-def _table(heads: Sequence[str], rows: str, label: str, *, full: bool = True) -> str:
-    """A table in a box of its own, which scrolls when it is wider than the page."""
-    kinds = dict.fromkeys(("value", "allowed", "slope", "residual", "error"), ' class="number"')
-    kinds["margin"] = ' class="rung"'
-    head = "".join(f'<th scope="col"{kinds.get(name, "")}>{name}</th>' for name in heads)
+    lines = []
+    for n, row in enumerate(rows):
+        of_row = [tones[n], *kinds[1:]] if tones else kinds
+        cells = (
+            f"<td{_class(kind)}>{_text(cell)}</td>" for cell, kind in zip(row, of_row, strict=True)
+        )
+        lines.append(f"<tr>{''.join(cells)}</tr>\n")
     return (
-        f'<div class="box" tabindex="0" role="region" aria-label="{_text(label)}">\n'
-        f'<table class="{"full" if full else "short"}">\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}</tbody>\n</table>\n</div>\n"
+        f'<div class="box" tabindex="0" role="region" aria-label="{_text(label)}">\n<table>\n'
+        f"<thead><tr>{top}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody>\n</table>\n</div>\n"
     )
 
 
 # --- words --------------------------------------------------------------------------------------
 
 
-def _section(heading: str, body: str) -> str:
-    return f"<section>\n<h2>{heading}</h2>\n{body}</section>\n"
+def _section(heading: str, lead: str, body: str) -> str:
+    """Nothing without a body."""
+    lead = _element("p", lead, "note")
+    return f"<section>\n<h2>{heading}</h2>\n{lead}{body}</section>\n" if body else ""
+
+
+def _element(tag: str, text: str, kind: str = "") -> str:
+    return f"<{tag}{_class(kind)}>{_text(text)}</{tag}>\n" if text else ""
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
 
 
 def _list(items: Sequence[str]) -> str:
     if not items:
         return ""
     return f"<ul>{''.join(f'<li>{_text(item)}</li>' for item in items)}</ul>"
-
-
-def _cell(shown: str) -> str:
-    return f'<td class="number">{shown}</td>'
 
 
 def _capital(title: str) -> str:

@@ -1,0 +1,256 @@
+"""What rounding is: the precisions of right results, and how well a prediction fits in their noise.
+
+How well it fits is measured row by row (a token of a head), in units of the noise that rounding
+makes there, which is found by rounding the prediction's own operations.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import (
+    FIRST,
+    Bug,
+    Context,
+    Floats,
+    Rounding,
+    Step,
+    exact,
+    solve,
+    times,
+)
+from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
+from rawattn.check.diagnose.evidence.structure import by_rows
+
+RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
+Given = tuple[Floats, Floats] | None
+
+
+# ---- precision --------------------------------------------------------------------------------
+
+
+class Precision(NamedTuple):
+    """``noise`` is that of ``rounding`` times ``factor``."""
+
+    name: str
+    rounding: Rounding
+    factor: float = 1.0
+
+
+def _to(dtype: type) -> Callable[[Floats], Floats]:
+    def r(x: Floats) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(x).astype(dtype).astype(np.float64)
+
+    return r
+
+
+def to_tf32(x: Floats) -> Floats:
+    """Rounded to the 10 bits of mantissa that TF32 keeps of float32."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isfinite(x), rounded, x).astype(np.float64)
+
+
+_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
+
+
+def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
+    """The precisions that a right computation on such arrays may have, the finest first."""
+    if dtype == np.float64:
+        # twice: what it is compared with is rounded as well
+        ratio = 2 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
+        fine = Precision("float64", _FLOAT32, ratio)
+        return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+    if dtype == np.float32:
+        return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+    half = _to(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
+    return (
+        Precision(f"{dtype.name} operands, float32 sums", Rounding(_to(np.float32), half)),
+        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
+    )
+
+
+# ---- how well does it fit? --------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """``rms`` and ``worst`` row of the residual in units of noise; ``relative``: its part of the
+    whole."""
+
+    rms: float
+    worst: float
+    relative: float
+
+    @property
+    def good(self) -> bool:
+        return self.rms <= RMS_FIT and self.worst <= ROW_FIT
+
+
+def eps_of(x: np.ndarray) -> float:
+    """The relative distance of neighbouring numbers in the array's dtype."""
+    return float(ml_dtypes.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def smallest_of(x: np.ndarray) -> float:
+    return float(ml_dtypes.finfo(x.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
+
+
+def defined(question: Question, name: str, right: Floats) -> np.ndarray:
+    """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
+    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    inside = sequence >= 0
+    if name == "delta":  # what D is without keys, no bug knows
+        inside &= np.array([*question.lengths_k, 0])[sequence] > 0
+    return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
+
+
+def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
+    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
+
+    A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
+    """
+    a, b = found[rows], wanted[rows]
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if a.shape[-1] > 1:
+        same |= ~np.isfinite(a) & ~np.isfinite(b)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, a - b)
+    return np.where(np.isnan(difference), np.inf, difference)
+
+
+def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
+    """Root mean square of the residual over that of what was found."""
+    difference = residual(found, wanted, rows)
+    if not np.isfinite(difference).all():
+        return math.inf
+    with np.errstate(over="ignore"):
+        size = float(np.sqrt(np.mean(np.square(finite(found[rows]))))) if difference.size else 0.0
+        rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
+    return rms / size if size else (0.0 if not rms else math.inf)
+
+
+def finite(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, 0.0)
+
+
+def _row_rms(x: Floats) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.sqrt(np.mean(finite(x) ** 2, axis=-1)))
+
+
+def _scores_squared(c: Context) -> Floats:
+    return np.asarray(c.s**2 * times(c.Q**2, c.K.T**2))
+
+
+# Every sum with the squares of its terms: what is left of them where they cancel does not tell
+# what rounding may do.
+SQUARES: dict[str, Step] = {
+    "L": lambda c: (c.P * _scores_squared(c)).sum(axis=-1),
+    "O": lambda c: times(c.P**2, c.V**2),
+    "D": lambda c: (c.dO**2 * c.O**2).sum(axis=-1) + c.dL**2,
+    "dS": lambda c: c.P**2 * (times(c.dO**2, c.V.T**2) + c.D[..., None]),
+    "dY": lambda c: c.G**2 * c.dS,
+    "dQ": lambda c: c.s**2 * times(c.dY, c.K**2),
+    "dK": lambda c: c.s**2 * (c.dY.swapaxes(1, 2) @ c.Q**2),
+    "dV": lambda c: (c.P**2).swapaxes(1, 2) @ c.dO**2,
+}
+
+
+def sizes(question: Question, stage: str, given: Given) -> Answers:
+    """Of every row of a stage's results the size of what is added up in it, (tokens, heads)."""
+    if stage not in FIRST:
+        return {}
+    with np.errstate(all="ignore"):
+        squares = solve(question, stage, Bug("", steps=SQUARES), given=given)
+        found = {n: np.sqrt(by_rows(n, x).mean(axis=2)) for n, x in squares.items() if x.ndim > 1}
+    return {n: finite(x) for n, x in found.items()}
+
+
+def fit(
+    question: Question,
+    name: str,
+    found: np.ndarray,
+    wanted: Floats,
+    rounded: Floats,
+    factor: float,
+    rows: np.ndarray,
+    went_in: Floats | float = 0.0,
+) -> Fit:
+    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``.
+
+    went_in: ``sizes`` of the tensor's rows.
+    """
+    a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
+    difference = residual(a, b, rows)
+    if not difference.size:
+        return Fit(0.0, 0.0, 0.0)
+    if not np.isfinite(difference).all():
+        return Fit(math.inf, math.inf, math.inf)
+    size = _row_rms(b)
+    with np.errstate(invalid="ignore"):
+        error = factor * _row_rms(c - b)
+    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    typical, scale = np.zeros_like(error), np.zeros_like(error)
+    for b_index in np.unique(sequence):
+        here = sequence == b_index
+        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
+        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
+    summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
+    accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
+    floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)
+    storage = eps_of(found) / 2
+    noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
+    with np.errstate(over="ignore"):
+        ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
+    relative = relative_residual(a, b, rows)
+    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
+
+
+# ---- of identities ----------------------------------------------------------------------------
+
+# Distance of neighbouring numbers at 1, as far as an implementation is held to it: float32 may have
+# been TF32 on the way, and in float64 the length of sums counts for more than a rounding.
+HELD_TO = {
+    np.dtype(np.float16): 2.0**-10,
+    np.dtype(ml_dtypes.bfloat16): 2.0**-7,
+    np.dtype(np.float32): 2.0**-10,
+    np.dtype(np.float64): 2.0**-46,
+}
+TINY = {np.dtype(np.float16): 2.0**-14}  # below it the error is no longer relative
+TELLING = 32  # different numbers that are no coincidence
+
+
+def coarsest(question: Question, answers: Answers) -> np.dtype:
+    """The coarsest dtype of the inputs and the answers."""
+    arrays = (question.q, question.k, question.v, *answers.values())
+    found = [narrowest(np.asarray(a)) for a in arrays]
+    known = [dtype for dtype in found if dtype in HELD_TO] or [np.dtype(np.float64)]
+    return max(known, key=lambda dtype: (HELD_TO[dtype], dtype in TINY))
+
+
+def narrowest(array: np.ndarray) -> np.dtype:
+    """The narrowest dtype that holds ``array``, if it has enough numbers to tell: a wide array may
+    hold 16-bit numbers that somebody widened."""
+    if array.dtype not in (np.float32, np.float64):
+        return array.dtype
+    finite = array[np.isfinite(array) & (array != 0)]
+    if len(np.unique(finite[:4096])) < TELLING:
+        return array.dtype
+    for narrow in (ml_dtypes.bfloat16, np.float16, np.float32):
+        if (finite.astype(narrow).astype(array.dtype) == finite).all():
+            return np.dtype(narrow)
+    return array.dtype
+
+
+def ways_to_round(dtype: np.dtype) -> tuple[tuple[Callable[[Floats], Floats], ...], float]:
+    """Two ways in which ``dtype`` rounds, and what to multiply the errors by: to the nearest on two
+    grids; float32 operands, which tensor cores cut, also towards zero."""
+    if dtype.itemsize == 2:
+        nearest = _to(dtype.type)
+        return (nearest, lambda x: nearest(1.37 * x) / 1.37), 1.0
+    eps = HELD_TO[np.dtype(np.float32)]
+    return (to_tf32, lambda x: to_tf32(x * (1 - eps / 2))), HELD_TO[dtype] / eps

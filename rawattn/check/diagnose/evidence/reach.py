@@ -1,0 +1,81 @@
+"""Who sees whom, of every row: how many keys, and which one where it is one alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawattn.check.diagnose.engine.attention import views_of
+from rawattn.check.diagnose.engine.question import Question
+
+Float64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+def sequences(question: Question) -> Iterator[tuple[slice, slice]]:
+    """Rows of q and rows of k of every sequence, empty ones too."""
+    bounds = (np.asarray(c).tolist() for c in (question.cu_seqlens_q, question.cu_seqlens_k))
+    bounds_q, bounds_k = bounds
+    for b in range(question.batch):
+        yield slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+
+
+BY_TOKENS = {  # what a question has by rows of q and of k
+    "q": (
+        *("q", "dout", "tq", "out", "dlse", "lse"),
+        *("block_indices", "block_counts", "block_scale", "tblock_scale"),
+    ),
+    "k": ("k", "v", "tk", "tv"),
+}
+
+
+def by_tokens(
+    q: Question, of: str, change: Callable[[Any], Any], but: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What ``q`` has by rows of q or k, changed with the tokens as the first axis."""
+    names = [n for n in BY_TOKENS[of] if n not in but and getattr(q, n) is not None]
+    arrays = {n: np.asarray(getattr(q, n)) for n in names}
+    return {n: change(x.T).T if n in ("dlse", "lse") else change(x) for n, x in arrays.items()}
+
+
+class Reach:
+    """count, first, key (total_q, num_heads_q): the number of keys that a query sees, the first of
+    them, -1 for none, and the same where it is the only one, else -1. seen (total_k,
+    num_heads_kv): by any query. ``apart``: some query sees a block without having selected it.
+    """
+
+    def __init__(self, question: Question) -> None:
+        q = self.question = question
+        self.count, self.first = (np.zeros(q.q.shape[:2], dtype=np.int64) for _ in range(2))
+        self.first -= 1
+        self.seen, self.apart = np.zeros(q.k.shape[:2], dtype=bool), False
+        for view in views_of(q):
+            weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
+            if not weight.shape[2]:
+                continue
+            at = np.ix_(view.rows, view.heads)
+            self.count[at] = weight.sum(axis=2).T
+            first = view.keys[weight.argmax(axis=2)]
+            self.first[at] = np.where(weight.any(axis=2), first, -1).T
+            self.seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
+            self.apart |= view.slot is not None and bool((weight & (view.slot < 0)).any())
+        self.key = np.where(self.count == 1, self.first, -1)
+
+    def gate(self, scale: Any, elsewhere: float) -> Float64:
+        """What ``scale``, like block_indices, has for the only key of a row: (total_q,
+        num_heads_q, 1)."""
+        found = np.full((*self.count.shape, 1), elsewhere)
+        for view in views_of(self.question) if scale is not None else ():
+            if view.slot is None or view.selections is None:
+                continue
+            at = np.maximum(view.weight, 0).argmax(axis=2)[..., None]
+            at = np.broadcast_to(at, (len(view.heads), *at.shape[1:]))
+            slot = np.broadcast_to(view.slot, (len(view.heads), *view.slot.shape[1:]))
+            slot = np.take_along_axis(slot, at, axis=2)[..., 0]
+            there = np.asarray(scale)[view.rows, view.selections[:, None], np.maximum(slot, 0)]
+            found[np.ix_(view.rows, view.heads)] = np.where(slot >= 0, there, elsewhere).T[
+                ..., None
+            ]
+        return found

@@ -1,0 +1,175 @@
+"""Whose rounding is it? Errors that follow those of an intermediate, or of sums, in fewer bits.
+
+The slope to the right values is 1: such a computation is right, but coarser than it need be.
+"""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import (
+    FIRST,
+    NO_BUG,
+    NONE,
+    Bug,
+    Context,
+    Floats,
+    Rounding,
+    Step,
+    solve,
+    times,
+)
+from rawattn.check.diagnose.engine.question import Answers
+from rawattn.check.diagnose.evidence.precision import ladder, relative_residual
+from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.inferred import narrow, terms
+from rawattn.check.diagnose.judge.proofs import Judged, finding
+
+CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
+FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
+
+
+def of_right(judged: Judged, side: str, *, zeros: bool) -> list[Finding]:
+    """What the errors of a right stage are. zeros: there are tensors of nothing but zeros."""
+    verdict, stage = judged.verdict, judged.verdict.stage
+    if not verdict.sound:
+        return []
+    finest = ladder(judged.question.dtype)[0].name
+    coarse = verdict.precision != finest
+    found: list[Finding] = []
+    if not zeros:
+        noise = {name: verdict.null[name].rms for name in verdict.tensors}
+        found = [
+            finding(side, one.bug, f"{stage}: {one.tensor}", one.confidence, (one.evidence,))
+            for one in terms.followed(judged.question, judged.answers, stage, noise)
+        ]
+        if coarse and not found:
+            found = in_16_bits(judged, side, verdict.tensors)
+    if not coarse:
+        return found
+    off = max((verdict.null[name].relative, name) for name in verdict.tensors)
+    said = (
+        f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
+        f"{verdict.precision}, not to that of {finest}: {off[1]} is off by {off[0]:.1g} of its size"
+    )
+    told = narrowed(judged, verdict.tensors)
+    return [*found, finding(side, "rounding", stage, "high", (said, *told))]
+
+
+def of_wrong(judged: Judged, side: str) -> list[Finding]:
+    """The same of tensors that are off by more than any rounding of single operations."""
+    found = in_16_bits(judged, side, judged.wrong)
+    where = f"{judged.verdict.stage}: {', '.join(judged.wrong)}"
+    if not found and (said := narrowed(judged, judged.wrong)):
+        found = [finding(side, "narrow-intermediate", where, "high", said)]
+    return found
+
+
+def narrowed(judged: Judged, tensors: Sequence[str]) -> list[str]:
+    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes."""
+    question, answers, stage = judged.question, judged.answers, judged.verdict.stage
+    if stage not in FIRST or question.dtype == np.float64:
+        return []
+
+    def stored(bug: Bug, how: Rounding) -> Answers:
+        found = solve(question, stage, bug, rounding=how, given=judged.right.given)
+        return {name: found[name].astype(answers[name].dtype) for name in tensors}
+
+    def apart(one: Answers, other: Answers) -> dict[str, float]:
+        pairs = {n: (by_rows(n, one[n]), by_rows(n, other[n])) for n in tensors}
+        return {n: relative_residual(*pairs[n], judged.rows(n)) for n in tensors}
+
+    best = (0, NARROWS, "")  # how many tensors, what is left of their errors
+    for how in (ladder(question.dtype)[0].rounding, NONE)[: 4 // question.dtype.itemsize]:
+        null = stored(NO_BUG, how)
+        start = apart(answers, null)
+        for bug in narrow.roundings(stage):
+            planted = stored(bug, how)
+            changed = [n for n, x in apart(planted, null).items() if x > start[n] / 4 > 0]
+            left = apart(answers, planted)
+            share = max((left[n] / start[n] for n in changed), default=1.0)
+            if share < NARROWS:
+                text = f"{', '.join(changed)}: the error is that of {bug.variant}"
+                best = min(best, (-len(changed), share, text))
+    _, share, text = best
+    return [f"{text}, which leaves {share:.2g} of it; the slope is 1"] if text else []
+
+
+def in_16_bits(judged: Judged, side: str, tensors: Sequence[str]) -> list[Finding]:
+    """Errors that follow those of a running sum in 16 bits."""
+    question, stage = judged.question, judged.verdict.stage
+    if question.dtype.itemsize > 4:
+        return []
+    best: tuple[float, str, str] = (FOLLOWS, "", "")
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        for chunk in CHUNKS:
+            bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
+            planted = solve(question, stage, bug, given=judged.right.given)
+            form = f"{np.dtype(dtype).name}, {chunk} at a time"
+            for name in (name for name in tensors if name in planted):
+                best = max(best, (_follows(judged, name, planted), name, form))
+    follows, name, form = best
+    if not name:
+        return []
+    evidence = (
+        f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}. "
+        "The slope to the right values is 1, and the error grows with the length."
+    )
+    confidence = "high" if follows > 0.8 else "medium"
+    return [finding(side, "accumulates-in-16-bit", f"{stage}: {name}", confidence, (evidence,))]
+
+
+def _follows(judged: Judged, name: str, planted: Answers) -> float:
+    """Correlation of an error with the planted one, if their sizes are alike; else 0."""
+    rows = judged.rows(name)
+    x, base = (a[rows] for a in judged.pair(name))
+    with np.errstate(invalid="ignore"):
+        error, predicted = (x - base).ravel(), (by_rows(name, planted[name])[rows] - base).ravel()
+    if not error.size or not np.isfinite(error).all() or not np.isfinite(predicted).all():
+        return 0.0
+    sizes = float(np.sqrt(np.mean(error**2))), float(np.sqrt(np.mean(predicted**2)))
+    if not sizes[0] or not 0.25 < sizes[1] / sizes[0] < 4:
+        return 0.0
+    return float(np.mean(error * predicted) / (sizes[0] * sizes[1]))
+
+
+def _running(dtype: type, chunk: int) -> dict[str, Step]:
+    """Products whose long sums run in ``dtype``, ``chunk`` terms at a time."""
+
+    def rounded(x: Floats) -> Floats:
+        return x.astype(dtype).astype(np.float64)
+
+    def product(a: Floats, b: Floats) -> Floats:
+        total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
+        for start in range(0, a.shape[-1], chunk):
+            here = slice(start, start + chunk)
+            total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
+        return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
+
+    def online(c: Context) -> tuple[Floats, Floats, Floats]:
+        """The softmax as kernels have it, out and row_sum in ``dtype``: lse, S, out."""
+        top, total = np.full(c.S.shape[:2], -np.inf), np.zeros(c.S.shape[:2])
+        out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
+        for start in range(0, c.S.shape[2], chunk):
+            here = slice(start, start + chunk)
+            new = np.maximum(top, c.S[..., here].max(axis=-1))
+            safe = np.where(np.isneginf(new), 0.0, new)
+            factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
+            weights = np.exp(c.S[..., here] - safe[..., None])
+            total = rounded(total * factor + weights.sum(axis=-1))
+            out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
+            top = new
+        out = out / np.where(total == 0, 1.0, total)[..., None]
+        with np.errstate(divide="ignore"):
+            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S, out
+
+    return {
+        "softmax": lambda c: online(c)[:2],
+        "O": lambda c: online(c)[2],
+        "dQ": lambda c: c.s * product(c.dY, c.K),
+        "dK": lambda c: c.s * product(c.dY.swapaxes(1, 2), c.Q),
+        "dV": lambda c: product(c.P.swapaxes(1, 2), c.dO),
+    }
