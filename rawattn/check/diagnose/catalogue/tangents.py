@@ -302,8 +302,17 @@ def _misread(name: str, move: Move) -> Step:
 
 
 def _tiles(question: Question) -> Iterator[Bug]:
-    """Gradients lack tiles on the diagonal, which the pass over keys, or that over queries, does
-    not come to; whole rows or columns of pairs are read off, in ``inferred.tile_pairs``."""
+    """A gradient holds one tile alone, which the loop stores and does not add to; or lacks tiles on
+    the diagonal, which the pass over keys, or that over queries, does not come to."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    tiles = [question.block_size] if question.sparse else [t for t in TILES if 8 < t < longest]
+    for tile, which in ((tile, which) for tile in tiles for which in ("last", "first")):
+        for tensors in ("gQ", "gK gV", "gK", "gV"):
+            loop, axis = ("key", 2) if tensors == "gQ" else ("query", 1)
+            part = _one_tile(tile, which == "last", axis)
+            steps = {name: _but_for(name, part) for name in tensors.split()}
+            text = f"{tensors.lower()}: the {which} {loop} tile alone, tile of {tile}"
+            yield Bug("tile-overwrites", text, SECOND, steps=steps)
     if question.sparse or question.mask_window[1] != 0:
         return
     sizes = [tile for tile in TILES if 8 < tile < 2 * max((*question.lengths_q, 0))]
@@ -312,6 +321,22 @@ def _tiles(question: Question) -> Iterator[Bug]:
             steps = {name: _but_for(name, _behind(rows, keys)) for name in tensors.split()}
             text = f"{tensors.lower()}, on the diagonal, {rows} queries by {keys} keys"
             yield Bug("pairs-dropped", text, SECOND, steps=steps)
+
+
+def _one_tile(tile: int, last: bool, axis: int) -> Step:
+    """The last, or first, tile of keys that a tile of queries sees, or the other way round."""
+
+    def part(c: Context) -> np.ndarray:
+        n, m = c.P.shape[1:]
+        seen = np.broadcast_to(c.W > 0, c.P.shape)
+        for along, size in ((1, n), (2, m)):
+            seen = np.logical_or.reduceat(seen, np.arange(0, size, tile), axis=along)
+        number = np.arange(seen.shape[axis]).reshape((-1, 1) if axis == 1 else (1, -1))
+        ends = np.where(seen, number if last else -number, -seen.size).max(axis, keepdims=True)
+        kept = seen & (number == abs(ends))
+        return np.asarray(kept[:, np.arange(n)[:, None] // tile, np.arange(m) // tile])
+
+    return part
 
 
 def _behind(rows: int, keys: int) -> Step:

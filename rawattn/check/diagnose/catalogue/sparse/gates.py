@@ -116,14 +116,11 @@ _LAST = np.iinfo(np.int64).max
 ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots are sorted
     "blocks ascending": lambda x: x.named,
     "blocks ascending, padding last": lambda x: np.where(x.is_block, x.named, _LAST),
-    "blocks ascending, slots that do not count last": lambda x: np.where(x.counted, x.named, _LAST),
     "blocks ascending, repeats and padding last": lambda x: np.where(
         x.exists & ~x.repeats, x.named, _LAST
     ),
     "blocks descending": lambda x: -x.named,
     "padding last": lambda x: np.where(x.is_block, 0, 1),
-    "padding and what does not count last": lambda x: np.where(x.exists, 0, 1),
-    "repeats and padding last": lambda x: np.where(x.exists & ~x.repeats, 0, 1),
     "slots reversed": lambda x: -np.arange(x.named.shape[2]) + 0 * x.named,
 }
 NUMBERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {  # slots, by the block's number

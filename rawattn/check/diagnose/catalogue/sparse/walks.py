@@ -46,9 +46,6 @@ def rarer(question: Question) -> Iterator[Row]:
     for size in LEADERS:
         leader = starts + (tokens - starts) // size * size
         yield Row("sparse-tile-union", f"of the first one of {size} queries", _of_tokens(leader))
-    for text, by in (("before", -1), ("after", 1)):
-        other = _of_tokens(np.clip(tokens + by, 0, len(tokens) - 1))
-        yield Row("input-layout", f"block_indices, of the token {text}", other)
 
 
 # ---- ways to change lists -----------------------------------------------------------------------
@@ -178,7 +175,6 @@ PADDING: dict[str, Of] = {
 }
 NUMBERS: dict[str, Of] = {
     "seqlen_q": lambda x: -(-x.length_q // x.size),
-    "seqlen_q, rounded down": lambda x: x.length_q // x.size,
     "seqlen_k, rounded down": lambda x: x.length_k // x.size,
     "the longest seqlen_q": lambda x: -(-x.length_q.max(initial=0) // x.size) + 0 * x.blocks,
 }
@@ -223,9 +219,6 @@ TABLE: tuple[tuple[str, Callable[[Of], Walk], Mapping[str, Of]], ...] = (
         {
             "of the selection": lambda x: x.exists & False,
             "compared with the one before alone": _last_block,
-            "compared with the slot before alone": lambda x: (
-                np.diff(x.named, axis=2, prepend=-1) == 0
-            ),
             "compared with the first slot alone": lambda x: (
                 (x.named == x.named[..., :1]) & (x.slots > 0)
             ),
