@@ -26,9 +26,11 @@ def by_map(head_kv: Sequence[int] | np.ndarray) -> See:
     """Query head h with key/value head head_kv[h]."""
 
     def one(view: View, i: int) -> View:
-        weight = view.weight[i : i + 1] if len(view.weight) > 1 else view.weight
-        of = int(head_kv[view.heads[i]])
-        return replace(view, heads=view.heads[i : i + 1], head_kv=of, weight=weight)
+        own, heads = slice(i, i + 1), view.heads[i : i + 1]
+        weight = view.weight[own] if len(view.weight) > 1 else view.weight
+        slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
+        of = int(head_kv[heads[0]])
+        return View(view.sequence, view.rows, view.keys, heads, of, weight, slot, selections)
 
     return lambda question, views: [one(view, i) for view in views for i in range(len(view.heads))]
 
