@@ -58,11 +58,13 @@ def solved(equations: Equations, places: Ints, heads: Ints, right: Floats, near:
     ways.append(_nothing(equations, places, heads, right))
     if system.zeros:
         ways.append(_zeros(system, right, noise))
+    plain = ways[0].sure & (ways[0].counts == right).all(axis=1)
     for way in sorted(ways, key=lambda way: -int((way.told & ~found.told).sum())):
         better = way.told & ~found.told
         better |= way.told & ~found.sure & (system.errors(way.counts) * TWICE < null)
         for mine, other in zip(found, way, strict=True):
             mine[better] = other[better]
+    found.sure[plain & (found.counts == right).all(axis=1)] = True  # no other interval is as near
     _wholes(equations, places, heads, right, near, found)
     return found
 

@@ -90,16 +90,15 @@ class Field:
     @cached_property
     def _padding(self) -> tuple[str, Floats]:
         """How many rows of zeros each query sees, in words too; (num_heads_q, total_q)."""
-        x = self.places
-        shown = self.sure.any(axis=2) & (x.b[:, 0] >= 0)
-        counts = self.zeros[shown]
-        if np.ptp(counts) == 0:
-            return f"{int(counts[0])} rows of zeros", np.full_like(self.zeros, counts[0])
+        m, longest = self.places.m[:, 0], max(self.question.lengths_k)
+        often = float(np.median(self.zeros[self.told.any(axis=2)]))
+        ways = {f"{int(often)} rows of zeros": np.full(len(m), often)}
         for text, tile in PADDING.items():
-            many = -x.m[:, 0] % tile if tile else max(self.question.lengths_k) - x.m[:, 0]
-            many = np.broadcast_to(many, self.zeros.shape)
-            if (many[shown] == counts).all():
-                return f"rows of zeros {text}", many.astype(np.float64)
+            ways[f"rows of zeros {text}"] = -m % tile if tile else longest - m
+        for text, many in ways.items():
+            same = (many == self.zeros)[self.told.any(axis=2)]
+            if same.mean() > 1 - FEWEST:
+                return text, np.broadcast_to(many, self.zeros.shape).astype(np.float64)
         return "rows of zeros", self.zeros
 
     # ---- in words -----------------------------------------------------------------------------
