@@ -280,25 +280,6 @@ def test_explain_of_options_that_differ(
     assert [call["question"].causal for call in stand_in.calls] == [question.causal, other.causal]
 
 
-@pytest.mark.sweep
-def test_explain_of_causal_results_that_do_not_say_so(
-    check: Check, saved: dict[str, Path], tmp_path: Path
-) -> None:
-    question, _ = npz.load(saved["right"])
-    assert question is not None
-    question = replace(question, causal=True, dlse=None, tq=None, tk=None, tv=None)
-    answers = reference_answers(question)
-    entries = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "cu_seqlens_q")}
-    np.savez(tmp_path / "a.npz", **entries, out=answers["out"], dq=answers["dq"])
-    result = check("explain", tmp_path / "a.npz")
-    assert result.exit_code == 1
-    said = "warning[vacuous]: right if causal = True was meant, which is not said"
-    assert joined(result).startswith(said)
-    np.savez(tmp_path / "a.npz", **entries, out=answers["out"], dq=4 * answers["dq"])
-    result = check("explain", tmp_path / "a.npz")
-    assert "causal is not said: False is assumed" in joined(result)
-
-
 def test_explain_reads_what_others_write(check: Check, tmp_path: Path) -> None:
     """A batch with heads first, other names, offsets and lse of other forms, nothing packed."""
     case = Case("own", (24, 24), (24, 24), num_heads_kv=2, group=2, dtype="float32", causal=True)

@@ -175,10 +175,6 @@ def unmasked(out: Array, question: Question) -> Array:
     return plain.forward(plain.Run(open_, Kernel()))["out"]
 
 
-def not_normalised(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
-    return x[0], x[1] * np.exp(x[0] - finite(c.top))
-
-
 def some_lost(c: Head, x: Array) -> Array:
     """The contributions of some pairs of tiles, by chance."""
     k = c.kernel

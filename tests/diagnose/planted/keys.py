@@ -307,7 +307,7 @@ PLANTED: tuple[Planted, ...] = (
         (
             "keys from cu_seqlens_q",
             of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m) & (c.i >= 0)),
-            _LONGER,
+            *(_LONGER, "offsets-shifted"),
         ),
         ("keys of the next sequence", of_rows(next_sequence)),
         (
