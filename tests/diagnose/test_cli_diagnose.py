@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from rawattn import api, api_second, api_sparse
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate, load
-from rawattn.check.cases import Case, make, standard
+from rawattn.check.cases import Case, standard
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files import npz
@@ -162,32 +162,6 @@ def test_a_question_is_asked_as_its_case_is(name: str) -> None:
         assert np.array_equal(array, results[tensor], equal_nan=True), tensor
 
 
-@pytest.mark.parametrize("name", DENSE + SPARSE)
-def test_answers_of_the_reference_are_right(name: str) -> None:
-    case = CASES[name]
-    found = reference_answers(question_of(case))
-    targets = expect_second(case).targets
-    assert found.keys() | {"delta"} == targets.keys() | {"delta"}
-    for tensor, target in targets.items():
-        assert target.judge(found[tensor]).verdict in ("pass", "vacuous"), tensor
-
-
-def test_a_changed_question_may_be_asked() -> None:
-    question = replace(question_of(small(CASES["two-kv-heads"])), out=None, lse=None)
-    judged = whole(sparse=False)
-    once = answers_of(judged, question)
-    last = slice(int(question.cu_seqlens_q[-2]), int(question.cu_seqlens_q[-1]))
-    cut = {name: getattr(question, name)[last] for name in ("q", "k", "v", "dout", "tq", "tk")}
-    ends = np.array([0, last.stop - last.start])
-    offsets = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    alone = replace(question, **cut, **offsets, tv=None, dlse=question.dlse[:, last])
-    found = answers_of(judged, alone)
-    for name in ("out", "dq", "dk", "dv"):
-        assert np.array_equal(found[name], once[name][last])
-    forward = answers_of(judged, replace(alone, dout=None, dlse=None))
-    assert "out" in forward and "tout" in forward and "dq" not in forward
-
-
 @pytest.mark.parametrize("name", ["sparse-counts", "sparse-gate", "sparse-query-heads"])
 def test_a_clean_question_has_no_traps(name: str) -> None:
     case = small(CASES[name])
@@ -203,18 +177,6 @@ def test_a_clean_question_has_no_traps(name: str) -> None:
     for stage in ("forward", "backward"):
         one, other = solve(clean, stage), solve(trapped, stage)
         assert all(np.array_equal(one[n], other[n]) for n in one if n != "dblock_scale")
-
-
-def test_small_problems_are_like_their_cases() -> None:
-    for case in CASES.values():
-        problem = small(case)
-        assert problem.mask_window == case.mask_window and problem.group == case.group
-        assert problem.dtype == case.dtype and problem.head_dim == case.head_dim
-        assert (problem.lengths_q == problem.lengths_k) == (case.lengths_q == case.lengths_k)
-        assert not problem.poisoned and small(problem) == problem, case
-        if max(case.lengths_k, default=0):
-            assert max(problem.lengths_k) > 64 and 1 in problem.lengths_q
-    assert max(small(standard("large")[0]).lengths_k) > 128
 
 
 # ---- dump ---------------------------------------------------------------------------------------
@@ -237,18 +199,6 @@ def test_dump_writes_a_case(name: str, check: Check, tmp_path: Path) -> None:
     assert {"out", "lse", "dq", "dk", "dv"} <= answers.keys()
 
 
-def test_dump_of_a_candidate(check: Check, candidate: Callable[..., str], tmp_path: Path) -> None:
-    place = candidate(*WRONG_SCALE)
-    arguments = ("--framework", "numpy", "--out", tmp_path / "a.npz")
-    result = check("dump", "two-kv-heads-bfloat16", "--candidate", place, *arguments)
-    assert result.exit_code == 0 and "out, lse, dq, dk, dv" in joined(result)
-    question, answers = npz.load(tmp_path / "a.npz")
-    assert question is not None and question.out is not None, "what backward was given"
-    right = expect(CASES["two-kv-heads"]).targets
-    bad = {name for name in answers if not right[name].judge(answers[name]).ok}
-    assert bad == {"dq"}
-
-
 def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
     file = tmp_path / "a.npz"
     sizes = ("--heads", 6, "--heads-kv", 2, "--head-dim", 8, "--head-dim-v", 5, "--causal")
@@ -263,22 +213,6 @@ def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
     first = question.q
     check("dump", *lengths, *sizes, *more[:4], "--out", file)
     assert not np.array_equal(npz.load(file)[0].q, first), "another seed"
-
-
-def test_dump_of_a_random_sparse_problem(check: Check, tmp_path: Path) -> None:
-    file = tmp_path / "a.npz"
-    options = ("--block-size", 16, "--num-selected", 3, "--head-dim", 8, "--causal")
-    assert check("dump", "--lengths", "70,5", *options, "--out", file).exit_code == 0
-    question, answers = npz.load(file)
-    assert question is not None and question.block_indices.shape == (75, 4, 3)
-    assert question.block_indices.min() == -1 and np.isfinite(question.k).all()
-    assert {"out", "dk", "gq"} <= answers.keys()
-
-
-def test_dump_lists_the_cases(check: Check) -> None:
-    result = check("dump", "--list")
-    assert result.exit_code == 0
-    assert all(str(case) in result.output for case in CASES.values())
 
 
 @pytest.mark.parametrize(
@@ -299,15 +233,6 @@ def test_dump_refuses(arguments: tuple[str, ...], message: str, check: Check) ->
     assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
-def test_dump_of_a_candidate_that_cannot(check: Check, candidate: Callable[..., str]) -> None:
-    place = candidate("**mask):", "cu_seqlens_k=None):\n    mask = {}")
-    result = check("dump", "edges-causal", "--candidate", place, "--framework", "numpy")
-    assert result.exit_code == 2 and "no parameter causal" in result.output
-    place = candidate("    out, lse =", "    raise ArithmeticError('too hard')\n    out, lse =")
-    result = check("dump", "edges", "--candidate", place, "--framework", "numpy")
-    assert result.exit_code == 1 and "attend raises ArithmeticError: too hard" in result.output
-
-
 # ---- explain ------------------------------------------------------------------------------------
 
 
@@ -323,52 +248,6 @@ def saved(tmp_path: Path) -> dict[str, Path]:
     np.savez(paths["results"], **answers)
     np.savez(paths["wrong"], **wrong)
     return paths
-
-
-def test_explain_one_file(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
-    result = check("explain", saved["right"])
-    assert result.exit_code == 0 and "Nothing is wrong." in result.output
-    call = stand_in.calls[0]
-    assert call["side"] == "A" and call["against"] is None and call["call"] is None
-    assert call["answers"].keys() == {"out", "dq", "dk"}
-    assert f"A ({saved['right']}) against the float64 reference" in joined(result)
-
-
-def test_explain_two_files(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
-    result = check("explain", saved["right"], saved["wrong"])
-    assert result.exit_code == 1 and "B: dq is off" in result.output
-    assert [call["side"] for call in stand_in.calls] == ["A", "B"]
-    assert stand_in.calls[0]["question"] is stand_in.calls[1]["question"]
-    said = joined(result)
-    assert f"A ({saved['right']}) against B ({saved['wrong']})" in said
-    assert f"A is {saved['right']}: out, dq, dk" in said and f"B is {saved['wrong']}" in said
-    result = check("explain", saved["wrong"], saved["right"])
-    assert result.exit_code == 1 and "A: dq is off" in result.output
-    assert check("explain", saved["results"], saved["right"]).exit_code == 0
-
-
-def test_explain_inputs_apart(check: Check, saved: dict[str, Path], stand_in: StandIn) -> None:
-    """A file of inputs is no side."""
-    result = check("explain", saved["inputs"], saved["wrong"])
-    assert result.exit_code == 1 and "B: dq is off" in result.output
-    assert stand_in.calls[0]["side"] == "B" and stand_in.calls[0]["against"] is None
-    assert f"A is {saved['inputs']}: inputs alone" in joined(result)
-
-
-def test_explain_judges_each_by_its_own_inputs(check: Check, tmp_path: Path) -> None:
-    """Both are right, and only one has a dlse: no fault, and a fact."""
-    question = replace(question_of(small(CASES["group3"])), out=None, lse=None)
-    assert question.dlse is not None
-    plain = replace(question, dlse=None, tq=None, tk=None, tv=None)
-    paths = [tmp_path / f"{name}.npz" for name in "ab"]
-    for path, asked in zip(paths, (question, plain), strict=True):
-        answers = {n: a for n, a in reference_answers(asked).items() if n in ("out", "dq", "dk")}
-        npz.dump(path, asked, answers)
-    for order in (paths, paths[::-1]):
-        result = check("explain", *order)
-        assert result.exit_code == 0, result.output
-        said = f"dlse: only in {paths[0]}; {paths[1]} is judged as a run that had none"
-        assert said in joined(result)
 
 
 def test_explain_of_different_problems(check: Check, tmp_path: Path) -> None:
@@ -401,54 +280,6 @@ def test_explain_of_options_that_differ(
     assert [call["question"].causal for call in stand_in.calls] == [question.causal, other.causal]
 
 
-def test_explain_says_what_it_cannot_judge(check: Check, saved: dict[str, Path]) -> None:
-    entries = dict(np.load(saved["right"]))
-    del entries["dout"]
-    np.savez(saved["right"], **entries)
-    result = check("explain", saved["right"])
-    assert result.exit_code == 1
-    said = "warning[vacuous]: not judged, since there is no dout: dq, dk"
-    assert joined(result).startswith(said), result.output
-
-
-@pytest.mark.sweep
-def test_explain_of_causal_results_that_do_not_say_so(
-    check: Check, saved: dict[str, Path], tmp_path: Path
-) -> None:
-    question, _ = npz.load(saved["right"])
-    assert question is not None
-    question = replace(question, causal=True, dlse=None, tq=None, tk=None, tv=None)
-    answers = reference_answers(question)
-    entries = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "cu_seqlens_q")}
-    np.savez(tmp_path / "a.npz", **entries, out=answers["out"], dq=answers["dq"])
-    result = check("explain", tmp_path / "a.npz")
-    assert result.exit_code == 1
-    said = "warning[vacuous]: right if causal = True was meant, which is not said"
-    assert joined(result).startswith(said)
-    np.savez(tmp_path / "a.npz", **entries, out=answers["out"], dq=4 * answers["dq"])
-    result = check("explain", tmp_path / "a.npz")
-    assert "causal is not said: False is assumed" in joined(result)
-
-
-@pytest.mark.sweep
-def test_explain_of_a_scale_that_one_file_does_not_say(check: Check, tmp_path: Path) -> None:
-    """Not a wrong factor: the default may have been meant."""
-    question = replace(question_of(small(CASES["group3"]), clean=True), out=None, lse=None)
-    for name, scale in (("a", 0.5), ("b", None)):
-        asked = replace(question, softmax_scale=scale)
-        answers = {n: a for n, a in reference_answers(asked).items() if n in ("out", "dq", "dk")}
-        npz.dump(tmp_path / f"{name}.npz", asked, answers)
-    pair = (tmp_path / "a.npz", tmp_path / "b.npz")
-    assert "softmax_scale is 0.5 and " in joined(check("explain", *pair)), "null is said"
-    entries = dict(np.load(pair[1]))
-    about = json.loads(str(entries["about"]))
-    del about["options"]["softmax_scale"]
-    np.savez(pair[1], **entries | {"about": np.array(json.dumps(about))})
-    said = joined(check("explain", *pair))
-    assert "B: right if softmax_scale = its default was meant, which is not said" in said
-    assert "score-scale" not in said and "A: no fault is found" in said
-
-
 def test_explain_reads_what_others_write(check: Check, tmp_path: Path) -> None:
     """A batch with heads first, other names, offsets and lse of other forms, nothing packed."""
     case = Case("own", (24, 24), (24, 24), num_heads_kv=2, group=2, dtype="float32", causal=True)
@@ -472,27 +303,6 @@ def test_explain_reads_what_others_write(check: Check, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "qkv is not read" in joined(result)
 
 
-def test_explain_says_what_it_did_not_read(
-    check: Check, saved: dict[str, Path], stand_in: StandIn
-) -> None:
-    results = dict(np.load(saved["results"]))
-    np.savez(saved["results"], **results, speed=np.ones(3))
-    result = check("explain", saved["right"], saved["results"])
-    assert result.exit_code == 0 and "B: speed is not read" in joined(result)
-
-
-def test_explain_writes_json_and_a_page(
-    check: Check, saved: dict[str, Path], stand_in: StandIn, tmp_path: Path
-) -> None:
-    page, found = tmp_path / "page.html", tmp_path / "found.json"
-    files_ = (saved["right"], saved["wrong"])
-    assert check("explain", *files_, "--html", page, "--json", found).exit_code == 1
-    told = json.loads(found.read_text())
-    assert told["ok"] is False and told["findings"][0]["side"] == "B"
-    assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
-    assert "dq is off" in page.read_text(encoding="utf-8").lower()
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -508,14 +318,6 @@ def test_explain_refuses(
 ) -> None:
     result = check("explain", *(saved[name] for name in names))
     assert result.exit_code == 2 and message in joined(result)
-
-
-def test_explain_refuses_what_does_not_fit(check: Check, saved: dict[str, Path]) -> None:
-    result = check("explain", saved["right"], "--names", "a,b")
-    assert result.exit_code == 2 and "are for --log" in joined(result)
-    saved["wrong"].write_text("no arrays")
-    result = check("explain", saved["right"], saved["wrong"])
-    assert result.exit_code == 2 and "is no .npz file" in joined(result)
 
 
 LOG = """
@@ -577,32 +379,6 @@ def test_harness(check: Check, tmp_path: Path) -> None:
     assert check("harness", f"{file}:nothing").exit_code == 2
 
 
-def test_harness_options(check: Check, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(COMPARISONS)
-    place, found = f"{tmp_path / 'mine.py'}:careful", tmp_path / "found.json"
-    options = ("--dtype", "bfloat16", "--dtype", "float64", "--size", "0.5", "--size", "2")
-    check("harness", place, *options, "--reference", "float64", "--json", found)
-    facts = json.loads(found.read_text())["facts"]
-    assert facts[0] == "x was bfloat16, float64; ref was float64; arrays of numpy"
-    assert any("at size 0.5" in fact and "at size 2" in fact for fact in facts)
-    assert check("harness", place, *options[:2], "--size", 1).exit_code == 0
-    result = check("harness", place, "--dtype", "float16", "--size", "1e9")
-    assert result.exit_code == 2 and "size 1e+09 is not for float16" in joined(result)
-    assert check("harness", place, "--reference", "golden").exit_code == 2
-    assert check("harness", place, "--dtype", "int8").exit_code == 2
-
-
-def test_harness_of_a_function_of_more(check: Check, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def close(x, ref, rtol=1e-2, atol=0): return True\ndef golden(x, ref, other): pass\n"
-    )
-    few = ("--dtype", "float32", "--size", 1, "--framework", "numpy")
-    result = check("harness", f"{tmp_path / 'mine.py'}:close", *few)
-    assert result.exit_code == 1 and "harness-accepts-anything" in joined(result)
-    result = check("harness", f"{tmp_path / 'mine.py'}:golden", *few)
-    assert result.exit_code == 2 and "missing a required argument: 'other'" in joined(result)
-
-
 # ---- what diff begins with ----------------------------------------------------------------------
 
 
@@ -621,29 +397,6 @@ def test_failures_of_one_kind_are_one(candidate: Callable[..., str], stand_in: S
     assert all(
         call["call"](call["question"]).keys() == call["answers"].keys() for call in stand_in.calls
     )
-
-
-def test_the_time_is_limited(candidate: Callable[..., str], stand_in: StandIn) -> None:
-    judged = load(candidate(*WRONG_SCALE), "numpy")
-    found = explain_failures(judged, [CASES["edges"], CASES["edges-causal"]], seconds=0.0)
-    assert len(stand_in.calls) == 1 and len(found.findings) == 1
-    assert "failing cases that were not looked at: edges-float16" in found.facts, "coarser numbers"
-
-
-def test_what_several_kinds_say_is_enough(candidate: Callable[..., str], stand_in: StandIn) -> None:
-    judged = load(candidate(*WRONG_SCALE), "numpy")
-    found = explain_failures(judged, [case for case in standard("small") if "dim" in case.name])
-    assert len(stand_in.calls) == failures.AGREEING and len(found.findings) == 1
-    assert any("not looked at" in fact for fact in found.facts)
-
-
-def test_two_candidates(candidate: Callable[..., str], stand_in: StandIn) -> None:
-    right, wrong = (load(candidate(*change), "numpy") for change in ((), ("", "")))
-    wrong = load(candidate(*WRONG_SCALE, file="other.py"), "numpy")
-    found = explain_failures(right, [CASES["scale"]], wrong, against="other.py:attend")
-    assert stand_in.calls[0]["against"][0] == "other.py:attend"
-    assert [f.side for f in found.findings] == ["other.py:attend"]
-    assert found.title == "attend against other.py:attend"
 
 
 def test_what_the_other_side_throws_is_its_own(
@@ -687,14 +440,6 @@ def test_what_it_raises(candidate: Callable[..., str], stand_in: StandIn) -> Non
     assert finding.title == "it raises ArithmeticError" and "too hard" in finding.evidence[0]
 
 
-def test_cases_that_cannot_be_asked_say_nothing(
-    candidate: Callable[..., str], stand_in: StandIn
-) -> None:
-    place = candidate("**mask):", "cu_seqlens_k=None):\n    mask = {}")
-    found = explain_failures(load(place, "numpy"), [CASES["edges-causal"]])
-    assert all(finding.bug == "unknown" for finding in found.findings) and not stand_in.calls
-
-
 # ---- with the real diagnosis --------------------------------------------------------------------
 
 
@@ -729,10 +474,3 @@ def test_a_failing_candidate_is_explained(
     found = explain_failure(judged, case)
     assert {finding.bug for finding in found.findings} == {bug}, found.findings
     assert {finding.side for finding in found.findings} == {"candidate"}
-
-
-def test_make_and_question_have_the_same_inputs() -> None:
-    case = Case("own", (3, 4), (5, 4), dtype="float32")
-    question, tensors = question_of(case), make(case)
-    assert question.q is tensors.q or np.array_equal(question.q, tensors.q, equal_nan=True)
-    assert question.mask_window == case.mask_window and question.lengths_k == (5, 4)

@@ -3,7 +3,6 @@
 Long by the many forms in which arrays come.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,14 +119,6 @@ def test_what_is_dumped_comes_back(dtype: Any, tmp_path: Path) -> None:
     assert not read(tmp_path / "case").notes
 
 
-def test_what_a_backward_pass_was_given_is_kept_apart(tmp_path: Path) -> None:
-    question, answers = problem()
-    given = {"out": answers["out"] + 1, "lse": answers["lse"] + 1}
-    wanted = Question(**({k: v for k, v in vars(question).items() if k != "lengths_q"} | given))
-    dump(tmp_path / "a.npz", wanted, answers)
-    assert_same(load(tmp_path / "a.npz"), (wanted, answers))
-
-
 def test_sparse_problems_come_back(tmp_path: Path) -> None:
     question, answers = problem()
     rng = np.random.default_rng(1)
@@ -215,66 +206,6 @@ def test_padding_is_taken_out(heads_first: bool, how: str, save: Callable[..., P
     assert_same(load(save(**entries, layout="bhtd" if heads_first else "bthd")), wanted)
 
 
-def test_a_batch_of_one_may_hold_packed_rows(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    entries = {
-        name: array if "cu_seqlens" in name else array[None]
-        for name, array in plain(wanted).items()
-    }
-    assert_same(load(save(**entries)), wanted)
-
-
-def test_packed_heads_first_and_rows_by_token(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    entries = {
-        name: array.swapaxes(0, 1) if array.ndim == 3 else array
-        for name, array in plain(wanted).items()
-    }
-    entries |= {"lse": wanted[1]["lse"].T[..., None], "dlse": wanted[0].dlse.T}
-    assert_same(load(save(**entries)), wanted)
-
-
-def test_lse_padded_behind_packed_rows(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    lse = padded(wanted[1]["lse"].T, LENGTHS_Q, True)
-    assert_same(load(save(**plain(wanted, lse=lse))), wanted)
-
-
-def test_heads_side_by_side(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    out = wanted[1]["out"].reshape(len(wanted[0].q), -1)
-    assert_same(load(save(**plain(wanted, out=out))), wanted)
-
-
-def test_one_sequence_without_offsets(save: Callable[..., Path]) -> None:
-    wanted = problem((17,), (19,))
-    entries = {n: a for n, a in plain(wanted).items() if "cu_seqlens" not in n}
-    assert_same(load(save(**entries)), wanted)
-
-
-def test_one_head_without_its_axis(save: Callable[..., Path]) -> None:
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((5, 4)), rng.standard_normal((6, 4))
-    question, answers = load(save(q=q, k=k, v=k, out=q, lse=q[:, 0]))
-    assert question is not None and question.q.shape == (5, 1, 4) and question.lengths_k == (6,)
-    assert answers["out"].shape == (5, 1, 4) and answers["lse"].shape == (1, 5)
-
-
-def test_offsets_of_any_number_type(save: Callable[..., Path]) -> None:
-    wanted = problem(LENGTHS_Q, LENGTHS_Q)
-    entries = {n: a for n, a in plain(wanted).items() if "cu_seqlens" not in n}
-    for dtype in (np.int64, np.uint32, np.float64):
-        offsets = wanted[0].cu_seqlens_q.astype(dtype)
-        assert_same(load(save(**entries, cu_seqlens=offsets[:, None])), wanted)
-
-
-def test_rows_past_the_end_stay(save: Callable[..., Path]) -> None:
-    question, _ = problem((5,), (5,))
-    path = save(q=question.q, k=question.k, v=question.v, cu_seqlens=np.array([0, 4]))
-    found, _ = load(path)
-    assert found is not None and len(found.q) == 5 and found.lengths_q == (4,)
-
-
 # ---- dtypes -------------------------------------------------------------------------------------
 
 
@@ -288,15 +219,6 @@ def test_widened_numbers_are_known_again(
     path = save(**entries, **({"dtype": f"torch.{dtype}"} if said else {}))
     assert_same(load(path), wanted)
     assert any("read as such" in note for note in read(path).notes) == (not said)
-
-
-def test_numbers_of_16_bits_by_chance_stay(save: Callable[..., Path]) -> None:
-    """Inputs of few digits say nothing where the results have all of theirs."""
-    question, answers = problem((5,), (5,))
-    few = {n: np.round(getattr(question, n)) for n in ("q", "k", "v")}
-    found, results = load(save(**few, **answers))
-    assert found is not None and found.dtype == np.float32
-    assert results["out"].dtype == np.float32
 
 
 @pytest.mark.parametrize("how", ["uint16", "int16", "void", "suffix"])
@@ -314,14 +236,6 @@ def test_bits_of_bfloat16(how: str, save: Callable[..., Path]) -> None:
     assert any("bits of bfloat16" in note for note in read(path).notes) == how.endswith("int16")
 
 
-def test_bits_of_float16(save: Callable[..., Path]) -> None:
-    wanted = problem(dtype=np.float16)
-    entries = {
-        n: a.view(np.uint16) if a.dtype == np.float16 else a for n, a in plain(wanted).items()
-    }
-    assert_same(load(save(**entries, dtype="float16")), wanted)
-
-
 @pytest.mark.parametrize("dtype", [np.uint32, np.int64])
 def test_bits_in_wider_integers_are_refused(dtype: Any, save: Callable[..., Path]) -> None:
     question, _ = problem(dtype=BFLOAT16)
@@ -330,56 +244,7 @@ def test_bits_in_wider_integers_are_refused(dtype: Any, save: Callable[..., Path
         load(save(q=q, k=k, v=v))
 
 
-def test_integers_and_other_byte_orders(save: Callable[..., Path]) -> None:
-    q = np.arange(24).reshape(4, 1, 6)
-    question, _ = load(save(q=q, k=q.astype(">f4"), v=q.astype(np.longdouble), out=q))
-    assert question is not None
-    assert question.q.dtype == np.float64 == question.v.dtype
-    assert question.k.dtype == np.float32 and question.k.dtype.isnative
-    with pytest.raises(ValueError, match=r"q has dtype complex128; it must be a real floating one"):
-        load(save(q=q * 1j, k=q, v=q))
-
-
 # ---- what cannot be read ------------------------------------------------------------------------
-
-
-def test_answers_alone(save: Callable[..., Path]) -> None:
-    _, answers = problem()
-    found, results = load(save(**answers))
-    assert found is None and results.keys() == answers.keys()
-
-
-def test_unknown_names_are_noted(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    more = {"attn_mask": np.ones((3, 3)), "dqq": wanted[1]["dq"], "max_seqlen": np.array(9)}
-    path = save(**plain(wanted, **more), softmax_scale=None, dropout_p=0.0)
-    assert_same(load(path), wanted)
-    notes = "\n".join(read(path).notes)
-    assert "attn_mask is not read" in notes and "say lengths, causal or window" in notes
-    assert "is it dq?" in notes and "softmax_scale is a Python object" in notes
-    assert "causal is not said: False is assumed" in notes and "max_seqlen" not in notes
-
-
-def test_what_is_guessed_is_noted(save: Callable[..., Path]) -> None:
-    """What strangers leave out: the 0 in front, the end, lengths, heads."""
-    q = np.random.default_rng(0).standard_normal((2, 16, 3, 4))
-    rows = q.reshape(32, 3, 4)
-
-    def notes(**entries: Any) -> str:
-        return "\n".join(read(save(**entries)).notes)
-
-    said = notes(q=rows, k=rows, v=rows, cu_seqlens=np.array([5, 20]))
-    assert "cu_seqlens_q begins at 5: is a 0 in front missing?" in said
-    assert "cu_seqlens_k ends at 20: k has 32 rows" in said
-    padded_k = q.copy()
-    padded_k[0, 11:] = 0
-    assert "if padded, save lengths=[11, 16]" in notes(q=q, k=padded_k, v=q, layout="bshd")
-    entries = {"q": q, "k": padded_k, "v": q, "layout": "bshd", "lengths": np.array([11, 16])}
-    assert "padded" not in notes(**entries)
-    assert "q of shape (32, 3) is read as one head" in notes(
-        q=rows[:, 0, :3], k=q[0, :, 0, :3], v=q[0, :, 0]
-    )
-    assert "qkv is not read: the name means nothing here; save q, k and v apart" in notes(qkv=q)
 
 
 @pytest.mark.parametrize(
@@ -418,23 +283,6 @@ def test_what_cannot_be_read(
     assert str(caught.value).startswith(str(path)), "which file"
 
 
-def test_what_is_no_npz(tmp_path: Path, save: Callable[..., Path]) -> None:
-    import zipfile
-
-    with pytest.raises(ValueError, match=r"missing\.npz: no such file"):
-        load(tmp_path / "missing.npz")
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"no \.npz file; write one with numpy\.savez"):
-        load(tmp_path / "a.npy")
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
-        file.writestr("archive/data.pkl", b"")
-    with pytest.raises(ValueError, match=r"Of a torch file: numpy\.savez"):
-        load(tmp_path / "a.pt")
-    ragged = np.array([np.zeros(2), np.zeros(3)], dtype=object)
-    with pytest.raises(ValueError, match="q cannot be read"):
-        load(save(q=ragged))
-
-
 # ---- two files ----------------------------------------------------------------------------------
 
 
@@ -457,26 +305,6 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
         assert of_a is not None and of_a.dlse is None and same(of_a.dout, question.dout)
         assert "dout is not said: that of" in "\n".join(a.notes)
         assert pair.notes == (f"dlse: only in {two}; {one} is judged as a run that had none",)
-
-
-def test_two_files_with_equal_inputs(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    wide = {n: a.astype(np.float64) if a.ndim > 1 else a for n, a in plain(wanted).items()}
-    one = save("a.npz", **plain(wanted), causal=True)
-    pair = load_two(one, save("b.npz", **wide))
-    first, second = pair.questions
-    assert first is not None and second is not None
-    assert (first.dtype, second.dtype) == (np.float32, np.float64), "each by its own"
-    assert second.causal and not pair.apart and not pair.notes
-    assert pair.sides[1].notes == (f"causal is not said: that of {one} is assumed",)
-    alike = load_two(one, save("c.npz", **plain(wanted)))
-    assert alike.questions[0] is alike.questions[1], "computed once"
-    unsaid = load_two(save("d.npz", **wanted[1]), save("e.npz", **plain(wanted))).sides
-    assert [saved.unsaid for saved in unsaid] == [{"causal": True}] * 2
-    neither = save("d.npz", **wanted[1])
-    assert load_two(neither, neither).questions == (None, None)
-    for question in load_two(neither, one).questions:
-        assert question is not None and same(question.dlse, wanted[0].dlse) and question.causal
 
 
 @pytest.mark.parametrize(
@@ -535,65 +363,3 @@ def test_a_missing_dlse_is_none(save: Callable[..., Path]) -> None:
         assert not pair.apart and len(pair.notes) == 1 and "dlse: only in" in pair.notes[0]
     zero = plain(wanted, dlse=0 * wanted[0].dlse)
     assert not load_two(save("c.npz", **zero), two).notes, "0 is none"
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
-def test_rounded_inputs_are_the_same(dtype: np.dtype, save: Callable[..., Path]) -> None:
-    wanted = problem()
-    wanted[0].q[0, 0, 0] = 1e6  # inf in float16
-    with np.errstate(over="ignore"):
-        small = {n: a.astype(dtype) for n, a in plain(wanted).items() if a.ndim == 3}
-    del small["dout"], small["tk"]
-    bits = {f"{n}_bf16" if dtype == BFLOAT16 else n: a for n, a in small.items()}
-    bits = {n: a.view(np.uint16) if dtype == BFLOAT16 else a for n, a in bits.items()}
-    rest = {n: a for n, a in plain(wanted).items() if a.ndim < 3}
-    with np.errstate(over="ignore"):
-        pair = load_two(save("a.npz", **plain(wanted)), save("b.npz", **rest, **bits))
-    second = pair.questions[1]
-    assert not pair.apart and second is not None and second.dtype == dtype
-    assert second.dout is not None and second.dout.dtype == dtype, "rounded with the others"
-    assert f"q, k, v, dout, tk: the same but for rounding (float32 and {dtype})" in pair.notes
-    other = load_two(save("a.npz", **plain(wanted, q=wanted[0].q * 1.5)), save("b.npz", **bits))
-    assert other.apart[0].startswith("q ")
-
-
-def test_rows_of_no_sequence_are_no_difference(save: Callable[..., Path]) -> None:
-    question, _ = problem((5,), (5,))
-    entries = {"q": question.q, "k": question.k, "v": question.v, "cu_seqlens": np.array([0, 4])}
-    one = save("a.npz", **entries)
-    entries["q"] = question.q.copy()
-    entries["q"][4] = np.nan
-    assert not load_two(one, save("b.npz", **entries)).apart
-    entries["q"][3] = np.nan
-    apart = load_two(one, save("b.npz", **entries)).apart
-    assert apart == ("q is NaN or inf at other places, in 24 of 96 numbers",)
-
-
-def test_many_offsets_are_not_shown(save: Callable[..., Path]) -> None:
-    question, _ = problem((40,), (40,))
-    entries = {"q": question.q, "k": question.k, "v": question.v}
-    ends = [np.arange(0, 41, step) for step in (4, 2)]
-    other = ends[0].copy()
-    other[3] += 1
-    one, two, three = (
-        save(f"{n}.npz", **entries, cu_seqlens=offsets) for n, offsets in enumerate((*ends, other))
-    )
-    assert load_two(one, two).apart[0] == "cu_seqlens_q is of 10 sequences and of 20"
-    assert load_two(one, three).apart[0] == "cu_seqlens_q differs from entry 3 on (12 and 13)"
-
-
-def test_offsets_alone_must_agree_too(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    one = save("a.npz", **plain(wanted))
-    two = save("b.npz", **wanted[1], cu_seqlens_q=np.array([0, 4, 14, 17]))
-    with pytest.raises(ValueError, match=r"not about the same problem: cu_seqlens_q is \[0, 4"):
-        load_two(one, two)
-
-
-def test_the_file_says_what_it_is(tmp_path: Path) -> None:
-    dump(tmp_path / "a.npz", *problem(dtype=BFLOAT16))
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as file:
-        about = json.loads(str(file["about"]))
-        assert file["q"].dtype == np.uint16
-    assert about["layout"] == "thd" and "q" in about["bfloat16"] and "lse" not in about["bfloat16"]
-    assert about["options"]["causal"] is False and about["options"]["window"] == [-1, -1]

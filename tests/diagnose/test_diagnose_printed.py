@@ -50,21 +50,6 @@ tensor([[[[ 0.0000,  0.0000,  0.0000,  0.0000],
           [ 0.1107,  0.0589,  0.0287, -0.1982]]]], device='cuda:0')
 dS_cuda.shape: torch.Size([1, 1, 4, 4])
 """
-MASKS_LATER = """
-dS_manual(causal=False) :
-tensor([[[[ 0.0722, -0.2254,  0.0252,  0.1281],
-          [-0.0661, -0.0298,  0.3251, -0.2292],
-          [ 0.2057,  0.4506, -0.3068, -0.3496],
-          [-0.1170,  0.1011, -0.3622,  0.3781]]]], device='cuda:0',
-grad_fn=<MulBackward0>
-
-dS_manual (causal=True):
-tensor([[[[ 0.0000, -0.2867,  0.0100, -0.3387],
-          [-0.0140,  0.0140,  0.5775, -0.1110],
-          [ 0.0719,  0.3331, -0.4050, -0.5126],
-          [-0.1170,  0.1011, -0.3622,  0.3781]]]], device='cuda:0',
-grad_fn=<MulBackward0>
-"""
 
 # gradients of eight packed sequences against a padded batch; the first sequence of each
 PADDING = """\
@@ -118,9 +103,11 @@ def test_masks() -> None:
     assert (finding.side, finding.bug) == ("manual", "mask-missing-in-backward")
     assert finding.confidence == "proved"
     assert "-1.0426, -1.9765, -0.5487, 0.0000" in said
-    assert "0.427, 0.806, 1.000" in said and "dS_cuda is right" in said
+    assert "0.427, 0.806, 1.000" in said and "the last row sees every key" in said
+    assert "the zero first row of dS_cuda is right" in said
+    assert "the first row of dQ_cuda is 0" in said and "the zero is right" in said
     verdicts = {(c.side, c.name): c.verdict for c in diagnosis.checks}
-    for name in ("I2", "mask"):
+    for name in ("I2", "I3", "mask"):
         assert (verdicts["manual", name], verdicts["cuda", name]) == ("FAIL", "pass")
     rows = {level.key: level for level in diagnosis.levels if level.tensor.startswith("dQ")}
     assert rows["3"].error == 0 and rows["1"].error > 0.9
@@ -131,73 +118,28 @@ def test_masks() -> None:
     assert seen["masked entries"].error == 1.7371 and math.isnan(seen["masked entries"].slope)
 
 
-def test_masks_later() -> None:
-    """Two more prints of the same side: the one without a mask is sound, the other is not."""
-    finding = only(explain_log(MASKS + MASKS_LATER))
-    assert (finding.side, finding.confidence) == ("manual", "proved")
-    assert "dS_manual (causal=True)" in finding.where and "causal=False" not in finding.where
-    alone = explain_log(MASKS_LATER)
-    assert only(alone).bug == "mask-missing-in-backward"
-    assert [c.verdict for c in alone.checks if c.name == "I2"] == ["pass", "FAIL"]
-
-
 def test_padding() -> None:
     diagnosis = explain_log(PADDING, lengths=LENGTHS)
     finding = only(diagnosis)
     said = " ".join(finding.evidence)
-    assert (finding.side, finding.bug, finding.confidence) == ("sdpa", "padded-keys", "medium")
-    assert "3.976 on the 36 entries" in said and "448 tokens would have m = 1.06" in said
-    assert "448 tokens" in finding.where
+    assert (finding.side, finding.bug, finding.confidence) == ("sdpa", "padded-keys", "high")
+    assert "3.976 +- 0.004 on the 36 entries" in said and "r(448) = 3.973" in said
+    assert "4, such as a count of heads or sequences, lies 5.5 standard errors away" in said
+    curve = "448: 3.97, 1280: 1.43, 1856: 1.00, 960: 1.88, 704: 2.55, 512: 3.48, 1344: 1.36"
+    assert curve in said and "448 tokens (index 0)" in finding.where
     assert diagnosis.levels[0].slope == pytest.approx(3.976, abs=5e-4)
     assert any("varlen_q.grad" in fact for fact in diagnosis.facts)
-
-
-def test_padding_without_lengths() -> None:
-    finding = only(explain_log(PADDING))
-    assert finding.bug == "unknown" and "padded-keys" in finding.alternatives
-    assert "constant factor of 3.976" in finding.title
-    assert "how long the sequences are" in finding.look_at
-
-
-def test_padding_with_wrong_lengths() -> None:
-    """Lengths that cannot give the ratio name nothing; where several can it is a hint."""
-    assert only(explain_log(PADDING, lengths=(1000, 1856, 1500))).bug == "unknown"
-    other = only(explain_log(PADDING, lengths=(400, 448, 1856)))
-    assert (other.bug, other.confidence) == ("padded-keys", "low")
 
 
 def test_errors() -> None:
     finding = only(explain_log(ERRORS))
     said = " ".join(finding.evidence)
-    assert (finding.bug, finding.side, finding.confidence) == ("vacuous", "both", "medium")
-    assert "exactly 0 between two implementations" in said
+    assert (finding.bug, finding.side, finding.confidence) == ("vacuous", "both", "high")
+    assert "5.96e-07 = 10 * 2**-24" in said and "full and math" in said
     assert "zeros would pass" in finding.title
 
 
 # ---- reading ----
-
-
-def test_reads_a_print_in_full() -> None:
-    printed = read_log(MASKS).tensors
-    assert [p.name for p in printed] == ["dQ_manual", "dQ_cuda", "dS_manual", "dS_cuda"]
-    manual = printed[2]
-    assert manual.sizes == (1, 1, 4, 4) and manual.full and manual.dtype == "float32"
-    assert manual.values[0, 0, 1, 2] == -1.7371
-    assert manual.units[0, 0, 0, 0] == pytest.approx(1e-12)
-    assert manual.units[0, 0, 1, 2] == pytest.approx(1e-4)
-    assert [p.kind for p in printed] == ["dQ", "dQ", "dS", "dS"]
-    later = read_log(MASKS_LATER).tensors
-    assert [dict(p.settings) for p in later] == [{"causal": "False"}, {"causal": "True"}]
-
-
-def test_reads_elided_axes() -> None:
-    printed = read_log(PADDING).tensors[1]
-    assert printed.values.shape == (6, 6) and printed.sizes == (None, None)
-    assert [p.tolist() for p in printed.places] == [[0, 1, 2, -3, -2, -1]] * 2
-    assert printed.dtype == "bfloat16" and printed.decimals == 4
-    assert printed.values[3, 5] == -0.6094
-    text = f"out = {torch_like(np.ones((9, 200)) / 3)}\nout.shape: torch.Size([9, 200])"
-    assert read_log(text).tensors[0].sizes == (9, 200)
 
 
 def torch_like(values: Array, dtype: str = "", digits: int = 4) -> str:
@@ -263,27 +205,6 @@ def test_small_prints(text: str, values: object) -> None:
     np.testing.assert_allclose(printed.values, values)
 
 
-def test_numbers() -> None:
-    found = read_log(ERRORS).figures
-    assert [(n.label, n.part, n.value) for n in found] == [
-        ("forward max abs err", "", 0.0),
-        ("mean abs err", "", 0.0),
-        ("grad max abs err", "q", 5.960464477539062e-07),
-        ("grad max abs err", "k", 5.960464477539062e-07),
-        ("grad max abs err", "v", 0.0),
-        ("gradgrad max abs err", "q", 0.0),
-        ("gradgrad max abs err", "k", 0.0),
-        ("gradgrad max abs err", "v", 0.0),
-    ]
-    assert found[0].context == "gradgrad compare full vs math" and found[0].unit == 0
-    (figure,) = read_log("max diff 0.0000").figures
-    assert (figure.label, figure.unit) == ("max diff", 1e-4)
-    prose = "took: 3.2 ms, at 12:30:01, run 5 of 7, assert error <= 2, step [3]"
-    assert not read_log(prose).figures
-    after = read_log(MASKS + "max err: 0.25").figures
-    assert [(n.label, n.line) for n in after] == [("max err", MASKS.count("\n") + 1)]
-
-
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -301,16 +222,6 @@ def test_numbers() -> None:
 def test_malformed(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         explain_log(text)
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match=r"no printed tensor has 'fast'.*dQ_cuda"):
-        explain_log(MASKS, names=("manual", "fast"))
-    with pytest.raises(ValueError, match="two different words"):
-        explain_log(MASKS, names=("manual", "manual"))
-    for lengths in ((), (0,), (5, -1)):
-        with pytest.raises(ValueError, match="counts of tokens"):
-            explain_log(MASKS, lengths=lengths)
 
 
 # ---- bugs and right results, printed here ----
@@ -397,41 +308,6 @@ def test_unmasked_p(form: str, masked_lse: bool, rows: int) -> None:
             assert finding.confidence == "proved"
 
 
-def test_unmasked_p_elided() -> None:
-    a = Attention(3, 40, 40)
-    wrong = a.softmax(a.S) * (a.dP - a.delta)
-    finding = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": wrong})))
-    assert (finding.bug, finding.side) == ("mask-missing-in-backward", "kernel")
-    assert finding.confidence == "high"
-
-
-def test_slopes_are_those_of_visible_entries() -> None:
-    """Only where a mask is evident, and of a quantity that it makes 0."""
-    a = Attention(3, 40, 40)
-    free = a.softmax(a.S) * (a.dP - a.delta)
-    levels = explain_log(log_of("digits", {"dS": free}, {"dS": a.dS})).levels
-    share = (a.softmax(a.S) * a.seen).sum(1)[[1, 2, 37, 38, 39]]  # of row 0 the print has zeros
-    slopes = [level.slope for level in levels if level.level == "row" and level.key != "0"]
-    assert slopes == pytest.approx(share, rel=1e-4)
-    assert [level.key for level in levels[:2]] == ["visible entries", "masked entries"]
-    for name, one, other, causal in (
-        ("dS", a.dS, 2 * a.dS, False),
-        ("dS", free, 2 * free, True),
-        ("dQ", a.dS, 2 * a.dS, True),
-    ):
-        levels = explain_log(log_of("digits", {name: one}, {name: other}, causal)).levels
-        assert levels[0].key == "printed entries" and levels[1].level == "row"
-    levels = explain_log(log_of("digits", {"dS": a.dS}, {"dS": 2 * a.dS})).levels
-    assert levels[0].key == "visible entries" and levels[1].level == "row", "both are masked"
-
-
-def test_no_mask_at_all() -> None:
-    """P and D of one unmasked softmax: dS is sound in itself, so the sides disagree on the mask."""
-    a, free = Attention(1), Attention(1, causal=False)
-    finding = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": free.dS})))
-    assert (finding.bug, finding.side, finding.confidence) == ("causal-dropped", "kernel", "medium")
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_wrong_delta(seed: int) -> None:
     a = Attention(seed)
@@ -441,37 +317,6 @@ def test_wrong_delta(seed: int) -> None:
     assert only(explain_log(f"dS_kernel: {torch_like(a.P * a.dP)}")).bug == "unknown"
     other = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": a.dP - a.delta})))
     assert other.bug in ("unknown", "mask-missing-in-backward") and other.confidence == "medium"
-
-
-def padded(lengths: tuple[int, ...], seed: int, scale: float = 1 / 3) -> list[tuple[Array, Array]]:
-    """dv of each sequence, by packed and by padded attention; scores of variance ``scale**2``."""
-    draw = np.random.default_rng(seed).standard_normal
-    pairs = []
-    for n in lengths:
-        q, k = draw((n, 16)) * scale**0.5, draw((n, 16)) * scale**0.5
-        weights = np.exp(q @ k.T / 4)
-        dout = np.ones((n, 1)) + 0.3 * draw((1, 16))
-        right = (weights / weights.sum(1, keepdims=True)).T @ dout
-        sums = weights.sum(1, keepdims=True) + max(lengths) - n
-        pairs.append((right, (weights / sums).T @ dout))
-    return pairs
-
-
-@pytest.mark.parametrize("form", ["torch", "bfloat16", "digits"])
-@pytest.mark.parametrize("seed", range(4))
-def test_padded_keys(form: str, seed: int) -> None:
-    lengths = (300, 120, 210)
-    for n, (right, wrong) in zip(lengths, padded(lengths, seed), strict=True):
-        text = f"varlen_dv: {FORMS[form](right)}\nsdpa_dv: {FORMS[form](wrong)}\n"
-        text += f"varlen_dv.shape: torch.Size([{n}, 16])\n"
-        diagnosis = explain_log(text, lengths=lengths)
-        if n == 300:
-            assert diagnosis.sound
-        else:
-            finding = only(diagnosis)
-            assert (finding.bug, finding.side) == ("padded-keys", "sdpa")
-            assert finding.confidence in ("medium", "high")
-            assert f"{n} tokens" in finding.where
 
 
 def test_a_plain_factor_is_no_padding() -> None:
@@ -490,110 +335,3 @@ def test_known_factors() -> None:
     dQ = a.gradients(a.dS, a.P)["dQ"]
     finding = only(explain_log(log_of("torch", {"dQ": dQ}, {"dQ": dQ * 2})))
     assert (finding.bug, finding.side, finding.confidence) == ("output-scale", "kernel", "medium")
-
-
-def test_other_relations() -> None:
-    a = Attention(4, 8, 8)
-    scores = log_of("torch", {"S": a.S}, {"S": a.S.T})
-    assert only(explain_log(scores)).bug == "transposed"
-    broken = a.out.copy()
-    broken[5] = np.nan
-    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": broken})))
-    assert finding.side == "kernel" and "row 5" in finding.where
-    assert "dead-rows" in finding.alternatives
-    factors = np.linspace(1.2, 2.0, 8)[:, None]
-    finding = only(explain_log(log_of("digits", {"out": a.out}, {"out": a.out / factors})))
-    assert finding.side == "kernel" and "padded-keys" in finding.alternatives
-    noise = np.random.default_rng(8).standard_normal(a.out.shape)
-    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": noise})))
-    assert (finding.bug, finding.confidence) == ("unknown", "low")
-    half = np.where(np.arange(8)[:, None] < 4, a.out, noise)
-    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": half})))
-    assert any(
-        "equal in rows 0, 1, 2, 3, different in rows 4, 5, 6, 7" in line
-        for line in finding.evidence
-    )
-    finding = only(explain_log(log_of("torch", {"out": a.out}, {"out": 0 * a.out})))
-    assert any("0 in all printed entries" in line for line in finding.evidence)
-    leaky = only(explain_log(f"P_kernel: {torch_like(a.P * 0.8)}"))
-    assert leaky.side == "kernel" and "padded-keys" in leaky.alternatives
-
-
-def test_both_zero() -> None:
-    zero = {"dQ": np.zeros((4, 4))}
-    assert only(explain_log(log_of("torch", zero, zero))).bug == "vacuous"
-    right = {**zero, "dV": np.ones((4, 4)) / 3}
-    assert explain_log(log_of("torch", right, right)).sound
-
-
-@pytest.mark.parametrize(
-    "text, bug",
-    [
-        ("max abs err: 0.0", "vacuous"),
-        ("run-to-run diff: 0.0", ""),
-        ("max abs err: 0.0\nmax abs reference: 1.25", ""),
-        ("dtype=fp16\nforward max err: 0.0, dq max err: 1.2e-3", ""),
-        ("max err: 0.0000", ""),
-        ("errors: 0, warnings: 0", ""),
-        ("max abs err: 3.1e-3", ""),
-        ("max abs err: 3.1", "unknown"),
-        ("max abs err: nan", "unknown"),
-        ("dq_kernel: tensor([[0.1000, 0.2000]])", "unknown"),
-    ],
-)
-def test_errors_alone(text: str, bug: str) -> None:
-    diagnosis = explain_log(text)
-    assert [finding.bug for finding in diagnosis.findings] == ([bug] if bug else [])
-
-
-@pytest.mark.parametrize(
-    "first, second, pairs",
-    [
-        ("dq_ref", "dq_kernel", "1 pair"),
-        ("dq", "dq_ref", "1 pair"),
-        ("foo_dq", "barbar_dq", "1 pair"),
-        ("q_grad", "k_grad", "no pairs"),
-        ("dq_ref", "dk_kernel", "no pairs"),
-        ("dq_ref", "dv_ref", "no pairs"),
-        ("torch dq", "triton dq", "1 pair"),
-        ("first", "second", "1 pair"),
-    ],
-)
-def test_pairs_by_name(first: str, second: str, pairs: str) -> None:
-    a = torch_like(np.random.default_rng(9).standard_normal((3, 4)))
-    diagnosis = explain_log(f"{first}: {a}\n{second}: {a}\nmax abs err: 1e-5")
-    assert diagnosis.facts[0] == f"2 printed tensors and 1 number; {pairs} compared"
-
-
-def test_given_names() -> None:
-    a, b = torch_like(np.ones((3, 4)) / 3), torch_like(np.ones((3, 4)) / 2)
-    diagnosis = explain_log(f"alpha dq: {a}\nbeta dq: {b}", names=("beta", "alpha"))
-    assert diagnosis.levels[0].tensor == "beta dq / alpha dq"
-    assert diagnosis.levels[0].slope == pytest.approx(1.5, rel=1e-3)
-
-
-def test_prints_of_unlike_shape() -> None:
-    """What both print is compared: full against elided; other shapes are not."""
-    values = np.random.default_rng(10).standard_normal((40, 40))
-    full = np.array2string(values, separator=", ", threshold=10**6, precision=4)
-    diagnosis = explain_log(f"dq_ref: tensor({full})\ndq_kernel: {torch_like(values)}")
-    assert diagnosis.sound and "36 entries" in diagnosis.facts[1]
-    other = explain_log(f"dq_ref: {torch_like(values)}\ndq_kernel: {torch_like(values[:3])}")
-    assert other.facts[0] == "2 printed tensors; no pairs compared"
-
-
-def test_torch_prints() -> None:
-    torch = pytest.importorskip("torch")
-    generator = torch.Generator().manual_seed(1)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for shape in ((7,), (4, 4), (2, 3, 4), (200, 16, 8), (1, 1, 4, 4)):
-            for scale in (1.0, 1e-6, 8e3):
-                values = (torch.randn(shape, generator=generator) * scale).to(dtype)
-                twin = values.clone().requires_grad_()
-                text = f"dv_ref: {values}\ndv_kernel: {twin}\n{values.shape}"
-                for printed in read_log(text).tensors:
-                    wanted = values.double().numpy()[np.ix_(*printed.places)]
-                    slack = 0.51 * printed.units + 1e-6 * np.abs(wanted)
-                    assert (np.abs(printed.values - wanted) <= slack).all()
-                    assert printed.dtype == str(dtype).removeprefix("torch.")
-                assert explain_log(text).sound

@@ -1,589 +1,602 @@
-"""Block-sparse attention and its derivatives by loops over blocks, and the same with bugs in them.
+"""Bugs of block-sparse attention: of its mask, its lists of blocks, and its gates.
 
-Long by the list of bugs. Separate from rawattn.reference, and from what rawattn-check matches
-answers with. As in a kernel
-that gathers, the tile of queries is the heads of one token that read the same selection, and the
-tile of keys a block that the token visits; ``_visits`` has the rules of which those are. A bug is
-an exception to a rule, or a term of a formula left out (``Rules``). Formulas of second order are
-those of ``planted_second``, where a block has a gate G that moves along C, and Y = s Q K^T:
+A token's list is made of what block_indices names (``plain.entries``), each entry is a visit of
+some keys, and dk and dv may go block by block, over the lists turned round (``inverted``).
 
-    S = G Y    tY = s (A K^T + Q B^T)    E = G tY + C Y
-    dY = G dS  dY' = G dS' + C dS        gG = dS' Y + dS tY
+Long by the table.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Answers, Question
-from tests.diagnose.planted.second import (
-    JVP,
-    SECOND,
+from rawattn.check.diagnose.engine.question import Question
+from tests.diagnose.hooks import STAGES_OF, Hooks, bounds, by, kernel, of_each
+from tests.diagnose.plain import (
     Array,
+    Head,
     Planted,
-    Terms,
-    draw_direction,
-    draw_packed,
-    loaded,
-    normal,
-    showing,
+    Run,
+    Visit,
+    Visits,
+    answers,
+    entries,
+    spans,
 )
-from tests.diagnose.planted.second import jvp as dense_jvp
+from tests.diagnose.problems import Needs, problems
 
-FORWARD, BACKWARD = ("forward",), ("backward",)
-BOTH, EVERY = FORWARD + BACKWARD, FORWARD + BACKWARD + SECOND + JVP
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is other than right in the rules and in the formulas.
-
-    not_causal: which selected blocks are seen past the query's position: "all", or "own" for the
-    one that the position lies in. twice: what of a block that is there already counts again:
-    "slots", "own" or "all". padding: the block that index -1 stands for: "first" or "last".
-    own: "missing", or "whole" where it is not selected, or "always whole". selection: whose one a
-    query head reads: "first" head, "next" one, "modulo", or "leader" of its group. dropped: a slot,
-    "last" or "last counted".
-    """
-
-    not_causal: str = ""
-    twice: str = ""
-    padding: str = ""
-    own: str = ""
-    selection: str = ""
-    dropped: str = ""
-    counts: bool = True
-    zero_keys: bool = False
-    gate_in_scores: bool = True
-    gate_in_gradient: bool = True  # the factor of dS in dq and dk, of its tangent in gq and gk
-    gate_in_tangent: bool = True  # of the scores
-    gate_moves: bool = True  # along ddblock_scale
-    gate_gradient: bool = True
-    only_head: int | None = None  # of those that share a gate
-    sliding: int = 0  # keys more to the left
+__all__ = ["PLANTED", "answers", "problems"]
+Entries = list[tuple[int, int]]  # block and slot, -1 for the own block
+Lists = dict[int, list[tuple[int, int, Visit]]]  # sequence, token and visit, by block of the pack
 
 
-class Visit(NamedTuple):
-    """A block that a token sees up to key ``last``, and the slot that named it, -1 for none."""
-
-    block: int
-    slot: int
-    last: int
+# ---- lists of a token -------------------------------------------------------------------------
 
 
-def _planted(
-    bug: str,
-    stages: tuple[str, ...],
-    needs: dict[str, Any],
-    *variants: tuple[str, dict[str, Any]],
-    also: tuple[str, ...] = (),
-) -> list[Planted]:
-    """``variants``: what it is in words, and the rules."""
-    places = {BOTH: "", EVERY: ", in every stage"}
-    where = places.get(stages, f", {' '.join(stages)} alone")
-    return [
-        Planted(bug, variant + where, stages, Rules(**rules), needs, also)
-        for variant, rules in variants
-    ]
+def listed(**how: bool) -> Hooks:
+    return {"entries": lambda t, x: entries(t, **how)}
 
 
-def _beyond(
-    bug: str,
-    needs: dict[str, Any],
-    variant: tuple[str, dict[str, Any]],
-    also: tuple[str, ...] = (),
-) -> list[Planted]:
-    """``variant`` in the double backward and in forward mode, in each alone."""
-    needs = needs | _MOVED
-    return [
-        planted
-        for stages in (SECOND, JVP)
-        for planted in _planted(bug, stages, needs, variant, also=also)
-    ]
+def stops(reason: str) -> Hooks:
+    """The list ends at a negative index, at a repeat, or after so many slots as name a block."""
 
-
-_CAUSAL, _OWN, _GATE, _COUNTS = ({name: True} for name in ("causal", "own", "gate", "counts"))
-_SHARED_GATE = {"gate": True, "per_head": False, "grouped": True}
-_HEADS = {"gate": False, "heads": 2}
-_PER_HEAD = {"gate": False, "per_head": True, "grouped": True}
-_SLIDING = {"sliding": True}
-_MOVED = {"moved": True}
-_NO_GATE = {"gate_in_scores": False, "gate_in_gradient": False}
-_NO_GATE_BEYOND = _NO_GATE | {"gate_in_tangent": False, "gate_moves": False}
-
-PLANTED = (
-    *_planted(
-        "sparse-not-causal",
-        BOTH,
-        _CAUSAL,
-        ("blocks that are selected", {"not_causal": "all"}),
-        ("own block where selected", {"not_causal": "own"}),
-    ),
-    *_planted("sparse-not-causal", BACKWARD, _CAUSAL, ("all blocks", {"not_causal": "all"})),
-    *_planted("sparse-duplicate-twice", BOTH, _OWN, ("own block", {"twice": "own"})),
-    *_planted(
-        "sparse-duplicate-twice",
-        BOTH,
-        {"duplicates": True},
-        ("slots", {"twice": "slots"}),
-        ("slots and own block", {"twice": "all"}),
-    ),
-    *_planted(
-        "sparse-duplicate-twice", BACKWARD, {"duplicates": True}, ("slots", {"twice": "slots"})
-    ),
-    *_planted(
-        "sparse-partial-block-zeros", BOTH, {"causal": False}, ("zero keys", {"zero_keys": True})
-    ),
-    *_planted(
-        "sparse-padding-read",
-        BOTH,
-        {"padding": True},
-        ("as block 0", {"padding": "first"}),
-        ("as the last block", {"padding": "last"}),
-    ),
-    *_planted("sparse-gate-gradient-missing", BACKWARD, _GATE, ("zeros", {"gate_gradient": False})),
-    *_planted(
-        "sparse-gate-not-summed",
-        BACKWARD,
-        _SHARED_GATE,
-        ("last head", {"only_head": -1}),
-        ("first head", {"only_head": 0}),
-    ),
-    *_planted(
-        "sparse-gate-ignored",
-        BOTH,
-        _GATE,
-        ("everywhere", _NO_GATE),
-        ("everywhere, no gradient of it", _NO_GATE | {"gate_gradient": False}),
-    ),
-    *_planted(
-        "sparse-gate-ignored",
-        BACKWARD,
-        _GATE,
-        ("scores and dq, dk", _NO_GATE),
-        ("dq and dk", {"gate_in_gradient": False}),
-    ),
-    *_planted(
-        "sparse-sliding-off-by-one",
-        FORWARD,
-        _SLIDING,
-        ("one key more", {"sliding": 1}),
-        ("one key less", {"sliding": -1}),
-    ),
-    *_planted("sparse-own-block-missing", BOTH, _OWN, ("not seen", {"own": "missing"})),
-    *_planted("sparse-own-block-missing", BACKWARD, _OWN, ("not seen", {"own": "missing"})),
-    *_planted(
-        "sparse-own-block-not-causal",
-        BOTH,
-        _OWN,
-        ("where not selected", {"own": "whole"}),
-        ("selected or not", {"own": "always whole"}),
-    ),
-    *_planted(
-        "sparse-other-heads-selection",
-        BOTH,
-        _HEADS,
-        ("of the first head", {"selection": "first"}),
-        ("of the next head", {"selection": "next"}),
-    ),
-    *_planted(
-        "sparse-other-heads-selection",
-        BOTH,
-        _HEADS | {"grouped": True, "per_head": False},
-        ("head modulo num_heads_kv", {"selection": "modulo"}),
-    ),
-    *_planted(
-        "sparse-other-heads-selection",
-        BOTH,
-        _PER_HEAD,
-        ("of the group's first head", {"selection": "leader"}),
-    ),
-    *_planted("sparse-last-slot-dropped", BOTH, {}, ("last slot", {"dropped": "last"})),
-    *_planted("sparse-last-slot-dropped", BACKWARD, {}, ("last slot", {"dropped": "last"})),
-    *_planted(
-        "sparse-last-slot-dropped", BOTH, _COUNTS, ("last that counts", {"dropped": "last counted"})
-    ),
-    *_planted("sparse-counts-ignored", BOTH, _COUNTS, ("all slots", {"counts": False})),
-    *_planted("sparse-counts-ignored", BACKWARD, _COUNTS, ("all slots", {"counts": False})),
-    *_beyond("sparse-not-causal", _CAUSAL, ("all blocks", {"not_causal": "all"})),
-    *_beyond("sparse-not-causal", _CAUSAL, ("own block where selected", {"not_causal": "own"})),
-    *_beyond("sparse-duplicate-twice", _OWN, ("own block", {"twice": "own"})),
-    *_beyond("sparse-duplicate-twice", {"duplicates": True}, ("slots", {"twice": "slots"})),
-    *_planted(
-        "sparse-partial-block-zeros",
-        JVP,
-        {"causal": False} | _MOVED,
-        ("zero keys", {"zero_keys": True}),
-    ),
-    *_planted(
-        "sparse-partial-block-zeros",  # not after a right lse: there zeros add nothing
-        EVERY,
-        {"causal": False} | _MOVED,
-        ("zero keys", {"zero_keys": True}),
-    ),
-    *_beyond("sparse-padding-read", {"padding": True}, ("as block 0", {"padding": "first"})),
-    *_beyond("sparse-own-block-missing", _OWN, ("not seen", {"own": "missing"})),
-    *_beyond(
-        "sparse-own-block-not-causal",
-        _OWN,
-        ("selected or not", {"own": "always whole"}),
-        ("sparse-not-causal",),  # where the own block is always selected
-    ),
-    *_beyond("sparse-other-heads-selection", _HEADS, ("of the first head", {"selection": "first"})),
-    *_beyond("sparse-last-slot-dropped", {}, ("last slot", {"dropped": "last"})),
-    *_beyond("sparse-counts-ignored", _COUNTS, ("all slots", {"counts": False})),
-    *_beyond("sparse-gate-ignored", _GATE, ("everywhere", _NO_GATE_BEYOND)),
-    *_beyond("sparse-gate-ignored", _GATE, ("scores", {"gate_in_scores": False})),
-    *_beyond("sparse-gate-ignored", _GATE, ("tangent", {"gate_in_tangent": False})),
-    *_planted(
-        "sparse-gate-ignored",
-        SECOND,
-        _GATE | _MOVED,
-        ("gq and gk", {"gate_in_gradient": False}),
-        ("everywhere, no gradient of it", _NO_GATE_BEYOND | {"gate_gradient": False}),
-    ),
-    *_planted(
-        "sparse-gate-gradient-missing",
-        SECOND,
-        _GATE | _MOVED,
-        ("zeros", {"gate_gradient": False}),
-        ("zeros, nor does it move", {"gate_gradient": False, "gate_moves": False}),
-    ),
-    *_planted(
-        "sparse-gate-not-summed",
-        SECOND,
-        _SHARED_GATE | _MOVED,
-        ("last head", {"only_head": -1}),
-        ("first head", {"only_head": 0}),
-    ),
-    *_beyond("sparse-gate-gradient-missing", _GATE, ("does not move", {"gate_moves": False})),
-    *_planted(
-        "direction-ignored",
-        SECOND + JVP,
-        _GATE | _MOVED,
-        ("of the gate", {"gate_moves": False}),
-        also=("sparse-gate-gradient-missing",),
-    ),
-    *_planted("sparse-not-causal", EVERY, _CAUSAL | _MOVED, ("all blocks", {"not_causal": "all"})),
-    *_planted("sparse-own-block-missing", EVERY, _OWN | _MOVED, ("not seen", {"own": "missing"})),
-    *_planted("sparse-gate-ignored", EVERY, _GATE | _MOVED, ("everywhere", _NO_GATE_BEYOND)),
-)
-
-
-def answers(planted: Planted | None, question: Question) -> Answers:
-    """What the functions of block-sparse attention give, as far as they have what they need."""
-    rules = {stage: planted.change for stage in planted.stages} if planted else {}
-    computed = forward(question, rules.get("forward", Rules()))
-    out, lse = question.out, question.lse
-    if out is None or lse is None:
-        out, lse = computed["out"], computed["lse"]
-    for stage, compute in (("backward", backward), ("second", double_backward)):
-        if stage in question.stages:
-            computed |= compute(question, rules.get(stage, Rules()), out, lse)
-    if "jvp" in question.stages:
-        computed |= jvp(question, rules.get("jvp", Rules()))
-    return computed
-
-
-def forward(question: Question, rules: Rules) -> Answers:
-    """By an online softmax over the blocks of every token."""
-    x = loaded(question)
-    out, lse = x.number.zeros(*x.q.shape[:2], x.v.shape[2]), x.number.zeros(*x.q.shape[1::-1])
-    lse[:] = -np.inf
-    for item in _items(question, rules):
-        row_max, row_sum = x.number.zeros(2, len(item.heads))
-        row_max[:] = -np.inf
-        acc = x.number.zeros(len(item.heads), x.v.shape[2])
-        for visit in item.visits:
-            tile = _tile(x, rules, question, item, visit)
-            S = tile.scale_in_scores * tile.Y
-            new_max = np.maximum(row_max, S.max(axis=1))
-            P, rescale, row_max = np.exp(S - new_max[:, None]), np.exp(row_max - new_max), new_max
-            row_sum = row_sum * rescale + P.sum(axis=1)
-            acc = acc * rescale[:, None] + x.number.narrow(P) @ tile.V
-        if item.visits:
-            out[item.token, item.heads] = acc / row_sum[:, None]
-            lse[item.heads, item.token] = row_max + np.log(row_sum)
-    results = {"out": out, "lse": lse}
-    if question.sliding is not None:
-        left, right = question.sliding
-        window = (left + rules.sliding, right)
-        still = {"tq": None, "tk": None, "tv": None}
-        near = dense_jvp(replace(question, causal=False, window=window, **still), Terms())
-        results |= {f"sliding {name}": near[f"jvp {name}"] for name in ("out", "lse")}
-    return x.number.store(results)
-
-
-def backward(question: Question, rules: Rules, out: Array, lse: Array) -> Answers:
-    """By the same walk over blocks, which adds to dk and dv wherever it comes."""
-    x, s, narrow = loaded(question), question.scale, loaded(question).number.narrow
-    D = (x.dout * out.astype(x.number.wide)).sum(axis=2).T - x.dlse
-    dq, dk, dv = map(np.zeros_like, (x.q, x.k, x.v))
-    dgate = x.number.zeros(*question.block_indices.shape)
-    kept = slice(None) if rules.only_head is None else rules.only_head
-    for item in _items(question, rules):
-        here = item.token, item.heads
-        Q, dO = x.q[here], x.dout[here]
-        L, delta = (a[item.heads, item.token, None] for a in (lse.astype(x.number.wide), D))
-        for visit in item.visits:
-            tile = _tile(x, rules, question, item, visit)
-            P = np.where(L > -np.inf, np.exp(tile.scale_in_scores * tile.Y - L), 0.0)
-            dS = P * (dO @ tile.V.T - delta)
-            dY = narrow(tile.scale_in_gradient * dS)
-            dq[here] += s * (dY @ tile.K)
-            dk[tile.keys, item.head_kv] += s * (dY.T @ Q)[: tile.real]
-            dv[tile.keys, item.head_kv] += (narrow(P).T @ dO)[: tile.real]
-            if visit.slot >= 0 and rules.gate_gradient:
-                dgate[item.token, item.head_sel, visit.slot] += (dS * tile.Y)[kept].sum()
-    results = x.number.store({"dq": dq, "dk": dk, "dv": dv})
-    return results if question.block_scale is None else results | {"dblock_scale": dgate}
-
-
-def jvp(question: Question, rules: Rules) -> Answers:
-    """As ``forward``; the tangents wait, as out does, for the last block."""
-    x = loaded(question)
-    out, tout = (x.number.zeros(*x.q.shape[:2], x.v.shape[2]) for _ in range(2))
-    lse, tlse = (x.number.zeros(*x.q.shape[1::-1]) for _ in range(2))
-    lse[:] = -np.inf
-    for item in _items(question, rules):
-        if not item.visits:
-            continue
-        row_max, row_sum, trow_sum = x.number.zeros(3, len(item.heads))
-        row_max[:] = -np.inf
-        acc, tacc = x.number.zeros(2, len(item.heads), x.v.shape[2])
-        for visit in item.visits:
-            tile = _tile(x, rules, question, item, visit)
-            S = tile.scale_in_scores * tile.Y
-            new_max = np.maximum(row_max, S.max(axis=1))
-            P, rescale, row_max = np.exp(S - new_max[:, None]), np.exp(row_max - new_max), new_max
-            row_sum = row_sum * rescale + P.sum(axis=1)
-            trow_sum = trow_sum * rescale + (P * tile.E).sum(axis=1)
-            P, PE = x.number.narrow(P), x.number.narrow(P * tile.E)
-            acc = acc * rescale[:, None] + P @ tile.V
-            tacc = tacc * rescale[:, None] + PE @ tile.V + P @ tile.tV
-        e, here = trow_sum / row_sum, (item.token, item.heads)
-        out[here] = acc / row_sum[:, None]
-        tout[here] = tacc / row_sum[:, None] - e[:, None] * out[here]
-        lse[item.heads, item.token] = row_max + np.log(row_sum)
-        tlse[item.heads, item.token] = e
-    return x.number.store({"jvp out": out, "tout": tout, "jvp lse": lse, "tlse": tlse})
-
-
-def double_backward(question: Question, rules: Rules, out: Array, lse: Array) -> Answers:
-    """By two walks over the blocks of a token: the first for ddO and e."""
-    x, s = loaded(question), question.scale
-    narrow, out, lse = x.number.narrow, out.astype(x.number.wide), lse.astype(x.number.wide)
-    D = (x.dout * out).sum(axis=2).T - x.dlse
-    ddout, ddlse, gq, gk, gv = map(np.zeros_like, (out, lse, x.q, x.k, x.v))
-    ggate = x.number.zeros(*question.block_indices.shape)
-    kept = slice(None) if rules.only_head is None else rules.only_head
-    for item in _items(question, rules):
-        here, by_row = (item.token, item.heads), (item.heads, item.token)
-        Q, ddQ, dO, L = x.q[here], x.tq[here], x.dout[here], lse[by_row][:, None]
-        tiles = [_tile(x, rules, question, item, visit) for visit in item.visits]
-        for tile in tiles:
-            tile.P = np.where(L > -np.inf, np.exp(tile.scale_in_scores * tile.Y - L), 0.0)
-            ddlse[by_row] += (tile.P * tile.E).sum(axis=1)
-            ddout[here] += narrow(tile.P * tile.E) @ tile.V + narrow(tile.P) @ tile.tV
-        e = ddlse[by_row][:, None]
-        ddout[here] -= e * out[here]
-        W = (dO * ddout[here]).sum(axis=1, keepdims=True)
-        for visit, tile in zip(item.visits, tiles, strict=True):
-            P, Z, tP = tile.P, dO @ tile.V.T - D[by_row][:, None], tile.P * (tile.E - e)
-            dS, tdS = P * Z, tP * Z + P * (dO @ tile.tV.T - W)
-            dY = narrow(tile.scale_in_gradient * dS)
-            tdY = narrow(tile.scale_in_gradient * tdS + tile.tscale * dS)
-            gq[here] += s * (tdY @ tile.K + dY @ tile.tK)
-            gk[tile.keys, item.head_kv] += s * (tdY.T @ Q + dY.T @ ddQ)[: tile.real]
-            gv[tile.keys, item.head_kv] += (narrow(tP).T @ dO)[: tile.real]
-            if visit.slot >= 0 and rules.gate_gradient:
-                moved = tdS * tile.Y + dS * tile.tY
-                ggate[item.token, item.head_sel, visit.slot] += moved[kept].sum()
-    results = {"ddout": ddout, "ddlse": ddlse, "gq": gq, "gk": gk, "gv": gv}
-    results = x.number.store(results)
-    return results if question.block_scale is None else results | {"gblock_scale": ggate}
-
-
-class Item(NamedTuple):
-    """A token with query heads of one kv head that read the same selection; its keys start at row
-    ``start`` of k, and there are ``seqlen_k``."""
-
-    token: int
-    head_sel: int
-    heads: list[int]
-    head_kv: int
-    start: int
-    seqlen_k: int
-    visits: list[Visit]
-
-
-def _items(question: Question, rules: Rules) -> Iterator[Item]:
-    """All work of a problem, token by token."""
-    together: dict[tuple[int, int], list[int]] = {}
-    heads_sel, group = question.block_indices.shape[1], question.group
-    for head in range(question.num_heads_q):
-        right = head * heads_sel // question.num_heads_q
-        read = {
-            "": right,
-            "first": 0,
-            "next": (right + 1) % heads_sel,
-            "modulo": head % heads_sel,
-            "leader": right - right % group,
-        }[rules.selection]
-        together.setdefault((head // group, read), []).append(head)
-    for b, (seqlen_q, seqlen_k) in enumerate(
-        zip(question.lengths_q, question.lengths_k, strict=True)
-    ):
-        start_q, start_k = int(question.cu_seqlens_q[b]), int(question.cu_seqlens_k[b])
-        for i in range(seqlen_q):
-            for (head_kv, head_sel), heads in together.items():
-                here, place = (start_q + i, head_sel), i + seqlen_k - seqlen_q
-                visits = _visits(question, rules, here, place, seqlen_k)
-                yield Item(*here, heads, head_kv, start_k, seqlen_k, visits)
-
-
-def _visits(
-    question: Question, rules: Rules, here: tuple[int, int], place: int, seqlen_k: int
-) -> list[Visit]:
-    """The blocks of one token and selection head; ``place``: where it is among the keys."""
-    size, named = question.block_size, question.block_indices[here].tolist()
-    num_blocks, own = -(-seqlen_k // size), place // size
-    if question.block_counts is not None and rules.counts:
-        named = named[: max(0, int(question.block_counts[here]))]
-    if rules.dropped == "last":
-        named = named[: question.block_indices.shape[2] - 1]
-    elif rules.dropped == "last counted":
-        named = named[:-1]
-    visits: dict[int, Visit] = {}
-    again: list[Visit] = []
-    for slot, block in enumerate(named):
-        if block < 0 and rules.padding:
-            block = 0 if rules.padding == "first" else num_blocks - 1
-        cut = question.causal and rules.not_causal != "all"
-        if cut and not (rules.not_causal == "own" and block == own):
-            last = place
+    def of(t: Any, right: Entries) -> Entries:
+        end, whole = t.count, t.named[: t.count]
+        if reason == "negative":
+            end = next((slot for slot, block in enumerate(whole) if block < 0), end)
+        elif reason == "number":
+            end = sum(0 <= block < t.blocks for block in whole)
         else:
-            last = (block + 1) * size - 1 if rules.zero_keys else seqlen_k - 1
-        if 0 <= block < num_blocks and block * size <= last:
-            visit = Visit(block, slot, last)
-            if visits.setdefault(block, visit) != visit and rules.twice in ("slots", "all"):
-                again.append(visit)
-    if question.own and place >= 0 and rules.own != "missing":
-        visit = Visit(own, -1, seqlen_k - 1 if "whole" in rules.own else place)
-        if visits.setdefault(own, visit) != visit:
-            if rules.own == "always whole":
-                visits[own] = visits[own]._replace(last=visit.last)
-            elif rules.twice in ("own", "all"):
-                again.append(visit)
-    return [*visits.values(), *again]
+            valid = [0 <= block < t.blocks for block in whole]
+            repeats = (s for s in range(end) if valid[s] and whole[s] in whole[:s])
+            end = next(repeats, end)
+        t.count, kept = end, t.count
+        found = entries(t)
+        t.count = kept
+        return found
+
+    return {"entries": of}
 
 
-def _tile(
-    x: SimpleNamespace, rules: Rules, question: Question, item: Item, visit: Visit
-) -> SimpleNamespace:
-    """K, V and Y = s Q K^T of a visit with their tangents, its gate, and E; and which rows of k
-    these ``real`` keys are. What lies past the end of the sequence is zeros."""
-    first = visit.block * question.block_size
-    stop = min(first + question.block_size, visit.last + 1)
-    real = min(stop, item.seqlen_k) - first
-    keys = slice(item.start + first, item.start + first + real)
-    K, V, tK, tV = (a[keys, item.head_kv] for a in (x.k, x.v, x.tk, x.tv))
-    if stop > item.seqlen_k:
-        past = (0, stop - item.seqlen_k), (0, 0)
-        K, V, tK, tV = (np.pad(a, past) for a in (K, V, tK, tV))
-    scale, tscale = (
-        float(gate[item.token, item.head_sel, visit.slot])
-        if gate is not None and visit.slot >= 0
-        else still
-        for gate, still in ((question.block_scale, 1.0), (question.tblock_scale, 0.0))
-    )
-    Q, tQ = (a[item.token, item.heads] for a in (x.q, x.tq))
-    tscale = tscale if rules.gate_moves else 0.0
-    Y, tY = question.scale * (Q @ K.T), question.scale * (tQ @ K.T + Q @ tK.T)
-    return SimpleNamespace(
-        K=K,
-        V=V,
-        tK=tK,
-        tV=tV,
-        Y=Y,
-        tY=tY,
-        E=(scale if rules.gate_in_tangent else 1.0) * tY + tscale * Y,
-        scale_in_scores=scale if rules.gate_in_scores else 1.0,
-        scale_in_gradient=scale if rules.gate_in_gradient else 1.0,
-        tscale=tscale,
-        keys=keys,
-        real=real,
-    )
+def compared_with(which: str) -> Hooks:
+    """A block is a repeat where it is the one before in the list, or the first of all slots."""
+
+    def of(t: Any, right: Entries) -> Entries:
+        found: Entries = []
+        for slot, block in enumerate(t.named[: t.count]):
+            before = [other for other, _ in found][-1:]
+            if which == "first":
+                before = t.named[:1] if slot else []
+            if 0 <= block < t.blocks and block not in before:
+                found.append((block, slot))
+        own = t.question.own and 0 <= t.own < t.blocks
+        return found + [(t.own, -1)] * (own and t.own not in [block for block, _ in found])
+
+    return {"entries": of}
 
 
-def problems(planted: Planted, count: int, seed: int) -> Iterator[Question]:
-    """Random problems on which ``planted`` shows."""
-
-    def given(question: Question) -> tuple[Array, Array]:
-        right = forward(question, Rules())
-        return right["out"], right["lse"]
-
-    return showing(planted, count, seed, draw, answers, given)
+def own_for_every_slot(t: Any, right: Entries) -> Entries:
+    own = t.question.own and 0 <= t.own < t.blocks
+    named = [(block, slot) for block, slot in right if slot >= 0]
+    return named + [(t.own, -1)] * (t.count if own else 0)
 
 
-def draw(
-    rng: np.random.Generator,
-    dtype: np.dtype[Any],
-    *,
-    causal: bool | None = None,
-    own: bool | None = None,
-    gate: bool | None = None,
-    counts: bool | None = None,
-    per_head: bool | None = None,
-    duplicates: bool | None = None,
-    padding: bool | None = None,
-    sliding: bool | None = None,
-    moved: bool = False,
-    grouped: bool = False,
-    heads: int = 1,
-) -> Question:
-    """A random problem; what is None is drawn too. heads: at least so many kv heads.
+def before_place(t: Any, right: Entries) -> Entries:
+    return [(block, slot) for block, slot in right if block * t.question.block_size < t.place]
 
-    per_head: every query head selects for itself. duplicates: a block may be named twice. moved:
-    with directions, of the gate too.
-    """
 
-    def drawn(option: bool | None, chance: float) -> bool:
-        return bool(rng.random() < chance) if option is None else option
+def sorted_by(key: Callable[[Any, int], Any]) -> Hooks:
+    """Blocks in another order than their factors."""
 
-    packed = draw_packed(rng, dtype, grouped=grouped, least=heads, most=4)
-    size, num_selected = int(rng.choice([16, 16, 32])), int(rng.integers(1, 5))
-    selecting = packed["q" if drawn(per_head, 0.3) else "k"].shape[1]
-    shape = (len(packed["q"]), selecting, num_selected)
-    repeats, padded = drawn(duplicates, 0.3), drawn(padding, 0.4)
-    indices = np.full(shape, -1, np.int32)
-    for b, seqlen_k in enumerate(np.diff(packed["cu_seqlens_k"])):
-        num_blocks = -(-int(seqlen_k) // size)
-        for row in indices[packed["cu_seqlens_q"][b] : packed["cu_seqlens_q"][b + 1]]:
-            for slots in row:
-                named = rng.integers(num_blocks, size=num_selected)
-                if not repeats:
-                    named = rng.permutation(num_blocks)[:num_selected]
-                slots[: len(named)] = named
-                if padded:
-                    slots[rng.random(num_selected) < 0.3] = rng.choice([-1, -1, num_blocks])
-    rows = np.float64 if dtype == np.float64 else np.float32
-    counts_of = rng.integers(0, num_selected + 1, shape[:2], np.int32)
-    gated, counted, own = drawn(gate, 0.3), drawn(counts, 0.3), drawn(own, 0.7)
-    direction = draw_direction(rng, dtype, packed) if moved else {}
-    if moved and gated:
-        direction["tblock_scale"] = normal(rng, rows, shape)
-    return Question(
-        **packed,
-        **direction,
-        causal=drawn(causal, 0.6),
-        block_indices=indices,
-        block_counts=counts_of if counted else None,
-        block_scale=rng.uniform(0.3, 1.8, shape).astype(rows) if gated else None,
-        block_size=size,
-        own=own,
-        sliding=(size - 1, 0) if drawn(sliding, 0.3) else None,
-    )
+    def of(t: Any, right: Entries) -> Entries:
+        t.named, kept = sorted(t.named, key=partial(key, t)), t.named
+        found = entries(t)
+        t.named = kept
+        return found
+
+    return {"entries": of}
+
+
+def united(tile: int, first: bool = False) -> Hooks:
+    """With the blocks of all queries of a tile, or the slots of its first one."""
+
+    def of(t: Any, lists: list[Entries]) -> list[Entries]:
+        found = []
+        for i, mine in enumerate(lists):
+            own = (i + t.m - t.n) // t.question.block_size
+            start = i // tile * tile
+            slots = {block: slot for block, slot in reversed(mine)}
+            if first:
+                some = [(block, slot) for block, slot in lists[start] if slot >= 0]
+                if t.question.own and own >= 0 and own not in [block for block, _ in some]:
+                    some.append((own, -1))
+            else:
+                blocks = {block for other in lists[start : start + tile] for block, _ in other}
+                some = [(block, slots.get(block, -1)) for block in sorted(blocks)]
+            found.append(some)
+        return found
+
+    whole = {"span": lambda t, x: (*x[:2], t.question.causal)}
+    return {"lists": of} | ({} if first else whole)
+
+
+def seen_past(test: Callable[[Any], Any]) -> Hooks:
+    """Blocks that are not cut at the query's position."""
+    return {"span": lambda t, x: (*x[:2], x[2] and not test(t))}
+
+
+# ---- what a visit is --------------------------------------------------------------------------
+
+
+def placed(how: str) -> Hooks:
+    """Keys of a block elsewhere than where they are."""
+
+    def span(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
+        (first, stop, cut), size, end = x, t.size, t.start_k + t.m
+        if how == "wide":
+            first = t.start_k + t.block * 2 * size
+            stop = min(first + 2 * size, end)
+        elif how == "double" and t.slot >= 0:
+            first = t.start_k + t.block * 2 * size
+            stop = min(first + size, end)
+        elif how.startswith("packed"):
+            first = t.start_k // size * size + t.block * size
+            stop = min(first + size, end)
+            first = first if "leak" in how else max(first, t.start_k)
+        elif how == "total" and t.slot >= 0:
+            stop = min(first + size, len(t.question.k))
+        return first, stop, cut
+
+    return {"span": span}
+
+
+def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
+    back = t.start_k
+    return [
+        v._replace(first=v.first - back, stop=v.stop - back, last=v.last - back) for v in visits
+    ]
+
+
+def apart(t: Any, visits: list[Visit]) -> list[Visit]:
+    """The own block only where no other visit has its keys."""
+    named = [visit for visit in visits if visit.slot >= 0]
+    rows = {row for visit in named for row in range(visit.first, min(visit.stop, visit.last + 1))}
+    return named + [
+        visit._replace(first=row, stop=row + 1)
+        for visit in visits
+        for row in range(visit.first, min(visit.stop, visit.last + 1))
+        if visit.slot < 0 and row not in rows
+    ]
+
+
+def after_masked(own_first: bool) -> Hooks:
+    """What was summed before a block of which no key is seen is lost."""
+
+    def of(t: Any, visits: list[Visit]) -> list[Visit]:
+        visits = sorted(visits, key=lambda visit: own_first and visit.slot >= 0)
+        hidden = [i for i, visit in enumerate(visits) if visit.first > visit.last]
+        return visits[hidden[-1] + 1 :] if hidden else visits
+
+    return {"visits": of}
+
+
+# ---- lists of a block -------------------------------------------------------------------------
+
+
+def inverted(of: Callable[[Question, Lists, int], Lists]) -> Hooks:
+    """dk and dv by changed lists of the tokens of every block."""
+
+    def change(run: Run, visits: Visits) -> Visits:
+        q, size, found = run.question, run.question.block_size, {}
+        sides = spans(q)
+        blocks = [-(-m // size) for _, _, _, m in sides]
+        starts = [sum(blocks[:b]) for b in range(len(blocks))]
+        for sel in range(q.block_indices.shape[1]):
+            lists: Lists = {
+                starts[b] + i: [] for b, number in enumerate(blocks) for i in range(number)
+            }
+            for (b, t, head), some in visits.items():
+                for visit in some if head == sel else ():
+                    lists.setdefault(starts[b] + visit.block, []).append((b, t, visit))
+            lists = of(q, lists, sel)
+            for b, number in enumerate(blocks):
+                for block in range(number):
+                    for own, t, visit in lists.get(starts[b] + block, []):
+                        there = _at(q, visit, sides[b], block, t)
+                        found.setdefault((own, t, sel), []).append(there)
+        return found
+
+    return {"inverted": change, "only": ("dk", "dv")}
+
+
+def _at(q: Question, visit: Visit, side: tuple[int, int, int, int], block: int, t: int) -> Visit:
+    """A visit as block ``block`` of a sequence makes it."""
+    start_q, n, start_k, m = side
+    own = start_q <= t < start_q + n
+    if own and block == visit.block:
+        return visit
+    first = start_k + block * q.block_size
+    stop = min(first + q.block_size, start_k + m)
+    last = start_k + t - start_q + m - n if q.causal else stop - 1
+    return Visit(block, visit.slot if own else -1, first, stop, last)
+
+
+def each(of: Callable[[list[Any]], list[Any]]) -> Hooks:
+    return inverted(lambda q, lists, sel: {place: of(some) for place, some in lists.items()})
+
+
+def shifted(q: Question, lists: Lists, sel: int) -> Lists:
+    """Of every third block of a sequence the list is that of the one before."""
+    found, place = {}, 0
+    for m in q.lengths_k:
+        for i in range(-(-m // q.block_size)):
+            source = lists[place - (i % 3 == 2)]
+            found[place] = [(b, t, visit._replace(block=-1)) for b, t, visit in source]
+            place += 1
+    return found
+
+
+def repeated(q: Question, lists: Lists, sel: int, room: bool = True) -> Lists:
+    """A token stands in the list as often as it names the block; what there is no room for, as if
+    it did not, is not read."""
+    found: Lists = {}
+    for place, some in lists.items():
+        found[place] = []
+        for b, t, visit in some:
+            named = q.block_indices[t, sel].tolist()
+            limit = len(named) if q.block_counts is None else int(q.block_counts[t, sel])
+            again = [s for s in range(visit.slot + 1, limit) if named[s] == visit.block]
+            found[place] += [(b, t, visit)] * (1 + (len(again) if visit.slot >= 0 else 0))
+        found[place] = found[place] if room else found[place][: len(some)]
+    return found
+
+
+# ---- what is read -----------------------------------------------------------------------------
+
+
+def words(run: Run, x: Array) -> Array:
+    """Indices of 64 bits read as if they had 32."""
+    return np.frombuffer(x.astype("<i8").tobytes(), dtype="<i4")[: x.size].reshape(x.shape)
+
+
+def words_of_rows(run: Run, x: Array) -> Array:
+    return np.stack([[words(run, of_head) for of_head in row] for row in x])
+
+
+def first_rows(run: Run, x: Array) -> Array:
+    found = x.copy()
+    for start, stop in bounds("q", run.question):
+        found[start:stop] = x[: stop - start]
+    return found
+
+
+def as_if(order: tuple[int, int, int]) -> Hooks:
+    def read(run: Run, x: Array) -> Array:
+        found: Array = np.ascontiguousarray(x).reshape([x.shape[a] for a in order])
+        return found.transpose(np.argsort(order))
+
+    return {"indices": read}
+
+
+def padding_read(last: bool) -> Hooks:
+    def of(t: Any, right: Entries) -> Entries:
+        block = t.blocks - 1 if last else 0
+        t.named, kept = [block if x < 0 else x for x in t.named], t.named
+        found = entries(t)
+        t.named = kept
+        return found
+
+    return {"entries": of}
+
+
+def selection(of: Callable[[Head, int], int]) -> Hooks:
+    return {"selection": of}
+
+
+def kept_head(last: bool) -> Hooks:
+    """The gradient of a gate holds one head of those that share it."""
+    return {"dG": lambda c, x: x * (c.h % c.group == (c.group - 1 if last else 0))}
+
+
+def statistics(last: bool) -> Hooks:
+    """dk and dv by lse and delta of the group's first or last head."""
+
+    def head(c: Head) -> int:
+        return c.h - c.h % c.group + (c.group - 1 if last else 0)
+
+    hooks = {"L": lambda c, x: c.row("lse", head(c)), "D": lambda c, x: c.row("delta", head(c))}
+    return hooks | {"only": ("dk", "dv")}
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+
+def planted(
+    bug: str, stages: str, needs: Mapping[str, Any], *variants: tuple[Any, ...], where: str = ""
+) -> list[Planted]:
+    """``stages``: in all of each word together. needs: of Needs, and what blocks must be like."""
+    found = []
+    for on in stages.split():
+        own = {name: value for name, value in needs.items() if name in Needs.__dataclass_fields__}
+        moved = {"moved": 0.15} if {"s", "j"} & set(on) else {}
+        blocks = {name: value for name, value in needs.items() if name not in own}
+        blocks = {"sliding": False} | blocks if where else blocks
+        wanted = Needs(**_USUAL | moved | own, blocks=blocks)
+        names = " ".join(STAGES_OF[on])
+        place = {"": {"fb": "", "fbsj": ", in every stage"}.get(on, f", {names} alone")}
+        for text, wrong, *also in variants:
+            variant = text + place.get(where, f", {names}")
+            found.append(Planted(bug, variant, STAGES_OF[on], kernel(wrong), wanted, tuple(also)))
+    return found
+
+
+in_lists = partial(planted, where="lists")
+
+_USUAL: dict[str, Any] = {
+    "masks": ("open",),
+    "lengths": (1, 70),
+    "over": 19,
+    "batch": (2, 3),
+    "lengths_k": ("equal", "equal", "any"),
+    "groups": (1, 2),
+    "heads_kv": (1, 2),
+    "head_dims": (16, 24, 32),
+    "past_end": 0.0,
+    "least": 0.03,
+}
+_CAUSAL, _OWN, _GATE, _COUNTS = ({name: True} for name in ("causal", "own", "gate", "counts"))
+_TWICE, _PADDED, _OPEN = {"duplicates": True}, {"padding": True}, {"causal": False}
+_GROUPED = {"groups": (2, 4)}
+_SHARED_GATE = _GATE | _GROUPED | {"per_head": False}
+_HEADS = {"gate": False, "heads_kv": (2, 3)}
+_PER_HEAD = _GROUPED | {"gate": False, "per_head": True}
+_SEVERAL = {"heads_kv": (2, 3)}
+
+_ALL, _OWN_SELECTED = (
+    seen_past(lambda t: t.slot >= 0),
+    seen_past(lambda t: t.slot >= 0 and t.block == t.own),
+)
+_MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
+_WHOLE_OWN, _ALWAYS_WHOLE = (
+    seen_past(lambda t: t.slot < 0),
+    seen_past(lambda t: t.block == t.own and t.question.own),
+)
+_ZEROS = {"zeros": lambda t, x: max((t.block + 1) * t.size - t.m, 0) if t.slot >= 0 else 0}
+_FIRST_HEAD = selection(lambda c, right: 0)
+_LAST_SLOT = {"count": lambda t, x: min(x, len(t.named) - 1)}
+_LAST_COUNTED = {"count": lambda t, x: max(x - 1, 0)}
+_UNCOUNTED = {"count": lambda t, x: len(t.named)}
+_ANY_BLOCK = listed(any_block=True, again=True)
+_LONG = {"lengths": (60, 130), "batch": (1, 2), "lengths_k": ("equal",)}
+
+
+def one(c: Head, G: Any) -> Any:
+    return np.ones_like(G)
+
+
+_NO_GATE = of_each(one, "G in S", "G in dY")
+_STILL = {"tG": by(0)}
+_NO_GATE_BEYOND = _NO_GATE | {"G in E": one} | _STILL
+_NO_GRADIENT = of_each(by(0), "dblock_scale", "gblock_scale")
+_ON_P = {
+    "scores": lambda c, x: c.Y,
+    "P of out": lambda c, P: P * c.G[c.here],
+    "P of dv": lambda c, P: P * c.G,
+    "dP": lambda c, x: x * c.G,
+    "G in dY": one,
+    "dG": lambda c, x: c.P * (c.dO @ c.V.T),
+}
+_ON_EXP = {
+    "scores": lambda c, x: c.Y + np.log(c.G),
+    "G in dY": one,
+    "dG": lambda c, x: c.dS / c.G,
+}
+_SQUARED = {
+    "scores": lambda c, x: c.G**2 * c.Y,
+    "G in dY": lambda c, G: G**2,
+    "dG": lambda c, x: 2 * c.G * c.dS * c.Y,
+}
+
+
+def gate_of_block(c: Head, G: Any) -> Any:
+    gate = c.question.block_scale
+    by_block = gate[c.rows, c.sel][:, np.clip(c.block, 0, gate.shape[2] - 1)]
+    return np.where(c.slot < 0, 1.0, by_block).astype(c.run.wide)
+
+
+PLANTED: tuple[Planted, ...] = (
+    *planted(
+        "sparse-not-causal",
+        *("fb", _CAUSAL),
+        ("blocks that are selected", _ALL),
+        ("own block where selected", _OWN_SELECTED),
+    ),
+    *planted("sparse-not-causal", "b s j fbsj", _CAUSAL, ("all blocks", _ALL)),
+    *planted("sparse-not-causal", "s j", _CAUSAL, ("own block where selected", _OWN_SELECTED)),
+    *planted("sparse-duplicate-twice", "fb s j", _OWN, ("own block", listed(again=True))),
+    *planted("sparse-duplicate-twice", "fb b s j", _TWICE, ("slots", listed(repeats=True))),
+    *planted(
+        *("sparse-duplicate-twice", "fb", _TWICE),
+        ("slots and own block", listed(repeats=True, again=True)),
+    ),
+    *planted("sparse-partial-block-zeros", "fb j fbsj", _OPEN, ("zero keys", _ZEROS)),
+    *planted("sparse-padding-read", "fb s j", _PADDED, ("as block 0", padding_read(False))),
+    *planted("sparse-padding-read", "fb", _PADDED, ("as the last block", padding_read(True))),
+    *planted("sparse-gate-gradient-missing", "b s", _GATE, ("zeros", _NO_GRADIENT)),
+    *planted(
+        *("sparse-gate-gradient-missing", "s", _GATE),
+        ("zeros, nor does it move", _NO_GRADIENT | _STILL),
+    ),
+    *planted("sparse-gate-gradient-missing", "s j", _GATE, ("does not move", _STILL)),
+    *planted(
+        *("sparse-gate-not-summed", "b s", _SHARED_GATE),
+        ("last head", kept_head(True)),
+        ("first head", kept_head(False)),
+    ),
+    *planted(
+        "sparse-gate-ignored",
+        *("fb", _GATE),
+        ("everywhere", _NO_GATE),
+        ("everywhere, no gradient of it", _NO_GATE | _NO_GRADIENT),
+    ),
+    *planted(
+        "sparse-gate-ignored",
+        *("b", _GATE),
+        ("scores and dq, dk", _NO_GATE),
+        ("dq and dk", {"G in dY": one}),
+    ),
+    *planted(
+        "sparse-gate-ignored",
+        *("s j", _GATE),
+        ("everywhere", _NO_GATE_BEYOND),
+        ("scores", {"G in S": one}),
+        ("tangent", {"G in E": one}),
+    ),
+    *planted(
+        "sparse-gate-ignored",
+        *("s", _GATE),
+        ("gq and gk", {"G in dY": one}),
+        ("everywhere, no gradient of it", _NO_GATE_BEYOND | _NO_GRADIENT),
+    ),
+    *planted("sparse-gate-ignored", "fbsj", _GATE, ("everywhere", _NO_GATE_BEYOND)),
+    *planted(
+        "sparse-sliding-off-by-one",
+        *("f", {"sliding": True}),
+        ("one key more", {"sliding": lambda run, x: (x[0] + 1, x[1])}),
+        ("one key less", {"sliding": lambda run, x: (x[0] - 1, x[1])}),
+    ),
+    *planted("sparse-own-block-missing", "fb b s j fbsj", _OWN, ("not seen", _MISSING)),
+    *planted(
+        "sparse-own-block-not-causal",
+        *("fb", _OWN),
+        ("where not selected", _WHOLE_OWN),
+        ("selected or not", _ALWAYS_WHOLE),
+    ),
+    *planted(
+        *("sparse-own-block-not-causal", "s j", _OWN),
+        ("selected or not", _ALWAYS_WHOLE, "sparse-not-causal"),
+    ),
+    *planted("sparse-other-heads-selection", "fb s j", _HEADS, ("of the first head", _FIRST_HEAD)),
+    *planted(
+        *("sparse-other-heads-selection", "fb", _HEADS),
+        (
+            "of the next head",
+            selection(lambda c, right: (right + 1) % c.question.block_indices.shape[1]),
+        ),
+    ),
+    *planted(
+        *("sparse-other-heads-selection", "fb", _HEADS | _GROUPED | {"per_head": False}),
+        (
+            "head modulo num_heads_kv",
+            selection(lambda c, right: c.h % c.question.block_indices.shape[1]),
+        ),
+    ),
+    *planted(
+        *("sparse-other-heads-selection", "fb", _PER_HEAD),
+        ("of the group's first head", selection(lambda c, right: right - right % c.group)),
+    ),
+    *planted("sparse-last-slot-dropped", "fb b s j", {}, ("last slot", _LAST_SLOT)),
+    *planted("sparse-last-slot-dropped", "fb", _COUNTS, ("last that counts", _LAST_COUNTED)),
+    *planted("sparse-counts-ignored", "fb b s j", _COUNTS, ("all slots", _UNCOUNTED)),
+    *planted(
+        *("direction-ignored", "sj", _GATE),
+        ("of the gate", _STILL, "sparse-gate-gradient-missing"),
+    ),
+    # ---- lists ----
+    *in_lists(
+        *("sparse-list-cut", "fb", _PADDED),
+        ("after so many as named", stops("number")),
+    ),
+    *in_lists("sparse-list-cut", "fb b", _PADDED, ("at a negative", stops("negative"))),
+    *in_lists("sparse-list-cut", "fb", _TWICE, ("at a repeat", stops("repeat"))),
+    *in_lists(
+        *("sparse-duplicate-twice", "fb", _TWICE),
+        ("compared with the last", compared_with("last")),
+        ("compared with the first", compared_with("first")),
+    ),
+    *in_lists(
+        *("sparse-duplicate-twice", "fb", _OWN),
+        ("own for every slot", {"entries": own_for_every_slot}),
+    ),
+    *in_lists(
+        *("input-layout", "fb", {}),
+        ("indices as words", {"indices": words}),
+        ("indices as words of rows", {"indices": words_of_rows}),
+        ("indices of first rows", {"indices": first_rows}),
+    ),
+    *in_lists(
+        *("input-layout", "fb", _SEVERAL),
+        ("indices as T S H", as_if((0, 2, 1))),
+        ("indices as H T S", as_if((1, 0, 2))),
+    ),
+    *in_lists("neighbour-leak", "fb b", _OPEN, ("end of k", placed("total"))),
+    *in_lists("neighbour-leak", "fb", _CAUSAL, ("of the packed array", placed("packed leak"))),
+    *in_lists("sparse-gate-on-p", "fb f", _GATE, ("of P", _ON_P)),
+    *in_lists("sparse-gate-on-p", "fb", _GATE, ("of exp", _ON_EXP), ("twice", _SQUARED)),
+    *in_lists(
+        *("sparse-gate-order", "fb", _GATE),
+        ("ascending", sorted_by(lambda t, block: block)),
+        ("descending", sorted_by(lambda t, block: -block)),
+        ("by block", {"G": gate_of_block}),
+    ),
+    *in_lists(
+        *("sparse-gate-order", "fb", _GATE | _PADDED),
+        ("packed", sorted_by(lambda t, block: not 0 <= block < t.blocks)),
+    ),
+    *in_lists(
+        *("sparse-tile-union", "fb", {}),
+        ("of 4", united(4)),
+        ("of 32", united(32)),
+        ("of 6", united(6)),
+        ("of the first of 8", united(8, first=True)),
+    ),
+    *in_lists("sparse-tile-union", "b", {}, ("of 8", united(8))),
+    *in_lists(
+        *("sparse-masked-block-resets", "f", _CAUSAL),
+        ("own first", after_masked(True)),
+        ("own last", after_masked(False)),
+    ),
+    *in_lists(
+        *("sparse-inverted-lists", "b", {}),
+        ("capacity", each(lambda some: some[:9])),
+        ("first query missing", each(lambda some: some[1:])),
+    ),
+    *in_lists(
+        *("sparse-inverted-lists", "b", _TWICE),
+        ("overflow", inverted(partial(repeated, room=False))),
+        ("repeats", inverted(repeated)),
+    ),
+    *in_lists(
+        *("sparse-inverted-lists", "b", _OWN),
+        ("no own", each(lambda some: [entry for entry in some if entry[2].slot >= 0])),
+    ),
+    *in_lists(
+        *("sparse-inverted-lists", "b", _CAUSAL | _OWN | _LONG),
+        ("cut", each(lambda some: some[:30])),
+        ("the first one twice", each(lambda some: some[:1] + some)),
+        ("one further in every third", inverted(shifted)),
+    ),
+    *in_lists(
+        "offsets-shifted", "fb", {}, ("keys of the first", _ANY_BLOCK | {"visits": of_first_rows})
+    ),
+    *in_lists("offsets-shifted", "fb", {}, ("of the packed array", placed("packed"))),
+    *in_lists(
+        *("wrong-keys", "fb", {}),
+        ("block size doubled", _ANY_BLOCK | placed("double") | {"visits": apart}),
+        ("blocks of twice the size", placed("wide")),
+        ("as many as of seqlen q", {"blocks": lambda t, x: -(-t.n // t.question.block_size)}),
+    ),
+    *in_lists("wrong-keys", "f", _CAUSAL, ("blocks of twice the size", placed("wide"))),
+    *in_lists(
+        *("sparse-own-block-missing", "fb", _OWN | _CAUSAL),
+        ("at its first", {"entries": before_place}),
+        ("of the row", {"own block": lambda t, x: t.i // t.question.block_size}),
+    ),
+    *in_lists(
+        *("statistics-misplaced", "b", _GROUPED),
+        ("of the groups first head", statistics(False)),
+        ("of the groups last head", statistics(True)),
+    ),
+)

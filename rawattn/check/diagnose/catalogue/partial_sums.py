@@ -58,7 +58,7 @@ def cut(size: int, last_first: bool = False) -> Cut:
 
 def _equal(count: int, of_tiles: int = 1) -> Cut:
     """So many parts, each of whole tiles, and the last one shorter."""
-    return lambda m: cut(-(-m // (count * of_tiles)) * of_tiles)(m)
+    return lambda m: cut(-(-max(m, 1) // (count * of_tiles)) * of_tiles)(m)
 
 
 def _balanced(count: int) -> Cut:

@@ -1,10 +1,13 @@
-"""The short form of a diagnosis: the verdict first, few lines, a picture, a command that works."""
+"""A diagnosis in words, as JSON and as a page: the verdict first, few lines, nothing lost.
 
-import importlib
+The short form has a picture, and a command that shows it again.
+"""
+
+import json
+import math
 import re
 import shlex
-import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +18,23 @@ from rich.console import Console
 
 from rawattn.check import cli
 from rawattn.check.diagnose.catalogue import classes, masks
-from rawattn.check.diagnose.engine.attention import Bug, solve
+from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.evidence.sight import sight_of
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
 from rawattn.check.diagnose.harness.causes import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import glossary, terminal
 from rawattn.check.diagnose.report.page import page
+from rawattn.check.diagnose.report.words import as_json, nothing_wrong
+from tests.diagnose.test_planted import MODULES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import trials
-
-MODULES = [importlib.import_module(file) for file in trials.FILES]
 PLANTS = {plant.bug: (m, plant) for m in MODULES for plant in m.PLANTED if plant.bug != "race"}
 SAMPLE = [
-    name if n % 7 == 0 else pytest.param(name, marks=pytest.mark.sweep)
+    name if n % 36 == 0 else pytest.param(name, marks=pytest.mark.sweep)
     for n, name in enumerate(PLANTS)
+    if n % 4 == 0
 ]
 OF_THE_TRADE = re.compile(r"\b(noise|planted|catalogue|I\d+)\b")
 
@@ -103,35 +105,6 @@ def test_the_picture_is_right(form: str) -> None:
     assert all(line.rstrip() in text for line in lines)
 
 
-def test_the_sentence_has_the_form_and_what_it_must_be() -> None:
-    question = of_lengths(6, 6, **CAUSAL)
-    assert mask_rule(question) == "j <= i"
-    assert mask_rule(of_lengths(4, 6, **WINDOW)).startswith("i + seqlen_k - seqlen_q - 1 <= j")
-    bug = next(bug for bug in masks.masks(question) if bug.variant == "j <= i + 1")
-    text = " ".join(told(diagnose(question, solve(question, "forward", bug)), 120).split())
-    assert text.startswith(
-        "error[causal-off-by-one]: each query sees one key too many: the mask is j <= i + 1, "
-        "it must be j <= i --> forward pass: out, lse"
-    )
-    assert "the float64 reference with j <= i + 1 gives your numbers exactly (with j <= i " in text
-
-
-def test_keys_of_others_and_zeros_are_set_apart() -> None:
-    rng = np.random.default_rng(0)
-    q = rng.standard_normal((12, 1, 4))
-    question = Question(q, q, q, np.array([0, 5, 12]), np.array([0, 5, 12]))
-    after, pads = (
-        next(b for b in masks.neighbours(question, []) if b.variant == variant)
-        for variant in ("one key after the end", "longest")
-    )
-    for bug, words in ((after, "| other keys from here on"), (pads, "| zeros from here on")):
-        sight = sight_of(question, bug)
-        assert sight is not None
-        lines = picture(sight)
-        assert words in "\n".join(lines) and ". | +" in lines[1], lines
-    assert sight_of(question, Bug("x", steps={"O": lambda c: c.P})) is None
-
-
 # ---- by the command line ------------------------------------------------------------------------
 
 WRONG = """
@@ -188,28 +161,6 @@ def test_explain_repeats_itself(tmp_path: Path) -> None:
     assert again is not None and call(*shlex.split(again[1])).stdout == result.stdout
 
 
-def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    finding = Finding("A", "dead-rows", "rows are not 0", "out", "high", (), "the guard")
-
-    def printed() -> str:
-        console = Console(force_terminal=True, color_system="standard", width=80)
-        with console.capture() as capture:
-            terminal.show(console, Diagnosis("", (finding,)))
-        return capture.get()
-
-    assert "\x1b[1;31m" in printed()
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(r"\x1b\[[0-9;]*3\d", printed())
-
-
-def test_no_line_is_narrower_than_60_columns() -> None:
-    words = " ".join(["word"] * 40)
-    finding = Finding("A", "dead-rows", words, "out", "high", (words,), words)
-    one = partial(told, Diagnosis("", (finding,)))
-    assert one(20) == one(60) and one(100) == one(400) != one(80)
-
-
 # ---- what a class is ----------------------------------------------------------------------------
 
 
@@ -247,3 +198,124 @@ def test_classes_that_do_not_exist(arguments: tuple[str, ...], message: str) -> 
     result = call("explain", "--class", *arguments)
     said = " ".join("".join(c for c in result.output if c not in "│╭╮╰╯─").split())
     assert result.exit_code == 2 and message in said
+
+
+# ---- all of it ----------------------------------------------------------------------------------
+
+HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'<!-- [b]"
+PADDED = Finding(
+    "B",
+    "padded-keys",
+    classes.CLASSES["padded-keys"].title,
+    "backward: dv; sequences 0, 1, 3 of 4 [all but the longest]",
+    "high",
+    ("With this bug (to the longest) planted, dv agrees to 0.001 of its size. " * 2, "I1 fails"),
+    classes.CLASSES["padded-keys"].look_at,
+    ("neighbour-leak", "score-scale"),
+)
+VACUOUS = Finding("A", "vacuous", "both sides are zero", "dq", "proved", (), "the loss")
+CHECKS = (
+    Check("A", "I1", "rows of P sum to 1", 1e-3, 4e-3, "pass"),
+    Check("B", "I1", "rows of P sum to 1", 0.75, 4e-3, "FAIL", "sequence 0, head 3, row 17"),
+    Check("A", "I10", "second derivatives are symmetric", math.nan, math.nan, "-", "no ddq"),
+    Check("B", "I6", "every sequence has its own v", 0.0, math.inf, "vacuous"),
+)
+LEVELS = (
+    Level("dv", "all", "", 0.51, 0.31, 0.25),
+    *(Level("dv", "sequence", str(b), 1 / (b + 1), 0.002, 0.25) for b in range(12)),
+    Level("dk", "all", "", math.nan, math.inf, math.nan),
+)
+MAP = Map("dv", "error of dv", np.array([[0.5, np.nan], [-np.inf, 2]]), "tokens", "heads", (0, 1))
+FACTS = ("attention of 4 sequences (3, 5, 9, 2 tokens), float16", "A: causal is not said")
+WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACTS)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        terminal.show(console, diagnosis, full=True)
+        terminal.facts(console, diagnosis, full=True)
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_everything_is_said_and_fits(width: int) -> None:
+    text = all_of(WHOLE, width)
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    joined = words(text)
+    assert joined.startswith("error[padded-keys]: B: padded keys are in the softmax denominator")
+    for part in (*PADDED.evidence, PADDED.where, PADDED.look_at, *FACTS):
+        assert words(part) in joined, part
+    assert "warning[vacuous]: A: both sides are zero" in joined
+    order = ("error[", "warning[", "1. B", "2. A", "must hold on a side", "slope", FACTS[0])
+    assert [joined.index(part) for part in order] == sorted(map(joined.index, order))
+
+
+def test_nothing_wrong() -> None:
+    right = replace(WHOLE, findings=(), checks=CHECKS[:1], levels=())
+    assert nothing_wrong(right) and "Nothing is wrong." in all_of(right)
+    rounding = replace(PADDED, bug="rounding", title="the result is of bfloat16")
+    assert nothing_wrong(replace(right, findings=(rounding,)))
+    for finding in (PADDED, VACUOUS, replace(PADDED, bug="unknown")):
+        wrong = replace(right, findings=(finding, rounding))
+        assert not nothing_wrong(wrong) and "Nothing" not in all_of(wrong)
+    assert "Nothing was compared." in all_of(Diagnosis("", ()))
+
+
+def test_json() -> None:
+    found = json.loads(json.dumps(as_json(WHOLE), allow_nan=False))
+    assert found["ok"] is False and found["facts"] == list(FACTS)
+    assert [finding["bug"] for finding in found["findings"]] == ["padded-keys", "vacuous"]
+    assert found["checks"][2]["value"] is None and found["checks"][3]["allowed"] is None
+    assert found["levels"][0]["slope"] == 0.51 and found["levels"][-1]["slope"] is None
+    assert found["maps"][0]["values"] == [[0.5, None], [None, 2.0]]
+    assert as_json(replace(WHOLE, findings=()))["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("findings", "said"),
+    [
+        ((), "Nothing is wrong"),
+        ((PADDED,), "B is wrong"),
+        ((PADDED, replace(PADDED, bug="output-scale")), "B is wrong in two ways"),
+        ((replace(PADDED, side="both sides"),), "Both sides are wrong"),
+        ((VACUOUS,), "Nothing was shown"),
+        ((VACUOUS, PADDED), "B is wrong"),
+        ((replace(PADDED, bug="rounding"),), "Nothing is wrong"),
+    ],
+)
+def test_the_page_has_a_verdict(findings: tuple[Finding, ...], said: str) -> None:
+    source = page(replace(WHOLE, findings=findings))
+    assert re.search(rf'<h1 class="\w+">{said}</h1>', source)
+
+
+def test_the_page_has_all_and_fetches_nothing() -> None:
+    source = page(WHOLE, predicted=((4.0, 1.0, 1.4),))
+    for words_ in (*PADDED.alternatives, *FACTS, PADDED.where, "I10", "no data", MAP.caption):
+        assert words_ in source
+    for part in ("http", "src=", "href", "url(", "@import", "<script", "<link", "javascript:"):
+        assert part not in source.lower()
+
+
+def test_hostile_text_stays_text() -> None:
+    finding = Finding(*[HOSTILE] * 5, (HOSTILE,), HOSTILE, (HOSTILE,))
+    checks = (Check(HOSTILE, HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE, HOSTILE),)
+    levels = tuple(Level(HOSTILE, "sequence", key, 1.0, 0.0, 0.0) for key in ("1", HOSTILE))
+    maps = (Map(HOSTILE, HOSTILE, np.zeros((3, 2)), HOSTILE, HOSTILE),)
+    hostile = Diagnosis(HOSTILE, (finding,), checks, levels, maps, (HOSTILE,))
+    source = page(hostile)
+    assert "<script" not in source and "<img" not in source and "<!--" not in source
+    assert source.count("&lt;script&gt;") >= 14
+    assert "[b]" in all_of(hostile), "nor is it markup"
+
+
+@pytest.mark.parametrize("slope", [1e-9, 0.5, 1e6, -3.0, 1e300, -math.inf, math.nan])
+def test_pages_of_any_numbers(slope: float) -> None:
+    levels = tuple(Level("dq", "sequence", str(n), slope, 0.0, 0.0) for n in range(3))
+    for values in (np.full((4, 3), math.nan), np.zeros((0, 3)), np.full((4, 3), slope)):
+        source = page(replace(WHOLE, levels=levels, maps=(replace(MAP, values=values),)))
+        assert "nan" not in "".join(re.findall(r' d="([^"]*)"', source))

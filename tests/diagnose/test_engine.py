@@ -1,0 +1,232 @@
+"""The engine and its bugs: without one it is the reference, with one it is something else.
+
+Those that come of a constant in a first backward pass are what autograd makes of that. And nothing
+raises, whatever the shapes and the answers are.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, solve, together
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.judge import match
+from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.reference.dense import allowed
+from tests.diagnose.expected import KINDS, of_reference
+from tests.diagnose.problems import FLOAT64, draw
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+PAIRS = 10  # of bugs, on each stage
+
+
+def questions(seeds: int) -> Iterator[Question]:
+    for seed in range(seeds):
+        for kind in KINDS.values():
+            yield draw(kind, np.random.default_rng(seed), FLOAT64)
+
+
+def test_without_a_bug_it_is_the_reference() -> None:
+    for question in questions(8):
+        found: Answers = {}
+        for stage in question.stages:
+            found |= solve(question, stage)
+        wanted = of_reference(question)
+        assert found.keys() - {"delta"} == wanted.keys()
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], 1e-11, 1e-12, err_msg=name)
+
+
+def differs(found: Answers, right: Answers) -> bool:
+    """Is there another number, or another row without keys?"""
+    assert found.keys() == right.keys()
+    different = False
+    for name, x in found.items():
+        here, there = np.isneginf(x), np.isneginf(right[name])
+        x, y = (np.where(here | there, 0.0, a) for a in (x, right[name]))
+        assert np.isfinite(x).all(), name
+        different |= bool((here != there).any() or abs(x - y).max(initial=0) > 1e-6)
+    return different
+
+
+def beyond(question: Question) -> Iterator[Bug]:
+    """Bugs of second order, forward mode and block-sparse attention."""
+    found = {}
+    for stage in question.stages:
+        for bug in match.catalogue(question, stage):
+            if bug.name.startswith(("direction-", "second-", "jvp-", "sparse-")):
+                found[bug.name, bug.variant, bug.stages] = bug
+    yield from found.values()
+
+
+def test_every_variant_makes_a_difference() -> None:
+    """In a backward pass some do only with the lse of a forward that has the bug."""
+    shown: dict[tuple[str, str], bool] = defaultdict(bool)
+    for question in questions(6):
+        if question.rare:
+            continue
+        right = {stage: solve(question, stage) for stage in question.stages}
+        given = right["forward"]["out"], right["forward"]["lse"]
+        for bug in beyond(question):
+            for stage in set(bug.stages) & set(question.stages):
+                if shown[bug.name, bug.variant]:
+                    continue
+                different = differs(solve(question, stage, bug, given=given), right[stage])
+                if not different and stage in ("backward", "second") and "forward" in bug.stages:
+                    own = tuple(solve(question, "forward", bug)[name] for name in ("out", "lse"))
+                    different = differs(solve(question, stage, bug, given=own), right[stage])
+                shown[bug.name, bug.variant] |= different
+    assert [variant for variant, different in shown.items() if not different] == []
+    assert {name for name, _ in shown} <= CLASSES.keys()
+
+
+# variant: what is a constant, and what D is made of
+FROZEN = {
+    "P of the first backward": ("P", "P dP"),
+    "P of the first backward, out is none": ("P", "dO O"),
+    "P and out of the first backward": ("P O", "dO O"),
+    "P and delta of the first backward": ("P D", "dO O"),
+    "P and delta of the first backward, ddlse = 0": ("P D dL", "dO O"),
+    "lse of the first backward": ("L", "P dP"),
+    "lse of the first backward, out is none": ("L", "dO O"),
+    "lse and out of the first backward": ("L O", "dO O"),
+    "delta": ("D", "dO O"),
+    "delta, ddlse = 0": ("D dL", "dO O"),
+    "delta and lse": ("L D", "P dP"),
+    "delta and lse, ddlse = 0": ("L D dL", "P dP"),
+    "out": ("O", "dO O"),
+    "right": ("", "P dP"),
+}
+
+
+@pytest.mark.parametrize("variant", FROZEN)
+def test_constants_are_what_autograd_makes_of_them(variant: str) -> None:
+    torch = pytest.importorskip("torch")
+    one = {"batch": (1, 1), "heads_kv": (1,), "groups": (1,), "masks": ("causal",)}
+    sizes = {"lengths": (6, 9), "lengths_k": ("more",), "dlse": 1.0, "moved": 0.0, "past_end": 0.0}
+    question = draw(replace(KINDS["dense"], **one, **sizes), np.random.default_rng(7), FLOAT64)
+    constants, of_D = FROZEN[variant]
+
+    def kept(name: str, x: "torch.Tensor") -> "torch.Tensor":
+        return x.detach() if name in constants.split() else x
+
+    assert question.dlse is not None
+    leaves = [question.dout, question.dlse.T[..., None], question.q, question.k, question.v]
+    leaves = [torch.tensor(x[:, 0]).requires_grad_() for x in leaves]
+    dO, dL, Q, K, V = leaves
+    mask = torch.tensor(allowed(len(Q), len(K), (-1, 0)))
+    S = (question.scale * Q @ K.T).masked_fill(~mask, -torch.inf)
+    P = kept("P", (S - kept("L", S.logsumexp(1, keepdim=True))).exp())
+    out = kept("O", S.softmax(1) @ V)
+    dP = dO @ V.T
+    D = kept("D", ((dO * out) if of_D == "dO O" else (P * dP)).sum(1, keepdim=True))
+    dS = P * (dP - (D - kept("dL", dL)))
+    gradients = question.scale * dS @ K, question.scale * dS.T @ Q, P.T @ dO
+    directions = [torch.tensor(x[:, 0]) for x in (question.tq, question.tk, question.tv)]
+    total = sum((x * y).sum() for x, y in zip(gradients, directions, strict=True))
+    wanted = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    bugs = {bug.variant: bug for bug in beyond(question) if "frozen" in bug.name}
+    found = solve(question, "second", bugs.get(variant, NO_BUG))
+    found["ddlse"] = found["ddlse"].T[..., None]
+    for name, x in zip(STAGES["second"], wanted, strict=False):
+        np.testing.assert_allclose(found[name][:, 0], x, 1e-10, 1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("one", [0, 1])
+def test_two_bugs_of_the_selection_are_those_of_a_question_with_both(one: int) -> None:
+    blocks = {"own": True, "counts": True, "sliding": False}
+    question = draw(replace(KINDS["gate"], blocks=blocks), np.random.default_rng(1), FLOAT64)
+    bugs = {(bug.name, bug.variant): bug for bug in beyond(question)}
+    pair = bugs["sparse-own-block-missing", ""], bugs["sparse-counts-ignored", ""]
+    both = together(pair[one], pair[1 - one])
+    assert both is not None
+    changed = replace(question, own=False, block_counts=None)
+    for stage in question.stages:
+        given = tuple(solve(changed, "forward")[name] for name in ("out", "lse"))
+        found, wanted = solve(question, stage, both, given=given), solve(changed, stage)
+        for name, x in wanted.items():
+            np.testing.assert_allclose(found[name], x, 1e-12, 1e-12, err_msg=name)
+
+
+# ---- odd shapes and odd answers ---------------------------------------------------------------
+
+
+def odd(rng: np.random.Generator) -> Question:
+    """Lengths of 0 and 1, unequal ones, selections of no slot, rows behind the last sequence."""
+    batch, heads_kv, group = (int(rng.integers(1, n)) for n in (4, 3, 3))
+    lengths_q = rng.choice([0, 1, 2, 5, 17], batch)
+    lengths_k = lengths_q if rng.random() < 0.3 else rng.choice([0, 1, 2, 5, 19], batch)
+    total_q, total_k = (int(n.sum() + rng.integers(3)) for n in (lengths_q, lengths_k))
+    head_dim, of_v = int(rng.choice([1, 8])), int(rng.choice([4, 8]))
+    dtype = rng.choice([np.dtype("float32"), np.dtype("float64")])
+    slots, selecting = int(rng.choice([0, 1, 3])), heads_kv * int(rng.choice([1, group]))
+    shapes = {
+        "q": (total_q, heads_kv * group, head_dim),
+        "k": (total_k, heads_kv, head_dim),
+        "v": (total_k, heads_kv, of_v),
+    }
+    of_slots = (total_q, selecting, slots)
+
+    def normal(shape: Sequence[int]) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    def sometimes(shape: Sequence[int], chance: float = 0.5) -> np.ndarray | None:
+        return normal(shape) if rng.random() < chance else None
+
+    gate = sometimes(of_slots)
+    counts = rng.integers(0, slots + 1, of_slots[:2]).astype(np.int32)
+    return Question(
+        **{name: normal(shape) for name, shape in shapes.items()},
+        cu_seqlens_q=np.cumsum([0, *lengths_q]).astype(np.int32),
+        cu_seqlens_k=np.cumsum([0, *lengths_k]).astype(np.int32),
+        causal=bool(rng.integers(2)),
+        dout=normal((*shapes["q"][:2], of_v)),
+        dlse=sometimes(shapes["q"][1::-1]),
+        tq=sometimes(shapes["q"]),
+        tk=sometimes(shapes["k"], 0.3),
+        tv=sometimes(shapes["v"], 0.3),
+        block_indices=rng.integers(-1, 4, of_slots).astype(rng.choice([np.int32, np.int64])),
+        block_counts=counts if rng.random() < 0.5 else None,
+        block_scale=gate,
+        tblock_scale=None if gate is None else sometimes(of_slots),
+        block_size=int(rng.choice([1, 4, 16])),
+        own=bool(rng.integers(2)),
+        sliding=(int(rng.integers(5)), 0) if rng.random() < 0.3 else None,
+    )
+
+
+def spoilt(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """Something else: nothing, no numbers, other numbers."""
+    found = x.astype(np.float32)
+    if (kind := rng.integers(6)) == 3:
+        found.reshape(-1)[::3] = np.inf
+        found.reshape(-1)[1::3] = -np.inf
+    others = {0: np.zeros_like(found), 1: np.full_like(found, np.nan)}
+    others |= {2: rng.standard_normal(x.shape).astype(np.float32), 4: found * np.float32(1e30)}
+    return others.get(int(kind), found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_raises(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    question = odd(rng)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answers: Answers = {}
+        for stage in question.stages:
+            answers |= solve(question, stage)
+            bugs = list(match.catalogue(question, stage))
+            for bug in bugs:
+                solve(question, stage, bug)
+            for _ in range(PAIRS if bugs else 0):
+                one, other = (bugs[int(i)] for i in rng.integers(len(bugs), size=2))
+                both = together(one, other)
+                if both is not None:
+                    solve(question, stage, both)
+    if seed == 3:
+        diagnose(question, {name: spoilt(rng, x) for name, x in answers.items()})

@@ -1,0 +1,229 @@
+"""Identities hold for right attention of every precision and fail for wrong; places are named."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence.invariants import checks
+from rawattn.check.diagnose.evidence.structure import named, where
+from rawattn.check.diagnose.findings import Check
+from tests.diagnose import plain
+from tests.diagnose.expected import KINDS
+from tests.diagnose.planted import first, second
+from tests.diagnose.problems import DTYPES, FLOAT64, Needs, draw, problems
+
+RUNS = ("I1 out", "I7", "I8", "I9", "I10", "I11", "I12")
+PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)}
+
+
+def failing(found: tuple[Check, ...]) -> set[str]:
+    return {check.name for check in found if check.verdict == "FAIL"}
+
+
+def of_text(found: tuple[Check, ...], text: str) -> Check:
+    """The check whose text begins with ``text``."""
+    return next(check for check in found if check.text.startswith(text))
+
+
+# ---- identities -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "options"])
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float16")], ids=str)
+def test_identities_hold(dtype: np.dtype[Any], kind: str) -> None:
+    for seed in range(4):
+        question = draw(KINDS[kind], np.random.default_rng(seed), dtype)
+        for check in checks(question, plain.answers(None, question), "one"):
+            assert check.verdict != "FAIL", (seed, check)
+            assert check.value <= 0.5 * check.allowed or check.verdict == "-", (seed, check)
+
+
+@pytest.mark.parametrize("kind", first.RIGHT, ids=lambda kind: kind.variant)
+def test_identities_hold_with_any_rounding(kind: plain.Planted) -> None:
+    (question,) = problems(kind, 1, seed=1)
+    answers = plain.answers(kind, question)
+    assert not failing(checks(question, answers, "one"))
+
+
+@pytest.mark.parametrize("change", ["large scores", "keys with a mean", "small", "equal", "ones"])
+@pytest.mark.parametrize("dtype", [DTYPES[2], np.dtype("float16")], ids=str)
+def test_identities_hold_on_odd_numbers(dtype: np.dtype[Any], change: str) -> None:
+    def changed(array: np.ndarray, factor: float, plus: float) -> np.ndarray:
+        return (array.astype(np.float64) * factor + plus).astype(array.dtype)
+
+    for seed in range(3):
+        q = draw(KINDS["dense"], np.random.default_rng(seed), dtype)
+        assert q.dout is not None
+        changes: dict[str, dict[str, Any]] = {
+            "large scores": {"q": changed(q.q, 4, 0), "k": changed(q.k, 4, 0)},
+            "keys with a mean": {"q": changed(q.q, 1, 1), "k": changed(q.k, 1, 3)},
+            "small": {"dout": changed(q.dout, 1e-5, 0), "dlse": None},
+            "equal": {name: changed(getattr(q, name), 0, 1) for name in "qkv"},
+            "ones": {"v": changed(q.v, 1, 5), "dout": changed(q.dout, 0, 1)},
+        }
+        q = replace(q, **changes[change])
+        assert not failing(checks(q, plain.answers(None, q), "one"))
+
+
+def test_zeros_are_vacuous() -> None:
+    question = replace(draw(KINDS["dense"], np.random.default_rng(2), FLOAT64), dlse=None)
+    zeros = {name: np.zeros_like(a) for name, a in plain.answers(None, question).items()}
+    found = checks(question, zeros, "one")
+    assert of_text(found, "<q, dq>").verdict == of_text(found, "sum of dk").verdict == "vacuous"
+    assert of_text(found, "sum of dv").verdict == "FAIL"
+
+
+def test_nan_in_a_sequence_of_its_own_does_not_count() -> None:
+    question = draw(Needs(batch=(3, 3), lengths=(5, 20)), np.random.default_rng(0), FLOAT64)
+    k, (_, start, stop, *_) = question.k.copy(), question.cu_seqlens_k
+    k[start:stop] = np.nan
+    answers = plain.answers(None, question)
+    assert not failing(checks(replace(question, k=k), answers, "one"))
+    answers["dv"][stop] = np.nan
+    check = of_text(checks(question, answers, "one"), "sum of dv")
+    assert (check.verdict, check.where, check.value) == ("FAIL", "sequence 2, NaN", np.inf)
+
+
+FAULTS = {
+    "padded-keys: up to the longest (forward and backward)": ("exp(scores", "sum of dv"),
+    "mask-missing-in-backward: softmax over all keys (backward)": ("sum of dk", "<v, dv>"),
+    "delta-omitted: D = 0 (backward)": ("sum of dk",),
+    "lse-gradient-dropped: D (backward)": ("sum of dk",),
+    "gqa-group-not-summed: last head (backward)": ("sum of dv", "<v, dv>"),
+    "lse-base-2: stored alone (forward)": ("exp(scores",),
+    "output-scale: dq without (backward)": ("<q, dq>",),
+    "gradients-swapped: dk and dv (backward)": ("sum of dv", "<q, dq>"),
+    "score-scale: 1 (forward and backward)": ("exp(scores",),
+    "causal-dropped: no mask (forward and backward)": ("exp(",),
+    "second-value-term-dropped: P ddv of ddout": ("<direction, gradients> = <dout, ddout>",),
+    "second-frozen-p: P' = 0 in dS' and in gv": ("<tv, dv> + <v, gv>",),
+    "second-direct-term-dropped: dS ddk of gq": ("<tq, dq> + <q, gq>",),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_answers_fail(fault: str) -> None:
+    plant = replace(PLANTED[fault], gives=())
+    for question in problems(plant, 2, seed=1):
+        found = checks(question, plain.answers(plant, question), "one")
+        for text in FAULTS[fault]:
+            assert of_text(found, text).verdict == "FAIL", (question.dtype, text)
+
+
+# ---- between runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float16")], ids=str)
+def test_identities_between_runs_hold(dtype: np.dtype[Any], kind: str) -> None:
+    for seed in range(2):
+        question = draw(KINDS[kind], np.random.default_rng(seed), dtype)
+
+        def call(asked: Question) -> Answers:
+            return plain.answers(None, asked)
+
+        found = checks(question, call(question), "one", call=call)
+        assert not failing(found)
+        assert {check.name for check in found[-7:]} == set(RUNS)
+
+
+RUN_FAULTS = {
+    "padded-keys: up to the longest (forward and backward)": {"I1 out", "I7"},
+    "neighbour-leak: one key after (forward and backward)": {"I9"},
+    "race: dq (backward)": {"I12"},
+    "score-scale: the default though one is given (forward and backward)": {"I11"},
+    "second-direct-term-dropped: dS^T ddq of gk": {"I10"},
+}
+
+
+@pytest.mark.parametrize("fault", RUN_FAULTS)
+def test_wrong_runs_fail(fault: str) -> None:
+    plant, calls = replace(PLANTED[fault], gives=()), itertools.count()
+    (question,) = problems(plant, 1, seed=2)
+
+    def call(asked: Question) -> Answers:
+        return plain.answers(plant, asked, next(calls))
+
+    found = checks(question, call(question), "one", call=call)
+    assert RUN_FAULTS[fault] <= failing(found[-7:]), found[-7:]
+
+
+def test_a_function_that_cannot_do_it() -> None:
+    """What it raises is the reason; what is asked of it first must work."""
+
+    def refuses(q: Question) -> Answers:
+        raise ValueError("no")
+
+    question = draw(KINDS["dense"], np.random.default_rng(0), FLOAT64)
+    found = checks(question, plain.answers(None, question), "one", call=refuses)[-7:]
+    assert {check.where for check in found} == {"the function raised ValueError: no"}
+
+
+# ---- where wrong rows lie ---------------------------------------------------------------------
+
+
+LENGTHS = (20, 64, 30, 47)
+
+
+def asked(**changes: Any) -> Question:
+    """4 heads on 2."""
+    rng = np.random.default_rng(0)
+    drawn = {n: rng.standard_normal((161, h, 8)) for n, h in (("q", 4), ("k", 2), ("v", 2))}
+    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
+    return Question(**drawn, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **changes)
+
+
+CAUSAL = {"causal": True}
+ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
+    # a sentence, of a question like this and a tensor, when these rows are wrong
+    "the last 3 rows": ({}, "dq", lambda i, n: n - 1 - i < 3),
+    "all but the first 12 rows": ({}, "dq", lambda i, n: i >= 12),
+    "the last n % 32 of its n keys": ({}, "dv", lambda i, n: i >= n - n % 32),
+    "the rows i with i % 16 in 3, 8 to 11": (
+        *({}, "out"),
+        lambda i, n: np.isin(i % 16, (3, 8, 9, 10, 11)),
+    ),
+    "the rows that see one key alone (here: the first row)": (CAUSAL, "dq", lambda i, n: i == 0),
+    "the rows that see 17 keys or more (here: all but the first 16 rows)": (
+        *(CAUSAL, "out"),
+        lambda i, n: i >= 16,
+    ),
+    "the rows that do not see the first 16 keys (here: all but the first 25 rows)": (
+        *({"window": (9, 9)}, "out"),
+        lambda i, n: i >= 25,
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", ROWS)
+def test_rows(sentence: str) -> None:
+    changes, tensor, wrong = ROWS[sentence]
+    i = np.concatenate([np.arange(n) for n in LENGTHS])
+    bad = wrong(i, np.repeat(LENGTHS, LENGTHS))[:, None]
+    said = where(asked(**changes), tensor, np.repeat(bad, 2 if tensor == "dv" else 4, axis=1))
+    assert f"of every sequence, {sentence}" in said, said
+
+
+def test_sequences_and_heads() -> None:
+    question = asked()
+
+    def of(*sequences: int) -> str:
+        wrong = np.isin(question.sequence_of("q"), sequences)
+        return where(question, "out", np.repeat(wrong[:, None], 4, axis=1))[1]
+
+    assert of(0, 2, 3).startswith("only sequences 0, 2, 3 (all but the longest; ")
+    assert of(2, 3) == "only sequences 2, 3 (all from number 2 on)"
+    assert of(0, 2) == "only sequences 0, 2 (those of length 30 or less)"
+    for heads, sentence in (
+        ((1, 2), "those that head % num_heads_kv gives another key/value head"),
+        ((1, 3), "all but the first of every group; the last of every group"),
+    ):
+        wrong = np.zeros((161, 4), dtype=bool)
+        wrong[:, heads] = True
+        said = where(question, "out", wrong)
+        assert said[1] == f"only {named('head', heads)} of 4 ({sentence})"
