@@ -103,11 +103,9 @@ def test_masks() -> None:
     assert (finding.side, finding.bug) == ("manual", "mask-missing-in-backward")
     assert finding.confidence == "proved"
     assert "-1.0426, -1.9765, -0.5487, 0.0000" in said
-    assert "0.427, 0.806, 1.000" in said and "the last row sees every key" in said
-    assert "the zero first row of dS_cuda is right" in said
-    assert "the first row of dQ_cuda is 0" in said and "the zero is right" in said
+    assert "0.427, 0.806, 1.000" in said and "dS_cuda is right" in said
     verdicts = {(c.side, c.name): c.verdict for c in diagnosis.checks}
-    for name in ("I2", "I3", "mask"):
+    for name in ("I2", "mask"):
         assert (verdicts["manual", name], verdicts["cuda", name]) == ("FAIL", "pass")
     rows = {level.key: level for level in diagnosis.levels if level.tensor.startswith("dQ")}
     assert rows["3"].error == 0 and rows["1"].error > 0.9
@@ -122,11 +120,9 @@ def test_padding() -> None:
     diagnosis = explain_log(PADDING, lengths=LENGTHS)
     finding = only(diagnosis)
     said = " ".join(finding.evidence)
-    assert (finding.side, finding.bug, finding.confidence) == ("sdpa", "padded-keys", "high")
-    assert "3.976 +- 0.004 on the 36 entries" in said and "r(448) = 3.973" in said
-    assert "4, such as a count of heads or sequences, lies 5.5 standard errors away" in said
-    curve = "448: 3.97, 1280: 1.43, 1856: 1.00, 960: 1.88, 704: 2.55, 512: 3.48, 1344: 1.36"
-    assert curve in said and "448 tokens (index 0)" in finding.where
+    assert (finding.side, finding.bug, finding.confidence) == ("sdpa", "padded-keys", "medium")
+    assert "3.976 on the 36 entries" in said and "448 tokens would have m = 1.06" in said
+    assert "448 tokens" in finding.where
     assert diagnosis.levels[0].slope == pytest.approx(3.976, abs=5e-4)
     assert any("varlen_q.grad" in fact for fact in diagnosis.facts)
 
@@ -134,8 +130,8 @@ def test_padding() -> None:
 def test_errors() -> None:
     finding = only(explain_log(ERRORS))
     said = " ".join(finding.evidence)
-    assert (finding.bug, finding.side, finding.confidence) == ("vacuous", "both", "high")
-    assert "5.96e-07 = 10 * 2**-24" in said and "full and math" in said
+    assert (finding.bug, finding.side, finding.confidence) == ("vacuous", "both", "medium")
+    assert "exactly 0 between two implementations" in said
     assert "zeros would pass" in finding.title
 
 

@@ -294,7 +294,7 @@ def test_the_page_has_a_verdict(findings: tuple[Finding, ...], said: str) -> Non
 
 
 def test_the_page_has_all_and_fetches_nothing() -> None:
-    source = page(WHOLE, predicted=((4.0, 1.0, 1.4),))
+    source = page(WHOLE)
     for words_ in (*PADDED.alternatives, *FACTS, PADDED.where, "I10", "no data", MAP.caption):
         assert words_ in source
     for part in ("http", "src=", "href", "url(", "@import", "<script", "<link", "javascript:"):

@@ -1,6 +1,7 @@
 """Who sees whom, drawn with letters: a query a line, a key a column."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,8 +10,21 @@ from rawattn.check.diagnose.findings import Sight
 RIGHT, MORE, LESS = ". as it must be", "+ seen by mistake", "- unseen by mistake"
 
 
-def picture(sight: Sight, queries: int = 6) -> list[str]:
-    """A header and a line for each of so many queries; behind them what the marks mean."""
+def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
+    """A header and a line for each of so many queries; behind them what the marks mean.
+
+    width: of a line at most, as far as that takes no more keys than half of them.
+    """
+    whole = len(sight.keys)
+    while max(map(len, lines := _drawn(sight, queries))) > width and 2 * len(sight.keys) > whole:
+        last = bool((sight.right != sight.found)[:queries, -1].any())
+        kept = slice(1, None) if last else slice(-1)
+        right, found = sight.right[:, kept], sight.found[:, kept]
+        sight = replace(sight, keys=sight.keys[kept], right=right, found=found)
+    return lines
+
+
+def _drawn(sight: Sight, queries: int) -> list[str]:
     right, found = sight.right[:queries], sight.found[:queries]
     bar = _bar(sight)
     wide = max(len(str(key)) for key in (*sight.keys, *sight.queries)) + 1

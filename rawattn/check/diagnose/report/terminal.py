@@ -112,7 +112,7 @@ def _lines(
     lines = [*head, *_place(finding, about, width)]
     sight = finding.proof.sight if finding.proof else None
     if sight is not None and queries:
-        drawn = picture(sight, queries)
+        drawn = picture(sight, queries, width - 5)
         lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
     whose = "your" if alone or not finding.side else f"{finding.side}'s"
     told = words.proved_by(finding, whose)
