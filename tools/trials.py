@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -102,6 +103,7 @@ def _judge(
 def _ready() -> None:
     """In a worker: the tests' modules can be imported, and matmuls keep to one thread."""
     sys.path.insert(0, str(ROOT))
+    warnings.filterwarnings("error", "a search of rawattn-check failed")
 
 
 def run(count: int, workers: int, only: list[str], seed: int, every: int = 1) -> list[Trial]:

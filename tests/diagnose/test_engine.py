@@ -230,3 +230,15 @@ def test_nothing_raises(seed: int) -> None:
                     solve(question, stage, both)
     if seed == 3:
         diagnose(question, {name: spoilt(rng, x) for name, x in answers.items()})
+
+
+def test_a_search_that_fails_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> list[Bug]:
+        raise ValueError("mine")
+
+    question = next(questions(1))
+    answers = solve(question, "forward")
+    answers["out"] = answers["out"] + np.arange(len(answers["out"]))[:, None, None] ** 2
+    monkeypatch.setattr(match.numbers, "bugs", fails)
+    with pytest.warns(match.SearchFailed, match="a bug may be missed: ValueError"):
+        assert diagnose(question, answers).findings

@@ -95,7 +95,7 @@ def in_rules(places: Places, counts: Array, known: Array) -> Support:
     most = max(CELLS // (2 * counts.shape[2]), 8)
     rows = np.sort(np.concatenate([_some(rows[wrong], most), _some(rows[~wrong], most)]))
     read = Places(places.question, rows), counts[:, rows], known[:, rows]
-    return support_of(*read, read)
+    return replace(support_of(*read, read), places=places, seen=counts)
 
 
 def _some(rows: Array, most: int) -> Array:
