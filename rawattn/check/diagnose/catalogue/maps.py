@@ -20,6 +20,7 @@ Ints = np.ndarray
 TILES = (16, 32, 64, 128)
 BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 LETTERS = {"b": "batch", "t": "tokens", "h": "heads", "d": "columns"}
+NOWHERE = 1 << 40  # tokens from here there is none
 STATISTICS = (*BY_ROW, "dlse")  # numbers of rows, which lie as (heads, tokens)
 
 
@@ -125,6 +126,10 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i | {}": lambda i, by, n: i | by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
+    "row i + {}, for those of the first tile": lambda i, by, n: (
+        i + by * (i < np.minimum(by, n - by))
+    ),
+    "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of {} reversed": lambda i, by, n: i - i % by + by - 1 - i % by,

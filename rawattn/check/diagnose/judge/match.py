@@ -75,6 +75,8 @@ KERNELS = tuple(
     )
 )
 INFERRED = (numbers, inputs, seen, blocks, terms)
+BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
+RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
 
 # ---- predictions ------------------------------------------------------------------------------
@@ -108,10 +110,9 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
         ]
         wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
         found = [*second_order.bugs(question), *tangents.bugs(question), *wide]
-        if stage == "second":  # kernels that make ddout's row term of the out that they are given
-            by_out = {"tO": second_order.by_given_out}
+        if stage == "second":
             found += [
-                replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **by_out})
+                replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **BY_OUT})
                 for bug in wide
                 if bug.see is not None and "tO" not in bug.steps
             ]
@@ -274,7 +275,7 @@ class _Stage:
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.answers = answers
         self.rights = [
-            *predictions(question, answers, stage, [NO_BUG]),
+            *predictions(question, answers, stage, RIGHT if stage == "second" else RIGHT[:1]),
             *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
         truth = self.rights[0].answers
