@@ -20,7 +20,6 @@ from rawattn.check.diagnose.judge.failures import (
     small,
 )
 from rawattn.check.diagnose.read.packed import packed, read_packed
-from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose.test_read_name import BUGS, alike, candidate
 
 CASES = {case.name: case for case in standard("small")}
@@ -119,9 +118,6 @@ def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
         dump(tmp_path / "other.npz", other, _fitting(answers, other), identify=4)
         done = explained(tmp_path / "other.npz")
         assert done.exit_code == 2 and text in " ".join(done.output.split()), done.output
-    sparse = next(iter(standard_sparse("small")))
-    done = CliRunner().invoke(main, ["dump", "--identify", str(sparse)])
-    assert done.exit_code == 2 and "block-sparse" in done.output
 
 
 def _without_the_last(question: Question) -> Question:

@@ -22,7 +22,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.effort import spend
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.reference.dense import allowed, capped, dead_to_inf
-from rawattn.reference.selection import parts
+from rawattn.reference.selection import Part, parts
 
 Floats = np.ndarray
 Context = Any  # SimpleNamespace of a view's arrays, by the names of steps
@@ -184,12 +184,10 @@ def dense_views(question: Question, window: tuple[int, int]) -> Iterator[View]:
             yield View(b, rows, keys, heads_of(question, head_kv), head_kv, weight)
 
 
-def _sparse_views(question: Question) -> Iterator[View]:
-    indices = np.asarray(question.block_indices)
-    per = question.num_heads_q // indices.shape[1]  # heads of a selection
-    starts = np.asarray(question.cu_seqlens_q)
-    for part in parts(
-        indices,
+def parts_of(question: Question) -> Iterator[Part]:
+    """Who sees which blocks, by key/value head of every sequence."""
+    return parts(
+        np.asarray(question.block_indices),
         question.num_heads_q,
         question.num_heads_kv,
         question.cu_seqlens_q,
@@ -198,7 +196,15 @@ def _sparse_views(question: Question) -> Iterator[View]:
         block_counts=question.block_counts,
         include_own_block=question.own,
         causal=question.causal,
-    ):
+    )
+
+
+def _sparse_views(question: Question) -> Iterator[View]:
+    per = (
+        question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    )  # heads of a selection
+    starts = np.asarray(question.cu_seqlens_q)
+    for part in parts_of(question):
         rows, keys = (np.arange(s.start, s.stop) for s in (part.rows, part.keys))
         heads = heads_of(question, part.head_kv)
         selections = heads // per

@@ -4,13 +4,15 @@ Long by the table of features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.attention import Identity, parts_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import capped, dead_to_inf
+from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -22,11 +24,29 @@ class Places:
     """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
     too; i and j count in the query's own sequence, so that j may lie before or behind it.
 
-    rows: of q, all by default; then these are the first axis.
+    rows: of q, all by default; then these are the first axis. selection: of block-sparse attention
+    the head of the lists that say what is seen.
     """
 
     question: Question
     rows: Array | None = None
+    selection: int = 0
+
+    def of(self, head: int) -> "Places":
+        """The places of a query head: those of its lists."""
+        q = self.question
+        if q.block_indices is None:
+            return self
+        selection = head * q.block_indices.shape[1] // q.num_heads_q
+        if selection == self.selection:
+            return self
+        if selection not in self._others:
+            self._others[selection] = replace(self, selection=selection)
+        return self._others[selection]
+
+    @cached_property
+    def _others(self) -> dict[int, "Places"]:
+        return {}
 
     @cached_property
     def query(self) -> Array:
@@ -73,11 +93,30 @@ class Places:
     @cached_property
     def right(self) -> Array:
         """(total_q, total_k): which key a query must see."""
+        if self.question.sparse:
+            free = (self.slots != OWN) & (not self.question.causal)
+            return np.asarray((self.slots != ABSENT) & (free | (self.j <= self.p)))
         left, right = self.question.mask_window
         seen = self.own.copy()
         seen &= (self.j - self.p >= -left) | (left < 0)
         seen &= (self.j - self.p <= right) | (right < 0)
         return seen
+
+    @cached_property
+    def slots(self) -> Array:
+        """(total_q, total_k), of block-sparse attention: which slot names the key's block; OWN of
+        the query's own block where none does, ABSENT of others."""
+        return np.asarray(_slots(Identity(self.question))[self.selection][self.query[:, 0]])
+
+    @cached_property
+    def gate(self) -> Array:
+        """(total_q, total_k) factors of the scores."""
+        scale = self.question.block_scale
+        if scale is None:
+            return np.ones(self.slots.shape)
+        of_query = np.asarray(scale[self.query[:, 0], self.selection], dtype=np.float64)
+        taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
+        return np.where(self.slots >= 0, taken, 1.0)
 
     @cached_property
     def aligned(self) -> bool:
@@ -134,6 +173,8 @@ class Places:
         }
         for parts in PARTS:
             found |= self._of_parts(parts)
+        if self.question.sparse:
+            found = self._of_lists() | found
         if self.question.group > 1:
             found[f"j - {self.question.group} i"] = lambda: j - self.question.group * i
         return found
@@ -154,6 +195,61 @@ class Places:
             f"j // {t} - {of} // {t} % 2": lambda: (j // t - p // t) % 2,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
+        }
+
+    def _of_lists(self) -> dict[str, Callable[[], Array]]:
+        q, size = self.question, self.question.block_size
+        named = np.asarray(q.block_indices)[self.query[:, 0], self.selection]
+        count = named.shape[1]
+        if q.block_counts is not None:
+            count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
+        inside = (named >= 0) & (named < -(-self.m // size))
+        held = inside & (np.arange(named.shape[1]) < count)
+        again = np.array(
+            [
+                inside[:, s] & (named[:, :s] == named[:, s, None]).any(axis=1)
+                for s in range(named.shape[1])
+            ]
+        ).T
+        block, slots = self.j // size, self.slots
+
+        def beside(by: int) -> Array:
+            """The slots of the blocks so many further."""
+            at = np.arange(slots.shape[1]) + by * size
+            there = (at >= 0) & (at < slots.shape[1]) & self.own
+            return np.where(there, slots[:, at.clip(0, slots.shape[1] - 1)], ABSENT)
+
+        def times(there: Array) -> Array:
+            found = np.zeros(block.shape, dtype=int)
+            for slot in range(named.shape[1]):
+                found += (named[:, slot, None] == block) & there[:, slot, None] & self.own
+            return found
+
+        def before(some: Array) -> Array:
+            """How many slots are of some kind, before the one that names the key's block."""
+            sums = np.cumsum(some, axis=1) - some
+            return np.where(slots >= 0, np.take_along_axis(sums, np.maximum(slots, 0), 1), -1)
+
+        return {
+            "the slot of the key's block": lambda: slots,
+            "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
+            "slots behind it": lambda: np.where(slots >= 0, named.shape[1] - 1 - slots, -1),
+            "times the key's block is named": lambda: times(held),
+            "times it is named, in slots that do not count": lambda: times(inside & ~held),
+            "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
+            "slots of the query past the last block": lambda: (~inside & (named >= 0)).sum(axis=1)[
+                :, None
+            ],
+            "slots before it that name no block": lambda: before(~inside),
+            "negative slots before it": lambda: before(named < 0),
+            "slots before it that repeat": lambda: before(again),
+            "the slot - slots that name a block": lambda: np.where(
+                slots >= 0, slots - inside.sum(axis=1)[:, None], -named.shape[1]
+            ),
+            "the key's block - the query's": lambda: block - self.p // size,
+            "the key's block": lambda: block,
+            "the slot of the block before": lambda: beside(-1),
+            "the slot of the block behind": lambda: beside(1),
         }
 
     def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
@@ -180,19 +276,34 @@ class Right:
         q = self.places.question
         keys = q.k.astype(np.float64).transpose(1, 2, 0).repeat(q.group, axis=0)
         Y = q.scale * (q.q.astype(np.float64).swapaxes(0, 1) @ keys)
-        return np.asarray(capped(np, Y, q.softcap, lambda x: x)[0])
+        return np.asarray(self.gate * capped(np, Y, q.softcap, lambda x: x)[0])
+
+    @cached_property
+    def seen(self) -> Array:
+        """Who sees whom, like S; of dense attention alike for all heads."""
+        return np.asarray(self._by_head("right"))
+
+    @cached_property
+    def gate(self) -> Array | float:
+        """The factors of block_scale, like S."""
+        q = self.places.question
+        return 1.0 if q.block_scale is None else self._by_head("gate")
+
+    def _by_head(self, name: str) -> Array:
+        heads = range(self.places.question.num_heads_q if self.places.question.sparse else 1)
+        return np.stack([getattr(self.places.of(head), name) for head in heads])
 
     @cached_property
     def lse(self) -> Array:
         q = self.places.question
-        found = log_sum(np.where(self.places.right, self.S, -np.inf))
+        found = log_sum(np.where(self.seen, self.S, -np.inf))
         if q.sinks is not None:
             found = np.logaddexp(found, np.asarray(q.sinks, dtype=np.float64)[:, None])
         return found
 
     @cached_property
     def P(self) -> Array:
-        seen = np.where(self.places.right, self.S, -np.inf)
+        seen = np.where(self.seen, self.S, -np.inf)
         return np.asarray(np.exp(seen - dead_to_inf(np, self.lse)[..., None]))
 
     @cached_property
@@ -200,6 +311,16 @@ class Right:
         q = self.places.question
         v = q.v.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0)
         return np.asarray((self.P @ v).swapaxes(0, 1))
+
+
+@lru_cache(maxsize=8)
+def _slots(key: Identity) -> Array:
+    """(num_heads_sel, total_q, total_k)."""
+    q = key.question
+    found = np.full((np.asarray(q.block_indices).shape[1], len(q.q), len(q.k)), ABSENT)
+    for part in parts_of(q):
+        found[part.selections, part.rows, part.keys] = part.slot[..., part.block_of_key]
+    return found
 
 
 def log_sum(x: Array) -> Array:

@@ -62,14 +62,14 @@ class Support:
             if _lengths(places) != _lengths(self.places):
                 raise ValueError("this was read on sequences of other lengths")
             return self.seen
-        found = places.right[None].repeat(places.question.num_heads_q, axis=0)
-        found = found.astype(self.seen.dtype)
+        of_heads = [places.of(head) for head in range(places.question.num_heads_q)]
+        found = np.stack([of.right for of in of_heads]).astype(self.seen.dtype)
         for part in self.parts:
             if part.rule is not None:
-                pairs = part.rule.holds(places) & _domain(places, part.kind)
                 value = {LESS: 0, AGAIN: part.times}.get(part.kind, 1)
                 for head in part.heads:
-                    found[head][pairs] = value
+                    of = of_heads[head]
+                    found[head][part.rule.holds(of) & _domain(of, part.kind)] = value
         return found
 
     def see(self, times: Callable[[Places], Array | float] = lambda places: 1.0) -> See:
@@ -157,7 +157,10 @@ def _views(places: Places, views: Sequence[View], seen: Array) -> Iterator[View]
     for view in views:
         weight = seen[np.ix_(view.heads, view.rows)]
         keys = np.flatnonzero(weight.any(axis=(0, 1)) | places.own[view.rows[0]])
-        yield replace(view, keys=keys, weight=weight[..., keys])
+        slot = None
+        if view.slot is not None:
+            slot = np.stack([places.of(head).slots for head in view.heads])[:, view.rows][..., keys]
+        yield replace(view, keys=keys, weight=weight[..., keys], slot=slot)
 
 
 def _lengths(places: Places) -> tuple[tuple[int, ...], ...]:

@@ -40,11 +40,12 @@ class Change:
         for head, rule in (*self.less, *self.more):
             if head not in heads or rule is None:
                 continue
-            h, pairs = heads.index(head), rule.holds(places)[here] & places.own[here]
+            h, of = heads.index(head), places.of(head)
+            pairs = rule.holds(of)[here] & of.own[here]
             if (head, rule) in self.less:
                 found[h] = np.where(pairs, 0.0, found[h])
                 continue
-            free = np.exp(c.cap[0][h] - c.L[h][:, None]) * (c.dP[h] - c.D[h][:, None])
-            slope = np.broadcast_to(c.cap[1], c.dP.shape)[h]
-            found[h] += np.where(pairs & ~places.right[here], free * slope, 0.0)
+            gate, cap, slope = (np.broadcast_to(x, c.dP.shape)[h] for x in (c.G, *c.cap[:2]))
+            free = np.exp(gate * cap - c.L[h][:, None]) * (c.dP[h] - c.D[h][:, None])
+            found[h] += np.where(pairs & ~of.right[here], free * gate * slope, 0.0)
         return found

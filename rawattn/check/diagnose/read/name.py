@@ -134,7 +134,7 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
     """
     found: list[Reading] = []
     facts: list[str] = []
-    for stage in PASSES if not question.sparse else ():
+    for stage in PASSES:
         asked = ask(stage)
         if asked is None:
             continue
@@ -146,7 +146,8 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
         found += [] if reading.sound else [reading]
         if reading.sound:
             told = f"the {PASSES[stage]}, read off entry by entry ({reading.calls} calls)"
-            facts.append(f"{told}: {', '.join(reading.right)} are right")
+            lists = " (with lists alike for all heads)" if question.sparse else ""
+            facts.append(f"{told}: {', '.join(reading.right)} are right{lists}")
     return Readings(tuple(found), tuple(facts))
 
 

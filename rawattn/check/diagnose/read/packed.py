@@ -13,10 +13,18 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
 from rawattn.check.diagnose.read.name import Readings, read
-from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
+from rawattn.check.diagnose.read.probe import (
+    OF_DERIVATIVES,
+    Ask,
+    Refused,
+    problem,
+    read_backward,
+    read_forward,
+)
 
 Array = np.ndarray
 OF_ROWS, OF_OWN_KEYS = ("q", "dout"), ("k", "v")
+OF_LISTS = ("block_indices", "block_counts", "block_scale")  # of rows, where there are any
 ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 READERS = {"forward": read_forward, "backward": read_backward}
 
@@ -24,10 +32,8 @@ READERS = {"forward": read_forward, "backward": read_backward}
 def packed(like: Question) -> Question:
     """``like``, and behind its sequences those of what would be asked about it.
 
-    Raises Refused where it takes too many calls, and ValueError where ``like`` is block-sparse.
+    Raises Refused where it takes too many calls.
     """
-    if like.sparse:
-        raise ValueError("block-sparse attention cannot be read off yet: dense alone")
     return _joined([_plain(like), *_questions(_shorter(like))])
 
 
@@ -74,7 +80,7 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
 
 def _plain(question: Question) -> Question:
     """Without what is about derivatives, except dout; what the reader asks has no more."""
-    changes: dict[str, Any] = dict.fromkeys(("dlse", "tq", "tk", "tv", "tsinks", "out", "lse"))
+    changes: dict[str, Any] = dict.fromkeys((*OF_DERIVATIVES[1:], "out", "lse"))
     if question.dout is None:
         changes["dout"] = np.zeros((*question.q.shape[:2], question.v.shape[2]), question.q.dtype)
     return replace(question, **changes)
@@ -109,10 +115,14 @@ def _questions(like: Question) -> list[Question]:
     return [_plain(question) for question in found]
 
 
+def _of_rows(question: Question) -> tuple[str, ...]:
+    return (*OF_ROWS, *(name for name in OF_LISTS if getattr(question, name) is not None))
+
+
 def _joined(parts: list[Question]) -> Question:
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts])
-        for name in (*OF_ROWS, *OF_OWN_KEYS)
+        for name in (*_of_rows(parts[0]), *OF_OWN_KEYS)
     }
     used = [part.seqused_k for part in parts if part.seqused_k is not None]
     if used:
@@ -132,7 +142,7 @@ def _part(question: Question, answers: Answers, first: int, count: int) -> tuple
         f"cu_seqlens_{side}": (x[first : first + count + 1] - x[first]).astype(np.int32)
         for side, x in of.items()
     }
-    changes |= {name: getattr(question, name)[rows] for name in OF_ROWS}
+    changes |= {name: getattr(question, name)[rows] for name in _of_rows(question)}
     changes |= {name: getattr(question, name)[keys] for name in OF_OWN_KEYS}
     if question.passed is not None:
         changes |= {"out": question.passed[0][rows], "lse": question.passed[1][:, rows]}

@@ -20,7 +20,7 @@ from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
 Array = np.ndarray
-OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks")
+OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks", "tblock_scale", "sliding")
 SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
 CALLS = 160  # of a reading, at most: counted, so that a busy machine reads what an idle one does
 
@@ -52,7 +52,7 @@ class Slopes:
     """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k).
 
     S, L (the lse that was passed), dP: right ones of the calls in which it was read; D, the row
-    term; slope, the derivative of a softcap.
+    term; slope, the derivative of a softcap, or the gate of a block.
     """
 
     dS: Array
@@ -102,7 +102,30 @@ def problem(question: Question, seed: int, *, other: bool = False) -> Question:
     given |= {"q": q, "k": k, "v": draw(question.v, rows[1], 1.0), "seqused_k": used}
     given |= {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
     given |= {"out": out, "lse": np.zeros(q.shape[1::-1])}
-    return replace(question, **given)
+    found = replace(question, **given)
+    return replace(found, **_lists(found, rng)) if question.sparse else found
+
+
+def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
+    """Block lists, alike for all heads, and what comes with them: blocks up to the query's own,
+    some behind it, some named again, slots that name none, the first block that is not there."""
+    like, size = np.asarray(question.block_indices), question.block_size
+    shape = (len(question.q), like.shape[2])
+    b = question.sequence_of("q")
+    lengths_q, lengths_k = (np.asarray(x)[b] for x in (question.lengths_q, question.lengths_k))
+    place = np.arange(shape[0]) - np.asarray(question.cu_seqlens_q)[b] + lengths_k - lengths_q
+    blocks, own = -(-lengths_k // size), np.maximum(place // size, -1)
+    top = np.where(rng.random(shape) < 0.8, own[:, None], blocks[:, None])
+    named = np.floor(rng.random(shape) * (top + 1)).astype(like.dtype)
+    named[:, 1:] = np.where(rng.random(shape)[:, 1:] < 0.15, named[:, :-1], named[:, 1:])
+    named[rng.random(shape) < 0.15] = -1
+    found = {"block_indices": named}
+    if question.block_counts is not None:
+        counts = rng.integers(0, shape[1] + 1, shape[0])
+        found["block_counts"] = counts.astype(question.block_counts.dtype)
+    for scale in (question.block_scale,) if question.block_scale is not None else ():
+        found["block_scale"] = rng.uniform(0.5, 1.5, shape).astype(scale.dtype)
+    return {name: np.repeat(x[:, None], like.shape[1], axis=1) for name, x in found.items()}
 
 
 class _Caller:
@@ -226,6 +249,7 @@ def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:
     dout = np.asarray(q.dout).astype(np.float64).swapaxes(0, 1)
     D = (dout * right.out.swapaxes(0, 1)).sum(axis=-1)[..., None]
     slope = 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
+    slope = right.gate * slope
     values = {"S": right.S, "L": right.lse[..., None], "dP": dout @ v, "D": D, "slope": slope}
     slopes.dS[at] = dS
     for name, x in values.items():

@@ -20,19 +20,37 @@ COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Keys that count ``often``, which may be a feature, where ``rule`` says."""
+
+    often: int | str
+    rule: Rule
+
+    def times(self, places: Places) -> Array:
+        """(total_q, total_k)."""
+        often = places.feature(self.often) if isinstance(self.often, str) else self.often
+        return np.where(self.rule.holds(places), np.maximum(often, 1), 1).astype(np.float64)
+
+    def __str__(self) -> str:
+        if isinstance(self.often, str):
+            return f"keys count more than once: {self.often}"
+        return f"keys count {self.often} times: {self.rule}"
+
+
 @dataclass(eq=False)
 class Said:
     """What was read of weights. right, wrong: sentences; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term, map, counted (how often, and which keys):
-    what the sentences are about.
+    names: classes of bugs; steps: as of engine.Bug. term, map, counted: what the sentences are
+    about.
     """
 
     weights: Weights
     support: Support
     term: Term | None = None
     map: Map | None = None
-    counted: tuple[int, Rule] | None = None
+    counted: Counted | None = None
     right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -45,10 +63,11 @@ class Said:
         return np.asarray(found + np.log(self.times(places)))
 
     def times(self, places: Places) -> Array:
-        """(total_q, total_k): how often a key counts where it is seen."""
+        """(num_heads_q or 1, total_q, total_k): how often a key counts where it is seen."""
         if self.counted is None:
-            return np.ones(places.j.shape)
-        return np.where(self.counted[1].holds(places), float(self.counted[0]), 1.0)
+            return np.ones((1, *places.j.shape))
+        heads = range(places.question.num_heads_q if places.question.sparse else 1)
+        return np.stack([self.counted.times(places.of(head)) for head in heads])
 
     @property
     def see(self) -> See | None:

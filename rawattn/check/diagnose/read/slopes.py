@@ -224,8 +224,13 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
         if fits(part.P * slope * (dP - times * D)):
             return Change([text], name, instead=partial(_with_delta, times))
     if fits(part.P * (dP - D)):
-        text = "lacks the derivative of the softcap"
-        return Change([text], "softcap-slope-omitted", instead=lambda c: np.asarray(c.dS))
+        gates = part.places.question.block_scale is not None
+        what, name = (
+            ("block_scale", "sparse-gate-ignored")
+            if gates
+            else ("the derivative of the softcap", "softcap-slope-omitted")
+        )
+        return Change([f"lacks {what}"], name, instead=lambda c: np.asarray(c.dS))
     if fits(slope * (dP - D)):
         return Change(["lacks the factor P"], "softmax-backward-without-p", None)
     of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, noise)
@@ -236,7 +241,7 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
 
 def _with_delta(times: float, c: Context) -> Array:
     """dY with so many D."""
-    return np.asarray(c.cap[1] * c.P * (c.dP - times * c.D[..., None]))
+    return np.asarray(c.G * c.cap[1] * c.P * (c.dP - times * c.D[..., None]))
 
 
 def _say_pairs(change: Change, part: _Part, other: _Part) -> None:

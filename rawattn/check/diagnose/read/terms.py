@@ -20,8 +20,16 @@ DISTANCES: dict[str, Callable[[Array], Array]] = {
     "(j - i)^2": lambda d: d * d,
     "sqrt|j - i|": np.sqrt,
 }
+GATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {  # a class; of S and the gates
+    "the scores lack block_scale": ("sparse-gate-ignored", lambda S, G: S / G),
+    "the scores have block_scale twice": ("sparse-gate-on-p", lambda S, G: S * G),
+    "block_scale multiplies weights, not scores": (
+        "sparse-gate-on-p",
+        lambda S, G: S / G + np.log(G),
+    ),
+}
 PEAK = 8  # the worst of many entries over their root mean square
-KINDS = ("factor", "distance", "cap", "place")
+KINDS = ("gate", "factor", "distance", "cap", "place")
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Field:
 
 def term_of(field: Field, places: Places, S: Array, *, table: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``table``: a table of one feature."""
-    formulas = (_distances, _factors, _caps) if field.by_row else (_distances,)
+    formulas = (_gates, _distances, _factors, _caps) if field.by_row else (_distances,)
     for make in (_places,) if table else formulas:
         for term in make(field, places, S):
             if field.fits(term.of(places, S)):
@@ -98,6 +106,16 @@ def by_head(values: Array) -> str:
     if np.ptp(steps) < 1e-2 * np.abs(steps).max():
         return f"{steps.mean():.3g} (h + 1)"
     return ", ".join(f"{value:.3g} (head {h})" for h, value in enumerate(values[:8]))
+
+
+def _gates(field: Field, places: Places, S: Array) -> Iterator[Term]:
+    heads = range(places.question.num_heads_q)
+    for text, (_, form) in GATES.items() if places.question.block_scale is not None else ():
+
+        def of(places: Places, S: Array, form: Any = form) -> Array:
+            return np.asarray(form(S, np.stack([places.of(head).gate for head in heads])) - S)
+
+        yield Term("gate", text, of)
 
 
 def _distances(field: Field, places: Places, S: Array) -> Iterator[Term]:

@@ -1,11 +1,11 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import STEPS
+from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
@@ -13,6 +13,7 @@ from rawattn.check.diagnose.read.maps import map_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import (
     COARSE,
+    Counted,
     Said,
     biased,
     in_words,
@@ -21,7 +22,7 @@ from rawattn.check.diagnose.read.said import (
     seen_of,
 )
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import Field, Term, term_of
+from rawattn.check.diagnose.read.terms import GATES, Field, Term, term_of
 from rawattn.reference.dense import capped
 
 Array = np.ndarray
@@ -36,6 +37,7 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
         _say_dead(said, alive, second)
+    alive = alive & _telling(read, passed)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.where(seen, read.P, 1.0))
     x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
@@ -44,7 +46,7 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
     elif (term := term_of(x, places, S)) is not None:
         _say_term(said, term)
     elif (counted := _counted(read, x, second)) is not None:
-        said.wrong.append(f"keys count {counted[0]} times: {counted[1]}")
+        said.wrong.append(str(counted))
         said.names.append("tile-counted-twice")
         said.counted = counted
     elif (found := map_of(x, places, S)) is not None:
@@ -63,6 +65,7 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         if (seen != places.right)[alive].any():
             there = second()
             seen_there, alive_there = seen_of(there)
+            alive_there = alive_there & _telling(there, passed)
             seen_there = seen_there | _too_small(said, there, seen_there)
             again_seen = there.places, seen_there, alive_there
             said.support = support_of(places, seen, alive, again_seen)
@@ -74,6 +77,11 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         (say_passed if passed else say_sums)(said, logs, seen_of(read)[0], alive)
     say_values(said)
     return said
+
+
+def _telling(read: Weights, passed: bool) -> Array | bool:
+    """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
+    return np.isfinite(read.lse) if passed and read.lse is not None else True
 
 
 def _too_small(said: Said, read: Weights, seen: Array) -> Array:
@@ -109,6 +117,7 @@ def _say_support(said: Said) -> None:
     of = "i" if places.aligned else "p"
     bounds = [f"-{left} <= "] * (left >= 0), [f" <= {right}"] * (right >= 0)
     due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
+    due = "the keys of its blocks" if places.question.sparse else due
     said.wrong.extend(part.text(heads, f" (it must see {due})") for part in rules.parts)
     own = any(part.kind != OTHER for part in rules.parts)
     said.names.append("wrong-keys" if own else "neighbour-leak")
@@ -122,6 +131,11 @@ def _say_term(said: Said, term: Term) -> None:
         said.wrong.append(term.text + _of_scale(factors, said.support.places))
         said.steps["Y"] = lambda c: STEPS["Y"](c) * factors[c.view.heads][:, None, None]
         said.names.append("score-scale")
+    elif term.kind == "gate":
+        said.wrong.append(term.text)
+        name, form = GATES[term.text]
+        said.names.append(name)
+        said.steps["S"] = partial(_gated, form)
     elif term.kind == "cap":
         said.wrong.append(term.text)
         said.steps["cap"] = lambda c: capped(np, c.Y, term.values[0], c.r)
@@ -130,6 +144,12 @@ def _say_term(said: Said, term: Term) -> None:
         said.wrong.append(f"added to the scores: {in_words(term)}")
         said.steps["cap"] = biased(term)
         said.names.append("score-bias")
+
+
+def _gated(form: Callable[[Array, Array], Array], c: Context) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        Y = form(c.G * c.cap[0], np.broadcast_to(c.G, c.Y.shape))
+    return np.asarray(STEPS["S"](changed(c, G=1.0, cap=(Y,))))
 
 
 def _of_scale(factors: Array, places: Places) -> str:
@@ -142,28 +162,42 @@ def _of_scale(factors: Array, places: Places) -> str:
     return f" ({text})" if text else ""
 
 
-def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> tuple[int, Rule] | None:
+def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted | None:
     """How often, and which, where keys count more than once."""
+    for relative in (False, True):
+        found, known = _times(read, relative)
+        values = np.unique(np.round(found[known]))
+        exact = np.abs(found - np.round(found))[known] < 8 * x.noise * np.maximum(found[known], 1)
+        if not exact.size or not exact.all() or not 1 < values[-1] <= 16:
+            continue
+        shown = [(read.places, found, known), (second().places, *_times(second(), relative))]
+        if (rule := rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))) is None:
+            continue
+        if len(values[values > 1]) == 1:
+            return Counted(int(values[-1]), rule)
+        for name in read.places.features:
+            if all(_as_often(of, n, k, name) for of, n, k in shown):
+                return Counted(name, Rule(()))
+    return None
 
-    def times(read: Weights) -> tuple[Array, Array]:
-        """(num_heads_q, total_q, total_k) and in which rows it is known."""
-        seen, alive = seen_of(read)
-        common = seen & read.places.right & alive[..., None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log(np.where(common, read.P, 1.0)) - read.right.S
-        lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
-        found = np.where(common, np.exp(logs - np.where(np.isfinite(lowest), lowest, 0.0)), 0.0)
-        return found, common & (found.max(axis=-1, keepdims=True) > 1.5)
 
-    found, there = times(read)
-    values = np.unique(np.round(found[there]))
-    exact = np.abs(found - np.round(found))[there] < 8 * x.noise * np.maximum(found[there], 1)
-    if not exact.size or not exact.all() or len(values) != 2 or values[-1] > 16:
-        return None
-    elsewhere, known = times(second())
-    shown = [
-        Shown(of.places, domain[0], domain[0] & (count[0] > 1.5))
-        for of, count, domain in ((read, found, there), (second(), elsewhere, known))
-    ]
-    rule = rule_of(*shown)
-    return None if rule is None else (int(values[-1]), rule)
+def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
+    """Whether a feature says how often keys count."""
+    due = np.maximum(np.broadcast_to(places.feature(name), known.shape[1:]), 1)
+    return bool((np.round(found) == due)[known].all())
+
+
+def _times(read: Weights, relative: bool) -> tuple[Array, Array]:
+    """How often each key counts (num_heads_q, total_q, total_k) by lse, or relative to those of its
+    row that count least; and of which that is known."""
+    seen, alive = seen_of(read)
+    common = seen & read.right.seen & alive[..., None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(np.where(common, read.P, 1.0)) - read.right.S
+    least = np.where(common, logs, np.inf).min(axis=-1)
+    if not relative:
+        least = np.full_like(least, np.nan) if read.lse is None else -read.lse
+    known = common & np.isfinite(least)[..., None]
+    with np.errstate(over="ignore"):
+        found = np.where(known, np.exp(logs - np.where(known, least[..., None], 0.0)), 0.0)
+    return found, known & ((found.max(axis=-1, keepdims=True) > 1.5) | (not relative))

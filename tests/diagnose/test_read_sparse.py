@@ -1,0 +1,142 @@
+"""Block-sparse attention is read off too: planted bugs, in words of the lists, and planted."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from rawattn.check.candidate import Candidate
+from rawattn.check.cli import main
+from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.files.npz import load
+from rawattn.check.diagnose.judge.failures import explain_failures
+from rawattn.check.diagnose.read.name import Reading, read
+from rawattn.check.sparse_cases import standard_sparse
+from rawattn.reference import sparse as reference
+from tests.diagnose import plain
+from tests.diagnose.plain import FLOAT32, FLOAT64, Planted
+from tests.diagnose.planted import sparse
+from tests.diagnose.problems import Needs, difference, draw, shows
+
+GATED = Needs(blocks={"gate": True, "sliding": False}, masks=("open",), lengths=(20, 60))
+KEYS = {  # what is read of a plant of the table: of its class and variant
+    "sparse-not-causal: blocks that are selected": "times the key's block is named >= 1",
+    "sparse-own-block-missing: not seen": "misses keys: the slot of the key's block = -1",
+    "sparse-own-block-not-causal: where not selected": "too many keys: the slot of the key's bl",
+    "sparse-last-slot-dropped: last slot": "misses keys: the slot of the key's block = ",
+    "sparse-last-slot-dropped: last that counts": "slots that count behind it = 0",
+    "sparse-counts-ignored: all slots": "times it is named, in slots that do not count >= 1",
+    "sparse-padding-read: as block 0": "negative slots of the query >= 1",
+    "sparse-list-cut: at a negative, forward backward": "negative slots before it >= 1",
+    "sparse-list-cut: after so many as named": "the slot - slots that name a block >= 0",
+    "sparse-duplicate-twice: slots": "more than once: times the key's block is named",
+    "sparse-duplicate-twice: own block": "count 2 times: the slot of the key's block >= 0 and ",
+    "sparse-own-block-missing: at its first": "misses keys: (j // ",
+    "sparse-gate-ignored: everywhere": "the scores lack block_scale",
+    "sparse-gate-ignored: dq and dk, backward alone": "dS lacks block_scale",
+    "sparse-gate-on-p: twice": "the scores have block_scale twice",
+    "sparse-gate-on-p: of exp": "block_scale multiplies weights, not scores",
+}
+NOT_PLANTED = ("sparse-gate-on-p: twice",)  # its dS is not understood
+
+
+def plant(name: str) -> Planted:
+    return next(p for p in sparse.PLANTED if f"{p.bug}: {p.variant}".startswith(name))
+
+
+def posed(planted: Planted, dtype: np.dtype[Any] = FLOAT64) -> Question:
+    """A problem, with other lists for every head, on which a bug shows."""
+    rng = np.random.default_rng(5)
+    needs = replace(planted.needs, batch=(3, 4), lengths=(20, 60))
+    drawn = (draw(needs, rng, dtype, given=True) for _ in range(40))
+    return next(question for question in drawn if not planted.bug or shows(planted, question))
+
+
+def told(planted: Planted, question: Question) -> dict[str, Reading]:
+    def ask(stage: str) -> Any:
+        def answers(asked: Question) -> Answers:
+            found = plain.answers(planted, asked)
+            return {name: x for name, x in found.items() if name in STAGES[stage]}
+
+        return answers
+
+    return {reading.stage: reading for reading in read(question, ask).of}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if n % 4 == 0 else pytest.param(name, marks=pytest.mark.sweep)
+        for n, name in enumerate(KEYS)
+    ],
+)
+def test_bugs_are_read_and_planted(name: str) -> None:
+    planted = plant(name)
+    question = posed(planted)
+    readings = told(planted, question)
+    assert set(readings) == {*planted.stages} & {"forward", "backward"}
+    found = plain.answers(planted, question)
+    for stage, reading in readings.items():
+        assert KEYS[name] in " ".join(reading.wrong), (stage, reading.wrong)
+        if name in NOT_PLANTED and stage == "backward":
+            assert reading.bug is None
+            continue
+        assert reading.bug is not None and not reading.unread
+        own = None if question.passed is None else question.passed
+        due = solve(question, stage, reading.bug, given=own)
+        names = ("out", "lse") if stage == "forward" else ("dq", "dk", "dv")
+        assert max(difference(found[n], due[n]) for n in names) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_right_is_read_as_right(dtype: np.dtype[Any], seed: int) -> None:
+    question = draw(GATED, np.random.default_rng(seed), dtype, given=True)
+    assert not told(plain.RIGHT, question)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens: Any,
+    block_indices: Any,
+    *,
+    cu_seqlens_k: Any = None,
+    **options: Any,
+) -> Any:
+    """A forward pass that takes the first block for padding."""
+    named = np.where(np.equal(block_indices, 0), -1, block_indices)
+    keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    known = ("block_size", "causal", "softmax_scale", "include_own_block")
+    given = {name: options[name] for name in known if name in options}
+    out, lse = reference.forward(q, k, v, cu_seqlens, keys, named, **given)
+    return out.astype(q.dtype), lse
+
+
+def test_diff_says_what_was_read() -> None:
+    cases = [case for case in standard_sparse("small") if case.name == "sparse-edges"]
+    candidate = Candidate("attention", "numpy", forward=attention)
+    (finding,) = explain_failures(candidate, [replace(cases[0], dtype="float64")]).findings
+    assert "misses keys" in finding.title and "the key's block <= 0" in finding.title
+    assert finding.confidence == "high"
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    given, own = tmp_path / "given.npz", tmp_path / "own.npz"
+    options = ("--block-size", "16", "--heads", "2", "--head-dim", "32", "--causal")
+    done = CliRunner().invoke(main, ["dump", "--identify", "--out", str(given), *options])
+    assert done.exit_code == 0, done.output
+    assert "Nothing is wrong" in CliRunner().invoke(main, ["explain", str(given)]).output
+    question, _ = load(given)
+    assert question is not None
+    planted = plant("sparse-own-block-missing: not seen")
+    answers = plain.answers(planted, replace(question, dout=None))
+    np.savez(own, **answers)  # type: ignore[arg-type]
+    done = CliRunner().invoke(main, ["explain", str(given), str(own), "--full"])
+    assert done.exit_code == 1 and "sparse-own-block-missing" in done.output
+    assert "the slot of the key's block = -1" in " ".join(done.output.split())
