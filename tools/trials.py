@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SHARE = 0.95
+SHARE = 0.97
+RIGHT = 300
 ROOT = Path(__file__).resolve().parents[1]
 PLANTED = "tests.diagnose.planted"
 FILES = sorted(f"{PLANTED}.{file.stem}" for file in ROOT.joinpath(*PLANTED.split(".")).glob("*.py"))
@@ -107,7 +108,7 @@ def _ready() -> None:
 
 
 def run(count: int, workers: int, only: list[str], seed: int, every: int = 1) -> list[Trial]:
-    """``count`` trials of every class, over its variants in turn, and 200 right ones.
+    """``count`` trials of every class, over its variants in turn, and ``RIGHT`` right ones.
 
     every: take each n-th variant of a class alone, another one with another seed.
     """
@@ -131,7 +132,7 @@ def run(count: int, workers: int, only: list[str], seed: int, every: int = 1) ->
         jobs += [
             partial(right_trial, kind, seed + i + turn)
             for i, kind in enumerate(kinds)
-            for turn in range(-(-200 // len(kinds)))
+            for turn in range(-(-RIGHT // len(kinds)))
         ]
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with ProcessPoolExecutor(workers, initializer=_ready) as pool:

@@ -10,7 +10,11 @@ Hook = Callable[..., Any]
 
 
 class At:
-    """Where the pairs of one sequence and head stand: i (n, 1), j (1, keys), p = i + m - n."""
+    """Where the pairs of one sequence and head stand: i (n, 1), j (1, keys), p = i + m - n; key:
+    rows of k; start: the first row of q."""
+
+    key: Array
+    start: int
 
     def __init__(self, i: Array, j: Array, n: int, m: int, h: int, longest: int) -> None:
         self.i, self.j, self.p, self.n, self.m = i, j, i + m - n, n, m
@@ -24,8 +28,8 @@ class Plain:
     mask(at, seen), scores(at, S) and weights(at, W) change these; keys(first, stop, total) gives
     other rows of k; mass(at) is added to row sums; of_k(h, group, heads) and of_v are heads; stored
     (at, out, lse) writes. Backward alone: slope(at, dS), of_dq, of_dk, of_dv likewise, delta(D,
-    dout, out), factors of softmax_scale in dq and dk, kept: the head of a group that is kept.
-    work: the dtype of scores and weights.
+    dout, out), of_dP(h, heads) a head of v, factors of softmax_scale in dq and dk, kept: the head
+    of a group that is kept. work: the dtype of scores and weights.
     """
 
     def __init__(self, *, work: Any = np.float64, refuses: bool = False, **hooks: Any) -> None:
@@ -48,6 +52,7 @@ class Plain:
                 at = At(
                     np.arange(len(rows))[:, None], (keys - first)[None], len(rows), m, h, longest
                 )
+                at.key, at.start = keys[None], rows[0]
                 seen = np.ones((len(rows), len(keys)), dtype=bool)
                 seen &= (at.d >= -window[0]) | (window[0] < 0)
                 seen &= (at.d <= window[1]) | (window[1] < 0)
@@ -129,9 +134,10 @@ class Plain:
             dO, own = (x[rows, h].astype(np.float64) for x in (dout, out))
             D = self._do("delta", dO, (dO * own).sum(axis=1))
             D = D - (0.0 if dlse is None else dlse[h, rows])
-            dS = self._do("slope", at, P * (dO @ v[keys, of_v].astype(np.float64).T - D[:, None]))
-            dq[rows, h] = to_dq * s * self._do("of_dq", at, dS) @ k[keys, of_k].astype(np.float64)
             group = q.shape[1] // k.shape[1]
+            in_dP = self.hooks["of_dP"](h, k.shape[1]) if "of_dP" in self.hooks else of_v
+            dS = self._do("slope", at, P * (dO @ v[keys, in_dP].astype(np.float64).T - D[:, None]))
+            dq[rows, h] = to_dq * s * self._do("of_dq", at, dS) @ k[keys, of_k].astype(np.float64)
             if self.hooks.get("kept", h % group) == h % group:
                 dS = self._do("of_dk", at, dS)
                 dk[keys, of_k] += to_dk * s * dS.T @ q[rows, h].astype(np.float64)

@@ -17,13 +17,15 @@ import pytest
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import standard
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, assuming
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.inferred import denominator
 from rawattn.check.diagnose.judge import failures, match
 from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.failures import explain_failures
 from rawattn.check.diagnose.logs.explain import explain_log
+from tests.diagnose.reading import Plain
 
 Array = np.ndarray
 Hook = Callable[[Array], Array]
@@ -487,3 +489,60 @@ def test_printed_weights_tell_the_scale_of_the_scores() -> None:
     found = explain_log(text("P_reference", S) + text("P_cuda", 4 * S))
     assert names(found) == ["score-scale"]
     assert first(found).side == "cuda" and "sqrt(16)" in told(found)
+
+
+# ---- what a fourth set showed ------------------------------------------------------------------
+
+
+def test_nan_of_a_neighbour_is_no_proof_of_offsets() -> None:
+    """Keys of a tile that runs on into the next sequence weigh 0, and 0 NaN is NaN: who reads which
+    NaN says little, and many bugs do it alike."""
+    plain = Plain(
+        keys=lambda a, b, n: np.arange(a, b if a else min(n, b + 7)),
+        mask=lambda at, seen: seen & (at.j >= 0) & (at.j < at.m),
+    )
+    case = next(case for case in standard("small") if case.name == "strided")
+    findings = explain_failures(Candidate("tail", "numpy", forward=plain.forward), [case]).findings
+    assert findings and all(one.confidence not in ("high", "proved") for one in findings)
+
+
+def test_what_cannot_be_assumed_is_no_crash() -> None:
+    def see(question: Question, views: Any) -> Any:
+        raise ValueError("read on other lengths")
+
+    question = drawn()
+    answers = computed(question)
+    assert (
+        match.judge_stage(assuming(question, Bug("unknown", see=see)), answers, "forward") is None
+    )
+
+
+def test_rows_that_are_stored_elsewhere_are_no_offsets() -> None:
+    """A few rows in the place of others; offsets shift whole sequences."""
+    question = drawn(dim=32)
+    answers = computed(question)
+    for stop in np.cumsum(question.lengths_k):
+        answers["dk"][stop - 1] = answers["dk"][stop - 20]
+    found = first(diagnose(question, answers))
+    assert found.bug == "transposed" and "3 of 96 tokens are in other places" in told(
+        diagnose(question, answers)
+    )
+
+
+@pytest.mark.parametrize(("factor", "text"), [(1.0018, "by 1.0018"), (2.0, "by 2 (2)")])
+def test_a_factor_near_1_is_not_called_1(factor: float, text: str) -> None:
+    judged = Candidate("scaled", "numpy", forward=Plain(scores=lambda at, S: factor * S).forward)
+    case = next(case for case in standard("small") if case.name == "group3")
+    assert text in explain_failures(judged, [case]).findings[0].title
+
+
+def test_a_coarse_row_sum_is_no_mass_of_another_row() -> None:
+    question = drawn((50, 90, 70), heads=(2, 1))
+    rng = np.random.default_rng(0)
+    sums = (1 + 2.0**-9 * rng.uniform(-1, 1, (2, 210))).astype(np.float32)
+    answers = only(computed(question), "out", "lse")
+    answers["out"], answers["lse"] = (
+        answers["out"] / sums.T[..., None],
+        answers["lse"] + np.log(sums),
+    )
+    assert "denominator" not in names(diagnose(question, answers))

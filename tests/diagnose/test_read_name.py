@@ -55,6 +55,16 @@ def _nan_tail(at: At, out: np.ndarray, lse: np.ndarray) -> Any:
     return np.where(at.i >= at.n // 16 * 16, np.nan, out), lse
 
 
+def _without(at: At, out: np.ndarray, lse: np.ndarray) -> Any:
+    there = at.i % 16 < 15
+    return out * there, np.where(there[:, 0], lse, -np.inf)
+
+
+def _of_queries(at: At, seen: np.ndarray) -> np.ndarray:
+    j = at.key - at.start
+    return np.asarray((j >= 0) & (j <= at.p))
+
+
 OPEN, WINDOW, GROUP = "edges", "window-causal", "two-kv-heads"
 BUGS: dict[str, Bug] = {
     # ---- who sees whom ----
@@ -117,6 +127,12 @@ BUGS: dict[str, Bug] = {
     ),
     "values": Bug(Plain(of_v=lambda h, g, n: 0), "takes the values of head 0", GROUP),
     "NaN": Bug(Plain(stored=_nan_tail), "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),
+    "rows": Bug(Plain(stored=_without), "rows see no key, or are not written: i % 16 = 15"),
+    "of q": Bug(
+        Plain(keys=lambda a, b, n: np.arange(n), mask=_of_queries),
+        "the keys of the row in k - the query's first row in q >= 0 and the row in k - the",
+        "unequal-causal",
+    ),
     "base 2": Bug(Plain(stored=lambda at, out, lse: (out, lse / np.log(2))), "lse is in base 2"),
     # ---- backward alone ----
     "back": Bug(
@@ -146,6 +162,9 @@ BUGS: dict[str, Bug] = {
         Plain(of_dk=lambda at, dS: np.where(at.i < 8, 0, dS)),
         "dS of dk misses pairs: i <= 7",
         stage=BACKWARD,
+    ),
+    "dP of another head": Bug(
+        Plain(of_dP=lambda h, n: h % n), "takes dP of query head h with v of", GROUP, BACKWARD
     ),
     "one of the group": Bug(Plain(kept=1), "of query heads [1], not [0, 1, 2]", "group3", BACKWARD),
 }

@@ -31,7 +31,7 @@ RIGHT = {
     "options": replace(alike(BUGS["odd"], "float32"), **OPTIONS),
     "seqused_k": replace(alike(BUGS["padding"], "float32"), seqused_k=(12, 0, 1, 30)),
 }
-NAMED = list(BUGS)[1::5]
+NAMED = [name for name in BUGS if name != "of q"][1::5]  # that one sees keys of other questions
 
 
 def posed(case: Case) -> tuple[Question, int]:

@@ -3,6 +3,7 @@
 Long by the table of features.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,6 +18,7 @@ from rawattn.reference.selection import ABSENT, OWN
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 PARTS = (2, 3, 4)
+PLACE = re.compile(r"\b[ip]\b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +126,13 @@ class Places:
         return self.question.lengths_q == self.question.lengths_k
 
     def feature(self, name: str) -> Array:
-        """An integer of every pair, or of every query (total_q, 1), by what it is called."""
+        """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
+        where all lengths are equal, which p is i for. Raises ValueError."""
         if name not in self._made:
-            self._made[name] = np.asarray(self.features[name]())
+            known = name if name in self.features else PLACE.sub("i" if self.aligned else "p", name)
+            if known not in self.features:
+                raise ValueError(f"there is no {name} here")
+            self._made[name] = np.asarray(self.features[known]())
         return self._made[name]
 
     @cached_property
@@ -168,6 +174,8 @@ class Places:
             "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
             "the row in k - i": lambda: key - i,
             "the row in k - seqlen_k": lambda: key - m,
+            "the row in k - the query's first row in q": lambda: key - (query - i),
+            f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
             "j - the row in q": lambda: j - query,
             "the column of out": lambda: key % width,  # in which weights of this key are read
         }

@@ -69,51 +69,57 @@ class Shown:
     inside: Array
 
 
-def rule_of(found: Shown, check: Shown) -> Rule | None:
-    """The plainest rule for the set that is ``found``, which holds on ``check`` too."""
-    if not found.inside.any():
+def rule_of(*shown: Shown) -> Rule | None:
+    """The plainest rule for a set, which holds wherever it is shown."""
+    if not any(of.inside.any() for of in shown):
         return None
-    if _is(Rule(()), found) and _is(Rule(()), check):
+    if _is(Rule(()), shown):
         return Rule(())
-    names = [name for name in found.places.features if name in check.places.features]
-    told = _cover(found, check, names), _cut(found, check, names)
+    first = shown[0].places.features
+    names = [name for name in first if all(name in of.places.features for of in shown)]
+    told = _cover(shown, names), _cut(shown, names)
     return min((rule for rule in told if rule), key=lambda rule: len(rule.spans), default=None)
 
 
-def _is(rule: Rule, shown: Shown) -> bool:
-    return bool(((rule.holds(shown.places) & shown.domain) == shown.inside).all())
+def _is(rule: Rule, shown: Sequence[Shown]) -> bool:
+    held = ((rule.holds(of.places) & of.domain) == of.inside for of in shown)
+    return all(bool(same.all()) for same in held)
 
 
-def _cover(found: Shown, check: Shown, names: Sequence[str]) -> Rule | None:
+def _values(shown: Sequence[Shown], name: str) -> tuple[Array, Array]:
+    """Of all pairs in question: a feature, and whether they are in the set."""
+    x = [np.broadcast_to(of.places.feature(name), of.domain.shape)[of.domain] for of in shown]
+    return np.concatenate(x), np.concatenate([of.inside[of.domain] for of in shown])
+
+
+def _held(span: Span, shown: Sequence[Shown], inside: bool) -> Array:
+    """Which of the pairs in the set, or of the others in question, are in an interval."""
+    parts = [of.inside if inside else of.domain & ~of.inside for of in shown]
+    held = [span.holds(of.places)[part] for of, part in zip(shown, parts, strict=True)]
+    return np.concatenate(held)
+
+
+def _cover(shown: Sequence[Shown], names: Sequence[str]) -> Rule | None:
     """The fewest intervals that have all of the set and nothing else."""
-    spans = [
-        span
-        for name in names
-        for span in _pure(found, name)
-        if not (span.holds(check.places) & check.domain & ~check.inside).any()
-    ]
-    missed = [~span.holds(found.places)[found.inside] for span in spans]
-    return _exact(spans, missed, False, found, check)
+    spans = [span for name in names for span in _pure(*_values(shown, name), name)]
+    return _exact(spans, [~_held(span, shown, True) for span in spans], False, shown)
 
 
-def _cut(found: Shown, check: Shown, names: Sequence[str]) -> Rule | None:
+def _cut(shown: Sequence[Shown], names: Sequence[str]) -> Rule | None:
     """The fewest bounds, each of which has all of the set, that leave nothing else."""
     spans: list[Span] = []
     for name in names:
-        x = np.broadcast_to(found.places.feature(name), found.domain.shape)
-        inside, all_ = x[found.inside], x[found.domain]
-        low, high = int(inside.min()), int(inside.max())
-        lows = [low] * int(low > all_.min())
-        highs = [high] * int(high < all_.max())
-        spans += [Span(name, a, b) for a in lows for b in highs]
+        x, there = _values(shown, name)
+        low, high = int(x[there].min()), int(x[there].max())
+        lows = [low] * int(low > x.min())
+        highs = [high] * int(high < x.max())
         spans += [*(Span(name, a, None) for a in lows), *(Span(name, None, b) for b in highs)]
-    spans = [span for span in spans if span.holds(check.places)[check.inside].all()]
-    kept = [span.holds(found.places)[found.domain & ~found.inside] for span in spans]
-    return _exact(spans, kept, True, found, check)
+        spans += [Span(name, a, b) for a in lows for b in highs]
+    return _exact(spans, [_held(span, shown, False) for span in spans], True, shown)
 
 
 def _exact(
-    spans: Sequence[Span], left: Sequence[Array], every: bool, found: Shown, check: Shown
+    spans: Sequence[Span], left: Sequence[Array], every: bool, shown: Sequence[Shown]
 ) -> Rule | None:
     """The rule of one span, of two or of three that leaves nothing; ``left``: what each leaves."""
     if not spans:
@@ -132,15 +138,13 @@ def _exact(
         ]
     for places in chosen:
         rule = Rule(tuple(spans[place] for place in places), every)
-        if _is(rule, found) and _is(rule, check):
+        if _is(rule, shown):
             return rule
     return None
 
 
-def _pure(found: Shown, name: str) -> Iterator[Span]:
+def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:
     """Runs of values of a feature whose pairs are all in the set."""
-    x = np.broadcast_to(found.places.feature(name), found.domain.shape)[found.domain]
-    inside = found.inside[found.domain]
     values, place = np.unique(x, return_inverse=True)
     pure = np.bincount(place, inside, len(values)) == np.bincount(place, minlength=len(values))
     edges = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int)))

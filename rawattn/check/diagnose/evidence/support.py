@@ -36,11 +36,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``, a truth or a number."""
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``, a truth or a number.
+
+    whole: a rule for all that is seen, where that is one.
+    """
 
     places: Places
     seen: Array
     parts: tuple[Part, ...]
+    whole: Rule | None = None
 
     @property
     def right(self) -> bool:
@@ -134,7 +138,23 @@ def support_of(
             heads = sorted(head for part in unknown for head in part.heads)
             parts = [part for part in parts if part not in unknown]
             parts.append(Part(kind, tuple(heads), None))
-    return Support(places, seen, tuple(parts))
+    several = {part.kind for part in parts} > {LESS} and all(
+        len(part.heads) == len(seen) for part in parts
+    )
+    return Support(
+        places, seen, tuple(parts), _whole((places, seen, alive), again) if several else None
+    )
+
+
+def _whole(*read: tuple[Places, Array, Array]) -> Rule | None:
+    """A rule for what all heads see."""
+    shown = []
+    for places, seen, alive in read:
+        if (seen != seen[:1]).any() or (seen > 1).any():
+            return None
+        domain = _pairs(alive)[0] & (places.b >= 0) & np.ones(places.j.shape, dtype=bool)
+        shown.append(Shown(places, domain, domain & (seen[0] > 0)))
+    return rule_of(*shown)
 
 
 def _inside(kind: str, places: Places, seen: Array, alive: Array) -> Array:

@@ -31,6 +31,7 @@ from rawattn.check.diagnose.inferred.sample import eps_of, in_words
 LEFT = 32  # units of eps: what a factor for every row may leave of out
 NEAR = 0.1  # of the size of E: how far off an explanation of it may be
 DIFFER = 0.02  # numbers that are not the same
+COARSE = 0.03  # of a sum, which 8 bits may be off by
 PERIODS = (2, 4, 8, 16, 32, 64)
 TILES = range(8, 257, 8)  # keys of a tile
 MOST_TOLD = 3  # explanations
@@ -285,7 +286,11 @@ def _first_and_last(view: View) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _left_over(question: Question, mass: Mass) -> list[Extra]:
-    """E by row where nothing of the row itself explains it: not the same for all rows of a head."""
+    """E by row where nothing of the row itself explains it: not the same for all rows of a head,
+    and more than a sum in few bits is off by."""
+    with np.errstate(invalid="ignore"):
+        if not (np.abs(mass) > COARSE * np.exp(solve(question, "forward")["lse"])).any():
+            return []
     sequence = question.sequence_of("q")
     for b in range(question.batch):
         of, largest = mass[:, sequence == b], np.abs(mass[:, sequence == b]).max(axis=1, initial=0)

@@ -135,7 +135,8 @@ UNITS = {"heads": (1, 0), "tokens": (0,), "rows": (0, 1)}  # by the first axes
 
 def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
     """Every head, token or row as that of the right result which it equals, in another order."""
-    inside = np.flatnonzero(sample.sequences(name) >= 0)
+    sequence = sample.sequences(name)
+    inside = np.flatnonzero(sequence >= 0)
     both = sample.found[name], by_rows(name, sample.truth[name])
     a, b = (x[inside] for x in both)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
@@ -151,8 +152,13 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
         text = f"{name}: {np.count_nonzero(by)} of {len(x)} {unit} are in other places"
         if unit == "heads":
             text = f"{name}: heads in another order: {', '.join(map(str, order[:16]))}"
-        heads_too = unit == "heads" or (unit == "rows" and (by[order >= 0] % a.shape[1]).any())
-        bug = "transposed" if heads_too else "offsets-shifted"
+        bug = "transposed"
+        if unit != "heads":  # are whole sequences shifted, by as many tokens each?
+            there, each = order >= 0, len(x) // len(inside)
+            of = np.repeat(sequence[inside], each)[there]
+            shifts = {*zip(of.tolist(), by[there].tolist(), strict=True)}
+            if len(shifts) == len({*of.tolist()}) and not any(shift % each for _, shift in shifts):
+                bug = "offsets-shifted"
         yield Bug(bug, text, (sample.stage,), store=partial(_ordered, name, axes, inside, order))
         return
 

@@ -38,6 +38,7 @@ GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
+ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything
@@ -345,6 +346,7 @@ def _findings(
     if cut:
         evidence.append(CUT)
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
+    clear = clear and _in_numbers(question, answers, wrong)
     return [
         Finding(
             side=side,
@@ -359,6 +361,16 @@ def _findings(
         )
         for single in name.split(" + ")
     ]
+
+
+def _in_numbers(question: Question, answers: Answers, wrong: Sequence[str]) -> bool:
+    """Whether numbers are wrong, and not just which NaN of the inputs came through."""
+    inputs = (question.q, question.k, question.v, question.dout)
+    if not wrong or not any(x is not None and np.isnan(x).any() for x in inputs):
+        return True
+    right = reference_of(question, {name: answers[name] for name in wrong})
+    pairs = ((answers[name].astype(np.float64), right[name]) for name in wrong)
+    return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
 
 
 def _proof(question: Question, part: _Part, one: Explained) -> Proof:

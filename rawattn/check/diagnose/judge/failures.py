@@ -17,7 +17,7 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
-from rawattn.check.diagnose.engine.attention import empty, solve
+from rawattn.check.diagnose.engine.attention import Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
@@ -40,6 +40,7 @@ NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 12.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
+Hints = dict[tuple[int, ...], list[Bug]]  # by numbers of heads, and whether lengths are equal
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -67,11 +68,12 @@ def explain_failures(
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
     found: list[Kind] = []
+    hints: Hints = {}
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
-        diagnosis = explain_failure(candidate, kind[0], other, against=against, until=until)
-        found.append((kind, diagnosis))
+        given: dict[str, Any] = {"against": against, "until": until, "hints": hints}
+        found.append((kind, explain_failure(candidate, kind[0], other, **given)))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
     return _joined(f"{candidate.name} against {against}", found, left)
 
@@ -83,20 +85,25 @@ def explain_failure(
     *,
     against: str = "reference",
     until: float = math.inf,
+    hints: Hints | None = None,
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``.
 
     The case itself is looked at where the small problem shows no bug that has a name, unless it is
-    ``until`` by effort.spent().
+    ``until`` by effort.spent(). hints: what was read off ``candidate`` on other cases;
+    more is added.
     """
     alike, itself = small(case), candidate.fit(case)
     asked = question_of(candidate.fit(alike), clean=True)
     told = _read(candidate, asked) if spent() < until else Readings()
-    best = _asked(candidate, asked, other, against, until, told)
+    like = asked.num_heads_q, asked.num_heads_kv, asked.lengths_q == asked.lengths_k
+    others = ({} if hints is None else hints).setdefault(like, [])
+    best = _asked(candidate, asked, other, against, until, told, [*told.bugs, *others])
+    others += told.general
     tried = ["a small problem of its kind"]
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
         tried.append("the case itself")
-        own = _asked(candidate, question_of(itself), other, against, until, told)
+        own = _asked(candidate, question_of(itself), other, against, until, told, others)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
@@ -196,10 +203,11 @@ def _asked(
     against: str,
     until: float,
     told: Readings,
+    bugs: Sequence[Bug],
 ) -> Diagnosis:
     """The diagnosis of what ``candidate``, and ``other`` if there is one, say to ``question``.
 
-    told: what was read off ``candidate``.
+    told: what was read off ``candidate``; bugs: those in it, and others that it may have.
     """
     sides = {SIDE: candidate} | ({} if other is None else {against: other})
     findings: list[Finding] = []
@@ -222,7 +230,7 @@ def _asked(
     def call(asked: Question) -> Answers:
         return _as_due(asked, answers_of(sides[side], asked))
 
-    hints = told.bugs if side == SIDE else []
+    hints = bugs if side == SIDE else ()
     diagnosis = diagnose(
         question, answers, side=side, call=call, against=rival, until=until, hints=hints
     )

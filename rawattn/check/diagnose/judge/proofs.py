@@ -380,9 +380,9 @@ def _dead(judged: Judged) -> Named:
     """Wrong in the rows that see no key, and in no others."""
     lse = solve(judged.question, "forward")["lse"].T
     for name in judged.wrong:
-        if name in OF_KEYS:
-            continue
         bad = judged.bad(name)
+        if name in OF_KEYS or bad.shape != lse.shape:
+            continue
         if not bad.any() or not np.isneginf(lse[bad]).all():
             return None
         text = f"{name}: {int(bad.sum())} rows are wrong, all of them rows without an allowed key"

@@ -29,7 +29,8 @@ NAMELESS = ("unknown", "vacuous", "rounding")
 @dataclass(frozen=True, eq=False)
 class Reading:
     """What was read of a stage. right, wrong: sentences, the latter what the bug is; unread: what
-    no sentence describes. ``bug`` plants what they say, None where they do not say all.
+    no sentence describes. ``bug`` plants what they say, None where they do not say all;
+    general: on sequences of other lengths too.
     """
 
     stage: str
@@ -39,6 +40,7 @@ class Reading:
     unread: tuple[str, ...] = ()
     picture: str = ""
     bug: Bug | None = None
+    general: bool = True
 
     @property
     def sound(self) -> bool:
@@ -71,6 +73,11 @@ class Readings:
     @property
     def bugs(self) -> list[Bug]:
         return [reading.bug for reading in self.of if reading.bug is not None]
+
+    @property
+    def general(self) -> list[Bug]:
+        """Those that can be planted in problems of other lengths."""
+        return [one.bug for one in self.of if one.bug is not None and one.general]
 
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
         """``diagnosis`` of the same function, with what was read of it.
@@ -167,7 +174,8 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
         said = said_of_backward(first, lambda: read_backward(counted, elsewhere))
     right, wrong = (tuple(dict.fromkeys(told)) for told in (said.right, said.wrong))
     bug = None if said.unread else _planted(stage, said, wrong)
-    return Reading(stage, calls, right, wrong, tuple(said.unread), _picture(said), bug)
+    unread, shown = tuple(said.unread), _picture(said)
+    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.named)
 
 
 def _picture(said: Said) -> str:

@@ -52,7 +52,8 @@ class Slopes:
     """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k).
 
     S, L (the lse that was passed), dP: right ones of the calls in which it was read; D, the row
-    term; slope, the derivative of a softcap, or the gate of a block.
+    term; slope, the derivative of a softcap, or the gate of a block; others (num_heads_kv, ...):
+    dP with every head of v.
     """
 
     dS: Array
@@ -61,6 +62,7 @@ class Slopes:
     dP: Array
     D: Array
     slope: Array
+    others: Array
 
     @property
     def Z(self) -> Array:
@@ -191,7 +193,8 @@ def read_backward(ask: Ask, question: Question) -> Backward:
 
     q, k, v = draw(question.q, size), draw(question.k, size), draw(question.v, 1.0)
     dout = draw(np.asarray(question.out), 1.0)
-    of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
+    shapes = [(H, n, m)] * 6 + [(question.num_heads_kv, H, n, m)]
+    of_q, of_k = (Slopes(*map(np.zeros, shapes)) for _ in range(2))
     for block in _blocks(m, depth):
         right, asked = _with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
         dq = call(asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
@@ -245,12 +248,16 @@ def _with_right(question: Question) -> tuple[Right, Question]:
 def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:
     """Store what one call gave at ``at``, and what is right there."""
     q = right.places.question
-    v = q.v.astype(np.float64).transpose(1, 2, 0).repeat(q.group, axis=0)
     dout = np.asarray(q.dout).astype(np.float64).swapaxes(0, 1)
+    others = dout @ q.v.astype(np.float64).transpose(1, 2, 0)[:, None]
+    own = np.arange(q.num_heads_q)
+    dP = others[own // q.group, own]
     D = (dout * right.out.swapaxes(0, 1)).sum(axis=-1)[..., None]
     slope = 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
     slope = right.gate * slope
-    values = {"S": right.S, "L": right.lse[..., None], "dP": dout @ v, "D": D, "slope": slope}
+    values = {"S": right.S, "L": right.lse[..., None], "dP": dP, "D": D, "slope": slope}
     slopes.dS[at] = dS
     for name, x in values.items():
         getattr(slopes, name)[at] = np.broadcast_to(x, slopes.dS.shape)[at]
+    for of, x in zip(slopes.others, others, strict=True):
+        of[at] = x[at]

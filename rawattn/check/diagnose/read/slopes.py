@@ -13,6 +13,7 @@ from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read.change import Change
+from rawattn.check.diagnose.read.maps import of_heads
 from rawattn.check.diagnose.read.probe import Backward, Slopes
 from rawattn.check.diagnose.read.said import COARSE, TINY, Said, noise_of
 from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
@@ -231,12 +232,40 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
             else ("the derivative of the softcap", "softcap-slope-omitted")
         )
         return Change([f"lacks {what}"], name, instead=lambda c: np.asarray(c.dS))
+    if part.places.question.softcap is not None and fits(part.P * (1 - slopes.S**2) * (dP - D)):
+        text = "has 1 - S^2 in place of the derivative of the softcap, 1 - (S / softcap)^2"
+        return Change([text], "softcap-slope-omitted", instead=_bent)
+    if (heads := _of_values(part, fits)) is not None:
+        text = f"takes dP of query head h with v of head {of_heads(heads)}"
+        return Change([text], "gqa-head-map", instead=partial(_with_values, heads))
     if fits(slope * (dP - D)):
         return Change(["lacks the factor P"], "softmax-backward-without-p", None)
     of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, noise)
     if of_row.zero and not np.ptp(D, axis=-1).any():
         return Change(["has another row term than D = dout . out"], "delta-of-another-out", None)
     return None
+
+
+def _bent(c: Context) -> Array:
+    return np.asarray((1 - c.cap[0] ** 2) * c.dS)
+
+
+def _of_values(part: _Part, fits: Callable[[Array], bool]) -> Array | None:
+    """Other heads of v, by the query head, that dP is of."""
+    slopes, q = part.slopes, part.places.question
+    if q.num_heads_kv == 1:
+        return None
+    due = part.P * slopes.slope * (slopes.others - slopes.D)  # (num_heads_kv, num_heads_q, ...)
+    off = np.where(part.there & ~part.gone, np.abs(due - slopes.dS), 0.0).sum(axis=(2, 3))
+    heads = off.argmin(axis=0)
+    taken = np.take_along_axis(due, heads[None, :, None, None], axis=0)[0]
+    return np.asarray(heads) if fits(taken) else None
+
+
+def _with_values(heads: Array, c: Context) -> Array:
+    v = np.asarray(c.question.v)[c.view.keys][:, heads[c.view.heads]].astype(np.float64)
+    dP = np.einsum("hnd,mhd->hnm", c.dO, v)
+    return np.asarray(c.G * c.cap[1] * c.P * (dP - c.D[..., None]))
 
 
 def _with_delta(times: float, c: Context) -> Array:

@@ -11,7 +11,7 @@ from rawattn.check.diagnose.engine.attention import STEPS, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.read.maps import of_heads
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
-from rawattn.check.diagnose.read.terms import Term, by_head
+from rawattn.check.diagnose.read.terms import Term, by_head, number
 
 Array = np.ndarray
 TILES = (8, 16, 32, 64, 128)
@@ -96,7 +96,8 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
     """What is in the row sums beside the keys that are seen; mass (num_heads_q, total_q)."""
     places = said.weights.places
     if np.ptp(ratio[rows]) < 8 * noise:
-        said.wrong.append(f"the weights of a row sum to {np.exp(-ratio[rows].mean()):.3g}, not 1")
+        mean = float(np.exp(-ratio[rows].mean()))
+        said.wrong.append(f"the weights of a row sum to {number(mean)}, not 1")
         return
     allowed = 8 * noise * np.maximum(np.abs(np.exp(said.weights.right.lse)), 1)
     for tile in (0, *TILES):
@@ -151,7 +152,8 @@ def say_values(said: Said) -> None:
     if np.isnan(heads).any() or not there[np.isfinite(found)].all():
         return
     taken = np.rint(heads).astype(int)
-    if not np.array_equal(taken, own) and (np.abs(taken - heads) < 0.1).all():
+    there = (np.abs(taken - heads) < 0.1) & (taken >= 0) & (taken < q.num_heads_kv)
+    if not np.array_equal(taken, own) and there.all():
         said.wrong.append(f"query head h takes the values of head {of_heads(taken)}")
         said.names.append("gqa-head-map")
 

@@ -101,11 +101,16 @@ def by_head(values: Array) -> str:
     values = np.asarray(values, dtype=np.float64).ravel()
     size = float(np.abs(values).max(initial=0.0)) or 1.0
     if np.ptp(values) < 1e-2 * size:
-        return f"{values.mean():.3g}"
+        return number(float(values.mean()))
     steps = values / (np.arange(len(values)) + 1)
     if np.ptp(steps) < 1e-2 * np.abs(steps).max():
         return f"{steps.mean():.3g} (h + 1)"
-    return ", ".join(f"{value:.3g} (head {h})" for h, value in enumerate(values[:8]))
+    return ", ".join(f"{number(value)} (head {h})" for h, value in enumerate(values[:8]))
+
+
+def number(x: float) -> str:
+    """In three digits, or as many as tell it from 1."""
+    return f"{x:.3g}" if abs(x - 1) > 5e-3 or abs(x - 1) < 1e-6 else f"{x:.6g}"
 
 
 def _gates(field: Field, places: Places, S: Array) -> Iterator[Term]:

@@ -8,7 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
+from rawattn.check.diagnose.evidence.support import LESS, OTHER, Part, Support, support_of
 from rawattn.check.diagnose.read.maps import map_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import (
@@ -118,9 +118,24 @@ def _say_support(said: Said) -> None:
     bounds = [f"-{left} <= "] * (left >= 0), [f" <= {right}"] * (right >= 0)
     due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
     due = "the keys of its blocks" if places.question.sparse else due
-    said.wrong.extend(part.text(heads, f" (it must see {due})") for part in rules.parts)
+    if all(part.kind == LESS and _of_rows(said, part) for part in rules.parts):
+        told = "; ".join(part.text(heads, "").partition(": ")[2] for part in rules.parts)
+        said.wrong.append(f"rows see no key, or are not written: {told}")
+        said.names.append("rows-not-written")
+        return
+    if rules.whole is not None:
+        said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
+    else:
+        said.wrong.extend(part.text(heads, f" (it must see {due})") for part in rules.parts)
     own = any(part.kind != OTHER for part in rules.parts)
     said.names.append("wrong-keys" if own else "neighbour-leak")
+
+
+def _of_rows(said: Said, part: Part) -> bool:
+    """Whether the keys that are missed are all of their rows."""
+    inside = said.support.inside(part.kind)[list(part.heads)]
+    rows = inside.any(axis=-1)
+    return bool((~said.support.seen[list(part.heads)] | ~said.support.places.right)[rows].all())
 
 
 def _say_term(said: Said, term: Term) -> None:
@@ -154,10 +169,11 @@ def _gated(form: Callable[[Array, Array], Array], c: Context) -> Array:
 
 def _of_scale(factors: Array, places: Places) -> str:
     q = places.question
-    known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
+    known = {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
+    known |= {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
-    known |= {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
-    close = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
+    told = ((name, x) for name, x in known.items() if abs(x - 1) > 1e-2)
+    close = (name for name, x in told if np.allclose(factors, x, rtol=5e-3))
     text = next(close, "")
     return f" ({text})" if text else ""
 
