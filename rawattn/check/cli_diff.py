@@ -45,7 +45,7 @@ SECONDS_ON_GPU = 4.0  # SECONDS for a candidate that runs there
     help="arrays the functions get; torch if it has a GPU here, else numpy.",
 )
 @click.option(
-    "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (up to half a minute)."
+    "--diagnosis/--no-diagnosis", default=True, help="say which bug it is (some ten seconds)."
 )
 @click.option("--full", is_flag=True, help="show every case, identity and slope too.")
 @rare_options
@@ -115,7 +115,7 @@ def diff_command(
     failing = [case for case in cases if str(case) in bad]
     found = Diagnosis(title, (), facts=(f"{len(cases) - len(failing)} cases are right",))
     if diagnosis and failing:
-        say(f"wrong in {counted(len(failing), 'case')}: looking for the bug, up to half a minute")
+        say(f"wrong in {counted(len(failing), 'case')}: looking for the bug, some ten seconds")
         seconds = SECONDS if size == "small" else SECONDS_ON_GPU
         found = explain_failures(judged, failing, other, against=against, seconds=seconds)
     command = ["rawattn-check", "diff", "--candidate", candidate]

@@ -40,6 +40,7 @@ FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
 FORWARD = ("forward",)
 OF_A_VIEW, OF_A_SCORE = 0.1, 1 / 60_000  # units of effort, of a stage
+OF_LISTS = 5  # times as many, where other blocks are listed
 
 
 @dataclass(frozen=True)
@@ -388,6 +389,7 @@ def solve(
     pairs = np.multiply(question.lengths_q, question.lengths_k)
     views = np.count_nonzero(pairs) * question.num_heads_kv
     effort = OF_A_VIEW * views + OF_A_SCORE * float(pairs.sum()) * question.num_heads_q
+    effort *= OF_LISTS if question.sparse and planted.see is not None else 1
     spend(effort if only is None else effort / max(float(views), 1.0))
     given = _given(question, stage, given)
     only = None if planted.store or _assumed(question).store else only  # all may be moved
