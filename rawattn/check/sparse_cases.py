@@ -170,3 +170,4 @@ def _features(
     yield replace(plain, name="sparse-no-sequences")
     nothing: dict[str, Any] = {"lengths_q": (0,), "lengths_k": (0,), "past_q": 0, "past_k": 0}
     yield replace(plain, name="sparse-no-tokens", **nothing)
+    yield case("groups", short, group=3, num_heads_kv=2, gate=True)
