@@ -18,6 +18,12 @@ def of_seen(c: Head, L: Any) -> Any:
     return top + np.log(np.exp(c.S - top).sum(axis=1, keepdims=True))
 
 
+def raised(c: Head, right: Any) -> Any:
+    """L and O with exp(sink) in a row sum that is relative to the maximum."""
+    L = np.logaddexp(c.bare_L, c.sink + c.top)
+    return L, c.bare_O * np.exp(c.bare_L - L)
+
+
 def planted(bug: str, *variants: tuple[str, str, Hooks]) -> list[Planted]:
     there = {"softcap": 0.5, "sinks": 0.5, "seqused": 0.5} | {bug.partition("-")[0]: 1.0}
     masks = ("causal", "window", "open")[: 2 if bug == "seqused-ignored" else 3]
@@ -59,6 +65,12 @@ PLANTED: tuple[Planted, ...] = (
         ("lse", "f", {"softmax": lambda c, x: (c.bare_L, x[1])}),
         ("out", "f", {"softmax": lambda c, x: (x[0], c.bare_O)}),
         ("backward", "b", {"L": of_seen}),
+    ),
+    *planted(
+        "sinks-misplaced",
+        ("of the key/value head", "f", {"sink": lambda c, x: c.question.sinks[c.h // c.group]}),
+        ("of the next head", "f", {"sink": lambda c, x: c.question.sinks[c.h - 1]}),
+        ("not relative to the maximum", "f", {"softmax": raised}),
     ),
     *planted(
         "sinks-gradient",

@@ -155,6 +155,12 @@ CLASSES: dict[str, BugClass] = {
         "an option that does not reach the kernel, or reaches out and not lse",
         "out is too large, most where few keys are seen",
     ),
+    "sinks-misplaced": BugClass(
+        "the row sum has another sink than that of its head, relative to the row's maximum",
+        "the index of the sink, by the query head; exp(sink - row_max), as of all else in the sum",
+        "a head of the wrong side, or a logit that is added after the maximum was taken off",
+        "out and lse are off by a factor for every row, most where few keys are seen",
+    ),
     "sinks-gradient": BugClass(
         "the gradient of the sinks is wrong",
         "dsinks = -sum over all queries of exp(sink - lse) (dout . out - dlse)",

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import (
     FORWARD,
     STEPS,
@@ -38,6 +40,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
         yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
         yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own)
+        yield from _other_sinks(question)
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=_every_key)
         if question.mask_window != (-1, -1):
@@ -57,6 +60,28 @@ def _slope(value: float | None) -> Step:
 
 def _without_sinks(c: Context) -> tuple[Floats, Floats]:
     L, P = STEPS["softmax"](changed(c, sink=None))
+    return np.asarray(L), np.asarray(P)
+
+
+def _other_sinks(question: Question) -> Iterator[Bug]:
+    count, group = question.num_heads_q, question.group
+    every, own = np.asarray(question.sinks, dtype=np.float64), np.arange(count)
+    bare: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
+    others: dict[str, Step] = {"exp(sink), not relative to the maximum": bare}
+    for words, head in maps.HEADS.items() if count > 1 else ():
+        heads = np.broadcast_to(head(own, count, group), own.shape)
+        if not np.array_equal(heads, own):
+            others[f"that of {words}"] = partial(_of_heads, every[heads])
+    for words, sink in others.items():
+        yield Bug("sinks-misplaced", words, ("forward",), steps={"softmax": partial(_with, sink)})
+
+
+def _of_heads(sinks: Floats, c: Context) -> Floats:
+    return np.asarray(sinks[c.view.heads, None])
+
+
+def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
+    L, P = STEPS["softmax"](changed(c, sink=sink(c)))
     return np.asarray(L), np.asarray(P)
 
 
