@@ -54,6 +54,7 @@ PLANTED: tuple[Planted, ...] = (
     *planted(
         "softcap-slope-omitted",
         ("backward", "b", _NO_SLOPE),
+        ("square", "b", {"cap": lambda c, x: (x[0], 1 - x[0] ** 2, 0.0)}),
         ("tangent", "j", _NO_SLOPE),
         ("second", "s", _NO_SLOPE),
         ("its own one", "s", {"cap": lambda c, x: (*x[:2], 0.0)}),

@@ -29,6 +29,13 @@ def bugs(question: Question) -> Iterator[Bug]:
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
         yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
+        yield Bug(
+            "softcap-slope-omitted",
+            "1 - S^2, not divided by the cap",
+            DERIVED,
+            None,
+            {"cap": _square},
+        )
         constant = {"cap": _slope(None)}
         yield Bug("softcap-slope-omitted", "as if it were constant", ("second",), steps=constant)
     if question.sinks is not None:
@@ -56,6 +63,12 @@ def _slope(value: float | None) -> Step:
         return S, slope if value is None else value, 0.0
 
     return cap
+
+
+def _square(c: Context) -> tuple[Floats, Floats, Floats]:
+    """The softcap with a derivative as if it were tanh itself."""
+    S, slope, _ = STEPS["cap"](c)
+    return S, 1 - S**2, -2 * S * slope
 
 
 def _without_sinks(c: Context) -> tuple[Floats, Floats]:

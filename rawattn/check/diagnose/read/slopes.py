@@ -232,9 +232,6 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
             else ("the derivative of the softcap", "softcap-slope-omitted")
         )
         return Change([f"lacks {what}"], name, instead=lambda c: np.asarray(c.dS))
-    if part.places.question.softcap is not None and fits(part.P * (1 - slopes.S**2) * (dP - D)):
-        text = "has 1 - S^2 in place of the derivative of the softcap, 1 - (S / softcap)^2"
-        return Change([text], "softcap-slope-omitted", instead=_bent)
     if (heads := _of_values(part, fits)) is not None:
         text = f"takes dP of query head h with v of head {of_heads(heads)}"
         return Change([text], "gqa-head-map", instead=partial(_with_values, heads))
@@ -244,10 +241,6 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
     if of_row.zero and not np.ptp(D, axis=-1).any():
         return Change(["has another row term than D = dout . out"], "delta-of-another-out", None)
     return None
-
-
-def _bent(c: Context) -> Array:
-    return np.asarray((1 - c.cap[0] ** 2) * c.dS)
 
 
 def _of_values(part: _Part, fits: Callable[[Array], bool]) -> Array | None:
