@@ -185,7 +185,9 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     // dS^T of this warp to shared memory
     const auto write_ds = [&](const uint32_t (&rdSt)[BLOCK_M / 16][4]) {
       written.wait_empty(smem.exchange);
-      write_transposed(smem.ds[written.stage], rdSt, own_row + warp_row, 0);
+      int row = own_row + warp_row;
+      if constexpr (cfg::HAS_SOFTCAP) hold(row);  // or its addresses take registers all along
+      write_transposed(smem.ds[written.stage], rdSt, row, 0);
       fence_proxy_async();
       __syncwarp();  // this warp's part is written
       if (lane == 0) mbarrier_arrive(smem_address(smem.exchange.full + written.stage));

@@ -44,6 +44,11 @@ static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and 
 // queries is higher than one of keys is wide
 constexpr bool PASSES_OVER = (cfg::HAS_LEFT || cfg::HAS_RIGHT) && BLOCK_M > BLOCK_N;
 
+// Exponentials come first, by the maximum so far, and what they add up to says in most tiles that none
+// has grown: what looks for one is off the longest path. Where a CTA has few tiles, or O leaves no
+// registers, that is no gain.
+constexpr bool SUMS_FIRST = cfg::MIN_CTAS == 1 && HEAD_DIM <= 96 && !cfg::HAS_SOFTCAP;
+
 enum NamedBarrier : int { TAIL_OF_FIRST = 1, TURN_OF_FIRST = TAIL_OF_FIRST + CONSUMERS };
 
 struct Args {
@@ -262,6 +267,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
           exponentiate<false>(softmax, rS, rP, scale_log2, cap);
         }
       }
+      const int second = n - 1;  // where rows have seen so little that they often ask
       const int valid = tile.keys.length - n * BLOCK_N;
       if (valid < BLOCK_N) {
         v.wait_full(smem.v);
@@ -279,18 +285,28 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         hold(rS);
         leave_k(n);
         mask_scores(rS, n);
-        bool grows[2];
-        if (!any_grows(grows, softmax, rS, scale_log2, cap, ceilings)) {
+        if (SUMS_FIRST) {
+          end_output();
+          if (n != second) {
+            float sums[2];
+            try_exponentials(softmax, rS, rP, scale_log2, sums);
+            if (!any_may_ask(softmax, sums)) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) softmax.row_sum[0][half] += sums[half];
+              continue;  // what is rare lies behind what is not
+            }
+          }
+        } else if (!any_may_ask(softmax, rS, scale_log2, cap, ceilings)) {
           end_output();
           exponentiate<false>(softmax, rS, rP, scale_log2, cap);
-          continue;  // what is rare lies behind what is not
+          continue;
         }
         // a maximum is looked for beside P V, and O rescaled behind it
         float factor[2] = {1.0f, 1.0f};
-        follow_max(softmax, rS, grows, scale_log2, cap,
+        follow_max(softmax, rS, scale_log2, cap, ceilings,
                    [&](int, int half, float by) { factor[half] = by; });
         ceilings.follow(softmax, cap);
-        end_output();
+        if (!SUMS_FIRST) end_output();
 #pragma unroll
         for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
         if (any_large(rS, ceilings)) {

@@ -105,6 +105,7 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 
 // x is made here, not in a branch that comes to want it
 __device__ __forceinline__ void hold(float& x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void hold(int& x) { asm volatile("" : "+r"(x)); }
 
 // The largest of three, in one instruction
 __device__ __forceinline__ int max3(int a, int b, int c) {

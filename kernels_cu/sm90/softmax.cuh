@@ -23,15 +23,25 @@ struct Ceilings {
   }
 };
 
-// Which rows of a lane ask for a new maximum, as few do in most tiles: a lane compares the largest
-// of its own scores, and no row's lanes meet. Positive floats are ordered as their bits are and the
-// bits of negative ones are negative integers, so that the largest of the bits, three at a time, is
-// the largest score or, of negative ones alone, 0, which asks for one maximum too many at most.
-// A row that has seen no key always asks, and under a softcap one with an element that is large.
+// Does a lane whose largest element of a row is this one ask for a new maximum? Under a softcap one
+// that is large does.
+__device__ __forceinline__ bool asks(const OnlineSoftmax<1>& softmax, int half, float largest,
+                                     float scale_log2, const Cap& cap, const Ceilings& ceilings) {
+  const float m = cfg::HAS_SOFTCAP ? cap.small(largest, 0.0f) : largest;
+  const float sum_log2 = lg2_approx(softmax.row_sum[0][half]);
+  const float lag = fminf(fmaxf(sum_log2 + FOLLOW_LOG2, 0.0f), FOLLOW_MAX_LOG2);
+  bool grows = m * scale_log2 > softmax.row_max[0][half] * scale_log2 + lag;
+  if constexpr (cfg::HAS_SOFTCAP) grows |= largest > ceilings.of[half];
+  return grows;
+}
+// May a row ask for a new maximum, as few do in most tiles? A lane compares the largest of its own
+// scores, and no row's lanes meet. Positive floats are ordered as their bits are and the bits of
+// negative ones are negative integers, so that the largest of the bits, three at a time, is the largest
+// score or, of negative ones alone, 0, for which too many may ask.
 template <int NT>
-__device__ __forceinline__ bool any_grows(bool (&grows)[2], const OnlineSoftmax<1>& softmax,
-                                          const float (&rS)[1][NT][4], float scale_log2,
-                                          const Cap& cap, const Ceilings& ceilings) {
+__device__ __forceinline__ bool any_may_ask(const OnlineSoftmax<1>& softmax,
+                                            const float (&rS)[1][NT][4], float scale_log2,
+                                            const Cap& cap, const Ceilings& ceilings) {
   int bits[2][2] = {};
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
@@ -41,29 +51,46 @@ __device__ __forceinline__ bool any_grows(bool (&grows)[2], const OnlineSoftmax<
       x = max3(__float_as_int(rS[0][j][half * 2]), __float_as_int(rS[0][j][half * 2 + 1]), x);
     }
   }
+  bool any = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float largest = __int_as_float(max(bits[half][0], bits[half][1]));
-    const float m = cfg::HAS_SOFTCAP ? cap.small(largest, 0.0f) : largest;
-    const float sum_log2 = lg2_approx(softmax.row_sum[0][half]);
-    const float lag = fminf(fmaxf(sum_log2 + FOLLOW_LOG2, 0.0f), FOLLOW_MAX_LOG2);
-    grows[half] = m * scale_log2 > softmax.row_max[0][half] * scale_log2 + lag;
-    if constexpr (cfg::HAS_SOFTCAP) grows[half] |= largest > ceilings.of[half];
+    any |= asks(softmax, half, largest, scale_log2, cap, ceilings);
   }
-  return __any_sync(0xffffffff, grows[0] | grows[1]);
+  return __any_sync(0xffffffff, any);
 }
-// A new maximum for the rows that ask for one; scale_rows as in OnlineSoftmax::update_max
-template <int NT, class ScaleRows>
-__device__ __forceinline__ void follow_max(OnlineSoftmax<1>& softmax, const float (&rS)[1][NT][4],
-                                           const bool (&grows)[2], float scale_log2, const Cap& cap,
-                                           ScaleRows&& scale_rows) {
-  float block_max[1][2];
-  OnlineSoftmax<1>::find_max(rS, block_max);
+// The same by what a lane's P add up to: an element that asks would make the sum larger alone. A row
+// that has seen no key always may.
+__device__ __forceinline__ bool any_may_ask(const OnlineSoftmax<1>& softmax,
+                                            const float (&sums)[2]) {
+  bool any = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t lanes = __ballot_sync(0xffffffff, grows[half]);
-    const uint32_t of_row = lanes >> (threadIdx.x % WARP_SIZE & ~3) & 0xf;
-    block_max[0][half] = of_row ? cap.of_max(block_max[0][half]) : -INF;
+    const float bound = fminf(fmaxf(softmax.row_sum[0][half] * 7.92f, 0.99f), 253.0f);
+    any |= !(sums[half] <= bound) || softmax.row_max[0][half] == -INF;
+  }
+  return __any_sync(0xffffffff, any);
+}
+// A new maximum for the rows that ask for one, whoever made the warp look: a row's result hangs on no
+// other row, and is the same in tiles of any height. scale_rows as in OnlineSoftmax::update_max.
+template <int NT, class ScaleRows>
+__device__ __forceinline__ void follow_max(OnlineSoftmax<1>& softmax, const float (&rS)[1][NT][4],
+                                           float scale_log2, const Cap& cap,
+                                           const Ceilings& ceilings, ScaleRows&& scale_rows) {
+  float block_max[1][2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float m = -INF;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+      m = fmaxf(m, fmaxf(rS[0][j][half * 2], rS[0][j][half * 2 + 1]));
+    }
+    int row_asks = asks(softmax, half, m, scale_log2, cap, ceilings);
+    row_asks |= __shfl_xor_sync(0xffffffff, row_asks, 1);
+    row_asks |= __shfl_xor_sync(0xffffffff, row_asks, 2);
+    m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
+    block_max[0][half] = row_asks ? cap.of_max(m) : -INF;
   }
   softmax.rescale(block_max, scale_log2, scale_rows, 0.0f);
 }
@@ -112,4 +139,27 @@ __device__ __forceinline__ void exponentiate(OnlineSoftmax<1>& softmax, float (&
                          [&](float s, float offset) { return cap.score<ANY>(s, offset); });
   }
   to_operand(rP, rS);
+}
+
+// The same without a softcap, and S stays: P as operands, `sums` of a lane's rows
+template <int NT>
+__device__ __forceinline__ void try_exponentials(const OnlineSoftmax<1>& softmax,
+                                                 const float (&rS)[1][NT][4],
+                                                 uint32_t (&rP)[NT / 2][4], float scale_log2,
+                                                 float (&sums)[2]) {
+  float sum[2][2] = {};
+  const float offset[2] = {softmax.row_max[0][0] * scale_log2, softmax.row_max[0][1] * scale_log2};
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    float p[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      p[e] = ex2_approx(rS[0][j][e] * scale_log2 - offset[e / 2]);
+      sum[e / 2][e % 2] += p[e];
+    }
+    rP[j / 2][j % 2 * 2] = cvt_rn_x2(p[0], p[1]);
+    rP[j / 2][j % 2 * 2 + 1] = cvt_rn_x2(p[2], p[3]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) sums[half] = sum[half][0] + sum[half][1];
 }

@@ -67,8 +67,13 @@ def builds(row: Row) -> list[Build]:
             Build(row, half, d, d, True, True, False, whole, args_bytes=size),
         ]
         capped = replace(made[0], softcap=row.when.softcap is not False)
+        whole_rows = replace(capped, has_right=False)  # without a mask registers lie otherwise
         made = [replace(build, softcap=row.when.softcap is True) for build in made]
-        made.append(replace(capped, sinks=True, seqused_k=True))
+        made += [
+            replace(capped, sinks=True, seqused_k=True),
+            whole_rows,
+            replace(whole_rows, atomic=False),
+        ]
     return distinct(made)
 
 

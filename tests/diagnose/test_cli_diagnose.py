@@ -119,7 +119,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         monkeypatch.setattr(
             module,
             "diagnose",
-            lambda q, a, *, side="candidate", call=None, against=None, until=None, hints=(): found(
+            lambda q, a, *, side="candidate", call=None, against=None, **_: found(
                 q, a, side=side, call=call, against=against
             ),
         )

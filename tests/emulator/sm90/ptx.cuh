@@ -101,3 +101,4 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 
 inline int max3(int a, int b, int c) { return max(max(a, b), c); }
 inline void hold(float&) {}
+inline void hold(int&) {}

@@ -8,8 +8,9 @@ evidence in words.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,13 @@ from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.cut import cut
-from rawattn.check.diagnose.judge.match import Explained, StageVerdict, beside, judge_stage
+from rawattn.check.diagnose.judge.match import (
+    GENERIC,
+    Explained,
+    StageVerdict,
+    beside,
+    judge_stage,
+)
 from rawattn.check.diagnose.judge.unjudged import without
 from rawattn.check.diff import FLOATING
 
@@ -34,7 +41,6 @@ WORDS = {
     "jvp": "forward-mode derivative",
 }
 EFFORT = 20_000.0  # units, after which nothing but the usual bugs is tried
-GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
@@ -51,13 +57,15 @@ def diagnose(
     against: tuple[str, Answers] | None = None,
     until: float | None = None,
     hints: Sequence[Bug] = (),
+    asked: Collection[str] = (),
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. against: the name and the answers of another side, judged in the same way. until: by
     effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
-    hints: bugs that ``side`` may have, to be tried with these.
+    hints: bugs that ``side`` may have, to be tried with these. asked: the stages that were read off
+    it entry by entry, of which these are what there is to tell.
     """
     until = spent() + EFFORT if until is None else until
     sides = [(side, answers, None if call is None else _floating(call))]
@@ -72,9 +80,8 @@ def diagnose(
         findings += strange
         question, part, fact = cut(whole, _with_rows(given))
         facts += [f"{name}: {fact}"] if fact else []
-        found, held, said = _judge(
-            question, part, name, again, until, hints if name == side else ()
-        )
+        known: dict[str, Any] = {"known": hints, "asked": asked} if name == side else {}
+        found, held, said = _judge(question, part, name, again, until, **known)
         if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
             found += proofs.of_sinks(question, given, name)
         if name == side or (found and not findings):
@@ -166,6 +173,7 @@ def _judge(
     call: Callable[[Question], Answers] | None,
     until: float,
     known: Sequence[Bug] = (),
+    asked: Collection[str] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
     answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
@@ -174,7 +182,8 @@ def _judge(
     verdicts: list[StageVerdict] = []
     hints = list(known)
     for stage in question.stages:
-        verdict = judge_stage(question, judged, stage, until=until, hints=hints)
+        told = known if stage in asked else None
+        verdict = judge_stage(question, judged, stage, until=until, hints=hints, told=told)
         if verdict is not None:
             here = [one.prediction.bug for one in verdict.explained[:1]]
             for bug in (*hints, *here) if verdict.unexplained else ():

@@ -230,9 +230,9 @@ def _asked(
     def call(asked: Question) -> Answers:
         return _as_due(asked, answers_of(sides[side], asked))
 
-    hints = bugs if side == SIDE else ()
+    known: dict[str, Any] = {"hints": bugs, "asked": told.stages} if side == SIDE else {}
     diagnosis = diagnose(
-        question, answers, side=side, call=call, against=rival, until=until, hints=hints
+        question, answers, side=side, call=call, against=rival, until=until, **known
     )
     diagnosis = told.told(diagnosis, SIDE)
     return replace(diagnosis, findings=(*findings, *diagnosis.findings))

@@ -74,6 +74,7 @@ KERNELS = tuple(
         *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
     )
 )
+GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 INFERRED = (numbers, inputs, seen, blocks, terms)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
@@ -269,9 +270,12 @@ class _Stage:
         stage: str,
         until: float,
         hints: Sequence[Bug] = (),
+        told: Sequence[Bug] | None = None,
     ) -> None:
         self.question, self.stage, self.until = question, stage, until
         self.hints = [bug for bug in hints if stage in bug.stages]
+        self.asked = told is not None
+        self.told = [bug for bug in told or () if stage in bug.stages and bug.name not in GENERIC]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.answers = answers
         self.rights = [
@@ -293,6 +297,13 @@ class _Stage:
         self.mended: dict[Prediction, float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
+    def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
+        """What to try one after the other, each where those before explain too little."""
+        if self.told and precision.name == self.finest.name:
+            yield predictions(self.question, self.answers, self.stage, self.told)
+        yield self.usual
+        yield self.every
+
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, or that other stages have."""
@@ -307,7 +318,7 @@ class _Stage:
     def every(self) -> list[Prediction]:
         """Also with those that the answers tell, and with other inputs of a backward pass."""
         bugs: list[Bug] = []
-        for of in INFERRED if not over(self.until) else ():
+        for of in INFERRED if not self.asked and not over(self.until) else ():
             with _searching(self.question):
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
@@ -411,13 +422,15 @@ def judge_stage(
     *,
     until: float = math.inf,
     hints: Sequence[Bug] = (),
+    told: Sequence[Bug] | None = None,
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
     From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
-    other stages have.
+    other stages have. told: of a stage that was asked, what was read: nothing is inferred then, and
+    nothing else tried where that explains everything and has a name.
     """
-    before, work = cuts(), _Stage(question, answers, stage, until, hints)
+    before, work = cuts(), _Stage(question, answers, stage, until, hints, told)
     if not work.tensors:
         return None
     verdict = _verdict(work, ladder(question.dtype))
@@ -436,8 +449,7 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         right = good(null)
         if len(right) == len(work.tensors):
             return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
-        for every in (False, True):
-            guesses = work.every if every else work.usual
+        for guesses in work.tiers(precision):
             verdict = _explain(work, guesses, precision, null, right)
             if verdict is not None and not verdict.unexplained and verdict.stories == 1:
                 return verdict

@@ -75,6 +75,10 @@ class Readings:
         return [reading.bug for reading in self.of if reading.bug is not None]
 
     @property
+    def stages(self) -> list[str]:
+        return [reading.stage for reading in self.of]
+
+    @property
     def general(self) -> list[Bug]:
         """Those that can be planted in problems of other lengths."""
         return [one.bug for one in self.of if one.bug is not None and one.general]
