@@ -593,6 +593,7 @@ PLANTED: tuple[Planted, ...] = (
         *("sparse-own-block-missing", "fb", _OWN | _CAUSAL),
         ("at its first", {"entries": before_place}),
         ("of the row", {"own block": lambda t, x: t.i // t.question.block_size}),
+        ("of the next query", {"own block": lambda t, x: (t.place + 1) // t.question.block_size}),
     ),
     *in_lists(
         *("statistics-misplaced", "b", _GROUPED),

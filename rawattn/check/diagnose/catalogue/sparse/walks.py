@@ -199,6 +199,9 @@ TABLE: tuple[tuple[str, Callable[[Of], Walk], Mapping[str, Of]], ...] = (
                 (x.block * x.size >= x.place) & (x.place > 0)
             ),
             "but where the query is its last one": lambda x: (x.block + 1) * x.size - 1 > x.place,
+            "where the query is its last one": lambda x: (
+                (x.slot == OWN) & ((x.block + 1) * x.size - 1 == x.place)
+            ),
             "named or not": lambda x: x.block >= x.place // x.size,
             "that lies behind the query's number, without seqlen_k - seqlen_q": lambda x: (
                 x.block * x.size > x.row
