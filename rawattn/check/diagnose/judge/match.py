@@ -75,7 +75,9 @@ KERNELS = tuple(
     )
 )
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
+LOOSE = (*GENERIC, "pairs-dropped")
 INFERRED = (numbers, inputs, seen, blocks, terms)
+UNREAD = (terms,)  # what reading P and dS does not tell
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
@@ -275,7 +277,7 @@ class _Stage:
         self.question, self.stage, self.until = question, stage, until
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.asked = told is not None
-        self.told = [bug for bug in told or () if stage in bug.stages and bug.name not in GENERIC]
+        self.told = [bug for bug in told or () if stage in bug.stages and bug.name not in LOOSE]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.answers = answers
         self.rights = [
@@ -318,7 +320,8 @@ class _Stage:
     def every(self) -> list[Prediction]:
         """Also with those that the answers tell, and with other inputs of a backward pass."""
         bugs: list[Bug] = []
-        for of in INFERRED if not self.asked and not over(self.until) else ():
+        inferred = UNREAD if self.asked else INFERRED
+        for of in inferred if not over(self.until) else ():
             with _searching(self.question):
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
@@ -427,7 +430,7 @@ def judge_stage(
     """What is wrong with a stage; None where there is nothing of it.
 
     From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
-    other stages have. told: of a stage that was asked, what was read: nothing is inferred then, and
+    other stages have. told: of a stage that was asked, what was read: little is inferred then, and
     nothing else tried where that explains everything and has a name.
     """
     before, work = cuts(), _Stage(question, answers, stage, until, hints, told)
