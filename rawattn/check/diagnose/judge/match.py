@@ -77,7 +77,7 @@ KERNELS = tuple(
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 LOOSE = (*GENERIC, "pairs-dropped")
 INFERRED = (numbers, inputs, seen, blocks, terms)
-UNREAD = (terms,)  # what reading P and dS does not tell
+UNREAD = (numbers, inputs, terms)  # what reading P and dS does not tell
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
