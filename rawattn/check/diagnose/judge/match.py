@@ -75,7 +75,7 @@ KERNELS = tuple(
     )
 )
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
-LOOSE = (*GENERIC, "pairs-dropped")
+LOOSE = (*GENERIC, "pairs-dropped")  # of what is read, likewise
 INFERRED = (numbers, inputs, seen, blocks, terms)
 UNREAD = (numbers, inputs, terms)  # what reading P and dS does not tell
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
