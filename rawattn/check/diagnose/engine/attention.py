@@ -39,7 +39,7 @@ TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
 FORWARD = ("forward",)
-OF_A_VIEW, OF_A_SCORE = 0.1, 1 / 60_000  # units of effort, of a stage
+OF_A_CALL, OF_A_VIEW, OF_A_SCORE = 0.4, 0.06, 1 / 60_000  # units of effort, of a stage
 OF_LISTS = 5  # times as many, where other blocks are listed
 
 
@@ -390,7 +390,7 @@ def solve(
     views = np.count_nonzero(pairs) * question.num_heads_kv
     effort = OF_A_VIEW * views + OF_A_SCORE * float(pairs.sum()) * question.num_heads_q
     effort *= OF_LISTS if question.sparse and planted.see is not None else 1
-    spend(effort if only is None else effort / max(float(views), 1.0))
+    spend(OF_A_CALL + (effort if only is None else effort / max(float(views), 1.0)))
     given = _given(question, stage, given)
     only = None if planted.store or _assumed(question).store else only  # all may be moved
     answers = _stage(question, stage, planted, False, rounding, given, only)
@@ -562,6 +562,7 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
     view = c.view
     there = view.keys >= 0
     keys = view.keys[there]
+    apart = bool((np.diff(keys) > 0).all())  # else keys may repeat
 
     def rows(name: str, x: Floats) -> None:
         answers[name][view.rows[:, None], view.heads] = x.swapaxes(0, 1)
@@ -573,7 +574,11 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
         answers[name][view.heads[:, None], view.rows] = x
 
     def of_keys(name: str, x: Floats) -> None:
-        np.add.at(answers[name], (keys, view.head_kv), c.sum_heads(x)[there])  # keys may repeat
+        summed = c.sum_heads(x)[there]
+        if apart:
+            answers[name][keys, view.head_kv] += summed
+        else:
+            np.add.at(answers[name], (keys, view.head_kv), summed)
 
     def slots(name: str, x: Floats) -> None:
         if name not in answers:

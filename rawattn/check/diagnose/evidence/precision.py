@@ -114,11 +114,14 @@ def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
     A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
     """
     a, b = found[rows], wanted[rows]
+    with np.errstate(invalid="ignore"):
+        difference = np.asarray(a - b)
+    if np.isfinite(difference).all():
+        return difference
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     if a.shape[-1] > 1:
         same |= ~np.isfinite(a) & ~np.isfinite(b)
-    with np.errstate(invalid="ignore"):
-        difference = np.where(same, 0.0, a - b)
+    difference = np.where(same, 0.0, difference)
     return np.where(np.isnan(difference), np.inf, difference)
 
 

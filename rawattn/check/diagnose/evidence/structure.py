@@ -31,8 +31,8 @@ def side_of(tensor: str) -> str:
 
 
 def by_rows(tensor: str, array: Any) -> Float64:
-    """``array`` in float64 as (tokens, heads, width)."""
-    wide = np.asarray(array).astype(np.float64)
+    """``array`` in float64 as (tokens, heads, width); not to be written to."""
+    wide = np.asarray(array, dtype=np.float64)
     return wide.T[..., None] if tensor in BY_ROW else wide
 
 

@@ -59,7 +59,7 @@ NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
 MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
 FOR_PAIRS = 4000.0  # units of effort
-OF_A_DISTANCE = 0.1
+OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
@@ -367,6 +367,7 @@ class _Stage:
         if key not in self.noisy:
             given, how = guess.given, precision.rounding
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
+        spend(OF_A_FIT)
         pair = guess.answers[name], self.noisy[key][name]
         found = fit(
             *(self.question, name, self.found[name], *pair, precision.factor, self.rows[name]),
@@ -388,13 +389,16 @@ class _Stage:
     def mends(self, prediction: Prediction) -> float:
         """Share of the rows that are wrong which agree with a prediction."""
         if prediction not in self.mended:
-            shares = []
-            for name in self.tensors:
-                wrong = ~self._agree(self.rights[0], name)
-                if wrong.any():
-                    shares.append(float(self._agree(prediction, name)[wrong].mean()))
+            spend(OF_A_DISTANCE * len(self.wrong))
+            shares = [float(self._agree(prediction, n)[w].mean()) for n, w in self.wrong.items()]
             self.mended[prediction] = float(np.mean(shares)) if shares else 0.0
         return self.mended[prediction]
+
+    @cached_property
+    def wrong(self) -> dict[str, np.ndarray]:
+        """The rows of each tensor that are, where some are."""
+        found = {name: ~self._agree(self.rights[0], name) for name in self.tensors}
+        return {name: rows for name, rows in found.items() if rows.any()}
 
     def _agree(self, prediction: Prediction, name: str) -> np.ndarray:
         a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
