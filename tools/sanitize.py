@@ -48,8 +48,8 @@ def errors_in(log: str) -> int | None:
 
 
 def run_part(tool: str, part: str, timeout: float) -> Result:
-    """One tool over a part of the problems: its errors, None when it did not end well, and the end
-    of its log. Without a tool the problems alone run, which fills the kernel cache."""
+    """One tool over a part of the problems: its errors, None when it did not end well, and an
+    excerpt of its log. Without a tool the problems alone run, which fills the kernel cache."""
     command = [sys.executable, __file__, "--visit", part]
     if tool:
         # CUDA's own Python bindings probe the driver for symbols it may lack: no error of a kernel
@@ -64,7 +64,14 @@ def run_part(tool: str, part: str, timeout: float) -> Result:
     errors = errors_in(run.stdout) if tool else 0
     if run.returncode and not errors:
         errors = None
-    return {"errors": errors, "log": "" if errors == 0 else run.stdout[-4000:]}
+    return {"errors": errors, "log": "" if errors == 0 else excerpt(run.stdout)}
+
+
+def excerpt(log: str) -> str:
+    """What the tool reported first, without the host's stack, and how the program ended."""
+    reported = [line for line in log.splitlines() if line.startswith("=========")]
+    first = [line for line in reported if "Host Frame" not in line][:40]
+    return "\n".join([*first, log[-1500:]])
 
 
 def sanitize(tools: tuple[str, ...] = TOOLS, timeout: float = 500.0) -> dict[str, Result]:

@@ -56,7 +56,18 @@ struct OnlineSoftmax {
     if (__any_sync(0xffffffff, grown)) rescale(block_max, scale_log2, scale_rows, rescale_log2);
   }
 
-  // The largest of S of each row, in all of its lanes
+  // The largest of S that a lane has of a row
+  template <int NT>
+  static __device__ __forceinline__ float peak(const float (&rS)[MT][NT][4], int i, int half) {
+    float of[2] = {rS[i][0][half * 2], rS[i][0][half * 2 + 1]};
+#pragma unroll
+    for (int j = 1; j < NT; ++j) {
+      of[0] = fmaxf(of[0], rS[i][j][half * 2]);
+      of[1] = fmaxf(of[1], rS[i][j][half * 2 + 1]);
+    }
+    return fmaxf(of[0], of[1]);
+  }
+  // The same of all of its lanes, in each of them
   template <int NT>
   static __device__ __forceinline__ void find_max(const float (&rS)[MT][NT][4],
                                                   float (&block_max)[MT][2]) {
@@ -64,13 +75,7 @@ struct OnlineSoftmax {
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float peak[2] = {rS[i][0][half * 2], rS[i][0][half * 2 + 1]};
-#pragma unroll
-        for (int j = 1; j < NT; ++j) {
-          peak[0] = fmaxf(peak[0], rS[i][j][half * 2]);
-          peak[1] = fmaxf(peak[1], rS[i][j][half * 2 + 1]);
-        }
-        float m = fmaxf(peak[0], peak[1]);
+        float m = peak(rS, i, half);
         m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
         m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
         block_max[i][half] = m;

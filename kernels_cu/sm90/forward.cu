@@ -47,7 +47,7 @@ constexpr bool PASSES_OVER = (cfg::HAS_LEFT || cfg::HAS_RIGHT) && BLOCK_M > BLOC
 // Exponentials come first, by the maximum so far, and what they add up to says in most tiles that none
 // has grown: what looks for one is off the longest path. Where a CTA has few tiles, or O leaves no
 // registers, that is no gain.
-constexpr bool SUMS_FIRST = cfg::MIN_CTAS == 1 && HEAD_DIM <= 96 && !cfg::HAS_SOFTCAP;
+constexpr bool SUMS_FIRST = cfg::MIN_CTAS == 1 && HEAD_DIM <= 128 && !cfg::HAS_SOFTCAP;
 
 enum NamedBarrier : int { TAIL_OF_FIRST = 1, TURN_OF_FIRST = TAIL_OF_FIRST + CONSUMERS };
 
@@ -285,30 +285,27 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem) {
         hold(rS);
         leave_k(n);
         mask_scores(rS, n);
-        if (SUMS_FIRST) {
-          end_output();
-          if (n != second) {
-            float sums[2];
-            try_exponentials(softmax, rS, rP, scale_log2, sums);
-            if (!any_may_ask(softmax, sums)) {
+        // All warps of a warpgroup wait at one place for the products that they began together: what
+        // follows is each warp's own.
+        const bool may_ask =
+            SUMS_FIRST || any_may_ask(softmax, rS, scale_log2, cap, ceilings);  // beside P V
+        end_output();
+        if (SUMS_FIRST && n != second) {
+          float sums[2];
+          try_exponentials(softmax, rS, rP, scale_log2, sums);
+          if (!any_may_ask(softmax, sums)) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half) softmax.row_sum[0][half] += sums[half];
-              continue;  // what is rare lies behind what is not
-            }
+            for (int half = 0; half < 2; ++half) softmax.row_sum[0][half] += sums[half];
+            continue;  // what is rare lies behind what is not
           }
-        } else if (!any_may_ask(softmax, rS, scale_log2, cap, ceilings)) {
-          end_output();
+        }
+        if (!may_ask) {
           exponentiate<false>(softmax, rS, rP, scale_log2, cap);
           continue;
         }
-        // a maximum is looked for beside P V, and O rescaled behind it
-        float factor[2] = {1.0f, 1.0f};
         follow_max(softmax, rS, scale_log2, cap, ceilings,
-                   [&](int, int half, float by) { factor[half] = by; });
+                   [&](int, int half, float factor) { scale_row(rO, 0, half, factor); });
         ceilings.follow(softmax, cap);
-        if (!SUMS_FIRST) end_output();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) scale_row(rO, 0, half, factor[half]);
         if (any_large(rS, ceilings)) {
           exponentiate<true>(softmax, rS, rP, scale_log2, cap);
         } else {

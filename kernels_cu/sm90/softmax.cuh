@@ -9,7 +9,9 @@
 // the largest P is rounded, and where few keys weigh out is off by as much. So a lane's scores may
 // come above the maximum by 2^3 times the lane's sum so far, and by 2^8, which float16 holds: no
 // key then weighs much and is rounded.
-constexpr float FOLLOW_LOG2 = 3.0f, FOLLOW_MAX_LOG2 = 8.0f;
+constexpr int FOLLOW_LOG2 = 3, FOLLOW_MAX_LOG2 = 8;
+// What sums of P say of their largest is sure but for the rounding of sums and exponentials
+constexpr float SURE = 0.99f;
 
 // From which element on a tile is large to a lane's rows
 struct Ceilings {
@@ -66,7 +68,8 @@ __device__ __forceinline__ bool any_may_ask(const OnlineSoftmax<1>& softmax,
   bool any = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float bound = fminf(fmaxf(softmax.row_sum[0][half] * 7.92f, 0.99f), 253.0f);
+    const float bound = fminf(fmaxf(softmax.row_sum[0][half] * (SURE * (1 << FOLLOW_LOG2)), SURE),
+                              SURE * (1 << FOLLOW_MAX_LOG2));
     any |= !(sums[half] <= bound) || softmax.row_max[0][half] == -INF;
   }
   return __any_sync(0xffffffff, any);
@@ -80,11 +83,7 @@ __device__ __forceinline__ void follow_max(OnlineSoftmax<1>& softmax, const floa
   float block_max[1][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float m = -INF;
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-      m = fmaxf(m, fmaxf(rS[0][j][half * 2], rS[0][j][half * 2 + 1]));
-    }
+    float m = OnlineSoftmax<1>::peak(rS, 0, half);
     int row_asks = asks(softmax, half, m, scale_log2, cap, ceilings);
     row_asks |= __shfl_xor_sync(0xffffffff, row_asks, 1);
     row_asks |= __shfl_xor_sync(0xffffffff, row_asks, 2);

@@ -424,8 +424,8 @@ def _of_identified(name: str, saved: Saved, question: Question, batch: int) -> D
         here, answers, told = read_packed(question, saved.answers, batch)
     except ValueError as error:
         raise click.UsageError(f"{saved.path}: {error}") from error
-    known: dict[str, Any] = {"hints": told.bugs, "asked": told.stages}
-    return told.told(diagnose(here, answers, side=name, **known), name)
+    found = diagnose(here, answers, side=name, hints=told.bugs, asked=told.stages)
+    return told.told(found, name)
 
 
 def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:

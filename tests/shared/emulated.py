@@ -89,7 +89,8 @@ def library(path: str, stem: str, constants: str, changes: tuple[tuple[str, str]
             given.write_text(text)
             # Args is another struct in every kernel: nothing may be shared between libraries
             command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-fno-gnu-unique"]
-            command += ["-fvisibility=hidden", str(given), "-o", str(made)]
+            command += ["-fvisibility=hidden", "-fno-omit-frame-pointer"]
+            command += [str(given), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:  # ends the test, as no exception would that a verdict is made of
                 pytest.fail(f"{stem} does not compile:\n{done.stderr[:4000]}")

@@ -19,10 +19,21 @@ struct Wgmma {
   uint64_t a_descriptor, b_descriptor;
 };
 
+// The warps of a warpgroup do it together, at one place of the program: in copies of it, in the
+// branches of a warp's own condition, what they do is undefined. A place is where its callers are.
+using Callers = std::array<void*, 4>;
+inline Callers callers[32];
+
 template <class Op>
-void warpgroup_together(const char* name, void* mine, Op&& op) {
-  together(groups[running / WARPGROUP_THREADS], WARPGROUP_THREADS, running % WARPGROUP_THREADS,
-           name, mine, op);
+[[gnu::noinline]] void warpgroup_together(const char* name, void* mine, Op&& op) {
+  const int warpgroup = running / WARPGROUP_THREADS;
+  const Callers here = {__builtin_return_address(0), __builtin_return_address(1),
+                        __builtin_return_address(2), __builtin_return_address(3)};
+  if (groups[warpgroup].arrived && callers[warpgroup] != here) {
+    fail("the warps of a warpgroup are at %s in different places of the program", name);
+  }
+  callers[warpgroup] = here;
+  together(groups[warpgroup], WARPGROUP_THREADS, running % WARPGROUP_THREADS, name, mine, op);
 }
 
 // Element (mn, k) of an operand in shared memory
