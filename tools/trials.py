@@ -70,8 +70,10 @@ def trial(file: str, index: int, seed: int) -> Trial:
 def right_trial(kind: Any, seed: int) -> Trial:
     """A right implementation on the problem of some plant."""
     module = importlib.import_module(f"{PLANTED}.first")
-    planted = module.PLANTED[seed % len(module.PLANTED)]
-    question = _problem(module, planted, seed)
+    for number in itertools.count(seed):
+        question = _problem(module, module.PLANTED[number % len(module.PLANTED)], number)
+        if question.dtype in kind.needs.dtypes:
+            break
     return _judge(
         "", f"right: {kind.variant}", (), question, module.right_answers(kind, question), None
     )

@@ -20,6 +20,7 @@ from tests.diagnose.hooks import (
     by,
     by_pairs,
     change,
+    in_sequences,
     kernel,
     no_window,
     of_each,
@@ -49,6 +50,20 @@ HIDDEN = -1e30  # a score that stands for -inf in many kernels
 
 
 # ---- what is read and written ----
+
+
+def running_on(tile: int, step: int = 1) -> Any:
+    """Rows of a sequence, a tile after the other, whose sums nobody clears."""
+
+    def rows(x: Array) -> Array:
+        found, total = np.zeros_like(x), np.zeros((tile, *x.shape[1:]), x.dtype)
+        for start in range(0, len(x), tile)[::step]:
+            part = x[start : start + tile]
+            total[: len(part)] += part
+            found[start : start + tile] = total[: len(part)]
+        return found
+
+    return rows
 
 
 def padded(upto: int | str) -> Hooks:
@@ -597,6 +612,13 @@ PLANTED: tuple[Planted, ...] = (
         ("dk and dv, 16", "b", _overwritten(16, "dk", "dv")),
         ("dk and dv, 32", "b", _overwritten(32, "dk", "dv"), _OVER_32),
         ("dk, 32", "b", _overwritten(32, "dk"), _OVER_32),
+    ),
+    *planted(
+        "accumulator-not-reset",
+        {"lengths_k": ("equal",), "lengths": (40, 90)},
+        ("dk, 16", "b", stored(in_sequences(running_on(16)), "dk")),
+        ("dq, 32, from the last", "b", stored(in_sequences(running_on(32, -1)), "dq")),
+        ("dk and dv, 32", "b", stored(in_sequences(running_on(32)), "dk", "dv")),
     ),
     *planted(
         "tile-period",

@@ -61,6 +61,11 @@ def with_strides(x: Array, name: str, question: Question) -> Array:
     return found
 
 
+def partly_scaled(run: Run, x: Array) -> Array:
+    """Only the first half of the columns has its factor."""
+    return x * np.where(np.arange(x.shape[2]) < x.shape[2] // 2, 1.0, 5.7)
+
+
 def halves_swapped(x: Array) -> Array:
     """Halves of the columns exchanged in rows that have bit 4: a swizzle undone wrongly."""
     other = np.arange(len(x)) & 4 > 0
@@ -322,6 +327,7 @@ PLANTED: tuple[Planted, ...] = (
         ),
         ("all gradients", "b", of_each(by(0.7), *GRADIENTS)),
         ("out negative", "f", {"out": by(-1.0)}),
+        ("half of dk's columns", "b", {"dk": partly_scaled}),
     ),
     *planted(
         "transposed",

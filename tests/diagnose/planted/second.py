@@ -269,10 +269,12 @@ PLANTED = (
         (
             "gq, second",
             {"often": lambda c, x: x * (c.j >= (c.m - 1) // 16 * 16), "only": ("gq",)},
+            "pairs-dropped",  # in a window, where the last tile is not the last that is seen
         ),
         (
             "gk, second",
             {"often": lambda c, x: x * (c.i >= (c.n - 1) // 16 * 16), "only": ("gk",)},
+            "pairs-dropped",
         ),
     ),
     *planted(

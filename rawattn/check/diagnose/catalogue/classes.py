@@ -333,6 +333,12 @@ CLASSES: dict[str, BugClass] = {
         "= for +=, in a loop over tiles",
         "right where there is one tile; elsewhere what the last or first one adds",
     ),
+    "accumulator-not-reset": BugClass(
+        "a tile of a gradient holds the sums of the tiles before it too",
+        "where the accumulator is cleared: in the loop over tiles, not in front of it",
+        "a loop over tiles around a kernel that was written for one",
+        "the first tile of every sequence is right; the sum over all tiles is not",
+    ),
     "tile-period": BugClass(
         "rows are wrong by their place in a tile",
         "what goes by the place in a tile: loop bounds, masks, row statistics, shared-memory "

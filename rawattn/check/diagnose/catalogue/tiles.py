@@ -83,6 +83,9 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         for rest, partly in (("", False), (", partial ones too", True)):
             store = _rows_moved(tile, order, partly)
             yield Bug("tile-period", f"{text}, {at}{rest}", FIRST, store=store)
+    for text, step in (("first", 1), ("last", -1)):
+        store = _running_on(tile, step)
+        yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)
     left, _ = bounds(question)
     if left < math.inf:
         yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
@@ -123,6 +126,19 @@ def _zero_tail(tile: int) -> Store:
 
     def change(y: Floats, source: Floats, places: np.ndarray) -> None:
         y[places[len(places) // tile * tile :]] = 0
+
+    return _by_places(change)
+
+
+def _running_on(tile: int, step: int) -> Store:
+    """Every tile of rows holds the sums of those before it in its sequence too."""
+
+    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
+        count = -(-len(places) // tile)
+        rows = np.zeros((count * tile, *source.shape[1:]))
+        rows[: len(places)] = source[places]
+        sums = rows.reshape(count, tile, *rows.shape[1:])[::step].cumsum(axis=0)[::step]
+        y[places] = sums.reshape(rows.shape)[: len(places)]
 
     return _by_places(change)
 

@@ -85,30 +85,44 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 
 def _constants(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
-    """A tensor that is the right one times a number, or times one for each head or sequence."""
+    """A tensor that is the right one times a number, or times one for each head, sequence or
+    column."""
     for name in wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
-        sequence = sample.sequences(name)[:, None]
-        finite = (np.isfinite(a) & np.isfinite(b)).all(axis=2) & (sequence >= 0)
-        a, b = (np.where(finite[..., None], x, 0.0) for x in (a, b))
-        parts = {"": 0, " by head": np.arange(a.shape[1]), " by sequence": np.maximum(sequence, 0)}
-        for text, of in parts.items():
-            part = np.broadcast_to(of, finite.shape)
-            if text and len(np.unique(part[finite])) < 2:
+        sequence = sample.sequences(name)[:, None, None]
+        finite = np.isfinite(a) & np.isfinite(b) & (sequence >= 0)
+        a, b = (np.where(finite, x, 0.0) for x in (a, b))
+        heads, columns = (np.arange(count) for count in a.shape[1:])
+        parts = {"": 0, "head": heads[:, None], "sequence": np.maximum(sequence, 0)}
+        for of, number in (parts | {"column": columns}).items():
+            part = np.broadcast_to(number, a.shape)
+            if of and len(np.unique(part[finite])) < 2:
                 continue
-            above, below = (np.bincount(part.ravel(), (x * b).sum(axis=2).ravel()) for x in (a, b))
+            above, below = (np.bincount(part.ravel(), (x * b).ravel()) for x in (a, b))
             factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
-            left = residual(a, factors[part][..., None] * b)
+            left = residual(a, factors[part] * b)
             if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
-                form = f"{name} times {', '.join(in_words(float(x)) for x in factors)}{text}"
                 store = partial(_times, name, factors[part])
+                form = f"{name} times {_by_part(of, factors)}"
                 yield Bug("constant-factor", form, (sample.stage,), store=store)
                 break
 
 
+def _by_part(of: str, factors: Floats) -> str:
+    """Numbers in words, neighbours that are about equal once."""
+    if of != "column":
+        return ", ".join(in_words(float(x)) for x in factors) + (f" by {of}" if of else "")
+    starts = [0, *(np.flatnonzero(np.abs(np.diff(factors)) > 0.02 * np.abs(factors[1:])) + 1)]
+    stops = [*starts[1:], len(factors)]
+    runs = [
+        f"{in_words(float(np.mean(factors[start:stop])))} from column {start} on"
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    return ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
+
+
 def _times(name: str, factors: Floats, question: Question, answers: Answers) -> Answers:
-    by = factors.T if name in BY_ROW else factors[..., None]
-    return answers | {name: answers[name] * by}
+    return answers | {name: answers[name] * (factors[..., 0].T if name in BY_ROW else factors)}
 
 
 # ---- places of results ------------------------------------------------------------------------

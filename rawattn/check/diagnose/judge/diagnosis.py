@@ -232,11 +232,11 @@ def _of_right_shape(
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each bug, the surest first."""
+    """One finding for each bug, the surest first; of those as sure what comes first in a step."""
     found: dict[str, Finding] = {}
     for one in findings:
         found[one.bug] = found[one.bug].joined(one) if one.bug in found else one
-    return sorted(found.values(), key=lambda one: one.rank)
+    return sorted(found.values(), key=lambda one: (one.rank, not one.where.startswith("forward")))
 
 
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
