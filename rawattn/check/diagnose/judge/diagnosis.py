@@ -40,7 +40,7 @@ WORDS = {
     "second": "double backward",
     "jvp": "forward-mode derivative",
 }
-EFFORT = 20_000.0  # units, after which nothing but the usual bugs is tried
+EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
 ORDER = {name: place for place, name in enumerate(CLASSES)}

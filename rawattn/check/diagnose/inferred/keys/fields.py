@@ -257,6 +257,9 @@ def _field(
     zeros = np.zeros((len(counts), len(q.q)))
     if equations.zeros:
         zeros, counts = counts[..., -1], counts[..., :-1]
+        few = zeros > 0
+        if few[told].mean() < FEWEST:  # misread: a kernel pads all rows of a tile
+            zeros, sure, told = np.zeros_like(zeros), sure & ~few, told & ~few
     pairs = [np.broadcast_to(x[..., None], counts.shape) for x in (sure, told)]
     if equations.of_keys:
         counts, *pairs = (x.swapaxes(1, 2) for x in (counts, *pairs))
