@@ -46,6 +46,8 @@ class _At(NamedTuple):
     m: int
 
 
+# of the place of a tile in a loop over so many
+Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
 Part = Callable[[_At, int], np.ndarray]  # which pairs (n, m), for a size of tile
 TAILS: dict[str, Part] = {
     "query rows": lambda x, t: x.i >= x.n // t * t,
@@ -57,6 +59,14 @@ OF_KEYS_ALONE: dict[str, Part] = {
     "second of keys": lambda x, t: x.j // t == 1,
     "last of keys": lambda x, t: x.j // t == (x.m - 1) // t,
     "diagonal": lambda x, t: x.j // t == (x.i + x.m - x.n) // t,
+}
+ONE_TILE: dict[str, Factor] = {
+    "last": lambda c, place, count: place == count - 1,
+    "first": lambda c, place, count: place == 0,
+}
+POWERS: dict[str, Factor] = {  # of softmax_scale, once for every tile that comes later
+    "first": lambda c, place, count: c.s ** (count - 1.0 - place),
+    "last": lambda c, place, count: c.s ** (place + 0.0),
 }
 
 
@@ -71,9 +81,14 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
     of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
-    for text, last in (("last", True), ("first", False)):
-        for tensors, of_tensors in by_tensor(_one_tile(tile, last)):
+    for text, one in ONE_TILE.items():
+        for tensors, of_tensors in by_tensor(_by_tile(tile, one)):
             yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=of_tensors)
+    for text, power in POWERS.items():
+        inside = _by_tile(tile, power)
+        for name in ("dQ", "dK"):
+            form = f"{name}, inside of the loop from the {text}, {at}"
+            yield Bug("output-scale", form, BACKWARD, steps={name: inside[name]})
     for last_first, sums in product((False, True), RESCALED):
         form = f"{' and '.join(sums)}, {at}{', from the last' if last_first else ''}"
         of = partial(rescaled, wrong=sums, way=WAYS["not rescaled"])
@@ -143,11 +158,11 @@ def _running_on(tile: int, step: int) -> Store:
     return _by_places(change)
 
 
-def _one_tile(tile: int, last: bool) -> dict[str, Step]:
-    """dQ of one tile of keys, dK and dV of one tile of queries: the last (first) that is seen."""
+def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
+    """dQ with a factor for every tile of keys that a tile of queries sees, dK and dV with one for
+    every tile of queries that a tile of keys sees."""
 
-    def kept(c: Context, axis: int) -> Floats:
-        """1 where a pair lies in the last tile along ``axis`` that its own tile sees."""
+    def factor(c: Context, axis: int) -> Floats:
         seen = (c.W > 0).any(axis=0)
         seen = seen if axis == 1 else seen.T
         n, m = seen.shape
@@ -156,14 +171,14 @@ def _one_tile(tile: int, last: bool) -> dict[str, Step]:
         for start in range(0, n, tile):
             here = slice(start, start + tile)
             there = np.unique(tiles[seen[here].any(axis=0)])
-            if len(there):
-                weight[here] = tiles == there[-1 if last else 0]
+            known = np.isin(tiles, there)
+            weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
         return weight if axis == 1 else weight.T
 
     return {
-        "dQ": lambda c: c.s * ((c.dY * kept(c, 1)) @ c.K),
-        "dK": lambda c: c.s * ((c.dY * kept(c, 0)).swapaxes(1, 2) @ c.Q),
-        "dV": lambda c: (c.P * kept(c, 0)).swapaxes(1, 2) @ c.dO,
+        "dQ": lambda c: c.s * ((c.dY * factor(c, 1)) @ c.K),
+        "dK": lambda c: c.s * ((c.dY * factor(c, 0)).swapaxes(1, 2) @ c.Q),
+        "dV": lambda c: (c.P * factor(c, 0)).swapaxes(1, 2) @ c.dO,
     }
 
 

@@ -59,7 +59,7 @@ def bugs(
     contexts: Sequence[Context],
     wrong: frozenset[str],
 ) -> Iterator[Bug]:
-    """Bugs in which gradients miss pairs of tiles, or have them twice, or scaled by their place."""
+    """Bugs in which gradients miss pairs of tiles, or have them twice."""
     left = set(wrong)
     for size in SIZES:
         reads = {}
@@ -72,8 +72,6 @@ def bugs(
             yield _planted(question, answers, stage, contexts, reads, size)
         if not left:
             return
-    for name in sorted(left):
-        yield from _powers(question, answers, stage, contexts, name)
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -227,37 +225,6 @@ def _step(name: str, counts: Floats) -> Step:
         return np.asarray(STEPS[step](changed(c, **{w: getattr(c, w) * often for w in weights})))
 
     return wrong
-
-
-def _powers(
-    question: Question, answers: Answers, stage: str, contexts: Sequence[Context], name: str
-) -> Iterator[Bug]:
-    """softmax_scale multiplies the sum inside of the loop over tiles."""
-    s = question.scale
-    worst = max(contexts, key=lambda c: ((found_in(c, answers, name) - c.right[name]) ** 2).sum())
-    of_queries = name in OF_KEYS
-    for *size, last, first in product(TILES, TILES, (True, False), (1.0, s)):
-        powers, tile = _of_all(question, 1.0), size[0 if of_queries else 1]
-        for some in ([worst], contexts):
-            for c in some:
-                powers[_at(c)] = first * _power(c, (size[0], size[1]), of_queries, s, last)
-            if not _explained(question, answers, some, {name: powers}):
-                break
-        else:
-            end = "last" if last else "first"
-            words = f"{name}: times s for every tile of {tile} from its own to the {end}"
-            steps = {WEIGHTS[name][0]: _step(name, powers)}
-            yield Bug("output-scale", words, (stage,), steps=steps)
-            return
-
-
-def _power(c: Context, size: tuple[int, int], of_queries: bool, r: float, last: bool) -> Floats:
-    """r to the number of tiles of queries (of keys) that come after each, or before it, in the
-    loop's direction."""
-    seen = _cut(_cut(c.W > 0, 2, size[1]), 1, size[0]).any(axis=(2, 4))
-    axis = 1 if of_queries else 2
-    after = np.flip(np.cumsum(np.flip(seen, axis), axis), axis) if last else np.cumsum(seen, axis)
-    return _by_entries(c, np.where(seen, float(r) ** (after - 1.0), 1.0), size)
 
 
 # ---- words ------------------------------------------------------------------------------------
