@@ -38,7 +38,7 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
-SECONDS = 6.0  # of an idle machine, after which no further problem is begun
+SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
 Hints = dict[tuple[int, ...], list[Bug]]  # by numbers of heads, and whether lengths are equal
 # fields of a Question that Tensors have too

@@ -76,7 +76,8 @@ class Readings:
 
     @property
     def stages(self) -> list[str]:
-        return [reading.stage for reading in self.of]
+        """Those of which all that there is to tell was understood."""
+        return [one.stage for one in self.of if one.sound or (one.bug is not None and one.general)]
 
     @property
     def general(self) -> list[Bug]:
