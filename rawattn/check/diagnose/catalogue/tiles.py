@@ -65,8 +65,8 @@ ONE_TILE: dict[str, Factor] = {
     "first": lambda c, place, count: place == 0,
 }
 POWERS: dict[str, Factor] = {  # of softmax_scale, once for every tile that comes later
-    "first": lambda c, place, count: c.s ** (count - 1.0 - place),
-    "last": lambda c, place, count: c.s ** (place + 0.0),
+    "first": lambda c, place, count: c.s ** (count - 1 - place),
+    "last": lambda c, place, count: c.s**place,
 }
 
 

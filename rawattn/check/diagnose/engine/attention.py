@@ -562,7 +562,6 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
     view = c.view
     there = view.keys >= 0
     keys = view.keys[there]
-    apart = bool((np.diff(keys) > 0).all())  # else keys may repeat
 
     def rows(name: str, x: Floats) -> None:
         answers[name][view.rows[:, None], view.heads] = x.swapaxes(0, 1)
@@ -575,7 +574,7 @@ def _store(answers: Answers, stage: str, c: Context) -> None:
 
     def of_keys(name: str, x: Floats) -> None:
         summed = c.sum_heads(x)[there]
-        if apart:
+        if (np.diff(keys) > 0).all():  # else keys may repeat
             answers[name][keys, view.head_kv] += summed
         else:
             np.add.at(answers[name], (keys, view.head_kv), summed)

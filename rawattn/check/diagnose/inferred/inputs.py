@@ -93,8 +93,13 @@ def _constants(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
         finite = np.isfinite(a) & np.isfinite(b) & (sequence >= 0)
         a, b = (np.where(finite, x, 0.0) for x in (a, b))
         heads, columns = (np.arange(count) for count in a.shape[1:])
-        parts = {"": 0, "head": heads[:, None], "sequence": np.maximum(sequence, 0)}
-        for of, number in (parts | {"column": columns}).items():
+        parts = {
+            "": np.zeros(1, dtype=int),
+            "head": heads[:, None],
+            "sequence": np.maximum(sequence, 0),
+            "column": columns,
+        }
+        for of, number in parts.items():
             part = np.broadcast_to(number, a.shape)
             if of and len(np.unique(part[finite])) < 2:
                 continue

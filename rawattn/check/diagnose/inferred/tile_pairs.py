@@ -1,8 +1,8 @@
 """Which pairs of tiles do the gradients hold, and how often? Read off them, and planted.
 
 dq of a tile of queries is the sum of what every tile of keys adds, dk and dv of a tile of keys that
-of every tile of queries and head: least squares tell how often each of them is there. It must be 0,
-1 or 2 times, or a power of softmax_scale that grows by one from tile to tile.
+of every tile of queries and head: least squares tell how often each of them is there: 0, 1 or 2
+times.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

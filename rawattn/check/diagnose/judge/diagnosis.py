@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,7 @@ def diagnose(
     inputs. against: the name and the answers of another side, judged in the same way. until: by
     effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
     hints: bugs that ``side`` may have, to be tried with these. asked: the stages that were read off
-    it entry by entry, of which these are what there is to tell.
+    it entry by entry and understood: of them hints are all that there is to tell.
     """
     until = spent() + EFFORT if until is None else until
     sides = [(side, answers, None if call is None else _floating(call))]
@@ -80,8 +79,8 @@ def diagnose(
         findings += strange
         question, part, fact = cut(whole, _with_rows(given))
         facts += [f"{name}: {fact}"] if fact else []
-        known: dict[str, Any] = {"known": hints, "asked": asked} if name == side else {}
-        found, held, said = _judge(question, part, name, again, until, **known)
+        known = (hints, asked) if name == side else ((), ())
+        found, held, said = _judge(question, part, name, again, until, *known)
         if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
             found += proofs.of_sinks(question, given, name)
         if name == side or (found and not findings):
@@ -232,7 +231,7 @@ def _of_right_shape(
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each bug, the surest first; of those as sure what comes first in a step."""
+    """One finding for each bug, the surest first; of those as sure the forward pass's."""
     found: dict[str, Finding] = {}
     for one in findings:
         found[one.bug] = found[one.bug].joined(one) if one.bug in found else one

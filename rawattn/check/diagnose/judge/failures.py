@@ -230,9 +230,16 @@ def _asked(
     def call(asked: Question) -> Answers:
         return _as_due(asked, answers_of(sides[side], asked))
 
-    known: dict[str, Any] = {"hints": bugs, "asked": told.stages} if side == SIDE else {}
+    hints, asked = (bugs, told.stages) if side == SIDE else ((), ())
     diagnosis = diagnose(
-        question, answers, side=side, call=call, against=rival, until=until, **known
+        question,
+        answers,
+        side=side,
+        call=call,
+        against=rival,
+        until=until,
+        hints=hints,
+        asked=asked,
     )
     diagnosis = told.told(diagnosis, SIDE)
     return replace(diagnosis, findings=(*findings, *diagnosis.findings))
