@@ -156,7 +156,8 @@ def run_tests(workers: int, shard: str = "") -> Record:
     """
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     part = ["-p", "measure.shard", "--shard", shard] if shard else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    path = os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
     for marks, processes in (("gpu and not slow", workers), ("gpu and slow", 0)):
         with tempfile.TemporaryDirectory() as folder:
             junit = Path(folder) / "junit.xml"

@@ -87,8 +87,9 @@ def builds_of_second(case: Case) -> Iterator[Build]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
     """Fill the cache of cubins from several processes, where many chunks are selected."""
-    given = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = [spec.params["chunk"] for spec in given if spec and "chunk" in spec.params]
+    items = [item for item in request.session.items if item.path == request.path]
+    given = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    wanted = [params["chunk"] for params in given if "chunk" in params]
     warm(build for chunk in wanted for case in chunk.cases() for build in builds_of_second(case))
 
 
