@@ -119,6 +119,7 @@ def test_every_table_has_its_place() -> None:
         "summary",
         "summary_second",
         "summary_sparse",
+        "summary_models",
         "host",
         "first_call",
         "rows",

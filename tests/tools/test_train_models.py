@@ -189,7 +189,8 @@ def test_others_are_asked_for_the_same_attention(tmp_path, monkeypatch, model):
 
 
 def test_the_table_of_a_record(tmp_path):
-    """Rates, and milliseconds beyond a step without attention; newer rows replace older ones."""
+    """Rates, and milliseconds beyond a step without attention; newer rows replace older ones, and
+    what cannot train a model has no column."""
     _, rows = run(tmp_path, "llama", "torch_varlen", implementations.FLOOR)
     old = {"sources": "a", "models": [{"model": "llama"} | row for row in rows.values()]}
     new = [
@@ -197,7 +198,7 @@ def test_the_table_of_a_record(tmp_path):
         {"model": "llama", "attention": "no_attention", "ms_a_step": 8.0, "tokens_a_second": 2e3},
     ]
     merged = record.merge(old, {"sources": "a", "models": [row | {"note": ""} for row in new]})
-    _header, ours, failed, rest = models_grid(merged["models"])
-    assert ours == ["llama", "rawattn", "1,234", "1.00", "2.0", ""]
-    assert failed[:5] == ["llama", "torch_varlen", "", "", ""] and "Error" in failed[5]
-    assert rest == ["llama", "no_attention", "2,000", "1.25", "", ""]
+    wrong = {"attention": "flex", "ms_a_step": 20.0, "tokens_a_second": 600.0, "note": "wrong: dq"}
+    header, cells = models_grid([*merged["models"], {"model": "llama"} | wrong])
+    assert header == ["model", "rawattn", "no_attention", "flex"]  # torch_varlen trains nothing
+    assert cells == ["llama", "1,234 (2.0)", "2,000", "600 (12.0), wrong"]

@@ -275,19 +275,21 @@ def rows_grid(rows: list[Row]) -> Grid:
 
 
 def models_grid(rows: list[Row]) -> Grid:
-    """Tokens a second of training whole models; of the attention, what a step takes beyond one
-    without."""
-    grid = [["model", "attention", "tokens a second", "to rawattn", "ms of attention", "note"]]
-    steps = {(row["model"], row["attention"]): row["ms_a_step"] for row in rows}
-    for row in rows:
-        model, name, ms = row["model"], row["attention"], row["ms_a_step"]
-        ours, rest = (steps.get((model, other)) for other in ("rawattn", "no_attention"))
-        cells = ["", "", ""]
-        if ms:
-            cells[0] = f"{row['tokens_a_second']:,.0f}"
-            cells[1] = f"{ours / ms:.2f}" if ours else ""
-            cells[2] = f"{ms - rest:.1f}" if rest and ms != rest else ""
-        grid.append([model, name, *cells, row["note"]])
+    """Tokens a second of training whole models, and in brackets the ms of a step that are the
+    attention's, those beyond a step without any; of the attentions that trained some model."""
+    steps = {(row["model"], row["attention"]): row for row in rows if row["ms_a_step"]}
+    names = list(dict.fromkeys(name for _, name in steps))
+    grid = [["model", *names]]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        rest = steps.get((model, "no_attention"), {}).get("ms_a_step")
+        cells = []
+        for name in names:
+            row = steps.get((model, name))
+            beyond = row["ms_a_step"] - rest if row and rest else 0.0
+            cell = f"{row['tokens_a_second']:,.0f}" if row else "-"
+            cell += f" ({beyond:.1f})" if beyond else ""
+            cells.append(f"{cell}, wrong" if row and row["note"] else cell)
+        grid.append([model, *cells])
     return grid
 
 
@@ -320,7 +322,7 @@ def grids(result: dict[str, Any], against: list[str]) -> dict[str, Grid]:
             lines = [[what, f"{time:.{digits}f}"] for what, time in times.items()]
             tables[name] = [["", unit], *lines]
     if models := result.get("models"):
-        tables["models"] = models_grid(models)
+        tables["summary_models"] = models_grid(models)
     if summary := result.get("old"):
         tables["old"] = old_grid(summary)
     return tables
