@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "records"
 SUFFIXES = {".py", ".cu", ".cuh"}
-DIAGNOSIS = Path("rawattn", "check", "diagnose")
+DIAGNOSIS = ("rawattn/check/diagnose/", "rawattn/check/cli_diagnose.py")  # and its commands
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KEYS = {  # which row of a part it is
     "bench": ("suite", "case", "direction"),
@@ -45,11 +45,11 @@ def sources_hash(root: Path = ROOT) -> str:
     """
     digest = hashlib.sha256()
     files = [f for top in ("rawattn", "kernels_cu") for f in (root / top).rglob("*")]
-    files = [f for f in files if f.suffix in SUFFIXES and root / DIAGNOSIS not in f.parents]
-    for file in sorted(files):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
+    for file in sorted(f for f in files if f.suffix in SUFFIXES):
+        name, content = file.relative_to(root).as_posix(), file.read_bytes()
+        if not name.startswith(DIAGNOSIS):
+            digest.update(f"{name}\0{len(content)}\0".encode())
+            digest.update(content)
     return digest.hexdigest()
 
 

@@ -46,6 +46,14 @@ def test_a_record_outlives_what_is_no_source_and_is_missed(sources: Path) -> Non
     assert record.check(sources / "records", sources) == 1
 
 
+@pytest.mark.parametrize("change", ["diagnose/words.py", "cli_diagnose.py", "cli.py"])
+def test_a_record_outlives_what_explains_results(sources: Path, change: str) -> None:
+    file = sources / "rawattn/check" / change
+    file.parent.mkdir(parents=True)
+    file.write_text("new")
+    assert record.check(sources / "records", sources) == (change == "cli.py")
+
+
 def test_renaming_a_source_changes_the_hash(sources: Path) -> None:
     before = record.sources_hash(sources)
     (sources / "rawattn/api.py").rename(sources / "rawattn/apis.py")
