@@ -18,12 +18,12 @@ def case_of(causal):
     )
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal, values", [(False, 16), (True, 16), (True, 8)])
 @pytest.mark.parametrize("direction", list(cases.WORK))
-def test_rawattn_and_mathematics_agree_in_every_direction(direction, causal, monkeypatch):
+def test_rawattn_and_mathematics_agree_in_every_direction(direction, causal, values, monkeypatch):
     everywhere = replace(peers.PEERS["torch_math"], directions=tuple(cases.WORK))
     monkeypatch.setitem(peers.PEERS, "torch_math", everywhere)
-    case = case_of(causal)
+    case = replace(case_of(causal), head_dim_v=values)
     data = contenders.make(case, "cpu")
     mine = contenders.ours(case, data, direction).prepare()()
     contender = contenders.theirs("torch_math", case, data, direction)
@@ -47,6 +47,13 @@ def test_a_peer_is_asked_for_its_directions_alone():
     assert contenders.theirs("sdpa_flash", case, data, "second") is None
     unequal = replace(case, lengths=(10, 38))
     assert contenders.theirs("torch_math", unequal, data, "second") is None
+
+
+def test_peers_of_one_head_dim_are_not_asked_for_two():
+    case = replace(case_of(False), head_dim_v=8)
+    data = contenders.make(case, "cpu")
+    for name in ("sdpa_flash", "torch_varlen"):
+        assert contenders.theirs(name, case, data, "forward") is None
 
 
 def sparse_case(own=False, local=False, group=16, tokens=160):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from measure import floors, tables
-from measure.cases import SUITES, BenchCase
+from measure.cases import SUITES, WORK, BenchCase
 
 TINY = BenchCase("seed", "tiny", (3, 1), 4, 2, 64, False)  # 10 pairs, 40 scores
 SLOW = floors.Gpu(sms=2, clock=500.0, tensor=4096, exponentials=16, shared=128, hbm=6.208e6)
@@ -68,7 +68,16 @@ def test_backward_bytes_are_what_the_products_read_and_what_passes_through(
     dq = operand + 256 / queries
     ds, staging = 2, 2 * 4 * head_dim / keys
     total = scores + dp + 2 * operand + dq + ds + staging
-    assert floors.shared_bytes(head_dim, "backward") == total
+    case = BenchCase("dims", "any", (64,), 1, 1, head_dim, False)
+    assert floors.shared_bytes(case, "backward") == total
+
+
+def test_narrow_values_are_less_work() -> None:
+    narrow = replace(TINY, head_dim_v=32)
+    assert [narrow.flop(d) for d in WORK] == [40 * 2 * n for n in (96, 256, 800, 288)]
+    times = floors.unit_times(narrow, "forward", SLOW)
+    assert times["shared"] == pytest.approx(40 * 4 / 128)
+    assert times["HBM"] == pytest.approx(4 * (1152 + 16) / 6208)
 
 
 def test_every_dense_case_has_a_floor() -> None:

@@ -52,7 +52,7 @@ def test_suites_hold_the_tokens_they_name() -> None:
         "paper": 24,
         "varlen": 12,
         "seed": 5,
-        "dims": 12,
+        "dims": 16,
         "many_short": 2,
         "windows": 4,
         "second": 10,
@@ -63,7 +63,7 @@ def test_suites_hold_the_tokens_they_name() -> None:
     }
     assert {case.total for case in suites["paper"]} == {16384}
     assert {case.total for case in suites["varlen"]} == {32768}
-    assert len(tables.CASES) == 109, "two cases share a name"
+    assert len(tables.CASES) == 113, "two cases share a name"
 
 
 def test_the_second_suite_has_the_rows_of_both_directions() -> None:

@@ -16,8 +16,8 @@ EIGHT = (1856, 704, 1280, 1664, 320, 1344, 960, 832)
 # Many sequences that fill less than a tile each, none of a tile's own length.
 SHORT = (33, 35) * 4096
 
-# Matrix products of each direction in units of the forward's two: 5, 15 and 6.
-WORK = {"forward": 1.0, "backward": 2.5, "second": 7.5, "jvp": 3.0}
+# Matrix products of each direction: of so many with head_dim, and with head_dim_v.
+WORK = {"forward": (1, 1), "backward": (3, 2), "second": (10, 5), "jvp": (3, 3)}
 FIRST_ORDER = ("forward", "backward")
 SECOND_ORDER = ("second", "jvp")
 
@@ -51,6 +51,7 @@ class BenchCase:
     ``directions``: what its suite measures of it, of the names in WORK. ``selection``: block-sparse
     attention, whose selections belong to kv heads. ``alone``: no peer is measured beside ours.
     ``window``: a query sees so many keys before its own, causally; -1 is all of them.
+    ``head_dim_v``: as head_dim where none is given.
     """
 
     suite: str
@@ -65,6 +66,10 @@ class BenchCase:
     selection: Blocks | None = None
     alone: bool = False
     window: int = -1
+    head_dim_v: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
 
     @property
     def total(self) -> int:
@@ -78,8 +83,14 @@ class BenchCase:
 
     def flop(self, direction: str) -> float:
         """Operations of the matrix products over the allowed pairs."""
-        pairs = sum(map(self._pairs, self.lengths))
-        return WORK[direction] * 4.0 * self.num_heads_q * self.head_dim * pairs
+        products, products_v = WORK[direction]
+        dims = products * self.head_dim + products_v * self.head_dim_v
+        return 2.0 * dims * self.num_heads_q * self.pairs
+
+    @property
+    def pairs(self) -> int:
+        """Allowed pairs of query and key over all sequences, of one head."""
+        return sum(map(self._pairs, self.lengths))
 
     def _pairs(self, seqlen: int) -> int:
         if self.selection:
@@ -144,19 +155,25 @@ def seed() -> list[BenchCase]:
 
 
 def dims() -> list[BenchCase]:
-    """The other native head_dims on sequences of 2048 and 8192 tokens; 2048 or 12 * head_dim in all
-    heads."""
+    """The other native head_dims on sequences of 2048 and 8192 tokens, and 192 beside values of 128
+    (multi-head latent attention); 2048 or 12 * head_dim in all heads."""
     return [
         BenchCase(
             "dims",
-            f"d{head_dim}_s{seqlen}_{'c' if causal else 'f'}",
+            f"{name}_s{seqlen}_{'c' if causal else 'f'}",
             (seqlen,) * (16384 // seqlen),
             heads,
             heads,
             head_dim,
             causal,
+            head_dim_v=head_dim_v,
         )
-        for head_dim, heads in ((32, 64), (96, 12), (192, 12))
+        for name, head_dim, head_dim_v, heads in (
+            ("d32", 32, 32, 64),
+            ("d96", 96, 96, 12),
+            ("d192", 192, 192, 12),
+            ("d192_v128", 192, 128, 12),
+        )
         for seqlen in (2048, 8192)
         for causal in (False, True)
     ]

@@ -64,13 +64,13 @@ def make(case: BenchCase, device: str = "cuda") -> Data:
     """Standard normal tensors, the same on every run."""
     generator = torch.Generator(device=device).manual_seed(1)
 
-    def packed(heads: int) -> Tensor:
-        shape = (case.total, heads, case.head_dim)
-        dtype = getattr(torch, case.dtype)
+    def packed(heads: int, dim: int) -> Tensor:
+        shape, dtype = (case.total, heads, dim), getattr(torch, case.dtype)
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-    heads = (case.num_heads_q, case.num_heads_kv, case.num_heads_kv)
-    tensors = map(packed, (*heads, case.num_heads_q, *heads))
+    q, k = (case.num_heads_q, case.head_dim), (case.num_heads_kv, case.head_dim)
+    v, out = (case.num_heads_kv, case.head_dim_v), (case.num_heads_q, case.head_dim_v)
+    tensors = (packed(*shape) for shape in (q, k, v, out, q, k, v))
     offsets = list(accumulate(case.lengths, initial=0))
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
     return Data(*tensors, cu_seqlens, block_indices(case, generator) if case.selection else None)
@@ -224,7 +224,7 @@ def chosen_row(case: BenchCase, direction: str) -> tuple[str, str]:
         num_heads_q=case.num_heads_q,
         num_heads_kv=case.num_heads_kv,
         head_dim=case.head_dim,
-        head_dim_v=case.head_dim,
+        head_dim_v=case.head_dim_v,
         window_left=case.window,
         window_right=0 if case.causal else -1,
         softmax_scale=case.head_dim**-0.5,

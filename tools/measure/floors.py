@@ -39,27 +39,28 @@ BACKWARD_BYTES = {32: 12.0, 64: 20.0, 96: 30.0, 128: 39.6, 192: 86.0, 256: 90.4}
 TENSORS = {"forward": 2, "backward": 4}  # q, out; dout, dq too: and as many of k's size
 
 
-def shared_bytes(head_dim: int, direction: str) -> float:
-    """Bytes of shared memory that move for each score."""
+def shared_bytes(case: BenchCase, direction: str) -> float:
+    """Bytes of shared memory that move for each score; at least, where values are narrower."""
+    d, dv = case.head_dim, case.head_dim_v
     if direction == "backward":
-        return BACKWARD_BYTES[head_dim]
-    return head_dim / 16 + 2 * head_dim / FORWARD_KEYS[head_dim]
+        return BACKWARD_BYTES[min(d, dv)]
+    return (d + dv) / 32 + 2 * d / FORWARD_KEYS[d]
 
 
 def hbm_bytes(case: BenchCase, direction: str) -> int:
     """Every input and output once, of 16 bits, and lse."""
     heads = case.num_heads_q + case.num_heads_kv
     lse = 4 * case.num_heads_q
-    return case.total * (2 * case.head_dim * TENSORS[direction] * heads + lse)
+    return case.total * ((case.head_dim + case.head_dim_v) * TENSORS[direction] * heads + lse)
 
 
 def unit_times(case: BenchCase, direction: str, gpu: Gpu) -> dict[str, float]:
     """Milliseconds of each unit."""
-    scores, clocks = case.flop("forward") / (4 * case.head_dim), gpu.sms * gpu.clock
+    scores, clocks = case.num_heads_q * case.pairs, gpu.sms * gpu.clock
     seconds = {
         "tensor": case.flop(direction) / (clocks * gpu.tensor),
         "exp": scores / (clocks * gpu.exponentials),
-        "shared": scores * shared_bytes(case.head_dim, direction) / (clocks * gpu.shared),
+        "shared": scores * shared_bytes(case, direction) / (clocks * gpu.shared),
         "HBM": hbm_bytes(case, direction) / gpu.hbm,
     }
     return {unit: 1e3 * time for unit, time in seconds.items()}

@@ -76,8 +76,8 @@ def _sdpa(backend: str, case: BenchCase) -> tuple[Attention, Layout] | None:
 
 
 def sdpa_flash(case: BenchCase, _cu_seqlens: Tensor) -> tuple[Attention, Layout] | None:
-    """torch's scaled_dot_product_attention on FlashAttention-2; equal lengths only."""
-    return _sdpa("FLASH_ATTENTION", case)
+    """torch's scaled_dot_product_attention on FlashAttention-2; equal lengths, one head_dim."""
+    return _sdpa("FLASH_ATTENTION", case) if case.head_dim == case.head_dim_v else None
 
 
 def sdpa_cudnn(case: BenchCase, _cu_seqlens: Tensor) -> tuple[Attention, Layout] | None:
@@ -127,8 +127,10 @@ def torch_varlen_call(case: BenchCase, cu_seqlens: Tensor) -> Callable[..., Tens
     return lambda q, k, v: varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 
 
-def torch_varlen(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout]:
-    """torch's packed attention (FlashAttention-2)."""
+def torch_varlen(case: BenchCase, cu_seqlens: Tensor) -> tuple[Attention, Layout] | None:
+    """torch's packed attention (FlashAttention-2); one head_dim."""
+    if case.head_dim != case.head_dim_v:
+        return None
     return torch_varlen_call(case, cu_seqlens), PACKED
 
 

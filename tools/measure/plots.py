@@ -30,8 +30,8 @@ LOOKS = {  # name shown, colour: ours the only red, FlashAttention's versions fr
     "lucidrains_triton": ("lucidrains' Triton", "#e07a5f"),
 }
 RATE = (
-    "TFLOP/s of the products over allowed pairs: 4 x head_dim for each in the forward, "
-    "2.5 times that in the backward"
+    "TFLOP/s of the products over allowed pairs: 2 x (head_dim + head_dim_v) for each in the "
+    "forward, 2.5 times that in the backward"
 )
 NEXT = 0.052  # of the height: what two names need between them
 INK = "#333333"
