@@ -63,6 +63,7 @@ def _rank(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # it takes a minute behind the timeout
     import torch
     import torch.distributed as dist
 
