@@ -3,7 +3,8 @@
     python tools/trials.py [--count 5] [--seed 0] [--every 1] [--workers 2] [--only CLASS ...]
 
 Plants every class of tests/diagnose/planted/ in the plain implementations there, on random
-problems; and judges right implementations on as many. The exit code is 0 if at least SHARE of the
+problems; and judges right implementations on as many. They are asked, as `diff` asks a candidate.
+The exit code is 0 if at least SHARE of the
 trials name the bug first, none names a wrong one with high confidence, and no right implementation
 is accused.
 """
@@ -17,6 +18,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,13 +60,15 @@ def trial(file: str, index: int, seed: int) -> Trial:
     module = importlib.import_module(file)
     planted = module.PLANTED[index]
     question = _problem(module, planted, seed)
-    calls, again = itertools.count(1), None
-    if planted.bug == "race":
-        again = lambda asked: module.answers(planted, asked, next(calls))  # noqa: E731
     name = f"{planted.bug}: {planted.variant}"
-    return _judge(
-        planted.bug, name, planted.also, question, module.answers(planted, question), again
-    )
+    if planted.bug != "race":
+        return _judge(planted.bug, name, planted.also, question, partial(module.answers, planted))
+    calls = itertools.count()
+
+    def call(asked: Any) -> Any:
+        return module.answers(planted, asked, next(calls))
+
+    return _judge(planted.bug, name, planted.also, question, call, again=True)
 
 
 def right_trial(kind: Any, seed: int) -> Trial:
@@ -74,9 +78,8 @@ def right_trial(kind: Any, seed: int) -> Trial:
         question = _problem(module, module.PLANTED[number % len(module.PLANTED)], number)
         if question.dtype in kind.needs.dtypes:
             break
-    return _judge(
-        "", f"right: {kind.variant}", (), question, module.right_answers(kind, question), None
-    )
+    call = partial(module.right_answers, kind)
+    return _judge("", f"right: {kind.variant}", (), question, call)
 
 
 def _problem(module: Any, planted: Any, seed: int) -> Any:
@@ -86,12 +89,29 @@ def _problem(module: Any, planted: Any, seed: int) -> Any:
 
 
 def _judge(
-    bug: str, variant: str, also: tuple[str, ...], question: Any, answers: Any, again: Any
+    bug: str,
+    variant: str,
+    also: tuple[str, ...],
+    question: Any,
+    call: Callable[[Any], Any],
+    again: bool = False,
 ) -> Trial:
+    """What is said of a function; ``again``: it gives other numbers when it is called again."""
+    from rawattn.check.diagnose.engine.question import STAGES
     from rawattn.check.diagnose.judge.diagnosis import diagnose
+    from rawattn.check.diagnose.read.name import read
+
+    answers = call(question)
+
+    def ask(stage: str) -> Any:
+        def of_stage(asked: Any) -> Any:
+            return {name: x for name, x in call(asked).items() if name in STAGES[stage]}
+
+        return of_stage if any(name in answers for name in STAGES[stage]) else None
 
     began = time.perf_counter()
-    findings = diagnose(question, answers, call=again).findings
+    told = read(question, ask)
+    findings = diagnose(question, answers, call=call if again else None, told=told).findings
     found = [finding for finding in findings if finding.bug != "rounding"]
     seconds = time.perf_counter() - began
     q = question

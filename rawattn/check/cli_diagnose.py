@@ -48,7 +48,7 @@ from rawattn.check.transfer import FRAMEWORKS
 __all__ = ["dump_command", "explain_command", "harness_command"]
 
 File = NewFile()
-LENGTHS = (20, 70, 1, 37)  # of a problem with --identify, where no other are said
+LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -170,9 +170,10 @@ def explain_command(
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
 @click.option("--num-selected", default=4, show_default=True, help="block-sparse: blocks a query.")
 @click.option(
-    "--identify",
-    is_flag=True,
-    help="with sequences whose results tell all of a kernel's weights, entry by entry.",
+    "--identify/--plain",
+    default=None,
+    help="with sequences whose results tell all of a kernel's weights, entry by entry (the default "
+    "without CASE and --lengths), or the problem alone, of second order too.",
 )
 @click.option(
     "--intermediates",
@@ -191,26 +192,25 @@ def dump_command(
     softcap: float | None,
     sinks: bool,
     seqused: bool,
-    identify: bool,
+    identify: bool | None,
     sequence: int | None,
     seed: int,
     **sizes: Any,
 ) -> None:
     """Write inputs and results of a case to a .npz file, for `rawattn-check explain`.
 
-    CASE is one of the standard cases of --list; with --lengths a random one is made; --softcap,
-    --sinks and --seqused add to either. Run your kernel on the inputs, save its results under the
-    same names, and let the two be explained.
+    CASE is one of the standard cases of --list; without one a random problem is made, of --lengths
+    or such as tells most of a kernel; --softcap, --sinks and --seqused add to either. Run your
+    kernel on the inputs, save its results under the same names, and let the two be explained.
     """
     if listing:
         Console().print(_list())
         return
-    if identify and not case:
-        lengths = lengths or LENGTHS
-    if bool(case) == bool(lengths):
+    if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
-    chosen = _standard_case(case) if case else _random_case(lengths or (), **sizes)
+    identify = not (case or lengths or sequence is not None) if identify is None else identify
+    chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
     if softcap is not None or sinks or seqused:
         if isinstance(chosen, SparseCase):
@@ -424,8 +424,7 @@ def _of_identified(name: str, saved: Saved, question: Question, batch: int) -> D
         here, answers, told = read_packed(question, saved.answers, batch)
     except ValueError as error:
         raise click.UsageError(f"{saved.path}: {error}") from error
-    found = diagnose(here, answers, side=name, hints=told.bugs, asked=told.stages)
-    return told.told(found, name)
+    return diagnose(here, answers, side=name, told=told)
 
 
 def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:

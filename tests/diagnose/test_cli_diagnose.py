@@ -218,7 +218,6 @@ def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say a CASE (--list shows them), or --lengths"),
         (("edges", "--lengths", "3"), "say a CASE"),
         (("no-such",), "no standard case is called 'no-such'"),
         (("--lengths", "3,x"), "is no list of integers such as 448,1280"),

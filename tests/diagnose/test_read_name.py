@@ -158,6 +158,11 @@ BUGS: dict[str, Bug] = {
         "dS of dq misses pairs: 16 <= j <= 31",
         stage=BACKWARD,
     ),
+    "rows of dq": Bug(
+        Plain(of_dq=lambda at, dS: np.where(at.i % 16 < 4, 0, dS)),
+        "dS of dq misses pairs: i % 16",
+        stage=BACKWARD,
+    ),
     "dk without rows": Bug(
         Plain(of_dk=lambda at, dS: np.where(at.i < 8, 0, dS)),
         "dS of dk misses pairs: i <= 7",
@@ -218,6 +223,7 @@ def test_named_in_16_bits_too() -> None:
         ("back", "unknown", "dS is multiplied by 0.98^|j - i|"),
         ("j <= i + 1", "causal-off-by-one", "the causal mask is off by one key"),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
+        ("rows of dq", "rows-not-written", "some rows are never written"),
     ],
 )
 def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
@@ -228,10 +234,28 @@ def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
     (finding,) = found.findings
     assert (finding.bug, finding.confidence) == (bug, "high")
     assert finding.title.startswith(said)
-    assert finding.proof is None or not finding.proof.form.startswith("as read")  # a title says it
+    form = finding.proof.form if finding.proof else ""
+    assert not form or form not in finding.title  # a title says it
     told = "\n".join(finding.evidence)
     assert "read off entry by entry, " in told and " calls" in told and "planted" in told
-    assert ("." in told and " + " in told) or name in ("odd", "back")
+    assert ("." in told and " + " in told) or name in ("odd", "back", "rows of dq")
+
+
+def test_a_function_may_want_multiples() -> None:
+    """Of 4, say: such lengths are asked about; what it sees by no rule is planted as it is."""
+    plain = Plain(mask=lambda at, seen: seen & ((7919 * at.i + at.j**2) % 11 > 0))
+
+    def forward(q: Any, k: Any, v: Any, cu_seqlens: Any, *, causal: bool, return_lse: bool) -> Any:
+        if (cu_seqlens % 4).any():
+            raise ValueError("lengths must be multiples of 4")
+        return plain.forward(q, k, v, cu_seqlens, causal=causal)
+
+    case = replace(
+        CASES["edges-causal"], lengths_q=(44, 84), lengths_k=(44, 84), past_q=0, past_k=0
+    )
+    question = question_of(case, clean=True)
+    (found,) = _read(Candidate("plain", "numpy", forward=forward), question).of
+    assert "a query misses keys: by no plain rule" in found.wrong[0] and found.bug is not None
 
 
 def test_what_gives_other_numbers_is_not_sure() -> None:

@@ -129,7 +129,7 @@ def test_diff_says_what_was_read() -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     given, own = tmp_path / "given.npz", tmp_path / "own.npz"
     options = ("--block-size", "16", "--heads", "2", "--head-dim", "32", "--causal")
-    done = CliRunner().invoke(main, ["dump", "--identify", "--out", str(given), *options])
+    done = CliRunner().invoke(main, ["dump", "--out", str(given), *options])
     assert done.exit_code == 0, done.output
     assert "Nothing is wrong" in CliRunner().invoke(main, ["explain", str(given)]).output
     question, _ = load(given)

@@ -1,21 +1,14 @@
-"""What reads bugs off the answers: maps of indices, parts of a softmax, counts of keys."""
+"""What bugs are read off by: maps of indices, and parts of a softmax."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn.check.candidate import Candidate
-from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue import maps, partial_sums
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.inferred.keys.fields import field_of
-from rawattn.check.diagnose.judge import failures
-from tests.diagnose.reading import At, Plain
 
 
 def question_of(causal: bool = True) -> Question:
@@ -86,33 +79,3 @@ def test_right_parts_make_the_whole(cuts: Callable[..., dict], of: Callable[...,
         bug = Bug("", steps=partial_sums.steps("forward", cut, of))
         for name, found in solve(question, "forward", bug).items():
             assert np.allclose(found, right[name])
-
-
-Times = Callable[[At], Any]
-COUNTS: dict[str, Times] = {
-    "a tile is missed": lambda at: (at.d <= 0) & (at.j // 16 != 1),
-    "one key too many": lambda at: at.d <= 1,
-    "every third key twice": lambda at: (at.d <= 0) * np.where(at.j % 3 == 0, 2, 1),
-    "of one head all": lambda at: (at.d <= 0) | (at.h == 1),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_counts_are_those_that_were_planted(name: str) -> None:
-    times = COUNTS[name]
-    case = Case("", (20, 33), (20, 33), "float64", causal=True, dlse=False, past_q=0, past_k=0)
-    posed = failures.question_of(replace(case, head_dim=16), clean=True)
-    seen: dict[tuple[int, int], Any] = {}
-
-    def weights(at: At, W: Any) -> Any:
-        seen[at.n, at.h] = np.broadcast_to(times(at), W.shape)
-        return W * times(at)
-
-    plain = Plain(mask=lambda at, right: times(at) > 0, weights=weights)
-    candidate = Candidate("plain", "numpy", forward=plain.forward)
-    field = field_of(posed, failures.answers_of(candidate, posed), "out")
-    assert field is not None and field.told.mean() > 0.9 and not field.zeros.any()
-    for (n, h), wanted in seen.items():
-        first = 0 if n == 20 else 20
-        here = np.s_[h, first : first + n, first : first + n]
-        assert (field.counts[here] == wanted)[field.told[here]].all()

@@ -54,6 +54,13 @@ class Support:
     def named(self) -> bool:
         return all(part.rule is not None for part in self.parts)
 
+    @property
+    def of_rows(self) -> bool:
+        """Whether keys are missed, and all of their rows."""
+        rows = self.inside(LESS).any(axis=-1)
+        whole = not (np.asarray(self.seen > 0) & self.places.right)[rows].any()
+        return whole and all(part.kind == LESS for part in self.parts)
+
     def inside(self, kind: str) -> Array:
         """Pairs of the places that are wrong in this way."""
         everything = np.ones((1, 1, 1), dtype=bool)

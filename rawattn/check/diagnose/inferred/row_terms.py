@@ -257,7 +257,7 @@ def terms(
         unknown = another, f"{OF_ANOTHER_ORIGIN}, read off the gradients"
         yield Term("D", right("D"), of, deltas, unknown, _with_delta)
         of = {"dq": lambda c: [(c.s * c.dY, c.K)], "dv": lambda c: [(c.P, c.dO)]}
-        lses, unknown = partial(of_lse, question, contexts), (misplaced, f"lse {origin} gradients")
+        lses, unknown = partial(of_lse, question, contexts), ("unknown", f"lse {origin} gradients")
         yield Term("L", right("L"), of, lses, unknown, _with_lse, in_exponent=True)
         return
     lse, bug = {"jvp": ("tlse", "jvp-e-omitted"), "second": ("ddlse", "second-e-omitted")}[stage]

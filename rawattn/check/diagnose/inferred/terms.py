@@ -1,7 +1,7 @@
 """Which terms do the gradients hold? Read off dq, dk and dv, and planted as a bug.
 
 A gradient is a sum of known terms, each with a coefficient of 1: least squares tell those that it
-has. This module asks those that read one kind of term each: rows, pairs of tiles, lists,
+has. This module asks those that read one kind of term each: rows, pairs of tiles,
 rescaling, narrow dtypes.
 """
 
@@ -18,7 +18,6 @@ from rawattn.check.diagnose.engine.question import (
     given_to_backward,
 )
 from rawattn.check.diagnose.inferred import (
-    blocks,
     deltas,
     narrow,
     online,
@@ -52,11 +51,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if not wrong:
         return
     gradients = wrong & tile_pairs.SUMS.keys()
-    if question.sparse and gradients:
-        lists = list(blocks.of_keys(question, answers, gradients))
-        yield from lists
-        if lists:
-            return
     for term in row_terms.terms(question, answers, stage, views):
         yield from row_terms.bugs_of(question, answers, stage, views, term, wrong)
     if stage == "backward":

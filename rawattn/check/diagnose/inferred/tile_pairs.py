@@ -15,11 +15,11 @@ from rawattn.check.diagnose.engine.attention import STEPS, Bug, Context, Floats,
 from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import in_rules
+from rawattn.check.diagnose.read.classes import TILES, of_pairs
 
 EXPLAINED = {2: 0.15, 4: 0.04, 8: 0.04}  # of what is wrong may be left, at most; by bytes
 MOSTLY = 0.9  # share of pairs, all those that are known well
 SIZES = ((16, 16), (8, 8), (32, 32), (64, 64))
-TILES = (8, 16, 32, 64, 128)
 ROUNDED = {2: 2.0**-8, 4: 2.0**-18, 8: 2.0**-18}  # of their size, by the bytes of the inputs
 SUMS: Mapping[str, Callable[[Context], list[tuple[Floats, Floats]]]] = {  # weights times operands
     "dq": lambda c: [(c.s * c.dY, c.K)],
@@ -257,11 +257,8 @@ def _named(
             return "gqa-group-not-summed", "one head of each group alone", False
     if _one_tile(question, x, told, kept):
         return "tile-overwrites", words, False
-    for tile in TILES:
-        for tail in (x.i >= x.n // tile * tile, x.j >= x.m // tile * tile):
-            if np.array_equal(told & tail, lost):
-                return "tail-tile-dropped", words, False
-    return "pairs-dropped", words, not found.named
+    bug = of_pairs(x, lost, told)
+    return bug, words, bug == "pairs-dropped" and not found.named
 
 
 def _one_tile(question: Question, x: Places, told: np.ndarray, kept: np.ndarray) -> bool:

@@ -8,7 +8,7 @@ evidence in words.
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,12 +25,14 @@ from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import (
     GENERIC,
+    LOOSE,
     Explained,
     StageVerdict,
     beside,
     judge_stage,
 )
 from rawattn.check.diagnose.judge.unjudged import without
+from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
 WORDS = {
@@ -56,15 +58,14 @@ def diagnose(
     against: tuple[str, Answers] | None = None,
     until: float | None = None,
     hints: Sequence[Bug] = (),
-    asked: Collection[str] = (),
+    told: Readings = UNREAD,
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. against: the name and the answers of another side, judged in the same way. until: by
     effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
-    hints: bugs that ``side`` may have, to be tried with these. asked: the stages that were read off
-    it entry by entry and understood: of them hints are all that there is to tell.
+    hints: bugs that ``side`` may have, to be tried with these. told: what was read off it.
     """
     until = spent() + EFFORT if until is None else until
     sides = [(side, answers, None if call is None else _floating(call))]
@@ -79,7 +80,7 @@ def diagnose(
         findings += strange
         question, part, fact = cut(whole, _with_rows(given))
         facts += [f"{name}: {fact}"] if fact else []
-        known = (hints, asked) if name == side else ((), ())
+        known = (told, hints) if name == side else (UNREAD, ())
         found, held, said = _judge(question, part, name, again, until, *known)
         if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
             found += proofs.of_sinks(question, given, name)
@@ -92,7 +93,7 @@ def diagnose(
     shown = {n: x for n, x in shown.items() if n not in reference or x.shape == reference[n].shape}
     reference = {name: x for name, x in reference.items() if name in shown}
     facts.insert(0, _sizes(whole))
-    return Diagnosis(
+    diagnosis = Diagnosis(
         title=" against ".join(name for name, _, _ in sides),
         findings=tuple(findings),
         checks=tuple(checks),
@@ -100,6 +101,7 @@ def diagnose(
         maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
         facts=tuple(facts),
     )
+    return told.told(diagnosis, side)
 
 
 def _floating(call: Callable[[Question], Answers]) -> Callable[[Question], Answers]:
@@ -171,18 +173,18 @@ def _judge(
     side: str,
     call: Callable[[Question], Answers] | None,
     until: float,
-    known: Sequence[Bug] = (),
-    asked: Collection[str] = (),
+    told: Readings = UNREAD,
+    others: Sequence[Bug] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
     answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
     empty_ones, answers = proofs.of_empty(question, answers, side)
     judged, unjudged = without(question, answers)
     verdicts: list[StageVerdict] = []
-    hints = list(known)
+    hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
     for stage in question.stages:
-        told = known if stage in asked else None
-        verdict = judge_stage(question, judged, stage, until=until, hints=hints, told=told)
+        known = {"hints": hints, "told": told.bugs}
+        verdict = judge_stage(question, judged, stage, until=until, **known)
         if verdict is not None:
             here = [one.prediction.bug for one in verdict.explained[:1]]
             for bug in (*hints, *here) if verdict.unexplained else ():
@@ -303,7 +305,7 @@ def _resolve(
         names = {name for part in left for name in part.best}
         best = min(names, key=lambda name: merit(name, left))
         here = [part for part in left if best in part.best]
-        others = set.intersection(*(set(part.best) for part in here)) - {best, *GENERIC}
+        others = set.intersection(*(set(part.best) for part in here)) - {best, *LOOSE}
         found += _findings(question, answers, side, best, here, sorted(others, key=_order))
         left = [part for part in left if best not in part.best]
     return found + findings

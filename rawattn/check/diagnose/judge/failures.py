@@ -98,7 +98,7 @@ def explain_failure(
     told = _read(candidate, asked) if spent() < until else Readings()
     like = asked.num_heads_q, asked.num_heads_kv, asked.lengths_q == asked.lengths_k
     others = ({} if hints is None else hints).setdefault(like, [])
-    best = _asked(candidate, asked, other, against, until, told, [*told.bugs, *others])
+    best = _asked(candidate, asked, other, against, until, told, others)
     others += told.general
     tried = ["a small problem of its kind"]
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
@@ -207,7 +207,7 @@ def _asked(
 ) -> Diagnosis:
     """The diagnosis of what ``candidate``, and ``other`` if there is one, say to ``question``.
 
-    told: what was read off ``candidate``; bugs: those in it, and others that it may have.
+    told: what was read off ``candidate``; bugs: others that it may have.
     """
     sides = {SIDE: candidate} | ({} if other is None else {against: other})
     findings: list[Finding] = []
@@ -230,7 +230,7 @@ def _asked(
     def call(asked: Question) -> Answers:
         return _as_due(asked, answers_of(sides[side], asked))
 
-    hints, asked = (bugs, told.stages) if side == SIDE else ((), ())
+    known: dict[str, Any] = {"hints": bugs, "told": told} if side == SIDE else {}
     diagnosis = diagnose(
         question,
         answers,
@@ -238,10 +238,8 @@ def _asked(
         call=call,
         against=rival,
         until=until,
-        hints=hints,
-        asked=asked,
+        **known,
     )
-    diagnosis = told.told(diagnosis, SIDE)
     return replace(diagnosis, findings=(*findings, *diagnosis.findings))
 
 

@@ -52,8 +52,7 @@ from rawattn.check.diagnose.evidence.precision import (
     sizes,
 )
 from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.inferred import blocks, inputs, numbers, terms
-from rawattn.check.diagnose.inferred.keys import seen
+from rawattn.check.diagnose.inferred import inputs, numbers, past_end, terms, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
@@ -76,8 +75,7 @@ KERNELS = tuple(
 )
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 LOOSE = (*GENERIC, "pairs-dropped")  # of what is read, likewise
-INFERRED = (numbers, inputs, seen, blocks, terms)
-UNREAD = (numbers, inputs, terms)  # what reading P and dS does not tell
+INFERRED = (numbers, inputs, unwritten, past_end, terms)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
@@ -272,12 +270,13 @@ class _Stage:
         stage: str,
         until: float,
         hints: Sequence[Bug] = (),
-        told: Sequence[Bug] | None = None,
+        told: Sequence[Bug] = (),
     ) -> None:
         self.question, self.stage, self.until = question, stage, until
         self.hints = [bug for bug in hints if stage in bug.stages]
-        self.asked = told is not None
-        self.told = [bug for bug in told or () if stage in bug.stages and bug.name not in LOOSE]
+        self.read = [bug for bug in told if stage in bug.stages]
+        # masks are told by listed ones in fewer words
+        self.told = [bug for bug in self.read if bug.see is None and bug.name not in LOOSE]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.answers = answers
         self.rights = [
@@ -309,7 +308,7 @@ class _Stage:
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, or that other stages have."""
-        bugs = [*self.hints, *self.listed]
+        bugs = [*self.listed, *self.hints]
         return predictions(self.question, self.answers, self.stage, bugs)
 
     @cached_property
@@ -318,10 +317,10 @@ class _Stage:
 
     @cached_property
     def every(self) -> list[Prediction]:
-        """Also with those that the answers tell, and with other inputs of a backward pass."""
-        bugs: list[Bug] = []
-        inferred = UNREAD if self.asked else INFERRED
-        for of in inferred if not over(self.until) else ():
+        """Also with those that the answers tell, what was read by no rule, and with other inputs of
+        a backward pass."""
+        bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
+        for of in INFERRED if not over(self.until) else ():
             with _searching(self.question):
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
@@ -429,13 +428,13 @@ def judge_stage(
     *,
     until: float = math.inf,
     hints: Sequence[Bug] = (),
-    told: Sequence[Bug] | None = None,
+    told: Sequence[Bug] = (),
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
     From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
-    other stages have. told: of a stage that was asked, what was read: little is inferred then, and
-    nothing else tried where that explains everything and has a name.
+    other stages have. told: what was read of the function: nothing else is tried where that
+    explains everything and has a name.
     """
     before, work = cuts(), _Stage(question, answers, stage, until, hints, told)
     if not work.tensors:

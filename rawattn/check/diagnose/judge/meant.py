@@ -26,6 +26,8 @@ from rawattn.check.diagnose.judge.match import judge_stage
 EFFORT = 10_000.0  # units, for a stage
 LARGEST = 4096 * 4096  # pairs of tokens that are looked at
 SAME = 1e-5  # of a scale
+CELLS = 2_000_000  # intervals of all rows that are tried
+NEAR = {2: 2e-2, 4: 1e-4, 8: 1e-6}  # of the values, by the bytes of the inputs
 
 Changes = dict[str, Any]  # fields of a Question
 
@@ -38,6 +40,8 @@ def options(question: Question, answers: Answers) -> list[Changes]:
     for stage in question.stages:
         verdict = judge_stage(question, answers, stage, until=spent() + EFFORT)
         if verdict is not None and not verdict.sound:
+            if stage == "forward" and (x := _of_seen(question, _read(question, answers))):
+                found.append(x)
             bugs = {id(one.prediction.bug): one.prediction.bug for one in verdict.explained}
             found += [x for bug in bugs.values() if (x := _of(question, answers, bug))]
             break
@@ -48,7 +52,7 @@ def _of(question: Question, answers: Answers, bug: Bug) -> Changes:
     if bug.store is not None:
         return {}
     if bug.see is not None:
-        return _of_views(question, tuple(bug.see(question, views_of(question))))
+        return _of_seen(question, _seen(question, tuple(bug.see(question, views_of(question)))))
     if bug.name == "score-scale":
         return _of_scale(question, bug)
     if OF_ANOTHER_ORIGIN in bug.variant and question.dlse is None:
@@ -59,8 +63,38 @@ def _of(question: Question, answers: Answers, bug: Bug) -> Changes:
 # ---- who sees whom ----------------------------------------------------------------------------
 
 
-def _of_views(question: Question, views: tuple[View, ...]) -> Changes:
-    wanted = _seen(question, views)
+def _read(question: Question, answers: Answers) -> np.ndarray | None:
+    """Which token sees which, (total_q, total_k), read off out, where all heads see the same
+    interval: no other one sums up to the numbers of all heads."""
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (question.q, question.k, question.v))
+    if "out" not in answers or question.rare or len(q) * len(k) ** 2 > CELLS:
+        return None
+    found = np.zeros((len(q), len(k)), dtype=bool)
+    heads = np.arange(q.shape[1]) // question.group
+    mixed = np.random.default_rng(0).standard_normal(v.shape[2])  # one number of each row
+    values = np.einsum("khd,d->hk", v[:, heads], mixed)
+    out = np.einsum("qhd,d->hq", np.asarray(answers["out"], dtype=np.float64), mixed)
+    scores = question.scale * np.einsum("qhd,khd->hqk", q, k[:, heads])
+    for row in range(len(q)):
+        weights = np.exp(scores[:, row] - scores[:, row].max(axis=1, keepdims=True))
+        sums, moments = (_intervals(x) for x in (weights, weights * values))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            off = np.abs(moments / sums - out[:, row, None, None]).max(axis=0)
+        first, stop = np.unravel_index(np.nanargmin(off), off.shape)
+        if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
+            return None
+        found[row, first:stop] = True
+    return found
+
+
+def _intervals(x: Floats) -> Floats:
+    """(heads, first, stop): sums of x (heads, keys); NaN where there is no interval."""
+    total = np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0)))
+    sums = total[:, None] - total[:, :, None]
+    return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
+
+
+def _of_seen(question: Question, wanted: np.ndarray | None) -> Changes:
     if wanted is None or not wanted.any():
         return {}
     tried: list[Changes] = [_window(question, wanted), *_offsets(question, wanted)]

@@ -17,7 +17,8 @@ Pairs = tuple[int, Rule | None]  # a head, and which of its pairs
 class Change:
     """What is wrong with dS. factor: what multiplies it where it is there, None for what no
     sentence describes. instead: what stands there in place of dY. less, more: pairs that are not
-    there, or there by mistake."""
+    there, or there by mistake. masked: it is right, unlike P.
+    """
 
     text: list[str] = field(default_factory=list)
     name: str = ""
@@ -25,6 +26,7 @@ class Change:
     instead: Callable[[Context], Array] = lambda c: c.dY
     less: list[Pairs] = field(default_factory=list)
     more: list[Pairs] = field(default_factory=list)
+    masked: bool = False
 
     @property
     def planted(self) -> bool:

@@ -1,7 +1,10 @@
 """What a function does, in words: the fields that were read of its two passes, as readings."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
@@ -13,6 +16,7 @@ from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
 from rawattn.check.diagnose.read.weights import said_of
 
+T = TypeVar("T")
 HOW = {
     "forward": "weights of out, with unit vectors for v",
     "backward": "dS and P, with unit vectors for k, then for q and dout",
@@ -30,7 +34,7 @@ NAMELESS = ("unknown", "vacuous", "rounding")
 class Reading:
     """What was read of a stage. right, wrong: sentences, the latter what the bug is; unread: what
     no sentence describes. ``bug`` plants what they say, None where they do not say all;
-    general: on sequences of other lengths too.
+    general: on sequences of other lengths too. name: the class, "" where it is not one.
     """
 
     stage: str
@@ -41,6 +45,7 @@ class Reading:
     picture: str = ""
     bug: Bug | None = None
     general: bool = True
+    name: str = ""
 
     @property
     def sound(self) -> bool:
@@ -75,11 +80,6 @@ class Readings:
         return [reading.bug for reading in self.of if reading.bug is not None]
 
     @property
-    def stages(self) -> list[str]:
-        """Those of which all that there is to tell was understood."""
-        return [one.stage for one in self.of if one.sound or (one.bug is not None and one.general)]
-
-    @property
     def general(self) -> list[Bug]:
         """Those that can be planted in problems of other lengths."""
         return [one.bug for one in self.of if one.bug is not None and one.general]
@@ -106,6 +106,9 @@ class Readings:
         return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
 
 
+UNREAD = Readings()
+
+
 def _is_of(finding: Finding, stage: str) -> bool:
     """Whether a finding is about the stage."""
     return PASSES[stage] in finding.where or finding.where.startswith(f"{stage}:")
@@ -115,6 +118,8 @@ def _with(finding: Finding, reading: Reading) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
     evidence = dict.fromkeys((*reading.evidence, *finding.evidence))
     finding = replace(finding, evidence=tuple(evidence))
+    if finding.bug == "unknown" and reading.name not in ("", *PLAIN) and not reading.unread:
+        return replace(finding, bug=reading.name, title=reading.title, confidence="medium")
     if finding.bug not in PLAIN or not reading.wrong:
         return finding
     sure = reading.bug is not None and finding.confidence in ("high", "medium")
@@ -171,16 +176,31 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
         calls += 1
         return ask(asked)
 
-    here, elsewhere = problem(question, 0), problem(question, 1, other=True)
+    here = problem(question, 0)
     if stage == "forward":
-        said = said_of(read_forward(counted, here), lambda: read_forward(counted, elsewhere))
+        said = said_of(
+            read_forward(counted, here), partial(_elsewhere, read_forward, counted, here)
+        )
     else:
-        first = read_backward(counted, here)
-        said = said_of_backward(first, lambda: read_backward(counted, elsewhere))
+        again = partial(_elsewhere, read_backward, counted, here)
+        said = said_of_backward(read_backward(counted, here), again)
     right, wrong = (tuple(dict.fromkeys(told)) for told in (said.right, said.wrong))
     bug = None if said.unread else _planted(stage, said, wrong)
     unread, shown = tuple(said.unread), _picture(said)
-    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.named)
+    names = dict.fromkeys(said.names)
+    name = next(iter(names)) if len(names) == 1 else ""
+    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.named, name)
+
+
+def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -> T:
+    """What is read on other lengths; of a function that refuses them, multiples of such as it
+    takes."""
+    try:
+        return of(ask, problem(question, 1, other=1))
+    except Refused:
+        return of(
+            ask, problem(question, 1, other=math.gcd(*question.lengths_q, *question.lengths_k))
+        )
 
 
 def _picture(said: Said) -> str:
@@ -199,4 +219,4 @@ def _planted(stage: str, said: Said, wrong: Sequence[str]) -> Bug | None:
     names = list(dict.fromkeys(said.names)) or ["unknown"]
     name = names[0] if len(names) == 1 else "unknown"
     stages = ("forward", "backward") if stage == "forward" else ("backward",)
-    return Bug(name, f"as read: {'; '.join(wrong)}", stages, see, said.steps)
+    return Bug(name, "; ".join(wrong), stages, see, said.steps)

@@ -80,12 +80,13 @@ class Backward:
     calls: int
 
 
-def problem(question: Question, seed: int, *, other: bool = False) -> Question:
-    """Like ``question``, without what is about derivatives; ``other``: with other lengths."""
+def problem(question: Question, seed: int, *, other: int = 0) -> Question:
+    """Like ``question``, without what is about derivatives; ``other``: with other lengths, more by
+    multiples of that."""
     rng = np.random.default_rng([seed, 77])
     lengths = [np.diff(x).astype(int) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence
-        more = [3 + 5 * b % 7 for b in range(question.batch)]
+        more = [other * (3 + 5 * b % 7) for b in range(question.batch)]
         lengths = [np.where(x > 0, x + more, 0)[::-1] for x in lengths]
     offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
     used = question.seqused_k

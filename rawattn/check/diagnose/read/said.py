@@ -57,10 +57,11 @@ class Said:
     names: list[str] = field(default_factory=list)
     steps: dict[str, Step] = field(default_factory=dict)
 
-    def scores(self, places: Places, S: Array) -> Array:
-        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
+    def scores(self, places: Places, S: Array, *, once: bool = False) -> Array:
+        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones;
+        ``once``: every key counts once."""
         found = S if self.term is None else S + self.term.of(places, S)
-        return np.asarray(found + np.log(self.times(places)))
+        return np.asarray(found if once else found + np.log(self.times(places)))
 
     def times(self, places: Places) -> Array:
         """(num_heads_q or 1, total_q, total_k): how often a key counts where it is seen."""

@@ -13,11 +13,13 @@ from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read.change import Change
+from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.maps import of_heads
 from rawattn.check.diagnose.read.probe import Backward, Slopes
 from rawattn.check.diagnose.read.said import COARSE, TINY, Said, noise_of
 from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
 from rawattn.check.diagnose.read.weights import said_of
+from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
@@ -45,13 +47,14 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
-    changes = {
-        name: _change_of(
-            _Part(said, places, slopes),
-            partial(_elsewhere, said, second, name),
-        )
-        for name, slopes in read.slopes.items()
-    }
+    changes = {}
+    for name, slopes in read.slopes.items():
+        if said.see is not None and _by_the_mask(_Part(said, places, slopes, _right(places))):
+            changes[name] = Change(["sees whom it must"], masked=True, instead=_masked)
+            continue
+        part = _Part(said, places, slopes)
+        rows = -1 if name == "dq" else -2
+        changes[name] = _change_of(part, partial(_elsewhere, said, second, name), rows)
     dq, dk = changes["dq"], changes["dk"]
     if _delta(dq) != _delta(dk) and dq.text and dk.text:  # dq has the cotangents of all heads
         dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out", None)
@@ -60,7 +63,29 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     else:
         _say(said, dq, "dQ", " of dq")
         _say(said, dk, "dK", " of dk")
+    if dq.masked and places.question.sparse:
+        said.names[:] = ["sparse-inverted-lists"]
     return said
+
+
+def _right(places: Places) -> Array:
+    """(num_heads_q, total_q, total_k)"""
+    return np.stack([places.of(head).right for head in range(places.question.num_heads_q)])
+
+
+def _by_the_mask(part: "_Part") -> bool:
+    """Whether dS is right, for all that P is not."""
+    wrong = part.gone.any() or part.wrongly.any()
+    return not wrong and part.field(part.f - 1, 3 * noise_of(part.places)).zero
+
+
+def _masked(c: Context) -> Array:
+    """dY over the pairs of the mask, whatever the views are."""
+    right = _right(Places(c.question))
+    here = right[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))]
+    with np.errstate(over="ignore"):
+        P = np.exp(c.G * c.cap[0] - dead_to_inf(np, c.L)[..., None])
+    return np.asarray(np.where(here, c.G * c.cap[1] * P * (c.dP - c.D[..., None]), 0.0))
 
 
 def _plain(text: str) -> str:
@@ -92,12 +117,13 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
     if not change.text:
         said.right.append(f"dS{of}")
         return
-    told = said.wrong if change.name else said.unread
+    told = said.wrong if change.name else said.right if change.masked else said.unread
     told.extend(f"dS{of} {text}" for text in change.text)
     if change.factor is None:
         said.names += [change.name] if change.name else []
         return
-    said.names.append(change.name or "unknown")
+    if not change.masked:
+        said.names.append(change.name or "unknown")
     if change.planted:
         if step == "dS":
             said.steps["dY"] = lambda c: change.dY(changed(c, dY=STEPS["dY"](c)))
@@ -108,14 +134,18 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
 class _Part:
     """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
     total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
+    seen: other pairs than those of P.
     """
 
-    def __init__(self, said: Said, places: Places, slopes: Slopes) -> None:
+    def __init__(
+        self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
+    ) -> None:
         self.places, self.slopes = places, slopes
-        self.seen = said.support.at(places)
+        self.seen = said.support.at(places) if seen is None else seen
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
-            self.P = np.where(self.seen, np.exp(said.scores(places, slopes.S) - L), 0.0)
+            scores = said.scores(places, slopes.S, once=seen is not None)
+            self.P = np.where(self.seen, np.exp(scores - L), 0.0)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
@@ -136,7 +166,7 @@ def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> _Part |
         return None
 
 
-def _change_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
+def _change_of(part: _Part, second: Callable[[], _Part | None], rows: int) -> Change:
     """What is wrong with one of the two ways to dS."""
     places, slopes = part.places, part.slopes
     noise, change = 3 * noise_of(places), Change()
@@ -148,7 +178,7 @@ def _change_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
         other = second()
         if other is None:
             return Change(["is wrong in another way"], factor=None)
-        _say_pairs(change, part, other)
+        _say_pairs(change, part, other, rows)
     f = part.f
     if part.field(f - 1, noise).zero:
         return change
@@ -266,12 +296,10 @@ def _with_delta(times: float, c: Context) -> Array:
     return np.asarray(c.G * c.cap[1] * c.P * (c.dP - times * c.D[..., None]))
 
 
-def _say_pairs(change: Change, part: _Part, other: _Part) -> None:
-    """Pairs of which dS is 0 by mistake, or is not."""
-    for kind, verb, name in (
-        ("gone", "misses pairs", "pairs-dropped"),
-        ("wrongly", "has pairs that must not be", "mask-missing-in-backward"),
-    ):
+def _say_pairs(change: Change, part: _Part, other: _Part, rows: int) -> None:
+    """Pairs of which dS is 0 by mistake, or is not; ``rows``: the axis that a row of the gradient
+    is summed over."""
+    for kind, verb in (("gone", "misses pairs"), ("wrongly", "has pairs that must not be")):
         here, there = (getattr(of, kind) for of in (part, other))
         told: dict[str, list[int]] = {}
         for head in np.flatnonzero(here.any(axis=(1, 2)) | there.any(axis=(1, 2))):
@@ -285,4 +313,10 @@ def _say_pairs(change: Change, part: _Part, other: _Part) -> None:
         for text, heads in told.items():
             who = "" if len(heads) == len(here) else f" (head {', '.join(map(str, heads))})"
             change.text.append(f"{verb}{who}: {text}")
-            change.name = name
+        if kind == "gone" and told:
+            whole = not (part.there & ~here)[
+                np.broadcast_to(here.any(axis=rows, keepdims=True), here.shape)
+            ].any()
+            change.name = "rows-not-written" if whole else of_pairs(part.places, here, part.there)
+        elif told:
+            change.name = BACKWARD_ONLY

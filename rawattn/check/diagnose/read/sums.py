@@ -9,6 +9,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, log_sum
+from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.maps import of_heads
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
 from rawattn.check.diagnose.read.terms import Term, by_head, number
@@ -24,6 +25,8 @@ def say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         return
     noise, rows, total = _totals(said, said.scores(read.places, read.right.S), logs, seen, alive)
     off = total - read.lse
+    if _say_dropped(said, off, rows, noise):
+        return
     if np.abs(off[rows]).max(initial=0.0) > 8 * noise:
         _say_mass(said, np.exp(total) - np.exp(read.lse), off, rows, noise)
         if "softmax" in said.steps:
@@ -61,6 +64,8 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         S = np.where(wrongly, level, S)
         said.names[:] = ["mask-fill"] if spread < 8 * noise else said.names
     due = log_sum(np.where(seen, S, -np.inf))
+    if _say_dropped(said, total - read.right.lse, rows, noise):
+        return
     sinks = None if q.sinks is None else np.asarray(q.sinks, dtype=np.float64)[:, None]
     with_sinks = due if sinks is None else np.logaddexp(due, sinks)
     off = np.abs(total - with_sinks)[rows].max(initial=0.0)
@@ -85,6 +90,21 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         said.names.append("lse-base-2")
     else:
         said.wrong.append("lse is not the logarithm of the row sums")
+
+
+def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:
+    """Whether weights are missing by no rule, and the others are what they would be without that,
+    times one number; off: of the logarithm of what weights are divided by, from the right one."""
+    parts, sparse = said.support.parts, said.weights.places.question.sparse
+    at_random = bool(parts) and all(part.kind == LESS and part.rule is None for part in parts)
+    at_random = at_random and not said.support.of_rows
+    if sparse or not at_random or np.ptp(off[rows]) > 8 * noise:
+        return False
+    kept = number(float(np.exp(-off[rows].mean())))
+    text = f"weights are dropped at random, and those that are kept are times {kept}"
+    said.wrong.insert(0, text)
+    said.names[:] = ["dropout"]
+    return True
 
 
 def _raised(term: Term, by: float) -> Term:

@@ -8,7 +8,8 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.evidence.support import LESS, OTHER, Part, Support, support_of
+from rawattn.check.diagnose.evidence.support import LESS, Support, support_of
+from rawattn.check.diagnose.read.classes import class_of, of_pairs
 from rawattn.check.diagnose.read.maps import map_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import (
@@ -47,7 +48,8 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         _say_term(said, term)
     elif (counted := _counted(read, x, second)) is not None:
         said.wrong.append(str(counted))
-        said.names.append("tile-counted-twice")
+        sparse = places.question.sparse
+        said.names.append("sparse-duplicate-twice" if sparse else "tile-counted-twice")
         said.counted = counted
     elif (found := map_of(x, places, S)) is not None:
         said.wrong.append(found.text)
@@ -72,7 +74,7 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         if said.unread and not said.support.named:
             said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
         else:
-            _say_support(said)
+            _say_support(said, alive, passed)
     if not said.unread and said.map is None:
         (say_passed if passed else say_sums)(said, logs, seen_of(read)[0], alive)
     say_values(said)
@@ -107,7 +109,7 @@ def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
     said.wrong.append(text if rule is None else f"{text}: {rule}")
 
 
-def _say_support(said: Said) -> None:
+def _say_support(said: Said, alive: Array, passed: bool) -> None:
     places, rules = said.support.places, said.support
     if rules.right:
         said.right.append("who sees whom")
@@ -118,24 +120,22 @@ def _say_support(said: Said) -> None:
     bounds = [f"-{left} <= "] * (left >= 0), [f" <= {right}"] * (right >= 0)
     due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
     due = "the keys of its blocks" if places.question.sparse else due
-    if all(part.kind == LESS and _of_rows(said, part) for part in rules.parts):
+    if rules.of_rows:
         told = "; ".join(part.text(heads, "").partition(": ")[2] for part in rules.parts)
-        said.wrong.append(f"rows see no key, or are not written: {told}")
-        said.names.append("rows-not-written")
+        what = "add nothing to dv" if passed else "see no key, or are not written"
+        said.wrong.append(f"rows {what}: {told}")
+        if passed:
+            said.names.append(of_pairs(places, rules.inside(LESS), places.right & alive[..., None]))
+        else:
+            said.names.append("rows-not-written" if rules.named else "unknown")
         return
     if rules.whole is not None:
         said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
     else:
         said.wrong.extend(part.text(heads, f" (it must see {due})") for part in rules.parts)
-    own = any(part.kind != OTHER for part in rules.parts)
-    said.names.append("wrong-keys" if own else "neighbour-leak")
-
-
-def _of_rows(said: Said, part: Part) -> bool:
-    """Whether the keys that are missed are all of their rows."""
-    inside = said.support.inside(part.kind)[list(part.heads)]
-    rows = inside.any(axis=-1)
-    return bool((~said.support.seen[list(part.heads)] | ~said.support.places.right)[rows].all())
+    said.names.append(
+        class_of(rules, np.broadcast_to(alive, rules.seen.shape[:2]), backward=passed)
+    )
 
 
 def _say_term(said: Said, term: Term) -> None:

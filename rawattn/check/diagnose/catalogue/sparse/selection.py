@@ -77,8 +77,9 @@ def _bugs(question: Question) -> Iterator[Bug]:
         yield Bug("offsets-shifted", text, ALL, see=_first_keys)
     for text, last in (("first", False), ("last", True)):
         for where, hidden in (("", False), (", hidden ones too", True)):
-            walk = _without_one(last, hidden)
-            yield from inverted(f"the {text} query of a list is missing{where}", by_walk(walk))
+            for what, times in (("is missing", 0), ("counts twice", 2)):
+                walk = _with_one(last, hidden, times)
+                yield from inverted(f"the {text} query of a list {what}{where}", by_walk(walk))
     yield from _statistics(question)
     if (~lists_of(question).is_block & lists_of(question).counted).any():
         yield Bug("sparse-padding-read", "as a block of zeros", ALL, see=_zero_blocks)
@@ -196,21 +197,22 @@ def by_walk(change: Walk) -> See:
     return see
 
 
-def _without_one(last: bool, hidden: bool) -> Walk:
-    """Without one entry of every list, that of its first or last query; ``hidden``: queries that
-    the block lies behind are in it too."""
+def _with_one(last: bool, hidden: bool, times: int) -> Walk:
+    """With one entry of every list, that of its first or last query, so many times; ``hidden``:
+    queries that the block lies behind are in it too."""
 
     def walk(lists: Lists) -> Lists:
         there = lists.multiplicity(hidden) > 0
         sequence = lists.question.sequence_of("q")
-        gone = np.zeros_like(there)
+        one = np.zeros_like(there)
         for b in np.unique(sequence[sequence >= 0]):
             rows = np.flatnonzero(sequence == b)[:: -1 if last else 1]
             here = there[rows]
-            gone[rows] = here & (np.cumsum(here, axis=0) == 1)
+            one[rows] = here & (np.cumsum(here, axis=0) == 1)
         at_entry = np.clip(lists.block, 0, there.shape[2] - 1)
-        missing = np.take_along_axis(gone, at_entry, axis=2) if there.shape[2] else False
-        return replace(lists, times=np.where(missing & (lists.block >= 0), 0, lists.times))
+        moved = np.take_along_axis(one, at_entry, axis=2) if there.shape[2] else False
+        often = np.where(moved & (lists.block >= 0), times * lists.times, lists.times)
+        return replace(lists, times=often)
 
     return walk
 

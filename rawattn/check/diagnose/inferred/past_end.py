@@ -5,11 +5,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, Floats, Store, solve
+from rawattn.check.diagnose.engine.attention import (
+    FORWARD,
+    NO_BUG,
+    Bug,
+    Floats,
+    Store,
+    solve,
+)
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
-from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.inferred.keys.systems import wide
+from rawattn.check.diagnose.evidence.structure import bad_rows, by_rows
+from rawattn.check.diagnose.inferred import unwritten
 
+EXACT = 0.003, 0.03  # of the size: what a row must be off by; of wide numbers, of 16 bits
 NEAR = 0.03  # of the size: what is looked at more closely
 LONGEST = 128  # rows past an end, of the largest tile
 QUERIES = ("the next sequence's queries", "queries of zeros", "the last query again", "no key")
@@ -23,11 +31,21 @@ class _Tail(NamedTuple):
     stored: Answers
 
 
-def bugs(question: Question, answers: Answers, wrong: np.ndarray) -> Iterator[Bug]:
-    """Those that explain all ``wrong`` rows (total_q, heads)."""
-    rows = np.flatnonzero(wrong.any(axis=1))
-    right = solve(question, "forward")
+def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+    """Those that explain all wrong rows of out and lse."""
     names = tuple(name for name in ("out", "lse") if name in answers)
+    if stage != "forward" or question.sparse or not names:
+        return
+    right = solve(question, "forward")
+    untouched = next(unwritten.bugs(question, answers, stage), NO_BUG)
+    due = solve(question, "forward", untouched)
+    wrong = [
+        bad_rows(question, name, wide(answers[name]), wide(due[name]), _allowed(answers[name]))
+        for name in names
+    ]
+    rows = np.flatnonzero(np.any(wrong, axis=(0, 2)))
+    if not len(rows):
+        return
     for text in QUERIES:
         tails = [_tail(question, b, text) for b in reversed(range(question.batch))]
         for over in (names, *((name,) for name in names if len(names) > 1)):
@@ -104,3 +122,13 @@ def _near(
 
     of_stored = off(by_rows(name, stored[name]))
     return np.asarray((of_stored < NEAR * size) & (of_stored < off(wanted)))
+
+
+def wide(x: np.ndarray) -> Floats:
+    """In float64, 0 for what is not finite."""
+    found = np.asarray(x, dtype=np.float64)
+    return np.where(np.isfinite(found), found, 0.0)
+
+
+def _allowed(x: np.ndarray) -> float:
+    return EXACT[x.dtype.itemsize == 2] * float(np.sqrt(np.mean(wide(x) ** 2)) or 1.0)

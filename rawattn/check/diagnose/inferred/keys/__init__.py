@@ -1,1 +1,0 @@
-"""Which keys each query saw, read off the answers by patterns, spans and counts."""

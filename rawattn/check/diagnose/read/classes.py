@@ -1,0 +1,70 @@
+"""What a wrong mask that was read is called: by the windows that people take for the right one, and
+by which keys there are too many, or too few, of."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
+from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Rule
+from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support
+
+BACKWARD_ONLY = "mask-missing-in-backward"
+TILES = (8, 16, 32, 64, 128)
+
+
+def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
+    """The class of a mask of out or, ``backward``, of dv. alive: rows (num_heads_q, total_q) that
+    were read."""
+    places, dense = support.places, not support.places.question.sparse
+    if dense:
+        for name, window in _windows(places, backward):
+            if _is(support, window, alive):
+                return name
+    kinds = {part.kind for part in support.parts}
+    if kinds == {OTHER}:
+        return "neighbour-leak"
+    rules = [part.rule for part in support.parts if part.rule is not None]
+    if backward and kinds == {LESS} and dense:
+        return of_pairs(places, support.inside(LESS), places.right & alive[..., None])
+    if backward and kinds == {MORE} and dense and not _by_distance(support, rules):
+        return BACKWARD_ONLY
+    return "tile-skipped" if kinds == {LESS} and _of_one_tile(rules) else "wrong-keys"
+
+
+def of_pairs(x: Places, lost: np.ndarray, due: np.ndarray) -> str:
+    """What it is called that pairs (num_heads_q, total_q, total_k), of those that are ``due``, add
+    nothing to a gradient."""
+    for tile in TILES:
+        for tail in (x.i >= x.n // tile * tile, x.j >= x.m // tile * tile):
+            if np.array_equal(due & tail, due & lost):
+                return "tail-tile-dropped"
+    return "pairs-dropped"
+
+
+def _windows(places: Places, backward: bool) -> Iterator[tuple[str, Window]]:
+    if backward:
+        yield from ((BACKWARD_ONLY, window) for _, window in unmasked(places.question))
+    yield from ((name, window) for name, _, window in windows(places.question))
+
+
+def _is(support: Support, window: Window, alive: np.ndarray) -> bool:
+    """Whether it is that window in all heads that are wrong."""
+    x, seen = support.places, support.seen > 0
+    rows = alive[..., None] & (x.b >= 0)
+    due = window.holds(x.j - x.p, x.j - x.i) & x.own
+    heads = ((seen != x.right) & rows).any(axis=(1, 2))
+    return bool(((seen == due) | ~rows)[heads].all())
+
+
+def _by_distance(support: Support, rules: list[Rule]) -> bool:
+    spans = [span for rule in rules for span in rule.spans]
+    near = all(span.feature in ("j - i", "j - p") for span in spans)
+    return support.named and bool(spans) and near
+
+
+def _of_one_tile(rules: list[Rule]) -> bool:
+    spans = [span for rule in rules for span in rule.spans]
+    one = len(spans) == 1 and spans[0].low == spans[0].high and "ceil" not in str(spans[0])
+    return one and spans[0].feature.startswith(("j //", "(seqlen_k - 1) //"))
