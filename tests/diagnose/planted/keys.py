@@ -273,7 +273,7 @@ PLANTED: tuple[Planted, ...] = (
         ("five keys more", seen(lambda c: c.j <= c.p + 5)),
         ("every second key", and_seen(lambda c: (c.p - c.j) % 2 == 0)),
         ("transposed", seen(lambda c: c.j >= c.p), {}, "mask-inverted"),
-        ("no more than 32 keys", and_seen(lambda c: c.j < 32)),
+        ("no more than 32 keys", and_seen(lambda c: c.j < 32), {}, "tail-tile-dropped"),
         (
             "no mask in the tail tile",
             {"seen": lambda c, x: x | (c.i >= up_to(c.n, 16))},

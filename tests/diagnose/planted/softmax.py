@@ -117,18 +117,6 @@ def masked_late(tile: int) -> Hooks:
     return softmax(of)
 
 
-def of_lanes(c: Head, x: Softmax) -> Softmax:
-    """Lanes have sums of their own keys, which nobody adds up."""
-    O, sums = np.zeros_like(x[1]), []  # noqa: E741
-    for half in (0, 1):
-        own = c.j[0] % 4 // 2 == half
-        L, _ = attended(c.S[:, own], c.V[own])
-        columns = np.arange(c.V.shape[1]) % 4 // 2 == half
-        O[:, columns] = exp(c.S - finite(L)) @ c.V[:, columns]
-        sums.append(L)
-    return sums[0], O
-
-
 def parts_of(c: Head, parts: int, tile: int) -> Iterator[tuple[slice, Array, Array]]:
     step = tile or -(-c.S.shape[1] // parts)
     for start in range(0, c.S.shape[1], step):
@@ -300,7 +288,6 @@ PLANTED: tuple[Planted, ...] = (
         ("sinks", "f", sunk(-0.6, lse_too=True), _HEADS),
         ("masked late, 16", "f", masked_late(16), _CAUSAL),
         ("masked late, 24", "f", masked_late(24), _CAUSAL),
-        ("sums of lanes", "f", softmax(of_lanes), _OPEN),
         ("not reset", "f", not_reset(16), _SEVERAL),
         ("not reset, tiles of 8", "f", not_reset(8), _SEVERAL),
     ),

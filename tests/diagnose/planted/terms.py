@@ -293,15 +293,6 @@ PLANTED: tuple[Planted, ...] = (
         ("of queries, in dk and dv", often(lambda t: t.rows.stop <= t.c.n // 32 * 32, "dk", "dv")),
     ),
     *planted(
-        "tile-overwrites",
-        _LONG | _EQUAL | {"lengths": (100, 130), "groups": (2, 4)},
-        (
-            "dk and dv of the last head and tile",
-            often(lambda t: t.i == t.last_i and t.c.h % t.c.group == t.c.group - 1, "dk", "dv"),
-            _OPEN,
-        ),
-    ),
-    *planted(
         "gqa-group-not-summed",
         _EQUAL | {"groups": (2, 4), "lengths": (20, 90)},
         ("dv alone", often(lambda t: t.c.h % t.c.group == t.c.group - 1, "dv")),

@@ -20,7 +20,7 @@ from rawattn.check.diagnose.engine.attention import (
 )
 from rawattn.check.diagnose.engine.question import Question
 
-VALUES = np.array([-100, -50, -30, -20, -15, -10, -7, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8.0])
+VALUES = (0.0, -1.0, 1.0, *map(float, range(-10, -1)), -20.0, -50.0)
 HIDDEN = -1e9  # what is added to scores, or put in their place, where nothing shall be seen
 Only = Callable[[Question, View], View]  # a view of what an inverted mask leaves
 Hidden = Callable[[Context], np.ndarray]
@@ -30,7 +30,11 @@ Hidden = Callable[[Context], np.ndarray]
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    """Inverted masks."""
+    """Inverted masks, and numbers in the place of masked scores, or added to them."""
+    for masked in _hidden(question):
+        for x in VALUES:
+            yield from _filled(x, *masked)
+            yield from _added(x, *masked)
     if min(bounds(question)) < math.inf:
         for diagonal, rest in ((False, ""), (True, ", and the diagonal")):
             text = f"what the mask must hide is seen{rest}"
@@ -95,7 +99,7 @@ def _padded(question: Question, view: View) -> View:
 # ---- finite numbers ---------------------------------------------------------------------------
 
 
-def filled(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
+def _filled(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
     """A number in the place of masked scores."""
     S: Step = lambda c: np.where(hidden(c), x, STEPS["S"](c))  # noqa: E731
     stops: Step = lambda c: np.where(hidden(c), 0.0, STEPS["dY"](c))  # noqa: E731
@@ -106,7 +110,7 @@ def filled(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
     ]
 
 
-def added(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
+def _added(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
     """A number that is added to masked scores, or to those of all others."""
     plus: Step = lambda c: STEPS["S"](c) + np.where(hidden(c), x, 0.0)  # noqa: E731
     minus: Step = lambda c: STEPS["S"](c) - np.where(hidden(c), 0.0, x)  # noqa: E731
@@ -117,7 +121,7 @@ def added(x: float, text: str, see: See, hidden: Hidden) -> list[Bug]:
     ]
 
 
-def hidden(question: Question) -> Iterator[tuple[str, See, Hidden]]:
+def _hidden(question: Question) -> Iterator[tuple[str, See, Hidden]]:
     """What may be hidden: in words, the views with those keys too, and where they are."""
     left, right = bounds(question)
     masks, pads = min(left, right) < math.inf, len(set(question.lengths_k)) > 1

@@ -46,14 +46,16 @@ def of_scores(question: Question) -> Iterator[Bug]:
     of = constants(question)
     for text in SCALES:
         if not math.isclose(of[text], question.scale, rel_tol=1e-3):
-            alone = {"Y": partial(scaled, x=of[text], everywhere=False)}
-            yield Bug("score-scale", text, FIRST, steps={"Y": partial(scaled, x=of[text])})
+            alone = {"Y": partial(_scaled, x=of[text], everywhere=False)}
+            yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=of[text])})
             yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
     for bug, text, lse in LSES:
         look_at = UNSCALED if text == "unscaled maximum" else ""
         stored: dict[str, Step] = {"L": partial(_stored, lse)}
         yield Bug(bug, text, FORWARD, steps=stored, look_at=look_at)
         yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
+    for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
+        yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
     yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
     yield Bug("not-normalised", "by lse", FORWARD, steps={"O": lambda c: np.exp(c.S) @ c.V})
     for dtype in ("float32", "float16"):
@@ -72,12 +74,11 @@ def of_scores(question: Question) -> Iterator[Bug]:
         yield Bug("head-dim-tail", f"dP of {columns}", BACKWARD, steps=fewer)
 
 
-def scaled(c: Context, x: Floats | float, everywhere: bool = True) -> Floats:
-    """Scores with another scale, one for all or one for every head, which dQ and dK have too."""
-    s = x if isinstance(x, float) else x[c.view.heads][:, None, None]
-    scores: Floats = c.r(s * c.r(times(c.Q, c.K.T)))
+def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
+    """Scores with another scale, which dQ and dK have too where it is ``everywhere``."""
+    scores: Floats = c.r(x * c.r(times(c.Q, c.K.T)))
     if everywhere:
-        c.s = s
+        c.s = x
     return scores
 
 
@@ -95,6 +96,11 @@ def _read(lse: Lse, c: Context) -> Floats:
     with np.errstate(over="ignore"):
         L = np.where(np.isneginf(c.L), np.inf, lse(c.L, _top(c), c.s))
         return np.asarray(c.r(np.exp(c.S - L[..., None])))
+
+
+def _power(x: float, c: Context) -> Floats:
+    L = np.where(np.isneginf(c.L), np.inf, c.L)[..., None]
+    return np.asarray(c.r(np.exp(x * (c.S - L))))
 
 
 def _not_normalised(c: Context) -> Floats:

@@ -72,7 +72,8 @@ class Support:
         if not self.named:
             if _lengths(places) != _lengths(self.places):
                 raise ValueError("this was read on sequences of other lengths")
-            return self.seen
+            more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
+            return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
         of_heads = [places.of(head) for head in range(places.question.num_heads_q)]
         found = np.stack([of.right for of in of_heads]).astype(self.seen.dtype)
         for part in self.parts:

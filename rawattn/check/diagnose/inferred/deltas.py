@@ -21,7 +21,7 @@ from rawattn.check.diagnose.engine.attention import (
     changed,
 )
 from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
-from rawattn.check.diagnose.inferred.tile_pairs import WEIGHTS, found_in
+from rawattn.check.diagnose.inferred.gradients import WEIGHTS, found_in
 
 FITS = 0.15  # of what is wrong may be left on the view that is looked at
 MOST = 2  # changes that are planted

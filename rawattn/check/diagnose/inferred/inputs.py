@@ -1,6 +1,7 @@
 """Which bug of what is read, or where results are stored? Hundreds of listed ones are tried on one
-sequence; constants, orders of rows and maps of heads, which are too many to list, are read off."""
+sequence; constants and orders of rows, which are too many to list, are read off."""
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -8,23 +9,20 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs
-from rawattn.check.diagnose.catalogue.heads import by_map
-from rawattn.check.diagnose.catalogue.masks import masks
 from rawattn.check.diagnose.engine.attention import (
-    FIRST,
     Bug,
     Floats,
     solve,
-    together,
 )
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
 from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.inferred.sample import Given, Sample, in_words, residual
+from rawattn.check.diagnose.inferred.sample import Given, Sample, residual
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
 HELPS, FAR = 0.5, 0.25  # of the right one's residual, and of what was found: at most what is left
+CLOSE = 5e-5  # a number that is as near to another as this is that one
 MOST = 6000  # rows whose order is looked for
 
 
@@ -39,10 +37,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             return
         if stage == "backward" and "out" in answers:
             forward = Sample(question, answers, "forward")
-            of_forward = _of_forward(forward, _wrong(forward, answers))
+            of_forward = _rearranged(forward, _wrong(forward, answers))
             yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample, wrong)
-        yield from (_of_forward if stage == "forward" else _rearranged)(sample, wrong)
+        yield from _rearranged(sample, wrong)
         listed = inputs.candidates(question, stage, wrong.keys(), sample.found.keys() - wrong)
         yield from (bug for _, bug in sample.near(listed, YIELDED, spent() + EFFORT))
 
@@ -57,13 +55,6 @@ def _wrong(sample: Sample, answers: Answers) -> dict[str, float]:
         if sample.of_all(name, sample.truth[name]) > noise:
             found[name] = noise
     return found
-
-
-def _of_forward(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
-    """What a wrong out tells of the forward pass, and of the backward pass that belongs to it."""
-    yield from _rearranged(sample, wrong)
-    if "out" in wrong and sample.question.num_heads_kv > 1:
-        yield from _head_maps(sample)
 
 
 def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:
@@ -116,14 +107,33 @@ def _constants(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
 def _by_part(of: str, factors: Floats) -> str:
     """Numbers in words, neighbours that are about equal once."""
     if of != "column":
-        return ", ".join(in_words(float(x)) for x in factors) + (f" by {of}" if of else "")
+        return ", ".join(_in_words(float(x)) for x in factors) + (f" by {of}" if of else "")
     starts = [0, *(np.flatnonzero(np.abs(np.diff(factors)) > 0.02 * np.abs(factors[1:])) + 1)]
     stops = [*starts[1:], len(factors)]
     runs = [
-        f"{in_words(float(np.mean(factors[start:stop])))} from column {start} on"
+        f"{_in_words(float(np.mean(factors[start:stop])))} from column {start} on"
         for start, stop in zip(starts, stops, strict=True)
     ]
     return ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
+
+
+def _in_words(x: float) -> str:
+    """A number, and what it is near to."""
+    for text, value in _named(x):
+        if math.isclose(x, value, rel_tol=CLOSE):
+            return text if text == f"{x:.4g}" else f"{x:.4g} = {text}"
+    return f"{x:.4g}"
+
+
+def _named(x: float) -> Iterator[tuple[str, float]]:
+    if x == 0 or not math.isfinite(x):
+        return
+    yield f"{round(x)}", float(round(x))
+    tenth = round(x, 1)
+    yield f"{tenth:g}", tenth
+    power = round(math.log2(abs(x)))
+    yield f"{'-' if x < 0 else ''}2^{power}", math.copysign(2.0**power, x)
+    yield from (("ln 2", math.log(2)), ("log2(e)", 1 / math.log(2)))
 
 
 def _times(name: str, factors: Floats, question: Question, answers: Answers) -> Answers:
@@ -214,26 +224,3 @@ def _order(found: Floats, wanted: Floats, allowed: float) -> np.ndarray | None:
     same = zero | (order == np.arange(len(order)))
     several = len(np.unique(order[~same])) > (~same).sum() // 2
     return np.where(zero, -1, order) if fits.all() and several and same.mean() <= 0.99 else None
-
-
-# ---- maps of heads ----------------------------------------------------------------------------
-
-
-def _head_maps(sample: Sample) -> Iterator[Bug]:
-    """The key/value head of every query head, under the right mask or a wrong one."""
-    question = sample.question
-    heads = np.arange(question.num_heads_q)
-    for mask in (None, *masks(question)):
-        if mask is not None and "forward" not in mask.stages:
-            continue
-
-        def bug(chosen: np.ndarray, text: str, mask: Bug | None = mask) -> Bug:
-            one = Bug("gqa-head-map", text, FIRST, by_map(chosen))
-            return (together(one, mask) if mask is not None else None) or one
-
-        of = (bug(0 * heads + head_kv, "") for head_kv in range(question.num_heads_kv))
-        left = [sample.by_head(one, "out") for one in of]
-        chosen = np.argmin(left, axis=0)
-        if np.min(left, axis=0).max() < FAR and (chosen != heads // question.group).any():
-            remainder = np.array_equal(chosen, heads % question.num_heads_kv)
-            yield bug(chosen, "h % num_heads_kv" if remainder else f"heads {chosen.tolist()}")

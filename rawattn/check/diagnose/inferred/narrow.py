@@ -25,9 +25,8 @@ from rawattn.check.diagnose.engine.attention import (
     run_steps,
 )
 from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
-from rawattn.check.diagnose.inferred import tile_pairs
 from rawattn.check.diagnose.inferred.deltas import gradient
-from rawattn.check.diagnose.inferred.tile_pairs import found_in
+from rawattn.check.diagnose.inferred.gradients import SUMS, found_in
 
 COARSE = 0.01  # of a result's size: errors that normal numbers of float16 do not make
 UNEVEN, LARGE = 1.5, 0.6  # noise of a gradient over that of another, and in units of what it may be
@@ -212,7 +211,7 @@ def _running(
     c: Context, name: str, cut: partial_sums.Cut, group: bool, r: Rounded, operand: Rounded
 ) -> Floats:
     """A gradient that is rounded after every tile; ``group``: also from head to head."""
-    [(weights, terms)] = tile_pairs.SUMS[name](c)
+    [(weights, terms)] = SUMS[name](c)
     scale = 1.0 if name == "dv" else c.s
     weights = operand(weights / scale)
     weights = weights.swapaxes(1, 2) if name in OF_KEYS else weights

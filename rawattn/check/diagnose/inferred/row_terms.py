@@ -24,6 +24,7 @@ from rawattn.check.diagnose.engine.attention import (
 from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.inferred.deltas import of_gradients
+from rawattn.check.diagnose.inferred.gradients import found_in
 from rawattn.check.diagnose.inferred.row_sources import (
     Source,
     of_delta,
@@ -31,7 +32,6 @@ from rawattn.check.diagnose.inferred.row_sources import (
     of_number,
     rows_of,
 )
-from rawattn.check.diagnose.inferred.tile_pairs import found_in
 
 EXPLAINED = 0.15  # of what is wrong may be left by the numbers read off, at most
 SURE = 6.0  # standard errors
@@ -257,7 +257,7 @@ def terms(
         unknown = another, f"{OF_ANOTHER_ORIGIN}, read off the gradients"
         yield Term("D", right("D"), of, deltas, unknown, _with_delta)
         of = {"dq": lambda c: [(c.s * c.dY, c.K)], "dv": lambda c: [(c.P, c.dO)]}
-        lses, unknown = partial(of_lse, question, contexts), ("unknown", f"lse {origin} gradients")
+        lses, unknown = partial(of_lse, question, contexts), (misplaced, f"lse {origin} gradients")
         yield Term("L", right("L"), of, lses, unknown, _with_lse, in_exponent=True)
         return
     lse, bug = {"jvp": ("tlse", "jvp-e-omitted"), "second": ("ddlse", "second-e-omitted")}[stage]

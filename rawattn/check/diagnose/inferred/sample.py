@@ -1,14 +1,14 @@
-"""One sequence, on which many bugs are tried at little cost, and numbers in them are fitted.
+"""One sequence, on which many bugs are tried at little cost.
 
 A bug that comes near there is worth a prediction of the whole; the others are never asked for.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, View, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import (
     OF_KEYS,
@@ -24,11 +24,6 @@ CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is 
 FAR = 0.3  # of the size: what a bug may leave at most
 BEST, LOOKED_AT = 8, 20  # bugs that are looked at more closely, and of which these are chosen
 WRONG = 16  # units of the dtype's eps: what rounding may leave
-PROMISES = 0.95  # of that, a number after two steps of Newton's method
-CLOSE = 5e-5  # a number that is as near to another as this is that one
-MOST_UNDER_ROOT = 1024  # beyond, any number is near to some root
-STEPS = 12  # of Newton's method
-Family = Callable[[Floats], Bug]  # a bug with this number for every query head in it
 Given = tuple[Floats, Floats] | None
 
 
@@ -95,11 +90,11 @@ class Sample:
             left = np.where(left == 0, 0.0, np.sqrt(left / size))
         return np.asarray(np.where(np.isnan(left), np.inf, left))
 
-    def _answers(self, bug: Bug, every_head: bool) -> Answers:
+    def _answers(self, bug: Bug) -> Answers:
         """What the answers of the sample are with a bug, by rows."""
 
         def here(view: View) -> bool:
-            return view.sequence == self.sequence and (every_head or view.head_kv == self.head_kv)
+            return view.sequence == self.sequence and view.head_kv == self.head_kv
 
         with np.errstate(all="ignore"):
             answers = solve(self.question, self.stage, bug, given=self.given, only=here)
@@ -107,12 +102,8 @@ class Sample:
 
     def distances(self, bug: Bug) -> dict[str, float]:
         """What a bug leaves of every answer."""
-        answers = self._answers(bug, False)
+        answers = self._answers(bug)
         return {name: float(self._left(name, answers[name]).max()) for name in self.found}
-
-    def by_head(self, bug: Bug, name: str) -> Floats:
-        """What a bug leaves of an answer of every head of the sample's sequence."""
-        return self._left(name, self._answers(bug, True)[name], True)
 
     def near(
         self, bugs: Iterable[Bug], each: int = 0, until: float = math.inf
@@ -155,65 +146,6 @@ class Sample:
         inside = self.sequences(name) >= 0
         return residual(self.found[name][inside], by_rows(name, wanted)[inside])
 
-    def explained(self, near: Sequence[tuple[float, Bug]]) -> bool:
-        """Whether the nearest bug gives all answers, not those of the sample alone, but for
-        rounding."""
-        if not near or near[0][0] > WRONG * sum(self.eps.values()):
-            return False
-        with np.errstate(all="ignore"):
-            answers = solve(self.question, self.stage, near[0][1], given=self.given)
-        return all(self.of_all(n, answers[n]) <= WRONG * self.eps[n] for n in self.found)
-
-    def fit(
-        self, family: Family, grid: Floats, *, by_head: bool = False, name: str = "out"
-    ) -> Floats | None:
-        """The number for every query head with which ``family`` leaves the least of an answer.
-
-        The best of ``grid``, then Newton's method on the residual; the same for all heads unless
-        ``by_head``. None where the best is hardly better than the right computation.
-        """
-        heads = self.question.num_heads_q
-
-        def residual(bug: Bug) -> Floats:
-            """(heads or 1, numbers)"""
-            with np.errstate(invalid="ignore"):
-                left = self.found[name] - self._answers(bug, by_head)[name]
-            left = self._part(name, np.where(np.isfinite(left), left, 1e6), by_head)
-            return np.moveaxis(left, 1, 0).reshape(heads if by_head else 1, -1)
-
-        def at(x: Floats) -> Floats:
-            return residual(family(np.broadcast_to(x, heads)))
-
-        def size(left: Floats) -> Floats:
-            with np.errstate(over="ignore"):
-                return np.asarray(np.square(left).sum(axis=1))
-
-        right = size(residual(NO_BUG))
-        right = np.maximum(right, right.mean())
-        tried = np.stack([size(at(np.full(1, x))) for x in grid])
-        x = np.asarray(grid)[tried.argmin(axis=0)]
-        left = at(x)
-        for number in range(STEPS):
-            if number == 2 and (size(left) > PROMISES**2 * right).any():
-                return None
-            step = 1e-5 * np.maximum(np.abs(x), 1e-3)
-            slope = (at(x + step) - left) / step[:, None]
-            with np.errstate(all="ignore"):
-                change = (slope * left).sum(axis=1) / np.square(slope).sum(axis=1)
-            change = np.where(np.isfinite(change), change, 0.0)
-            for shorter in (1.0, 0.3, 0.1):
-                other = at(x - shorter * change)
-                better = size(other) < size(left)
-                x = np.where(better, x - shorter * change, x)
-                left = np.where(better[:, None], other, left)
-                if better.all():
-                    break
-            if not (np.abs(change) > 1e-10 * np.abs(x)).any():
-                break
-        if (size(left) > CLEARS**2 * right).any():
-            return None
-        return np.broadcast_to(x, heads).copy()
-
 
 def residual(found: Floats, wanted: Floats) -> float:
     """Root mean square of what ``wanted`` leaves, over that of what was found, where it is
@@ -234,24 +166,3 @@ def _of_kv(of_heads: Floats, question: Question) -> Floats:
 def eps_of(x: np.ndarray) -> float:
     """The distance of neighbouring numbers; for 16 bits what is left of it in a mean."""
     return 2.0**-11 if x.dtype.itemsize == 2 else float(np.finfo(x.dtype).eps)
-
-
-def in_words(x: float, *, roots: bool = False) -> str:
-    """A fitted number, and what it is near to; with ``roots`` rather 1 / sqrt(n) than 2^-n."""
-    for text, value in _named(x, roots):
-        if math.isclose(x, value, rel_tol=CLOSE):
-            return text if text == f"{x:.4g}" else f"{x:.4g} = {text}"
-    return f"{x:.4g}"
-
-
-def _named(x: float, roots: bool) -> Iterator[tuple[str, float]]:
-    if x == 0 or not math.isfinite(x):
-        return
-    yield f"{round(x)}", float(round(x))
-    tenth = round(x, 1)
-    yield f"{tenth:g}", tenth
-    if roots and x > MOST_UNDER_ROOT**-0.5:
-        yield f"1 / sqrt({round(x**-2)})", max(round(x**-2), 1) ** -0.5
-    power = round(math.log2(abs(x)))
-    yield f"{'-' if x < 0 else ''}2^{power}", math.copysign(2.0**power, x)
-    yield from (("ln 2", math.log(2)), ("log2(e)", 1 / math.log(2)))

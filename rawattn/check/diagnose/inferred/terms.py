@@ -1,8 +1,7 @@
 """Which terms do the gradients hold? Read off dq, dk and dv, and planted as a bug.
 
 A gradient is a sum of known terms, each with a coefficient of 1: least squares tell those that it
-has. This module asks those that read one kind of term each: rows, pairs of tiles,
-rescaling, narrow dtypes.
+has. This module asks those that read one kind of term each: rows, rescaling, narrow dtypes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,10 +21,10 @@ from rawattn.check.diagnose.inferred import (
     narrow,
     online,
     row_terms,
-    tile_pairs,
 )
+from rawattn.check.diagnose.inferred.gradients import WEIGHTS, found_in
 
-STEPS_OF = {"tout": "tO", "ddout": "tO"} | {name: x[0] for name, x in tile_pairs.WEIGHTS.items()}
+STEPS_OF = {"tout": "tO", "ddout": "tO"} | {name: x[0] for name, x in WEIGHTS.items()}
 ROWS_OF = {
     "backward": ("dq", "dk", "dv"),
     "second": ("ddout", "gq", "gk", "gv"),
@@ -50,14 +49,11 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     wrong = frozenset(name for name in there if _wrong(question, answers, views, name))
     if not wrong:
         return
-    gradients = wrong & tile_pairs.SUMS.keys()
     for term in row_terms.terms(question, answers, stage, views):
         yield from row_terms.bugs_of(question, answers, stage, views, term, wrong)
     if stage == "backward":
         yield from deltas.bugs(question, answers, views, wrong)
         yield from narrow.underflows()
-    if not question.sparse:
-        yield from tile_pairs.bugs(question, answers, stage, views, gradients)
 
 
 def followed(
@@ -88,6 +84,6 @@ def contexts_of(question: Question, answers: Answers, stage: str) -> list[Contex
 
 def _wrong(question: Question, answers: Answers, views: list[Context], name: str) -> bool:
     """Whether a gradient is off by more than rounding."""
-    error = sum(((tile_pairs.found_in(c, answers, name) - c.right[name]) ** 2).sum() for c in views)
+    error = sum(((found_in(c, answers, name) - c.right[name]) ** 2).sum() for c in views)
     size = sum((c.right[name] ** 2).sum() for c in views)
     return bool(np.sqrt(error) > WRONG[question.dtype.itemsize] * np.sqrt(size))

@@ -17,7 +17,7 @@ Pairs = tuple[int, Rule | None]  # a head, and which of its pairs
 class Change:
     """What is wrong with dS. factor: what multiplies it where it is there, None for what no
     sentence describes. instead: what stands there in place of dY. less, more: pairs that are not
-    there, or there by mistake. masked: it is right, unlike P.
+    there, or there by mistake. masked: it is right, unlike P. times: by head, a factor.
     """
 
     text: list[str] = field(default_factory=list)
@@ -27,6 +27,7 @@ class Change:
     less: list[Pairs] = field(default_factory=list)
     more: list[Pairs] = field(default_factory=list)
     masked: bool = False
+    times: Array | None = None
 
     @property
     def planted(self) -> bool:

@@ -32,6 +32,12 @@ class Counted:
         often = places.feature(self.often) if isinstance(self.often, str) else self.often
         return np.where(self.rule.holds(places), np.maximum(often, 1), 1).astype(np.float64)
 
+    @property
+    def of_tile(self) -> bool:
+        """Whether they are those of a tile: by places, not by distances or remainders."""
+        other = (f in ("j - i", "j - p") or "%" in f for f, *_ in self.rule.spans)
+        return bool(self.rule.spans) and not any(other)
+
     def __str__(self) -> str:
         if isinstance(self.often, str):
             return f"keys count more than once: {self.often}"

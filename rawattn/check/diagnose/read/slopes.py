@@ -29,11 +29,14 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
     second = cache(again)
     places = read.weights.places
-    own = np.arange(places.question.num_heads_q) // places.question.group
+    heads_kv = np.arange(places.question.num_heads_kv)
+    own = heads_kv.repeat(places.question.group)[:, None] == heads_kv
     sums: list[str] = []
+    found: list[Array] = []
     for name, adds in read.adds.items():
         where = adds > 0.02 * adds.max(initial=0.0)
-        if not np.array_equal(where, own[:, None] == np.arange(adds.shape[1])):
+        if not np.array_equal(where, own):
+            found.append(where)
             clear = np.isfinite(adds).all() and (adds[where] > 0.2 * adds.max()).all()
             sums.append(_of_sums(name, where) if clear and where.any() else "")
     if sums:
@@ -41,7 +44,8 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         said.wrong += [text for text in sums if text]
         if not all(sums):
             said.unread.append("dk and dv are not sums over the queries of their heads")
-        said.names.append("gqa-reduction-map")
+        one = all((where & own).sum() == where.sum() == where.shape[1] for where in found)
+        said.names.append("gqa-group-not-summed" if one else "gqa-reduction-map")
         return said
     said = said_of(read.weights, lambda: second().weights, passed=True)
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
@@ -122,7 +126,10 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
     if change.factor is None:
         said.names += [change.name] if change.name else []
         return
-    if not change.masked:
+    scale = said.term.values if said.term is not None and said.term.kind == "factor" else ()
+    if change.times is not None and scale and np.allclose(change.times, scale, rtol=1e-2):
+        said.names[:] = ["score-scale"]  # everywhere
+    elif not change.masked:
         said.names.append(change.name or "unknown")
     if change.planted:
         if step == "dS":
@@ -189,7 +196,7 @@ def _change_of(part: _Part, second: Callable[[], _Part | None], rows: int) -> Ch
         scale = _of_scale(values, places)
         change.text.append(f"is multiplied by {by_head(values)}{scale}")
         change.name = change.name or ("output-scale" if scale else "constant-factor")
-        change.factor = lambda c: by[c.view.heads]
+        change.factor, change.times = (lambda c: by[c.view.heads]), values
         return change
     delta = _of_delta(part, noise)
     if delta is not None:

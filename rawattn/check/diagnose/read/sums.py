@@ -1,6 +1,6 @@
 """What weights are divided by, lse, and which head of v they are of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step
-from rawattn.check.diagnose.evidence.places import Places, log_sum
+from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.maps import of_heads
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
@@ -24,12 +24,14 @@ def say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
     if read.lse is None:
         return
     noise, rows, total = _totals(said, said.scores(read.places, read.right.S), logs, seen, alive)
-    off = total - read.lse
+    off, names = total - read.lse, [*said.names]
     if _say_dropped(said, off, rows, noise):
         return
     if np.abs(off[rows]).max(initial=0.0) > 8 * noise:
         _say_mass(said, np.exp(total) - np.exp(read.lse), off, rows, noise)
-        if "softmax" in said.steps:
+        if "softmax" not in said.steps:
+            said.names[:] = names  # it may be the lse that was read
+        else:
             own = said.steps.pop("softmax")
             said.steps["bP"] = lambda c: own(c)[1]
 
@@ -55,14 +57,15 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
     level = logs + total[..., None]  # of which weights are exp
     usual = np.abs(level - S)[wrongly].max(initial=0.0) < 8 * noise
     if not usual:
-        spread = np.ptp(level[wrongly])
-        said.wrong.append(
-            f"masked scores are {level[wrongly].mean():.4g}, not -inf"
-            if spread < 8 * noise
-            else "weights of keys that must not be seen are not those of their scores"
-        )
+        filled, added = level[wrongly], (level - S)[wrongly]
+        text = "weights of keys that must not be seen are not those of their scores"
+        if min(np.ptp(filled), np.ptp(added)) < 8 * noise:
+            said.names[:] = ["mask-fill"]
+            text = f"masked scores are {filled.mean():.4g}, not -inf"
+            if np.ptp(added) < np.ptp(filled):
+                text = f"{added.mean():.4g} is added to masked scores, not -inf"
+        said.wrong.append(text)
         S = np.where(wrongly, level, S)
-        said.names[:] = ["mask-fill"] if spread < 8 * noise else said.names
     due = log_sum(np.where(seen, S, -np.inf))
     if _say_dropped(said, total - read.right.lse, rows, noise):
         return
@@ -83,8 +86,13 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         said.term = _raised(said.term, float(np.mean(lse - wanted)))
         said.steps["cap"], wanted = biased(said.term), lse
     close = partial(np.allclose, lse, rtol=0, atol=8 * noise)
-    if close(wanted) or close(with_sinks[rows]):
+    if close(wanted):
         said.right.append("lse")
+    elif close(with_sinks[rows]):
+        said.right.append("lse")
+        if "softmax" in said.steps:
+            own = said.steps["softmax"]
+            said.steps["softmax"] = lambda c: (STEPS["softmax"](c)[0], own(c)[1])
     elif close(wanted / np.log(2)):
         said.wrong.append("lse is in base 2")
         said.names.append("lse-base-2")
@@ -95,10 +103,13 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
 def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:
     """Whether weights are missing by no rule, and the others are what they would be without that,
     times one number; off: of the logarithm of what weights are divided by, from the right one."""
-    parts, sparse = said.support.parts, said.weights.places.question.sparse
-    at_random = bool(parts) and all(part.kind == LESS and part.rule is None for part in parts)
-    at_random = at_random and not said.support.of_rows
-    if sparse or not at_random or np.ptp(off[rows]) > 8 * noise:
+    parts, places = said.support.parts, said.weights.places
+    less = bool(parts) and all(part.kind == LESS and part.rule is None for part in parts)
+    if places.question.sparse or not less or np.ptp(off[rows]) > 8 * noise:
+        return False
+    lost = said.support.inside(LESS)
+    share = lost.sum() / (places.right * len(lost)).sum()
+    if (lost[..., 1:] & lost[..., :-1]).sum() > (share + 0.3) * lost.sum():  # of rows, or tiles
         return False
     kept = number(float(np.exp(-off[rows].mean())))
     text = f"weights are dropped at random, and those that are kept are times {kept}"
@@ -120,33 +131,67 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         said.wrong.append(f"the weights of a row sum to {number(mean)}, not 1")
         return
     allowed = 8 * noise * np.maximum(np.abs(np.exp(said.weights.right.lse)), 1)
-    for tile in (0, *TILES):
-        if (np.abs(mass - _padding(tile, places)) < allowed)[rows].all():
-            upto = f"the end of its last tile of {tile} keys" if tile else "the longest sequence"
-            said.wrong.append(f"the row sums have exp(0) for every key of padding up to {upto}")
-            said.names.append("padded-keys")
-            said.steps["softmax"] = _with_mass(partial(_of_rows, tile))
-            return
-    spread = mass[rows]
-    if np.ptp(spread) < 8 * float(allowed[rows].min()):
-        value = float(np.median(spread))
-        said.wrong.append(f"the row sums have {value:.3g} more than the keys that are seen")
-        said.names.append("denominator")
-        said.steps["softmax"] = _with_mass(lambda c: value)
+    found: list[tuple[float, str, str, Array, Callable[[Places], Array]]] = []
+    for name, text, of in _others():
+        unit = np.where(rows, of(places), 0.0) / allowed
+        size = (unit**2).sum(axis=1)
+        times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
+        times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
+        left = float(np.abs(mass / allowed - times[:, None] * unit)[rows].max())
+        if left < 1 and size.any() and (name != "denominator" or not text or (times == 1).all()):
+            found.append((left, name, text, times, of))
+    if found:
+        _, name, text, times, of = min(found, key=lambda one: one[0])
+        if not text:
+            text = f"{by_head(times)} more than the keys that are seen"
+        elif not (times == 1).all():
+            name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
+        said.wrong.append(f"the row sums have {text}")
+        said.names.append(name)
+        said.steps["softmax"] = _with_mass(partial(_of_rows, times, of))
+        return
+    b = places.b[:, 0]
+    here = [mass[:, b == n][rows[:, b == n]] for n in range(places.question.batch)]
+    counts = np.array([np.rint(np.median(of)) if of.size else 0.0 for of in here])
+    if counts.min() >= 0 and (np.abs(mass - counts[b]) < allowed)[rows].all():
+        told = ", ".join(f"{count:g}" for count in counts)
+        said.wrong.append(f"the row sums have {told} keys of score 0 more, by sequence")
+        said.names.append("padded-keys")
         return
     said.wrong.append(
         f"the row sums are off, by factors of {by_head(np.exp(ratio[rows][:4]))}, ..."
     )
+    said.names.append("denominator")
+
+
+def _others() -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
+    """What may be in the row sums: a class, words, and how much it is if it is there once."""
+    for tile in (0, *TILES):
+        upto = f"the end of its last tile of {tile} keys" if tile else "the longest sequence"
+        yield "padded-keys", f"every key of padding up to {upto}", partial(_padding, tile)
+    yield "denominator", "", lambda places: np.ones((1, len(places.j)))
+    for tile in (0, *TILES):
+        of = f", of the query's own tile of {tile} and those before," if tile else ""
+        yield "denominator", f"keys{of} that the mask hides", partial(_hidden, tile)
 
 
 def _padding(tile: int, places: Places) -> Array:
-    """(total_q,): keys from a sequence's end to that of a tile; 0: of the longest sequence."""
+    """(1, total_q): keys from a sequence's end to that of a tile; 0: of the longest sequence."""
     m = places.m[:, 0]
-    return np.asarray(-m % tile if tile else max(places.question.lengths_k) - m)
+    return np.asarray(-m % tile if tile else max(places.question.lengths_k) - m)[None]
 
 
-def _of_rows(tile: int, c: Context) -> Array:
-    return np.asarray(_padding(tile, Places(c.question))[c.view.rows])
+def _hidden(tile: int, places: Places) -> Array:
+    """(num_heads_q, total_q): exp of the scores of keys that are hidden, summed up."""
+    hidden = places.own & ~places.right
+    if tile:
+        hidden &= places.j < (places.p // tile + 1) * tile
+    return np.asarray(np.exp(log_sum(np.where(hidden, Right(places).S, -np.inf))))
+
+
+def _of_rows(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
+    whole = times[:, None] * of(Places(c.question))
+    return np.asarray(whole[np.ix_(c.view.heads, c.view.rows)])
 
 
 def _with_mass(mass: Callable[[Context], Any]) -> Step:

@@ -42,14 +42,15 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.where(seen, read.P, 1.0))
     x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
-    if x.zero:
+    counted = _counted(read, x, second) if passed or not x.zero else None
+    if x.zero and counted is None:
         said.right.append("scores and softmax_scale")
-    elif (term := term_of(x, places, S)) is not None:
+    elif not x.zero and (term := term_of(x, places, S)) is not None:
         _say_term(said, term)
-    elif (counted := _counted(read, x, second)) is not None:
+    elif counted is not None:
         said.wrong.append(str(counted))
-        sparse = places.question.sparse
-        said.names.append("sparse-duplicate-twice" if sparse else "tile-counted-twice")
+        dense = "tile-counted-twice" if counted.of_tile else "wrong-keys"
+        said.names.append("sparse-duplicate-twice" if places.question.sparse else dense)
         said.counted = counted
     elif (found := map_of(x, places, S)) is not None:
         said.wrong.append(found.text)
