@@ -24,6 +24,7 @@ from rawattn.check.diagnose.judge import failures, match
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import explain_failures
 from rawattn.check.diagnose.logs.explain import explain_log
+from rawattn.check.diagnose.read.name import read
 from tests.diagnose.reading import Plain
 
 Array = np.ndarray
@@ -435,8 +436,8 @@ def test_an_identity_that_fails_is_a_finding() -> None:
 @pytest.mark.parametrize(
     ("form", "bug", "words"),
     [
-        (lambda P, dP, D: P * dP - D, "softmax-backward-without-p", "a P o dP - b D"),
-        (lambda P, dP, D: P * (dP - D / 2), "delta-of-another-out", "0.5 times D"),
+        (lambda P, dP, D: P * dP - D, "softmax-backward-without-p", "P o a dP - b D, a = 1, b = 1"),
+        (lambda P, dP, D: P * (dP - D / 2), "delta-of-another-out", "a = 1, b = 0.5"),
     ],
     ids=["parentheses", "half of D"],
 )
@@ -457,7 +458,12 @@ def test_the_parts_of_ds(form: Callable[..., Array], bug: str, words: str) -> No
         return np.asarray(np.where(np.tri(len(x), dtype=bool), wrong, 0))
 
     hooks = {name: kept(name) for name in ("P", "dP", "D")}
-    found = diagnose(question, computed(question, **hooks, dS=dS))
+
+    def backward(asked: Question) -> Answers:
+        return only(computed(asked, **hooks, dS=dS), "dq", "dk", "dv")
+
+    told_of = read(question, {"backward": backward}.get)
+    found = diagnose(question, computed(question, **hooks, dS=dS), told=told_of)
     assert names(found) == [bug]
     assert words in told(found)
 

@@ -26,12 +26,10 @@ class Places:
     """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
     too; i and j count in the query's own sequence, so that j may lie before or behind it.
 
-    rows: of q, all by default; then these are the first axis. selection: of block-sparse attention
-    the head of the lists that say what is seen.
+    selection: of block-sparse attention the head of the lists that say what is seen.
     """
 
     question: Question
-    rows: Array | None = None
     selection: int = 0
 
     def of(self, head: int) -> "Places":
@@ -53,8 +51,7 @@ class Places:
     @cached_property
     def query(self) -> Array:
         """(total_q, 1) row of q."""
-        rows = np.arange(len(self.question.q)) if self.rows is None else self.rows
-        return np.asarray(rows[:, None])
+        return np.arange(len(self.question.q))[:, None]
 
     @cached_property
     def b(self) -> Array:

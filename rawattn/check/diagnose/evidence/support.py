@@ -12,20 +12,16 @@ from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 
 Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
-AGAIN = "sees keys more than once"
-KINDS = (MORE, LESS, OTHER, AGAIN)
-CELLS = 40_000  # pairs whose features are looked at
+KINDS = (MORE, LESS, OTHER)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
-    times: how often they count, if that is AGAIN."""
+    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
-    times: float = 1.0
 
     def text(self, heads: int, right: str) -> str:
         """In words, of so many heads."""
@@ -36,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``, a truth or a number.
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``.
 
     whole: a rule for all that is seen, where that is one.
     """
@@ -55,6 +51,11 @@ class Support:
         return all(part.rule is not None for part in self.parts)
 
     @property
+    def plain(self) -> bool:
+        """Whether rules are such as somebody may have written: of three spans chance makes some."""
+        return all(part.rule is not None and len(part.rule.spans) < 3 for part in self.parts)
+
+    @property
     def of_rows(self) -> bool:
         """Whether keys are missed, and all of their rows."""
         rows = self.inside(LESS).any(axis=-1)
@@ -63,7 +64,7 @@ class Support:
 
     def inside(self, kind: str) -> Array:
         """Pairs of the places that are wrong in this way."""
-        everything = np.ones((1, 1, 1), dtype=bool)
+        everything = np.ones((1, 1), dtype=bool)
         return _inside(kind, self.places, self.seen, everything)
 
     def at(self, places: Places) -> Array:
@@ -78,41 +79,19 @@ class Support:
         found = np.stack([of.right for of in of_heads]).astype(self.seen.dtype)
         for part in self.parts:
             if part.rule is not None:
-                value = {LESS: 0, AGAIN: part.times}.get(part.kind, 1)
                 for head in part.heads:
                     of = of_heads[head]
-                    found[head][part.rule.holds(of) & _domain(of, part.kind)] = value
+                    found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
 
     def see(self, times: Callable[[Places], Array | float] = lambda places: 1.0) -> See:
         """The same as a change of views; times: how often a pair counts."""
-        return seen_as(lambda places: self.at(places) * times(places))
 
+        def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+            places = Places(question)
+            return list(_views(places, views, np.asarray(self.at(places) * times(places))))
 
-def seen_as(counts: Callable[[Places], Array]) -> See:
-    """Views in which pairs (num_heads_q, total_q, total_k) count so often."""
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        places = Places(question)
-        return list(_views(places, views, np.asarray(counts(places))))
-
-    return see
-
-
-def in_rules(places: Places, counts: Array, known: Array) -> Support:
-    """The counts (num_heads_q, total_q, total_k) in rules for the pairs that are ``known``, of as
-    many queries as there is time for, wrong ones and others."""
-    rows = np.flatnonzero(known.any(axis=(0, 2)) & (places.b[:, 0] >= 0))
-    wrong = ((counts != places.right) & known).any(axis=(0, 2))[rows]
-    most = max(CELLS // (2 * counts.shape[2]), 8)
-    rows = np.sort(np.concatenate([_some(rows[wrong], most), _some(rows[~wrong], most)]))
-    read = Places(places.question, rows), counts[:, rows], known[:, rows]
-    return replace(support_of(*read, read), places=places, seen=counts)
-
-
-def _some(rows: Array, most: int) -> Array:
-    chosen = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)
-    return np.asarray(rows[np.unique(chosen)])
+        return see
 
 
 def support_of(
@@ -120,7 +99,7 @@ def support_of(
 ) -> Support:
     """The difference from the mask in rules that hold on a second problem, ``again``, too.
 
-    seen as in Support; alive (num_heads_q, total_q): rows that were read, or pairs.
+    seen as in Support; alive (num_heads_q, total_q): rows that were read.
     """
     parts: list[Part] = []
     other, seen_there, alive_there = again
@@ -134,13 +113,10 @@ def support_of(
                 groups.setdefault(inside.tobytes() + there[head].tobytes(), []).append(head)
         for heads in groups.values():
             shown = [
-                Shown(of, _domain(of, kind) & _pairs(live)[heads[0]], inside[heads[0]])
+                Shown(of, _domain(of, kind) & live[heads[0]][:, None], inside[heads[0]])
                 for of, live, inside in ((places, alive, here), (other, alive_there, there))
             ]
-            values = seen[heads[0]][here[heads[0]]]
-            rule = None if kind == AGAIN and np.ptp(values) else rule_of(*shown)
-            times = float(values[0]) if kind == AGAIN else 1.0
-            parts.append(Part(kind, tuple(heads), rule, times))
+            parts.append(Part(kind, tuple(heads), rule_of(*shown)))
         unknown = [part for part in parts if part.kind == kind and part.rule is None]
         if len(unknown) > 1:
             heads = sorted(head for part in unknown for head in part.heads)
@@ -158,21 +134,17 @@ def _whole(*read: tuple[Places, Array, Array]) -> Rule | None:
     """A rule for what all heads see."""
     shown = []
     for places, seen, alive in read:
-        if (seen != seen[:1]).any() or (seen > 1).any():
+        if (seen != seen[:1]).any():
             return None
-        domain = _pairs(alive)[0] & (places.b >= 0) & np.ones(places.j.shape, dtype=bool)
+        domain = alive[0][:, None] & (places.b >= 0) & np.ones(places.j.shape, dtype=bool)
         shown.append(Shown(places, domain, domain & (seen[0] > 0)))
     return rule_of(*shown)
 
 
 def _inside(kind: str, places: Places, seen: Array, alive: Array) -> Array:
     """(num_heads_q, total_q, total_k)."""
-    wrong = {LESS: seen == 0, AGAIN: seen > 1}.get(kind, seen > 0)
-    return np.asarray(wrong & _domain(places, kind) & _pairs(alive))
-
-
-def _pairs(alive: Array) -> Array:
-    return alive if alive.ndim == 3 else alive[..., None]
+    wrong = ~seen if kind == LESS else seen
+    return np.asarray(wrong & _domain(places, kind) & alive[..., None])
 
 
 def _domain(places: Places, kind: str) -> Array:

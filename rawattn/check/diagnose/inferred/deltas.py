@@ -1,8 +1,8 @@
-"""Was dS made of other terms, or were lse and D those of parts of the keys?
+"""Were lse and D those of parts of the keys, or of more than a row?
 
 D_i = sum_j P_ij dP_ij runs over all keys of a row. Parts of the keys that have statistics of their
 own (a shard of a ring, a tile), sums over the queries, and sums that go on from tile to tile are
-tried on one view, and planted where they fit; factors of the terms of dS are solved for.
+tried on one view, and planted where they fit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,26 +27,12 @@ FITS = 0.15  # of what is wrong may be left on the view that is looked at
 MOST = 2  # changes that are planted
 
 Change = Callable[[Context], Context]  # another P, or another dY
-Term = Callable[[Context], Floats]  # (heads, n, m)
-
-# The two terms of dS as they are, and with parentheses that stand elsewhere.
-TERMS: dict[str, tuple[Term, Term]] = {
-    "P o (a dP - b D)": (lambda c: c.P * c.dP, lambda c: c.P * c.D[..., None]),
-    "a P o dP - b D": (lambda c: c.P * c.dP, lambda c: (c.W > 0) * c.D[..., None]),
-    "a P o dP - b D, masked keys too": (
-        lambda c: c.P * c.dP,
-        lambda c: c.D[..., None] + np.zeros_like(c.P),
-    ),
-    "a dP - b P o D": (lambda c: (c.W > 0) * c.dP, lambda c: c.P * c.D[..., None]),
-}
 
 
 def bugs(
     question: Question, answers: Answers, contexts: Sequence[Context], wrong: frozenset[str]
 ) -> Iterator[Bug]:
     """Bugs of dS, and of statistics that differ from key to key of a row."""
-    if "dv" not in wrong:
-        yield from _multiples(answers, contexts, sorted(wrong))
     yield from tried(answers, contexts, sorted(wrong), _changes(question, "dv" in wrong))
 
 
@@ -91,55 +77,6 @@ def gradient(c: Context, name: str) -> Floats:
 
 def _with(c: Context, dS: Floats) -> Context:
     return changed(c, dY=c.G * dS)
-
-
-# ---- the terms of dS ----------------------------------------------------------------------------
-
-
-def _multiples(
-    answers: Answers, contexts: Sequence[Context], names: Sequence[str]
-) -> Iterator[Bug]:
-    """dS of two terms with two numbers, the same everywhere."""
-    for form, terms in TERMS.items():
-        found = _fitted(answers, contexts, names, terms)
-        whole = form.startswith("P o (")
-        if found is None or (whole and np.isclose(*found, rtol=0.02)):
-            continue
-        a, b = found
-        bug = "delta-of-another-out" if np.isclose(a, 1, rtol=0.01) else "constant-factor"
-        if np.isclose(a, 1, rtol=0.01) and abs(b) < 0.01:
-            bug = "delta-omitted"
-
-        def dS(c: Context, a: float = a, b: float = b, of: tuple[Term, Term] = terms) -> Context:
-            return _with(c, c.r(a * of[0](c) - b * of[1](c)))
-
-        words = f"dS = {form} with a = {a:.3g} and b = {b:.3g}"
-        bug = bug if whole else "softmax-backward-without-p"
-        yield Bug(bug, words, BACKWARD, steps=of_gradients(names, dS))
-        return
-
-
-def _fitted(
-    answers: Answers,
-    contexts: Sequence[Context],
-    names: Sequence[str],
-    terms: tuple[Term, Term],
-) -> tuple[float, float] | None:
-    """The numbers a and b of the terms, where they leave next to nothing of what is wrong."""
-    both, found, right = [], [], []
-    for name in names:
-        for c in contexts:
-            ds = terms[0](c), -terms[1](c)
-            both.append(np.stack([gradient(_with(c, x), name).ravel() for x in ds]))
-            found.append(found_in(c, answers, name).ravel())
-            right.append(c.right[name].ravel())
-    parts, x = np.concatenate(both, axis=1), np.concatenate(found)
-    products = parts @ parts.T
-    if not np.linalg.det(products) > 1e-12 * np.prod(np.diag(products)):
-        return None
-    a, b = (float(y) for y in np.linalg.solve(products, parts @ x))
-    left, wrong = x - (a, b) @ parts, x - np.concatenate(right)
-    return (a, b) if left @ left <= FITS**2 * (wrong @ wrong) else None
 
 
 # ---- statistics of parts ------------------------------------------------------------------------

@@ -38,11 +38,6 @@ def of_delta(question: Question, contexts: Sequence[Context]) -> Iterator[Source
             text = f"D = dout . out - {words} dlse"
             yield Source("lse-gradient-sign", text, product - factor * dlse)
     yield Source("delta-omitted", "D = 0", np.zeros_like(product))
-    top, lse = (rows_of(question, contexts, of) for of in (_top, lambda c: c.L))
-    products = _other_products(question, dout, out)
-    products["dout . out before the division by the row sum"] = np.exp(lse - top) * product
-    for words, other in products.items():
-        yield Source(another, f"D = {words}", other - dlse)
     yield from _misread("D", product - dlse, question)
     for words, moved in _elsewhere(question):
         yield Source(another, f"D of the out: {words}", (dout * moved(out)).sum(axis=-1) - dlse)
@@ -120,24 +115,3 @@ def _by_head(question: Question, x: Floats | None) -> Floats:
     inside = question.sequence_of("q") >= 0
     found = np.where(inside[:, None, None], np.asarray(x, dtype=np.float64), 0.0)
     return np.asarray(found.swapaxes(0, 1))
-
-
-def _other_products(question: Question, dout: Floats, out: Floats) -> dict[str, Floats]:
-    """What may stand for dout . out: a part of it, or other arrays of the same shape."""
-    width, product = dout.shape[2], dout * out
-    parts = {f"first {n} of {width}": slice(0, n) for n in range(8, width, 8)}
-    parts |= {f"last {width - n} of {width}": slice(n, None) for n in range(8, width, 8)}
-    parts |= {f"{('even', 'odd')[n]}": slice(n, None, 2) for n in range(2)}
-    found = {f"the sum over the {t} columns": product[..., x].sum(-1) for t, x in parts.items()}
-    found |= {"out . out": (out * out).sum(axis=-1)}
-    others, heads = {"dout": dout}, np.arange(question.num_heads_q)
-    for name in ("q", "k", "v"):
-        x = np.asarray(getattr(question, name))
-        if x.shape[::2] == (*question.q.shape[:1], width):
-            others[name] = np.nan_to_num(
-                _by_head(question, x[:, heads // (question.num_heads_q // x.shape[1])])
-            )
-    for name, other in others.items():
-        found[f"dout . {name}"] = (dout * other).sum(axis=-1)
-        found[f"dout . (out + {name})"] = (dout * (out + other)).sum(axis=-1)
-    return found

@@ -25,7 +25,7 @@ from rawattn.check.diagnose.judge.match import judge_stage
 
 EFFORT = 10_000.0  # units, for a stage
 LARGEST = 4096 * 4096  # pairs of tokens that are looked at
-SAME = 1e-5  # of a scale
+STARTS, STEPS = (0.3, 1.0, 4.0), 8  # of Newton's method, for a scale
 CELLS = 2_000_000  # intervals of all rows that are tried
 NEAR = {2: 2e-2, 4: 1e-4, 8: 1e-6}  # of the values, by the bytes of the inputs
 
@@ -40,8 +40,9 @@ def options(question: Question, answers: Answers) -> list[Changes]:
     for stage in question.stages:
         verdict = judge_stage(question, answers, stage, until=spent() + EFFORT)
         if verdict is not None and not verdict.sound:
-            if stage == "forward" and (x := _of_seen(question, _read(question, answers))):
-                found.append(x)
+            if stage == "forward":
+                seen = _of_seen(question, _read(question, answers))
+                found += [x for x in (seen, _of_scale(question, answers)) if x]
             bugs = {id(one.prediction.bug): one.prediction.bug for one in verdict.explained}
             found += [x for bug in bugs.values() if (x := _of(question, answers, bug))]
             break
@@ -53,8 +54,6 @@ def _of(question: Question, answers: Answers, bug: Bug) -> Changes:
         return {}
     if bug.see is not None:
         return _of_seen(question, _seen(question, tuple(bug.see(question, views_of(question)))))
-    if bug.name == "score-scale":
-        return _of_scale(question, bug)
     if OF_ANOTHER_ORIGIN in bug.variant and question.dlse is None:
         return _of_delta(question, answers, bug)
     return {}
@@ -152,23 +151,38 @@ def _offsets(question: Question, wanted: np.ndarray) -> list[Changes]:
 # ---- numbers ----------------------------------------------------------------------------------
 
 
-def _of_scale(question: Question, bug: Bug) -> Changes:
-    """Scores that are all the right ones times a number."""
-    factors: list[Floats] = []
-
-    def Y(c: Context) -> Floats:
-        run_steps(c, ("Y",), NO_BUG)
-        right = c.Y
-        run_steps(c, ("Y",), bug)
-        there = np.abs(right) > 0.1
-        factors.append((c.Y / np.where(there, right, 1.0))[there])
-        return np.asarray(c.Y)
-
-    solve(question, "forward", Bug("", stages=("forward",), steps={"Y": Y}))
-    found = np.concatenate([np.zeros(0), *factors])
-    if not found.size or np.ptp(found) > SAME * abs(found).max():
+def _of_scale(question: Question, answers: Answers) -> Changes:
+    """Another softmax_scale that gives these lse: by Newton's method from several ones."""
+    if "lse" not in answers or question.rare:
         return {}
-    return {"softmax_scale": question.scale * float(found.mean())}
+    found = np.asarray(answers["lse"], dtype=np.float64)
+    scale = question.scale
+
+    def off(s: float) -> tuple[float, float]:
+        """What lse is off by, as a share of it, and how much larger s had better be."""
+        slope, lse = np.zeros_like(found), np.full_like(found, -np.inf)
+
+        def P(c: Context) -> Floats:
+            at = c.view.heads[:, None], c.view.rows
+            L, P = c.softmax
+            lse[at], slope[at] = L, (P * np.where(c.W > 0, c.Y, 0.0)).sum(axis=-1) / s
+            return np.asarray(P)
+
+        solve(replace(question, softmax_scale=s), "forward", Bug("", steps={"P": P}))
+        there = np.isfinite(lse) & np.isfinite(found)
+        left, by = (found - lse)[there], slope[there]
+        size = float(np.abs(found[there]).max(initial=1e-30))
+        return float(np.abs(left).max(initial=0.0)) / size, float(left @ by / (by @ by or 1.0))
+
+    tried: list[tuple[float, float]] = []
+    for start in STARTS:
+        s = scale * start
+        for _ in range(STEPS):
+            left, by = off(s)
+            s = max(s + by, s / 4)
+        tried.append((off(s)[0], s))
+    left, s = min(tried)
+    return {"softmax_scale": s} if left < NEAR[question.dtype.itemsize] else {}
 
 
 def _of_delta(question: Question, answers: Answers, bug: Bug) -> Changes:

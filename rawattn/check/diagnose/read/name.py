@@ -189,7 +189,7 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
     unread, shown = tuple(said.unread), _picture(said)
     names = dict.fromkeys(said.names)
     name = next(iter(names)) if len(names) == 1 else ""
-    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.named, name)
+    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.plain, name)
 
 
 def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -> T:

@@ -22,6 +22,13 @@ from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
+Of = Callable[[Array, Array, Array], Array]  # of P, dP and D
+TERMS: dict[str, tuple[Of, Of]] = {  # the two terms of dS, with parentheses that stand elsewhere
+    "P o (a dP - b D)": (lambda P, dP, D: P * dP, lambda P, dP, D: P * D),
+    "P o a dP - b D": (lambda P, dP, D: P * dP, lambda P, dP, D: D + 0 * P),
+    "a dP - P o b D": (lambda P, dP, D: dP, lambda P, dP, D: P * D),
+    "a dP - b D": (lambda P, dP, D: dP, lambda P, dP, D: D + 0 * P),
+}
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 
 
@@ -255,12 +262,6 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
         off = np.where(there, slopes.dS - due, 0.0) / np.where(there, part.P * np.abs(dP - D), 1.0)
         return Field(off, there, False, noise).zero
 
-    for times, text, name in (
-        (0.0, "lacks the row term D: it is P dP", "delta-omitted"),
-        (-1.0, "has D with the wrong sign", "delta-of-another-out"),
-    ):
-        if fits(part.P * slope * (dP - times * D)):
-            return Change([text], name, instead=partial(_with_delta, times))
     if fits(part.P * (dP - D)):
         gates = part.places.question.block_scale is not None
         what, name = (
@@ -272,8 +273,14 @@ def _of_delta(part: _Part, noise: float) -> Change | None:
     if (heads := _of_values(part, fits)) is not None:
         text = f"takes dP of query head h with v of head {of_heads(heads)}"
         return Change([text], "gqa-head-map", instead=partial(_with_values, heads))
-    if fits(slope * (dP - D)):
-        return Change(["lacks the factor P"], "softmax-backward-without-p", None)
+    for form, terms in TERMS.items():
+        one, other = (slope * of(part.P, dP, D) for of in terms)
+        size = np.where(there, part.P * np.abs(dP - D), 1.0)[there]
+        both = np.stack([one[there], -other[there]], axis=1) / size[:, None]
+        a, b = np.linalg.lstsq(both, slopes.dS[there] / size, rcond=None)[0]
+        a, b = (float(np.rint(x)) if abs(x - np.rint(x)) < noise else float(x) for x in (a, b))
+        if fits(a * one - b * other):
+            return Change(*_of_terms(form, a, b), instead=partial(_with_terms, terms, a, b))
     of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, noise)
     if of_row.zero and not np.ptp(D, axis=-1).any():
         return Change(["has another row term than D = dout . out"], "delta-of-another-out", None)
@@ -298,9 +305,22 @@ def _with_values(heads: Array, c: Context) -> Array:
     return np.asarray(c.G * c.cap[1] * c.P * (dP - c.D[..., None]))
 
 
-def _with_delta(times: float, c: Context) -> Array:
-    """dY with so many D."""
-    return np.asarray(c.G * c.cap[1] * c.P * (c.dP - times * c.D[..., None]))
+def _of_terms(form: str, a: float, b: float) -> tuple[list[str], str]:
+    """What dS of these terms is called, and its class."""
+    if "P o (" not in form:
+        text = "lacks the factor P" if a == b == 1 and "P o" not in form else ""
+        return [text or f"is {form}, a = {a:.3g}, b = {b:.3g}"], "softmax-backward-without-p"
+    if a == 1 and b in (0, -1):
+        text, name = "lacks the row term D: it is P dP", "delta-omitted"
+        return ([text], name) if b == 0 else (["has D with the wrong sign"], "delta-of-another-out")
+    name = "delta-of-another-out" if a == 1 else "constant-factor"
+    return [f"is {form}, a = {a:.3g}, b = {b:.3g}"], name
+
+
+def _with_terms(terms: tuple[Of, Of], a: float, b: float, c: Context) -> Array:
+    """dY of these terms."""
+    one, other = (np.asarray(of(c.P, c.dP, c.D[..., None])) for of in terms)
+    return np.asarray((c.W > 0) * c.G * c.cap[1] * (a * one - b * other))
 
 
 def _say_pairs(change: Change, part: _Part, other: _Part, rows: int) -> None:

@@ -128,7 +128,7 @@ def _say_support(said: Said, alive: Array, passed: bool) -> None:
         if passed:
             said.names.append(of_pairs(places, rules.inside(LESS), places.right & alive[..., None]))
         else:
-            said.names.append("rows-not-written" if rules.named else "unknown")
+            said.names.append("rows-not-written" if rules.plain else "unknown")
         return
     if rules.whole is not None:
         said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
