@@ -4,16 +4,16 @@ Masks, numbers and tiles have modules of their own. Bugs that no planted computa
 because nobody knows the numbers that came in, are found by their structure, in ``judge.proofs``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, options
+from rawattn.check.diagnose.catalogue.heads import by_map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats, Store, View
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats, Store
 from rawattn.check.diagnose.engine.question import Question
 
 Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
@@ -43,9 +43,10 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     yield from of_backward(question)
     if question.group > 1:
         if question.num_heads_kv > 1:
-            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
-        for text, of in SUMS.items():
-            steps = {"sum_heads": lambda c, of=of: of}
+            of = np.arange(question.num_heads_q) % question.num_heads_kv
+            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, by_map(of))
+        for text, total in SUMS.items():
+            steps = {"sum_heads": lambda c, total=total: total}
             yield Bug("gqa-group-not-summed", text, BACKWARD, steps=steps)
 
     for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
@@ -74,22 +75,3 @@ def _reversed(heads: int, columns: int) -> Store:
         return x[:, ::heads, ::columns] if x.ndim == 3 else x[::heads]
 
     return lambda question, answers: {name: moved(x) for name, x in answers.items()}
-
-
-def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """Every query head alone, with another key/value head."""
-    found = []
-    for view in views:
-        for i, head in enumerate(view.heads):
-            one = slice(i, i + 1)
-            found.append(
-                replace(
-                    view,
-                    heads=view.heads[one],
-                    head_kv=int(head) % question.num_heads_kv,
-                    weight=view.weight[one] if len(view.weight) > 1 else view.weight,
-                    slot=None if view.slot is None else view.slot[one],
-                    selections=None if view.selections is None else view.selections[one],
-                )
-            )
-    return found

@@ -29,8 +29,8 @@ def by_map(head_kv: Sequence[int] | np.ndarray) -> See:
         own, heads = slice(i, i + 1), view.heads[i : i + 1]
         weight = view.weight[own] if len(view.weight) > 1 else view.weight
         slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
-        of = int(head_kv[heads[0]])
-        return View(view.sequence, view.rows, view.keys, heads, of, weight, slot, selections)
+        found = replace(view, heads=heads, head_kv=int(head_kv[heads[0]]))
+        return replace(found, weight=weight, slot=slot, selections=selections)
 
     return lambda question, views: [one(view, i) for view in views for i in range(len(view.heads))]
 

@@ -7,11 +7,11 @@ layout, as the array that one would have to read rightly); or a loop over tiles 
 Long by the tables.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.heads import by_map
 from rawattn.check.diagnose.catalogue.reading import delta_of
 from rawattn.check.diagnose.catalogue.second_order import (
     SECOND,
@@ -28,7 +28,6 @@ from rawattn.check.diagnose.engine.attention import (
     Floats,
     Step,
     Store,
-    View,
     solve,
 )
 from rawattn.check.diagnose.engine.question import Answers, Question
@@ -89,7 +88,8 @@ def read(operand: str, array: str = "", move: Move | None = None) -> Step:
 
 def _elsewhere(question: Question) -> Iterator[Bug]:
     """A direction wherever it is read, or an operand of one product alone."""
-    given = _given(question)
+    given, heads_q = _given(question), np.arange(question.num_heads_q)
+    own = heads_q // question.group
     for names, sites in READS:
         operands = names.split()
         if not set(operands) <= given:
@@ -100,7 +100,7 @@ def _elsewhere(question: Question) -> Iterator[Bug]:
         heads = _other_heads_kv(question) if of_keys else other_heads(question)
         for how, of_head in heads.items() if len(operands) < 3 else ():
             steps = at(sites, **{x: read(x, move=_of_heads(of_head)) for x in operands})
-            see = _each_head if of_keys else None
+            see = by_map(own) if of_keys else None
             yield from in_both("gqa-head-map", text.format(f" of {how}"), steps, see)
         for how, move in MOVES.items() if not where else ():
             if (
@@ -111,9 +111,10 @@ def _elsewhere(question: Question) -> Iterator[Bug]:
                 steps = at(sites, **{x: read(x, move=move) for x in operands})
                 yield from in_both("input-layout", text.format(f", {how}"), steps)
     if question.group > 1 and question.num_heads_kv > 1:
-        right = _of_heads(np.arange(question.num_heads_q) // question.group)
+        right = _of_heads(own)
         steps = {"Y": _setting({x: read(x, move=right) for x in ("K", "V", "tK", "tV")})}
-        yield Bug("gqa-reduction-map", "h % num_heads_kv", SECOND, _sums_of_others, steps)
+        see = by_map(heads_q % question.num_heads_kv)
+        yield Bug("gqa-reduction-map", "h % num_heads_kv", SECOND, see, steps)
 
 
 def other_heads(question: Question) -> dict[str, np.ndarray]:
@@ -140,29 +141,6 @@ def _other_heads_kv(question: Question) -> dict[str, np.ndarray]:
 
 def _of_heads(of_head: np.ndarray) -> Move:
     return lambda question, x: x[:, of_head]
-
-
-def _each_head(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """The same views, one for each query head."""
-    return [
-        replace(
-            view,
-            heads=view.heads[i : i + 1],
-            weight=view.weight[i : i + 1] if len(view.weight) > 1 else view.weight,
-            slot=None if view.slot is None else view.slot[i : i + 1],
-            selections=None if view.selections is None else view.selections[i : i + 1],
-        )
-        for view in views
-        for i in range(len(view.heads))
-    ]
-
-
-def _sums_of_others(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """Gradients of keys go to another head than that which was read."""
-    return [
-        replace(view, head_kv=int(view.heads[0]) % question.num_heads_kv)
-        for view in _each_head(question, views)
-    ]
 
 
 def _setting(values: Mapping[str, Step]) -> Step:
