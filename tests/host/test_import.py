@@ -87,7 +87,7 @@ OF_DIAGNOSE = {
     "evidence": {"engine", "findings"},
     "catalogue": {"engine"},
     "inferred": {"catalogue", "engine", "evidence"},
-    "read": {"engine", "evidence", "findings"},
+    "read": {"catalogue", "engine", "evidence", "findings"},
     "judge": {"catalogue", "engine", "evidence", "findings", "inferred", "read"},
     "files": {"engine", "evidence"},
     "logs": {"catalogue", "findings"},
