@@ -433,6 +433,16 @@ def test_an_identity_that_fails_is_a_finding() -> None:
     assert (found.bug, found.confidence) == ("score-scale", "proved")
 
 
+def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+    """7.4: least squares are not given infinity."""
+    question = drawn((40, 30), heads=(1, 1), causal=False)
+    answers = only(computed(question), "out", "lse")
+    answers["lse"][:, ::5] = -800.0  # exp(S - lse) is then more than float64 holds
+    answers["out"][1::3] *= 0.5
+    assert not diagnose(question, answers).sound
+    assert "DLASCL" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize(
     ("form", "bug", "words"),
     [
