@@ -4,9 +4,8 @@
 
 Plants every class of tests/diagnose/planted/ in the plain implementations there, on random
 problems; and judges right implementations on as many. They are asked, as `diff` asks a candidate.
-The exit code is 0 if at least SHARE of the
-trials name the bug first, none names a wrong one with high confidence, and no right implementation
-is accused.
+The exit code is 0 if at least SHARE of the trials name the bug first, none names a wrong one with
+high confidence, and no right implementation is accused.
 """
 
 import argparse

@@ -22,6 +22,7 @@ from rawattn.check.diagnose.engine.attention import (
     times,
 )
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
+from rawattn.reference.dense import dead_to_inf
 
 # ---- scores and their softmax -----------------------------------------------------------------
 
@@ -99,8 +100,7 @@ def _read(lse: Lse, c: Context) -> Floats:
 
 
 def _power(x: float, c: Context) -> Floats:
-    L = np.where(np.isneginf(c.L), np.inf, c.L)[..., None]
-    return np.asarray(c.r(np.exp(x * (c.S - L))))
+    return np.asarray(c.r(np.exp(x * (c.S - dead_to_inf(np, c.L)[..., None]))))
 
 
 def _not_normalised(c: Context) -> Floats:

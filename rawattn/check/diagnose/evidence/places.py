@@ -101,6 +101,11 @@ class Places:
         seen &= (self.j - self.p <= right) | (right < 0)
         return seen
 
+    @property
+    def rights(self) -> Array:
+        """(num_heads_q, total_q, total_k): the same of every query head."""
+        return np.stack([self.of(head).right for head in range(self.question.num_heads_q)])
+
     @cached_property
     def slots(self) -> Array:
         """(total_q, total_k), of block-sparse attention: which slot names the key's block; OWN of

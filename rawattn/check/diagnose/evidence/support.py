@@ -75,12 +75,11 @@ class Support:
                 raise ValueError("this was read on sequences of other lengths")
             more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
             return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
-        of_heads = [places.of(head) for head in range(places.question.num_heads_q)]
-        found = np.stack([of.right for of in of_heads]).astype(self.seen.dtype)
+        found = places.rights.astype(self.seen.dtype)
         for part in self.parts:
             if part.rule is not None:
                 for head in part.heads:
-                    of = of_heads[head]
+                    of = places.of(head)
                     found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
 

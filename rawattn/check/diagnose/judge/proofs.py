@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, sequences, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Bug, Floats, sequences, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -39,7 +39,6 @@ Call = Callable[[Question], Answers]
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
-TILES = (8, 16, 32, 64, 128)
 
 
 def finding(side: str, bug: str, where: str, confidence: str, evidence: Sequence[str]) -> Finding:

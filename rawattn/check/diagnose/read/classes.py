@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support
 
 BACKWARD_ONLY = "mask-missing-in-backward"
-TILES = (8, 16, 32, 64, 128)
 
 
 def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:

@@ -60,7 +60,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         return said  # what dS should be is not known
     changes = {}
     for name, slopes in read.slopes.items():
-        if said.see is not None and _by_the_mask(_Part(said, places, slopes, _right(places))):
+        if said.see is not None and _by_the_mask(_Part(said, places, slopes, places.rights)):
             changes[name] = Change(["sees whom it must"], masked=True, instead=_masked)
             continue
         part = _Part(said, places, slopes)
@@ -79,11 +79,6 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     return said
 
 
-def _right(places: Places) -> Array:
-    """(num_heads_q, total_q, total_k)"""
-    return np.stack([places.of(head).right for head in range(places.question.num_heads_q)])
-
-
 def _by_the_mask(part: "_Part") -> bool:
     """Whether dS is right, for all that P is not."""
     wrong = part.gone.any() or part.wrongly.any()
@@ -92,7 +87,7 @@ def _by_the_mask(part: "_Part") -> bool:
 
 def _masked(c: Context) -> Array:
     """dY over the pairs of the mask, whatever the views are."""
-    right = _right(Places(c.question))
+    right = Places(c.question).rights
     here = right[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))]
     with np.errstate(over="ignore"):
         P = np.exp(c.G * c.cap[0] - dead_to_inf(np, c.L)[..., None])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import STEPS, Context, Step
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.maps import of_heads
@@ -15,7 +15,6 @@ from rawattn.check.diagnose.read.said import Said, biased, noise_of
 from rawattn.check.diagnose.read.terms import Term, by_head, number
 
 Array = np.ndarray
-TILES = (8, 16, 32, 64, 128)
 
 
 def say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
