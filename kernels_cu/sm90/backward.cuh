@@ -207,28 +207,31 @@ __device__ __forceinline__ void send_ds(const Args& args, Plan& smem, int peer) 
 
 // --- consumers -------------------------------------------------------------------------------------
 
-// Steps of 16 columns of V that consumers keep in registers: shared memory has so much less to give,
-// whose time is short where dQ is read out of it too
-constexpr int V_STEPS = HEAD_DIM_V / 16 < cfg::V_STEPS ? HEAD_DIM_V / 16 : cfg::V_STEPS;
-struct RegistersOfV {
-  uint32_t steps[V_STEPS > 0 ? V_STEPS : 1][4];
+// The first STEPS of 16 columns of K or V each, which consumers keep in registers: shared memory has so
+// much less to give, whose time is short where dQ is read out of it too
+template <class TileX, int STEPS>
+struct Kept {
+  uint32_t steps[STEPS > 0 ? STEPS : 1][4];
 
   // 16 rows of a tile from `row` on, by a warp
-  __device__ __forceinline__ void load(const TileV& tile, int row) {
-    const SquareReader<TileV, true, false, HEAD_DIM_V> rows(tile.address(), row);
+  __device__ __forceinline__ void load(const TileX& tile, int row) {
+    const SquareReader<TileX, true, false, TileX::COLS> rows(tile.address(), row);
 #pragma unroll
-    for (int k = 0; k < V_STEPS; ++k) rows.load(steps[k], 0, k);
+    for (int k = 0; k < STEPS; ++k) rows.load(steps[k], 0, k);
   }
 };
-// dP^T = V dO^T, the rows of V that `values` and `v` begin with
-template <int NT>
-__device__ __forceinline__ void multiply_values(float (&rdP)[1][NT][4], const RegistersOfV& v,
-                                                const Operand<TileV, K_MAJOR>& values,
-                                                const Operand<TileO, K_MAJOR>& gradients) {
-  if constexpr (V_STEPS > 0) {
-    multiply_xyt<HEAD_DIM_V>(rdP, v.steps, values, gradients);
+constexpr int V_STEPS = HEAD_DIM_V / 16 < cfg::V_STEPS ? HEAD_DIM_V / 16 : cfg::V_STEPS;
+using KeptV = Kept<TileV, V_STEPS>;
+
+// c = X Y^T, of rows of X that `rows` and `kept` begin with
+template <int STEPS, int NT, class TileX, class TileY>
+__device__ __forceinline__ void multiply_kept(float (&c)[1][NT][4], const Kept<TileX, STEPS>& kept,
+                                              const Operand<TileX, K_MAJOR>& rows,
+                                              const Operand<TileY, K_MAJOR>& y) {
+  if constexpr (STEPS > 0) {
+    multiply_xyt<TileX::COLS>(c, kept.steps, rows, y);
   } else {
-    multiply_xyt<HEAD_DIM_V, false>(rdP, values, gradients);
+    multiply_xyt<TileX::COLS, false>(c, rows, y);
   }
 }
 

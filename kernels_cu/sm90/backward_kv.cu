@@ -120,7 +120,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
     const Mask mask = tile.mask;
     TileK& k_tile = smem.k[kv.stage];
     TileV& v_tile = smem.v[kv.stage];
-    RegistersOfV rV;
+    KeptV rV;
     float rdK[1][HEAD_DIM / 8][4], rdV[1][HEAD_DIM_V / 8][4];
     clear(rdK);
     clear(rdV);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void consume(const Args& args, Plan& smem, int rank) 
       wgmma_fence();
       multiply_xyt<HEAD_DIM, false>(rP, own_keys, Operand<TileQ, K_MAJOR>(q.address()));
       wgmma_commit_group();
-      multiply_values(rdS, rV, own_values, Operand<TileO, K_MAJOR>(dout.address()));
+      multiply_kept(rdS, rV, own_values, Operand<TileO, K_MAJOR>(dout.address()));
       wgmma_commit_group();
       look_at_turn();
       wgmma_wait_group<1>();

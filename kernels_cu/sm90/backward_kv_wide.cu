@@ -53,12 +53,25 @@ static_assert(sizeof(SmemPlan) == cfg::SMEM_BYTES, "the row's shared memory and 
 
 enum NamedBarrier : int { TAIL_OF_FIRST = 1 };
 
-// The columns of dK or dV that one of the two consumers adds up: whole panels
-template <class TileX, bool BEFORE>
+// The columns of dK and dV that each of the two consumers adds up: the first has more of dK's panels,
+// and of dV what makes both even, where that is whole panels or less than one.
+__device__ constexpr int half_of_panels(int cols) {
+  return (cols / TileK::PANEL + 1) / 2 * TileK::PANEL;
+}
+constexpr int K_CUT = half_of_panels(HEAD_DIM), EVEN = (2 * K_CUT - HEAD_DIM + HEAD_DIM_V) / 2;
+constexpr bool IS_EVEN = EVEN % TileV::PANEL == 0 || HEAD_DIM_V - EVEN < TileV::PANEL;
+constexpr int V_CUT = IS_EVEN ? EVEN : half_of_panels(HEAD_DIM_V);
+template <class TileX, int CUT, bool BEFORE>
 struct Part {
-  static constexpr int CUT = (TileX::COLS / TileX::PANEL + 1) / 2 * TileX::PANEL;
   static constexpr int FIRST = BEFORE ? 0 : CUT, COLS = BEFORE ? CUT : TileX::COLS - CUT;
 };
+// Registers that narrow tiles leave, of V's steps and of accumulators, go to steps of K: a step takes
+// four of a thread, eight columns of dK or dV as many
+constexpr int OF_FIRST = K_CUT + HEAD_DIM_V - V_CUT, OF_SECOND = HEAD_DIM - K_CUT + V_CUT;
+constexpr int MOST = OF_FIRST > OF_SECOND ? OF_FIRST : OF_SECOND;
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+constexpr int ROOM = cfg::V_STEPS - V_STEPS + (WIDEST - MOST) / 8;
+constexpr int K_STEPS = HEAD_DIM / 16 < ROOM ? HEAD_DIM / 16 : ROOM;
 
 // K and V of all tiles, and Q and dO of all that they walk over, by one thread
 __device__ __forceinline__ void load_tiles(const Args& args, SmemPlan& smem, int rank) {
@@ -99,12 +112,19 @@ __device__ __forceinline__ void load_tiles(const Args& args, SmemPlan& smem, int
   }
 }
 
+// The address of NT * 8 columns from `COL` on, of panels or within one
+template <int COL, int NT, class TileY>
+__device__ __forceinline__ uint32_t columns_of(const TileY& y) {
+  constexpr int WITHIN = COL % TileY::PANEL;
+  static_assert(WITHIN == 0 || WITHIN + NT * 8 <= TileY::PANEL, "columns of two panels");
+  return y.address() + COL / TileY::PANEL * TileY::PANEL_BYTES + WITHIN * ELEMENT_BYTES;
+}
 // c += X^T Y of a step, columns of Y from `COL` on: of the consumer's own queries, whose X^T it has in
 // registers, or of the other's, from shared memory
 template <int CONSUMER, int COL, class TileY, int NT>
 __device__ __forceinline__ void add_own(float (&c)[1][NT][4],
                                         const uint32_t (&x)[OWN_QUERIES / 16][4], const TileY& y) {
-  const Operand<TileY, MN_MAJOR> columns(y.address() + COL / TileY::PANEL * TileY::PANEL_BYTES);
+  const Operand<TileY, MN_MAJOR> columns(columns_of<COL, NT>(y));
 #pragma unroll
   for (int k = 0; k < OWN_QUERIES / 16; ++k) {
     Wgmma<NT * 8>::template multiply<true, MN_MAJOR>(c, x[k],
@@ -114,7 +134,7 @@ __device__ __forceinline__ void add_own(float (&c)[1][NT][4],
 template <int CONSUMER, int COL, class TileX, class TileY, int NT>
 __device__ __forceinline__ void add_other(float (&c)[1][NT][4], const TileX& x, const TileY& y) {
   const Operand<TileX, K_MAJOR> rows(x.address());
-  const Operand<TileY, MN_MAJOR> columns(y.address() + COL / TileY::PANEL * TileY::PANEL_BYTES);
+  const Operand<TileY, MN_MAJOR> columns(columns_of<COL, NT>(y));
 #pragma unroll
   for (int k = 0; k < OWN_QUERIES / 16; ++k) {
     const int at = (1 - CONSUMER) * OWN_QUERIES / 16 + k;
@@ -124,8 +144,8 @@ __device__ __forceinline__ void add_other(float (&c)[1][NT][4], const TileX& x, 
 
 template <int CONSUMER>
 __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int rank) {
-  using OfK = Part<TileK, CONSUMER == 0>;
-  using OfV = Part<TileV, CONSUMER == 1>;
+  using OfK = Part<TileK, K_CUT, CONSUMER == 0>;
+  using OfV = Part<TileV, V_CUT, CONSUMER == 1>;
   constexpr int OWN_QUERY = CONSUMER * OWN_QUERIES;
   const int lane = threadIdx.x % WARP_SIZE;
   const int warp_row = threadIdx.x % WARPGROUP / WARP_SIZE * 16;
@@ -146,7 +166,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
     const int length = tile.queries.length;
     const int key = tile.col0 + first_key(rank, 0);
     const Mask mask = tile.mask;
-    RegistersOfV rV;
+    Kept<TileK, K_STEPS> rK;
+    KeptV rV;
     float rdK[1][OfK::COLS > 0 ? OfK::COLS / 8 : 1][4];
     float rdV[1][OfV::COLS > 0 ? OfV::COLS / 8 : 1][4];
     clear(rdK);
@@ -164,6 +185,7 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         mbarrier_wait(smem_address(&smem.cleared), parity_of_cleared);
         parity_of_cleared ^= 1;
       }
+      rK.load(smem.k, warp_row);
       rV.load(smem.v, warp_row);
     }
     const auto write_ds = [&](const uint32_t (&rdSt)[OWN_QUERIES / 16][4]) {
@@ -189,8 +211,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
                               uint32_t (&rdSt)[OWN_QUERIES / 16][4]) {
       float rP[1][OWN_QUERIES / 8][4], rdS[1][OWN_QUERIES / 8][4];
       wgmma_fence();
-      multiply_xyt<HEAD_DIM, false>(rP, Operand<TileK, K_MAJOR>(smem.k.address()),
-                                    Operand<TileQ, K_MAJOR>(q.address(), OWN_QUERY));
+      multiply_kept(rP, rK, Operand<TileK, K_MAJOR>(smem.k.address()),
+                    Operand<TileQ, K_MAJOR>(q.address(), OWN_QUERY));
       wgmma_commit_group();
       gradient.wait_full(smem.douts);
       TileO& dout = smem.dout[gradient.stage];
@@ -200,8 +222,8 @@ __device__ __forceinline__ void consume(const Args& args, SmemPlan& smem, int ra
         bar_sync(TAIL_OF_FIRST + CONSUMER, WARPGROUP);
       }
       wgmma_fence();
-      multiply_values(rdS, rV, Operand<TileV, K_MAJOR>(smem.v.address()),
-                      Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
+      multiply_kept(rdS, rV, Operand<TileV, K_MAJOR>(smem.v.address()),
+                    Operand<TileO, K_MAJOR>(dout.address(), OWN_QUERY));
       wgmma_commit_group();
       look_at_turn();
       wgmma_wait_group<1>();

@@ -122,7 +122,8 @@ class Sm90:
     take turns, one's softmax beside the other's products. ``num_stages``: tiles that are there at
     once of what a CTA walks over, K and V in the forward, Q and dO in the backward; ``q_stages``:
     of Q where it has its own; ``kv_stages``: of K and V in the backward. ``cluster``: CTAs that
-    work on one tile. ``v_steps``: 16 columns of V each, which consumers keep in registers.
+    work on one tile. ``v_steps``: 16 columns each of V, and then of K where both share keys, which
+    consumers keep in registers.
     ``min_ctas`` and ``pieces``: as of Sm80.
     """
 

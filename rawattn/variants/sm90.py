@@ -110,7 +110,7 @@ SM90: tuple[Row, ...] = (
     _backward_kv(96, 64, 128, "dK, dV, S, P and their gradients take 192 registers", num_stages=4, v_steps=5),
     _backward_kv(128, 64, 128, "dK, dV, S, P and their gradients take 224 registers", softcap=False, cluster=2, v_steps=1),
     _backward_kv(128, 64, 128, SOFTCAP, softcap=True, cluster=2),
-    _backward_kv_wide(192, "half of dK and of dV is what registers hold", v_steps=12, q_stages=2),
+    _backward_kv_wide(192, "half of dK and of dV is what registers hold", v_steps=14, q_stages=2),
     _backward_kv_wide(256, "half of dK and of dV is what registers hold", v_steps=6, q_stages=2, num_stages=1),
 )
 # fmt: on
