@@ -25,7 +25,7 @@ struct Place {
   int stage = 0, parity = 0;
 
   __device__ __forceinline__ void advance() {
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    stage = STAGES == 2 ? stage ^ 1 : stage + 1 == STAGES ? 0 : stage + 1;
     parity ^= stage == 0;
   }
   __device__ __forceinline__ void wait_full(const Ring<STAGES>& ring) const {

@@ -61,8 +61,8 @@ __device__ __forceinline__ bool any_may_ask(const OnlineSoftmax<1>& softmax,
   }
   return __any_sync(0xffffffff, any);
 }
-// The same by what a lane's P add up to: an element that asks would make the sum larger alone. A row
-// that has seen no key always may.
+// The same by what a lane's P add up to: an element that asks would make the sum larger alone. P of a
+// row that has seen no key are inf or NaN.
 __device__ __forceinline__ bool any_may_ask(const OnlineSoftmax<1>& softmax,
                                             const float (&sums)[2]) {
   bool any = false;
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool any_may_ask(const OnlineSoftmax<1>& softmax,
   for (int half = 0; half < 2; ++half) {
     const float bound = fminf(fmaxf(softmax.row_sum[0][half] * (SURE * (1 << FOLLOW_LOG2)), SURE),
                               SURE * (1 << FOLLOW_MAX_LOG2));
-    any |= !(sums[half] <= bound) || softmax.row_max[0][half] == -INF;
+    any |= !(sums[half] <= bound);
   }
   return __any_sync(0xffffffff, any);
 }
