@@ -267,6 +267,62 @@ def test_a_dense_peer_beside_a_sparse_case_is_timed_and_not_compared(monkeypatch
     assert row["methods"] == {"deterministic": 2}
 
 
+class Card:
+    """A GPU that works off a queue; the clock is that of the host, which queues in no time."""
+
+    def __init__(self):
+        self.host = self.gpu = 0.0
+
+    def work(self, ms):
+        self.gpu = max(self.gpu, self.host) + ms
+
+    def event(self, enable_timing):
+        return CardEvent(self)
+
+    def call(self, host_ms, gpu_ms):
+        """As a kernel that is launched after what the host does first."""
+        self.host += host_ms
+        self.work(gpu_ms)
+
+
+class CardEvent:
+    def __init__(self, card):
+        self.card = card
+
+    def record(self):
+        self.card.work(0)
+        self.at = self.card.gpu
+
+    def query(self):
+        return self.card.host >= self.at
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("lead, slow", [(1, 1.0), (1, 3.0), (1, 11.0), (0, 4.0)])
+def test_a_time_with_the_hosts_in_it_does_not_count(lead, slow, monkeypatch):
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "_sleep", card.work)
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(card, "host", card.gpu))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1))
+    calls = {"slow": lambda: card.call(slow, 2.0), "quick": lambda: card.call(0.1, 2.0)}
+    times = timing.time_rounds(calls, 8, lead)
+    assert times["quick"] == pytest.approx(2.0)
+    assert (times["slow"] == pytest.approx(2.0)) == (lead > 0)
+
+
+def test_who_keeps_the_gpu_waiting_has_no_time_under_load(monkeypatch):
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(card, "host", card.gpu))
+    monkeypatch.setattr(timing, "heat", lambda seconds: None)
+    calls = {"slow": lambda: card.call(2.5, 2.0), "quick": lambda: card.call(1.9, 2.0)}
+    times = timing.time_sustained(calls, dict.fromkeys(calls, 2.0), timing.Plan(sustained=0.5))
+    assert times == {"quick": pytest.approx(2.0)}
+
+
 def test_every_case_is_measured_in_the_directions_of_its_suite_or_in_those_asked_for():
     suite = cases.second()
     assert len(timing.wanted(suite, ())) == 13

@@ -21,6 +21,7 @@ FLUSH_BYTES = 256 << 20  # several times the largest L2 cache
 LEAD_CYCLES = (
     2_000_000  # about 1 ms in which the host queues a round, so that the GPU never waits for it
 )
+LONGEST_LEAD = 16  # times the first, where the host is slow; who waits for the GPU is late with any
 WARM_UP_ROUNDS = 2
 OLD = "old"  # the contender that is an older rawattn
 # Relative distance of two results above which one of them is wrong: derivatives in 16 bits are
@@ -30,7 +31,7 @@ DEFAULT_PEERS = (
     *("sdpa_flash", "torch_varlen", "sdpa_cudnn", "fa4", "fa3_fwd"),
     *("torch_math", "jvp_flash_attention", "fla_nsa", "lucidrains_triton"),
 )
-SHORTEST_MS = 0.2  # of a call under continuous load: what takes less waits for the host in between
+LATE = 0.05  # of the calls under continuous load, for which the GPU may wait
 HEAT_SIZE = 8192  # rows of the square product that heats
 
 Row = dict[str, Any]
@@ -57,7 +58,25 @@ class Plan:
 
 def time_rounds(calls: Calls, rounds: int, lead: int = LEAD_CYCLES) -> dict[str, float]:
     """Median milliseconds of each call; A, B, C, C, B, A, ... so that all see the same clocks and
-    none is always the first of a round."""
+    none is always the first of a round.
+
+    A time that began before the host had queued the whole call has the host's in it and does not
+    count. Where more than half of a call's are such the lead grows, up to LONGEST_LEAD times.
+    """
+    longest = lead * LONGEST_LEAD
+    while True:
+        times = _interleaved(calls, rounds, lead)
+        timely = {name: [ms for ms, late in of if not late] for name, of in times.items()}
+        if lead >= longest or all(len(of) > rounds // 2 for of in timely.values()):
+            break
+        lead *= 4
+    return {
+        name: statistics.median(timely[name] or [ms for ms, _ in of]) for name, of in times.items()
+    }
+
+
+def _interleaved(calls: Calls, rounds: int, lead: int) -> dict[str, list[tuple[float, bool]]]:
+    """Milliseconds of each call in each round, and whether the host was late with it."""
     import torch
 
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -71,12 +90,12 @@ def time_rounds(calls: Calls, rounds: int, lead: int = LEAD_CYCLES) -> dict[str,
             start.record()
             call()
             end.record()
-            events[name].append((start, end))
+            events[name].append((start, end, lead > 0 and start.query()))
         order.reverse()
     torch.cuda.synchronize()
     return {
-        name: statistics.median(start.elapsed_time(end) for start, end in pairs[WARM_UP_ROUNDS:])
-        for name, pairs in events.items()
+        name: [(start.elapsed_time(end), late) for start, end, late in of[WARM_UP_ROUNDS:]]
+        for name, of in events.items()
     }
 
 
@@ -96,24 +115,24 @@ def time_sustained(calls: Calls, guess: dict[str, float], plan: Plan) -> dict[st
     """Milliseconds of a call in a queue of nothing else, ``plan.sustained`` seconds long.
 
     ``guess`` are the times that say how many calls that is. The first quarter goes untimed, in
-    which clocks settle to this contender; calls shorter than SHORTEST_MS are left out.
+    which clocks settle to this contender. Who keeps the GPU waiting for the host is left out.
     """
     import torch
 
     times = {}
     heat(plan.heat)
     for name, call in calls.items():
-        if guess[name] < SHORTEST_MS:
-            continue
         number = max(4, int(plan.sustained * 1e3 / guess[name]))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for index in range(number + number // 3):
-            if index == number // 3:
-                start.record()
+        untimed = number // 3
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(untimed + number)]
+        late = 0
+        for index, end in enumerate(ends):
             call()
-        end.record()
+            late += index >= untimed and ends[index - 1].query()
+            end.record()
         torch.cuda.synchronize()
-        times[name] = start.elapsed_time(end) / number
+        if late <= LATE * number:
+            times[name] = ends[untimed - 1].elapsed_time(ends[-1]) / number
     return times
 
 
