@@ -118,8 +118,9 @@ def _with(finding: Finding, reading: Reading) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
     evidence = dict.fromkeys((*reading.evidence, *finding.evidence))
     finding = replace(finding, evidence=tuple(evidence))
-    if finding.bug == "unknown" and reading.name not in ("", *PLAIN) and not reading.unread:
-        return replace(finding, bug=reading.name, title=reading.title, confidence="medium")
+    if finding.bug == "unknown" and reading.name not in ("", "unknown") and not reading.unread:
+        confidence = "low" if reading.name in PLAIN else "medium"
+        return replace(finding, bug=reading.name, title=reading.title, confidence=confidence)
     if finding.bug not in PLAIN or not reading.wrong:
         return finding
     sure = reading.bug is not None and finding.confidence in ("high", "medium")
@@ -187,9 +188,7 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
     right, wrong = (tuple(dict.fromkeys(told)) for told in (said.right, said.wrong))
     bug = None if said.unread else _planted(stage, said, wrong)
     unread, shown = tuple(said.unread), _picture(said)
-    names = dict.fromkeys(said.names)
-    name = next(iter(names)) if len(names) == 1 else ""
-    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.plain, name)
+    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.plain, _name(said))
 
 
 def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -> T:
@@ -216,7 +215,12 @@ def _planted(stage: str, said: Said, wrong: Sequence[str]) -> Bug | None:
     see = said.see
     if see is None and not said.steps:
         return None
-    names = list(dict.fromkeys(said.names)) or ["unknown"]
-    name = names[0] if len(names) == 1 else "unknown"
     stages = ("forward", "backward") if stage == "forward" else ("backward",)
-    return Bug(name, "; ".join(wrong), stages, see, said.steps)
+    return Bug(_name(said) or "unknown", "; ".join(wrong), stages, see, said.steps)
+
+
+def _name(said: Said) -> str:
+    """The class of what was read, "" where it is of several. Row sums that are off beside a wrong
+    mask are those of what else is seen."""
+    names = set(said.names) - (set() if said.support.right else {"denominator"})
+    return names.pop() if len(names) == 1 else ""
