@@ -1,4 +1,4 @@
-"""What stands in the place of a step of ``plain``: the forms that many bugs share."""
+"""What stands in the place of a step of ``plain``: the forms that many bugs share, in a table."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.plain import OPEN, Array, Head, Hook, Kernel, in_window, tiles
+from tests.diagnose.plain import OPEN, Array, Head, Hook, Kernel, Planted, in_window, tiles
+from tests.diagnose.problems import Needs
 
 Hooks = dict[str, Any]
+Table = tuple[tuple[Any, ...], ...]  # of plants
 FIELDS = {field.name for field in fields(Kernel)}
 STAGES_OF = {
     "f": ("forward",),
@@ -31,6 +33,36 @@ def kernel(changes: Mapping[str, Any]) -> Kernel:
     return Kernel({n: hook for n, hook in changes.items() if n not in FIELDS}, **own)
 
 
+def plants(
+    table: Table,
+    usual: Callable[[str], Mapping[str, Any]],
+    of_class: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    named: Callable[[str, str], str] = lambda words, on: words,
+    every: Hooks | None = None,
+    gives: tuple[str, ...] = (),
+) -> tuple[Planted, ...]:
+    """A row: the class (or others that are the same function) and words, the stages ("f b" is two
+    plants), what is wrong, and what its problems need besides ``usual`` and what its class needs.
+
+    named: by words and stages. every: what all of them are like. gives: beyond first order. What is
+    no field of Needs is what lists of blocks must be like.
+    """
+    found = []
+    for name, stages, wrong, *more in table:
+        classes, _, words = name.partition(": ")
+        bug, *also = classes.split(" or ")
+        for on in stages.split():
+            wanted = {**usual(on), **(of_class or {}).get(bug, {}), **(more[0] if more else {})}
+            of_blocks = {n: wanted.pop(n) for n in wanted.keys() - Needs.__dataclass_fields__}
+            if "blocks" in wanted:
+                wanted["blocks"] = wanted["blocks"] | of_blocks
+            right, given = every or {}, () if set(on) & {"f", "b"} else gives
+            place = named(words, on), STAGES_OF[on], kernel(right | wrong), Needs(**wanted)
+            found.append(Planted(bug, *place, tuple(also), given, kernel(right)))
+    return tuple(found)
+
+
 def by(factor: Any) -> Hook:
     """So many times what is right; a number, or a function of what is at hand."""
     return lambda c, x: (factor(c) if callable(factor) else factor) * x
@@ -40,8 +72,18 @@ def of_each(hook: Hook, *names: str) -> Hooks:
     return dict.fromkeys(names, hook)
 
 
+def power(number: int) -> Hook:
+    """softmax_scale so often in front of what has it once."""
+    return by(lambda c: c.question.scale ** (number - 1))
+
+
 def tiled(tile: int) -> Hooks:
     return {"tile_m": tile, "tile_n": tile}
+
+
+def of_group(kept: int, *only: str) -> Hooks:
+    """Of a group: the one head that these gradients hold."""
+    return {"often": lambda c, x: x * (c.h % c.group == kept % c.group), "only": only}
 
 
 # ---- who sees whom ----
@@ -115,6 +157,23 @@ def by_pairs(
 
 
 # ---- what is read and stored ----
+
+
+def delta(of: Callable[..., Array], *only: str) -> Hooks:
+    """Another D: a function of the arrays and the question."""
+    read = {"read": lambda run, a: a | {"delta": of(a, run.question).astype(run.wide)}}
+    return read | ({"only": only} if only else {})
+
+
+def apart(distance: int, tile: int) -> Callable[[Array], Array]:
+    """Row r of every tile is row r ^ distance; zeros behind the last."""
+
+    def of(x: Array) -> Array:
+        whole = np.zeros((-(-len(x) // tile) * tile, *x.shape[1:]), x.dtype)
+        whole[: len(x)] = x
+        return whole[np.arange(len(x)) ^ distance]
+
+    return of
 
 
 def bounds(name: str, question: Question) -> list[tuple[int, int]]:

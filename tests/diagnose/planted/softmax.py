@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import STAGES_OF, Hooks, kernel
-from tests.diagnose.plain import LN_2, ZEROS, Array, Head, Planted, answers, capped, finite
-from tests.diagnose.problems import Needs, problems
+from tests.diagnose.hooks import Hooks, Table, plants
+from tests.diagnose.plain import LN_2, ZEROS, Array, Head, answers, capped, finite
+from tests.diagnose.problems import problems
 
 __all__ = ["PLANTED", "answers", "problems"]
 Softmax = tuple[Array, Array]  # L and O
@@ -204,15 +204,6 @@ def ring(parts: int, lse: bool) -> Hooks:
 # ---- the table ----
 
 
-def planted(bug: str, *variants: tuple[Any, ...]) -> list[Planted]:
-    """``variants``: in words, stages, what is wrong, more needs, and classes that are alike."""
-    found = []
-    for words, stages, wrong, *more in variants:
-        needs = Needs(**_USUAL | (more[0] if more else {}) | {"given": stages == "b"})
-        found.append(Planted(bug, words, STAGES_OF[stages], kernel(wrong), needs, tuple(more[1:])))
-    return found
-
-
 _USUAL: dict[str, Any] = {
     "lengths": (12, 40),
     "batch": (2, 2),
@@ -237,70 +228,42 @@ _BACK = {
     "dK": lambda c, x: turned(x, c.j, -1),
 }
 
-PLANTED: tuple[Planted, ...] = (
-    *planted(
-        "score-scale",
-        ("of a padded head_dim", "fb", other_scale(8)),
-        ("of another head_dim, forward", "f", other_scale(37)),
-        ("of another head_dim, backward", "b", other_scale(37)),
-        ("by head", "fb", other_scale(3, heads=True), _HEADS),
-        ("exp2 without log2(e)", "b", _POWER),
-    ),
-    *planted(
-        "softcap",
-        ("2", "fb", capped_at(2.0)),
-        ("1.3, forward", "f", capped_at(1.3)),
-        ("2.5, without derivative", "fb", capped_at(2.5, False)),
-    ),
-    *planted(
-        "score-bias",
-        ("ALiBi", "fb", biased(lambda c: c.j - c.p), _CAUSAL),
-        ("ALiBi on both sides", "fb", biased(lambda c: -abs(c.j - c.p)), _OPEN),
-        ("of packed keys", "f", biased(lambda c: c.r)),
-    ),
-    *planted(
-        "rotary",
-        ("k", "fb", rotated("K")),
-        ("q and k, neighbours", "fb", rotated("QK", neighbours=True), _LONG),
-        ("q, forward", "f", rotated("Q")),
-        ("gradients back", "b", _BACK),
-    ),
-    *planted(
-        "mask-inverted",
-        ("j > i", "fb", inverted(False), _CAUSAL, "wrong-keys"),
-        ("j >= i", "fb", inverted(True), _CAUSAL, "wrong-keys"),
-        ("j >= i, forward", "f", inverted(True), _CAUSAL, "wrong-keys"),
-    ),
-    *planted(
-        "mask-fill",
-        ("0 for masked scores", "fb", filled(0.0), _CAUSAL),
-        ("-10 for masked scores", "fb", filled(-5.0), _CAUSAL),
-        ("-1, with gradients", "fb", filled(-1.0, stops=False), _CAUSAL),
-        ("-3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
-        ("1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
-        ("-1 for padding", "fb", padded(0.0, -1.0), _PADDED),
-    ),
-    *planted(
-        "denominator",
-        ("1 more", "f", sunk(0.0, lse_too=True)),
-        ("1 more, out alone", "f", sunk(0.0, lse_too=False)),
-        ("sinks, out alone", "f", sunk(0.7, lse_too=False), _HEADS),
-        ("sinks", "f", sunk(-0.6, lse_too=True), _HEADS),
-        ("masked late, 16", "f", masked_late(16), _CAUSAL),
-        ("masked late, 24", "f", masked_late(24), _CAUSAL),
-        ("not reset", "f", not_reset(16), _SEVERAL),
-        ("not reset, tiles of 8", "f", not_reset(8), _SEVERAL),
-    ),
-    *planted(
-        "partial-merge",
-        ("by sums, 3 of 16", "f", by_sums(3, 16, False), _LONG),
-        ("by sums, 2 of 16, lse", "f", by_sums(2, 16, True), _LONG),
-        ("lse not updated", "f", merged("stale", 3), _OPEN),
-        ("base 2", "f", merged("base 2", 2)),
-        ("the largest lse", "f", merged("largest", 4)),
-        ("mean", "f", merged("mean", tile=16), _LONG),
-        ("empty as 0", "f", merged("empty as 0", 3), _CAUSAL),
-        ("lse of a part", "b", ring(2, lse=True)),
-        ("delta of a part", "b", ring(3, lse=False), {}, "delta-of-another-out"),
-    ),
+_TABLE: Table = (
+    ("score-scale: of a padded head_dim", "fb", other_scale(8)),
+    ("score-scale: of another head_dim, forward", "f", other_scale(37)),
+    ("score-scale: by head", "fb", other_scale(3, heads=True), _HEADS),
+    ("score-scale: exp2 without log2(e)", "b", _POWER),
+    ("softcap: 2", "fb", capped_at(2.0)),
+    ("softcap: 2.5, without derivative", "fb", capped_at(2.5, False)),
+    ("score-bias: ALiBi", "fb", biased(lambda c: c.j - c.p), _CAUSAL),
+    ("score-bias: ALiBi on both sides", "fb", biased(lambda c: -abs(c.j - c.p)), _OPEN),
+    ("score-bias: of packed keys", "f", biased(lambda c: c.r)),
+    ("rotary: k", "fb", rotated("K")),
+    ("rotary: q and k, neighbours", "fb", rotated("QK", neighbours=True), _LONG),
+    ("rotary: q, forward", "f", rotated("Q")),
+    ("rotary: gradients back", "b", _BACK),
+    ("mask-inverted or wrong-keys: j > i", "fb", inverted(False), _CAUSAL),
+    ("mask-inverted or wrong-keys: j >= i", "fb", inverted(True), _CAUSAL),
+    ("mask-fill: 0 for masked scores", "fb", filled(0.0), _CAUSAL),
+    ("mask-fill: -10 for masked scores", "fb", filled(-5.0), _CAUSAL),
+    ("mask-fill: -1, with gradients", "fb", filled(-1.0, stops=False), _CAUSAL),
+    ("mask-fill: -3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
+    ("mask-fill: 1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
+    ("mask-fill: -1 for padding", "fb", padded(0.0, -1.0), _PADDED),
+    ("denominator: 1 more", "f", sunk(0.0, lse_too=True)),
+    ("denominator: 1 more, out alone", "f", sunk(0.0, lse_too=False)),
+    ("denominator: sinks, out alone", "f", sunk(0.7, lse_too=False), _HEADS),
+    ("denominator: sinks", "f", sunk(-0.6, lse_too=True), _HEADS),
+    ("denominator: masked late, 16", "f", masked_late(16), _CAUSAL),
+    ("denominator: not reset", "f", not_reset(16), _SEVERAL),
+    ("partial-merge: by sums, 3 of 16", "f", by_sums(3, 16, False), _LONG),
+    ("partial-merge: by sums, 2 of 16, lse", "f", by_sums(2, 16, True), _LONG),
+    ("partial-merge: lse not updated", "f", merged("stale", 3), _OPEN),
+    ("partial-merge: base 2", "f", merged("base 2", 2)),
+    ("partial-merge: the largest lse", "f", merged("largest", 4)),
+    ("partial-merge: mean", "f", merged("mean", tile=16), _LONG),
+    ("partial-merge: empty as 0", "f", merged("empty as 0", 3), _CAUSAL),
+    ("partial-merge: lse of a part", "b", ring(2, lse=True)),
+    ("partial-merge or delta-of-another-out: delta of a part", "b", ring(3, lse=False)),
 )
+PLANTED = plants(_TABLE, lambda on: _USUAL | {"given": on == "b"})

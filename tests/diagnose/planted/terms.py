@@ -1,6 +1,6 @@
 """Gradients whose sums lack terms, hold them twice, or have row terms of other rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
@@ -10,22 +10,23 @@ import numpy as np
 from rawattn.check.diagnose.engine.question import Question
 from tests.diagnose.hooks import (
     GRADIENTS,
-    STAGES_OF,
     Hooks,
     Pair,
+    Table,
     as_if,
     by,
     by_pairs,
-    change,
+    delta,
     in_sequences,
-    kernel,
     local,
     no_window,
     of_each,
+    of_group,
+    plants,
     window,
 )
-from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Head, Hook, Planted, answers
-from tests.diagnose.problems import Needs, problems
+from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Head, Hook, answers
+from tests.diagnose.problems import problems
 
 __all__ = ["PLANTED", "answers", "problems"]
 Of = Callable[[dict[str, Array], Question], Array]  # a row term, out of all arrays
@@ -33,12 +34,6 @@ B = ("dq", "dk")
 
 
 # ---- other row terms ----
-
-
-def delta(of: Of, *tensors: str) -> Hooks:
-    """Another D, in some of the gradients."""
-    read = {"read": lambda run, a: a | {"delta": of(a, run.question).astype(run.wide)}}
-    return read | {"only": tensors or B}
 
 
 def lse(of: Callable[[Array, Question], Array], *tensors: str) -> Hooks:
@@ -51,14 +46,8 @@ def lse(of: Callable[[Array, Question], Array], *tensors: str) -> Hooks:
     return {"read": read, "only": tensors or GRADIENTS}
 
 
-def swapped(x: Array, question: Question | None = None) -> Array:
+def turned(x: Array, question: Question) -> Array:
     return as_if((1, 0))(x, "", question)
-
-
-def upper_rows(a: dict[str, Array], question: Question) -> Array:
-    """Rows 8 to 15 of every 16 read those 8 before, of the whole array."""
-    place = np.arange(a["delta"].shape[1])
-    return a["delta"][:, np.where(place % 16 >= 8, place - 8, place)]
 
 
 def in_tiles(tile: int) -> Of:
@@ -92,10 +81,6 @@ def with_residual(a: dict[str, Array], question: Question) -> Array:
     heads_first = a["out"].swapaxes(0, 1)
     x = np.random.default_rng(3).standard_normal(heads_first.shape).swapaxes(0, 1)
     return (a["dout"] * (a["out"] + x)).sum(2).T - a["dlse"]
-
-
-def by_queries(c: Head, x: Array) -> Array:
-    return c.P * (c.dP - (c.P * c.dP).sum(axis=0))
 
 
 def by_shards(count: int) -> Hooks:
@@ -160,23 +145,6 @@ def row_before(c: Head) -> Array:
 
 # ---- the table ----
 
-
-def planted(
-    bug: str, needs: Mapping[str, Any], *variants: tuple[Any, ...], on: str = "b"
-) -> list[Planted]:
-    """``variants``: in words, what is wrong, more needs, and classes that are the same function."""
-    own: dict[str, Any] = {"given": on == "b"}
-    own |= {"moved": 0.0} if on in "sj" else {}
-    own |= {"dout": None} if on in "fj" else {}
-    gives = STAGES_OF[on] if on in "sj" else ()
-    found = []
-    for words, wrong, *more in variants:
-        wanted = Needs(**{**own, **needs, **(more[0] if more else {})})
-        also = tuple(more[1:])
-        found.append(Planted(bug, words, STAGES_OF[on], kernel(wrong), wanted, also, gives))
-    return found
-
-
 _TWO = {"batch": (2, 3), "lengths": (30, 90)}
 _EQUAL = {"lengths_k": ("equal",)}
 _EASY = {"masks": ("open", "causal")} | _EQUAL
@@ -185,194 +153,94 @@ _HEADS = {"heads_kv": (2, 3)}
 _FINE = {"dtypes": (FLOAT64, FLOAT32, FLOAT32)}
 _LONG = {"lengths": (70, 130), "batch": (1, 2), "head_dims": (32, 64), "head_dims_v": (32, 64)}
 _OPEN, _CAUSAL = {"masks": ("open",)}, {"masks": ("causal",)}
+_DLSE, _LONGER, _KEYS = {"dlse": 1.0}, {"lengths": (90, 130)}, {"only": ("dk", "dv")}
+_IN_WINDOW = {"masks": ("window",)} | _LONGER
+_OFF_TILE = {"past_end": 0.0, "lengths": (41, 59), "batch": (2, 2)}
+_SHORT = {"head_dims": (32,), "head_dims_v": (32,), "dlse": 0.0, "heads_kv": (1,), "shows": 0.0}
+_SHORT |= _EASY | {"lengths": (140, 200), "batch": (1, 2), "groups": (2, 4)}
+_SHORT |= {"dtypes": (BFLOAT16,) * 3}
+_NEEDS: dict[str, dict[str, Any]] = {
+    "delta-of-another-out": _ROWS,
+    "delta-omitted": _ROWS,
+    "statistics-misplaced": _ROWS | _HEADS,
+    "lse-gradient-sign": _EASY | _DLSE,
+    "mask-missing-in-backward": _CAUSAL | _EQUAL | {"lengths": (10, 90)},
+    "causal-off-by-one": _CAUSAL | _EQUAL | {"lengths": (10, 60)},
+    "pairs-dropped": _LONG | _EQUAL,
+    "tile-counted-twice": _LONG | _EQUAL,
+    "tail-tile-dropped": _LONG | _OPEN | _EQUAL | {"lengths": (102, 122)},
+    "gqa-group-not-summed": _EQUAL | {"groups": (2, 4), "lengths": (20, 90)},
+    "output-scale": _LONG | _EASY | {"scaled": 0.0},
+    "underflow-in-16-bit": _FINE | {"dlse": 0.0},
+    # beside float64's noise it is "unknown" as yet
+    "narrow-intermediate": {"dtypes": (FLOAT32,) * 3, "dlse": 0.0},
+    "no-rescale": _OPEN | {"lengths": (40, 120)},
+}
+_FIRST_COLUMNS = delta(product_of(lambda dout, out: (dout[..., :16], out[..., :16])), *B)
+_ROW_BEFORE = delta(product_of(lambda dout, out: (np.roll(dout, 1, 0), out)), *B)
+_HALF_IN_DK = delta(lambda a, q: 0.5 * a["delta"], "dk")
+_TURNED = delta(lambda a, q: turned(a["delta"], q), *B)
+_LOCAL_IN_DQ = delta(lambda a, q: local(a["delta"], "delta", q), "dq")
+_NEXT_IN_DV = lse(lambda L, q: np.roll(L, -1, 0), "dv")
+_DLSE_TURNED = delta(lambda a, q: a["delta"] + a["dlse"] - turned(a["dlse"], q), *B)
+_BASE_2 = delta(lambda a, q: a["delta"] + a["dlse"] * (1 - np.log(2)), *B)
+_UNTIL_TILE = delta(until_tile, *B)
+_ROUNDED_DOWN = {"often": by_pairs(lambda t: t.i < t.last_i or t.first_i == t.last_i, 32, 32)}
+_OFF_DIAGONAL = often(lambda t: t.i != t.j, "dq", tile_n=32)
+_DIAGONAL_TWICE = often(lambda t: 1 + (t.i == t.j), "dk", "dv", tile_n=32)
+_LAST_TWICE = often(lambda t: 1 + (t.i == t.last_i), "dk", "dv")
+_NO_TAIL = often(lambda t: t.rows.stop <= t.c.n // 32 * 32, "dk", "dv")
+_NARROW_SUMS = of_each(of_dtype(ml_dtypes.bfloat16), "sum dk", "sum dv")
+_NARROW_D = delta(lambda a, q: a["delta"].astype(ml_dtypes.bfloat16), *B)
+_NARROW_L = lse(lambda L, q: L.astype(ml_dtypes.bfloat16))
 
-PLANTED: tuple[Planted, ...] = (
+_TABLE: Table = (
     # ---- row terms ----
-    *planted(
-        "delta-of-another-out",
-        _ROWS,
-        (
-            "the first 16 columns",
-            delta(product_of(lambda dout, out: (dout[..., :16], out[..., :16]))),
-            _LONG,
-        ),
-        (
-            "every second column",
-            delta(product_of(lambda dout, out: (dout[..., ::2], out[..., ::2]))),
-            _LONG,
-        ),
-        ("out with a residual", delta(with_residual)),
-        (
-            "dout of the row before",
-            delta(product_of(lambda dout, out: (np.roll(dout, 1, 0), out))),
-        ),
-        ("over the queries", {"dS": by_queries}, {}, "softmax-axis"),
-        ("of 3 shards", by_shards(3), _OPEN),
-        ("of 2 shards", by_shards(2), _OPEN),
-        ("in dk alone, of half the columns", delta(lambda a, q: 0.5 * a["delta"], "dk"), _LONG),
-    ),
-    *planted(
-        "delta-omitted",
-        _ROWS,
-        (
-            "from the last whole tile of the pack on",
-            delta(until_tile),
-            {"past_end": 0.0, "lengths": (41, 59), "batch": (2, 2)},
-        ),
-        ("in partial tiles", delta(no_tails(32))),
-        ("in dk alone", delta(lambda a, q: 0 * a["delta"], "dk")),
-    ),
-    *planted(
-        "statistics-misplaced",
-        _ROWS | _HEADS,
-        ("D of 8 rows before", delta(upper_rows)),
-        ("D as (tokens, heads)", delta(lambda a, q: swapped(a["delta"]))),
-        ("D without offset", delta(lambda a, q: local(a["delta"], "delta", q))),
-        ("D without offset, in dq alone", delta(lambda a, q: local(a["delta"], "delta", q), "dq")),
-        ("D of a tile of 16", delta(in_tiles(16))),
-        ("lse without offset", lse(lambda L, q: local(L, "lse", q))),
-        ("lse as (tokens, heads)", lse(swapped)),
-        ("lse of the next head, in dv alone", lse(lambda L, q: np.roll(L, -1, 0), "dv")),
-        ("lse of 0", lse(lambda L, q: 0 * L)),
-    ),
-    *planted(
-        "input-layout",
-        _TWO | _HEADS | _EASY | {"dlse": 1.0},
-        (
-            "dlse as (tokens, heads)",
-            delta(lambda a, q: a["delta"] + a["dlse"] - swapped(a["dlse"])),
-        ),
-    ),
-    *planted(
-        "lse-gradient-sign",
-        _EASY | {"dlse": 1.0},
-        ("dlse in base 2", delta(lambda a, q: a["delta"] + a["dlse"] * (1 - np.log(2)))),
-        ("dlse twice", delta(lambda a, q: a["delta"] - a["dlse"])),
-    ),
-    *planted("constant-factor", _ROWS, ("dP scaled", {"dP": by(0.25), "only": B})),
-    *planted(
-        "mask-missing-in-backward",
-        _CAUSAL | _EQUAL | {"lengths": (10, 90)},
-        ("in dv alone", no_window() | {"only": ("dv",)}),
-        ("in dq alone", no_window() | {"only": ("dq",)}),
-    ),
-    *planted(
-        "causal-off-by-one",
-        _CAUSAL | _EQUAL | {"lengths": (10, 60)},
-        ("in dk and dv", window(right=1) | {"only": ("dk", "dv")}),
-    ),
+    ("delta-of-another-out: the first 16 columns", "b", _FIRST_COLUMNS, _LONG),
+    ("delta-of-another-out: out with a residual", "b", delta(with_residual, *B)),
+    ("delta-of-another-out: dout of the row before", "b", _ROW_BEFORE),
+    ("delta-of-another-out: of 3 shards", "b", by_shards(3), _OPEN),
+    ("delta-of-another-out: in dk alone, of half the columns", "b", _HALF_IN_DK, _LONG),
+    ("delta-omitted: from the last whole tile of the pack on", "b", _UNTIL_TILE, _OFF_TILE),
+    ("delta-omitted: in partial tiles", "b", delta(no_tails(32), *B)),
+    ("delta-omitted: in dk alone", "b", delta(lambda a, q: 0 * a["delta"], "dk")),
+    ("statistics-misplaced: D as (tokens, heads)", "b", _TURNED),
+    ("statistics-misplaced: D without offset, in dq alone", "b", _LOCAL_IN_DQ),
+    ("statistics-misplaced: D of a tile of 16", "b", delta(in_tiles(16), *B)),
+    ("statistics-misplaced: lse as (tokens, heads)", "b", lse(turned)),
+    ("statistics-misplaced: lse of the next head, in dv alone", "b", _NEXT_IN_DV),
+    ("statistics-misplaced: lse of 0", "b", lse(lambda L, q: 0 * L)),
+    ("input-layout: dlse as (tokens, heads)", "b", _DLSE_TURNED, _TWO | _HEADS | _EASY | _DLSE),
+    ("lse-gradient-sign: dlse in base 2", "b", _BASE_2),
+    ("lse-gradient-sign: dlse twice", "b", delta(lambda a, q: a["delta"] - a["dlse"], *B)),
+    ("constant-factor: dP scaled", "b", {"dP": by(0.25), "only": B}, _ROWS),
+    ("mask-missing-in-backward: in dv alone", "b", no_window() | {"only": ("dv",)}),
+    ("mask-missing-in-backward: in dq alone", "b", no_window() | {"only": ("dq",)}),
+    ("causal-off-by-one: in dk and dv", "b", window(right=1) | _KEYS),
     # ---- pairs ----
-    *planted(
-        "pairs-dropped",
-        _LONG | _EQUAL,
-        ("the first query tile rounded up", rounded_up(64, 32), _CAUSAL),
-        (
-            "the last query tile rounded down",
-            {"often": by_pairs(lambda t: t.i < t.last_i or t.first_i == t.last_i, 32, 32)},
-            {"masks": ("window",), "lengths": (90, 130)},
-        ),
-        ("by chance", {"often": by_pairs(some_lost)}, {"lengths": (90, 130)}),
-        (
-            *("the diagonal in dq alone", often(lambda t: t.i != t.j, "dq", tile_n=32)),
-            *(_CAUSAL, "tile-skipped"),
-        ),
-    ),
-    *planted(
-        "tile-counted-twice",
-        _LONG | _EQUAL,
-        (
-            "the diagonal in dk and dv",
-            often(lambda t: 1 + (t.i == t.j), "dk", "dv", tile_n=32),
-            _CAUSAL,
-        ),
-        ("the last query tile", often(lambda t: 1 + (t.i == t.last_i), "dk", "dv"), _OPEN),
-    ),
-    *planted(
-        "tail-tile-dropped",
-        _LONG | _OPEN | _EQUAL | {"lengths": (102, 122)},
-        ("of queries, in dk and dv", often(lambda t: t.rows.stop <= t.c.n // 32 * 32, "dk", "dv")),
-    ),
-    *planted(
-        "gqa-group-not-summed",
-        _EQUAL | {"groups": (2, 4), "lengths": (20, 90)},
-        ("dv alone", often(lambda t: t.c.h % t.c.group == t.c.group - 1, "dv")),
-        ("dk alone, the first", often(lambda t: t.c.h % t.c.group == 0, "dk")),
-    ),
-    *planted(
-        "output-scale",
-        _LONG | _EASY | {"scaled": 0.0},
-        ("dk inside of the loop", inside("dk")),
-        ("dq inside of the loop", inside("dq", 32)),
-    ),
+    ("pairs-dropped: the first query tile rounded up", "b", rounded_up(64, 32), _CAUSAL),
+    ("pairs-dropped: the last query tile rounded down", "b", _ROUNDED_DOWN, _IN_WINDOW),
+    ("pairs-dropped: by chance", "b", {"often": by_pairs(some_lost)}, _LONGER),
+    ("pairs-dropped or tile-skipped: the diagonal in dq alone", "b", _OFF_DIAGONAL, _CAUSAL),
+    ("tile-counted-twice: the diagonal in dk and dv", "b", _DIAGONAL_TWICE, _CAUSAL),
+    ("tile-counted-twice: the last query tile", "b", _LAST_TWICE, _OPEN),
+    ("tail-tile-dropped: of queries, in dk and dv", "b", _NO_TAIL),
+    ("gqa-group-not-summed: dv alone", "b", of_group(-1, "dv")),
+    ("gqa-group-not-summed: dk alone, the first", "b", of_group(0, "dk")),
+    ("output-scale: dk inside of the loop", "b", inside("dk")),
+    ("output-scale: dq inside of the loop", "b", inside("dq", 32)),
     # ---- 16 bits ----
-    *planted(
-        "underflow-in-16-bit",
-        _FINE | {"dlse": 0.0},
-        ("dS in float16", {"dY": of_dtype(np.float16)}, {"dout": 1e-6}),
-        ("dS in float16, flushed to 0", {"dY": flushed}, {"dout": 3e-3}),
-    ),
-    *planted(
-        "narrow-intermediate",
-        {"dtypes": (FLOAT32,) * 3, "dlse": 0.0},  # beside float64's noise it is "unknown" as yet
-        ("dS in float8", {"dY": of_dtype(ml_dtypes.float8_e5m2)}),
-    ),
-    *planted(
-        "accumulates-in-16-bit",
-        _EASY
-        | {"dtypes": (BFLOAT16,) * 3, "lengths": (140, 200), "batch": (1, 2), "groups": (2, 4)}
-        | {"head_dims": (32,), "head_dims_v": (32,), "dlse": 0.0, "heads_kv": (1,), "shows": 0.0},
-        (
-            "dk and dv over tiles of 16",
-            of_each(of_dtype(ml_dtypes.bfloat16), "sum dk", "sum dv"),
-        ),
-    ),
-    *planted(
-        "accumulates-in-16-bit",
-        _FINE | _ROWS,
-        ("D in bfloat16", delta(lambda a, q: a["delta"].astype(ml_dtypes.bfloat16))),
-        ("lse in bfloat16", lse(lambda L, q: L.astype(ml_dtypes.bfloat16))),
-    ),
+    ("underflow-in-16-bit: dS in float16", "b", {"dY": of_dtype(np.float16)}, {"dout": 1e-6}),
+    ("underflow-in-16-bit: dS in float16, flushed to 0", "b", {"dY": flushed}, {"dout": 3e-3}),
+    ("narrow-intermediate: dS in float8", "b", {"dY": of_dtype(ml_dtypes.float8_e5m2)}),
+    ("accumulates-in-16-bit: dk and dv over tiles of 16", "b", _NARROW_SUMS, _SHORT),
+    ("accumulates-in-16-bit: D in bfloat16", "b", _NARROW_D, _FINE | _ROWS),
+    ("accumulates-in-16-bit: lse in bfloat16", "b", _NARROW_L, _FINE | _ROWS),
     # ---- online sums ----
-    *planted(
-        "no-rescale",
-        _OPEN | {"lengths": (40, 120)},
-        ("out by the row 8 before", rescaled(row_before, "out")),
-        (
-            "out by the row 8 before, from the last",
-            rescaled(row_before, "out") | {"tile_n": 32, "order": "descending"},
-        ),
-        ("out after P V is added", rescaled(None, "out", late=True)),
-        (
-            "out after P V, from the last",
-            rescaled(None, "out", late=True) | {"tile_n": 32, "order": "descending"},
-        ),
-        ("row_sum after the sum is added", rescaled(None, "row_sum", late=True)),
-        ("out rescaled twice", rescaled(lambda c: c.factor**2, "out")),
-        on="f",
-    ),
-    *planted(
-        "no-rescale",
-        _EASY | {"lengths": (40, 120)},
-        ("e", rescaled(lambda c: np.ones_like(c.factor), "e")),
-        ("tout, tiles of 32", rescaled(lambda c: np.ones_like(c.factor), "tout") | {"tile_n": 32}),
-        on="j",
-    ),
-    # ---- double backward ----
-    *planted(
-        "statistics-misplaced",
-        _ROWS | _HEADS,
-        ("W as (tokens, heads)", change(as_if((1, 0)), "W", at="rows of second")),
-        ("W without offset", change(local, "W", at="rows of second")),
-        (
-            "D as (tokens, heads), double backward",
-            change(as_if((1, 0)), "delta", at="rows of second"),
-        ),
-        on="s",
-    ),
-    *planted(
-        "pairs-dropped",
-        _LONG | _CAUSAL | _EQUAL,
-        ("the first query tile rounded up, double backward", rounded_up()),
-        on="s",
-    ),
+    ("no-rescale: out by the row 8 before", "f", rescaled(row_before, "out")),
+    ("no-rescale: out after P V is added", "f", rescaled(None, "out", late=True)),
+    ("no-rescale: row_sum after the sum is added", "f", rescaled(None, "row_sum", late=True)),
+    ("no-rescale: out rescaled twice", "f", rescaled(lambda c: c.factor**2, "out")),
 )
+_FORWARD = {"given": False, "dout": None}
+PLANTED = plants(_TABLE, lambda on: {"given": True} if on == "b" else _FORWARD, _NEEDS)
