@@ -94,6 +94,14 @@ def seen(test: Callable[[Head], Any]) -> Hooks:
     return {"seen": lambda c, x: np.broadcast_to(test(c), x.shape)}
 
 
+def and_seen(test: Callable[[Head], Any]) -> Hooks:
+    return {"seen": lambda c, x: x & test(c)}
+
+
+def or_seen(test: Callable[[Head], Any]) -> Hooks:
+    return {"seen": lambda c, x: x | test(c)}
+
+
 def times(number: Callable[[Head], Any]) -> Hooks:
     """How often keys count that are seen."""
     return {"seen": lambda c, x: x * number(c)}
@@ -113,6 +121,25 @@ def window(left: int = 0, right: int = 0) -> Hooks:
 
 def no_window(left: bool = True, right: bool = True) -> Hooks:
     return {"window": lambda c, x: (-1 if left else x[0], -1 if right else x[1])}
+
+
+# ---- scores and sums ----
+
+
+def added(bias: Callable[[Head], Any]) -> Hooks:
+    """To the scores."""
+    return {"scores": lambda c, S: S + bias(c)}
+
+
+def heavier(log_of: Callable[[Head], Any], lse_too: bool = True) -> Hooks:
+    """A row sum with more in it than its keys: exp of a number, of all rows or of some."""
+
+    def of(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
+        whole = np.logaddexp(x[0], log_of(c)).astype(x[0].dtype)
+        lighter = np.exp(x[0] - np.where(np.isneginf(whole), 0, whole))
+        return (whole if lse_too else x[0]), x[1] * lighter
+
+    return {"softmax": of}
 
 
 # ---- tiles ----

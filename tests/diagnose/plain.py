@@ -57,7 +57,7 @@ class Kernel:
     order: str = "ascending"  # of key tiles; "descending", "shuffled", "pairwise"
     two_pass: bool = False  # the row maximum first, then the sums
     base_2: bool = False  # exp2 of scores in units of ln 2
-    rounding: str = "operands"  # "tf32"; "every step"
+    rounding: str = "operands"  # "tf32"; "every step"; "results" alone
     skips_masked: bool = True  # tiles of which no query sees a key
     subtracts_max: bool = True
     unguarded: tuple[str, ...] = ()  # "max", "lse": against -inf; "sum": against 0
@@ -95,7 +95,8 @@ class Run:
             bits = x.astype(FLOAT32).view(np.uint32)
             even = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
             return ((bits + even) & np.uint32(0xFFFFE000)).view(FLOAT32)
-        return x if self.question.dtype == self.wide else self.narrow(x)
+        wide = self.question.dtype == self.wide or self.kernel.rounding == "results"
+        return x if wide else self.narrow(x)
 
     def narrow(self, x: Array) -> Array:
         return x.astype(self.question.dtype).astype(self.wide)

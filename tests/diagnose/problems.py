@@ -133,6 +133,32 @@ def draw(
     return replace(question, out=right["out"], lse=right["lse"])
 
 
+def packed(
+    lengths: tuple[int, ...] = (20, 30, 46),
+    dtype: Any = FLOAT32,
+    *,
+    lengths_k: tuple[int, ...] = (),
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    dlse: bool = False,
+    moved: bool = False,
+    **options: Any,
+) -> Question:
+    """Of these lengths, the same for all seeds; causal, if it is not said that it is not."""
+    rng, sides = np.random.default_rng(0), (lengths, lengths_k or lengths)
+    shapes = [(sum(side), h, dim) for side, h in zip(sides, heads, strict=True)]
+    q, k, v, dout = (normal(rng, shape, dtype) for shape in (*shapes, shapes[1], shapes[0]))
+    offsets = [np.concatenate([[0], np.cumsum(side)]) for side in sides]
+    given = {"causal": True, "dout": dout, **options}
+    if dlse:
+        given["dlse"] = normal(rng, shapes[0][1::-1], dtype)
+    if moved:
+        given |= {
+            f"t{n}": normal(rng, x.shape, dtype) for n, x in zip("qkv", (q, k, v), strict=True)
+        }
+    return Question(q, k, v, *offsets, **given)
+
+
 def _lengths(needs: Needs, rng: np.random.Generator) -> tuple[list[int], list[int]]:
     """Of queries and of keys."""
     batch = int(rng.integers(needs.batch[0], needs.batch[1] + 1))

@@ -14,13 +14,14 @@ from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files.npz import dump, load
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import (
-    answers_of,
     question_of,
     reference_answers,
     small,
 )
 from rawattn.check.diagnose.read.packed import packed, read_packed
-from tests.diagnose.test_read_name import BUGS, alike, candidate
+from tests.diagnose import plain
+from tests.diagnose.called import asked, wrong
+from tests.diagnose.test_read_name import BUGS, Bug, alike
 
 CASES = {case.name: case for case in standard("small")}
 OPTIONS = {"softcap": 3.0, "sinks": True}
@@ -42,6 +43,12 @@ def posed(case: Case) -> tuple[Question, int]:
     return replace(found, out=right["out"], lse=right["lse"]), question.batch
 
 
+def alone(bug: Bug, question: Question) -> Answers:
+    """What its stage gives."""
+    found = asked(bug.planted)(bug.stage)
+    return found(question) if found else {}
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_read_as_right(name: str) -> None:
     question, batch = posed(RIGHT[name])
@@ -55,7 +62,7 @@ def test_what_is_right_is_read_as_right(name: str) -> None:
 def test_bugs_are_read(name: str) -> None:
     bug = BUGS[name]
     question, batch = posed(alike(bug, "float32"))
-    _, _, told = read_packed(question, answers_of(candidate(bug), question), batch)
+    _, _, told = read_packed(question, alone(bug, question), batch)
     (reading,) = told.of
     assert reading.stage == bug.stage and bug.text in (*reading.wrong, *reading.unread)[0]
 
@@ -63,7 +70,7 @@ def test_bugs_are_read(name: str) -> None:
 def test_what_hangs_on_the_longest_sequence_is_named() -> None:
     """It is one of the first ones, and by them the bug is found."""
     question, batch = posed(alike(BUGS["padding"], "float32"))
-    answers = answers_of(candidate(BUGS["padding"]), question)
+    answers = alone(BUGS["padding"], question)
     here, given, told = read_packed(question, answers, batch)
     (finding,) = diagnose(here, given, told=told).findings
     assert finding.bug == "padded-keys" and finding.confidence in ("high", "medium")
@@ -72,9 +79,8 @@ def test_what_hangs_on_the_longest_sequence_is_named() -> None:
 def test_a_backward_pass_of_a_wrong_forward_pass_is_not_accused() -> None:
     question, batch = posed(alike(BUGS["open tile"], "float32"))
     own = replace(question, out=None, lse=None)
-    plain = BUGS["open tile"].plain
-    wrong = replace(candidate(BUGS["open tile"]), backward=plain.backward)
-    _, _, told = read_packed(own, answers_of(wrong, question), batch)
+    planted = wrong(BUGS["open tile"].hooks, "forward", "backward")
+    _, _, told = read_packed(own, plain.answers(planted, own), batch)
     assert [reading.stage for reading in told.of] == ["forward"]
 
 
@@ -96,8 +102,7 @@ def test_a_file_of_another_language_is_explained(tmp_path: Path) -> None:
     assert "Nothing is wrong" in explained(given).output
     question, _ = load(given)
     assert question is not None
-    plain = candidate(BUGS["odd"])
-    answers = answers_of(plain, replace(question, dout=None))
+    answers = alone(BUGS["odd"], replace(question, dout=None, tq=None, tk=None, tv=None))
     np.savez(tmp_path / "own.npz", **answers)  # type: ignore[arg-type]
     done = explained(given, tmp_path / "own.npz")
     assert done.exit_code == 1

@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from rawattn.check.candidate import Candidate
 from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.files.npz import load
 from rawattn.check.diagnose.judge.failures import explain_failures
-from rawattn.check.diagnose.read.name import Reading, read
 from rawattn.check.sparse_cases import standard_sparse
 from rawattn.reference import sparse as reference
 from tests.diagnose import plain
+from tests.diagnose.called import told
 from tests.diagnose.plain import FLOAT32, FLOAT64, Planted
 from tests.diagnose.planted import sparse
 from tests.diagnose.problems import Needs, difference, draw, shows
@@ -56,17 +56,6 @@ def posed(planted: Planted, dtype: np.dtype[Any] = FLOAT64) -> Question:
     return next(question for question in drawn if not planted.bug or shows(planted, question))
 
 
-def told(planted: Planted, question: Question) -> dict[str, Reading]:
-    def ask(stage: str) -> Any:
-        def answers(asked: Question) -> Answers:
-            found = plain.answers(planted, asked)
-            return {name: x for name, x in found.items() if name in STAGES[stage]}
-
-        return answers
-
-    return {reading.stage: reading for reading in read(question, ask).of}
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -77,7 +66,7 @@ def told(planted: Planted, question: Question) -> dict[str, Reading]:
 def test_bugs_are_read_and_planted(name: str) -> None:
     planted = plant(name)
     question = posed(planted)
-    readings = told(planted, question)
+    readings = {reading.stage: reading for reading in told(planted, question).of}
     assert set(readings) == {*planted.stages} & {"forward", "backward"}
     found = plain.answers(planted, question)
     for stage, reading in readings.items():
@@ -96,7 +85,7 @@ def test_bugs_are_read_and_planted(name: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_right_is_read_as_right(dtype: np.dtype[Any], seed: int) -> None:
     question = draw(GATED, np.random.default_rng(seed), dtype, given=True)
-    assert not told(plain.RIGHT, question)
+    assert not told(plain.RIGHT, question).of
 
 
 def attention(

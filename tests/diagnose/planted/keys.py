@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.hooks import Hooks, Table, bounds, plants, seen, stored, times
+from tests.diagnose.hooks import (
+    Hooks,
+    Table,
+    and_seen,
+    bounds,
+    or_seen,
+    plants,
+    seen,
+    stored,
+    times,
+)
 from tests.diagnose.plain import ZEROS, Array, Head, answers
 from tests.diagnose.problems import DTYPES, problems
 
@@ -191,14 +201,6 @@ def left_edge_in_first_tile(rows: int, tile: int) -> Hooks:
 
 def left_side(by: Test) -> Hooks:
     return seen(lambda c: (c.j >= np.maximum(by(c), 0)) & (c.j <= c.p + c.window[1]))
-
-
-def and_seen(test: Test) -> Hooks:
-    return {"seen": lambda c, x: x & test(c)}
-
-
-def or_seen(test: Test) -> Hooks:
-    return {"seen": lambda c, x: x | test(c)}
 
 
 def dropout(share: float, rescaled: bool = True) -> Hooks:

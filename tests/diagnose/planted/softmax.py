@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import Hooks, Table, plants
+from tests.diagnose.hooks import Hooks, Table, added, heavier, plants
 from tests.diagnose.plain import LN_2, ZEROS, Array, Head, answers, capped, finite
 from tests.diagnose.problems import problems
 
@@ -43,11 +43,8 @@ def capped_at(cap: float, derivative: bool = True) -> Hooks:
     return {"cap": of}
 
 
-def biased(away: Callable[[Head], Array]) -> Hooks:
-    def scores(c: Head, S: Array) -> Array:
-        return S + 2.0 ** (-8 * (c.h + 1) / c.question.num_heads_q) * away(c)
-
-    return {"scores": scores}
+def sloped(away: Callable[[Head], Array]) -> Hooks:
+    return added(lambda c: 2.0 ** (-8 * (c.h + 1) / c.question.num_heads_q) * away(c))
 
 
 def turned(x: Array, positions: Array, sign: int = 1, neighbours: bool = False) -> Array:
@@ -94,16 +91,6 @@ def filled(fill: float, adds: bool = False, stops: bool = True) -> Hooks:
 
 
 # ---- sums ----
-
-
-def sunk(of_heads: float, lse_too: bool) -> Hooks:
-    """More in the row sum: a number, or one for each head."""
-
-    def of(c: Head, x: Softmax) -> Softmax:
-        whole = np.logaddexp(x[0], of_heads * (c.h % 3)).astype(x[0].dtype)
-        return (whole if lse_too else x[0]), x[1] * exp(x[0] - finite(whole))
-
-    return softmax(of)
 
 
 def masked_late(tile: int) -> Hooks:
@@ -235,9 +222,9 @@ _TABLE: Table = (
     ("score-scale: exp2 without log2(e)", "b", _POWER),
     ("softcap: 2", "fb", capped_at(2.0)),
     ("softcap: 2.5, without derivative", "fb", capped_at(2.5, False)),
-    ("score-bias: ALiBi", "fb", biased(lambda c: c.j - c.p), _CAUSAL),
-    ("score-bias: ALiBi on both sides", "fb", biased(lambda c: -abs(c.j - c.p)), _OPEN),
-    ("score-bias: of packed keys", "f", biased(lambda c: c.r)),
+    ("score-bias: ALiBi", "fb", sloped(lambda c: c.j - c.p), _CAUSAL),
+    ("score-bias: ALiBi on both sides", "fb", sloped(lambda c: -abs(c.j - c.p)), _OPEN),
+    ("score-bias: of packed keys", "f", sloped(lambda c: c.r)),
     ("rotary: k", "fb", rotated("K")),
     ("rotary: q and k, neighbours", "fb", rotated("QK", neighbours=True), _LONG),
     ("rotary: q, forward", "f", rotated("Q")),
@@ -250,10 +237,10 @@ _TABLE: Table = (
     ("mask-fill: -3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
     ("mask-fill: 1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
     ("mask-fill: -1 for padding", "fb", padded(0.0, -1.0), _PADDED),
-    ("denominator: 1 more", "f", sunk(0.0, lse_too=True)),
-    ("denominator: 1 more, out alone", "f", sunk(0.0, lse_too=False)),
-    ("denominator: sinks, out alone", "f", sunk(0.7, lse_too=False), _HEADS),
-    ("denominator: sinks", "f", sunk(-0.6, lse_too=True), _HEADS),
+    ("denominator: 1 more", "f", heavier(lambda c: 0.0)),
+    ("denominator: 1 more, out alone", "f", heavier(lambda c: 0.0, False)),
+    ("denominator: sinks, out alone", "f", heavier(lambda c: 0.7 * (c.h % 3), False), _HEADS),
+    ("denominator: sinks", "f", heavier(lambda c: -0.6 * (c.h % 3)), _HEADS),
     ("denominator: masked late, 16", "f", masked_late(16), _CAUSAL),
     ("denominator: not reset", "f", not_reset(16), _SEVERAL),
     ("partial-merge: by sums, 3 of 16", "f", by_sums(3, 16, False), _LONG),
