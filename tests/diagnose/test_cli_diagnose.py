@@ -38,6 +38,7 @@ from rawattn.check.sparse_cases import standard_sparse
 
 CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
 DENSE = ("edges-causal", "two-kv-heads", "unequal", "window-causal", "scale", "no-dlse", "strided")
+OPTIONS = tuple(name for name, case in CASES.items() if case.sinks or case.softcap)
 SPARSE = tuple(
     f"sparse-{name}"
     for name in ("edges-open", "query-heads", "counts", "gate", "sliding-window", "scale")
@@ -160,6 +161,17 @@ def test_a_question_is_asked_as_its_case_is(name: str) -> None:
     for tensor, array in found.items():
         assert array.dtype == results[tensor].dtype
         assert np.array_equal(array, results[tensor], equal_nan=True), tensor
+
+
+@pytest.mark.parametrize("name", DENSE + OPTIONS + SPARSE)
+def test_the_engine_is_the_reference(name: str) -> None:
+    """Of every stage, in float64."""
+    question = question_of(replace(small(CASES[name]), dtype="float64"), clean=True)
+    wanted = answers_of(whole(name in SPARSE), question)
+    found = reference_answers(question)
+    assert found.keys() - {"delta"} == wanted.keys() - {"delta"}
+    for tensor, x in wanted.items():
+        np.testing.assert_allclose(found[tensor], x, 1e-11, 1e-12, err_msg=tensor)
 
 
 @pytest.mark.parametrize("name", ["sparse-counts", "sparse-gate", "sparse-query-heads"])

@@ -17,11 +17,8 @@ from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.files.pairs import load_two
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.diagnosis import diagnose
-from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
-from rawattn.check.machine import use_simulator
-from rawattn.check.run import own
-from tests.diagnose.expected import KINDS
-from tests.diagnose.problems import FLOAT64, draw
+from rawattn.check.diagnose.judge.failures import question_of, reference_answers, small
+from tests.diagnose.problems import FLOAT64, KINDS, draw, packed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -48,14 +45,6 @@ def question_with(*names: str, seed: int = 0) -> Question:
     return next(one for one in drawn if set(names) <= set(one.rare))
 
 
-def test_our_kernels_are_not_accused() -> None:
-    use_simulator()
-    question = question_of(small(CASES["softcap-sinks-seqused"]), clean=True)
-    for candidate in own("numba", ("deterministic",)):
-        found = diagnose(question, answers_of(candidate, question)).findings
-        assert not [finding for finding in found if finding.bug != "rounding"]
-
-
 def test_a_small_problem_has_what_the_case_has_without_its_nan() -> None:
     case = CASES["softcap-sinks-seqused"]
     alike = small(case)
@@ -70,22 +59,13 @@ def test_a_small_problem_has_what_the_case_has_without_its_nan() -> None:
 
 
 def test_a_part_of_a_problem_keeps_its_options() -> None:
-    rng, one = np.random.default_rng(0), question_with("sinks", "seqused_k")
-    lengths, heads = np.array([900, 30, 40, 900]), 4
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    q, k, v = (rng.standard_normal((offsets[-1], n, 16)) for n in (heads, 2, 2))
-    sinks, used = rng.standard_normal(heads), lengths - 7
-    question = replace(
-        *(one,),
-        **{"q": q, "k": k, "v": v, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
-        **{"dout": None, "dlse": None, "tq": None, "tk": None, "tv": None, "tsinks": None},
-        **{"sinks": sinks, "seqused_k": used, "softcap": 2.0},
-    )
-    part, answers, said = cut(question, {"out": q})
+    rng, lengths = np.random.default_rng(0), (900, 30, 40, 900)
+    options = {"sinks": rng.standard_normal(4), "seqused_k": np.array(lengths) - 7, "softcap": 2.0}
+    question = packed(lengths, FLOAT64, causal=False, **options)
+    part, answers, said = cut(question, {"out": question.q})
     assert part.lengths_k == (23, 33) and "1 to 2" in said
-    assert np.array_equal(part.sinks, sinks) and answers["out"].shape[0] == 70
-    right = solve(question, "forward")
-    assert not diagnose(question, right).findings
+    assert np.array_equal(part.sinks, question.sinks) and answers["out"].shape[0] == 70
+    assert not diagnose(question, solve(question, "forward")).findings
 
 
 @pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])

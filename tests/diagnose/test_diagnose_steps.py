@@ -1,7 +1,6 @@
 """The intermediates of a sequence: written beside the results, and where a kernel's own part."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +8,11 @@ from click.testing import CliRunner
 
 from rawattn.check.cases import Case
 from rawattn.check.cli import main
-from rawattn.check.diagnose.engine.question import MATRICES, Answers, Question
+from rawattn.check.diagnose.engine.question import MATRICES, Question
 from rawattn.check.diagnose.evidence.steps import intermediates, parting
 from rawattn.check.diagnose.judge.failures import question_of
 from rawattn.check.sparse_cases import standard_sparse
+from tests.diagnose.plain import heads_of
 
 NAMES = [name for names in MATRICES.values() for name in names]
 CASE = Case(
@@ -37,36 +37,14 @@ def question() -> Question:
     return question_of(CASE, clean=True)
 
 
-def by_hand(x: Question, sequence: int, h: int) -> Answers:
-    """One head of them, by the equations of attention alone."""
-    rows, keys = (
-        slice(int(o[sequence]), int(o[sequence + 1])) for o in (x.cu_seqlens_q, x.cu_seqlens_k)
-    )
-    given: Any = (x.q, x.tq, x.dout, x.k, x.tk, x.v, x.tv, x.dlse)
-    q, tq, dout, *_ = (a[rows, h] for a in given[:3])
-    k, tk, v, tv = (a[keys, 0] for a in given[3:7])
-    dlse = given[7][h, rows]
-    hidden = np.arange(len(k)) > np.arange(len(q))[:, None] + len(k) - len(q)
-    S, E = (np.where(hidden, np.nan, x.scale * a) for a in (q @ k.T, tq @ k.T + q @ tk.T))
-    P = np.where(hidden, 0.0, np.exp(S - np.nanmax(S, axis=1, keepdims=True)))
-    P /= P.sum(axis=1, keepdims=True)
-    E = np.where(hidden, 0.0, E)
-    tP = P * (E - (P * E).sum(axis=1, keepdims=True))
-    out, tout, dP = P @ v, tP @ v + P @ tv, dout @ v.T
-    D = ((dout * out).sum(axis=1) - dlse)[:, None]
-    W = (dout * tout).sum(axis=1)[:, None]
-    found = {"S": S, "P": P, "dP": dP, "dS": P * (dP - D), "E": E, "tP": tP}
-    found["tdS"] = tP * (dP - D) + P * (dout @ tv.T - W)
-    return {name: np.where(hidden, 0.0, a) for name, a in found.items()}
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_they_are_those_of_attention(question: Question, sequence: int, name: str) -> None:
     found = intermediates(question, {}, sequence)
     seen = found["P"] > 0
+    by_hand = heads_of(question)
     for h in range(question.num_heads_q):
-        due = by_hand(question, sequence, h)[name]
+        due = np.where(seen[h], getattr(by_hand[sequence, h], name), 0.0)
         np.testing.assert_allclose(np.where(seen[h], found[name][h], 0.0), due, atol=1e-12)
 
 

@@ -13,9 +13,8 @@ from rawattn.check.diagnose.evidence.invariants import checks
 from rawattn.check.diagnose.evidence.structure import named, where
 from rawattn.check.diagnose.findings import Check
 from tests.diagnose import plain
-from tests.diagnose.expected import KINDS
 from tests.diagnose.planted import first, second
-from tests.diagnose.problems import DTYPES, FLOAT64, Needs, draw, problems
+from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, Needs, draw, problems
 
 RUNS = ("I8", "I9", "I11", "I12")
 PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)}

@@ -8,23 +8,11 @@ import pytest
 
 from rawattn.check.diagnose.catalogue import maps, partial_sums
 from rawattn.check.diagnose.engine.attention import Bug, solve
-from rawattn.check.diagnose.engine.question import Question
-
-
-def question_of(causal: bool = True) -> Question:
-    rng = np.random.default_rng(3)
-    offsets = np.array([0, 50, 91])
-
-    def draw(heads: int) -> np.ndarray:
-        return rng.standard_normal((91, heads, 32))
-
-    q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
-    direction = {"tq": draw(4), "tk": draw(2), "tv": draw(2)}
-    return Question(q, k, v, offsets, offsets, causal=causal, dout=dout, **direction)
+from tests.diagnose.problems import packed
 
 
 def test_maps_take_what_numpy_would() -> None:
-    question = question_of()
+    question = packed((50, 41), np.float64, dim=32, moved=True)
     rng = np.random.default_rng(4)
     x, rows = np.asarray(question.q), rng.standard_normal((4, 91))
     parts = [part.reshape(4, -1, 32).swapaxes(0, 1) for part in (x[:50], x[50:])]
@@ -73,7 +61,7 @@ def test_maps_take_what_numpy_would() -> None:
 )
 def test_right_parts_make_the_whole(cuts: Callable[..., dict], of: Callable[..., object]) -> None:
     """With the right weights, parts of the keys give what all keys give."""
-    question = question_of()
+    question = packed((50, 41), np.float64, dim=32, moved=True)
     right = solve(question, "forward")
     for cut in cuts(question).values():
         bug = Bug("", steps=partial_sums.steps("forward", cut, of))
