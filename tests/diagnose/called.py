@@ -1,9 +1,12 @@
-"""Planted bugs where something calls them: stage by stage, and with the signatures of rawattn's."""
+"""What is called: plants stage by stage, or with rawattn's signatures; and the command itself."""
 
 from collections.abc import Callable
 from typing import Any
 
+from click.testing import CliRunner, Result
+
 from rawattn.check.candidate import Candidate
+from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.read.name import Readings, read
 from tests.diagnose import plain
@@ -37,9 +40,13 @@ def told(planted: Planted, question: Question, *stages: str) -> Readings:
 
 
 def candidate(planted: Planted, *stages: str) -> Candidate:
-    """Its dense passes, or those of ``stages``, as functions."""
+    """Its passes, or those of ``stages``, as functions; dense, or with block_indices."""
 
-    def answers(q: Array, k: Array, v: Array, offsets: Array, **options: Any) -> Answers:
+    def answers(
+        q: Array, k: Array, v: Array, offsets: Array, *blocks: Array, **options: Any
+    ) -> Any:
+        options |= {"own": options.get("include_own_block", True)}
+        options |= dict(zip(("block_indices",), blocks, strict=False))
         known = {n: x for n, x in options.items() if n in Question.__dataclass_fields__}
         keys = options.get("cu_seqlens_k")
         given = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets if keys is None else keys}
@@ -57,3 +64,17 @@ def candidate(planted: Planted, *stages: str) -> Candidate:
 
     passes = {"forward": forward, "backward": backward}
     return Candidate("plain", "numpy", **{n: passes[n] for n in stages or passes})
+
+
+def call(*arguments: Any) -> Result:
+    """rawattn-check with these arguments; what it does not mean to raise is raised."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    if not (result.exception is None or isinstance(result.exception, SystemExit)):
+        raise result.exception
+    return result
+
+
+def said(result: Result) -> str:
+    """All that was printed, without frames and line ends: paths are long."""
+    plain = "".join(c for c in result.output if c not in "│╭╮╰╯─")
+    return " ".join(plain.split()).replace("- ", "-")

@@ -272,6 +272,9 @@ def test_bits_in_wider_integers_are_refused(dtype: Any, save: Callable[..., Path
         ),
         ({"k": np.ones((19, 4, 6)), "v": np.ones((19, 4, 10))}, "It has fewer heads than k: save"),
         ({"about": "{"}, "about is not JSON text"),
+        ({"s_aux": np.ones(3)}, r"sinks has shape \(3,\); it must be \(4,\), by query head"),
+        ({"seqused_k": np.ones(2)}, r"seqused_k has shape \(2,\); it must be \(3,\), by sequence"),
+        ({"softcap": np.ones(2)}, "softcap is .*; it must be one number, 0 for none"),
     ],
 )
 def test_what_cannot_be_read(

@@ -3,39 +3,24 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from rawattn.check import cli
 from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.files.pairs import load_two
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import question_of, reference_answers, small
+from tests.diagnose.called import call
 from tests.diagnose.problems import FLOAT64, KINDS, draw, packed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 CASES = {case.name: case for case in standard("small") if case.sinks or case.softcap}
-ATTEND = """
-from rawattn import api
-
-def attend(q, k, v, cu_seqlens, *, softcap=None, sinks=None, seqused_k=None, return_lse=False,
-           **mask):
-    mask |= {"softcap": softcap, "sinks": sinks, "seqused_k": seqused_k}
-    out, lse = api.forward(q, k, v, cu_seqlens, return_lse=True, backend="reference", **mask)
-    return (out, lse) if return_lse else out
-
-def attend_backward(*inputs, softcap=None, sinks=None, seqused_k=None, **mask):
-    mask |= {"softcap": softcap, "sinks": sinks, "seqused_k": seqused_k}
-    return api.backward(*inputs, backend="reference", **mask)
-"""
 
 
 def question_with(*names: str, seed: int = 0) -> Question:
@@ -85,37 +70,7 @@ def test_files_keep_the_options(option: str, tmp_path: Path) -> None:
     assert any(text.startswith(f"{option} ") for text in pair.apart), pair.apart
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"s_aux": np.ones(3)}, r"sinks has shape \(3,\); it must be \(2,\), by query head"),
-        ({"seqused_k": np.ones(2)}, r"seqused_k has shape \(2,\); it must be \(1,\), by sequence"),
-        ({"softcap": np.ones(2)}, "softcap is .*; it must be one number, 0 for none"),
-    ],
-    ids=["sinks", "seqused_k", "softcap"],
-)
-def test_files_refuse_options_of_other_sizes(entries: Answers, message: str, tmp_path) -> None:
-    q = np.random.default_rng(0).standard_normal((9, 2, 8))
-    np.savez(tmp_path / "a.npz", q=q, k=q, v=q, cu_seqlens=np.array([0, 9]), **entries)
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path / "a.npz")
-
-
 # ---- the commands -----------------------------------------------------------------------------
-
-
-def call(*arguments: Any) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
-
-
-@pytest.fixture
-def candidate(tmp_path: Path) -> Any:
-    def write(old: str = "", new: str = "") -> str:
-        assert old in ATTEND
-        (tmp_path / "mine.py").write_text(ATTEND.replace(old, new, 1) if old else ATTEND)
-        return f"{tmp_path / 'mine.py'}:attend"
-
-    return write
 
 
 @pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
@@ -124,7 +79,7 @@ def test_diff_names_what_is_forgotten(option: str, candidate) -> None:
     arguments = ("--framework", "numpy", "--filter", "edges-causal", *flag[option])
     right = call("diff", "--candidate", candidate(), *arguments)
     assert right.exit_code == 0, right.output
-    place = candidate(f'"{option}": {option}', f'"{option}": None')
+    place = candidate("    out, lse =", f"    mask.pop('{option}', None)\n    out, lse =")
     result = call("diff", "--candidate", place, *arguments)
     assert result.exit_code == 1
     assert (

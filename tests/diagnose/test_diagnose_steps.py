@@ -4,14 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from rawattn.check.cases import Case
-from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.question import MATRICES, Question
 from rawattn.check.diagnose.evidence.steps import intermediates, parting
 from rawattn.check.diagnose.judge.failures import question_of
 from rawattn.check.sparse_cases import standard_sparse
+from tests.diagnose.called import call, said
 from tests.diagnose.plain import heads_of
 
 NAMES = [name for names in MATRICES.values() for name in names]
@@ -57,8 +56,8 @@ def test_the_first_that_parts_is_named(question: Question, name: str) -> None:
     found = parting(question, own, None)
     assert found is not None and found.step == name and found.look_at
     assert found.agree == tuple(NAMES[: NAMES.index(name)])
-    for said in ("sequence 2", "in 1 of", "heads 1, queries 3, keys 2", "head 1, query 3, key 2"):
-        assert said in found.text
+    for part in ("sequence 2", "in 1 of", "heads 1, queries 3, keys 2", "head 1, query 3, key 2"):
+        assert part in found.text
 
 
 def test_what_is_right(question: Question) -> None:
@@ -68,8 +67,8 @@ def test_what_is_right(question: Question) -> None:
         own = intermediates(question, {}, sequence)
         for name in ("S", "dP", "E"):
             own[name] = np.where(own["P"] > 0, own[name], np.nan)
-        for said in (sequence, None):
-            found = parting(question, own, said)
+        for given in (sequence, None):
+            found = parting(question, own, given)
             assert found is not None and found.step == "" and found.agree == tuple(NAMES)
 
 
@@ -85,20 +84,19 @@ def test_of_blocks() -> None:
 
 
 def test_dumped_and_explained(tmp_path: Path) -> None:
-    given, own = (str(tmp_path / f"{name}.npz") for name in ("given", "own"))
-    sizes = ["--lengths", "7,12,12", "--heads", "2", "--head-dim", "16", "--causal"]
-    done = CliRunner().invoke(main, ["dump", *sizes, "--intermediates", "2", "--out", given])
-    assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(main, ["explain", given])
+    given, own = tmp_path / "given.npz", tmp_path / "own.npz"
+    sizes = ("--lengths", "7,12,12", "--heads", "2", "--head-dim", "16", "--causal")
+    assert call("dump", *sizes, "--intermediates", "2", "--out", given).exit_code == 0
+    done = call("explain", given)
     assert done.exit_code == 0
-    assert "A, step by step: S, P, dP, dS, E, tP, tdS right" in " ".join(done.output.split())
+    assert "A, step by step: S, P, dP, dS, E, tP, tdS right" in said(done)
     with np.load(given) as file:
         arrays = {name: file[name] for name in (*NAMES, "out", "lse", "dq", "dk", "dv")}
     arrays["dS"][0, 5] *= 2
     np.savez(own, **arrays)
-    done = CliRunner().invoke(main, ["explain", given, own])
-    output = " ".join(done.output.split())
-    assert done.exit_code == 1 and "B: dS is wrong, and no result shows it" in output
-    assert "S, P, dP right; sequence 2: dS parts first" in output and "queries 5" in output
-    done = CliRunner().invoke(main, ["dump", *sizes, "--intermediates", "3"])
-    assert done.exit_code == 2 and "3 sequences" in " ".join(done.output.split())
+    done = call("explain", given, own)
+    assert done.exit_code == 1 and "B: dS is wrong, and no result shows it" in said(done)
+    for part in ("S, P, dP right; sequence 2: dS parts first", "queries 5"):
+        assert part in said(done)
+    done = call("dump", *sizes, "--intermediates", "3")
+    assert done.exit_code == 2 and "3 sequences" in said(done)

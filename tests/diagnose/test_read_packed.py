@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from rawattn.check.cases import Case, standard
-from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files.npz import dump, load
 from rawattn.check.diagnose.judge.diagnosis import diagnose
@@ -20,7 +18,7 @@ from rawattn.check.diagnose.judge.failures import (
 )
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from tests.diagnose import plain
-from tests.diagnose.called import asked, wrong
+from tests.diagnose.called import asked, call, said, wrong
 from tests.diagnose.test_read_name import BUGS, Bug, alike
 
 CASES = {case.name: case for case in standard("small")}
@@ -84,33 +82,30 @@ def test_a_backward_pass_of_a_wrong_forward_pass_is_not_accused() -> None:
     assert [reading.stage for reading in told.of] == ["forward"]
 
 
-def written(folder: Path, name: str, *options: str) -> Path:
-    """A file with the right results."""
-    path = folder / f"{name}.npz"
-    done = CliRunner().invoke(main, ["dump", "--out", str(path), *options])
-    assert done.exit_code == 0, done.output
-    return path
+ODD = "-0.03 (h + 1) log(1 + |j - i|)"
+OWN = "the slot of the key's block = -1"
 
 
-def explained(*files: Path) -> Any:
-    return CliRunner().invoke(main, ["explain", *map(str, files)])
-
-
-def test_a_file_of_another_language_is_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [("--causal",), ("--causal", "--block-size", 16)], ids=len)
+def test_a_file_of_another_language_is_explained(sizes: tuple[Any, ...], tmp_path: Path) -> None:
     """It has the results alone; inputs, and what they are for, are in the file that was dumped."""
-    given = written(tmp_path, "given", "--causal", "--heads", "2", "--head-dim", "32")
-    assert "Nothing is wrong" in explained(given).output
+    given, own = tmp_path / "given.npz", tmp_path / "own.npz"
+    done = call("dump", "--out", given, "--heads", 2, "--head-dim", 32, *sizes)
+    assert done.exit_code == 0 and "Nothing is wrong" in call("explain", given).output
     question, _ = load(given)
     assert question is not None
-    answers = alone(BUGS["odd"], replace(question, dout=None, tq=None, tk=None, tv=None))
-    np.savez(tmp_path / "own.npz", **answers)  # type: ignore[arg-type]
-    done = explained(given, tmp_path / "own.npz")
-    assert done.exit_code == 1
-    assert "-0.03 (h + 1) log(1 + |j - i|)" in done.output and "high" in done.output
+    missing = {"entries": lambda t, x: [entry for entry in x if entry[1] >= 0]}
+    planted = wrong(missing, "forward") if question.sparse else BUGS["odd"].planted
+    forward = asked(planted)("forward")
+    np.savez(own, **forward(replace(question, dout=None)))  # type: ignore[arg-type, misc]
+    done = call("explain", given, own, "--full")
+    assert done.exit_code == 1 and "high" in done.output
+    assert (OWN if question.sparse else ODD) in " ".join(done.output.split())
 
 
 def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
-    given = written(tmp_path, "given", "group3-float64", "--identify")
+    given = tmp_path / "given.npz"
+    call("dump", "--out", given, "group3-float64", "--identify")
     question, answers = load(given)
     assert question is not None
     changed = np.array(question.q)
@@ -120,8 +115,8 @@ def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
         (_without_the_last(question), "write its file anew"),
     ):
         dump(tmp_path / "other.npz", other, _fitting(answers, other), identify=4)
-        done = explained(tmp_path / "other.npz")
-        assert done.exit_code == 2 and text in " ".join(done.output.split()), done.output
+        done = call("explain", tmp_path / "other.npz")
+        assert done.exit_code == 2 and text in said(done)
 
 
 def _without_the_last(question: Question) -> Question:

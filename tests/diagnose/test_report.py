@@ -7,16 +7,15 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
-from rawattn.check import cli
 from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Question
@@ -28,6 +27,7 @@ from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import glossary, terminal
 from rawattn.check.diagnose.report.page import page
 from rawattn.check.diagnose.report.words import as_json, nothing_wrong
+from tests.diagnose.called import call, said
 from tests.diagnose.test_planted import MODULES
 
 PLANTS = {plant.bug: (m, plant) for m in MODULES for plant in m.PLANTED if plant.bug != "race"}
@@ -107,23 +107,17 @@ def test_the_picture_is_right(form: str) -> None:
 
 # ---- by the command line ------------------------------------------------------------------------
 
-WRONG = """
-from rawattn import api
-
-def attend(q, k, v, cu_seqlens, *, return_lse=False, causal=False, cu_seqlens_k=None):
-    window = (-1, 1) if causal else (-1, -1)
-    return api.forward(q, k, v, cu_seqlens, cu_seqlens_k=cu_seqlens_k, window=window,
-                       return_lse=return_lse, backend="reference")
-"""
-
-
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+ONE_MORE = (
+    *(
+        "    out, lse =",
+        "    mask['window'] = (-1, 1 if mask.pop('causal') else -1)\n    out, lse =",
+    ),
+    *("def attend_backward", "def nothing"),
+)
 
 
-def test_diff_says_the_cause_and_how_to_see_it_again(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG)
-    place = f"{tmp_path / 'mine.py'}:attend"
+def test_diff_says_the_cause_and_how_to_see_it_again(candidate: Callable[..., str]) -> None:
+    place = candidate(*ONE_MORE)
     arguments = ("diff", "--candidate", place, "--framework", "numpy", "--filter", "edges")
     result = call(*arguments)
     lines = result.stdout.splitlines()
@@ -149,10 +143,9 @@ def test_diff_says_the_cause_and_how_to_see_it_again(tmp_path: Path) -> None:
         assert part in full and part not in result.stdout
 
 
-def test_explain_repeats_itself(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG)
+def test_explain_repeats_itself(candidate: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "a file.npz"
-    dumped = ("edges-causal", "--candidate", f"{tmp_path / 'mine.py'}:attend")
+    dumped = ("edges-causal", "--candidate", candidate(*ONE_MORE))
     assert call("dump", *dumped, "--framework", "numpy", "--out", file).exit_code == 0
     result = call("explain", file)
     assert result.stdout.startswith("error[causal-off-by-one]: each query sees one key too many")
@@ -167,9 +160,9 @@ def test_explain_repeats_itself(tmp_path: Path) -> None:
 def test_explain_a_class() -> None:
     result = call("explain", "--class", "causal-off-by-one")
     known = classes.CLASSES["causal-off-by-one"]
-    said = " ".join(result.stdout.split())
-    assert result.exit_code == 0 and said.startswith(f"causal-off-by-one: {known.title}")
-    assert all(part in said for part in known) and "query 0 . +" in said
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 0 and text.startswith(f"causal-off-by-one: {known.title}")
+    assert all(part in text for part in known) and "query 0 . +" in text
 
 
 @pytest.mark.parametrize("name", glossary.KNOWN)
@@ -196,8 +189,7 @@ def test_every_class_is_told(name: str) -> None:
 )
 def test_classes_that_do_not_exist(arguments: tuple[str, ...], message: str) -> None:
     result = call("explain", "--class", *arguments)
-    said = " ".join("".join(c for c in result.output if c not in "│╭╮╰╯─").split())
-    assert result.exit_code == 2 and message in said
+    assert result.exit_code == 2 and message in said(result)
 
 
 # ---- all of it ----------------------------------------------------------------------------------
