@@ -79,8 +79,8 @@ def without_tail(tile: int) -> Any:
     return lambda x, *_: np.where(np.arange(x.shape[2]) < x.shape[2] // tile * tile, x, 0)
 
 
-def moved(tile: int, distance: int) -> Any:
-    return in_sequences(apart(distance, tile))
+def depth(tile: int, *names: str) -> Hooks:
+    return change(without_tail(tile), *names, at="arrays")
 
 
 def running_on(tile: int, step: int = 1) -> Any:
@@ -118,11 +118,6 @@ def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
     return {"keys": keys}
 
 
-def own_keys(c: Head, keys: Array) -> Array:
-    own = (keys >= c.start_k) & (keys < c.start_k + c.m)
-    return np.where(own, keys, ZEROS)
-
-
 def past_dout(number: float) -> Hooks:
     """Queries of zeros up to the longest sequence, with a cotangent."""
 
@@ -139,17 +134,9 @@ def past_dout(number: float) -> Hooks:
     }
 
 
-def no_tail_of_queries(tile: int, lse: float = -np.inf) -> Hooks:
+def no_tail_of_queries(tile: int) -> Hooks:
     """The last, partial tile of queries is not there."""
-
-    def unwritten(run: Any, x: Array) -> Array:
-        x = x.copy()
-        for start, stop in bounds("lse", run.question):
-            x[:, start + (stop - start) // tile * tile : stop] = lse
-        return x
-
-    rows = {"rows": lambda c, x: x[: c.n // tile * tile]}
-    return tiled(tile) | rows | ({} if lse == -np.inf else {"lse": unwritten})
+    return tiled(tile) | {"rows": lambda c, x: x[: c.n // tile * tile]}
 
 
 def other_data(at: Any, question: Question) -> Question:
@@ -158,11 +145,6 @@ def other_data(at: Any, question: Question) -> Question:
     arrays = {name: getattr(question, name) for name in ("q", "k", "v", "dout", "dlse")}
     drawn = {name: normal(rng, a.shape, a.dtype) for name, a in arrays.items() if a is not None}
     return replace(question, **drawn)
-
-
-def swapped(one: str, other: str) -> Hooks:
-    """Two results, each returned as the other."""
-    return {"results": lambda run, x: x | {one: x[other], other: x[one]}}
 
 
 def delta_of(out: Any) -> Hooks:
@@ -200,6 +182,7 @@ _SPLIT, _SPLIT_V = {"head_dims": (24, 40, 56)}, {"head_dims_v": (24, 40, 56), "s
 _PLAIN, _AS_MANY = {"masks": ("open", "causal")}, {"lengths_k": ("equal",)}
 _EQUAL = _PLAIN | _AS_MANY
 _SQUARE = {"masks": ("causal",), "lengths_k": ("equal",), "lengths": (17, 90)}
+_EASY_ONES = ("score-scale", "delta-omitted", "delta-of-another-out", "softmax-backward-without-p")
 # what problems of a class must be like
 _NEEDS: dict[str, dict[str, Any]] = {
     "padded-keys": _OPEN,
@@ -211,7 +194,8 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "window-off-by-one": {"masks": _LEFT, "lengths": (6, 90)},
     "window-dropped": {"masks": _LEFT, "lengths": (10, 90)},
     "neighbour-leak": {"masks": ("open", "open", "left")},
-    "score-scale": _ALL,
+    **dict.fromkeys(_EASY_ONES, _ALL),
+    **dict.fromkeys(("tail-tile-dropped", "tile-period", "race"), _LONG),
     "no-rescale": _LONG | {"masks": ("open", "causal", "window", "right")},
     "no-max-subtraction": {"large": True, "lengths": (2, 60), "dlse": 0.2}
     | {"dtypes": (FLOAT32, BFLOAT16)},
@@ -221,22 +205,16 @@ _NEEDS: dict[str, dict[str, Any]] = {
     | {"lengths": (300, 500), "batch": (1, 1), "groups": (1,), "heads_kv": (1,)}
     | {"head_dims": (16, 32), "dtypes": (FLOAT16, BFLOAT16), "shows": 1.5},
     "head-dim-tail": {"same_dims": 0.5} | _ALL,
-    "delta-omitted": _ALL,
-    "delta-of-another-out": _ALL,
     "lse-gradient-dropped": {"dlse": 1.0} | _ALL,
     "lse-gradient-sign": {"dlse": 1.0} | _ALL,
-    "softmax-backward-without-p": _ALL,
     "gqa-head-map": _HEADS,
     "gqa-group-not-summed": _GROUPED,
     "gradients-swapped": {"same_dims": 1.0},
     "transposed": _HEADS,
-    "tail-tile-dropped": _LONG,
     "tile-skipped": _LONG | {"masks": ("open", "causal", "right")},
     "tile-counted-twice": _LONG | {"masks": ("open", "causal", "right")},
     "tile-overwrites": _EQUAL | {"lengths": (20, 90)},
     "accumulator-not-reset": {"lengths_k": ("equal",), "lengths": (40, 90)},
-    "tile-period": _LONG,
-    "race": _LONG,
     "other-data": {"lengths": (4, 90)},
 }
 _NARROW = of_each(
@@ -273,15 +251,11 @@ def _overwritten(tile: int, *names: str) -> Hooks:
     return {"often": last, "only": names}
 
 
-def _depth(tile: int, *names: str) -> Hooks:
-    return change(without_tail(tile), *names, at="arrays")
-
-
-def _reversed(x: Array, *_: Any) -> Array:
-    return x[..., ::-1]
-
-
-_OWN_KEYS = {"stored keys": own_keys}
+_OWN_KEYS = {"stored keys": lambda c, x: np.where((x - c.start_k) // c.m == 0, x, ZEROS)}
+_8_APART, _16_APART = (in_sequences(apart(far, 2 * far)) for far in (8, 16))
+_BACKWARDS = lambda x, *_: x[..., ::-1]  # noqa: E731
+_SWAPPED = {"results": lambda run, x: x | {"dk": x["dv"], "dv": x["dk"]}}
+_SWAPPED_DQ = {"results": lambda run, x: x | {"dq": x["dk"], "dk": x["dq"]}}
 _NEXT_HEAD = delta_of(lambda out, q: np.roll(out, -1, axis=1))
 _DEFAULT = _factor(lambda q: q.q.shape[2] ** -0.5 / q.scale, True)
 _OPERANDS = ("dS of dq", "dS of dk", "P of dv")
@@ -361,9 +335,9 @@ _TABLE: Table = (
         _NARROW | {"tile_m": 1, "tile_n": 128},
     ),
     ("accumulates-in-16-bit: tiles of 4 keys", "f", _NARROW | {"tile_m": 64, "tile_n": 4}),
-    ("head-dim-tail: of scores, 16", "f b fb", _depth(16, "q", "k"), _SPLIT),
-    ("head-dim-tail: of scores, 64", "fb", _depth(64, "q", "k"), {"head_dims": (72, 80, 96)}),
-    ("head-dim-tail: of v, 16", "f fb", _depth(16, "v", "dout"), _SPLIT_V),
+    ("head-dim-tail: of scores, 16", "f b fb", depth(16, "q", "k"), _SPLIT),
+    ("head-dim-tail: of scores, 64", "fb", depth(64, "q", "k"), {"head_dims": (72, 80, 96)}),
+    ("head-dim-tail: of v, 16", "f fb", depth(16, "v", "dout"), _SPLIT_V),
     ("head-dim-tail: of out as stored, 16", "f", stored(without_tail(16), "out"), _SPLIT_V),
     (
         *("head-dim-tail: of gradients as stored, 16", "b"),
@@ -382,18 +356,18 @@ _TABLE: Table = (
     ("gqa-head-map: h % heads", "f b fb", {"kv head": lambda c, g: c.h % c.question.num_heads_kv}),
     ("gqa-group-not-summed: last head", "b", of_group(-1, "dk", "dv")),
     ("gqa-group-not-summed: first head", "b", of_group(0, "dk", "dv")),
-    ("gradients-swapped: dk and dv", "b", swapped("dk", "dv")),
-    ("gradients-swapped: dq and dk", "b", swapped("dq", "dk"), _AS_MANY | {"groups": (1,)}),
+    ("gradients-swapped: dk and dv", "b", _SWAPPED),
+    ("gradients-swapped: dq and dk", "b", _SWAPPED_DQ, _AS_MANY | {"groups": (1,)}),
     ("transposed: out by heads", "f", stored(_BY_HEADS, "out")),
     ("transposed: out by heads, not read so", "f", stored(_BY_HEADS, "out") | _RIGHT),
     ("transposed: out by columns", "f", stored(_BY_COLUMNS, "out")),
-    ("transposed: columns of out reversed", "f", stored(_reversed, "out")),
+    ("transposed: columns of out reversed", "f", stored(_BACKWARDS, "out")),
     ("transposed: lse by tokens", "f", stored(written_as((1, 0)), "lse") | _RIGHT),
     ("transposed: gradients by heads", "b", stored(_BY_HEADS, *GRADIENTS)),
     ("transposed: dq by columns", "b", stored(_BY_COLUMNS, "dq")),
-    ("transposed: columns of gradients reversed", "b", stored(_reversed, *GRADIENTS)),
+    ("transposed: columns of gradients reversed", "b", stored(_BACKWARDS, *GRADIENTS)),
     ("tail-tile-dropped: queries, 16", "f b fb", no_tail_of_queries(16)),
-    ("tail-tile-dropped: queries, 64, lse 0", "f", no_tail_of_queries(64, 0.0), _OVER_64),
+    ("tail-tile-dropped: queries, 64", "f", no_tail_of_queries(64), _OVER_64),
     ("tail-tile-dropped: keys, 16", "f b fb", times(lambda c: c.j < c.m // 16 * 16)),
     ("tail-tile-dropped: keys, 64", "b fb", times(lambda c: c.j < c.m // 64 * 64), _OVER_64),
     (
@@ -414,10 +388,10 @@ _TABLE: Table = (
     ("accumulator-not-reset: dk, 16", "b", stored(running_on(16), "dk")),
     ("accumulator-not-reset: dq, 32, from the last", "b", stored(running_on(32, -1), "dq")),
     ("accumulator-not-reset: dk and dv, 32", "b", stored(running_on(32), "dk", "dv")),
-    ("tile-period: out, 8 apart in 16", "f", stored(moved(16, 8), "out")),
-    ("tile-period: out, 1 apart in 16", "f", stored(moved(16, 1), "out") | _RIGHT),
+    ("tile-period: out, 8 apart in 16", "f", stored(_8_APART, "out")),
+    ("tile-period: out, 1 apart in 16", "f", stored(in_sequences(apart(1, 16)), "out") | _RIGHT),
     ("tile-period: out, garbage in 32", "f", stored(garbage(32, 28), "out"), {"lengths": (30, 90)}),
-    ("tile-period: dk and dv, 16 apart in 32", "b", stored(moved(32, 16), "dk", "dv")),
+    ("tile-period: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
     ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv")),
     # ---- no function of the inputs ----
     ("race: dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),

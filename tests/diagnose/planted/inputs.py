@@ -7,6 +7,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import Answers, Question
 from tests.diagnose.hooks import (
+    FEW,
     GRADIENTS,
     Hooks,
     Pair,
@@ -41,31 +42,6 @@ def read_as(**others: str) -> Hooks:
 
 def turned(*names: str) -> Hooks:
     return change(lambda x, name, q: as_if((1, 0, 2)[: x.ndim])(x, name, q), *names)
-
-
-@in_sequences
-def turned_alone(x: Array) -> Array:
-    return x.reshape(x.shape[1], -1, x.shape[2]).swapaxes(0, 1)
-
-
-@in_sequences
-def rows_before(x: Array) -> Array:
-    return x[np.arange(len(x)) & ~8]
-
-
-def next_head(x: Array, name: str, question: Question) -> Array:
-    return np.roll(x, -1, axis=0)
-
-
-def with_strides(x: Array, name: str, question: Question) -> Array:
-    """Every head at a multiple of another array's width."""
-    width = (question.q if name == "v" else question.v).shape[2]
-    tokens, heads, columns = x.shape
-    flat, found = x.ravel(), np.zeros_like(x)
-    for token, head in np.ndindex(tokens, heads):
-        part = flat[token * heads * columns + head * width :][:columns]
-        found[token, head, : len(part)] = part
-    return found
 
 
 def partly_scaled(run: Run, x: Array) -> Array:
@@ -129,18 +105,10 @@ def stale_values(c: Head, V: Array) -> Array:
     return found
 
 
-def rows_apart(distance: int, tile: int) -> Callable[[Head, Array], Array]:
-    return lambda c, x: apart(distance, tile)(x)
-
-
 def lse_by_key(c: Head, L: Array) -> Array:
     """Row j % 32 of a tile of queries, for key j."""
     row = c.i // 32 * 32 + c.j % 32
     return np.where(row < c.n, L[np.minimum(row, c.n - 1), 0], np.inf)
-
-
-def over_queries(c: Head, x: Array) -> Array:
-    return c.P * (c.dP - (c.P * c.dP).sum(axis=0))
 
 
 def masked_by_tiles(first_alone: bool, tile_m: int = 32, tile_n: int = 32) -> Hooks:
@@ -156,6 +124,10 @@ def masked_by_tiles(first_alone: bool, tile_m: int = 32, tile_n: int = 32) -> Ho
     return {"seen": see}
 
 
+def hashed(pair: Pair) -> bool:
+    return (pair.i * 5 + pair.j * 3 + pair.c.h * 7 + pair.c.b) % 4 != 1
+
+
 def queries_past(tile: int) -> Hooks:
     """The last tile of queries goes on; what is stored is not more than the own ones."""
 
@@ -166,32 +138,7 @@ def queries_past(tile: int) -> Hooks:
     return {"rows": rows}
 
 
-def lost(pair: Pair) -> bool:
-    return (pair.i * 5 + pair.j * 3 + pair.c.h * 7 + pair.c.b) % 4 != 1
-
-
 # ---- what is written ----
-
-
-def heads_before_tokens(x: Array) -> Array:
-    return x.swapaxes(0, 1).reshape(x.shape)
-
-
-heads_first = in_sequences(heads_before_tokens)
-
-
-def halves(x: Array, name: str, question: Question) -> Array:
-    return np.roll(x, x.shape[-1] // 2, axis=-1)
-
-
-def padded_heads_before_tokens(array: Array, name: str, question: Question) -> Array:
-    wrong = array.copy()
-    longest = max(stop - start for start, stop in bounds(name, question))
-    for start, stop in bounds(name, question):
-        part = np.zeros((longest, *array.shape[1:]), dtype=array.dtype)
-        part[: stop - start] = array[start:stop]
-        wrong[start:stop] = heads_before_tokens(part)[: stop - start]
-    return wrong
 
 
 def from_the_end(array: Array, name: str, question: Question) -> Array:
@@ -213,18 +160,8 @@ def heads_of_groups_apart(array: Array, name: str, question: Question) -> Array:
 
 # ---- the table ----
 
-_USUAL: dict[str, Any] = {
-    "masks": ("open", "causal"),
-    "lengths_k": ("equal",),
-    "lengths": (1, 60),
-    "batch": (2, 3),
-    "heads_kv": (1, 2),
-    "groups": (1, 2),
-    "head_dims": (16, 24, 32),
-    "head_dims_v": (16, 32),
-    "given": False,
-    "least": 0.02,
-}
+_USUAL = FEW | {"masks": ("open", "causal"), "lengths_k": ("equal",), "lengths": (1, 60)}
+_USUAL |= {"head_dims_v": (16, 32), "given": False, "least": 0.02, "past_end": 0.3}
 _SAME: dict[str, Any] = {"same_dims": 1.0}
 _SINGLE = _SAME | {"groups": (1,)}
 _LONG: dict[str, Any] = {"lengths": (40, 90), "over": 64}
@@ -233,7 +170,6 @@ _HEADS: dict[str, Any] = {"heads_kv": (2, 3), "groups": (2,)}
 _SEVERAL: dict[str, Any] = {"heads_kv": (2, 3)}
 _CAUSAL = {"masks": ("causal",)}
 _OVER_40 = {"lengths": (40, 90), "over": 40}
-_UNLIKE = _SEVERAL | {"head_dims": (64,), "head_dims_v": (32,), "same_dims": 0.0}
 _THREE = {"heads_kv": (3, 4), "groups": (1,), "masks": ("open",)}
 _BY_REMAINDER = {"stored kv head": lambda c, g: c.h % c.question.num_heads_kv}
 _FROM_BEHIND = {"stored kv head": lambda c, g: c.question.num_heads_kv - 1 - g}
@@ -241,8 +177,13 @@ _MEAN = {"dv": by(lambda run: 1 / run.question.group)}
 
 _FROM_12, _FROM_20 = {"lengths": (12, 70)}, {"lengths": (20, 70)}
 _POWERS = {"head_dims": (16, 32, 64)}
-_STRIDES = change(with_strides, "q")
-_LOST, _LOST_16 = ({"dS of dq": by_pairs(lost, tile, 32)} for tile in (32, 16))
+_HEADS_FIRST = in_sequences(lambda x: x.swapaxes(0, 1).reshape(x.shape))
+_BEFORE = in_sequences(lambda x: x[np.arange(len(x)) & ~8])
+_8_APART, _16_APART = (lambda c, x, far=far: apart(far, 2 * far)(x) for far in (8, 16))
+_OVER_QUERIES = {"dS": lambda c, x: c.P * (c.dP - (c.P * c.dP).sum(axis=0))}
+_LOST, _LOST_16 = ({"dS of dq": by_pairs(hashed, tile, 32)} for tile in (32, 16))
+_NEXT_LSE = change(lambda x, *_: np.roll(x, -1, 0), "lse")
+_HALVES = stored(lambda x, *_: np.roll(x, x.shape[2] // 2, 2), "dv")
 _NEEDS = {
     "offsets-shifted": {"lengths": (30, 60)},
     "mask-missing-in-backward": _CAUSAL,
@@ -259,23 +200,21 @@ _TABLE: Table = (
     ("input-layout: q, k, v heads first", "f", turned("q", "k", "v"), _HEADS),
     ("input-layout: dout, heads first", "b", turned("dout"), _HEADS),
     ("input-layout: k, columns before heads", "f", change(as_if((0, 2, 1)), "k"), _SEVERAL),
-    ("input-layout: q, heads first in every sequence", "f", change(turned_alone, "q"), _HEADS),
     ("input-layout: blocks of 8 by 8 of V", "f", {"V": blocks_transposed}, _EVEN),
     ("input-layout: a swizzle of k", "fb", change(halves_swapped, "k"), _POWERS),
-    ("input-layout: q, heads at multiples of the head_dim of v", "fb", _STRIDES, _UNLIKE),
     ("input-layout: heads for tokens", "f", {"results": over_heads}, _THREE),
     ("statistics-misplaced: lse, tokens first", "b", turned("lse"), _HEADS),
     ("statistics-misplaced: lse of the first sequence", "b", change(local, "lse")),
-    ("statistics-misplaced: delta of row i & ~8", "b", change(rows_before, "delta"), _FROM_12),
-    ("statistics-misplaced: lse of the next head", "b", change(next_head, "lse"), _HEADS),
+    ("statistics-misplaced: delta of row i & ~8", "b", change(_BEFORE, "delta"), _FROM_12),
+    ("statistics-misplaced: lse of the next head", "b", _NEXT_LSE, _HEADS),
     ("statistics-misplaced: lse of a transposed tile", "b", {"L": lse_by_key}, _FROM_20),
     ("statistics-misplaced: delta of the first sequence", "b", change(local, "delta")),
     ("stale-tile: V of the tile before", "f", {"V tile": stale_values}, _LONG),
     ("stale-tile: K of the next tile in dq", "b", {"K of dq": stale(False, 1)}, _LONG),
     ("stale-tile: P of the tile before", "b", {"P of dv": stale(True, -1, zeros=True)}, _LONG),
     ("stale-tile: dS of the next tile", "b", {"dS of dk": stale(True, 1)}, _LONG),
-    ("stale-tile: rows of dS 8 apart", "b", {"dS of dk": rows_apart(8, 16)}, _FROM_12),
-    ("stale-tile: rows of P 16 apart", "b", {"P of dv": rows_apart(16, 32)}, _FROM_20),
+    ("stale-tile: rows of dS 8 apart", "b", {"dS of dk": _8_APART}, _FROM_12),
+    ("stale-tile: rows of P 16 apart", "b", {"P of dv": _16_APART}, _FROM_20),
     ("gqa-reduction-map: h % num_heads_kv", "b", _BY_REMAINDER, _HEADS),
     ("gqa-reduction-map or transposed: groups from behind", "b", _FROM_BEHIND, _HEADS),
     ("constant-factor or tile-counted-twice: dq twice", "b", {"dq": by(2.0)}),
@@ -283,10 +222,9 @@ _TABLE: Table = (
     ("constant-factor: all gradients", "b", of_each(by(0.7), *GRADIENTS)),
     ("constant-factor: out negative", "f", {"out": by(-1.0)}),
     ("constant-factor: half of dk's columns", "b", {"dk": partly_scaled}),
-    ("transposed: dq in sequences", "b", stored(heads_first, "dq"), _HEADS),
+    ("transposed: dq in sequences", "b", stored(_HEADS_FIRST, "dq"), _HEADS),
     ("transposed: lse, heads of groups", "f", stored(heads_of_groups_apart, "lse"), _HEADS),
-    ("transposed: out padded", "f", stored(padded_heads_before_tokens, "out"), _HEADS),
-    ("transposed or input-layout: dv, halves of columns", "b", stored(halves, "dv"), _EVEN),
+    ("transposed or input-layout: dv, halves of columns", "b", _HALVES, _EVEN),
     ("offsets-shifted: out from the end of padded sequences", "f", stored(from_the_end, "out")),
     (
         *("mask-missing-in-backward: the first tile of 16 queries masked, of 32 keys", "b"),
@@ -296,7 +234,7 @@ _TABLE: Table = (
     ("neighbour-leak: queries up to 32", "b", queries_past(32), {"lengths": (20, 60)}),
     ("pairs-dropped: lost updates of dq", "b", _LOST, {"masks": ("open",)}),
     ("pairs-dropped: lost updates of dq, causal", "b", _LOST_16, _CAUSAL),
-    ("softmax-axis: dS over queries", "b", {"dS": over_queries}),
-    ("softmax-axis: dS over queries, causal", "b", {"dS": over_queries}, _CAUSAL),
+    ("softmax-axis: dS over queries", "b", _OVER_QUERIES),
+    ("softmax-axis: dS over queries, causal", "b", _OVER_QUERIES, _CAUSAL),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every=tiled(32))

@@ -10,6 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
 from tests.diagnose.hooks import (
+    FEW,
     Hooks,
     Table,
     and_seen,
@@ -20,7 +21,7 @@ from tests.diagnose.hooks import (
     stored,
     times,
 )
-from tests.diagnose.plain import ZEROS, Array, Head, answers
+from tests.diagnose.plain import FLOAT16, ZEROS, Array, Head, answers
 from tests.diagnose.problems import DTYPES, problems
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -50,28 +51,8 @@ def tile_local(rows: int, keys: int) -> Hooks:
     return seen(test)
 
 
-def last_tile_alone_masked(rows: int, keys: int) -> Hooks:
-    def test(c: Head) -> Array:
-        last = ceil(up_to(c.i, rows) + rows + c.m - c.n, keys) - 1
-        return (c.j // keys < last) | ((c.j // keys == last) & (c.j <= c.p))
-
-    return seen(test)
-
-
 def open_tile(keys: int) -> Hooks:
     return seen(lambda c: c.j < (c.p // keys + 1) * keys)
-
-
-def zigzag(parts: int) -> Hooks:
-    """The mask goes by the place of a key, where keys are stored in the order of a ring's ranks."""
-
-    def test(c: Head) -> Array:
-        size = c.m // (2 * parts)
-        chunks = [x for rank in range(parts) for x in (rank, 2 * parts - 1 - rank)]
-        keys = np.concatenate([np.arange(x * size, (x + 1) * size) for x in chunks])
-        return np.argsort(keys)[None, : c.m] <= c.p
-
-    return seen(test)
 
 
 def of_rows(test: Test) -> Hooks:
@@ -79,30 +60,14 @@ def of_rows(test: Test) -> Hooks:
     return {"keys": lambda c, x: np.arange(c.total_k)} | seen(test)
 
 
-def spans(c: Head, lengths: Any) -> Array:
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
 def other_boundaries(c: Head) -> Array:
     """Sequences begin where those of another batch with as many tokens did."""
-    starts = spans(c, c.question.lengths_q[::-1])
+    starts = np.concatenate([[0], np.cumsum(c.question.lengths_q[::-1])])
     token = c.start_q + c.i
     b = np.searchsorted(starts, token, side="right") - 1
     left, right = (10**6 if side < 0 else side for side in c.window)
     stop = np.minimum(token + right + 1, starts[np.minimum(b + 1, len(starts) - 1)])
     return (c.r >= np.maximum(starts[b], token - left)) & (c.r < stop)
-
-
-def from_row_of_q(c: Head) -> Any:
-    return (c.r >= c.start_q) & (c.r < c.start_q + c.m)
-
-
-def as_the_longest(c: Head) -> Any:
-    return (c.r >= c.start_k) & (c.r < c.start_k + max(c.question.lengths_k))
-
-
-def in_the_window(c: Head) -> Any:
-    return (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1])
 
 
 def next_sequence(c: Head) -> Array:
@@ -126,22 +91,6 @@ def with_zeros(number: Callable[[Head], int], hidden: bool = False) -> Hooks:
 
 def part(c: Head, number: int, parts: int) -> Any:
     return c.j // ceil(c.m, parts) == number
-
-
-def own_shard(c: Head) -> Any:
-    return c.j // ceil(c.m, 3) <= c.p // ceil(c.m, 3)
-
-
-def last_tile_left_out(c: Head) -> Any:
-    return (c.j <= c.p) & (c.j < up_to(up_to(c.i, 16) + 16, 32))
-
-
-def third_of_row(c: Head) -> Any:
-    return c.j + c.start_k // 3 <= c.p
-
-
-def left_padding(c: Head) -> int:
-    return max(c.question.lengths_k) - c.m
 
 
 def irregular_span(c: Head) -> Array:
@@ -178,27 +127,6 @@ def tails(tile: int = 32, zeros: bool = False) -> Hooks:
     return hooks | (still if zeros else {})
 
 
-def packed_group(rows: int, tile: int) -> Hooks:
-    """Causal by rows that are every head of every query; cut at the end of the last key tile."""
-
-    def test(c: Head) -> Array:
-        last = np.minimum(up_to(c.i, rows) + rows, c.n) + c.m - c.n
-        stop = ceil(last, tile) * tile
-        return c.j < np.minimum(c.group * c.i + c.h % c.group + 1, stop)
-
-    return seen(test)
-
-
-def left_edge_in_first_tile(rows: int, tile: int) -> Hooks:
-    """The left edge of the window is masked in the first key tile of a tile of queries alone."""
-
-    def see(c: Head, x: Array) -> Array:
-        first = up_to(np.maximum(c.p - c.i % rows - c.window[0], 0), tile)
-        return x | ((c.j >= first + tile) & (c.j <= c.p + c.window[1]))
-
-    return {"seen": see}
-
-
 def left_side(by: Test) -> Hooks:
     return seen(lambda c: (c.j >= np.maximum(by(c), 0)) & (c.j <= c.p + c.window[1]))
 
@@ -229,54 +157,36 @@ def never_run(x: Array, name: str, question: Question, tile: int = 16) -> Array:
 
 # ---- the table --------------------------------------------------------------------------------
 
-_USUAL: dict[str, Any] = {
-    "lengths": (34, 90),
-    "lengths_k": ("equal",),
-    "batch": (2, 3),
-    "heads_kv": (1, 2, 4),
-    "groups": (1, 2),
-    "head_dims": (24, 32, 64),
-    "same_dims": 1.0,
-    "scaled": 0.0,
-    "dlse": 0.3,
-    "past_end": 0.0,
-    "least": 0.03,
-    "dtypes": (*DTYPES, np.dtype("float16")),
-}
+_USUAL = FEW | {"lengths": (34, 90), "lengths_k": ("equal",), "same_dims": 1.0, "scaled": 0.0}
+_USUAL |= {"heads_kv": (1, 2, 4), "head_dims": (24, 32, 64), "dlse": 0.3}
+_USUAL |= {"dtypes": (*DTYPES, FLOAT16)}
 _LONGER = {"lengths_k": ("more",)}
 _SMALL = {"lengths": (34, 60), "head_dims": (64,), "heads_kv": (1, 2), "dtypes": DTYPES[:2]}
-_GROUP_OF_2 = {"heads_kv": (2, 4), "groups": (1, 2)}
 _DOCUMENTS = {"lengths": (20, 48), "head_dims": (32,), "heads_kv": (2, 4)}
 _ROW_SIDE = left_side(lambda c: c.i - c.window[0])
-_ROUNDED_SIDE = left_side(lambda c: up_to(c.p - c.window[0], 16))
 _FIRST_LENGTH = and_seen(lambda c: c.j < c.question.lengths_k[0])
 _HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
-_PAIRS = and_seen(lambda c: c.j < ceil(c.m, 16) // 2 * 32)
 _FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
+_LEFT_PADDED = with_zeros(lambda c: max(c.question.lengths_k) - c.m, hidden=True)
+_AS_FROM_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m))
+_AS_LONGEST = of_rows(lambda c: (c.r >= c.start_k) & (c.r - c.start_k < max(c.question.lengths_k)))
+_IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1]))
 _NO_TAIL = or_seen(lambda c: c.i >= up_to(c.n, 16))
-_AS_FROM_Q = of_rows(from_row_of_q)
 
 _CAUSAL: Table = (
     ("wrong-keys: tile-local comparison, 32 by 16", "fb", tile_local(32, 16)),
-    ("wrong-keys: last tile of 32 left out", "fb", seen(last_tile_left_out), {"lengths": (40, 90)}),
     ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),
     ("wrong-keys: own tile of 32 open, more keys", "fb", open_tile(32), _LONGER),
-    ("wrong-keys: only the last tile is masked", "fb", last_tile_alone_masked(64, 16)),
     ("wrong-keys: tiles by number, 16 by 32", "fb", and_seen(lambda c: c.j // 16 <= c.i // 32)),
     ("wrong-keys: counted from a chunk", "fb", seen(lambda c: c.j <= c.i % 32)),
     ("wrong-keys: packed row of q", "fb", seen(lambda c: c.j <= c.start_q + c.i)),
-    ("wrong-keys: a third of the packed row of k", "fb", seen(third_of_row)),
     ("wrong-keys: prefix of 5 seen by all", "fb", seen(lambda c: (c.j <= c.p) | (c.j < 5))),
-    ("wrong-keys: zigzag, mask by place", "fb", zigzag(2), {"multiple": 4}),
-    ("wrong-keys: boundaries of another batch, causal", "fb", of_rows(other_boundaries)),
-    ("wrong-keys: own shard open", "fb", seen(own_shard)),
     ("wrong-keys: five keys more", "fb", seen(lambda c: c.j <= c.p + 5)),
     ("wrong-keys: every second key", "fb", and_seen(lambda c: (c.p - c.j) % 2 == 0)),
     ("wrong-keys or mask-inverted: transposed", "fb", seen(lambda c: c.j >= c.p)),
     ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", and_seen(lambda c: c.j < 32)),
     ("wrong-keys or causal-dropped: no mask in the tail tile", "fb", _NO_TAIL),
     ("wrong-keys: a span of its own by row", "fb", seen(irregular_span)),
-    ("wrong-keys: packed heads", "fb", packed_group(16, 32), _GROUP_OF_2),
     ("wrong-keys: backward alone: five more", "b", seen(lambda c: c.j <= c.p + 5)),
     ("causal-dropped: in every second head", "fb", or_seen(lambda c: c.h % 2 == 1)),
     ("mask-missing-in-backward: in the own tile", "b", open_tile(16)),
@@ -289,19 +199,17 @@ _CAUSAL: Table = (
 )
 _WINDOW: Table = (
     ("wrong-keys: left side without the difference of lengths", "fb", _ROW_SIDE, _LONGER),
-    ("wrong-keys: left side rounded down to 16", "fb", _ROUNDED_SIDE),
     ("wrong-keys: sinks", "fb", or_seen(lambda c: (c.j < 4) & (c.j <= c.p))),
     ("wrong-keys: window on both sides", "fb", seen(lambda c: abs(c.j - c.p) <= c.window[0])),
     ("wrong-keys: twice the window", "fb", left_side(lambda c: c.p - 2 * c.window[0])),
-    ("wrong-keys: left edge in the first tile", "fb", left_edge_in_first_tile(32, 16)),
-    ("neighbour-leak: window into the neighbours", "fb", of_rows(in_the_window)),
+    ("neighbour-leak: window into the neighbours", "fb", _IN_WINDOW),
 )
 _OPEN: Table = (
     ("wrong-keys: boundaries of another batch", "fb", of_rows(other_boundaries)),
     ("wrong-keys or offsets-shifted: keys from cu_seqlens_q", "fb", _AS_FROM_Q, _LONGER),
     ("wrong-keys: keys of the next sequence", "fb", of_rows(next_sequence)),
     ("wrong-keys or tail-tile-dropped or tile-skipped: length of sequence 0", "fb", _FIRST_LENGTH),
-    ("wrong-keys: left padding", "fb", with_zeros(left_padding, hidden=True)),
+    ("wrong-keys: left padding", "fb", _LEFT_PADDED),
     ("wrong-keys or tile-skipped or tail-tile-dropped: a half alone", "fb", _HALF),
     ("wrong-keys or tile-counted-twice: a quarter twice", "fb", _QUARTER),
     ("wrong-keys: own key twice", "fb", times(lambda c: 1 + (c.j == c.p))),
@@ -309,12 +217,11 @@ _OPEN: Table = (
     ("wrong-keys: own chunk alone", "fb", and_seen(lambda c: c.j // 16 == c.p // 16)),
     ("wrong-keys: causal, not asked for", "fb", and_seen(lambda c: c.j <= c.p)),
     ("wrong-keys: a window, not asked for", "fb", and_seen(lambda c: abs(c.j - c.p) <= 11)),
-    ("wrong-keys or tail-tile-dropped or tile-skipped: odd tiles of 16 at the end", "fb", _PAIRS),
     ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
     ("wrong-keys or tail-rows-stored: tail rows of the sequence before", "fb", tails()),
     ("wrong-keys: documents", "fb", and_seen(by_document), _DOCUMENTS),
     ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
-    ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", of_rows(as_the_longest)),
+    ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),
     ("tail-rows-stored: of a query of zeros", "f", tails(zeros=True)),
     ("rows-not-written: dq", "b", stored(never_run, "dq")),
 )

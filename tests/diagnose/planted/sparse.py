@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.hooks import STAGES_OF, Hooks, Table, as_if, bounds, by, of_each, plants
+from tests.diagnose.hooks import FEW, STAGES_OF, Hooks, Table, as_if, bounds, by, of_each, plants
 from tests.diagnose.plain import (
     Array,
     Head,
@@ -23,13 +22,11 @@ from tests.diagnose.plain import (
     Visits,
     answers,
     entries,
-    spans,
 )
 from tests.diagnose.problems import problems
 
 __all__ = ["PLANTED", "answers", "problems"]
 Entries = list[tuple[int, int]]  # block and slot, -1 for the own block
-Lists = dict[int, list[tuple[int, int, Visit]]]  # sequence, token and visit, by block of the pack
 
 
 # ---- lists of a token -------------------------------------------------------------------------
@@ -66,62 +63,31 @@ def sorted_by(key: Callable[[Any, int], Any]) -> Hooks:
     return {"entries": lambda t, x: entries_with(t, named=sorted(t.named, key=partial(key, t)))}
 
 
-def padding_read(last: bool) -> Hooks:
-    def of(t: Any, right: Entries) -> Entries:
-        block = t.blocks - 1 if last else 0
-        return entries_with(t, named=[block if x < 0 else x for x in t.named])
-
-    return {"entries": of}
-
-
-def compared_with(which: str) -> Hooks:
-    """A block is a repeat where it is the one before in the list, or the first of all slots."""
-
-    def of(t: Any, right: Entries) -> Entries:
-        found: Entries = []
-        for slot, block in enumerate(t.named[: t.count]):
-            before = [other for other, _ in found][-1:]
-            if which == "first":
-                before = t.named[:1] if slot else []
-            if 0 <= block < t.blocks and block not in before:
-                found.append((block, slot))
-        own = t.question.own and 0 <= t.own < t.blocks
-        return found + [(t.own, -1)] * (own and t.own not in [block for block, _ in found])
-
-    return {"entries": of}
+def compared_with_last(t: Any, right: Entries) -> Entries:
+    """A block is a repeat where it is the one before in the list."""
+    found: Entries = []
+    for slot, block in enumerate(t.named[: t.count]):
+        if 0 <= block < t.blocks and block not in [other for other, _ in found][-1:]:
+            found.append((block, slot))
+    return found + [(block, slot) for block, slot in right if slot < 0]
 
 
-def own_for_every_slot(t: Any, right: Entries) -> Entries:
-    own = t.question.own and 0 <= t.own < t.blocks
-    named = [(block, slot) for block, slot in right if slot >= 0]
-    return named + [(t.own, -1)] * (t.count if own else 0)
+def own_there(t: Any) -> int:
+    return t.count if 0 <= t.own < t.blocks else 0
 
 
-def before_place(t: Any, right: Entries) -> Entries:
-    return [(block, slot) for block, slot in right if block * t.question.block_size < t.place]
-
-
-def united(tile: int, first: bool = False) -> Hooks:
-    """With the blocks of all queries of a tile, or the slots of its first one."""
+def united(tile: int) -> Hooks:
+    """With the blocks of all queries of a tile."""
 
     def of(t: Any, lists: list[Entries]) -> list[Entries]:
         found = []
         for i, mine in enumerate(lists):
-            own = (i + t.m - t.n) // t.question.block_size
-            start = i // tile * tile
-            slots = {block: slot for block, slot in reversed(mine)}
-            if first:
-                some = [(block, slot) for block, slot in lists[start] if slot >= 0]
-                if t.question.own and own >= 0 and own not in [block for block, _ in some]:
-                    some.append((own, -1))
-            else:
-                blocks = {block for other in lists[start : start + tile] for block, _ in other}
-                some = [(block, slots.get(block, -1)) for block in sorted(blocks)]
-            found.append(some)
+            start, slots = i // tile * tile, {block: slot for block, slot in reversed(mine)}
+            blocks = {block for other in lists[start : start + tile] for block, _ in other}
+            found.append([(block, slots.get(block, -1)) for block in sorted(blocks)])
         return found
 
-    whole = {"span": lambda t, x: (*x[:2], t.question.causal)}
-    return {"lists": of} | ({} if first else whole)
+    return {"lists": of, "span": lambda t, x: (*x[:2], t.question.causal)}
 
 
 def seen_past(test: Callable[[Any], Any]) -> Hooks:
@@ -140,9 +106,6 @@ def placed(how: str) -> Hooks:
         if how == "wide":
             first = t.start_k + t.block * 2 * size
             stop = min(first + 2 * size, end)
-        elif how == "double" and t.slot >= 0:
-            first = t.start_k + t.block * 2 * size
-            stop = min(first + size, end)
         elif how.startswith("packed"):
             first = t.start_k // size * size + t.block * size
             stop = min(first + size, end)
@@ -161,18 +124,6 @@ def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
     ]
 
 
-def apart(t: Any, visits: list[Visit]) -> list[Visit]:
-    """The own block only where no other visit has its keys."""
-    named = [visit for visit in visits if visit.slot >= 0]
-    rows = {row for visit in named for row in range(visit.first, min(visit.stop, visit.last + 1))}
-    return named + [
-        visit._replace(first=row, stop=row + 1)
-        for visit in visits
-        for row in range(visit.first, min(visit.stop, visit.last + 1))
-        if visit.slot < 0 and row not in rows
-    ]
-
-
 def after_masked(own_first: bool) -> Hooks:
     """What was summed before a block of which no key is seen is lost."""
 
@@ -187,82 +138,27 @@ def after_masked(own_first: bool) -> Hooks:
 # ---- lists of a block -------------------------------------------------------------------------
 
 
-def inverted(of: Callable[[Question, Lists, int], Lists]) -> Hooks:
-    """dk and dv by changed lists of the tokens of every block."""
+def inverted(of: Callable[[list[tuple[int, Visit]]], Any]) -> Hooks:
+    """dk and dv by other lists of the tokens of every block."""
 
     def change(run: Run, visits: Visits) -> Visits:
-        q, size, found = run.question, run.question.block_size, {}
-        sides = spans(q)
-        blocks = [-(-m // size) for _, _, _, m in sides]
-        starts = [sum(blocks[:b]) for b in range(len(blocks))]
-        for sel in range(q.block_indices.shape[1]):
-            lists: Lists = {
-                starts[b] + i: [] for b, number in enumerate(blocks) for i in range(number)
-            }
-            for (b, t, head), some in visits.items():
-                for visit in some if head == sel else ():
-                    lists.setdefault(starts[b] + visit.block, []).append((b, t, visit))
-            lists = of(q, lists, sel)
-            for b, number in enumerate(blocks):
-                for block in range(number):
-                    for own, t, visit in lists.get(starts[b] + block, []):
-                        there = _at(q, visit, sides[b], block, t)
-                        found.setdefault((own, t, sel), []).append(there)
+        lists: dict[Any, list[tuple[int, Visit]]] = {}
+        for (b, t, sel), some in visits.items():
+            for visit in some:
+                lists.setdefault((b, sel, visit.block), []).append((t, visit))
+        found: Visits = {}
+        for (b, sel, _), of_block in lists.items():
+            for t, visit in of(of_block):
+                found.setdefault((b, t, sel), []).append(visit)
         return found
 
     return {"inverted": change, "only": ("dk", "dv")}
 
 
-def _at(q: Question, visit: Visit, side: tuple[int, int, int, int], block: int, t: int) -> Visit:
-    """A visit as block ``block`` of a sequence makes it."""
-    start_q, n, start_k, m = side
-    own = start_q <= t < start_q + n
-    if own and block == visit.block:
-        return visit
-    first = start_k + block * q.block_size
-    stop = min(first + q.block_size, start_k + m)
-    last = start_k + t - start_q + m - n if q.causal else stop - 1
-    return Visit(block, visit.slot if own else -1, first, stop, last)
-
-
-def without_own(some: list[Any]) -> list[Any]:
-    return [entry for entry in some if entry[2].slot >= 0]
-
-
-def each(of: Callable[[list[Any]], list[Any]]) -> Hooks:
-    return inverted(lambda q, lists, sel: {place: of(some) for place, some in lists.items()})
-
-
-def shifted(q: Question, lists: Lists, sel: int) -> Lists:
-    """Of every third block of a sequence the list is that of the one before."""
-    found, place = {}, 0
-    for m in q.lengths_k:
-        for i in range(-(-m // q.block_size)):
-            source = lists[place - (i % 3 == 2)]
-            found[place] = [(b, t, visit._replace(block=-1)) for b, t, visit in source]
-            place += 1
-    return found
-
-
-def repeated(q: Question, lists: Lists, sel: int, room: bool = True) -> Lists:
-    """A token stands in the list as often as it names the block; what there is no room for, as if
-    it did not, is not read."""
-    found: Lists = {}
-    for place, some in lists.items():
-        found[place] = []
-        for b, t, visit in some:
-            named = q.block_indices[t, sel].tolist()
-            limit = len(named) if q.block_counts is None else int(q.block_counts[t, sel])
-            again = [s for s in range(visit.slot + 1, limit) if named[s] == visit.block]
-            found[place] += [(b, t, visit)] * (1 + (len(again) if visit.slot >= 0 else 0))
-        found[place] = found[place] if room else found[place][: len(some)]
-    return found
-
-
 # ---- what is read -----------------------------------------------------------------------------
 
 
-def words(run: Run, x: Array) -> Array:
+def words(x: Array) -> Array:
     """Indices of 64 bits read as if they had 32."""
     return np.frombuffer(x.astype("<i8").tobytes(), dtype="<i4")[: x.size].reshape(x.shape)
 
@@ -278,34 +174,14 @@ def indices_as_if(*order: int) -> Hooks:
     return {"indices": lambda run, x: as_if(order)(x, "", run.question)}
 
 
-def sliding(more: int) -> Hooks:
-    return {"sliding": lambda run, x: (x[0] + more, x[1])}
-
-
 def first_of_group(c: Head) -> int:
     return c.h - c.h % c.group
 
 
-def kept_head(last: bool) -> Hooks:
-    """The gradient of a gate holds one head of those that share it."""
-    return {"dG": lambda c, x: x * (c.h % c.group == (c.group - 1 if last else 0))}
-
-
 # ---- the table --------------------------------------------------------------------------------
 
-_USUAL: dict[str, Any] = {
-    "masks": ("open",),
-    "lengths": (1, 70),
-    "over": 19,
-    "batch": (2, 3),
-    "lengths_k": ("equal", "equal", "any"),
-    "groups": (1, 2),
-    "heads_kv": (1, 2),
-    "head_dims": (16, 24, 32),
-    "past_end": 0.0,
-    "least": 0.03,
-    "blocks": {},
-}
+_USUAL: dict[str, Any] = FEW | {"masks": ("open",), "lengths": (1, 70), "over": 19, "blocks": {}}
+_USUAL |= {"lengths_k": ("equal", "equal", "any")}
 _CAUSAL, _OWN, _GATE, _COUNTS = ({name: True} for name in ("causal", "own", "gate", "counts"))
 _TWICE, _PADDED, _OPEN = {"duplicates": True}, {"padding": True}, {"causal": False}
 _OF_GATES = ("ignored", "gradient-missing", "on-p", "order")
@@ -320,6 +196,14 @@ _ALL, _OWN_SELECTED = (
     seen_past(lambda t: t.slot >= 0),
     seen_past(lambda t: t.slot >= 0 and t.block == t.own),
 )
+_AS_WORDS = {"indices": lambda run, x: words(x)}
+_AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
+_REPEATS_APART = {"entries": compared_with_last}
+_OWN_ALWAYS = {"entries": lambda t, x: [e for e in x if e[1] >= 0] + [(t.own, -1)] * own_there(t)}
+_BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
+_LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
+_NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
+_FIRST_TWICE = inverted(lambda some: some[:1] + some)
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
 _WHOLE_OWN, _ALWAYS_WHOLE = (
     seen_past(lambda t: t.slot < 0),
@@ -394,30 +278,23 @@ _TABLE: Table = (
     ("sparse-not-causal: blocks that are selected", "fb", _ALL),
     ("sparse-not-causal: own block where selected", "fb", _OWN_SELECTED),
     ("sparse-not-causal: all blocks", "b s j fbsj", _ALL),
-    ("sparse-not-causal: own block where selected", "s j", _OWN_SELECTED),
     ("sparse-duplicate-twice: own block", "fb s j", listed(again=True), _OWN),
     ("sparse-duplicate-twice: slots", "fb b s j", listed(repeats=True), _TWICE),
-    ("sparse-duplicate-twice: slots and own block", "fb", listed(repeats=True, again=True), _TWICE),
     ("sparse-partial-block-zeros: zero keys", "fb j fbsj", _ZEROS),
-    ("sparse-padding-read: as block 0", "fb s j", padding_read(False)),
-    ("sparse-padding-read: as the last block", "fb", padding_read(True)),
+    ("sparse-padding-read: as block 0", "fb s j", _AS_BLOCK_0),
     ("sparse-gate-gradient-missing: zeros", "b s", _NO_GRADIENT),
-    ("sparse-gate-gradient-missing: zeros, nor does it move", "s", _NO_GRADIENT | _STILL),
     ("sparse-gate-gradient-missing: does not move", "s j", _STILL),
-    ("sparse-gate-not-summed: last head", "b s", kept_head(True)),
-    ("sparse-gate-not-summed: first head", "b s", kept_head(False)),
+    ("sparse-gate-not-summed: last head", "b s", _LAST_HEAD),
     ("sparse-gate-ignored: everywhere", "fb", _NO_GATE),
-    ("sparse-gate-ignored: everywhere, no gradient of it", "fb", _NO_GATE | _NO_GRADIENT),
     ("sparse-gate-ignored: scores and dq, dk", "b", _NO_GATE),
     ("sparse-gate-ignored: dq and dk", "b", {"G in dY": one}),
     ("sparse-gate-ignored: everywhere", "s j", _NO_GATE_BEYOND),
     ("sparse-gate-ignored: scores", "s j", {"G in S": one}),
     ("sparse-gate-ignored: tangent", "s j", {"G in E": one}),
     ("sparse-gate-ignored: gq and gk", "s", {"G in dY": one}),
-    ("sparse-gate-ignored: everywhere, no gradient of it", "s", _NO_GATE_BEYOND | _NO_GRADIENT),
     ("sparse-gate-ignored: everywhere", "fbsj", _NO_GATE_BEYOND),
-    ("sparse-sliding-off-by-one: one key more", "f", sliding(1)),
-    ("sparse-sliding-off-by-one: one key less", "f", sliding(-1)),
+    ("sparse-sliding-off-by-one: one key more", "f", {"sliding": lambda run, x: (x[0] + 1, x[1])}),
+    ("sparse-sliding-off-by-one: one key less", "f", {"sliding": lambda run, x: (x[0] - 1, x[1])}),
     ("sparse-own-block-missing: not seen", "fb b s j fbsj", _MISSING),
     ("sparse-own-block-not-causal: where not selected", "fb", _WHOLE_OWN),
     ("sparse-own-block-not-causal: selected or not", "fb", _ALWAYS_WHOLE),
@@ -436,13 +313,11 @@ _LISTS: Table = (
     ("sparse-list-cut: after so many as named", "fb", stops("number"), _PADDED),
     ("sparse-list-cut: at a negative", "fb b", stops("negative"), _PADDED),
     ("sparse-list-cut: at a repeat", "fb", stops("repeat"), _TWICE),
-    ("sparse-duplicate-twice: compared with the last", "fb", compared_with("last"), _TWICE),
-    ("sparse-duplicate-twice: compared with the first", "fb", compared_with("first"), _TWICE),
-    ("sparse-duplicate-twice: own for every slot", "fb", {"entries": own_for_every_slot}, _OWN),
-    ("input-layout: indices as words", "fb", {"indices": words}),
+    ("sparse-duplicate-twice: compared with the last", "fb", _REPEATS_APART, _TWICE),
+    ("sparse-duplicate-twice: own for every slot", "fb", _OWN_ALWAYS, _OWN),
+    ("input-layout: indices as words", "fb", _AS_WORDS),
     ("input-layout: indices of first rows", "fb", {"indices": first_rows}),
     ("input-layout: indices as T S H", "fb", indices_as_if(0, 2, 1), _SEVERAL),
-    ("input-layout: indices as H T S", "fb", indices_as_if(1, 0, 2), _SEVERAL),
     ("neighbour-leak: end of k", "fb b", placed("total"), _OPEN),
     ("neighbour-leak: of the packed array", "fb", placed("packed leak"), _CAUSAL),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
@@ -452,23 +327,18 @@ _LISTS: Table = (
     ("sparse-gate-order: by block", "fb", {"G": gate_of_block}),
     ("sparse-gate-order: packed", "fb", _PACKED, _PADDED),
     ("sparse-tile-union: of 4", "fb", united(4)),
-    ("sparse-tile-union: of the first of 8", "fb", united(8, first=True)),
     ("sparse-tile-union: of 8", "b", united(8)),
     ("sparse-masked-block-resets: own first", "f", after_masked(True)),
     ("sparse-masked-block-resets: own last", "f", after_masked(False)),
-    ("sparse-inverted-lists: capacity", "b", each(lambda some: some[:9])),
-    ("sparse-inverted-lists: first query missing", "b", each(lambda some: some[1:])),
-    ("sparse-inverted-lists: overflow", "b", inverted(partial(repeated, room=False)), _TWICE),
-    ("sparse-inverted-lists: repeats", "b", inverted(repeated), _TWICE),
-    ("sparse-inverted-lists: no own", "b", each(without_own), _OWN),
-    ("sparse-inverted-lists: the first one twice", "b", each(lambda some: some[:1] + some), _LONG),
-    ("sparse-inverted-lists: one further in every third", "b", inverted(shifted), _LONG),
+    ("sparse-inverted-lists: capacity", "b", inverted(lambda some: some[:9])),
+    ("sparse-inverted-lists: first query missing", "b", inverted(lambda some: some[1:])),
+    ("sparse-inverted-lists: no own", "b", _NO_OWN, _OWN),
+    ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
     ("offsets-shifted: of the packed array", "fb", placed("packed")),
-    ("wrong-keys: block size doubled", "fb", _ANY_BLOCK | placed("double") | {"visits": apart}),
     ("wrong-keys: blocks of twice the size", "fb", placed("wide")),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
-    ("sparse-own-block-missing: at its first", "fb", {"entries": before_place}, _CAUSAL),
+    ("sparse-own-block-missing: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
     ("sparse-own-block-missing: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
     ("sparse-own-block-missing: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
     ("statistics-misplaced: of the groups first head", "b", _STATISTICS, _GROUPED),
