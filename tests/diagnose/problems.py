@@ -24,7 +24,6 @@ class Needs:
     masks: tuple[str, ...] = ("open", "causal", "window", "causal window", "left", "right")
     lengths_k: tuple[str, ...] = ("equal", "equal", "more", "any")
     lengths: Span = (1, 90)
-    multiple: int = 1  # of which all lengths are
     over: int = 0  # one sequence at least is longer than this
     batch: Span = (2, 5)
     groups: tuple[int, ...] = (1, 2, 3, 4)
@@ -175,7 +174,6 @@ def _lengths(needs: Needs, rng: np.random.Generator) -> tuple[list[int], list[in
     """Of queries and of keys."""
     batch = int(rng.integers(needs.batch[0], needs.batch[1] + 1))
     queries = rng.integers(needs.lengths[0], needs.lengths[1] + 1, batch)
-    queries = -(-queries // needs.multiple) * needs.multiple
     one = rng.integers(batch)
     if queries.max() <= needs.over:
         queries[one] = needs.over + rng.integers(1, 30)

@@ -14,7 +14,7 @@ from rawattn.check.diagnose.evidence.structure import named, where
 from rawattn.check.diagnose.findings import Check
 from tests.diagnose import plain
 from tests.diagnose.planted import first, second
-from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, Needs, draw, problems
+from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, Needs, draw, packed, problems
 
 RUNS = ("I8", "I9", "I11", "I12")
 PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)}
@@ -40,13 +40,6 @@ def test_identities_hold(dtype: np.dtype[Any], kind: str) -> None:
         for check in checks(question, plain.answers(None, question), "one"):
             assert check.verdict != "FAIL", (seed, check)
             assert check.value <= 0.5 * check.allowed or check.verdict == "-", (seed, check)
-
-
-@pytest.mark.parametrize("kind", first.RIGHT, ids=lambda kind: kind.variant)
-def test_identities_hold_with_any_rounding(kind: plain.Planted) -> None:
-    (question,) = problems(kind, 1, seed=1)
-    answers = plain.answers(kind, question)
-    assert not failing(checks(question, answers, "one"))
 
 
 @pytest.mark.parametrize("change", ["large scores", "keys with a mean", "small", "equal", "ones"])
@@ -167,14 +160,6 @@ def test_a_function_that_cannot_do_it() -> None:
 LENGTHS = (20, 64, 30, 47)
 
 
-def asked(**changes: Any) -> Question:
-    """4 heads on 2."""
-    rng = np.random.default_rng(0)
-    drawn = {n: rng.standard_normal((161, h, 8)) for n, h in (("q", 4), ("k", 2), ("v", 2))}
-    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
-    return Question(**drawn, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **changes)
-
-
 CAUSAL = {"causal": True}
 ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
     # a sentence, of a question like this and a tensor, when these rows are wrong
@@ -202,12 +187,16 @@ def test_rows(sentence: str) -> None:
     changes, tensor, wrong = ROWS[sentence]
     i = np.concatenate([np.arange(n) for n in LENGTHS])
     bad = wrong(i, np.repeat(LENGTHS, LENGTHS))[:, None]
-    said = where(asked(**changes), tensor, np.repeat(bad, 2 if tensor == "dv" else 4, axis=1))
+    said = where(
+        packed(LENGTHS, FLOAT64, dim=8, **{"causal": False} | changes),
+        tensor,
+        np.repeat(bad, 2 if tensor == "dv" else 4, axis=1),
+    )
     assert f"of every sequence, {sentence}" in said, said
 
 
 def test_sequences_and_heads() -> None:
-    question = asked()
+    question = packed(LENGTHS, FLOAT64, dim=8)
 
     def of(*sequences: int) -> str:
         wrong = np.isin(question.sequence_of("q"), sequences)

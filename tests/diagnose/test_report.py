@@ -18,7 +18,6 @@ from rich.console import Console
 
 from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.sight import sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
@@ -28,6 +27,7 @@ from rawattn.check.diagnose.report import glossary, terminal
 from rawattn.check.diagnose.report.page import page
 from rawattn.check.diagnose.report.words import as_json, nothing_wrong
 from tests.diagnose.called import call, said
+from tests.diagnose.problems import packed
 from tests.diagnose.test_planted import MODULES
 
 PLANTS = {plant.bug: (m, plant) for m in MODULES for plant in m.PLANTED if plant.bug != "race"}
@@ -68,13 +68,7 @@ def test_a_cause_is_short(name: str) -> None:
     assert "<h1" in page(found)
 
 
-def of_lengths(queries: int, keys: int, **mask: Any) -> Question:
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((rows, 1, 8)) for rows in (queries, keys, keys))
-    return Question(q, k, v, np.array([0, queries]), np.array([0, keys]), **mask)
-
-
-CAUSAL, WINDOW = {"causal": True}, {"window": (1, 1)}
+CAUSAL, WINDOW = {"causal": True}, {"causal": False, "window": (1, 1)}
 PICTURES = {
     "j <= i + 1": (6, 6, CAUSAL, ". +|. . +|. . . +|. . . . +|. . . . . +|. . . . . ."),
     "j < i": (5, 5, CAUSAL, "-|. -|. . -|. . . -|. . . . -"),
@@ -89,7 +83,8 @@ PICTURES = {
 def test_the_picture_is_right(form: str) -> None:
     """Who sees whom, with the bug beside the right mask, as written down by hand."""
     queries, keys, mask, wanted = PICTURES[form]
-    question = of_lengths(queries, keys, **mask)
+    sizes = {"lengths_k": (keys,), "heads": (1, 1), "dim": 8, "dout": None}
+    question = packed((queries,), np.float64, **sizes, **mask)
     bug = next(bug for bug in masks.masks(question) if bug.variant == form)
     sight = sight_of(question, bug)
     assert sight is not None
@@ -222,10 +217,6 @@ FACTS = ("attention of 4 sequences (3, 5, 9, 2 tokens), float16", "A: causal is 
 WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACTS)
 
 
-def words(text: str) -> str:
-    return " ".join(text.split())
-
-
 def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
@@ -238,10 +229,10 @@ def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
 def test_everything_is_said_and_fits(width: int) -> None:
     text = all_of(WHOLE, width)
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
-    joined = words(text)
+    joined = " ".join(text.split())
     assert joined.startswith("error[padded-keys]: B: padded keys are in the softmax denominator")
     for part in (*PADDED.evidence, PADDED.where, PADDED.look_at, *FACTS):
-        assert words(part) in joined, part
+        assert " ".join(part.split()) in joined, part
     assert "warning[vacuous]: A: both sides are zero" in joined
     order = ("error[", "warning[", "1. B", "2. A", "must hold on a side", "slope", FACTS[0])
     assert [joined.index(part) for part in order] == sorted(map(joined.index, order))
@@ -287,8 +278,8 @@ def test_the_page_has_a_verdict(findings: tuple[Finding, ...], said: str) -> Non
 
 def test_the_page_has_all_and_fetches_nothing() -> None:
     source = page(WHOLE)
-    for words_ in (*PADDED.alternatives, *FACTS, PADDED.where, "I10", "no data", MAP.caption):
-        assert words_ in source
+    for words in (*PADDED.alternatives, *FACTS, PADDED.where, "I10", "no data", MAP.caption):
+        assert words in source
     for part in ("http", "src=", "href", "url(", "@import", "<script", "<link", "javascript:"):
         assert part not in source.lower()
 
