@@ -10,8 +10,8 @@ from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.read.name import Readings, read
 from tests.diagnose import plain
-from tests.diagnose.hooks import GRADIENTS, Hooks, kernel
 from tests.diagnose.plain import Array, Planted
+from tests.diagnose.table import GRADIENTS, Hooks, kernel
 
 Ask = Callable[[str], Callable[[Question], Answers] | None]
 

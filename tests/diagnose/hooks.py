@@ -1,68 +1,12 @@
-"""What stands in the place of a step of ``plain``: the forms that many bugs share, in a table."""
+"""What stands in the place of a step of ``plain``: the forms that many bugs share."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.plain import OPEN, Array, Head, Hook, Kernel, Planted, in_window, tiles
-from tests.diagnose.problems import Needs
-
-Hooks = dict[str, Any]
-Table = tuple[tuple[Any, ...], ...]  # of plants
-FIELDS = {field.name for field in fields(Kernel)}
-STAGES_OF = {
-    "f": ("forward",),
-    "b": ("backward",),
-    "fb": ("forward", "backward"),
-    "s": ("second",),
-    "j": ("jvp",),
-    "sj": ("second", "jvp"),
-    "fbsj": ("forward", "backward", "second", "jvp"),
-    "bs": ("backward", "second"),
-}
-GRADIENTS = ("dq", "dk", "dv")
-FEW = {"batch": (2, 3), "heads_kv": (1, 2), "groups": (1, 2), "head_dims": (16, 24, 32)}
-FEW |= {"past_end": 0.0, "least": 0.03}  # what most problems are like
-
-
-def kernel(changes: Mapping[str, Any]) -> Kernel:
-    """``changes``: fields of Kernel, and hooks by their names."""
-    own = {name: value for name, value in changes.items() if name in FIELDS}
-    return Kernel({n: hook for n, hook in changes.items() if n not in FIELDS}, **own)
-
-
-def plants(
-    table: Table,
-    usual: Callable[[str], Mapping[str, Any]],
-    of_class: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    named: Callable[[str, str], str] = lambda words, on: words,
-    every: Hooks | None = None,
-    gives: tuple[str, ...] = (),
-) -> tuple[Planted, ...]:
-    """A row: the class (or others that are the same function) and words, the stages ("f b" is two
-    plants), what is wrong, and what its problems need besides ``usual`` and what its class needs.
-
-    named: by words and stages. every: what all of them are like. gives: beyond first order. What is
-    no field of Needs is what lists of blocks must be like.
-    """
-    found = []
-    for name, stages, wrong, *more in table:
-        classes, _, words = name.partition(": ")
-        bug, *also = classes.split(" or ")
-        for on in stages.split():
-            wanted = {**usual(on), **(of_class or {}).get(bug, {}), **(more[0] if more else {})}
-            of_blocks = {n: wanted.pop(n) for n in wanted.keys() - Needs.__dataclass_fields__}
-            if "blocks" in wanted:
-                wanted["blocks"] = wanted["blocks"] | of_blocks
-            right, given = every or {}, () if set(on) & {"f", "b"} else gives
-            place = named(words, on), STAGES_OF[on], kernel(right | wrong), Needs(**wanted)
-            found.append(Planted(bug, *place, tuple(also), given, kernel(right)))
-    return tuple(found)
+from tests.diagnose.plain import OPEN, Array, Head, Hook, in_window, tiles
+from tests.diagnose.table import Hooks
 
 
 def by(factor: Any) -> Hook:
@@ -183,71 +127,3 @@ def by_pairs(
         return found * x
 
     return often
-
-
-# ---- what is read and stored ----
-
-
-def delta(of: Callable[..., Array], *only: str) -> Hooks:
-    """Another D: a function of the arrays and the question."""
-    read = {"read": lambda run, a: a | {"delta": of(a, run.question).astype(run.wide)}}
-    return read | ({"only": only} if only else {})
-
-
-def apart(distance: int, tile: int) -> Callable[[Array], Array]:
-    """Row r of every tile is row r ^ distance; zeros behind the last."""
-
-    def of(x: Array) -> Array:
-        whole = np.zeros((-(-len(x) // tile) * tile, *x.shape[1:]), x.dtype)
-        whole[: len(x)] = x
-        return whole[np.arange(len(x)) ^ distance]
-
-    return of
-
-
-def bounds(name: str, question: Question) -> list[tuple[int, int]]:
-    of_keys = name.lstrip("dgt") in ("k", "v")
-    offsets = question.cu_seqlens_k if of_keys else question.cu_seqlens_q
-    return list(pairwise(int(offset) for offset in offsets))
-
-
-def change(of: Callable[..., Array], *names: str, at: str = "read") -> Hooks:
-    """Arrays as ``of`` has them: a function of an array, its name and the question."""
-    return {at: lambda run, a: a | {n: of(a[n], n, run.question) for n in names if n in a}}
-
-
-def stored(of: Callable[..., Array], *names: str) -> Hooks:
-    """Results as ``of`` has them."""
-    return dict.fromkeys(names, lambda run, x: of(x, run.name, run.question))
-
-
-def as_if(order: tuple[int, ...]) -> Callable[..., Array]:
-    """Memory with its axes in another order, read as if they were in the right one."""
-    back = np.argsort(order)
-    return lambda x, name, question: x.reshape([x.shape[a] for a in order]).transpose(back)
-
-
-def written_as(order: tuple[int, ...]) -> Callable[..., Array]:
-    return lambda x, name, question: x.transpose(order).reshape(x.shape)
-
-
-def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
-    """``of`` every sequence's rows."""
-
-    def change(x: Array, name: str, question: Question) -> Array:
-        found = x.copy()
-        rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
-        for start, stop in bounds(name, question):
-            rows[start:stop] = of(there[start:stop])
-        return found
-
-    return change
-
-
-def local(x: Array, name: str, question: Question) -> Array:
-    """Read by the number of the row in its sequence, without the sequence's offset."""
-    found = x.copy()
-    rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
-    for start, stop in bounds(name, question):
-        rows[start:stop] = there[: stop - start]
-    return found

@@ -150,6 +150,7 @@ def packed(
     lengths_k: tuple[int, ...] = (),
     heads: tuple[int, int] = (4, 2),
     dim: int = 16,
+    dim_v: int = 0,
     seed: int = 0,
     dlse: bool = False,
     moved: bool = False,
@@ -158,11 +159,12 @@ def packed(
     """Of these lengths; causal, if it is not said that it is not."""
     rng, sides = np.random.default_rng(seed), (lengths, lengths_k or lengths)
     shapes = [(sum(side), h, dim) for side, h in zip(sides, heads, strict=True)]
-    q, k, v, dout = (normal(rng, shape, dtype) for shape in (*shapes, shapes[1], shapes[0]))
-    offsets = [np.concatenate([[0], np.cumsum(side)]) for side in sides]
+    of_v = [(*shape[:2], dim_v or dim) for shape in shapes[::-1]]
+    q, k, v, dout = (normal(rng, shape, dtype) for shape in (*shapes, *of_v))
+    offsets = [np.cumsum([0, *side], dtype=np.int32) for side in sides]
     given = {"causal": True, "dout": dout, **options}
     if dlse:
-        given["dlse"] = normal(rng, shapes[0][1::-1], dtype)
+        given["dlse"] = normal(rng, shapes[0][1::-1], FLOAT64 if dtype == FLOAT64 else FLOAT32)
     if moved:
         given |= {
             f"t{n}": normal(rng, x.shape, dtype) for n, x in zip("qkv", (q, k, v), strict=True)

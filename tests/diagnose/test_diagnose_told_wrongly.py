@@ -27,9 +27,10 @@ from rawattn.check.diagnose.logs.explain import explain_log
 from tests.diagnose import plain
 from tests.diagnose.called import candidate, wrong
 from tests.diagnose.called import told as read_off
-from tests.diagnose.hooks import Hooks, by, of_each
+from tests.diagnose.hooks import by, of_each
 from tests.diagnose.plain import BFLOAT16, FLOAT32, ZEROS, Array, Head
 from tests.diagnose.problems import packed
+from tests.diagnose.table import Hooks
 
 
 def computed(question: Question, hooks: Hooks | None = None, *stages: str) -> Answers:

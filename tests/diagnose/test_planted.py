@@ -11,7 +11,7 @@ import pytest
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.question import STAGES
 from rawattn.check.diagnose.judge.failures import reference_answers
-from tests.diagnose import hooks, plain
+from tests.diagnose import hooks, plain, stores
 from tests.diagnose.planted import first
 from tests.diagnose.problems import DTYPES, KINDS, difference, draw, problems
 from tools import trials
@@ -27,7 +27,7 @@ def name_of(plant: plain.Planted) -> str:
 
 
 def test_it_is_separate() -> None:
-    files = [Path(str(module.__file__)) for module in (*MODULES, hooks, plain)]
+    files = [Path(str(module.__file__)) for module in (*MODULES, hooks, plain, stores)]
     lines = itertools.chain.from_iterable(file.read_text().splitlines() for file in files)
     own = {line.split()[1] for line in lines if line.startswith(("from raw", "import raw"))}
     assert own == {"rawattn.check.diagnose.engine.question"}

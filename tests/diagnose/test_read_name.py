@@ -18,7 +18,6 @@ from rawattn.check.run import evaluate
 from tests.diagnose import plain
 from tests.diagnose.called import asked, candidate, told, wrong
 from tests.diagnose.hooks import (
-    Hooks,
     added,
     and_seen,
     by,
@@ -34,6 +33,7 @@ from tests.diagnose.plain import LN_2, Head, Planted
 from tests.diagnose.planted.first import leaking
 from tests.diagnose.planted.keys import of_rows
 from tests.diagnose.planted.softmax import capped_at
+from tests.diagnose.table import Hooks
 
 CASES = {case.name: case for case in standard("small")}
 FORWARD, BACKWARD = "forward", "backward"

@@ -11,42 +11,20 @@ import numpy as np
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from tests.diagnose import plain
 from tests.diagnose.hooks import (
-    GRADIENTS,
-    STAGES_OF,
-    Hooks,
-    Table,
-    apart,
-    bounds,
     by,
     by_pairs,
-    change,
-    delta,
-    in_sequences,
-    kernel,
     no_window,
     of_each,
     of_group,
-    plants,
     power,
-    stored,
     tiled,
     times,
     window,
-    written_as,
 )
-from tests.diagnose.plain import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    LN_2,
-    OPEN,
-    ZEROS,
-    Array,
-    Head,
-    Planted,
-    finite,
-)
+from tests.diagnose.plain import BFLOAT16, FLOAT16, FLOAT32, LN_2, ZEROS, Array, Head, Planted
 from tests.diagnose.problems import Needs, normal, problems
+from tests.diagnose.stores import apart, bounds, change, delta, in_sequences, stored, written_as
+from tests.diagnose.table import GRADIENTS, Hooks, Table, kernel, plants, stages_of
 
 __all__ = ["PLANTED", "RIGHT", "answers", "problems", "right_answers"]
 HIDDEN = -1e30  # a score that stands for -inf in many kernels
@@ -153,7 +131,7 @@ def delta_of(out: Any) -> Hooks:
 
 
 def unmasked(out: Array, question: Question) -> Array:
-    open_ = replace(question, causal=False, window=OPEN)
+    open_ = replace(question, causal=False, window=plain.OPEN)
     return plain.forward(plain.Run(open_, plain.Kernel()))["out"]
 
 
@@ -224,8 +202,8 @@ _MEAN = {"S": lambda c, S: np.where(c.seen > 0, S, c.run.wide.type(HIDDEN))} | _
 _KEPT_OUT, _KEPT_SUM = ({f"sum {x}": lambda c, x: c.old + c.part} for x in ("out", "row_sum"))
 _UNSUBTRACTED, _NO_SUM = {"subtracts_max": False}, {"unguarded": ("sum",)}
 _FIRST_KEY = {"p": lambda c, p: c.i}
-_NO_MAX = {"softmax": lambda c, x: (x[0] - finite(c.top), x[1])}
-_SUMS = {"softmax": lambda c, x: (x[0], x[1] * np.exp(x[0] - finite(c.top)))}
+_NO_MAX = {"softmax": lambda c, x: (x[0] - plain.finite(c.top), x[1])}
+_SUMS = {"softmax": lambda c, x: (x[0], x[1] * np.exp(x[0] - plain.finite(c.top)))}
 
 
 def _uniform(flows: bool) -> Hooks:
@@ -257,6 +235,10 @@ _BACKWARDS = lambda x, *_: x[..., ::-1]  # noqa: E731
 _SWAPPED = {"results": lambda run, x: x | {"dk": x["dv"], "dv": x["dk"]}}
 _SWAPPED_DQ = {"results": lambda run, x: x | {"dq": x["dk"], "dk": x["dq"]}}
 _NEXT_HEAD = delta_of(lambda out, q: np.roll(out, -1, axis=1))
+_BY_QUERY = _NARROW | {"tile_m": 1, "tile_n": 128}
+_BOTH = _SPLIT_V | _SPLIT | {"same_dims": 0.5}
+_NO_KEYS_TAIL = times(lambda c: c.j < c.m // 16 * 16)
+_DIAGONAL = times(lambda c: 1 + (c.i // 16 == c.j // 16))
 _DEFAULT = _factor(lambda q: q.q.shape[2] ** -0.5 / q.scale, True)
 _OPERANDS = ("dS of dq", "dS of dk", "P of dv")
 _BY_HEADS, _BY_COLUMNS = written_as((1, 0, 2)), written_as((2, 1, 0))
@@ -330,19 +312,13 @@ _TABLE: Table = (
     ("masked-tile-nan: all tiles, 16", "f", {"unguarded": ("max",)} | _ALL_TILES),
     ("masked-tile-nan: visible tiles, 16 by 8", "f", {"unguarded": ("max",), "tile_n": 8}),
     ("accumulates-in-16-bit: key by key", "f fb", _NARROW | {"tile_m": 128, "tile_n": 1}),
-    (
-        *("accumulates-in-16-bit: query by query, dk and dv", "b"),
-        _NARROW | {"tile_m": 1, "tile_n": 128},
-    ),
+    ("accumulates-in-16-bit: query by query, dk and dv", "b", _BY_QUERY),
     ("accumulates-in-16-bit: tiles of 4 keys", "f", _NARROW | {"tile_m": 64, "tile_n": 4}),
     ("head-dim-tail: of scores, 16", "f b fb", depth(16, "q", "k"), _SPLIT),
     ("head-dim-tail: of scores, 64", "fb", depth(64, "q", "k"), {"head_dims": (72, 80, 96)}),
     ("head-dim-tail: of v, 16", "f fb", depth(16, "v", "dout"), _SPLIT_V),
     ("head-dim-tail: of out as stored, 16", "f", stored(without_tail(16), "out"), _SPLIT_V),
-    (
-        *("head-dim-tail: of gradients as stored, 16", "b"),
-        *(stored(without_tail(16), *GRADIENTS), _SPLIT_V | _SPLIT | {"same_dims": 0.5}),
-    ),
+    ("head-dim-tail: of gradients as stored, 16", "b", stored(without_tail(16), *GRADIENTS), _BOTH),
     # ---- the softmax's derivative ----
     ("delta-omitted: D = 0", "b", delta(lambda a, q: 0 * a["delta"])),
     ("delta-omitted: D = -dL", "b", delta(lambda a, q: -a["dlse"]), {"dlse": 1.0}),
@@ -368,20 +344,14 @@ _TABLE: Table = (
     ("transposed: columns of gradients reversed", "b", stored(_BACKWARDS, *GRADIENTS)),
     ("tail-tile-dropped: queries, 16", "f b fb", no_tail_of_queries(16)),
     ("tail-tile-dropped: queries, 64", "f", no_tail_of_queries(64), _OVER_64),
-    ("tail-tile-dropped: keys, 16", "f b fb", times(lambda c: c.j < c.m // 16 * 16)),
+    ("tail-tile-dropped: keys, 16", "f b fb", _NO_KEYS_TAIL),
     ("tail-tile-dropped: keys, 64", "b fb", times(lambda c: c.j < c.m // 64 * 64), _OVER_64),
-    (
-        *("tail-tile-dropped: both, 16", "fb"),
-        no_tail_of_queries(16) | times(lambda c: c.j < c.m // 16 * 16),
-    ),
+    ("tail-tile-dropped: both, 16", "fb", no_tail_of_queries(16) | _NO_KEYS_TAIL),
     ("tile-skipped: first, 16", "f b fb", times(lambda c: c.j >= 16)),
     ("tile-skipped: first, 64", "fb", times(lambda c: c.j >= 64), _OVER_64),
     ("tile-counted-twice: first, 16", "f b fb", times(lambda c: 1 + (c.j < 16))),
     ("tile-counted-twice: first, 64", "fb", times(lambda c: 1 + (c.j < 64)), _OVER_64),
-    (
-        *("tile-counted-twice: diagonal, 16", "f b fb"),
-        *(times(lambda c: 1 + (c.i // 16 == c.j // 16)), _SQUARE),
-    ),
+    ("tile-counted-twice: diagonal, 16", "f b fb", _DIAGONAL, _SQUARE),
     ("tile-overwrites: dq, 16", "b", _overwritten(16, "dq")),
     ("tile-overwrites: dk and dv, 32", "b", _overwritten(32, "dk", "dv"), _OVER_32),
     ("tile-overwrites: dk, 32", "b", _overwritten(32, "dk"), _OVER_32),
@@ -400,7 +370,7 @@ _TABLE: Table = (
     ("other-data: all inputs", "f b fb", {"question": other_data}),
 )
 PLANTED = plants(
-    _TABLE, lambda on: {}, _NEEDS, named=lambda x, on: f"{x} ({' and '.join(STAGES_OF[on])})"
+    _TABLE, lambda on: {}, _NEEDS, named=lambda x, on: f"{x} ({' and '.join(stages_of(on))})"
 )
 
 

@@ -6,28 +6,11 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from tests.diagnose.hooks import (
-    FEW,
-    GRADIENTS,
-    Hooks,
-    Pair,
-    Table,
-    apart,
-    as_if,
-    bounds,
-    by,
-    by_pairs,
-    change,
-    in_sequences,
-    local,
-    meeting,
-    of_each,
-    plants,
-    stored,
-    tiled,
-)
+from tests.diagnose.hooks import Pair, by, by_pairs, meeting, of_each, tiled
 from tests.diagnose.plain import Array, Head, Run, answers, tiles
 from tests.diagnose.problems import problems
+from tests.diagnose.stores import apart, as_if, change, in_sequences, local, stored
+from tests.diagnose.table import FEW, GRADIENTS, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 
@@ -54,13 +37,6 @@ def halves_swapped(x: Array) -> Array:
     """Halves of the columns exchanged in rows that have bit 4: a swizzle undone wrongly."""
     other = np.arange(len(x)) & 4 > 0
     return np.where(other[:, None, None], np.roll(x, x.shape[2] // 2, axis=2), x)
-
-
-def blocks_transposed(c: Head, x: Array, size: int = 8) -> Array:
-    whole = np.zeros((-(-len(x) // size) * size, x.shape[1]), x.dtype)
-    whole[: len(x)] = x
-    blocks = whole.reshape(-1, size, x.shape[1] // size, size)
-    return blocks.swapaxes(1, 3).reshape(whole.shape)[: len(x)]
 
 
 def over_heads(run: Run, found: Answers) -> Answers:
@@ -141,17 +117,6 @@ def queries_past(tile: int) -> Hooks:
 # ---- what is written ----
 
 
-def from_the_end(array: Array, name: str, question: Question) -> Array:
-    """The last rows of the padded sequences, where the data are the first."""
-    wrong = np.zeros_like(array)
-    longest = max(stop - start for start, stop in bounds(name, question))
-    for start, stop in bounds(name, question):
-        pads = longest - (stop - start)
-        if pads < stop - start:
-            wrong[start : stop - pads] = array[start + pads : stop]
-    return wrong
-
-
 def heads_of_groups_apart(array: Array, name: str, question: Question) -> Array:
     """The i-th query head of a key/value head as head i * num_heads_kv + head_kv."""
     order = np.arange(question.num_heads_q).reshape(question.num_heads_kv, -1).T.ravel()
@@ -185,7 +150,6 @@ _LOST, _LOST_16 = ({"dS of dq": by_pairs(hashed, tile, 32)} for tile in (32, 16)
 _NEXT_LSE = change(lambda x, *_: np.roll(x, -1, 0), "lse")
 _HALVES = stored(lambda x, *_: np.roll(x, x.shape[2] // 2, 2), "dv")
 _NEEDS = {
-    "offsets-shifted": {"lengths": (30, 60)},
     "mask-missing-in-backward": _CAUSAL,
     "pairs-dropped": _LONG,
     "softmax-axis": {"lengths": (10, 60)},
@@ -200,7 +164,6 @@ _TABLE: Table = (
     ("input-layout: q, k, v heads first", "f", turned("q", "k", "v"), _HEADS),
     ("input-layout: dout, heads first", "b", turned("dout"), _HEADS),
     ("input-layout: k, columns before heads", "f", change(as_if((0, 2, 1)), "k"), _SEVERAL),
-    ("input-layout: blocks of 8 by 8 of V", "f", {"V": blocks_transposed}, _EVEN),
     ("input-layout: a swizzle of k", "fb", change(halves_swapped, "k"), _POWERS),
     ("input-layout: heads for tokens", "f", {"results": over_heads}, _THREE),
     ("statistics-misplaced: lse, tokens first", "b", turned("lse"), _HEADS),
@@ -225,11 +188,7 @@ _TABLE: Table = (
     ("transposed: dq in sequences", "b", stored(_HEADS_FIRST, "dq"), _HEADS),
     ("transposed: lse, heads of groups", "f", stored(heads_of_groups_apart, "lse"), _HEADS),
     ("transposed or input-layout: dv, halves of columns", "b", _HALVES, _EVEN),
-    ("offsets-shifted: out from the end of padded sequences", "f", stored(from_the_end, "out")),
-    (
-        *("mask-missing-in-backward: the first tile of 16 queries masked, of 32 keys", "b"),
-        *(masked_by_tiles(True, 16), _OVER_40),
-    ),
+    ("mask-missing-in-backward: but for the first tile", "b", masked_by_tiles(True, 16), _OVER_40),
     ("mask-missing-in-backward: in tiles of 32", "b", masked_by_tiles(False), {"over": 40}),
     ("neighbour-leak: queries up to 32", "b", queries_past(32), {"lengths": (20, 60)}),
     ("pairs-dropped: lost updates of dq", "b", _LOST, {"masks": ("open",)}),

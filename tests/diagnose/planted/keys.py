@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.hooks import (
-    FEW,
-    Hooks,
-    Table,
-    and_seen,
-    bounds,
-    or_seen,
-    plants,
-    seen,
-    stored,
-    times,
-)
+from tests.diagnose.hooks import and_seen, or_seen, seen, times
 from tests.diagnose.plain import FLOAT16, ZEROS, Array, Head, answers
 from tests.diagnose.problems import DTYPES, problems
+from tests.diagnose.stores import bounds, stored
+from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 Test = Callable[[Head], Any]
@@ -40,17 +31,6 @@ def up_to(x: Array, tile: int) -> Array:
 # ---- which keys -------------------------------------------------------------------------------
 
 
-def tile_local(rows: int, keys: int) -> Hooks:
-    """The mask of a tile with the diagonal in it compares places within the tiles."""
-
-    def test(c: Head) -> Array:
-        first = up_to(c.i, rows)
-        found = (up_to(c.j, keys) + keys - 1 <= first) | (c.j % keys <= c.i % rows)
-        return found & (c.j < ceil(first + rows, keys) * keys)
-
-    return seen(test)
-
-
 def open_tile(keys: int) -> Hooks:
     return seen(lambda c: c.j < (c.p // keys + 1) * keys)
 
@@ -58,16 +38,6 @@ def open_tile(keys: int) -> Hooks:
 def of_rows(test: Test) -> Hooks:
     """Any row of k may be seen; ``test`` goes by the row r, counted from the pack's first."""
     return {"keys": lambda c, x: np.arange(c.total_k)} | seen(test)
-
-
-def other_boundaries(c: Head) -> Array:
-    """Sequences begin where those of another batch with as many tokens did."""
-    starts = np.concatenate([[0], np.cumsum(c.question.lengths_q[::-1])])
-    token = c.start_q + c.i
-    b = np.searchsorted(starts, token, side="right") - 1
-    left, right = (10**6 if side < 0 else side for side in c.window)
-    stop = np.minimum(token + right + 1, starts[np.minimum(b + 1, len(starts) - 1)])
-    return (c.r >= np.maximum(starts[b], token - left)) & (c.r < stop)
 
 
 def next_sequence(c: Head) -> Array:
@@ -174,7 +144,6 @@ _IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.wind
 _NO_TAIL = or_seen(lambda c: c.i >= up_to(c.n, 16))
 
 _CAUSAL: Table = (
-    ("wrong-keys: tile-local comparison, 32 by 16", "fb", tile_local(32, 16)),
     ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),
     ("wrong-keys: own tile of 32 open, more keys", "fb", open_tile(32), _LONGER),
     ("wrong-keys: tiles by number, 16 by 32", "fb", and_seen(lambda c: c.j // 16 <= c.i // 32)),
@@ -205,7 +174,6 @@ _WINDOW: Table = (
     ("neighbour-leak: window into the neighbours", "fb", _IN_WINDOW),
 )
 _OPEN: Table = (
-    ("wrong-keys: boundaries of another batch", "fb", of_rows(other_boundaries)),
     ("wrong-keys or offsets-shifted: keys from cu_seqlens_q", "fb", _AS_FROM_Q, _LONGER),
     ("wrong-keys: keys of the next sequence", "fb", of_rows(next_sequence)),
     ("wrong-keys or tail-tile-dropped or tile-skipped: length of sequence 0", "fb", _FIRST_LENGTH),

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import Table, by, plants
+from tests.diagnose.hooks import by
 from tests.diagnose.plain import Head, answers
 from tests.diagnose.problems import problems
+from tests.diagnose.table import Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 

@@ -5,22 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import (
-    FEW,
-    Hooks,
-    Table,
-    as_if,
-    by,
-    change,
-    local,
-    of_each,
-    of_group,
-    plants,
-    power,
-    written_as,
-)
+from tests.diagnose.hooks import by, of_each, of_group, power
 from tests.diagnose.plain import Array, Head, answers
 from tests.diagnose.problems import problems
+from tests.diagnose.stores import as_if, change, local, written_as
+from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 LOG2_E = float(np.log2(np.e))

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import FEW, Hooks, Table, added, heavier, plants
+from tests.diagnose.hooks import added, heavier
 from tests.diagnose.plain import LN_2, ZEROS, Array, Head, answers, capped, finite
 from tests.diagnose.problems import problems
+from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 Softmax = tuple[Array, Array]  # L and O
@@ -75,17 +76,6 @@ def filled(fill: float, adds: bool = False, stops: bool = True) -> Hooks:
 # ---- sums ----
 
 
-def masked_late(tile: int) -> Hooks:
-    """Masked keys of the tile are in the row sum."""
-
-    def of(c: Head, x: Softmax) -> Softmax:
-        every = np.where(c.j < (c.p // tile + 1) * tile, c.bare, -np.inf)
-        L, _ = attended(every, c.V)
-        return L, exp(c.S - finite(L)) @ c.V
-
-    return softmax(of)
-
-
 def parts_of(c: Head, parts: int) -> Iterator[tuple[slice, Array, Array]]:
     step = -(-c.S.shape[1] // parts)
     for start in range(0, c.S.shape[1], step):
@@ -107,12 +97,6 @@ def merged(how: str, parts: int) -> Hooks:
     def of(c: Head, x: Softmax) -> Softmax:
         L, O = x  # noqa: E741
         states = [(lse, out) for _, lse, out in parts_of(c, parts)]
-        if how == "stale":
-            L, O = states[0]  # noqa: E741
-            for lse, out in states[1:]:
-                whole = finite(np.logaddexp(L, lse))
-                O = exp(L - whole) * O + exp(lse - whole) * out  # noqa: E741
-            return L, O
         if how == "largest":
             return np.max([lse for lse, _ in states], axis=0), O
         if how == "mean":
@@ -204,10 +188,8 @@ _TABLE: Table = (
     ("denominator: 1 more", "f", heavier(lambda c: 0.0)),
     ("denominator: sinks, out alone", "f", heavier(lambda c: 0.7 * (c.h % 3), False), _HEADS),
     ("denominator: sinks", "f", heavier(lambda c: -0.6 * (c.h % 3)), _HEADS),
-    ("denominator: masked late, 16", "f", masked_late(16), _CAUSAL),
     ("denominator: not reset", "f", not_reset(16), _SEVERAL),
     ("partial-merge: by sums, 3 of 16", "f", softmax(by_sums), _LONG),
-    ("partial-merge: lse not updated", "f", merged("stale", 3), _OPEN),
     ("partial-merge: base 2", "f", merged("base 2", 2)),
     ("partial-merge: the largest lse", "f", merged("largest", 4)),
     ("partial-merge: mean", "f", merged("mean", 3), _LONG),

@@ -13,17 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import FEW, STAGES_OF, Hooks, Table, as_if, bounds, by, of_each, plants
-from tests.diagnose.plain import (
-    Array,
-    Head,
-    Run,
-    Visit,
-    Visits,
-    answers,
-    entries,
-)
+from tests.diagnose.hooks import by, of_each
+from tests.diagnose.plain import Array, Head, Run, Visit, Visits, answers, entries
 from tests.diagnose.problems import problems
+from tests.diagnose.stores import as_if, bounds
+from tests.diagnose.table import FEW, Hooks, Table, plants, stages_of
 
 __all__ = ["PLANTED", "answers", "problems"]
 Entries = list[tuple[int, int]]  # block and slot, -1 for the own block
@@ -350,7 +344,7 @@ def _usual(on: str) -> dict[str, Any]:
 
 
 def _named(words: str, on: str) -> str:
-    alone = f", {' '.join(STAGES_OF[on])} alone"
+    alone = f", {' '.join(stages_of(on))} alone"
     return words + {"fb": "", "fbsj": ", in every stage"}.get(on, alone)
 
 
@@ -358,6 +352,6 @@ PLANTED = (
     *plants(_TABLE, _usual, _NEEDS, named=_named),
     *plants(
         *(_LISTS, lambda on: _usual(on) | {"blocks": {"sliding": False}}, _NEEDS),
-        named=lambda words, on: f"{words}, {' '.join(STAGES_OF[on])}",
+        named=lambda words, on: f"{words}, {' '.join(stages_of(on))}",
     ),
 )

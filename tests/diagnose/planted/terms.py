@@ -7,25 +7,11 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.hooks import (
-    GRADIENTS,
-    Hooks,
-    Pair,
-    Table,
-    as_if,
-    by,
-    by_pairs,
-    delta,
-    in_sequences,
-    local,
-    no_window,
-    of_each,
-    of_group,
-    plants,
-    window,
-)
+from tests.diagnose.hooks import Pair, by, by_pairs, no_window, of_each, of_group, window
 from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Head, Hook, answers
 from tests.diagnose.problems import problems
+from tests.diagnose.stores import as_if, delta, in_sequences, local
+from tests.diagnose.table import GRADIENTS, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 B = ("dq", "dk")
