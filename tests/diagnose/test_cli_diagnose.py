@@ -17,6 +17,7 @@ from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files import npz
+from rawattn.check.diagnose.files.pairs import load_two
 from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.diagnose.judge import failures
 from rawattn.check.diagnose.judge.diagnosis import diagnose
@@ -32,6 +33,8 @@ from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose.called import call, said
+from tests.diagnose.problems import FLOAT64, packed
+from tests.diagnose.test_diagnose_printed import ERRORS
 
 CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
 DENSE = ("edges-causal", "two-kv-heads", "unequal", "window-causal", "scale", "no-dlse", "strided")
@@ -208,19 +211,9 @@ def test_explain_refuses(entries: str, files: int, message: str, tmp_path: Path)
     assert result.exit_code == 2 and message in said(result)
 
 
-LOG = """
-dQ_manual:
-tensor([[ 0.5000, -0.2500,  0.1250,  0.7500],
-        [ 0.1000,  0.2000,  0.3000, -0.4000]])
-dQ_cuda:
-tensor([[ 1.0000, -0.5000,  0.2500,  1.5000],
-        [ 0.2000,  0.4000,  0.6000, -0.8000]])
-"""
-
-
 def test_explain_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "log.txt"
-    file.write_text(LOG)
+    file.write_text(ERRORS)
     assert call("explain", "--log", file).exit_code == 1
     asked: dict[str, Any] = {}
 
@@ -231,7 +224,7 @@ def test_explain_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_diagnose, "explain_log", explain_log)
     options = ("--lengths", "448, 1280", "--names", "manual, cuda")
     assert call("explain", "--log", file, *options).exit_code == 0
-    assert asked == {"text": LOG, "lengths": (448, 1280), "names": ("manual", "cuda")}
+    assert asked == {"text": ERRORS, "lengths": (448, 1280), "names": ("manual", "cuda")}
     result = call("explain", "--log", file, "--names", "manual")
     assert result.exit_code == 2 and "two words such as manual,cuda" in said(result)
 
@@ -316,3 +309,62 @@ def test_a_failing_candidate_is_explained(
     found = explain_failure(judged, case)
     assert {finding.bug for finding in found.findings} == {bug}, found.findings
     assert {finding.side for finding in found.findings} == {"candidate"}
+
+
+# ---- softcap, sinks and seqused_k ----------------------------------------------------------------
+
+
+def test_a_small_problem_has_what_the_case_has_without_its_nan() -> None:
+    case = CASES["softcap-sinks-seqused"]
+    alike = small(case)
+    assert (alike.softcap, alike.sinks) == (case.softcap, True)
+    assert any(used < n for used, n in zip(alike.seqused_k, alike.lengths_k, strict=True))
+    question = question_of(alike, clean=True)
+    assert all(np.isfinite(x).all() for x in (question.k, question.v, question.tk, question.tv))
+    assert question.lengths_k == alike.seqused_k
+    own_keys = question_of(case).k
+    assert np.isnan(own_keys[case.trapped("k")]).all()
+    assert (question.sequence_of("k") >= 0).sum() == sum(alike.lengths_k)
+
+
+@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
+def test_files_of_other_options_are_apart(option: str, tmp_path: Path) -> None:
+    others = {"softcap": (2.0, 1.0), "sinks": (np.ones(4), np.zeros(4))}
+    others["seqused_k"] = (np.array([9]), np.array([8]))
+    for name, value in zip("ab", others[option], strict=True):
+        question = packed((12,), FLOAT64, **{option: value})
+        npz.dump(tmp_path / f"{name}.npz", question, reference_answers(question))
+    pair = load_two(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert any(text.startswith(f"{option} ") for text in pair.apart), pair.apart
+
+
+@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
+def test_diff_names_what_is_forgotten(option: str, candidate) -> None:
+    flag = {"softcap": ("--softcap", 1.5), "sinks": ("--sinks",), "seqused_k": ("--seqused",)}
+    arguments = ("--framework", "numpy", "--filter", "edges-causal", *flag[option])
+    right = call("diff", "--candidate", candidate(), *arguments)
+    assert right.exit_code == 0, right.output
+    place = candidate("    out, lse =", f"    mask.pop('{option}', None)\n    out, lse =")
+    result = call("diff", "--candidate", place, *arguments)
+    assert result.exit_code == 1
+    assert (
+        f"{option.partition('_')[0]}-{'ignored' if '_' in option else 'dropped'}" in result.output
+    )
+    for command in ("--filter edges-causal", "rawattn-check dump edges-causal-bfloat16"):
+        assert command in result.output
+    again = result.output.partition("= again: ")[2]
+    assert again.count(" ".join(map(str, flag[option]))) == 2, "the commands have the same options"
+
+
+def test_what_is_dumped_is_explained_as_right(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    options = ("--softcap", 2, "--sinks", "--seqused", "--causal", "--dtype", "float64")
+    result = call("dump", "--lengths", "20,31,9", "--heads-kv", 2, *options, "--out", file)
+    assert result.exit_code == 0, result.output
+    assert "dsinks" in result.output and "gsinks" in result.output
+    assert call("explain", file).exit_code == 0
+    arrays = dict(np.load(file))
+    arrays["dsinks"] = arrays["dsinks"] * 2
+    np.savez(file, **arrays)
+    result = call("explain", file)
+    assert result.exit_code == 1 and "sinks-gradient" in result.output

@@ -113,12 +113,16 @@ def test_what_overflows_for_a_wrong_lse_is_not_judged() -> None:
     assert any("not judged" in fact for fact in told.facts)
 
 
-def test_a_large_problem_is_cut() -> None:
-    question = packed((700, 40, 30, 700), FLOAT64)
+@pytest.mark.parametrize("rare", [False, True])
+def test_a_large_problem_is_cut(rare: bool) -> None:
+    lengths = (700, 40, 30, 700)
+    options = {"sinks": np.arange(4.0), "seqused_k": np.array(lengths) - 7, "softcap": 2.0}
+    question = packed(lengths, FLOAT64, **(options if rare else {}))
     right = solve(question, "forward")
     part, answers, said = cut(question, right)
     assert sum(cost(part, b) for b in range(part.batch)) <= SCORES
-    assert part.lengths_q == (40, 30) and "1 to 2" in said
+    assert part.lengths_q == (40, 30) and part.lengths_k == ((33, 23) if rare else (40, 30))
+    assert "1 to 2" in said and part.rare == question.rare
     assert np.allclose(answers["out"], reference_of(part, answers)["out"])
     assert not diagnose(question, right).findings
 

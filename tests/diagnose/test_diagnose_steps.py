@@ -5,35 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rawattn.check.cases import Case
 from rawattn.check.diagnose.engine.question import MATRICES, Question
 from rawattn.check.diagnose.evidence.steps import intermediates, parting
 from rawattn.check.diagnose.judge.failures import question_of
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose.called import call, said
-from tests.diagnose.plain import heads_of
+from tests.diagnose.plain import FLOAT64, heads_of
+from tests.diagnose.problems import packed
 
 NAMES = [name for names in MATRICES.values() for name in names]
-CASE = Case(
-    "steps",
-    (6, 9, 9),
-    (6, 11, 11),
-    "float64",
-    group=2,
-    num_heads_kv=1,
-    head_dim=16,
-    head_dim_v=16,
-    causal=True,
-    dlse=True,
-    direction=(True, True, True),
-    past_q=0,
-    past_k=0,
-)
+SIZES = {"lengths_k": (6, 11, 11), "heads": (2, 1), "dlse": True, "moved": True}
 
 
 @pytest.fixture(scope="module")
 def question() -> Question:
-    return question_of(CASE, clean=True)
+    return packed((6, 9, 9), FLOAT64, **SIZES)
 
 
 @pytest.mark.parametrize("name", NAMES)

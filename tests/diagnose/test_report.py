@@ -43,6 +43,8 @@ def told(diagnosis: Diagnosis, width: int, *, full: bool = False, **about: Any) 
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
         terminal.show(console, diagnosis, terminal.About(**about), full=full)
+        if full:
+            terminal.facts(console, diagnosis, full=True)
     return capture.get()
 
 
@@ -218,11 +220,7 @@ WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACT
 
 
 def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        terminal.show(console, diagnosis, full=True)
-        terminal.facts(console, diagnosis, full=True)
-    return capture.get()
+    return told(diagnosis, width, full=True)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

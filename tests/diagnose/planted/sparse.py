@@ -34,20 +34,11 @@ def entries_with(t: Any, **others: Any) -> Any:
     return entries(SimpleNamespace(**vars(t) | others))
 
 
-def stops(reason: str) -> Hooks:
-    """The list ends at a negative index, at a repeat, or after so many slots as name a block."""
+def until(test: Callable[[Any, int], Any]) -> Hooks:
+    """The list ends at the first slot of which ``test`` is true."""
 
     def of(t: Any, right: Entries) -> Entries:
-        whole = t.named[: t.count]
-        valid = [0 <= block < t.blocks for block in whole]
-        if reason == "number":
-            return entries_with(t, count=sum(valid))
-        slots = range(t.count)
-        ends = {
-            "negative": (s for s in slots if whole[s] < 0),
-            "repeat": (s for s in slots if valid[s] and whole[s] in whole[:s]),
-        }
-        return entries_with(t, count=next(ends[reason], t.count))
+        return entries_with(t, count=next((s for s in range(t.count) if test(t, s)), t.count))
 
     return {"entries": of}
 
@@ -190,6 +181,8 @@ _ALL, _OWN_SELECTED = (
     seen_past(lambda t: t.slot >= 0),
     seen_past(lambda t: t.slot >= 0 and t.block == t.own),
 )
+_AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
+_UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _AS_WORDS = {"indices": lambda run, x: words(x)}
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _REPEATS_APART = {"entries": compared_with_last}
@@ -288,7 +281,6 @@ _TABLE: Table = (
     ("sparse-gate-ignored: gq and gk", "s", {"G in dY": one}),
     ("sparse-gate-ignored: everywhere", "fbsj", _NO_GATE_BEYOND),
     ("sparse-sliding-off-by-one: one key more", "f", {"sliding": lambda run, x: (x[0] + 1, x[1])}),
-    ("sparse-sliding-off-by-one: one key less", "f", {"sliding": lambda run, x: (x[0] - 1, x[1])}),
     ("sparse-own-block-missing: not seen", "fb b s j fbsj", _MISSING),
     ("sparse-own-block-not-causal: where not selected", "fb", _WHOLE_OWN),
     ("sparse-own-block-not-causal: selected or not", "fb", _ALWAYS_WHOLE),
@@ -304,9 +296,9 @@ _TABLE: Table = (
 )
 # of lists, whose sliding branch is off
 _LISTS: Table = (
-    ("sparse-list-cut: after so many as named", "fb", stops("number"), _PADDED),
-    ("sparse-list-cut: at a negative", "fb b", stops("negative"), _PADDED),
-    ("sparse-list-cut: at a repeat", "fb", stops("repeat"), _TWICE),
+    ("sparse-list-cut: after so many as named", "fb", _AS_MANY, _PADDED),
+    ("sparse-list-cut: at a negative", "fb b", until(lambda t, s: t.named[s] < 0), _PADDED),
+    ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
     ("sparse-duplicate-twice: compared with the last", "fb", _REPEATS_APART, _TWICE),
     ("sparse-duplicate-twice: own for every slot", "fb", _OWN_ALWAYS, _OWN),
     ("input-layout: indices as words", "fb", _AS_WORDS),
