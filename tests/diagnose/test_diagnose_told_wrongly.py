@@ -126,10 +126,7 @@ def test_one_cause_beats_two() -> None:
     right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
 
     def off(name: str, *tensors: str) -> Bug:
-        def store(question: Question, answers: Answers) -> Answers:
-            moved = {t: answers[t][::-1] for t in tensors}
-            return answers | moved
-
+        store = lambda question, x: x | {t: x[t][::-1] for t in tensors}  # noqa: E731
         return Bug(name, "", ("backward",), store=store)
 
     one = off("offsets-shifted", "dq", "dk", "dv")

@@ -157,19 +157,13 @@ def test_a_function_that_cannot_do_it() -> None:
 # ---- where wrong rows lie ---------------------------------------------------------------------
 
 
-LENGTHS = (20, 64, 30, 47)
-
-
-CAUSAL = {"causal": True}
+LENGTHS, CAUSAL, ODD_ROWS = (20, 64, 30, 47), {"causal": True}, (3, 8, 9, 10, 11)
 ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
     # a sentence, of a question like this and a tensor, when these rows are wrong
     "the last 3 rows": ({}, "dq", lambda i, n: n - 1 - i < 3),
     "all but the first 12 rows": ({}, "dq", lambda i, n: i >= 12),
     "the last n % 32 of its n keys": ({}, "dv", lambda i, n: i >= n - n % 32),
-    "the rows i with i % 16 in 3, 8 to 11": (
-        *({}, "out"),
-        lambda i, n: np.isin(i % 16, (3, 8, 9, 10, 11)),
-    ),
+    "the rows i with i % 16 in 3, 8 to 11": ({}, "out", lambda i, n: np.isin(i % 16, ODD_ROWS)),
     "the rows that see one key alone (here: the first row)": (CAUSAL, "dq", lambda i, n: i == 0),
     "the rows that see 17 keys or more (here: all but the first 16 rows)": (
         *(CAUSAL, "out"),
@@ -187,16 +181,13 @@ def test_rows(sentence: str) -> None:
     changes, tensor, wrong = ROWS[sentence]
     i = np.concatenate([np.arange(n) for n in LENGTHS])
     bad = wrong(i, np.repeat(LENGTHS, LENGTHS))[:, None]
-    said = where(
-        packed(LENGTHS, FLOAT64, dim=8, **{"causal": False} | changes),
-        tensor,
-        np.repeat(bad, 2 if tensor == "dv" else 4, axis=1),
-    )
+    question = packed(LENGTHS, FLOAT64, dim=8, **{"causal": False} | changes)
+    said = where(question, tensor, np.repeat(bad, 2 if tensor == "dv" else 4, axis=1))
     assert f"of every sequence, {sentence}" in said, said
 
 
 def test_sequences_and_heads() -> None:
-    question = packed(LENGTHS, FLOAT64, dim=8)
+    question = packed(LENGTHS, FLOAT64, dim=8, causal=False)
 
     def of(*sequences: int) -> str:
         wrong = np.isin(question.sequence_of("q"), sequences)

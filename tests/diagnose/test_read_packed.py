@@ -104,21 +104,12 @@ def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
     call("dump", "--out", given, "group3-float64", "--identify")
     question, answers = load(given)
     assert question is not None
-    changed = np.array(question.q)
-    changed[-1] += 1
-    for other, text in (
-        (replace(question, q=changed), "are not those"),
-        (_without_the_last(question), "write its file anew"),
-    ):
-        dump(tmp_path / "other.npz", other, _fitting(answers, other), identify=4)
+    moved = {"q": question.q + (np.arange(len(question.q)) == len(question.q) - 1)[:, None, None]}
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    without_the_last = {name: getattr(question, name)[:-1] for name in names}
+    for change, text in ((moved, "are not those"), (without_the_last, "write its file anew")):
+        dump(
+            tmp_path / "other.npz", replace(question, **change), {"out": answers["out"]}, identify=4
+        )
         done = call("explain", tmp_path / "other.npz")
         assert done.exit_code == 2 and text in said(done)
-
-
-def _without_the_last(question: Question) -> Question:
-    offsets = {f"cu_seqlens_{x}": getattr(question, f"cu_seqlens_{x}")[:-1] for x in "qk"}
-    return replace(question, **offsets)
-
-
-def _fitting(answers: Answers, question: Question) -> Answers:
-    return {"out": answers["out"][: len(question.q)]}

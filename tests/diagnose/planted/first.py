@@ -218,11 +218,6 @@ def _uniform(flows: bool) -> Hooks:
     }
 
 
-def _factor(of: Any, in_gradients: bool = False) -> Hooks:
-    """Of the scores, beside softmax_scale."""
-    return {"scale" if in_gradients else "Y": by(lambda c: of(c.question))}
-
-
 def _overwritten(tile: int, *names: str) -> Hooks:
     """Gradients that hold what the last visited tile has added."""
     last = by_pairs(lambda t: t.j == t.last_j if "dq" in names else t.i == t.last_i, tile, tile)
@@ -239,7 +234,7 @@ _BY_QUERY = _NARROW | {"tile_m": 1, "tile_n": 128}
 _BOTH = _SPLIT_V | _SPLIT | {"same_dims": 0.5}
 _NO_KEYS_TAIL = times(lambda c: c.j < c.m // 16 * 16)
 _DIAGONAL = times(lambda c: 1 + (c.i // 16 == c.j // 16))
-_DEFAULT = _factor(lambda q: q.q.shape[2] ** -0.5 / q.scale, True)
+_DEFAULT = {"scale": lambda c, s: c.question.q.shape[2] ** -0.5}
 _OPERANDS = ("dS of dq", "dS of dk", "P of dv")
 _BY_HEADS, _BY_COLUMNS = written_as((1, 0, 2)), written_as((2, 1, 0))
 
@@ -281,9 +276,9 @@ _TABLE: Table = (
     ("output-scale: dk without", "b", {"dk": power(0)}),
     ("output-scale: dq and dk without", "b", of_each(power(0), "dq", "dk")),
     ("output-scale: dq twice", "b", {"dq": power(2)}),
-    ("score-scale: 1", "f b fb", _factor(lambda q: 1 / q.scale)),
-    ("score-scale: 1, in dq and dk too", "b fb", _factor(lambda q: 1 / q.scale, True)),
-    ("score-scale: log2 e", "f b fb", _factor(lambda q: 1 / LN_2)),
+    ("score-scale: 1", "f b fb", {"Y": by(lambda c: 1 / c.question.scale)}),
+    ("score-scale: 1, in dq and dk too", "b fb", {"scale": lambda c, s: 1.0}),
+    ("score-scale: log2 e", "f b fb", {"Y": by(1 / LN_2)}),
     ("score-scale: the default though one is given", "f fb", _DEFAULT, {"scaled": 1.0}),
     ("lse-base-2: stored alone", "f", {"lse": by(1 / LN_2)} | _RIGHT),
     ("lse-base-2: stored, and read as natural", "f", {"lse": by(1 / LN_2)}),

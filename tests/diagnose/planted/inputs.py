@@ -27,11 +27,6 @@ def turned(*names: str) -> Hooks:
     return change(lambda x, name, q: as_if((1, 0, 2)[: x.ndim])(x, name, q), *names)
 
 
-def partly_scaled(run: Run, x: Array) -> Array:
-    """Only the first half of the columns has its factor."""
-    return x * np.where(np.arange(x.shape[2]) < x.shape[2] // 2, 1.0, 5.7)
-
-
 @in_sequences
 def halves_swapped(x: Array) -> Array:
     """Halves of the columns exchanged in rows that have bit 4: a swizzle undone wrongly."""
@@ -134,6 +129,7 @@ _EVEN: dict[str, Any] = {"head_dims": (32, 48, 64), "head_dims_v": (32, 64)}
 _HEADS: dict[str, Any] = {"heads_kv": (2, 3), "groups": (2,)}
 _SEVERAL: dict[str, Any] = {"heads_kv": (2, 3)}
 _CAUSAL = {"masks": ("causal",)}
+_HALF = {"dk": lambda run, x: x * np.where(np.arange(x.shape[2]) < x.shape[2] // 2, 1.0, 5.7)}
 _OVER_40 = {"lengths": (40, 90), "over": 40}
 _THREE = {"heads_kv": (3, 4), "groups": (1,), "masks": ("open",)}
 _BY_REMAINDER = {"stored kv head": lambda c, g: c.h % c.question.num_heads_kv}
@@ -184,7 +180,7 @@ _TABLE: Table = (
     ("constant-factor or gqa-group-not-summed: dv a group's part", "b", _MEAN, {"groups": (2, 4)}),
     ("constant-factor: all gradients", "b", of_each(by(0.7), *GRADIENTS)),
     ("constant-factor: out negative", "f", {"out": by(-1.0)}),
-    ("constant-factor: half of dk's columns", "b", {"dk": partly_scaled}),
+    ("constant-factor: half of dk's columns", "b", _HALF),
     ("transposed: dq in sequences", "b", stored(_HEADS_FIRST, "dq"), _HEADS),
     ("transposed: lse, heads of groups", "f", stored(heads_of_groups_apart, "lse"), _HEADS),
     ("transposed or input-layout: dv, halves of columns", "b", _HALVES, _EVEN),

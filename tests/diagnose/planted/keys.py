@@ -40,12 +40,6 @@ def of_rows(test: Test) -> Hooks:
     return {"keys": lambda c, x: np.arange(c.total_k)} | seen(test)
 
 
-def next_sequence(c: Head) -> Array:
-    lengths = c.question.lengths_k
-    start, length = (0, lengths[0]) if c.b else (c.m, lengths[1])
-    return (c.r >= start) & (c.r < start + length) & (c.i >= 0)
-
-
 def with_zeros(number: Callable[[Head], int], hidden: bool = False) -> Hooks:
     """Zeros in front of the keys; hidden: as many of the last keys are not seen."""
 
@@ -139,6 +133,12 @@ _HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c,
 _FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
 _LEFT_PADDED = with_zeros(lambda c: max(c.question.lengths_k) - c.m, hidden=True)
 _AS_FROM_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m))
+_NEXT_SEQUENCE = of_rows(
+    lambda c: (
+        (c.r >= c.m * (c.b == 0))
+        & (c.r < c.question.lengths_k[0] + c.question.lengths_k[1] * (c.b == 0))
+    )
+)
 _AS_LONGEST = of_rows(lambda c: (c.r >= c.start_k) & (c.r - c.start_k < max(c.question.lengths_k)))
 _IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1]))
 _NO_TAIL = or_seen(lambda c: c.i >= up_to(c.n, 16))
@@ -175,7 +175,7 @@ _WINDOW: Table = (
 )
 _OPEN: Table = (
     ("wrong-keys or offsets-shifted: keys from cu_seqlens_q", "fb", _AS_FROM_Q, _LONGER),
-    ("wrong-keys: keys of the next sequence", "fb", of_rows(next_sequence)),
+    ("wrong-keys: keys of the next sequence", "fb", _NEXT_SEQUENCE),
     ("wrong-keys or tail-tile-dropped or tile-skipped: length of sequence 0", "fb", _FIRST_LENGTH),
     ("wrong-keys: left padding", "fb", _LEFT_PADDED),
     ("wrong-keys or tile-skipped or tail-tile-dropped: a half alone", "fb", _HALF),

@@ -25,10 +25,6 @@ def attended(S: Array, V: Array) -> Softmax:
     return top + np.log(total), weights @ V / np.where(total == 0, 1, total)
 
 
-def softmax(of: Callable[[Head, Softmax], Softmax]) -> Hooks:
-    return {"softmax": of}
-
-
 # ---- scores ----
 
 
@@ -110,7 +106,7 @@ def merged(how: str, parts: int) -> Hooks:
         O = sum(w * out for w, (_, out) in zip(weights, states, strict=True))  # noqa: E741
         return top + np.log(total) / factor, O / np.where(total == 0, 1, total)
 
-    return softmax(of)
+    return {"softmax": of}
 
 
 def not_reset(tile: int) -> Hooks:
@@ -126,7 +122,7 @@ def not_reset(tile: int) -> Hooks:
         c.run.memory["left"] = total
         return finite(top) + np.log(total), weights @ c.V / np.where(total == 0, 1, total)
 
-    return softmax(of)
+    return {"softmax": of}
 
 
 def ring(parts: int, lse: bool) -> Hooks:
@@ -189,7 +185,7 @@ _TABLE: Table = (
     ("denominator: sinks, out alone", "f", heavier(lambda c: 0.7 * (c.h % 3), False), _HEADS),
     ("denominator: sinks", "f", heavier(lambda c: -0.6 * (c.h % 3)), _HEADS),
     ("denominator: not reset", "f", not_reset(16), _SEVERAL),
-    ("partial-merge: by sums, 3 of 16", "f", softmax(by_sums), _LONG),
+    ("partial-merge: by sums, 3 of 16", "f", {"softmax": by_sums}, _LONG),
     ("partial-merge: base 2", "f", merged("base 2", 2)),
     ("partial-merge: the largest lse", "f", merged("largest", 4)),
     ("partial-merge: mean", "f", merged("mean", 3), _LONG),

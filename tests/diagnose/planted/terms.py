@@ -45,10 +45,6 @@ def of_dtype(dtype: Any) -> Hook:
     return lambda c, x: x.astype(dtype).astype(x.dtype)
 
 
-def flushed(c: Any, x: Array) -> Array:
-    return np.where(np.abs(x) < 2.0**-14, 0, x.astype(np.float16)).astype(x.dtype)
-
-
 # ---- sums ----
 
 
@@ -124,6 +120,7 @@ _DIAGONAL_TWICE = often(lambda t: 1 + (t.i == t.j), "dk", "dv", tile_n=32)
 _LAST_TWICE = often(lambda t: 1 + (t.i == t.last_i), "dk", "dv")
 _NO_TAIL = often(lambda t: t.rows.stop <= t.c.n // 32 * 32, "dk", "dv")
 _NARROW_SUMS = of_each(of_dtype(ml_dtypes.bfloat16), "sum dk", "sum dv")
+_FLUSHED = {"dY": lambda c, x: np.where(abs(x) < 2.0**-14, 0, x.astype(np.float16)).astype(x.dtype)}
 _NARROW_D = delta(lambda a, q: a["delta"].astype(ml_dtypes.bfloat16), *B)
 _NARROW_L = lse(lambda L, q: L.astype(ml_dtypes.bfloat16))
 
@@ -161,7 +158,7 @@ _TABLE: Table = (
     ("output-scale: dq inside of the loop", "b", inside("dq", 32)),
     # ---- 16 bits ----
     ("underflow-in-16-bit: dS in float16", "b", {"dY": of_dtype(np.float16)}, {"dout": 1e-6}),
-    ("underflow-in-16-bit: dS in float16, flushed to 0", "b", {"dY": flushed}, {"dout": 3e-3}),
+    ("underflow-in-16-bit: dS in float16, flushed to 0", "b", _FLUSHED, {"dout": 3e-3}),
     ("narrow-intermediate: dS in float8", "b", {"dY": of_dtype(ml_dtypes.float8_e5m2)}),
     ("accumulates-in-16-bit: dk and dv over tiles of 16", "b", _NARROW_SUMS, _SHORT),
     ("accumulates-in-16-bit: D in bfloat16", "b", _NARROW_D, _FINE | _ROWS),
