@@ -126,8 +126,8 @@ def test_one_cause_beats_two() -> None:
     right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
 
     def off(name: str, *tensors: str) -> Bug:
-        store = lambda question, x: x | {t: x[t][::-1] for t in tensors}  # noqa: E731
-        return Bug(name, "", ("backward",), store=store)
+        back: Any = {"store": lambda question, x: x | {t: x[t][::-1] for t in tensors}}
+        return Bug(name, "", ("backward",), **back)
 
     one = off("offsets-shifted", "dq", "dk", "dv")
     two = [off("transposed", "dq"), off("tile-skipped", "dk", "dv")]

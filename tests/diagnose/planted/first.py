@@ -226,7 +226,6 @@ def _overwritten(tile: int, *names: str) -> Hooks:
 
 _OWN_KEYS = {"stored keys": lambda c, x: np.where((x - c.start_k) // c.m == 0, x, ZEROS)}
 _8_APART, _16_APART = (in_sequences(apart(far, 2 * far)) for far in (8, 16))
-_BACKWARDS = lambda x, *_: x[..., ::-1]  # noqa: E731
 _SWAPPED = {"results": lambda run, x: x | {"dk": x["dv"], "dv": x["dk"]}}
 _SWAPPED_DQ = {"results": lambda run, x: x | {"dq": x["dk"], "dk": x["dq"]}}
 _NEXT_HEAD = delta_of(lambda out, q: np.roll(out, -1, axis=1))
@@ -330,11 +329,15 @@ _TABLE: Table = (
     ("transposed: out by heads", "f", stored(_BY_HEADS, "out")),
     ("transposed: out by heads, not read so", "f", stored(_BY_HEADS, "out") | _RIGHT),
     ("transposed: out by columns", "f", stored(_BY_COLUMNS, "out")),
-    ("transposed: columns of out reversed", "f", stored(_BACKWARDS, "out")),
+    ("transposed: columns of out reversed", "f", stored(lambda x, *_: x[..., ::-1], "out")),
     ("transposed: lse by tokens", "f", stored(written_as((1, 0)), "lse") | _RIGHT),
     ("transposed: gradients by heads", "b", stored(_BY_HEADS, *GRADIENTS)),
     ("transposed: dq by columns", "b", stored(_BY_COLUMNS, "dq")),
-    ("transposed: columns of gradients reversed", "b", stored(_BACKWARDS, *GRADIENTS)),
+    (
+        "transposed: columns of gradients reversed",
+        "b",
+        stored(lambda x, *_: x[..., ::-1], *GRADIENTS),
+    ),
     ("tail-tile-dropped: queries, 16", "f b fb", no_tail_of_queries(16)),
     ("tail-tile-dropped: queries, 64", "f", no_tail_of_queries(64), _OVER_64),
     ("tail-tile-dropped: keys, 16", "f b fb", _NO_KEYS_TAIL),
