@@ -124,9 +124,7 @@ def test_constants_are_what_autograd_makes_of_them(variant: str) -> None:
     for name, x in zip(STAGES["second"], wanted, strict=False):
         np.testing.assert_allclose(found[name][:, 0], x, 1e-10, 1e-10, err_msg=name)
     if constants in ("P", "P D"):  # P was saved, and has no derivative
-        told = {
-            name: np.array(x)[:, None] for name, x in zip(STAGES["second"], wanted, strict=False)
-        }
+        told = {name: x.numpy()[:, None] for name, x in zip(STAGES["second"], wanted, strict=False)}
         finding = diagnose(question, told | {"ddlse": told["ddlse"][..., 0].T}).findings[0]
         assert finding.bug in ("second-frozen-p", "second-frozen-delta")
         assert "held constant" in finding.title

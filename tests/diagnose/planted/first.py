@@ -148,6 +148,7 @@ _MASKED = (*_CAUSAL, "window")
 _LEFT = ("window", "causal window", "left")
 _ALIVE = ("equal", "equal", "more")  # lengths of keys with which no query is without a key
 _OPEN, _RIGHT_SIDE = {"masks": ("open",)}, {"masks": ("window", "right")}
+_TILES_16 = {"lengths": (30, 90)}  # two in a sequence, or it is no period
 _OVER_32, _OVER_64 = ({"lengths": (tile - 12, 100), "over": tile} for tile in (32, 64))
 _SHORT, _ALL, _LONG = {"lengths": (1, 40)}, {"lengths": (2, 90)}, {"lengths": (17, 90)}
 _GROUPED = {"groups": (2, 3, 4)}
@@ -355,7 +356,7 @@ _TABLE: Table = (
     ("tile-period: out, 8 apart in 16", "f", stored(_8_APART, "out")),
     ("tile-period: out, garbage in 32", "f", stored(garbage(32, 28), "out"), {"lengths": (30, 90)}),
     ("tile-period: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
-    ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv")),
+    ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv"), _TILES_16),
     # ---- no function of the inputs ----
     ("race: dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),
     ("race: dq", "b", {"dS of dq": some_lost}),
