@@ -1,34 +1,12 @@
 """What stands in the place of a step of ``plain``: the forms that many bugs share."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.plain import OPEN, Array, Head, Hook, Kernel, in_window, tiles
-
-Hooks = dict[str, Any]
-FIELDS = {field.name for field in fields(Kernel)}
-STAGES_OF = {
-    "f": ("forward",),
-    "b": ("backward",),
-    "fb": ("forward", "backward"),
-    "s": ("second",),
-    "j": ("jvp",),
-    "sj": ("second", "jvp"),
-    "fbsj": ("forward", "backward", "second", "jvp"),
-    "bs": ("backward", "second"),
-}
-GRADIENTS = ("dq", "dk", "dv")
-
-
-def kernel(changes: Mapping[str, Any]) -> Kernel:
-    """``changes``: fields of Kernel, and hooks by their names."""
-    own = {name: value for name, value in changes.items() if name in FIELDS}
-    return Kernel({n: hook for n, hook in changes.items() if n not in FIELDS}, **own)
+from tests.diagnose.plain import OPEN, Array, Head, Hook, in_window, tiles
+from tests.diagnose.table import Hooks
 
 
 def by(factor: Any) -> Hook:
@@ -40,8 +18,18 @@ def of_each(hook: Hook, *names: str) -> Hooks:
     return dict.fromkeys(names, hook)
 
 
+def power(number: int) -> Hook:
+    """softmax_scale so often in front of what has it once."""
+    return by(lambda c: c.question.scale ** (number - 1))
+
+
 def tiled(tile: int) -> Hooks:
     return {"tile_m": tile, "tile_n": tile}
+
+
+def of_group(kept: int, *only: str) -> Hooks:
+    """Of a group: the one head that these gradients hold."""
+    return {"often": lambda c, x: x * (c.h % c.group == kept % c.group), "only": only}
 
 
 # ---- who sees whom ----
@@ -50,6 +38,14 @@ def tiled(tile: int) -> Hooks:
 def seen(test: Callable[[Head], Any]) -> Hooks:
     """Who sees whom is as ``test`` has it, a function of columns i, p and rows j, r."""
     return {"seen": lambda c, x: np.broadcast_to(test(c), x.shape)}
+
+
+def and_seen(test: Callable[[Head], Any]) -> Hooks:
+    return {"seen": lambda c, x: x & test(c)}
+
+
+def or_seen(test: Callable[[Head], Any]) -> Hooks:
+    return {"seen": lambda c, x: x | test(c)}
 
 
 def times(number: Callable[[Head], Any]) -> Hooks:
@@ -71,6 +67,25 @@ def window(left: int = 0, right: int = 0) -> Hooks:
 
 def no_window(left: bool = True, right: bool = True) -> Hooks:
     return {"window": lambda c, x: (-1 if left else x[0], -1 if right else x[1])}
+
+
+# ---- scores and sums ----
+
+
+def added(bias: Callable[[Head], Any]) -> Hooks:
+    """To the scores."""
+    return {"scores": lambda c, S: S + bias(c)}
+
+
+def heavier(log_of: Callable[[Head], Any], lse_too: bool = True) -> Hooks:
+    """A row sum with more in it than its keys: exp of a number, of all rows or of some."""
+
+    def of(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
+        whole = np.logaddexp(x[0], log_of(c)).astype(x[0].dtype)
+        lighter = np.exp(x[0] - np.where(np.isneginf(whole), 0, whole))
+        return (whole if lse_too else x[0]), x[1] * lighter
+
+    return {"softmax": of}
 
 
 # ---- tiles ----
@@ -112,54 +127,3 @@ def by_pairs(
         return found * x
 
     return often
-
-
-# ---- what is read and stored ----
-
-
-def bounds(name: str, question: Question) -> list[tuple[int, int]]:
-    of_keys = name.lstrip("dgt") in ("k", "v")
-    offsets = question.cu_seqlens_k if of_keys else question.cu_seqlens_q
-    return list(pairwise(int(offset) for offset in offsets))
-
-
-def change(of: Callable[..., Array], *names: str, at: str = "read") -> Hooks:
-    """Arrays as ``of`` has them: a function of an array, its name and the question."""
-    return {at: lambda run, a: a | {n: of(a[n], n, run.question) for n in names if n in a}}
-
-
-def stored(of: Callable[..., Array], *names: str) -> Hooks:
-    """Results as ``of`` has them."""
-    return dict.fromkeys(names, lambda run, x: of(x, run.name, run.question))
-
-
-def as_if(order: tuple[int, ...]) -> Callable[..., Array]:
-    """Memory with its axes in another order, read as if they were in the right one."""
-    back = np.argsort(order)
-    return lambda x, name, question: x.reshape([x.shape[a] for a in order]).transpose(back)
-
-
-def written_as(order: tuple[int, ...]) -> Callable[..., Array]:
-    return lambda x, name, question: x.transpose(order).reshape(x.shape)
-
-
-def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
-    """``of`` every sequence's rows."""
-
-    def change(x: Array, name: str, question: Question) -> Array:
-        found = x.copy()
-        rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
-        for start, stop in bounds(name, question):
-            rows[start:stop] = of(there[start:stop])
-        return found
-
-    return change
-
-
-def local(x: Array, name: str, question: Question) -> Array:
-    """Read by the number of the row in its sequence, without the sequence's offset."""
-    found = x.copy()
-    rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
-    for start, stop in bounds(name, question):
-        rows[start:stop] = there[: stop - start]
-    return found

@@ -57,7 +57,7 @@ class Kernel:
     order: str = "ascending"  # of key tiles; "descending", "shuffled", "pairwise"
     two_pass: bool = False  # the row maximum first, then the sums
     base_2: bool = False  # exp2 of scores in units of ln 2
-    rounding: str = "operands"  # "tf32"; "every step"
+    rounding: str = "operands"  # "tf32"; "every step"; "results" alone
     skips_masked: bool = True  # tiles of which no query sees a key
     subtracts_max: bool = True
     unguarded: tuple[str, ...] = ()  # "max", "lse": against -inf; "sum": against 0
@@ -95,7 +95,8 @@ class Run:
             bits = x.astype(FLOAT32).view(np.uint32)
             even = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
             return ((bits + even) & np.uint32(0xFFFFE000)).view(FLOAT32)
-        return x if self.question.dtype == self.wide else self.narrow(x)
+        wide = self.question.dtype == self.wide or self.kernel.rounding == "results"
+        return x if wide else self.narrow(x)
 
     def narrow(self, x: Array) -> Array:
         return x.astype(self.question.dtype).astype(self.wide)
@@ -562,11 +563,11 @@ def double_backward(run: Run, out: Array, lse: Array) -> Answers:
     for c in kept:
         c.D, c.w = c.row("delta"), c.row("W")
         gradient_of_scores(c)
-        tP = c.P * (c.E - c.of("e in dS", c.e))
+        c.tP = c.P * (c.E - c.of("e in dS", c.e))
         c.tZ = c.of("tdP", c.dO @ c.of("tV of tdP", c.tV).T) - c.w
-        tdS = c.of("tP Z", tP * c.Z) + c.of("P tZ", c.P * c.tZ)
+        c.tdS = c.of("tP Z", c.tP * c.Z) + c.of("P tZ", c.P * c.tZ)
         slope = c.of("G in dY", c.G) * c.slope
-        tdY = run.operand(slope * tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
+        tdY = run.operand(slope * c.tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
         s, tQ, Q = run.wide.type(c.s), c.of("tQ of gk", c.tQ), c.of("Q of gk", c.Q)
         gQ = c.of("tdS K", s * product(c, "gq", tdY, c.K))
         gQ = gQ + c.of("dS tK", s * product(c, "gq", c.dY, c.of("tK of gq", c.tK)))
@@ -575,7 +576,7 @@ def double_backward(run: Run, out: Array, lse: Array) -> Answers:
         tP = c.of("tP of gv", c.P * (c.E - c.of("e in gv", c.e)))
         gV = product(c, "gv", run.operand(tP), c.of("dO of gv", c.dO))
         dsink = -(c.P0 * ((c.tsink - c.e) * c.D + c.w))
-        sums.add(c, gQ, gK, gV, c.of("dG", tdS * c.Y + c.dS * c.tY), dsink)
+        sums.add(c, gQ, gK, gV, c.of("dG", c.tdS * c.Y + c.dS * c.tY), dsink)
     return found | sums.found
 
 
@@ -627,6 +628,18 @@ def answers(planted: Planted | None, question: Question, chance: int = 0) -> Ans
         for stage in gives:
             if stage != "forward":
                 found |= _stage(question, stage, planted.at(stage), passed, chance)
+    return found
+
+
+def heads_of(question: Question) -> dict[tuple[int, int], Head]:
+    """By sequence and head: all steps, from S to what the last backward pass makes of it."""
+    found: dict[tuple[int, int], Head] = {}
+
+    def keep(c: Head, dG: Any) -> Any:
+        found[c.b, c.h] = c
+        return dG
+
+    answers(Planted("", "", (*STAGES,), Kernel({"dG": keep})), question)
     return found
 
 

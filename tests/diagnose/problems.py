@@ -9,11 +9,12 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Question
 from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Planted, answers
 
 Span = tuple[int, int]  # the least and the most
 DTYPES = (FLOAT64, FLOAT32, BFLOAT16)
+OPTIONS = ("softcap", "sinks", "seqused")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,6 @@ class Needs:
     masks: tuple[str, ...] = ("open", "causal", "window", "causal window", "left", "right")
     lengths_k: tuple[str, ...] = ("equal", "equal", "more", "any")
     lengths: Span = (1, 90)
-    multiple: int = 1  # of which all lengths are
     over: int = 0  # one sequence at least is longer than this
     batch: Span = (2, 5)
     groups: tuple[int, ...] = (1, 2, 3, 4)
@@ -43,6 +43,16 @@ class Needs:
     options: Mapping[str, float] | None = None  # how often there are softcap, sinks, seqused_k
     least: float = 1e-3  # by how much of its norm a result changes
     shows: float = 8.0  # and in 16 bits, in units of the dtype's eps
+
+
+_SMALL = {"lengths": (1, 24), "batch": (2, 3), "groups": (1, 2, 3), "head_dims": (4, 6)}
+_FEW = Needs(**_SMALL, head_dims_v=(4, 8), moved=0.2)
+KINDS = {
+    "dense": _FEW,
+    "options": replace(_FEW, dlse=1.0, moved=0.0, options=dict.fromkeys(OPTIONS, 0.5)),
+    "sparse": replace(_FEW, lengths=(1, 60), blocks={}),
+    "gate": replace(_FEW, lengths=(1, 60), blocks={"gate": True}),
+}
 
 
 def problems(planted: Planted, count: int, seed: int) -> Iterator[Question]:
@@ -133,11 +143,39 @@ def draw(
     return replace(question, out=right["out"], lse=right["lse"])
 
 
+def packed(
+    lengths: tuple[int, ...] = (20, 30, 46),
+    dtype: Any = FLOAT32,
+    *,
+    lengths_k: tuple[int, ...] = (),
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    dim_v: int = 0,
+    seed: int = 0,
+    dlse: bool = False,
+    moved: bool = False,
+    **options: Any,
+) -> Question:
+    """Of these lengths; causal, if it is not said that it is not."""
+    rng, sides = np.random.default_rng(seed), (lengths, lengths_k or lengths)
+    shapes = [(sum(side), h, dim) for side, h in zip(sides, heads, strict=True)]
+    of_v = [(*shape[:2], dim_v or dim) for shape in shapes[::-1]]
+    q, k, v, dout = (normal(rng, shape, dtype) for shape in (*shapes, *of_v))
+    offsets = [np.cumsum([0, *side], dtype=np.int32) for side in sides]
+    given = {"causal": True, "dout": dout, **options}
+    if dlse:
+        given["dlse"] = normal(rng, shapes[0][1::-1], FLOAT64 if dtype == FLOAT64 else FLOAT32)
+    if moved:
+        given |= {
+            f"t{n}": normal(rng, x.shape, dtype) for n, x in zip("qkv", (q, k, v), strict=True)
+        }
+    return Question(q, k, v, *offsets, **given)
+
+
 def _lengths(needs: Needs, rng: np.random.Generator) -> tuple[list[int], list[int]]:
     """Of queries and of keys."""
     batch = int(rng.integers(needs.batch[0], needs.batch[1] + 1))
     queries = rng.integers(needs.lengths[0], needs.lengths[1] + 1, batch)
-    queries = -(-queries // needs.multiple) * needs.multiple
     one = rng.integers(batch)
     if queries.max() <= needs.over:
         queries[one] = needs.over + rng.integers(1, 30)
@@ -193,7 +231,8 @@ def _blocks(question: Question, needs: Needs, rng: np.random.Generator) -> dict[
         for row in indices[question.cu_seqlens_q[b] : question.cu_seqlens_q[b + 1]].reshape(
             -1, slots
         ):
-            named = rng.integers(blocks, size=slots) if repeats else rng.permutation(blocks)[:slots]
+            twice = repeats and blocks > 0
+            named = rng.integers(blocks, size=slots) if twice else rng.permutation(blocks)[:slots]
             row[: len(named)] = named
             if padded:
                 row[rng.random(slots) < 0.3] = rng.choice([-1, -1, blocks])
@@ -226,7 +265,3 @@ def _options(
         "tsinks": tsinks if there["sinks"] else None,
         "seqused_k": np.array(question.lengths_k) - unused if there["seqused"] else None,
     }
-
-
-def differ(wrong: Answers, right: Answers) -> bool:
-    return any(difference(wrong[name], x) > 1e-3 for name, x in right.items())

@@ -1,7 +1,4 @@
-"""explain, dump and harness, and the diagnosis that diff begins with.
-
-What needs only that something is found runs with a stand-in for ``diagnose``. Long by the commands.
-"""
+"""explain, dump and harness, and the diagnosis that diff begins with. Long by the commands."""
 
 import json
 from collections.abc import Callable
@@ -10,20 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from rawattn import api, api_second, api_sparse
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate, load
-from rawattn.check.cases import Case, standard
+from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files import npz
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.files.pairs import load_two
+from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.diagnose.judge import failures
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import (
     answers_of,
     explain_failure,
@@ -35,115 +32,41 @@ from rawattn.check.diagnose.judge.failures import (
 from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import standard_sparse
+from tests.diagnose.called import call, said
+from tests.diagnose.problems import FLOAT64, packed
+from tests.diagnose.test_diagnose_printed import ERRORS
 
 CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
 DENSE = ("edges-causal", "two-kv-heads", "unequal", "window-causal", "scale", "no-dlse", "strided")
+OPTIONS = tuple(name for name, case in CASES.items() if case.sinks or case.softcap)
 SPARSE = tuple(
     f"sparse-{name}"
     for name in ("edges-open", "query-heads", "counts", "gate", "sliding-window", "scale")
 )
-ATTEND = """
-from functools import partial
-from rawattn import api
-
-def attend(q, k, v, cu_seqlens, *, return_lse=False, **mask):
-    out, lse = api.forward(q, k, v, cu_seqlens, return_lse=True, backend="reference", **mask)
-    return (out, lse) if return_lse else out
-
-def attend_backward(dout, q, k, v, out, lse, cu_seqlens, **options):
-    dq, dk, dv = api.backward(dout, q, k, v, out, lse, cu_seqlens, backend="reference", **options)
-    return dq, dk, dv
-"""
-WRONG_SCALE = ("    return dq, dk, dv", "    return dq / q.dtype.type(0.25), dk, dv")
-Check = Callable[..., Result]
+WRONG_SCALE = ("return dq,", "return dq / q.dtype.type(q.shape[2] ** -0.5),")
 
 
 @pytest.fixture
-def check() -> Check:
-    """Calls the subcommand with these arguments."""
-    group = click.Group("check")
-    for command in ("explain", "dump", "harness"):
-        group.add_command(getattr(cli_diagnose, f"{command}_command"))
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How often there was a diagnosis, and of what."""
+    found: list[dict[str, Any]] = []
 
-    def call(*arguments: Any) -> Result:
-        result = CliRunner().invoke(group, [str(a) for a in arguments])
-        if not (result.exception is None or isinstance(result.exception, SystemExit)):
-            raise result.exception
-        return result
+    def counted(question: Question, answers: Answers, **options: Any) -> Diagnosis:
+        found.append({"question": question, "answers": answers} | options)
+        return diagnose(question, answers, **options)
 
-    return call
-
-
-@pytest.fixture
-def candidate(tmp_path: Path) -> Callable[..., str]:
-    """Writes right functions, with a text changed, to a file; gives FILE.py:NAME."""
-
-    def write(old: str = "", new: str = "", file: str = "mine.py") -> str:
-        assert old in ATTEND
-        (tmp_path / file).write_text(ATTEND.replace(old, new) if old else ATTEND)
-        return f"{tmp_path / file}:attend"
-
-    return write
-
-
-class StandIn:
-    """Compares with the reference; names what is off by more than 5 % "unknown"."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, question: Question, answers: Answers, **options: Any) -> Diagnosis:
-        self.calls.append({"question": question, "answers": answers} | options)
-        right = reference_answers(question)
-        sides = [(options["side"], answers), *([options["against"]] if options["against"] else ())]
-        findings = [
-            Finding(side, "output-scale", f"{name} is off", name, "high", ("5 %",), "dq")
-            for side, given in sides
-            for name in given
-            if name in ("out", "dq", "dk", "dv") and not _close(given[name], right[name])
-        ]
-        return Diagnosis("", tuple(findings), facts=(f"{len(answers)} tensors",))
-
-
-def _close(found: np.ndarray, right: np.ndarray) -> bool:
-    found, right = found.astype(np.float64), right.astype(np.float64)
-    there = np.isfinite(right)
-    error = np.abs(found[there] - right[there]).max(initial=0.0)
-    return bool(error <= 0.05 * np.abs(right[there]).max(initial=0.0))
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    found = StandIn()
-    for module in (cli_diagnose, failures):
-        monkeypatch.setattr(
-            module,
-            "diagnose",
-            lambda q, a, *, side="candidate", call=None, against=None, **_: found(
-                q, a, side=side, call=call, against=against
-            ),
-        )
+    monkeypatch.setattr(failures, "diagnose", counted)
     return found
 
 
 def whole(sparse: bool) -> Candidate:
     """rawattn's own functions on a CPU, every one of them."""
-    if sparse:
-        functions = {
-            "forward": api_sparse.sparse_forward,
-            "backward": api_sparse.sparse_backward,
-            "double_backward": api_sparse.sparse_double_backward,
-            "jvp": api_sparse.sparse_jvp,
-        }
-    else:
-        functions = {
-            "forward": api.forward,
-            "backward": api.backward,
-            "preprocess": api.backward_preprocess,
-            "double_backward": api_second.double_backward,
-            "jvp": api_second.jvp,
-        }
-    named = {n: partial(function, backend="reference") for n, function in functions.items()}
+    name = "sparse_{}" if sparse else "{}"
+    first, second = (api_sparse, api_sparse) if sparse else (api, api_second)
+    of = {"forward": first, "backward": first, "double_backward": second, "jvp": second}
+    named = {n: getattr(module, name.format(n)) for n, module in of.items()}
+    named |= {} if sparse else {"preprocess": api.backward_preprocess}
+    named = {n: partial(function, backend="reference") for n, function in named.items()}
     return Candidate("own", "numpy", **named)
 
 
@@ -160,6 +83,17 @@ def test_a_question_is_asked_as_its_case_is(name: str) -> None:
     for tensor, array in found.items():
         assert array.dtype == results[tensor].dtype
         assert np.array_equal(array, results[tensor], equal_nan=True), tensor
+
+
+@pytest.mark.parametrize("name", DENSE + OPTIONS + SPARSE)
+def test_the_engine_is_the_reference(name: str) -> None:
+    """Of every stage, in float64."""
+    question = question_of(replace(small(CASES[name]), dtype="float64"), clean=True)
+    wanted = answers_of(whole(name in SPARSE), question)
+    found = reference_answers(question)
+    assert found.keys() - {"delta"} == wanted.keys() - {"delta"}
+    for tensor, x in wanted.items():
+        np.testing.assert_allclose(found[tensor], x, 1e-11, 1e-12, err_msg=tensor)
 
 
 @pytest.mark.parametrize("name", ["sparse-counts", "sparse-gate", "sparse-query-heads"])
@@ -182,10 +116,10 @@ def test_a_clean_question_has_no_traps(name: str) -> None:
 # ---- dump ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["edges-causal", "sparse-gate", "strided", "sparse-sliding"])
-def test_dump_writes_a_case(name: str, check: Check, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["edges-causal", "unequal", "strided", *SPARSE[2:5]])
+def test_dump_writes_a_case(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    result = check("dump", name, "--out", tmp_path / "a.npz")
+    result = call("dump", name, "--out", tmp_path / "a.npz")
     assert result.exit_code == 0 and "results of the reference: out, lse" in result.output
     question, answers = npz.load(tmp_path / "a.npz")
     expected = expect(case)
@@ -197,21 +131,22 @@ def test_dump_writes_a_case(name: str, check: Check, tmp_path: Path) -> None:
         if tensor in answers and tensor != "delta":  # that is of the unrounded out
             assert target.judge(answers[tensor]).ok
     assert {"out", "lse", "dq", "dk", "dv"} <= answers.keys()
+    assert call("explain", tmp_path / "a.npz").exit_code == 0, "and it is right"
 
 
-def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
+def test_dump_of_random_problems(tmp_path: Path) -> None:
     file = tmp_path / "a.npz"
     sizes = ("--heads", 6, "--heads-kv", 2, "--head-dim", 8, "--head-dim-v", 5, "--causal")
     lengths = ("--lengths", "[7, 0, 19]", "--lengths-k", "9,4,30", "--window", "-1,3")
     more = ("--dtype", "float64", "--softmax-scale", 0.5, "--seed", 3)
-    assert check("dump", *lengths, *sizes, *more, "--out", file).exit_code == 0
+    assert call("dump", *lengths, *sizes, *more, "--out", file).exit_code == 0
     question, answers = npz.load(file)
     assert question is not None and question.lengths_k == (9, 4, 30)
     assert question.q.shape == (26, 6, 8) and question.v.shape == (43, 2, 5)
     assert question.causal and question.window == (-1, 3) and question.scale == 0.5
     assert question.dtype == np.float64 and answers["dv"].shape == (43, 2, 5)
     first = question.q
-    check("dump", *lengths, *sizes, *more[:4], "--out", file)
+    call("dump", *lengths, *sizes, *more[:4], "--out", file)
     assert not np.array_equal(npz.load(file)[0].q, first), "another seed"
 
 
@@ -227,29 +162,15 @@ def test_dump_of_random_problems(check: Check, tmp_path: Path) -> None:
         (("edges", "--candidate", "nowhere.py:f"), "no such file"),
     ],
 )
-def test_dump_refuses(arguments: tuple[str, ...], message: str, check: Check) -> None:
-    result = check("dump", *arguments)
-    assert result.exit_code == 2 and message in " ".join(result.output.split())
+def test_dump_refuses(arguments: tuple[str, ...], message: str) -> None:
+    result = call("dump", *arguments)
+    assert result.exit_code == 2 and message in said(result)
 
 
 # ---- explain ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> dict[str, Path]:
-    """Files: all of a right run; its inputs; its results; and results with dq four times."""
-    question = replace(question_of(small(CASES["group3"])), out=None, lse=None)
-    answers = {n: a for n, a in reference_answers(question).items() if n in ("out", "dq", "dk")}
-    wrong = answers | {"dq": 4 * answers["dq"]}
-    paths = {name: tmp_path / f"{name}.npz" for name in ("right", "inputs", "results", "wrong")}
-    npz.dump(paths["right"], question, answers)
-    npz.dump(paths["inputs"], question, {})
-    np.savez(paths["results"], **answers)
-    np.savez(paths["wrong"], **wrong)
-    return paths
-
-
-def test_explain_of_different_problems(check: Check, tmp_path: Path) -> None:
+def test_explain_of_different_problems(tmp_path: Path) -> None:
     """It is said, and each side is judged by what it was asked."""
     found = tmp_path / "found.json"
     for seed, factor in ((0, 1), (1, 4)):
@@ -257,82 +178,43 @@ def test_explain_of_different_problems(check: Check, tmp_path: Path) -> None:
         answers = reference_answers(question)
         answers = {"out": answers["out"], "dq": factor * answers["dq"]}
         npz.dump(tmp_path / f"{seed}.npz", question, answers)
-    result = check("explain", tmp_path / "0.npz", tmp_path / "1.npz", "--json", found)
+    result = call("explain", tmp_path / "0.npz", tmp_path / "1.npz", "--json", found)
     assert result.exit_code == 1
     told = [(f["side"], f["bug"]) for f in json.loads(found.read_text())["findings"]]
     assert told == [("both", "vacuous"), ("B", "output-scale")], result.output
-    said = joined(result)
-    assert "both: the two sides had different inputs" in said and "q differs by up to" in said
-    assert "A: no fault is found" in said
+    parts = ("both: the two sides had different inputs", "q differs by up to", "A: no fault is")
+    assert all(part in said(result) for part in parts)
 
 
-def test_explain_of_options_that_differ(
-    check: Check, saved: dict[str, Path], stand_in: StandIn, tmp_path: Path
-) -> None:
-    question, answers = npz.load(saved["right"])
-    assert question is not None
-    other = replace(question, causal=not question.causal, softmax_scale=0.5)
-    npz.dump(tmp_path / "other.npz", other, answers)
-    result = check("explain", saved["right"], tmp_path / "other.npz")
-    said = joined(result)
-    assert result.exit_code == 1 and "causal is " in said and " and 0.5" in said
-    assert [call["question"].causal for call in stand_in.calls] == [question.causal, other.causal]
-
-
-def test_explain_reads_what_others_write(check: Check, tmp_path: Path) -> None:
-    """A batch with heads first, other names, offsets and lse of other forms, nothing packed."""
-    case = Case("own", (24, 24), (24, 24), num_heads_kv=2, group=2, dtype="float32", causal=True)
-    case = replace(case, past_q=0, past_k=0)
-    question = replace(question_of(case, clean=True), out=None, lse=None, dlse=None)
-    question = replace(question, tq=None, tk=None, tv=None)
-    answers = reference_answers(question)
-    own = {n: getattr(question, n) for n in ("q", "k", "v", "dout")} | answers
-    names = {"query": "q", "key": "k", "value": "v", "grad_out": "dout", "o": "out"}
-    names |= {"grad_q": "dq", "k.grad": "dk", "dV": "dv"}
-    entries = {
-        name: own[of].reshape(2, 24, *own[of].shape[1:]).swapaxes(1, 2)
-        for name, of in names.items()
-    }
-    lse = answers["lse"].T.reshape(2, 24, 4)
-    np.savez(tmp_path / "a.npz", **entries, softmax_lse=lse, is_causal=True)
-    result = check("explain", tmp_path / "a.npz")
-    assert result.exit_code == 0, result.output
-    np.savez(tmp_path / "a.npz", query=entries["query"], o=entries["o"], qkv=entries["key"])
-    result = check("explain", tmp_path / "a.npz")
-    assert result.exit_code == 2 and "qkv is not read" in joined(result)
+def test_what_explain_does_not_read_is_said(tmp_path: Path) -> None:
+    q = np.random.default_rng(0).standard_normal((2, 4, 24, 8))
+    np.savez(tmp_path / "a.npz", query=q, o=q, qkv=q)
+    result = call("explain", tmp_path / "a.npz")
+    assert result.exit_code == 2 and "qkv is not read" in said(result)
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("entries", "files", "message"),
     [
-        (("results",), "there is no q, k and v"),
-        (("results", "wrong"), "there is no q, k and v"),
-        (("inputs",), "there are inputs, but no results"),
-        (("right", "right", "right"), "one or two .npz files, or --log FILE"),
-        ((), "one or two .npz files, or --log FILE"),
+        ("out dq dk", 1, "there is no q, k and v"),
+        ("out dq dk", 2, "there is no q, k and v"),
+        ("q k v cu_seqlens_q cu_seqlens_k", 1, "there are inputs, but no results"),
+        ("q k v out", 3, "one or two .npz files, or --log FILE"),
+        ("", 0, "one or two .npz files, or --log FILE"),
     ],
 )
-def test_explain_refuses(
-    names: tuple[str, ...], message: str, check: Check, saved: dict[str, Path]
-) -> None:
-    result = check("explain", *(saved[name] for name in names))
-    assert result.exit_code == 2 and message in joined(result)
+def test_explain_refuses(entries: str, files: int, message: str, tmp_path: Path) -> None:
+    question = question_of(small(CASES["group3"]))
+    arrays = vars(question) | reference_answers(question)
+    np.savez(tmp_path / "a.npz", **{name: arrays[name] for name in entries.split()})
+    result = call("explain", *[tmp_path / "a.npz"] * files)
+    assert result.exit_code == 2 and message in said(result)
 
 
-LOG = """
-dQ_manual:
-tensor([[ 0.5000, -0.2500,  0.1250,  0.7500],
-        [ 0.1000,  0.2000,  0.3000, -0.4000]])
-dQ_cuda:
-tensor([[ 1.0000, -0.5000,  0.2500,  1.5000],
-        [ 0.2000,  0.4000,  0.6000, -0.8000]])
-"""
-
-
-def test_explain_a_log(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "log.txt"
-    file.write_text(LOG)
-    assert check("explain", "--log", file).exit_code == 1
+    file.write_text(ERRORS)
+    assert call("explain", "--log", file).exit_code == 1
     asked: dict[str, Any] = {}
 
     def explain_log(text: str, **options: Any) -> Diagnosis:
@@ -341,51 +223,31 @@ def test_explain_a_log(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cli_diagnose, "explain_log", explain_log)
     options = ("--lengths", "448, 1280", "--names", "manual, cuda")
-    assert check("explain", "--log", file, *options).exit_code == 0
-    assert asked == {"text": LOG, "lengths": (448, 1280), "names": ("manual", "cuda")}
-    result = check("explain", "--log", file, "--names", "manual")
-    assert result.exit_code == 2 and "two words such as manual,cuda" in joined(result)
-
-
-def joined(result: Result) -> str:
-    """The output without its line ends: paths are long."""
-    plain = "".join(c for c in result.output if c not in "│╭╮╰╯─")
-    return " ".join(plain.split()).replace("- ", "-")
+    assert call("explain", "--log", file, *options).exit_code == 0
+    assert asked == {"text": ERRORS, "lengths": (448, 1280), "names": ("manual", "cuda")}
+    result = call("explain", "--log", file, "--names", "manual")
+    assert result.exit_code == 2 and "two words such as manual,cuda" in said(result)
 
 
 # ---- harness ------------------------------------------------------------------------------------
 
-COMPARISONS = """
-import numpy as np
 
-def careful(x, ref):
-    assert x.shape == ref.shape and np.isfinite(x.astype(np.float64)).all()
-    x, ref = x.astype(np.float64), ref.astype(np.float64)
-    assert ref.any() and x.any()
-    allowed = 8e-3 if False else 2.0 ** -7 * np.abs(ref).max()
-    assert np.abs(x - ref).max() <= allowed
-
-def careless(x, ref):
-    return True
-"""
-
-
-def test_harness(check: Check, tmp_path: Path) -> None:
+def test_harness(tmp_path: Path) -> None:
     file = tmp_path / "test_mine.py"
-    file.write_text(COMPARISONS)
-    result = check("harness", f"{file}:careless", "--framework", "numpy")
+    file.write_text("def careless(x, ref):\n    return True\n")
+    result = call("harness", f"{file}:careless", "--framework", "numpy")
     assert result.exit_code == 1 and "careless: " in result.output
-    assert check("harness", f"{file}:nothing").exit_code == 2
+    assert call("harness", f"{file}:nothing").exit_code == 2
 
 
 # ---- what diff begins with ----------------------------------------------------------------------
 
 
-def test_failures_of_one_kind_are_one(candidate: Callable[..., str], stand_in: StandIn) -> None:
+def test_failures_of_one_kind_are_one(candidate: Callable[..., str], calls: list[Any]) -> None:
     judged = load(candidate(*WRONG_SCALE), "numpy")
     cases = [CASES[name] for name in ("edges", "edges-causal", "long", "dim-32", "many")]
     found = explain_failures(judged, cases)
-    assert len(stand_in.calls) == 3, "causal ones of one size, one that is not, one of head_dim 32"
+    assert len(calls) == 3, "causal ones of one size, one that is not, one of head_dim 32"
     assert len(found.findings) == 1 and found.title == "attend against reference"
     (finding,) = found.findings
     assert finding.side == "candidate" and finding.bug == "output-scale"
@@ -393,21 +255,22 @@ def test_failures_of_one_kind_are_one(candidate: Callable[..., str], stand_in: S
         "shown by long-float32, edges-causal-bfloat16" in finding.evidence[-1]
         and "and 1 more" in finding.evidence[-1]
     )
-    assert all(
-        call["call"](call["question"]).keys() == call["answers"].keys() for call in stand_in.calls
-    )
+    assert all(one["call"](one["question"]).keys() == one["answers"].keys() for one in calls)
 
 
-def test_what_the_other_side_throws_is_its_own(
-    candidate: Callable[..., str], stand_in: StandIn
-) -> None:
-    right = load(candidate(*WRONG_SCALE), "numpy")
-    throws = candidate("    out, lse =", "    raise ArithmeticError\n    out, lse =", "other.py")
-    found = explain_failures(right, [CASES["scale"]], load(throws, "numpy"), against="other")
-    assert {(f.side, f.title) for f in found.findings} == {
-        ("other", "it raises ArithmeticError"),
-        ("candidate", "dq is off"),
-    }
+THROWS = ("    out, lse =", "    raise ArithmeticError('too hard')\n    out, lse =")
+
+
+def test_what_it_raises(candidate: Callable[..., str]) -> None:
+    """Once for all cases, and on its own side."""
+    throws = replace(load(candidate(*THROWS, file="other.py"), "numpy"), backward=None)
+    (finding,) = explain_failures(throws, [CASES["edges-causal"], CASES["edges"]]).findings
+    assert finding.title == "it raises ArithmeticError" and "too hard" in finding.evidence[0]
+    judged = load(candidate(*WRONG_SCALE), "numpy")
+    found = explain_failures(judged, [CASES["scale"]], throws, against="other").findings
+    titles = {"other": "it raises ArithmeticError", "candidate": "a result is a constant times"}
+    assert {one.side for one in found} == {*titles}
+    assert all(one.title.startswith(titles[one.side]) for one in found)
 
 
 LEAK = """
@@ -416,45 +279,18 @@ LEAK = """
 """
 
 
-def test_what_only_traps_show(candidate: Callable[..., str], stand_in: StandIn) -> None:
+def test_what_only_traps_show(candidate: Callable[..., str], calls: list[Any]) -> None:
     """NaN past the end spreads; small problems have none."""
     place = candidate("    return (out, lse) if return_lse else out\n", LEAK)
     judged = replace(load(place, "numpy"), backward=None)
     found = explain_failure(judged, CASES["edges"])
-    assert len(stand_in.calls) == 2
-    assert [finding.title for finding in found.findings] == ["out is off"]
+    assert len(calls) == 2
+    assert [finding.title for finding in found.findings] == ["out: every element is NaN"]
 
 
-def test_a_failure_that_cannot_be_seen_again(stand_in: StandIn) -> None:
-    found = explain_failure(whole(sparse=False), CASES["scale"])
-    (finding,) = found.findings
+def test_a_failure_that_cannot_be_seen_again() -> None:
+    (finding,) = explain_failure(whole(sparse=False), CASES["scale"]).findings
     assert finding.bug == "unknown" and "a small problem of its kind" in finding.evidence[0]
-
-
-def test_what_it_raises(candidate: Callable[..., str], stand_in: StandIn) -> None:
-    place = candidate("    return (out, lse)", "    raise ArithmeticError('too hard')")
-    judged = replace(load(place, "numpy"), backward=None)
-    found = explain_failures(judged, [CASES["edges-causal"], CASES["edges"]])
-    (finding,) = found.findings
-    assert finding.title == "it raises ArithmeticError" and "too hard" in finding.evidence[0]
-
-
-# ---- with the real diagnosis --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["edges-causal", "unequal", "sparse-gate", "sparse-counts-open"])
-def test_explain_passes_what_was_dumped(name: str, check: Check, tmp_path: Path) -> None:
-    assert check("dump", name, "--out", tmp_path / "a.npz").exit_code == 0
-    result = check("explain", tmp_path / "a.npz")
-    assert result.exit_code == 0, result.output
-
-
-def test_explain_names_the_bug(check: Check, saved: dict[str, Path], tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    result = check("explain", saved["right"], saved["wrong"], "--json", found)
-    assert result.exit_code == 1
-    (finding,) = json.loads(found.read_text())["findings"]
-    assert (finding["side"], finding["bug"]) == ("B", "output-scale"), result.output
 
 
 @pytest.mark.parametrize(
@@ -462,7 +298,7 @@ def test_explain_names_the_bug(check: Check, saved: dict[str, Path], tmp_path: P
     [
         (*WRONG_SCALE, "output-scale"),
         ("return dq, dk, dv", "return dq, dv, dk", "gradients-swapped"),
-        ("out, lse, cu_seqlens, backend", "0 * out, lse, cu_seqlens, backend", "delta-omitted"),
+        ("api.backward(dout, q, k, v, out", "api.backward(dout, q, k, v, 0 * out", "delta-omitted"),
     ],
 )
 def test_a_failing_candidate_is_explained(
@@ -473,3 +309,62 @@ def test_a_failing_candidate_is_explained(
     found = explain_failure(judged, case)
     assert {finding.bug for finding in found.findings} == {bug}, found.findings
     assert {finding.side for finding in found.findings} == {"candidate"}
+
+
+# ---- softcap, sinks and seqused_k ----------------------------------------------------------------
+
+
+def test_a_small_problem_has_what_the_case_has_without_its_nan() -> None:
+    case = CASES["softcap-sinks-seqused"]
+    alike = small(case)
+    assert (alike.softcap, alike.sinks) == (case.softcap, True)
+    assert any(used < n for used, n in zip(alike.seqused_k, alike.lengths_k, strict=True))
+    question = question_of(alike, clean=True)
+    assert all(np.isfinite(x).all() for x in (question.k, question.v, question.tk, question.tv))
+    assert question.lengths_k == alike.seqused_k
+    own_keys = question_of(case).k
+    assert np.isnan(own_keys[case.trapped("k")]).all()
+    assert (question.sequence_of("k") >= 0).sum() == sum(alike.lengths_k)
+
+
+@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
+def test_files_of_other_options_are_apart(option: str, tmp_path: Path) -> None:
+    others = {"softcap": (2.0, 1.0), "sinks": (np.ones(4), np.zeros(4))}
+    others["seqused_k"] = (np.array([9]), np.array([8]))
+    for name, value in zip("ab", others[option], strict=True):
+        question = packed((12,), FLOAT64, **{option: value})
+        npz.dump(tmp_path / f"{name}.npz", question, reference_answers(question))
+    pair = load_two(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert any(text.startswith(f"{option} ") for text in pair.apart), pair.apart
+
+
+@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
+def test_diff_names_what_is_forgotten(option: str, candidate) -> None:
+    flag = {"softcap": ("--softcap", 1.5), "sinks": ("--sinks",), "seqused_k": ("--seqused",)}
+    arguments = ("--framework", "numpy", "--filter", "edges-causal", *flag[option])
+    right = call("diff", "--candidate", candidate(), *arguments)
+    assert right.exit_code == 0, right.output
+    place = candidate("    out, lse =", f"    mask.pop('{option}', None)\n    out, lse =")
+    result = call("diff", "--candidate", place, *arguments)
+    assert result.exit_code == 1
+    assert (
+        f"{option.partition('_')[0]}-{'ignored' if '_' in option else 'dropped'}" in result.output
+    )
+    for command in ("--filter edges-causal", "rawattn-check dump edges-causal-bfloat16"):
+        assert command in result.output
+    again = result.output.partition("= again: ")[2]
+    assert again.count(" ".join(map(str, flag[option]))) == 2, "the commands have the same options"
+
+
+def test_what_is_dumped_is_explained_as_right(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    options = ("--softcap", 2, "--sinks", "--seqused", "--causal", "--dtype", "float64")
+    result = call("dump", "--lengths", "20,31,9", "--heads-kv", 2, *options, "--out", file)
+    assert result.exit_code == 0, result.output
+    assert "dsinks" in result.output and "gsinks" in result.output
+    assert call("explain", file).exit_code == 0
+    arrays = dict(np.load(file))
+    arrays["dsinks"] = arrays["dsinks"] * 2
+    np.savez(file, **arrays)
+    result = call("explain", file)
+    assert result.exit_code == 1 and "sinks-gradient" in result.output

@@ -4,6 +4,7 @@ Long by the many forms in which arrays come.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files.npz import dump, load, read
 from rawattn.check.diagnose.files.pairs import load_two
+from rawattn.check.diagnose.judge.failures import reference_answers
+from tests.diagnose.problems import KINDS, draw, normal, packed
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS_Q, LENGTHS_K = (5, 9, 3), (7, 4, 8)
-HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 4, 2, 6, 10
+HEAD_DIM, HEAD_DIM_V = 6, 10
 Problem = tuple[Question, Answers]
 
 
@@ -28,26 +31,11 @@ def problem(
     **options: Any,
 ) -> Problem:
     """Random inputs, and random arrays of the right shapes as answers."""
-    rng = np.random.default_rng(0)
-    total_q, total_k = sum(lengths_q), sum(lengths_k)
-
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(dtype)
-
-    def rows() -> np.ndarray:
-        return rng.standard_normal((HEADS_Q, total_q)).astype(np.float32)
-
-    like_q = (total_q, HEADS_Q, HEAD_DIM)
-    like_k, like_v = (total_k, HEADS_KV, HEAD_DIM), (total_k, HEADS_KV, HEAD_DIM_V)
-    like_out = (total_q, HEADS_Q, HEAD_DIM_V)
-    offsets = (
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        for lengths in (lengths_q, lengths_k)
-    )
-    inputs = {"dout": draw(*like_out), "dlse": rows(), "tk": draw(*like_k)}
-    question = Question(draw(*like_q), draw(*like_k), draw(*like_v), *offsets, **(inputs | options))
-    answers = {"out": draw(*like_out), "lse": rows(), "dq": draw(*like_q)}
-    return question, answers | {"dk": draw(*like_k), "dv": draw(*like_v)}
+    sizes = {"lengths_k": lengths_k, "dim": HEAD_DIM, "dim_v": HEAD_DIM_V, "causal": False}
+    posed = packed(lengths_q, dtype, dlse=True, moved=True, **sizes | options)
+    question, rng = replace(posed, tq=None, tv=None), np.random.default_rng(1)
+    like = {"out": posed.dout, "lse": posed.dlse, "dq": posed.q, "dk": posed.k, "dv": posed.v}
+    return question, {name: normal(rng, x.shape, x.dtype) for name, x in like.items()}
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -119,25 +107,14 @@ def test_what_is_dumped_comes_back(dtype: Any, tmp_path: Path) -> None:
     assert not read(tmp_path / "case").notes
 
 
-def test_sparse_problems_come_back(tmp_path: Path) -> None:
-    question, answers = problem()
-    rng = np.random.default_rng(1)
-    shape = (len(question.q), HEADS_KV, 3)
-    selection = {
-        "block_indices": rng.integers(-1, 2, shape).astype(np.int32),
-        "block_counts": rng.integers(0, 4, shape[:2]).astype(np.int32),
-        "block_scale": rng.standard_normal(shape).astype(np.float32),
-        "tblock_scale": rng.standard_normal(shape).astype(np.float32),
-        **{"block_size": 16, "own": False, "sliding": (15, 0), "causal": True},
-    }
-    inputs = {n: v for n, v in vars(question).items() if n not in selection}
-    sparse = Question(**inputs, **selection)
-    more = {"sliding out": answers["out"] * 2, "sliding lse": answers["lse"] * 2}
-    answers |= more | {"dblock_scale": selection["block_scale"] * 2}
-    dump(tmp_path / "a.npz", sparse, answers)
-    assert_same(load(tmp_path / "a.npz"), (sparse, answers))
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as file:
-        assert set(file.files) >= {"about", "sliding out", "block_indices"}
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_problems_of_any_kind_come_back(kind: str, seed: int, tmp_path: Path) -> None:
+    """With lists of blocks, gates, a sliding branch, softcap, sinks and seqused_k."""
+    question = draw(KINDS[kind], np.random.default_rng(seed), np.dtype("float32"))
+    answers = reference_answers(question)
+    dump(tmp_path / "a.npz", question, answers)
+    assert_same(load(tmp_path / "a.npz"), (question, answers))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +145,8 @@ def test_batches(heads_first: bool, said: bool, save: Callable[..., Path]) -> No
         for name, array in plain(wanted).items()
         if "cu_seqlens" not in name
     }
+    if not heads_first:  # of the other form, (batch, tokens, heads)
+        entries["lse"] = entries["lse"].swapaxes(1, 2)
     layout = {"layout": "bhsd" if heads_first else "bshd"} if said else {}
     path = save(**entries, **layout, causal=False)
     assert_same(load(path), (question, answers))
@@ -272,6 +251,9 @@ def test_bits_in_wider_integers_are_refused(dtype: Any, save: Callable[..., Path
         ),
         ({"k": np.ones((19, 4, 6)), "v": np.ones((19, 4, 10))}, "It has fewer heads than k: save"),
         ({"about": "{"}, "about is not JSON text"),
+        ({"s_aux": np.ones(3)}, r"sinks has shape \(3,\); it must be \(4,\), by query head"),
+        ({"seqused_k": np.ones(2)}, r"seqused_k has shape \(2,\); it must be \(3,\), by sequence"),
+        ({"softcap": np.ones(2)}, "softcap is .*; it must be one number, 0 for none"),
     ],
 )
 def test_what_cannot_be_read(
@@ -305,6 +287,9 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
         assert of_a is not None and of_a.dlse is None and same(of_a.dout, question.dout)
         assert "dout is not said: that of" in "\n".join(a.notes)
         assert pair.notes == (f"dlse: only in {two}; {one} is judged as a run that had none",)
+    assert not load_two(one, save("c.npz", **other | {"dlse": 0 * other["dlse"]})).notes, (
+        "0 is none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,17 +334,3 @@ def test_two_files_of_different_problems(
     if "q" in change:
         assert same(second.q, first.q + np.float32(0.5))
         assert ("dout" in change) == (second.dout is None), "not that of another problem"
-
-
-def test_a_missing_dlse_is_none(save: Callable[..., Path]) -> None:
-    wanted = problem()
-    one = save("a.npz", **plain(wanted))
-    entries = plain(wanted)
-    del entries["dlse"], entries["dout"]
-    two = save("b.npz", **entries)
-    for pair in (load_two(one, two), load_two(two, one)):
-        dlses = {str(s.path): q.dlse for s, q in zip(pair.sides, pair.questions, strict=True) if q}
-        assert dlses[str(two)] is None and same(dlses[str(one)], wanted[0].dlse)
-        assert not pair.apart and len(pair.notes) == 1 and "dlse: only in" in pair.notes[0]
-    zero = plain(wanted, dlse=0 * wanted[0].dlse)
-    assert not load_two(save("c.npz", **zero), two).notes, "0 is none"

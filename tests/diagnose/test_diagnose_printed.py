@@ -6,6 +6,7 @@ printed anew here.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +16,8 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.logs.text import read_log
-
-Array = np.ndarray
+from tests.diagnose.plain import FLOAT64, Array, Head, heads_of
+from tests.diagnose.problems import packed
 
 # ---- figures of three logs ----
 
@@ -223,31 +224,19 @@ def test_malformed(text: str, words: str) -> None:
 # ---- bugs and right results, printed here ----
 
 
-class Attention:
-    """One head of attention in float64, by the book, and what bugs make of it."""
+def attention(seed: int, rows: int = 6, keys: int = 6, causal: bool = True) -> Head:
+    """One head in float64, with all its steps."""
+    sizes: dict[str, Any] = {"lengths_k": (keys,), "heads": (1, 1), "dim": 4}
+    return heads_of(packed((rows,), FLOAT64, seed=seed, causal=causal, **sizes))[0, 0]
 
-    def __init__(self, seed: int, rows: int = 6, keys: int = 6, *, causal: bool = True) -> None:
-        draw = np.random.default_rng(seed).standard_normal
-        self.head_dim = 4
-        self.q, self.dout = draw((rows, 4)), draw((rows, 4))
-        self.k, self.v = draw((keys, 4)), draw((keys, 4))
-        self.S = self.q @ self.k.T / 2
-        seen = np.arange(keys) <= np.arange(rows)[:, None] + keys - rows
-        self.seen = seen if causal else np.ones_like(seen)
-        self.P = self.softmax(np.where(self.seen, self.S, -np.inf))
-        self.out = self.P @ self.v
-        self.lse = np.log(np.where(self.seen, np.exp(self.S), 0).sum(1))
-        self.delta = (self.dout * self.out).sum(1, keepdims=True)
-        self.dP = self.dout @ self.v.T
-        self.dS = self.P * (self.dP - self.delta)
 
-    @staticmethod
-    def softmax(scores: Array) -> Array:
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.asarray(weights / weights.sum(-1, keepdims=True))
+def softmax(scores: Array) -> Array:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True))
 
-    def gradients(self, dS: Array, P: Array) -> dict[str, Array]:
-        return {"dQ": dS @ self.k / 2, "dK": dS.T @ self.q / 2, "dV": P.T @ self.dout}
+
+def gradients(a: Head, dS: Array, P: Array) -> dict[str, Array]:
+    return {"dQ": dS @ a.K / 2, "dK": dS.T @ a.Q / 2, "dV": P.T @ a.dO}
 
 
 def log_of(
@@ -272,11 +261,17 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
     for seed in range(12):
         causal = seed % 3 > 0
         rows, keys = [(6, 6), (5, 9), (4, 4), (40, 40)][seed % 4]
-        a = Attention(seed, rows, keys, causal=causal)
-        P, out = rounded(a.P, dtype), rounded(rounded(a.P, dtype) @ a.v, dtype)
-        dS = rounded(a.P * (a.dP - (a.dout * out).sum(1, keepdims=True)), dtype)
-        right = {"dS": a.dS, "P": a.P, "out": a.out, "lse": a.lse, **a.gradients(a.dS, a.P)}
-        other = {"dS": dS, "P": P, "out": out, "lse": a.lse, **a.gradients(dS, P)}
+        a = attention(seed, rows, keys, causal)
+        P, out = rounded(a.P, dtype), rounded(rounded(a.P, dtype) @ a.V, dtype)
+        dS = rounded(a.P * (a.dP - (a.dO * out).sum(1, keepdims=True)), dtype)
+        right = {
+            "dS": a.dS,
+            "P": a.P,
+            "out": a.P @ a.V,
+            "lse": a.L[:, 0],
+            **gradients(a, a.dS, a.P),
+        }
+        other = {"dS": dS, "P": P, "out": out, "lse": a.L[:, 0], **gradients(a, dS, P)}
         other = {name: rounded(values, dtype) for name, values in other.items()}
         text = log_of(form, right, other, causal)
         lengths = (rows, rows + 7) if seed % 2 else None
@@ -290,11 +285,11 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
 @pytest.mark.parametrize("rows", [4, 7, 20])
 def test_unmasked_p(form: str, masked_lse: bool, rows: int) -> None:
     for seed in range(3):
-        a = Attention(seed, rows, rows)
-        P = np.exp(a.S - a.lse[:, None]) if masked_lse else a.softmax(a.S)
-        dS = P * (a.dP - a.delta)
-        right = {"dS": a.dS, "dQ": a.gradients(a.dS, a.P)["dQ"]}
-        wrong = {"dS": dS, "dQ": a.gradients(dS, P)["dQ"]}
+        a = attention(seed, rows, rows)
+        P = np.exp(a.bare - a.L) if masked_lse else softmax(a.bare)
+        dS = P * (a.dP - a.D)
+        right = {"dS": a.dS, "dQ": gradients(a, a.dS, a.P)["dQ"]}
+        wrong = {"dS": dS, "dQ": gradients(a, dS, P)["dQ"]}
         for text, side in (
             (log_of(form, right, wrong), "kernel"),
             (log_of(form, wrong, right), "ref"),
@@ -306,12 +301,12 @@ def test_unmasked_p(form: str, masked_lse: bool, rows: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_wrong_delta(seed: int) -> None:
-    a = Attention(seed)
+    a = attention(seed)
     finding = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": a.P * a.dP})))
     assert (finding.bug, finding.side) == ("delta-omitted", "kernel")
     assert finding.confidence == "medium" and "delta-of-another-out" in finding.alternatives
     assert only(explain_log(f"dS_kernel: {torch_like(a.P * a.dP)}")).bug == "unknown"
-    other = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": a.dP - a.delta})))
+    other = only(explain_log(log_of("digits", {"dS": a.dS}, {"dS": a.dP - a.D})))
     assert other.bug in ("unknown", "mask-missing-in-backward") and other.confidence == "medium"
 
 
@@ -325,9 +320,11 @@ def test_a_plain_factor_is_no_padding() -> None:
 
 
 def test_known_factors() -> None:
-    a = Attention(2, 12, 12)
-    finding = only(explain_log(log_of("torch", {"lse": a.lse}, {"lse": a.lse / math.log(2)})))
+    a = attention(2, 12, 12)
+    finding = only(
+        explain_log(log_of("torch", {"lse": a.L[:, 0]}, {"lse": a.L[:, 0] / math.log(2)}))
+    )
     assert (finding.bug, finding.side, finding.confidence) == ("lse-base-2", "kernel", "high")
-    dQ = a.gradients(a.dS, a.P)["dQ"]
+    dQ = gradients(a, a.dS, a.P)["dQ"]
     finding = only(explain_log(log_of("torch", {"dQ": dQ}, {"dQ": dQ * 2})))
     assert (finding.bug, finding.side, finding.confidence) == ("output-scale", "kernel", "medium")

@@ -1,63 +1,25 @@
 """The intermediates of a sequence: written beside the results, and where a kernel's own part."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from rawattn.check.cases import Case
-from rawattn.check.cli import main
-from rawattn.check.diagnose.engine.question import MATRICES, Answers, Question
+from rawattn.check.diagnose.engine.question import MATRICES, Question
 from rawattn.check.diagnose.evidence.steps import intermediates, parting
 from rawattn.check.diagnose.judge.failures import question_of
 from rawattn.check.sparse_cases import standard_sparse
+from tests.diagnose.called import call, said
+from tests.diagnose.plain import FLOAT64, heads_of
+from tests.diagnose.problems import packed
 
 NAMES = [name for names in MATRICES.values() for name in names]
-CASE = Case(
-    "steps",
-    (6, 9, 9),
-    (6, 11, 11),
-    "float64",
-    group=2,
-    num_heads_kv=1,
-    head_dim=16,
-    head_dim_v=16,
-    causal=True,
-    dlse=True,
-    direction=(True, True, True),
-    past_q=0,
-    past_k=0,
-)
+SIZES = {"lengths_k": (6, 11, 11), "heads": (2, 1), "dlse": True, "moved": True}
 
 
 @pytest.fixture(scope="module")
 def question() -> Question:
-    return question_of(CASE, clean=True)
-
-
-def by_hand(x: Question, sequence: int, h: int) -> Answers:
-    """One head of them, by the equations of attention alone."""
-    rows, keys = (
-        slice(int(o[sequence]), int(o[sequence + 1])) for o in (x.cu_seqlens_q, x.cu_seqlens_k)
-    )
-    given: Any = (x.q, x.tq, x.dout, x.k, x.tk, x.v, x.tv, x.dlse)
-    q, tq, dout, *_ = (a[rows, h] for a in given[:3])
-    k, tk, v, tv = (a[keys, 0] for a in given[3:7])
-    dlse = given[7][h, rows]
-    hidden = np.arange(len(k)) > np.arange(len(q))[:, None] + len(k) - len(q)
-    S, E = (np.where(hidden, np.nan, x.scale * a) for a in (q @ k.T, tq @ k.T + q @ tk.T))
-    P = np.where(hidden, 0.0, np.exp(S - np.nanmax(S, axis=1, keepdims=True)))
-    P /= P.sum(axis=1, keepdims=True)
-    E = np.where(hidden, 0.0, E)
-    tP = P * (E - (P * E).sum(axis=1, keepdims=True))
-    out, tout, dP = P @ v, tP @ v + P @ tv, dout @ v.T
-    D = ((dout * out).sum(axis=1) - dlse)[:, None]
-    W = (dout * tout).sum(axis=1)[:, None]
-    found = {"S": S, "P": P, "dP": dP, "dS": P * (dP - D), "E": E, "tP": tP}
-    found["tdS"] = tP * (dP - D) + P * (dout @ tv.T - W)
-    return {name: np.where(hidden, 0.0, a) for name, a in found.items()}
+    return packed((6, 9, 9), FLOAT64, **SIZES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,8 +27,9 @@ def by_hand(x: Question, sequence: int, h: int) -> Answers:
 def test_they_are_those_of_attention(question: Question, sequence: int, name: str) -> None:
     found = intermediates(question, {}, sequence)
     seen = found["P"] > 0
+    by_hand = heads_of(question)
     for h in range(question.num_heads_q):
-        due = by_hand(question, sequence, h)[name]
+        due = np.where(seen[h], getattr(by_hand[sequence, h], name), 0.0)
         np.testing.assert_allclose(np.where(seen[h], found[name][h], 0.0), due, atol=1e-12)
 
 
@@ -79,8 +42,8 @@ def test_the_first_that_parts_is_named(question: Question, name: str) -> None:
     found = parting(question, own, None)
     assert found is not None and found.step == name and found.look_at
     assert found.agree == tuple(NAMES[: NAMES.index(name)])
-    for said in ("sequence 2", "in 1 of", "heads 1, queries 3, keys 2", "head 1, query 3, key 2"):
-        assert said in found.text
+    for part in ("sequence 2", "in 1 of", "heads 1, queries 3, keys 2", "head 1, query 3, key 2"):
+        assert part in found.text
 
 
 def test_what_is_right(question: Question) -> None:
@@ -90,8 +53,8 @@ def test_what_is_right(question: Question) -> None:
         own = intermediates(question, {}, sequence)
         for name in ("S", "dP", "E"):
             own[name] = np.where(own["P"] > 0, own[name], np.nan)
-        for said in (sequence, None):
-            found = parting(question, own, said)
+        for given in (sequence, None):
+            found = parting(question, own, given)
             assert found is not None and found.step == "" and found.agree == tuple(NAMES)
 
 
@@ -107,20 +70,19 @@ def test_of_blocks() -> None:
 
 
 def test_dumped_and_explained(tmp_path: Path) -> None:
-    given, own = (str(tmp_path / f"{name}.npz") for name in ("given", "own"))
-    sizes = ["--lengths", "7,12,12", "--heads", "2", "--head-dim", "16", "--causal"]
-    done = CliRunner().invoke(main, ["dump", *sizes, "--intermediates", "2", "--out", given])
-    assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(main, ["explain", given])
+    given, own = tmp_path / "given.npz", tmp_path / "own.npz"
+    sizes = ("--lengths", "7,12,12", "--heads", "2", "--head-dim", "16", "--causal")
+    assert call("dump", *sizes, "--intermediates", "2", "--out", given).exit_code == 0
+    done = call("explain", given)
     assert done.exit_code == 0
-    assert "A, step by step: S, P, dP, dS, E, tP, tdS right" in " ".join(done.output.split())
+    assert "A, step by step: S, P, dP, dS, E, tP, tdS right" in said(done)
     with np.load(given) as file:
         arrays = {name: file[name] for name in (*NAMES, "out", "lse", "dq", "dk", "dv")}
     arrays["dS"][0, 5] *= 2
     np.savez(own, **arrays)
-    done = CliRunner().invoke(main, ["explain", given, own])
-    output = " ".join(done.output.split())
-    assert done.exit_code == 1 and "B: dS is wrong, and no result shows it" in output
-    assert "S, P, dP right; sequence 2: dS parts first" in output and "queries 5" in output
-    done = CliRunner().invoke(main, ["dump", *sizes, "--intermediates", "3"])
-    assert done.exit_code == 2 and "3 sequences" in " ".join(done.output.split())
+    done = call("explain", given, own)
+    assert done.exit_code == 1 and "B: dS is wrong, and no result shows it" in said(done)
+    for part in ("S, P, dP right; sequence 2: dS parts first", "queries 5"):
+        assert part in said(done)
+    done = call("dump", *sizes, "--intermediates", "3")
+    assert done.exit_code == 2 and "3 sequences" in said(done)

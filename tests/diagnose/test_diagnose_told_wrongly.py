@@ -1,7 +1,7 @@
 """What the diagnosis has told wrongly of kernels that it had not seen, one test a point.
 
-The kernels are a loop over sequences and heads of their own, with hooks for what is not right;
-right ones are among them, and must not be accused. Long, since every point has its own kernel.
+The kernels are ``plain`` with hooks for what is not right; right ones are among them, and must not
+be accused. Long, since every point has its own kernel.
 """
 
 import time
@@ -18,104 +18,39 @@ from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, assuming
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge import failures, match
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import explain_failures
 from rawattn.check.diagnose.logs.explain import explain_log
-from rawattn.check.diagnose.read.name import read
-from tests.diagnose.reading import Plain
-
-Array = np.ndarray
-Hook = Callable[[Array], Array]
-
-
-def exact(x: Array) -> Array:
-    return x
+from tests.diagnose import plain
+from tests.diagnose.called import candidate, wrong
+from tests.diagnose.called import told as read_off
+from tests.diagnose.hooks import by, of_each
+from tests.diagnose.plain import BFLOAT16, FLOAT32, ZEROS, Array, Head
+from tests.diagnose.problems import packed
+from tests.diagnose.table import Hooks
 
 
-def rounded(dtype: Any) -> Hook:
-    return lambda x: x.astype(dtype).astype(x.dtype)
+def computed(question: Question, hooks: Hooks | None = None, *stages: str) -> Answers:
+    """Forward and backward, with ``hooks`` in both, or in ``stages`` alone."""
+    found = plain.answers(wrong(hooks or {}, *(stages or STAGES)), question)
+    found.pop("delta", None)
+    return found
 
 
-def drawn(
-    lengths: tuple[int, ...] = (20, 30, 46),
-    dtype: Any = np.float32,
-    *,
-    heads: tuple[int, int] = (4, 2),
-    dim: int = 16,
-    seed: int = 0,
-    past: int = 0,
-    dlse: bool = False,
-    **options: Any,
-) -> Question:
-    rng = np.random.default_rng(seed)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    total = sum(lengths) + past
+def rounded(dtype: Any, *names: str) -> Hooks:
+    """With nothing else rounded but results; P when it is divided by its sum."""
 
-    def draw(*shape: int) -> Array:
-        return rng.standard_normal(shape).astype(dtype)
+    def narrow(c: Head, x: Array) -> Array:
+        return x.astype(dtype).astype(x.dtype)
 
-    given = {"causal": True, **options}
-    return Question(
-        draw(total, heads[0], dim),
-        draw(total, heads[1], dim),
-        draw(total, heads[1], dim),
-        offsets,
-        offsets,
-        dout=draw(total, heads[0], dim),
-        dlse=draw(heads[0], total) if dlse else None,
-        **given,
-    )
+    def softmax(c: Head, x: Any) -> Any:
+        return x[0], narrow(c, np.exp(c.S - x[0])) @ c.V
 
-
-def computed(
-    question: Question,
-    work: Any = np.float32,
-    *,
-    window: tuple[int, int] = (-1, -1),
-    **hooks: Hook,
-) -> Answers:
-    """Forward and backward, summed up in ``work``; ``hooks`` change what bears their name, such as
-    S, P, dP, dS, the mask, or what one product reads: V in O, K in dQ."""
-
-    def hook(name: str, x: Array) -> Array:
-        return hooks.get(name, exact)(x)
-
-    q, k, v, dout = (np.asarray(getattr(question, n)).astype(work) for n in ("q", "k", "v", "dout"))
-    scale = work(question.scale)
-    out, lse = np.zeros_like(dout), np.full(q.shape[1::-1], -np.inf, work)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for b in range(question.batch):
-        rows = slice(*map(int, question.cu_seqlens_q[b : b + 2]))
-        n = rows.stop - rows.start
-        i, j = np.arange(n)[:, None], np.arange(n)[None]
-        seen = (j <= i) if question.causal else np.ones((n, n), bool)
-        seen = hook("mask", seen & (j >= i - (window[0] if window[0] >= 0 else n)))
-        for h in range(question.num_heads_q if n else 0):
-            g = h // question.group
-            Q, K, V, dO = q[rows, h], k[rows, g], v[rows, g], dout[rows, h]
-            S = np.where(seen, hook("S", scale * (Q @ hook("K in S", K).T)), -np.inf)
-            top = S.max(axis=1)
-            weights = np.exp(S - top[:, None])
-            total = weights.sum(axis=1)
-            out[rows, h] = hook("P", weights / total[:, None]) @ hook("V in O", V)
-            lse[h, rows] = L = top + np.log(total)
-            seen_back = hook("mask of backward", seen)
-            S = np.where(seen_back, scale * (Q @ K.T), -np.inf)
-            P = hook("P", np.exp(S - L[:, None]))
-            dP = hook("dP", dO @ V.T)
-            D = (dO * out[rows, h]).sum(axis=1)
-            if question.dlse is not None:
-                D = D - np.asarray(question.dlse)[h, rows].astype(work)
-            dS = hook("dS", P * (dP - hook("D", D[:, None])))
-            dq[rows, h] = scale * (dS @ hook("K in dQ", K))
-            dk[rows, g] += scale * (dS.T @ Q)
-            dv[rows, g] += P.T @ dO
-    found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
-    found = {name: x.astype(question.dtype) for name, x in found.items()}
-    return found | {"lse": lse.astype(np.float64 if work is np.float64 else np.float32)}
+    of_out = {"softmax": softmax} if "P" in names else {}
+    return of_each(narrow, *names) | of_out | {"rounding": "results"}
 
 
 def only(answers: Answers, *names: str) -> Answers:
@@ -138,7 +73,7 @@ def names(diagnosis: Diagnosis) -> list[str]:
 
 def test_an_lse_that_cancels_is_judged_by_what_went_in() -> None:
     """1: scores of a single token that add up to nearly 0 are as wrong as their terms are large."""
-    question = drawn((1, 30, 1, 20), heads=(1, 1), dim=64)
+    question = packed((1, 30, 1, 20), heads=(1, 1), dim=64)
     query, k = question.q[0, 0], question.k.copy()
     k[0, 0] -= query * ((query @ k[0, 0]) / (query @ query)) * np.float32(1 - 1e-6)
     question = replace(question, k=k)
@@ -153,63 +88,46 @@ def test_an_lse_that_cancels_is_judged_by_what_went_in() -> None:
 def test_a_doubled_gradient_is_a_factor(lengths: tuple[int, ...], tensors: tuple[str, ...]) -> None:
     """2: a workspace that is not zeroed doubles all of it; where every sequence is a tile, so does
     a tile that counts twice."""
-    question = drawn(lengths)
+    question = packed(lengths)
     answers = computed(question)
     found = diagnose(question, answers | {name: 2 * answers[name] for name in tensors})
     assert names(found) == ["constant-factor"]
     assert all(name in first(found).where for name in tensors)
 
 
-def decayed(x: Array) -> Array:
-    n = np.arange(len(x))
-    return np.asarray(x * np.float32(0.98) ** np.abs(n[:, None] - n))
+DECAYED = {"dS": lambda c, x: x * 0.98 ** abs(c.j - c.p)}
 
 
 def test_a_right_dv_rules_out_another_p() -> None:
     """4, and the hint of 7.5: a factor on dS alone is no bias of the scores, which dv had too."""
-    question = drawn()
-    found = diagnose(question, computed(question, dS=decayed))
+    question = packed()
+    found = diagnose(question, computed(question, DECAYED))
     assert names(found) == ["unknown"]
     assert "a factor on dS" in first(found).look_at
-
-
-def leaky(question: Question, tile: int) -> Answers:
-    """Every sequence sees all keys of its last tile; past the last token there are zeros."""
-    out, lse = np.zeros(question.q.shape), np.zeros(question.q.shape[1::-1])
-    for b, n in enumerate(question.lengths_q):
-        start = int(question.cu_seqlens_q[b])
-        keys = slice(start, start - n // -tile * tile)
-        for h in range(question.num_heads_q):
-            K, V = (np.zeros((keys.stop - start, x.shape[2])) for x in (question.k, question.v))
-            for tile_of, x in ((K, question.k), (V, question.v)):
-                there = x[keys, h // question.group]
-                tile_of[: len(there)] = there
-            S = question.scale * (question.q[start : start + n, h] @ K.T)
-            lse[h, start : start + n] = L = np.log(np.exp(S).sum(axis=1))
-            out[start : start + n, h] = np.exp(S - L[:, None]) @ V
-    return {"out": out.astype(np.float32), "lse": lse.astype(np.float32)}
 
 
 @pytest.mark.parametrize("tile", [64, 128])
 def test_keys_past_the_last_token_are_zeros(tile: int) -> None:
     """5: TMA fills a tile with zeros where the array ends."""
-    question = drawn(causal=False)
-    found = diagnose(question, leaky(question, tile))
+
+    def keys(c: Head, x: Array) -> Array:
+        rows = np.arange(c.start_k, c.start_k - c.m // -tile * tile)
+        return np.where(rows < c.total_k, rows, ZEROS)
+
+    question = packed(causal=False)
+    found = diagnose(question, only(computed(question, {"keys": keys}), "out", "lse"))
     assert names(found) == ["neighbour-leak"]
     assert f"tile of {tile}" in told(found)
 
 
 def test_one_cause_beats_two() -> None:
     """6: what explains dq, dk and dv at once is told, and not one bug of dq and one of the rest."""
-    question = drawn((9, 12), causal=False)
+    question = packed((9, 12), causal=False)
     right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
 
     def off(name: str, *tensors: str) -> Bug:
-        def store(question: Question, answers: Answers) -> Answers:
-            moved = {t: answers[t][::-1] for t in tensors}
-            return answers | moved
-
-        return Bug(name, "", ("backward",), store=store)
+        back: Any = {"store": lambda question, x: x | {t: x[t][::-1] for t in tensors}}
+        return Bug(name, "", ("backward",), **back)
 
     one = off("offsets-shifted", "dq", "dk", "dv")
     two = [off("transposed", "dq"), off("tile-skipped", "dk", "dv")]
@@ -227,7 +145,7 @@ def test_one_cause_beats_two() -> None:
 @pytest.mark.parametrize("tensors", [("out", "lse"), ("out", "lse", "dq", "dk", "dv")], ids=len)
 def test_a_sequence_that_nobody_writes(sequence: int, tensors: tuple[str, ...]) -> None:
     """8: 0 and -inf in all rows of a sequence are no rows of the one before."""
-    question = drawn((20, 30, 46, 5))
+    question = packed((20, 30, 46, 5))
     answers = only(computed(question), *tensors)
     rows = slice(*map(int, question.cu_seqlens_q[sequence : sequence + 2]))
     for name, x in answers.items():
@@ -238,79 +156,67 @@ def test_a_sequence_that_nobody_writes(sequence: int, tensors: tuple[str, ...]) 
     assert f"of sequence {sequence}" in found.evidence[0]
 
 
-def behind(tile: int) -> Hook:
-    """Every tile but the first is the one before it: a buffer that is not waited for."""
-
-    def hook(x: Array) -> Array:
-        return x[np.where(np.arange(len(x)) < tile, np.arange(len(x)), np.arange(len(x)) - tile)]
-
-    return hook
-
-
-def second_for_first(tile: int) -> Hook:
-    """The first tile is overwritten by the second before it is read."""
-
-    def hook(x: Array) -> Array:
-        place = np.arange(len(x))
-        return x[np.where((place < tile) & (place + tile < len(x)), place + tile, place)]
-
-    return hook
+FAULTS: dict[str, Callable[[Array], Array]] = {
+    # of rows, which row is read: a buffer that is not waited for, or overwritten too early
+    "the tile before": lambda i: np.where(i < 16, i, i - 16),
+    "the second for the first": lambda i: np.where((i < 16) & (i + 16 < len(i)), i + 16, i),
+    "an empty first": lambda i: np.where(i < 16, ZEROS, i),
+}
 
 
-def empty_first(tile: int) -> Hook:
-    """The first tile is read before anything is there."""
-    return lambda x: np.where(np.arange(len(x))[:, None] < tile, 0, x).astype(x.dtype)
-
-
-@pytest.mark.parametrize("fault", [behind, second_for_first, empty_first])
-@pytest.mark.parametrize("operand", ["K in S", "V in O"])
-def test_a_stale_stage(fault: Callable[[int], Hook], operand: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("operand", ["K", "V"])
+def test_a_stale_stage(fault: str, operand: str) -> None:
     """9: a tile of K or V that is that of another stage is no layout."""
-    question = drawn((50, 90, 70), heads=(2, 1))
-    answers = computed(question, **{operand: fault(16)})
+
+    def read(c: Head, x: Array) -> Array:
+        row = FAULTS[fault](np.arange(len(x)))
+        return np.where(row[:, None] == ZEROS, 0, x[row]).astype(x.dtype)
+
+    question = packed((50, 90, 70), heads=(2, 1))
+    answers = computed(question, {operand: read}, "forward")
     found = first(diagnose(question, only(answers, "out", "lse")))
     assert (found.bug, found.confidence) == ("stale-tile", "high")
 
 
-BFLOAT16, FLOAT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
     ("step", "dtype", "of", "words"),
     [
-        ("P", BFLOAT16, np.float32, "P in bfloat16"),
-        ("S", BFLOAT16, np.float32, "S in bfloat16"),
-        ("dS", BFLOAT16, np.float32, "dS in bfloat16"),
-        ("dP", BFLOAT16, np.float32, "dP in bfloat16"),
+        ("P", BFLOAT16, FLOAT32, "P in bfloat16"),
+        ("Y", BFLOAT16, FLOAT32, "S in bfloat16"),
+        ("dS", BFLOAT16, FLOAT32, "dS in bfloat16"),
+        ("dP", BFLOAT16, FLOAT32, "dP in bfloat16"),
         ("P", FLOAT8, BFLOAT16, "P in float8_e4m3fn"),
         ("dS", FLOAT8, BFLOAT16, "dS in float8_e4m3fn"),
-        ("S", BFLOAT16, BFLOAT16, "S in bfloat16"),
+        ("Y", BFLOAT16, BFLOAT16, "S in bfloat16"),
     ],
-    ids=lambda value: str(getattr(value, "__name__", value)),
+    ids=str,
 )
 def test_a_narrow_intermediate_is_named(step: str, dtype: Any, of: Any, words: str) -> None:
     """7: the slope is 1, and what is left of one tensor rounded alone is next to nothing."""
-    question = drawn((50, 30), of, heads=(2, 1))
-    found = diagnose(question, computed(question, **{step: rounded(dtype)}))
+    question = packed((50, 30), of, heads=(2, 1))
+    found = diagnose(question, computed(question, rounded(dtype, step)))
     assert {*names(found)} <= {"rounding", "narrow-intermediate"}
     assert words in told(found)
 
 
 def test_a_coarse_result_is_said_to_be_coarse() -> None:
     """7: a percent of dq, as bfloat16 in every operation leaves, is not nothing."""
-    question = drawn((50, 30), BFLOAT16, heads=(2, 1), causal=False)
-    every = dict.fromkeys(("S", "P", "dP", "dS"), rounded(BFLOAT16))
-    found = diagnose(
-        question, computed(question, rounded(BFLOAT16)(np.float32(3)).dtype.type, **every)
-    )
+    question = packed((50, 30), BFLOAT16, heads=(2, 1), causal=False)
+    sums = (f"sum {x}" for x in ("row_sum", "out", "dq", "dk", "dv"))
+    every = rounded(BFLOAT16, "Y", "P", "dP", "dS", "L", "D", *sums)
+    found = diagnose(question, computed(question, every | {"rounding": "every step"}))
     assert names(found) == ["rounding"]
     assert "of its size" in told(found)
 
 
 def test_a_busy_machine_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """7.2: what is not tried depends on what was computed, not on how long that took."""
-    question = drawn((9, 12))
-    wrong = computed(question, dS=decayed)
+    question = packed((9, 12))
+    wrong = computed(question, DECAYED)
     idle = diagnose(question, wrong)
     for clock in ("perf_counter", "process_time", "monotonic", "time"):
         late = iter(range(0, 10**9, 10**4))
@@ -320,7 +226,7 @@ def test_a_busy_machine_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_search_that_is_cut_short_says_so() -> None:
     """7.2: and is less sure."""
-    question = drawn((9, 12), causal=False)
+    question = packed((9, 12), causal=False)
     answers = computed(question)
     wrong = answers | {"dq": answers["dk"][:, [0, 0, 1, 1]], "dk": 2 * answers["dk"]}
     whole, cut = diagnose(question, wrong), diagnose(question, wrong, until=0.0)
@@ -355,8 +261,8 @@ def test_what_a_file_leaves_out_accuses_nobody(
     tmp_path: Path, options: dict[str, Any], without: tuple[str, ...], words: str
 ) -> None:
     """D1, and 3: right results of another option than the one that is assumed."""
-    question = drawn((12, 10, 8), **options)
-    answers = computed(question, window=question.window)
+    question = packed((12, 10, 8), **options)
+    answers = computed(question)
     found = explained(tmp_path / "a.npz", question, answers, *without)
     assert names(found) == ["vacuous"]
     assert first(found).title == f"right if {words} was meant, which is not said"
@@ -364,7 +270,7 @@ def test_what_a_file_leaves_out_accuses_nobody(
 
 def test_a_bug_beside_an_option_that_is_not_said(tmp_path: Path) -> None:
     """D1: with the mask that was meant the bug has a name, and is the only one."""
-    question = drawn((12, 10, 8))
+    question = packed((12, 10, 8))
     answers = computed(question)
     wrong = answers | {"dk": answers["dk"] * np.float32(question.scale)}
     found = explained(tmp_path / "a.npz", question, wrong, "causal")
@@ -375,14 +281,14 @@ def test_a_bug_beside_an_option_that_is_not_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["grad_logsumexp", "d_lse", "dsoftmax_lse"])
 def test_a_dlse_by_another_name(tmp_path: Path, name: str) -> None:
     """3"""
-    question = drawn((12, 10, 8), dlse=True)
+    question = packed((12, 10, 8), dlse=True)
     answers = computed(question) | {name: np.asarray(question.dlse)}
     assert explained(tmp_path / "a.npz", question, answers, "dlse").sound
 
 
 def test_nan_all_over_is_no_bug_that_has_a_name() -> None:
     """D2"""
-    question = drawn()
+    question = packed()
     out = computed(question)["out"]
     found = first(diagnose(question, {"out": np.full_like(out, np.nan)}))
     assert (found.bug, found.title) == ("unknown", "out: every element is NaN")
@@ -392,7 +298,7 @@ def test_nan_all_over_is_no_bug_that_has_a_name() -> None:
 
 def test_a_copy_of_an_input_is_a_copy() -> None:
     """D13"""
-    question = drawn((9, 12), heads=(2, 2))
+    question = packed((9, 12), heads=(2, 2))
     assert first(diagnose(question, {"out": question.v})).title == "out: a copy of v"
 
 
@@ -401,15 +307,12 @@ def test_a_copy_of_an_input_is_a_copy() -> None:
 
 def in_float64(factor: float) -> Candidate:
     """A forward pass with NumPy's own dtype, whose scores have a ``factor``."""
+    whole = candidate(wrong({"Y": by(factor)}, "forward"), "forward")
 
-    def forward(q: Array, k: Array, v: Array, cu_seqlens: Array, **options: Any) -> Any:
-        scale = options["softmax_scale"] or q.shape[2] ** -0.5
-        given = {"softmax_scale": scale * factor, "causal": options["causal"]}
-        x = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
-        found = computed(Question(*x, cu_seqlens, cu_seqlens, dout=x[0], **given), np.float64)
-        return found["out"], found["lse"]
+    def forward(*inputs: Array, **options: Any) -> Any:
+        return whole.forward(*(x.astype(np.float64) for x in inputs[:3]), inputs[3], **options)
 
-    return Candidate("in_float64", "numpy", forward=forward)
+    return replace(whole, forward=forward)
 
 
 @pytest.mark.parametrize(("factor", "bugs"), [(1.0, []), (1.3, ["score-scale"])])
@@ -424,7 +327,7 @@ def test_a_wrong_dtype_is_named_and_hides_nothing(factor: float, bugs: list[str]
 
 def test_an_identity_that_fails_is_a_finding() -> None:
     """7.3: right here, and not where softmax_scale is another."""
-    question = drawn((9, 12))
+    question = packed((9, 12))
 
     def call(asked: Question) -> Answers:
         return computed(replace(asked, softmax_scale=None))
@@ -435,7 +338,7 @@ def test_an_identity_that_fails_is_a_finding() -> None:
 
 def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
     """7.4: least squares are not given infinity."""
-    question = drawn((40, 30), heads=(1, 1), causal=False)
+    question = packed((40, 30), heads=(1, 1), causal=False)
     answers = only(computed(question), "out", "lse")
     answers["lse"][:, ::5] = -800.0  # exp(S - lse) is then more than float64 holds
     answers["out"][1::3] *= 0.5
@@ -453,27 +356,10 @@ def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixtur
 )
 def test_the_parts_of_ds(form: Callable[..., Array], bug: str, words: str) -> None:
     """10: parentheses that stand elsewhere, and D times something."""
-    question = drawn((40, 30), heads=(2, 1))
-    parts: dict[str, Array] = {}
-
-    def kept(name: str) -> Hook:
-        def hook(x: Array) -> Array:
-            parts[name] = x
-            return x
-
-        return hook
-
-    def dS(x: Array) -> Array:
-        wrong = form(parts["P"], parts["dP"], parts["D"])
-        return np.asarray(np.where(np.tri(len(x), dtype=bool), wrong, 0))
-
-    hooks = {name: kept(name) for name in ("P", "dP", "D")}
-
-    def backward(asked: Question) -> Answers:
-        return only(computed(asked, **hooks, dS=dS), "dq", "dk", "dv")
-
-    told_of = read(question, {"backward": backward}.get)
-    found = diagnose(question, computed(question, **hooks, dS=dS), told=told_of)
+    question = packed((40, 30), heads=(2, 1))
+    hooks = {"dS": lambda c, x: form(c.P, c.dP, c.D) * (c.seen > 0)}
+    readings = read_off(wrong(hooks, "backward"), question, "backward")
+    found = diagnose(question, computed(question, hooks), told=readings)
     assert names(found) == [bug]
     assert words in told(found)
 
@@ -498,12 +384,12 @@ def test_printed_weights_tell_the_scale_of_the_scores() -> None:
 def test_nan_of_a_neighbour_is_no_proof_of_offsets() -> None:
     """Keys of a tile that runs on into the next sequence weigh 0, and 0 NaN is NaN: who reads which
     NaN says little, and many bugs do it alike."""
-    plain = Plain(
-        keys=lambda a, b, n: np.arange(a, b if a else min(n, b + 7)),
-        mask=lambda at, seen: seen & (at.j >= 0) & (at.j < at.m),
-    )
+    leak = {
+        "keys": lambda c, x: np.arange(c.start_k, min(c.total_k, c.start_k + c.m + 7)),
+        "seen": lambda c, x: x & (c.j < c.m),
+    }
     case = next(case for case in standard("small") if case.name == "strided")
-    findings = explain_failures(Candidate("tail", "numpy", forward=plain.forward), [case]).findings
+    findings = explain_failures(candidate(wrong(leak, "forward"), "forward"), [case]).findings
     assert findings and all(one.confidence not in ("high", "proved") for one in findings)
 
 
@@ -511,7 +397,7 @@ def test_what_cannot_be_assumed_is_no_crash() -> None:
     def see(question: Question, views: Any) -> Any:
         raise ValueError("read on other lengths")
 
-    question = drawn()
+    question = packed()
     answers = computed(question)
     assert (
         match.judge_stage(assuming(question, Bug("unknown", see=see)), answers, "forward") is None
@@ -520,7 +406,7 @@ def test_what_cannot_be_assumed_is_no_crash() -> None:
 
 def test_rows_that_are_stored_elsewhere_are_no_offsets() -> None:
     """A few rows in the place of others; offsets shift whole sequences."""
-    question = drawn(dim=32)
+    question = packed(dim=32)
     answers = computed(question)
     for stop in np.cumsum(question.lengths_k):
         answers["dk"][stop - 1] = answers["dk"][stop - 20]
@@ -532,13 +418,13 @@ def test_rows_that_are_stored_elsewhere_are_no_offsets() -> None:
 
 @pytest.mark.parametrize(("factor", "text"), [(1.0018, "by 1.0018"), (2.0, "by 2 (2)")])
 def test_a_factor_near_1_is_not_called_1(factor: float, text: str) -> None:
-    judged = Candidate("scaled", "numpy", forward=Plain(scores=lambda at, S: factor * S).forward)
+    judged = candidate(wrong({"Y": by(factor)}, "forward"), "forward")
     case = next(case for case in standard("small") if case.name == "group3")
     assert text in explain_failures(judged, [case]).findings[0].title
 
 
 def test_a_coarse_row_sum_is_no_mass_of_another_row() -> None:
-    question = drawn((50, 90, 70), heads=(2, 1))
+    question = packed((50, 90, 70), heads=(2, 1))
     rng = np.random.default_rng(0)
     sums = (1 + 2.0**-9 * rng.uniform(-1, 1, (2, 210))).astype(np.float32)
     answers = only(computed(question), "out", "lse")

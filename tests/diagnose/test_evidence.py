@@ -13,9 +13,8 @@ from rawattn.check.diagnose.evidence.invariants import checks
 from rawattn.check.diagnose.evidence.structure import named, where
 from rawattn.check.diagnose.findings import Check
 from tests.diagnose import plain
-from tests.diagnose.expected import KINDS
 from tests.diagnose.planted import first, second
-from tests.diagnose.problems import DTYPES, FLOAT64, Needs, draw, problems
+from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, Needs, draw, packed, problems
 
 RUNS = ("I8", "I9", "I11", "I12")
 PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)}
@@ -41,13 +40,6 @@ def test_identities_hold(dtype: np.dtype[Any], kind: str) -> None:
         for check in checks(question, plain.answers(None, question), "one"):
             assert check.verdict != "FAIL", (seed, check)
             assert check.value <= 0.5 * check.allowed or check.verdict == "-", (seed, check)
-
-
-@pytest.mark.parametrize("kind", first.RIGHT, ids=lambda kind: kind.variant)
-def test_identities_hold_with_any_rounding(kind: plain.Planted) -> None:
-    (question,) = problems(kind, 1, seed=1)
-    answers = plain.answers(kind, question)
-    assert not failing(checks(question, answers, "one"))
 
 
 @pytest.mark.parametrize("change", ["large scores", "keys with a mean", "small", "equal", "ones"])
@@ -165,27 +157,13 @@ def test_a_function_that_cannot_do_it() -> None:
 # ---- where wrong rows lie ---------------------------------------------------------------------
 
 
-LENGTHS = (20, 64, 30, 47)
-
-
-def asked(**changes: Any) -> Question:
-    """4 heads on 2."""
-    rng = np.random.default_rng(0)
-    drawn = {n: rng.standard_normal((161, h, 8)) for n, h in (("q", 4), ("k", 2), ("v", 2))}
-    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
-    return Question(**drawn, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **changes)
-
-
-CAUSAL = {"causal": True}
+LENGTHS, CAUSAL, ODD_ROWS = (20, 64, 30, 47), {"causal": True}, (3, 8, 9, 10, 11)
 ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
     # a sentence, of a question like this and a tensor, when these rows are wrong
     "the last 3 rows": ({}, "dq", lambda i, n: n - 1 - i < 3),
     "all but the first 12 rows": ({}, "dq", lambda i, n: i >= 12),
     "the last n % 32 of its n keys": ({}, "dv", lambda i, n: i >= n - n % 32),
-    "the rows i with i % 16 in 3, 8 to 11": (
-        *({}, "out"),
-        lambda i, n: np.isin(i % 16, (3, 8, 9, 10, 11)),
-    ),
+    "the rows i with i % 16 in 3, 8 to 11": ({}, "out", lambda i, n: np.isin(i % 16, ODD_ROWS)),
     "the rows that see one key alone (here: the first row)": (CAUSAL, "dq", lambda i, n: i == 0),
     "the rows that see 17 keys or more (here: all but the first 16 rows)": (
         *(CAUSAL, "out"),
@@ -203,12 +181,13 @@ def test_rows(sentence: str) -> None:
     changes, tensor, wrong = ROWS[sentence]
     i = np.concatenate([np.arange(n) for n in LENGTHS])
     bad = wrong(i, np.repeat(LENGTHS, LENGTHS))[:, None]
-    said = where(asked(**changes), tensor, np.repeat(bad, 2 if tensor == "dv" else 4, axis=1))
+    question = packed(LENGTHS, FLOAT64, dim=8, **{"causal": False} | changes)
+    said = where(question, tensor, np.repeat(bad, 2 if tensor == "dv" else 4, axis=1))
     assert f"of every sequence, {sentence}" in said, said
 
 
 def test_sequences_and_heads() -> None:
-    question = asked()
+    question = packed(LENGTHS, FLOAT64, dim=8, causal=False)
 
     def of(*sequences: int) -> str:
         wrong = np.isin(question.sequence_of("q"), sequences)

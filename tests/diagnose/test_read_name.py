@@ -7,182 +7,169 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, standard
 from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
-from rawattn.check.diagnose.judge.failures import (
-    _read,
-    answers_of,
-    explain_failures,
-    question_of,
-    small,
-)
+from rawattn.check.diagnose.judge.failures import explain_failures, question_of, small
+from rawattn.check.diagnose.read.name import read
 from rawattn.check.run import evaluate
-from tests.diagnose.reading import At, Plain
+from tests.diagnose import plain
+from tests.diagnose.called import asked, candidate, told, wrong
+from tests.diagnose.hooks import (
+    added,
+    and_seen,
+    by,
+    heavier,
+    of_group,
+    or_seen,
+    power,
+    seen,
+    times,
+    window,
+)
+from tests.diagnose.plain import LN_2, Head, Planted
+from tests.diagnose.planted.first import leaking
+from tests.diagnose.planted.keys import of_rows
+from tests.diagnose.planted.softmax import capped_at
+from tests.diagnose.table import Hooks
 
 CASES = {case.name: case for case in standard("small")}
 FORWARD, BACKWARD = "forward", "backward"
+OPEN, WINDOW, GROUP, UNEQUAL = "edges", "window-causal", "two-kv-heads", "unequal-causal"
 
 
 class Bug(NamedTuple):
-    """``plain`` has it; ``text`` is in the first sentence; on ``case``, in a stage."""
+    """``text`` is in the first sentence; on ``case``, in a stage."""
 
-    plain: Plain
+    stage: str
+    hooks: Hooks
     text: str
     case: str = "edges-causal"
-    stage: str = FORWARD
+
+    @property
+    def planted(self) -> Planted:
+        return wrong(self.hooks, self.stage)
 
 
-def mask(change: Callable[..., Any]) -> Plain:
-    return Plain(mask=change)
+def away(c: Head) -> Any:
+    return abs(c.j - c.p)
 
 
-def bias(change: Callable[..., Any]) -> Plain:
-    return Plain(scores=lambda at, S: S + change(at))
+def by_no_rule(c: Head) -> Any:
+    return (7919 * c.i + c.j**2) % 11 > 0
 
 
-def leak(upto: Callable[..., int], first: Callable[[int], int] = lambda a: a) -> Plain:
-    """Keys from ``first`` on up to ``upto``; those of other sequences are seen by all."""
-    return Plain(
-        keys=lambda a, b, n: np.arange(first(a), min(n, upto(a, b))),
-        mask=lambda at, seen: seen | (at.j >= at.m) | (at.j < 0),
-    )
+def padding(c: Head) -> Any:
+    return np.log(max(c.question.lengths_k) - c.m)
 
 
-def _nan_tail(at: At, out: np.ndarray, lse: np.ndarray) -> Any:
-    return np.where(at.i >= at.n // 16 * 16, np.nan, out), lse
+def nan_tail(c: Head, x: Any) -> Any:
+    return x[0], np.where(c.i >= c.n // 16 * 16, np.nan, x[1])
 
 
-def _without(at: At, out: np.ndarray, lse: np.ndarray) -> Any:
-    there = at.i % 16 < 15
-    return out * there, np.where(there[:, 0], lse, -np.inf)
+def unwritten(c: Head, x: Any) -> Any:
+    there = c.i % 16 < 15
+    return np.where(there, x[0], -np.inf), x[1] * there
 
 
-def _of_queries(at: At, seen: np.ndarray) -> np.ndarray:
-    j = at.key - at.start
-    return np.asarray((j >= 0) & (j <= at.p))
+def of_queries(c: Head) -> Any:
+    return (c.r >= c.start_q) & (c.r - c.start_q <= c.p)
 
 
-OPEN, WINDOW, GROUP = "edges", "window-causal", "two-kv-heads"
-BUGS: dict[str, Bug] = {
+def odd(c: Head) -> Any:
+    return -0.03 * (c.h + 1) * np.log1p(away(c))
+
+
+def other_dP(c: Head, dP: Any) -> Any:
+    return c.dO @ c.read("v", c.h % c.question.num_heads_kv).T
+
+
+def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
+    return {name: lambda c, x: np.where(c.seen > 0, x * factor(c), x)}
+
+
+# what is wrong, what is said first, and the case
+_FORWARD: dict[str, tuple[Any, ...]] = {
     # ---- who sees whom ----
-    "j <= i + 1": Bug(mask(lambda at, seen: at.d <= 1), "too many keys: j - i = 1 "),
-    "j < i": Bug(mask(lambda at, seen: seen & (at.d < 0)), "misses keys: j - i = 0 "),
-    "window": Bug(mask(lambda at, seen: seen & (at.d > -16)), "misses keys: j - i = -16", WINDOW),
-    "wide": Bug(mask(lambda at, seen: (at.d <= 0) & (at.d >= -19)), "-19 <= j - i <= -17", WINDOW),
-    "tail tile": Bug(
-        mask(lambda at, seen: seen & (at.j < at.m // 16 * 16)), "(seqlen_k - 1) // 16 - j // 16 = 0"
-    ),
-    "open tile": Bug(
-        mask(lambda at, seen: seen | (at.j // 16 == at.p // 16)), "keys: j // 16 - i // 16 = 0"
-    ),
-    "skipped": Bug(
-        mask(lambda at, seen: seen & ~((at.j // 16 == 1) & (at.i >= 40))), "<= j <= 31 and i >= 40"
-    ),
-    "dilated": Bug(mask(lambda at, seen: seen & (at.d % 2 == 0)), "(j - i) % 2 = 1"),
-    "strided": Bug(mask(lambda at, seen: seen & (at.j % 4 != 3)), "j % 4 = 3"),
-    "prefix": Bug(mask(lambda at, seen: seen | (at.j < 7)), "too many keys: j <= 6"),
-    "sink": Bug(
-        mask(lambda at, seen: seen & ((at.j < 4) | (at.d > -16))), "j - i <= -16 and j >= 4"
-    ),
-    "half": Bug(mask(lambda at, seen: seen & (2 * at.j < at.m)), "2 j - seqlen_k >= 0"),
-    "head": Bug(mask(lambda at, seen: seen | (at.h == 2)), "(head 2): all of them", "group3"),
-    "top left": Bug(mask(lambda at, seen: at.j <= at.i), "j - i", "unequal-causal"),
-    "one key more": Bug(leak(lambda a, b: b + 1), "not its own: seqlen_k - 1 - j = -1", OPEN),
-    "one key before": Bug(leak(lambda a, b: b, lambda a: max(a - 1, 0)), "own: j = -1", OPEN),
-    "tile of neighbours": Bug(
-        leak(lambda a, b: a + -(-(b - a) // 16) * 16), "(seqlen_k - 1) // 16 - j // 16 = 0", OPEN
-    ),
-    "no rule": Bug(
-        mask(lambda at, seen: seen & ((7919 * at.i + at.j**2) % 11 > 0)), "no plain rule"
-    ),
+    "j <= i + 1": (window(right=1), "too many keys: j - i = 1 "),
+    "j < i": (window(right=-1), "misses keys: j - i = 0 "),
+    "window": (window(left=-1), "misses keys: j - i = -16", WINDOW),
+    "wide": (window(left=3), "-19 <= j - i <= -17", WINDOW),
+    "tail tile": (and_seen(lambda c: c.j < c.m // 16 * 16), "(seqlen_k - 1) // 16 - j // 16 = 0"),
+    "open tile": (or_seen(lambda c: c.j // 16 == c.p // 16), "keys: j // 16 - i // 16 = 0"),
+    "skipped": (and_seen(lambda c: (c.j // 16 != 1) | (c.i < 40)), "<= j <= 31 and i >= 40"),
+    "dilated": (and_seen(lambda c: (c.j - c.p) % 2 == 0), "(j - i) % 2 = 1"),
+    "strided": (and_seen(lambda c: c.j % 4 != 3), "j % 4 = 3"),
+    "prefix": (or_seen(lambda c: c.j < 7), "too many keys: j <= 6"),
+    "sink": (and_seen(lambda c: (c.j < 4) | (away(c) < 16)), "j - i <= -16 and j >= 4"),
+    "half": (and_seen(lambda c: 2 * c.j < c.m), "2 j - seqlen_k >= 0"),
+    "head": (or_seen(lambda c: c.h == 2), "(head 2): all of them", "group3"),
+    "top left": (seen(lambda c: c.j <= c.i), "j - i", UNEQUAL),
+    "one key more": (leaking(1), "not its own: seqlen_k - 1 - j = -1", OPEN),
+    "one key before": (leaking(before=1), "own: j = -1", OPEN),
+    "tile of neighbours": (leaking(tile=16), "(seqlen_k - 1) // 16 - j // 16 = 0", OPEN),
+    "no rule": (and_seen(by_no_rule), "no plain rule"),
     # ---- scores ----
-    "odd": Bug(
-        bias(lambda at: -0.03 * (at.h + 1) * np.log1p(np.abs(at.d))),
-        "-0.03 (h + 1) log(1 + |j - i|)",
+    "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
+    "ALiBi": (
+        *(added(lambda c: 0.5 ** (c.h + 1) * (c.j - c.p)), "-0.5 (head 0), -0.25 (head 1)"),
         "group3",
     ),
-    "ALiBi": Bug(
-        bias(lambda at: 0.5 ** (at.h + 1) * at.d), "-0.5 (head 0), -0.25 (head 1)", "group3"
-    ),
-    "square": Bug(bias(lambda at: -0.001 * at.d**2), "-0.001 (j - i)^2"),
-    "root": Bug(bias(lambda at: -0.1 * np.sqrt(np.abs(at.d))), "-0.1 sqrt|j - i|"),
-    "waves": Bug(bias(lambda at: 0.3 * np.sin(at.d / 3)), "depends on j - i and the head alone"),
-    "of keys": Bug(bias(lambda at: 0.2 * np.cos(at.j)), "it depends on j and the head alone"),
-    "no scale": Bug(Plain(scores=lambda at, S: 4 * S), "by 4 (softmax_scale is missing)"),
-    "factor": Bug(Plain(scores=lambda at, S: 1.37 * S), "multiplied by 1.37"),
-    "softcap": Bug(Plain(scores=lambda at, S: 5 * np.tanh(S / 5)), "capped, 5 tanh(S / 5)"),
-    "cos": Bug(Plain(scores=lambda at, S: np.cos(S)), ""),
+    "square": (added(lambda c: -0.001 * away(c) ** 2), "-0.001 (j - i)^2"),
+    "root": (added(lambda c: -0.1 * np.sqrt(away(c))), "-0.1 sqrt|j - i|"),
+    "waves": (added(lambda c: 0.3 * np.sin((c.j - c.p) / 3)), "on j - i and the head alone"),
+    "of keys": (added(lambda c: 0.2 * np.cos(c.j)), "it depends on j and the head alone"),
+    "no scale": ({"Y": by(4)}, "by 4 (softmax_scale is missing)"),
+    "factor": ({"Y": by(1.37)}, "multiplied by 1.37"),
+    "softcap": (capped_at(5.0), "capped, 5 tanh(S / 5)"),
+    "cos": ({"scores": lambda c, S: np.cos(S)}, ""),
     # ---- row sums, heads, stores ----
-    "padding": Bug(Plain(mass=lambda at, x: at.longest - at.m), "up to the longest sequence"),
-    "tile of padding": Bug(Plain(mass=lambda at, x: -at.m % 32), "its last tile of 32 keys"),
-    "one more": Bug(Plain(mass=lambda at, x: 1.0), "have 1 more than the keys"),
-    "twice": Bug(
-        Plain(weights=lambda at, W: W * np.where(at.j // 8 == 1, 2, 1)), "2 times: 8 <= j <= 15"
+    "padding": (heavier(padding), "up to the longest sequence"),
+    "tile of padding": (heavier(lambda c: np.log(-c.m % 32)), "its last tile of 32 keys"),
+    "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
+    "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
+    "h % heads": (
+        *({"kv head": lambda c, g: c.h % c.question.num_heads_kv}, "keys of head h % 2"),
+        GROUP,
     ),
-    "h % heads": Bug(
-        Plain(of_k=lambda h, g, n: h % n, of_v=lambda h, g, n: h % n), "keys of head h % 2", GROUP
+    "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
+    "NaN": ({"softmax": nan_tail}, "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),
+    "rows": ({"softmax": unwritten}, "rows see no key, or are not written: i % 16 = 15"),
+    "of q": (
+        *(of_rows(of_queries), "the keys of the row in k - the query's first row in q >= 0 and"),
+        UNEQUAL,
     ),
-    "values": Bug(Plain(of_v=lambda h, g, n: 0), "takes the values of head 0", GROUP),
-    "NaN": Bug(Plain(stored=_nan_tail), "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),
-    "rows": Bug(Plain(stored=_without), "rows see no key, or are not written: i % 16 = 15"),
-    "of q": Bug(
-        Plain(keys=lambda a, b, n: np.arange(n), mask=_of_queries),
-        "the keys of the row in k - the query's first row in q >= 0 and the row in k - the",
-        "unequal-causal",
-    ),
-    "base 2": Bug(Plain(stored=lambda at, out, lse: (out, lse / np.log(2))), "lse is in base 2"),
-    # ---- backward alone ----
-    "back": Bug(
-        Plain(slope=lambda at, dS: 0.98 ** np.abs(at.d) * dS), "by 0.98^|j - i|", stage=BACKWARD
-    ),
-    "waves of dS": Bug(
-        Plain(slope=lambda at, dS: (1 + 0.2 * np.sin(at.d)) * dS), "by a factor: it", stage=BACKWARD
-    ),
-    "backward mask": Bug(
-        mask(lambda at, seen: np.ones_like(seen)), "too many keys: all of them", stage=BACKWARD
-    ),
-    "backward bias": Bug(bias(lambda at: -0.05 * np.abs(at.d)), "-0.05 |j - i|", stage=BACKWARD),
-    "dq without scale": Bug(
-        Plain(dq_s=lambda s: 1 / s),
-        "dS of dq is multiplied by 4 (softmax_scale is m",
-        stage=BACKWARD,
-    ),
-    "dk with two": Bug(Plain(dk_s=lambda s: s), "dS of dk is multiplied by 0.25", stage=BACKWARD),
-    "no D": Bug(Plain(delta=lambda dO, D: 0 * D), "lacks the row term D", stage=BACKWARD),
-    "minus D": Bug(Plain(delta=lambda dO, D: -D), "D with the wrong sign", stage=BACKWARD),
-    "dq without a tile": Bug(
-        Plain(of_dq=lambda at, dS: np.where(at.j // 16 == 1, 0, dS)),
-        "dS of dq misses pairs: 16 <= j <= 31",
-        stage=BACKWARD,
-    ),
-    "rows of dq": Bug(
-        Plain(of_dq=lambda at, dS: np.where(at.i % 16 < 4, 0, dS)),
-        "dS of dq misses pairs: i % 16",
-        stage=BACKWARD,
-    ),
-    "dk without rows": Bug(
-        Plain(of_dk=lambda at, dS: np.where(at.i < 8, 0, dS)),
-        "dS of dk misses pairs: i <= 7",
-        stage=BACKWARD,
-    ),
-    "dP of another head": Bug(
-        Plain(of_dP=lambda h, n: h % n), "takes dP of query head h with v of", GROUP, BACKWARD
-    ),
-    "one of the group": Bug(Plain(kept=1), "of query heads [1], not [0, 1, 2]", "group3", BACKWARD),
+    "base 2": ({"lse": by(1 / LN_2)}, "lse is in base 2"),
 }
+_BACKWARD: dict[str, tuple[Any, ...]] = {
+    "back": (on("dS", lambda c: 0.98 ** away(c)), "by 0.98^|j - i|"),
+    "waves of dS": (on("dS", lambda c: 1 + 0.2 * np.sin(c.j - c.p)), "by a factor: it"),
+    "backward mask": (seen(lambda c: True), "too many keys: all of them"),
+    "backward bias": (added(lambda c: -0.05 * away(c)), "-0.05 |j - i|"),
+    "dq without scale": ({"dq": power(0)}, "dS of dq is multiplied by 4 (softmax_scale is m"),
+    "dk with two": ({"dk": power(2)}, "dS of dk is multiplied by 0.25"),
+    "no D": ({"D": by(0)}, "lacks the row term D"),
+    "minus D": ({"D": by(-1)}, "D with the wrong sign"),
+    "dq without a tile": (on("dS of dq", lambda c: c.j // 16 != 1), "dq misses pairs: 16 <= j"),
+    "rows of dq": (on("dS of dq", lambda c: c.i % 16 >= 4), "dS of dq misses pairs: i % 16"),
+    "dk without rows": (on("dS of dk", lambda c: c.i >= 8), "dS of dk misses pairs: i <= 7"),
+    "dP of another head": ({"dP": other_dP}, "takes dP of query head h with v of", GROUP),
+    "one of the group": (of_group(1, "dk", "dv"), "of query heads [1], not [0, 1, 2]", "group3"),
+}
+BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
+BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
 NOT_NAMED = ("cos",)  # a function of the scores that is in no list
 NOT_PLANTED = ("cos", "NaN", "base 2", "one of the group")
 
 
-def candidate(bug: Bug) -> Candidate:
-    return Candidate("plain", "numpy", **{bug.stage: getattr(bug.plain, bug.stage)})
-
-
 def alike(bug: Bug, dtype: str) -> Case:
     return replace(small(CASES[bug.case]), dtype=dtype, dlse=False)
+
+
+def numbers(x: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(x.astype(float))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -190,20 +177,20 @@ def alike(bug: Bug, dtype: str) -> Case:
 def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     bug = BUGS[name]
     question = question_of(alike(bug, dtype), clean=True)
-    (found,) = _read(candidate(bug), question).of
+    (found,) = told(bug.planted, question, bug.stage).of
     assert found.stage == bug.stage
     assert bug.text in " ".join(found.wrong) or name in NOT_NAMED
     assert bool(found.unread) == (name in NOT_NAMED)
     assert (found.bug is None) == (name in NOT_PLANTED)
     if found.bug is None:
         return
-    answers = answers_of(candidate(bug), question)
+    answers = plain.answers(bug.planted, question)
     planted = solve(question, bug.stage, found.bug, given=question.passed)
     right = solve(question, bug.stage, given=question.passed)
-    names = ("out", "lse") if bug.stage == FORWARD else ("dq", "dk", "dv")
+    names = STAGES[bug.stage][:2] if bug.stage == FORWARD else ("dq", "dk", "dv")
     known = {n: np.isfinite(right[n]) for n in names}
     off, null = (
-        max(np.abs(answers[n].astype(float)[known[n]] - x[n][known[n]]).max() for n in names)
+        max(np.abs(numbers(answers[n])[known[n]] - numbers(x[n])[known[n]]).max() for n in names)
         for x in (planted, right)
     )
     assert off < (1e-4 if dtype == "float64" else 0.06) * max(1, null) and null > 5 * off
@@ -212,7 +199,7 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
 def test_named_in_16_bits_too() -> None:
     for name in ("odd", "back"):
         question = question_of(alike(BUGS[name], "float16"), clean=True)
-        (found,) = _read(candidate(BUGS[name]), question).of
+        (found,) = told(BUGS[name].planted, question, BUGS[name].stage).of
         assert BUGS[name].text in found.wrong[0]
 
 
@@ -227,7 +214,7 @@ def test_named_in_16_bits_too() -> None:
     ],
 )
 def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
-    judged = candidate(BUGS[name])
+    judged = candidate(BUGS[name].planted, BUGS[name].stage)
     cases = [CASES[case] for case in ("edges-causal", "group3", "long")]
     assert all(any(row.verdict.verdict == "FAIL" for row in evaluate(judged, c)) for c in cases)
     found = explain_failures(judged, cases)
@@ -243,30 +230,34 @@ def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
 
 def test_a_function_may_want_multiples() -> None:
     """Of 4, say: such lengths are asked about; what it sees by no rule is planted as it is."""
-    plain = Plain(mask=lambda at, seen: seen & ((7919 * at.i + at.j**2) % 11 > 0))
+    ask = asked(BUGS["no rule"].planted)
 
-    def forward(q: Any, k: Any, v: Any, cu_seqlens: Any, *, causal: bool, return_lse: bool) -> Any:
-        if (cu_seqlens % 4).any():
-            raise ValueError("lengths must be multiples of 4")
-        return plain.forward(q, k, v, cu_seqlens, causal=causal)
+    def wants(stage: str) -> Any:
+        def of_stage(question: Question) -> Answers:
+            if (question.cu_seqlens_q % 4).any():
+                raise ValueError("lengths must be multiples of 4")
+            return ask(stage)(question)
+
+        return of_stage if stage == FORWARD else None
 
     case = replace(
         CASES["edges-causal"], lengths_q=(44, 84), lengths_k=(44, 84), past_q=0, past_k=0
     )
     question = question_of(case, clean=True)
-    (found,) = _read(Candidate("plain", "numpy", forward=forward), question).of
+    (found,) = read(question, wants).of
     assert "a query misses keys: by no plain rule" in found.wrong[0] and found.bug is not None
 
 
 def test_what_gives_other_numbers_is_not_sure() -> None:
     """A function that is wrong for other v than it is read with: nothing is claimed of it."""
 
-    def moody(q: Any, k: Any, v: Any, cu_seqlens: Any, *, causal: bool, return_lse: bool) -> Any:
-        out, lse = Plain().forward(q, k, v, cu_seqlens, causal=causal)
-        wrong = out if (v == 0).mean() > 0.5 else out + 0.1 * np.abs(out)
-        return wrong.astype(q.dtype), lse
+    right = candidate(plain.RIGHT, FORWARD)
 
-    judged = Candidate("moody", "numpy", forward=moody)
+    def moody(q: Any, k: Any, v: Any, cu_seqlens: Any, **options: Any) -> Any:
+        out, lse = right.forward(q, k, v, cu_seqlens, **options)
+        return out if (v == 0).mean() > 0.5 else (out + 0.1 * np.abs(out)).astype(q.dtype), lse
+
+    judged = replace(right, forward=moody)
     found = explain_failures(judged, [CASES["edges-causal"]])
     assert found.findings and "read off" in " ".join(found.facts)
     assert all(finding.confidence not in ("high", "proved") for finding in found.findings)

@@ -6,21 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from rawattn.check.cases import Case, standard
-from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files.npz import dump, load
 from rawattn.check.diagnose.judge.diagnosis import diagnose
-from rawattn.check.diagnose.judge.failures import (
-    answers_of,
-    question_of,
-    reference_answers,
-    small,
-)
+from rawattn.check.diagnose.judge.failures import question_of, reference_answers, small
 from rawattn.check.diagnose.read.packed import packed, read_packed
-from tests.diagnose.test_read_name import BUGS, alike, candidate
+from tests.diagnose import plain
+from tests.diagnose.called import asked, call, said, wrong
+from tests.diagnose.test_read_name import BUGS, Bug, alike
 
 CASES = {case.name: case for case in standard("small")}
 OPTIONS = {"softcap": 3.0, "sinks": True}
@@ -42,6 +37,12 @@ def posed(case: Case) -> tuple[Question, int]:
     return replace(found, out=right["out"], lse=right["lse"]), question.batch
 
 
+def alone(bug: Bug, question: Question) -> Answers:
+    """What its stage gives."""
+    found = asked(bug.planted)(bug.stage)
+    return found(question) if found else {}
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_read_as_right(name: str) -> None:
     question, batch = posed(RIGHT[name])
@@ -55,7 +56,7 @@ def test_what_is_right_is_read_as_right(name: str) -> None:
 def test_bugs_are_read(name: str) -> None:
     bug = BUGS[name]
     question, batch = posed(alike(bug, "float32"))
-    _, _, told = read_packed(question, answers_of(candidate(bug), question), batch)
+    _, _, told = read_packed(question, alone(bug, question), batch)
     (reading,) = told.of
     assert reading.stage == bug.stage and bug.text in (*reading.wrong, *reading.unread)[0]
 
@@ -63,7 +64,7 @@ def test_bugs_are_read(name: str) -> None:
 def test_what_hangs_on_the_longest_sequence_is_named() -> None:
     """It is one of the first ones, and by them the bug is found."""
     question, batch = posed(alike(BUGS["padding"], "float32"))
-    answers = answers_of(candidate(BUGS["padding"]), question)
+    answers = alone(BUGS["padding"], question)
     here, given, told = read_packed(question, answers, batch)
     (finding,) = diagnose(here, given, told=told).findings
     assert finding.bug == "padded-keys" and finding.confidence in ("high", "medium")
@@ -72,57 +73,43 @@ def test_what_hangs_on_the_longest_sequence_is_named() -> None:
 def test_a_backward_pass_of_a_wrong_forward_pass_is_not_accused() -> None:
     question, batch = posed(alike(BUGS["open tile"], "float32"))
     own = replace(question, out=None, lse=None)
-    plain = BUGS["open tile"].plain
-    wrong = replace(candidate(BUGS["open tile"]), backward=plain.backward)
-    _, _, told = read_packed(own, answers_of(wrong, question), batch)
+    planted = wrong(BUGS["open tile"].hooks, "forward", "backward")
+    _, _, told = read_packed(own, plain.answers(planted, own), batch)
     assert [reading.stage for reading in told.of] == ["forward"]
 
 
-def written(folder: Path, name: str, *options: str) -> Path:
-    """A file with the right results."""
-    path = folder / f"{name}.npz"
-    done = CliRunner().invoke(main, ["dump", "--out", str(path), *options])
-    assert done.exit_code == 0, done.output
-    return path
+ODD = "-0.03 (h + 1) log(1 + |j - i|)"
+OWN = "the slot of the key's block = -1"
 
 
-def explained(*files: Path) -> Any:
-    return CliRunner().invoke(main, ["explain", *map(str, files)])
-
-
-def test_a_file_of_another_language_is_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [("--causal",), ("--causal", "--block-size", 16)], ids=len)
+def test_a_file_of_another_language_is_explained(sizes: tuple[Any, ...], tmp_path: Path) -> None:
     """It has the results alone; inputs, and what they are for, are in the file that was dumped."""
-    given = written(tmp_path, "given", "--causal", "--heads", "2", "--head-dim", "32")
-    assert "Nothing is wrong" in explained(given).output
+    given, own = tmp_path / "given.npz", tmp_path / "own.npz"
+    done = call("dump", "--out", given, "--heads", 2, "--head-dim", 32, *sizes)
+    assert done.exit_code == 0 and "Nothing is wrong" in call("explain", given).output
     question, _ = load(given)
     assert question is not None
-    plain = candidate(BUGS["odd"])
-    answers = answers_of(plain, replace(question, dout=None))
-    np.savez(tmp_path / "own.npz", **answers)  # type: ignore[arg-type]
-    done = explained(given, tmp_path / "own.npz")
-    assert done.exit_code == 1
-    assert "-0.03 (h + 1) log(1 + |j - i|)" in done.output and "high" in done.output
+    missing = {"entries": lambda t, x: [entry for entry in x if entry[1] >= 0]}
+    planted = wrong(missing, "forward") if question.sparse else BUGS["odd"].planted
+    forward = asked(planted)("forward")
+    np.savez(own, **forward(replace(question, dout=None)))  # type: ignore[arg-type, misc]
+    done = call("explain", given, own, "--full")
+    assert done.exit_code == 1 and "high" in done.output
+    assert (OWN if question.sparse else ODD) in " ".join(done.output.split())
 
 
 def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
-    given = written(tmp_path, "given", "group3-float64", "--identify")
+    given = tmp_path / "given.npz"
+    call("dump", "--out", given, "group3-float64", "--identify")
     question, answers = load(given)
     assert question is not None
-    changed = np.array(question.q)
-    changed[-1] += 1
-    for other, text in (
-        (replace(question, q=changed), "are not those"),
-        (_without_the_last(question), "write its file anew"),
-    ):
-        dump(tmp_path / "other.npz", other, _fitting(answers, other), identify=4)
-        done = explained(tmp_path / "other.npz")
-        assert done.exit_code == 2 and text in " ".join(done.output.split()), done.output
-
-
-def _without_the_last(question: Question) -> Question:
-    offsets = {f"cu_seqlens_{x}": getattr(question, f"cu_seqlens_{x}")[:-1] for x in "qk"}
-    return replace(question, **offsets)
-
-
-def _fitting(answers: Answers, question: Question) -> Answers:
-    return {"out": answers["out"][: len(question.q)]}
+    moved = {"q": question.q + (np.arange(len(question.q)) == len(question.q) - 1)[:, None, None]}
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    without_the_last = {name: getattr(question, name)[:-1] for name in names}
+    for change, text in ((moved, "are not those"), (without_the_last, "write its file anew")):
+        dump(
+            tmp_path / "other.npz", replace(question, **change), {"out": answers["out"]}, identify=4
+        )
+        done = call("explain", tmp_path / "other.npz")
+        assert done.exit_code == 2 and text in said(done)

@@ -1,25 +1,20 @@
 """Block-sparse attention is read off too: planted bugs, in words of the lists, and planted."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from rawattn.check.candidate import Candidate
-from rawattn.check.cli import main
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
-from rawattn.check.diagnose.files.npz import load
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.judge.failures import explain_failures
-from rawattn.check.diagnose.read.name import Reading, read
 from rawattn.check.sparse_cases import standard_sparse
-from rawattn.reference import sparse as reference
 from tests.diagnose import plain
+from tests.diagnose.called import candidate, told, wrong
 from tests.diagnose.plain import FLOAT32, FLOAT64, Planted
 from tests.diagnose.planted import sparse
+from tests.diagnose.planted.sparse import entries_with
 from tests.diagnose.problems import Needs, difference, draw, shows
 
 GATED = Needs(blocks={"gate": True, "sliding": False}, masks=("open",), lengths=(20, 60))
@@ -56,17 +51,6 @@ def posed(planted: Planted, dtype: np.dtype[Any] = FLOAT64) -> Question:
     return next(question for question in drawn if not planted.bug or shows(planted, question))
 
 
-def told(planted: Planted, question: Question) -> dict[str, Reading]:
-    def ask(stage: str) -> Any:
-        def answers(asked: Question) -> Answers:
-            found = plain.answers(planted, asked)
-            return {name: x for name, x in found.items() if name in STAGES[stage]}
-
-        return answers
-
-    return {reading.stage: reading for reading in read(question, ask).of}
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -77,7 +61,7 @@ def told(planted: Planted, question: Question) -> dict[str, Reading]:
 def test_bugs_are_read_and_planted(name: str) -> None:
     planted = plant(name)
     question = posed(planted)
-    readings = told(planted, question)
+    readings = {reading.stage: reading for reading in told(planted, question).of}
     assert set(readings) == {*planted.stages} & {"forward", "backward"}
     found = plain.answers(planted, question)
     for stage, reading in readings.items():
@@ -96,47 +80,14 @@ def test_bugs_are_read_and_planted(name: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_right_is_read_as_right(dtype: np.dtype[Any], seed: int) -> None:
     question = draw(GATED, np.random.default_rng(seed), dtype, given=True)
-    assert not told(plain.RIGHT, question)
-
-
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens: Any,
-    block_indices: Any,
-    *,
-    cu_seqlens_k: Any = None,
-    **options: Any,
-) -> Any:
-    """A forward pass that takes the first block for padding."""
-    named = np.where(np.equal(block_indices, 0), -1, block_indices)
-    keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    known = ("block_size", "causal", "softmax_scale", "include_own_block")
-    given = {name: options[name] for name in known if name in options}
-    out, lse = reference.forward(q, k, v, cu_seqlens, keys, named, **given)
-    return out.astype(q.dtype), lse
+    assert not told(plain.RIGHT, question).of
 
 
 def test_diff_says_what_was_read() -> None:
+    """Of a forward pass that takes the first block for padding."""
     cases = [case for case in standard_sparse("small") if case.name == "sparse-edges"]
-    candidate = Candidate("attention", "numpy", forward=attention)
-    (finding,) = explain_failures(candidate, [replace(cases[0], dtype="float64")]).findings
+    taken = {"entries": lambda t, x: entries_with(t, named=[b if b else -1 for b in t.named])}
+    judged = candidate(wrong(taken, "forward"), "forward")
+    (finding,) = explain_failures(judged, [replace(cases[0], dtype="float64")]).findings
     assert "misses keys" in finding.title and "the key's block <= 0" in finding.title
     assert finding.confidence == "high"
-
-
-def test_a_file_is_read(tmp_path: Path) -> None:
-    given, own = tmp_path / "given.npz", tmp_path / "own.npz"
-    options = ("--block-size", "16", "--heads", "2", "--head-dim", "32", "--causal")
-    done = CliRunner().invoke(main, ["dump", "--out", str(given), *options])
-    assert done.exit_code == 0, done.output
-    assert "Nothing is wrong" in CliRunner().invoke(main, ["explain", str(given)]).output
-    question, _ = load(given)
-    assert question is not None
-    planted = plant("sparse-own-block-missing: not seen")
-    answers = plain.answers(planted, replace(question, dout=None))
-    np.savez(own, **answers)  # type: ignore[arg-type]
-    done = CliRunner().invoke(main, ["explain", str(given), str(own), "--full"])
-    assert done.exit_code == 1 and "sparse-own-block-missing" in done.output
-    assert "the slot of the key's block = -1" in " ".join(done.output.split())

@@ -8,42 +8,21 @@ import pytest
 
 from rawattn.check.diagnose.catalogue import maps, partial_sums
 from rawattn.check.diagnose.engine.attention import Bug, solve
-from rawattn.check.diagnose.engine.question import Question
-
-
-def question_of(causal: bool = True) -> Question:
-    rng = np.random.default_rng(3)
-    offsets = np.array([0, 50, 91])
-
-    def draw(heads: int) -> np.ndarray:
-        return rng.standard_normal((91, heads, 32))
-
-    q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
-    direction = {"tq": draw(4), "tk": draw(2), "tv": draw(2)}
-    return Question(q, k, v, offsets, offsets, causal=causal, dout=dout, **direction)
+from tests.diagnose.problems import packed
 
 
 def test_maps_take_what_numpy_would() -> None:
-    question = question_of()
-    rng = np.random.default_rng(4)
-    x, rows = np.asarray(question.q), rng.standard_normal((4, 91))
+    question = packed((50, 41), np.float64, dim=32, moved=True)
+    x, rows = np.asarray(question.q), np.random.default_rng(4).standard_normal((4, 91))
+    padded = np.concatenate((x[50:], np.zeros((9, 4, 32))))
+    padded = [part.swapaxes(0, 1).reshape(50, 4, 32) for part in (x[:50], padded)]
+    heads_first, tokens_first = "(heads, tokens, columns)", "(tokens, heads, columns)"
     parts = [part.reshape(4, -1, 32).swapaxes(0, 1) for part in (x[:50], x[50:])]
-    padded = np.zeros((50, 4, 32))
-    padded[:41] = x[50:]
-    turned = padded.swapaxes(0, 1).reshape(50, 4, 32)[:41]
     of_columns = {
-        "(tokens, heads, columns) read as (heads, tokens, columns)": x.reshape(4, 91, 32).swapaxes(
-            0, 1
-        ),
-        "(heads, tokens, columns) read as (tokens, heads, columns)": x.swapaxes(0, 1).reshape(
-            x.shape
-        ),
-        "(tokens, heads, columns) read as (heads, tokens, columns), every sequence": np.concatenate(
-            parts
-        ),
-        "(heads, tokens, columns) read as (tokens, heads, columns), every padded sequence": (
-            np.concatenate((x[:50].swapaxes(0, 1).reshape(50, 4, 32), turned))
-        ),
+        f"{tokens_first} read as {heads_first}": x.reshape(4, 91, 32).swapaxes(0, 1),
+        f"{heads_first} read as {tokens_first}": x.swapaxes(0, 1).reshape(x.shape),
+        f"{tokens_first} read as {heads_first}, every sequence": np.concatenate(parts),
+        f"{heads_first} read as {tokens_first}, every padded sequence": np.concatenate(padded)[:91],
         "without the offset of the sequence": np.concatenate((x[:50], x[:41])),
         "head h % num_heads_kv": x[:, [0, 1, 0, 1]],
         "columns j ^ 16": np.roll(x, 16, axis=2),
@@ -73,7 +52,7 @@ def test_maps_take_what_numpy_would() -> None:
 )
 def test_right_parts_make_the_whole(cuts: Callable[..., dict], of: Callable[..., object]) -> None:
     """With the right weights, parts of the keys give what all keys give."""
-    question = question_of()
+    question = packed((50, 41), np.float64, dim=32, moved=True)
     right = solve(question, "forward")
     for cut in cuts(question).values():
         bug = Bug("", steps=partial_sums.steps("forward", cut, of))

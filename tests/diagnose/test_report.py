@@ -7,19 +7,17 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
-from rawattn.check import cli
 from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.sight import sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
@@ -28,6 +26,8 @@ from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import glossary, terminal
 from rawattn.check.diagnose.report.page import page
 from rawattn.check.diagnose.report.words import as_json, nothing_wrong
+from tests.diagnose.called import call, said
+from tests.diagnose.problems import packed
 from tests.diagnose.test_planted import MODULES
 
 PLANTS = {plant.bug: (m, plant) for m in MODULES for plant in m.PLANTED if plant.bug != "race"}
@@ -43,6 +43,8 @@ def told(diagnosis: Diagnosis, width: int, *, full: bool = False, **about: Any) 
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
         terminal.show(console, diagnosis, terminal.About(**about), full=full)
+        if full:
+            terminal.facts(console, diagnosis, full=True)
     return capture.get()
 
 
@@ -68,13 +70,7 @@ def test_a_cause_is_short(name: str) -> None:
     assert "<h1" in page(found)
 
 
-def of_lengths(queries: int, keys: int, **mask: Any) -> Question:
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((rows, 1, 8)) for rows in (queries, keys, keys))
-    return Question(q, k, v, np.array([0, queries]), np.array([0, keys]), **mask)
-
-
-CAUSAL, WINDOW = {"causal": True}, {"window": (1, 1)}
+CAUSAL, WINDOW = {"causal": True}, {"causal": False, "window": (1, 1)}
 PICTURES = {
     "j <= i + 1": (6, 6, CAUSAL, ". +|. . +|. . . +|. . . . +|. . . . . +|. . . . . ."),
     "j < i": (5, 5, CAUSAL, "-|. -|. . -|. . . -|. . . . -"),
@@ -89,7 +85,8 @@ PICTURES = {
 def test_the_picture_is_right(form: str) -> None:
     """Who sees whom, with the bug beside the right mask, as written down by hand."""
     queries, keys, mask, wanted = PICTURES[form]
-    question = of_lengths(queries, keys, **mask)
+    sizes = {"lengths_k": (keys,), "heads": (1, 1), "dim": 8, "dout": None}
+    question = packed((queries,), np.float64, **sizes, **mask)
     bug = next(bug for bug in masks.masks(question) if bug.variant == form)
     sight = sight_of(question, bug)
     assert sight is not None
@@ -107,23 +104,17 @@ def test_the_picture_is_right(form: str) -> None:
 
 # ---- by the command line ------------------------------------------------------------------------
 
-WRONG = """
-from rawattn import api
-
-def attend(q, k, v, cu_seqlens, *, return_lse=False, causal=False, cu_seqlens_k=None):
-    window = (-1, 1) if causal else (-1, -1)
-    return api.forward(q, k, v, cu_seqlens, cu_seqlens_k=cu_seqlens_k, window=window,
-                       return_lse=return_lse, backend="reference")
-"""
-
-
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+ONE_MORE = (
+    *(
+        "    out, lse =",
+        "    mask['window'] = (-1, 1 if mask.pop('causal') else -1)\n    out, lse =",
+    ),
+    *("def attend_backward", "def nothing"),
+)
 
 
-def test_diff_says_the_cause_and_how_to_see_it_again(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG)
-    place = f"{tmp_path / 'mine.py'}:attend"
+def test_diff_says_the_cause_and_how_to_see_it_again(candidate: Callable[..., str]) -> None:
+    place = candidate(*ONE_MORE)
     arguments = ("diff", "--candidate", place, "--framework", "numpy", "--filter", "edges")
     result = call(*arguments)
     lines = result.stdout.splitlines()
@@ -149,10 +140,9 @@ def test_diff_says_the_cause_and_how_to_see_it_again(tmp_path: Path) -> None:
         assert part in full and part not in result.stdout
 
 
-def test_explain_repeats_itself(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG)
+def test_explain_repeats_itself(candidate: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "a file.npz"
-    dumped = ("edges-causal", "--candidate", f"{tmp_path / 'mine.py'}:attend")
+    dumped = ("edges-causal", "--candidate", candidate(*ONE_MORE))
     assert call("dump", *dumped, "--framework", "numpy", "--out", file).exit_code == 0
     result = call("explain", file)
     assert result.stdout.startswith("error[causal-off-by-one]: each query sees one key too many")
@@ -167,9 +157,9 @@ def test_explain_repeats_itself(tmp_path: Path) -> None:
 def test_explain_a_class() -> None:
     result = call("explain", "--class", "causal-off-by-one")
     known = classes.CLASSES["causal-off-by-one"]
-    said = " ".join(result.stdout.split())
-    assert result.exit_code == 0 and said.startswith(f"causal-off-by-one: {known.title}")
-    assert all(part in said for part in known) and "query 0 . +" in said
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 0 and text.startswith(f"causal-off-by-one: {known.title}")
+    assert all(part in text for part in known) and "query 0 . +" in text
 
 
 @pytest.mark.parametrize("name", glossary.KNOWN)
@@ -196,8 +186,7 @@ def test_every_class_is_told(name: str) -> None:
 )
 def test_classes_that_do_not_exist(arguments: tuple[str, ...], message: str) -> None:
     result = call("explain", "--class", *arguments)
-    said = " ".join("".join(c for c in result.output if c not in "│╭╮╰╯─").split())
-    assert result.exit_code == 2 and message in said
+    assert result.exit_code == 2 and message in said(result)
 
 
 # ---- all of it ----------------------------------------------------------------------------------
@@ -230,26 +219,18 @@ FACTS = ("attention of 4 sequences (3, 5, 9, 2 tokens), float16", "A: causal is 
 WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACTS)
 
 
-def words(text: str) -> str:
-    return " ".join(text.split())
-
-
 def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        terminal.show(console, diagnosis, full=True)
-        terminal.facts(console, diagnosis, full=True)
-    return capture.get()
+    return told(diagnosis, width, full=True)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_everything_is_said_and_fits(width: int) -> None:
     text = all_of(WHOLE, width)
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
-    joined = words(text)
+    joined = " ".join(text.split())
     assert joined.startswith("error[padded-keys]: B: padded keys are in the softmax denominator")
     for part in (*PADDED.evidence, PADDED.where, PADDED.look_at, *FACTS):
-        assert words(part) in joined, part
+        assert " ".join(part.split()) in joined, part
     assert "warning[vacuous]: A: both sides are zero" in joined
     order = ("error[", "warning[", "1. B", "2. A", "must hold on a side", "slope", FACTS[0])
     assert [joined.index(part) for part in order] == sorted(map(joined.index, order))
@@ -295,8 +276,8 @@ def test_the_page_has_a_verdict(findings: tuple[Finding, ...], said: str) -> Non
 
 def test_the_page_has_all_and_fetches_nothing() -> None:
     source = page(WHOLE)
-    for words_ in (*PADDED.alternatives, *FACTS, PADDED.where, "I10", "no data", MAP.caption):
-        assert words_ in source
+    for words in (*PADDED.alternatives, *FACTS, PADDED.where, "I10", "no data", MAP.caption):
+        assert words in source
     for part in ("http", "src=", "href", "url(", "@import", "<script", "<link", "javascript:"):
         assert part not in source.lower()
 

@@ -3,9 +3,7 @@
 Long by the table.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,43 +11,54 @@ import numpy as np
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from tests.diagnose import plain
 from tests.diagnose.hooks import (
-    GRADIENTS,
-    STAGES_OF,
-    Hooks,
-    bounds,
     by,
     by_pairs,
-    change,
-    in_sequences,
-    kernel,
     no_window,
     of_each,
-    stored,
+    of_group,
+    power,
     tiled,
     times,
     window,
-    written_as,
 )
-from tests.diagnose.plain import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    LN_2,
-    OPEN,
-    ZEROS,
-    Array,
-    Head,
-    Kernel,
-    Planted,
-    finite,
-)
+from tests.diagnose.plain import BFLOAT16, FLOAT16, FLOAT32, LN_2, ZEROS, Array, Head, Planted
 from tests.diagnose.problems import Needs, normal, problems
+from tests.diagnose.stores import apart, bounds, change, delta, in_sequences, stored, written_as
+from tests.diagnose.table import GRADIENTS, Hooks, Table, kernel, plants, stages_of
 
 __all__ = ["PLANTED", "RIGHT", "answers", "problems", "right_answers"]
 HIDDEN = -1e30  # a score that stands for -inf in many kernels
 
 
 # ---- what is read and written ----
+
+
+def late(x: Array, name: str, question: Question) -> Array:
+    """From the second half of the sequences on, a row is written where the next one belongs."""
+    start, found = bounds(name, question)[question.batch // 2][0], x.copy()
+    rows, there = (a.T if name in ("lse", "delta") else a for a in (found, x))
+    rows[start + 1 :], rows[start] = there[start:-1], -np.inf if name == "lse" else 0
+    return found
+
+
+def garbage(tile: int, first: int) -> Any:
+    """The last rows of every tile are what happened to be in memory."""
+
+    def rows(x: Array) -> Array:
+        other = np.random.default_rng(len(x)).standard_normal(x.shape).astype(x.dtype)
+        place = np.arange(len(x))[:, None, None] % tile
+        return np.where(place >= first, other, x)
+
+    return in_sequences(rows)
+
+
+def without_tail(tile: int) -> Any:
+    """The columns past the last whole tile are none."""
+    return lambda x, *_: np.where(np.arange(x.shape[2]) < x.shape[2] // tile * tile, x, 0)
+
+
+def depth(tile: int, *names: str) -> Hooks:
+    return change(without_tail(tile), *names, at="arrays")
 
 
 def running_on(tile: int, step: int = 1) -> Any:
@@ -63,7 +72,7 @@ def running_on(tile: int, step: int = 1) -> Any:
             found[start : start + tile] = total[: len(part)]
         return found
 
-    return rows
+    return in_sequences(rows)
 
 
 def padded(upto: int | str) -> Hooks:
@@ -87,11 +96,6 @@ def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
     return {"keys": keys}
 
 
-def own_keys(c: Head, keys: Array) -> Array:
-    own = (keys >= c.start_k) & (keys < c.start_k + c.m)
-    return np.where(own, keys, ZEROS)
-
-
 def past_dout(number: float) -> Hooks:
     """Queries of zeros up to the longest sequence, with a cotangent."""
 
@@ -108,58 +112,9 @@ def past_dout(number: float) -> Hooks:
     }
 
 
-def by_rows(array: Array, name: str) -> Array:
-    """A view whose first axis is that of tokens."""
-    return array.swapaxes(0, 1) if name in ("lse", "delta") else array
-
-
-def one_row_late(array: Array, name: str, question: Question) -> Array:
-    """From the second half of the sequences on, a row is written where the next one belongs."""
-    start = bounds(name, question)[question.batch // 2][0]
-    late = array.copy()
-    by_rows(late, name)[start + 1 :] = by_rows(array, name)[start:-1]
-    by_rows(late, name)[start] = -np.inf if name == "lse" else 0
-    return late
-
-
-def exchanged(array: Array, name: str, question: Question, tile: int, distance: int) -> Array:
-    """Row r of every tile holds row r ^ distance; 0 where that lies behind the sequence."""
-    wrong = np.zeros_like(array)
-    for start, stop in bounds(name, question):
-        r = np.arange(stop - start)
-        partner = r // tile * tile + (r % tile ^ distance)
-        there = partner < stop - start
-        wrong[start + r[there]] = array[start + partner[there]]
-    return wrong
-
-
-def garbage(array: Array, name: str, question: Question, tile: int, first: int) -> Array:
-    """The last rows of every tile are what happened to be in memory."""
-    wrong, other = array.copy(), np.random.default_rng(5).standard_normal(array.shape)
-    for start, stop in bounds(name, question):
-        rows = start + np.flatnonzero(np.arange(stop - start) % tile >= first)
-        wrong[rows] = other[rows]
-    return wrong
-
-
-def without_tail(array: Array, name: str, question: Question, tile: int) -> Array:
-    """The columns past the last whole tile are none."""
-    wrong = array.copy()
-    wrong[..., array.shape[-1] // tile * tile :] = 0
-    return wrong
-
-
-def no_tail_of_queries(tile: int, lse: float = -np.inf) -> Hooks:
+def no_tail_of_queries(tile: int) -> Hooks:
     """The last, partial tile of queries is not there."""
-
-    def unwritten(run: Any, x: Array) -> Array:
-        x = x.copy()
-        for start, stop in bounds("lse", run.question):
-            x[:, start + (stop - start) // tile * tile : stop] = lse
-        return x
-
-    rows = {"rows": lambda c, x: x[: c.n // tile * tile]}
-    return tiled(tile) | rows | ({} if lse == -np.inf else {"lse": unwritten})
+    return tiled(tile) | {"rows": lambda c, x: x[: c.n // tile * tile]}
 
 
 def other_data(at: Any, question: Question) -> Question:
@@ -170,24 +125,14 @@ def other_data(at: Any, question: Question) -> Question:
     return replace(question, **drawn)
 
 
-def swapped(one: str, other: str) -> Hooks:
-    """Two results, each returned as the other."""
-    return {"results": lambda run, x: x | {one: x[other], other: x[one]}}
-
-
-def delta(of: Any) -> Hooks:
-    """Another D: a function of the arrays and the question."""
-    return {"read": lambda run, a: a | {"delta": of(a, run.question)}}
-
-
 def delta_of(out: Any) -> Hooks:
     """D of another out."""
     return delta(lambda a, q: (a["dout"] * out(a["out"], q)).sum(2).T - a["dlse"])
 
 
 def unmasked(out: Array, question: Question) -> Array:
-    open_ = replace(question, causal=False, window=OPEN)
-    return plain.forward(plain.Run(open_, Kernel()))["out"]
+    open_ = replace(question, causal=False, window=plain.OPEN)
+    return plain.forward(plain.Run(open_, plain.Kernel()))["out"]
 
 
 def some_lost(c: Head, x: Array) -> Array:
@@ -198,48 +143,68 @@ def some_lost(c: Head, x: Array) -> Array:
 
 # ---- the table ----
 
-
-def planted(bug: str, needs: Mapping[str, Any], *variants: tuple[Any, ...]) -> list[Planted]:
-    """``variants``: in words, the stages ("f b fb" is three), what is wrong, more needs."""
-    found = []
-    for words, stages, wrong, *more in variants:
-        for where in stages.split():
-            wanted = Needs(**{**needs, **(more[0] if more else {})})
-            also = tuple(more[1]) if len(more) > 1 else ()
-            variant = f"{words} ({' and '.join(STAGES_OF[where])})"
-            found.append(Planted(bug, variant, STAGES_OF[where], kernel(wrong), wanted, also))
-    return found
-
-
 _CAUSAL = ("causal", "causal window")
 _MASKED = (*_CAUSAL, "window")
+_LEFT = ("window", "causal window", "left")
 _ALIVE = ("equal", "equal", "more")  # lengths of keys with which no query is without a key
-_OPEN = {"masks": ("open",)}
-_LONG = {"lengths": (17, 90)}
+_OPEN, _RIGHT_SIDE = {"masks": ("open",)}, {"masks": ("window", "right")}
+_TILES_16 = {"lengths": (30, 90)}  # two in a sequence, or it is no period
 _OVER_32, _OVER_64 = ({"lengths": (tile - 12, 100), "over": tile} for tile in (32, 64))
+_SHORT, _ALL, _LONG = {"lengths": (1, 40)}, {"lengths": (2, 90)}, {"lengths": (17, 90)}
 _GROUPED = {"groups": (2, 3, 4)}
-_HEADS = {"groups": (2, 3, 4), "heads_kv": (2, 3)}
+_HEADS = _GROUPED | {"heads_kv": (2, 3)}
 _OWN_LSE, _OWN, _RIGHT = {"own": ("lse",)}, {"own": ("out", "lse")}, {"keeps_right": True}
 _ALL_TILES = {"skips_masked": False}
 _NAN = {"unguarded": ("max", "sum")} | _ALL_TILES
-_MEAN = {"S": lambda c, S: np.where(c.seen > 0, S, c.run.wide.type(HIDDEN))} | _ALL_TILES
 _DEAD = {"masks": ("causal",), "lengths_k": ("fewer", "any"), "lengths": (2, 60)}
-_16_BIT = {
-    "masks": ("open", "causal"),
-    "lengths_k": ("equal",),
-    "lengths": (300, 500),
-    "batch": (1, 1),
-    "groups": (1,),
-    "heads_kv": (1,),
-    "head_dims": (16, 32),
-    "dtypes": (FLOAT16, BFLOAT16),
-    "shows": 1.5,
+_SPLIT, _SPLIT_V = {"head_dims": (24, 40, 56)}, {"head_dims_v": (24, 40, 56), "same_dims": 0}
+_PLAIN, _AS_MANY = {"masks": ("open", "causal")}, {"lengths_k": ("equal",)}
+_EQUAL = _PLAIN | _AS_MANY
+_SQUARE = {"masks": ("causal",), "lengths_k": ("equal",), "lengths": (17, 90)}
+_EASY_ONES = ("score-scale", "delta-omitted", "delta-of-another-out", "softmax-backward-without-p")
+# what problems of a class must be like
+_NEEDS: dict[str, dict[str, Any]] = {
+    "padded-keys": _OPEN,
+    "padded-grad-out": _EQUAL,
+    "mask-missing-in-backward": {"masks": _MASKED, "lengths_k": _ALIVE} | _ALL,
+    "causal-dropped": {"masks": _CAUSAL} | _ALL,
+    "causal-off-by-one": {"masks": _CAUSAL},
+    "causal-alignment": {"masks": _MASKED, "lengths_k": ("more", "any")},
+    "window-off-by-one": {"masks": _LEFT, "lengths": (6, 90)},
+    "window-dropped": {"masks": _LEFT, "lengths": (10, 90)},
+    "neighbour-leak": {"masks": ("open", "open", "left")},
+    **dict.fromkeys(_EASY_ONES, _ALL),
+    **dict.fromkeys(("tail-tile-dropped", "tile-period", "race"), _LONG),
+    "no-rescale": _LONG | {"masks": ("open", "causal", "window", "right")},
+    "no-max-subtraction": {"large": True, "lengths": (2, 60), "dlse": 0.2}
+    | {"dtypes": (FLOAT32, BFLOAT16)},
+    "dead-rows": _DEAD,
+    "masked-tile-nan": {"masks": _LEFT, "lengths_k": _ALIVE, "lengths": (18, 90)},
+    "accumulates-in-16-bit": {"masks": ("open", "causal"), "lengths_k": ("equal",)}
+    | {"lengths": (300, 500), "batch": (1, 1), "groups": (1,), "heads_kv": (1,)}
+    | {"head_dims": (16, 32), "dtypes": (FLOAT16, BFLOAT16), "shows": 1.5},
+    "head-dim-tail": {"same_dims": 0.5} | _ALL,
+    "lse-gradient-dropped": {"dlse": 1.0} | _ALL,
+    "lse-gradient-sign": {"dlse": 1.0} | _ALL,
+    "gqa-head-map": _HEADS,
+    "gqa-group-not-summed": _GROUPED,
+    "gradients-swapped": {"same_dims": 1.0},
+    "transposed": _HEADS,
+    "tile-skipped": _LONG | {"masks": ("open", "causal", "right")},
+    "tile-counted-twice": _LONG | {"masks": ("open", "causal", "right")},
+    "tile-overwrites": _EQUAL | {"lengths": (20, 90)},
+    "accumulator-not-reset": {"lengths_k": ("equal",), "lengths": (40, 90)},
+    "other-data": {"lengths": (4, 90)},
 }
 _NARROW = of_each(
     lambda c, x: c.run.narrow(x), "sum row_sum", "sum out", "sum dq", "sum dk", "sum dv"
 )
-_KEPT = {name: lambda c, x: c.old + c.part for name in ("sum out", "sum row_sum")}
-_UNSUBTRACTED = {"subtracts_max": False}
+_MEAN = {"S": lambda c, S: np.where(c.seen > 0, S, c.run.wide.type(HIDDEN))} | _ALL_TILES
+_KEPT_OUT, _KEPT_SUM = ({f"sum {x}": lambda c, x: c.old + c.part} for x in ("out", "row_sum"))
+_UNSUBTRACTED, _NO_SUM = {"subtracts_max": False}, {"unguarded": ("sum",)}
+_FIRST_KEY = {"p": lambda c, p: c.i}
+_NO_MAX = {"softmax": lambda c, x: (x[0] - plain.finite(c.top), x[1])}
+_SUMS = {"softmax": lambda c, x: (x[0], x[1] * np.exp(x[0] - plain.finite(c.top)))}
 
 
 def _uniform(flows: bool) -> Hooks:
@@ -254,419 +219,162 @@ def _uniform(flows: bool) -> Hooks:
     }
 
 
-def _depth(tile: int, *names: str) -> Hooks:
-    return change(partial(without_tail, tile=tile), *names, at="arrays")
-
-
-def _factor(of: Any, in_gradients: bool = False) -> Hooks:
-    """Of the scores, beside softmax_scale."""
-    factor = by(lambda c: c.run.wide.type(of(c.question)))
-    return {
-        "scale" if in_gradients else "Y": by(lambda c: of(c.question)) if in_gradients else factor
-    }
-
-
-_FACTORS = {
-    "1": lambda q: 1 / q.scale,
-    "1 / d": lambda q: 1 / (q.scale * q.q.shape[2]),
-    "log2 e": lambda q: 1 / LN_2,
-    "ln 2": lambda q: LN_2,
-    "default": lambda q: q.q.shape[2] ** -0.5 / q.scale,
-}
-
-
-def _powers(of_q: int, of_k: int) -> Hooks:
-    """Of softmax_scale in dq and dk."""
-    powers = {"dq": of_q, "dk": of_k}
-    return {n: lambda run, x, p=p: x * run.question.scale ** (p - 1) for n, p in powers.items()}
-
-
-def _group(kept: int) -> Hooks:
-    """Of a group: the one head that dk and dv hold."""
-    often = {"often": lambda c, x: x * (c.h % c.group == kept % c.group)}
-    return often | {"only": ("dk", "dv")}
-
-
 def _overwritten(tile: int, *names: str) -> Hooks:
     """Gradients that hold what the last visited tile has added."""
     last = by_pairs(lambda t: t.j == t.last_j if "dq" in names else t.i == t.last_i, tile, tile)
     return {"often": last, "only": names}
 
 
-PLANTED: tuple[Planted, ...] = (
+_OWN_KEYS = {"stored keys": lambda c, x: np.where((x - c.start_k) // c.m == 0, x, ZEROS)}
+_8_APART, _16_APART = (in_sequences(apart(far, 2 * far)) for far in (8, 16))
+_SWAPPED = {"results": lambda run, x: x | {"dk": x["dv"], "dv": x["dk"]}}
+_SWAPPED_DQ = {"results": lambda run, x: x | {"dq": x["dk"], "dk": x["dq"]}}
+_NEXT_HEAD = delta_of(lambda out, q: np.roll(out, -1, axis=1))
+_BY_QUERY = _NARROW | {"tile_m": 1, "tile_n": 128}
+_BOTH = _SPLIT_V | _SPLIT | {"same_dims": 0.5}
+_NO_KEYS_TAIL = times(lambda c: c.j < c.m // 16 * 16)
+_DIAGONAL = times(lambda c: 1 + (c.i // 16 == c.j // 16))
+_DEFAULT = {"scale": lambda c, s: c.question.q.shape[2] ** -0.5}
+_OPERANDS = ("dS of dq", "dS of dk", "P of dv")
+_BY_HEADS, _BY_COLUMNS = written_as((1, 0, 2)), written_as((2, 1, 0))
+
+_TABLE: Table = (
     # ---- who sees whom ----
-    *planted(
-        "padded-keys",
-        _OPEN,
-        ("up to the longest", "f b fb", padded("longest") | _OWN_LSE),
-        ("up to the longest, as autograd has it", "b fb", padded("longest") | _OWN),
-        ("up to 16", "f fb", padded(16) | _OWN_LSE),
-        ("up to 32", "f", padded(32)),
-        ("up to 64", "f b fb", padded(64) | _OWN_LSE),
-        ("up to 128", "fb", padded(128) | _OWN),
-    ),
-    *planted(
-        "padded-grad-out",
-        {"masks": ("open", "causal"), "lengths_k": ("equal",)},
-        ("ones", "b", past_dout(1.0)),
-        ("of a mean", "b", past_dout(0.3)),
-        ("negative", "b", past_dout(-2.0)),
-    ),
-    *planted(
-        "mask-missing-in-backward",
-        {"masks": _MASKED, "lengths_k": _ALIVE, "lengths": (2, 90)},
-        ("softmax over all keys", "b", no_window() | _OWN_LSE),
-        ("exp(S - L)", "b", no_window()),
-    ),
-    *planted(
-        "causal-dropped",
-        {"masks": _CAUSAL, "lengths": (2, 90)},
-        ("no right side", "f fb", no_window(left=False)),
-        ("no mask", "f fb", no_window(), {"masks": ("causal",)}),
-        ("no right side, own lse", "fb", no_window(left=False) | _OWN),
-    ),
-    *planted(
-        "causal-off-by-one",
-        {"masks": _CAUSAL},
-        ("j <= i + 1", "f b fb", window(right=1), {"lengths": (2, 90)}),
-        ("j < i", "f b fb", window(right=-1)),
-    ),
-    *planted(
-        "causal-alignment",
-        {"masks": ("causal", "causal window", "window"), "lengths_k": ("more", "any")},
-        ("first key", "f b fb", {"p": lambda c, p: c.i}),
-        ("first key, more keys", "fb", {"p": lambda c, p: c.i}, {"lengths_k": ("more",)}),
-        ("first key, more queries", "f fb", {"p": lambda c, p: c.i}, {"lengths_k": ("fewer",)}),
-    ),
-    *planted(
-        "window-off-by-one",
-        {"masks": ("window", "causal window", "left"), "lengths": (6, 90)},
-        ("left + 1", "f b fb", window(left=1)),
-        ("left - 1", "f b fb", window(left=-1)),
-        ("right + 1", "f b fb", window(right=1), {"masks": ("window", "right")}),
-        ("right - 1", "f b fb", window(right=-1), {"masks": ("window", "right")}),
-        ("both sides + 1", "fb", window(left=1, right=1), {"masks": ("window",)}),
-    ),
-    *planted(
-        "window-dropped",
-        {"masks": ("window", "causal window", "left"), "lengths": (10, 90)},
-        ("left side", "f fb", no_window(right=False)),
-        ("right side", "f fb", no_window(left=False), {"masks": ("window", "right")}),
-        ("both sides", "f fb", no_window(), {"masks": ("window",)}),
-    ),
-    *planted(
-        "neighbour-leak",
-        {"masks": ("open", "open", "left")},
-        ("up to 16", "f fb", leaking(tile=16)),
-        ("up to 32", "b fb", leaking(tile=32)),
-        ("up to 64", "f fb", leaking(tile=64)),
-        ("up to 128", "f fb", leaking(tile=128)),
-        ("up to 32, gradients stay", "fb", leaking(tile=32) | {"stored keys": own_keys}),
-        ("one key after", "f b fb", leaking(1), {"lengths": (1, 40)}),
-        (
-            *("one key before", "f b fb", leaking(before=1)),
-            {"masks": ("open", "causal"), "lengths": (1, 40)},
-        ),
-        ("one on both sides", "fb", leaking(1, 1), {"lengths": (1, 40)}),
-    ),
-    *planted(
-        "offsets-shifted",
-        {},
-        ("stored a row late", "f", stored(one_row_late, "out", "lse")),
-        ("stored a row late", "b", stored(one_row_late, *GRADIENTS)),
-        ("stored a row late", "fb", stored(one_row_late, "out", "lse", *GRADIENTS) | _RIGHT),
-        ("no first entry", "f b fb", {"spans": lambda run, x: x[1:]}),
-    ),
+    ("padded-keys: up to the longest", "f b fb", padded("longest") | _OWN_LSE),
+    ("padded-keys: up to the longest, as autograd has it", "b fb", padded("longest") | _OWN),
+    ("padded-keys: up to 16", "f fb", padded(16) | _OWN_LSE),
+    ("padded-keys: up to 64", "f b fb", padded(64) | _OWN_LSE),
+    ("padded-grad-out: ones", "b", past_dout(1.0)),
+    ("padded-grad-out: negative", "b", past_dout(-2.0)),
+    ("mask-missing-in-backward: softmax over all keys", "b", no_window() | _OWN_LSE),
+    ("mask-missing-in-backward: exp(S - L)", "b", no_window()),
+    ("causal-dropped: no right side", "f fb", no_window(left=False)),
+    ("causal-dropped: no mask", "f fb", no_window(), {"masks": ("causal",)}),
+    ("causal-dropped: no right side, own lse", "fb", no_window(left=False) | _OWN),
+    ("causal-off-by-one: j <= i + 1", "f b fb", window(right=1), _ALL),
+    ("causal-off-by-one: j < i", "f b fb", window(right=-1)),
+    ("causal-alignment: first key", "f b fb", _FIRST_KEY),
+    ("causal-alignment: first key, more queries", "f fb", _FIRST_KEY, {"lengths_k": ("fewer",)}),
+    ("window-off-by-one: left + 1", "f b fb", window(left=1)),
+    ("window-off-by-one: left - 1", "f b fb", window(left=-1)),
+    ("window-off-by-one: right + 1", "f b fb", window(right=1), _RIGHT_SIDE),
+    ("window-off-by-one: both sides + 1", "fb", window(1, 1), {"masks": ("window",)}),
+    ("window-dropped: left side", "f fb", no_window(right=False)),
+    ("window-dropped: right side", "f fb", no_window(left=False), _RIGHT_SIDE),
+    ("window-dropped: both sides", "f fb", no_window(), {"masks": ("window",)}),
+    ("neighbour-leak: up to 16", "f fb", leaking(tile=16)),
+    ("neighbour-leak: up to 32, gradients stay", "fb", leaking(tile=32) | _OWN_KEYS),
+    ("neighbour-leak: one key after", "f b fb", leaking(1), _SHORT),
+    ("neighbour-leak: one key before", "f b fb", leaking(before=1), _SHORT | _PLAIN),
+    ("neighbour-leak: one on both sides", "fb", leaking(1, 1), _SHORT),
+    ("offsets-shifted: stored a row late", "f", stored(late, "out", "lse")),
+    ("offsets-shifted: stored a row late", "b", stored(late, *GRADIENTS)),
+    ("offsets-shifted: stored a row late", "fb", stored(late, "out", "lse", *GRADIENTS) | _RIGHT),
+    ("offsets-shifted: no first entry", "f b fb", {"spans": lambda run, x: x[1:]}),
     # ---- scores and softmax ----
-    *planted(
-        "output-scale",
-        {},
-        ("dq without", "b", _powers(0, 1)),
-        ("dk without", "b", _powers(1, 0)),
-        ("dq and dk without", "b", _powers(0, 0)),
-        ("dq twice", "b", _powers(2, 1)),
-        ("dk twice", "b", _powers(1, 2)),
-        ("dq and dk twice", "b", _powers(2, 2)),
-    ),
-    *planted(
-        "score-scale",
-        {"lengths": (2, 90)},
-        ("1", "f b fb", _factor(_FACTORS["1"])),
-        ("1, in dq and dk too", "b fb", _factor(_FACTORS["1"], True)),
-        ("1 / d", "f b fb", _factor(_FACTORS["1 / d"])),
-        ("1 / d, in dq and dk too", "b fb", _factor(_FACTORS["1 / d"], True)),
-        ("log2 e", "f b fb", _factor(_FACTORS["log2 e"])),
-        ("ln 2", "f b fb", _factor(_FACTORS["ln 2"])),
-        (
-            *("the default though one is given", "f fb", _factor(_FACTORS["default"], True)),
-            {"scaled": 1.0},
-        ),
-    ),
-    *planted(
-        "lse-base-2",
-        {},
-        ("stored alone", "f", {"lse": by(1 / LN_2)} | _RIGHT),
-        ("stored, and read as natural", "f", {"lse": by(1 / LN_2)}),
-        ("read as base 2", "b", {"L": by(LN_2)}),
-    ),
-    *planted(
-        "lse-without-max",
-        {},
-        *(
-            (words, "f", {"softmax": lambda c, x: (x[0] - finite(c.top), x[1])} | more)
-            for words, more in (("stored alone", _RIGHT), ("stored and read", {}))
-        ),
-    ),
-    *planted(
-        "not-normalised",
-        {},
-        *(
-            (
-                words,
-                "f",
-                {"softmax": lambda c, x: (x[0], x[1] * np.exp(x[0] - finite(c.top)))} | more,
-            )
-            for words, more in (("stored alone", _RIGHT), ("stored and read", {}))
-        ),
-    ),
-    *planted(
-        "no-rescale",
-        _LONG | {"masks": ("open", "causal", "window", "right")},
-        *(
-            (words, "f", {f"sum {name}": _KEPT[f"sum {name}"] for name in names} | tile, *needs)
-            for words, names, tile, *needs in (
-                ("acc, tiles of 16", ["out"], {}),
-                ("acc, tiles of 32", ["out"], tiled(32), {"lengths": (33, 90)}),
-                ("acc, from the last tile", ["out"], {"order": "descending"}),
-                ("row_sum, tiles of 16", ["row_sum"], {}),
-                ("row_sum, tiles of 32", ["row_sum"], tiled(32), {"lengths": (33, 90)}),
-                ("both, tiles of 16", ["out", "row_sum"], {}),
-            )
-        ),
-    ),
-    *planted(
-        "no-max-subtraction",
-        {"large": True, "lengths": (2, 60), "dtypes": (FLOAT32, BFLOAT16), "dlse": 0.2},
-        ("exp(S)", "f", _UNSUBTRACTED | {"unguarded": ("sum",)}),
-        ("exp(S), division guarded", "f", _UNSUBTRACTED),
-        ("exp(S) / exp(L)", "b fb", _UNSUBTRACTED | {"unguarded": ("sum",)}),
-    ),
-    *planted(
-        "dead-rows",
-        _DEAD,
-        ("0 / 0", "f", {"unguarded": ("sum",)}),
-        ("-inf - -inf", "f", _NAN, {}, ("masked-tile-nan",)),
-        ("-inf - -inf", "fb", _NAN | {"unguarded": ("max", "sum", "lse")}),
-        ("-inf - -inf, tiles skipped", "fb", {"unguarded": ("sum", "lse")}),
-        ("exp(-inf - lse)", "b", {"unguarded": ("lse",)} | _ALL_TILES),
-        ("mean, -1e30 for -inf", "f fb", _MEAN),
-        ("mean, masked_fill", "b fb", _MEAN | _uniform(False) | _OWN),
-        ("mean, a mask that is added", "fb", _MEAN | _uniform(True) | _OWN, {}, ("mask-fill",)),
-    ),
-    *planted(
-        "masked-tile-nan",
-        {"masks": ("window", "causal window", "left"), "lengths_k": _ALIVE, "lengths": (18, 90)},
-        ("all tiles, 16", "f", {"unguarded": ("max",)} | _ALL_TILES),
-        ("visible tiles, 16", "f", {"unguarded": ("max",)}),
-        ("all tiles, 32", "f", {"unguarded": ("max",)} | _ALL_TILES | tiled(32)),
-        ("visible tiles, 16 by 8", "f", {"unguarded": ("max",), "tile_n": 8}),
-    ),
-    *planted(
-        "accumulates-in-16-bit",
-        _16_BIT,
-        ("key by key", "f fb", _NARROW | {"tile_m": 128, "tile_n": 1}),
-        ("key by key, dq", "b", _NARROW | {"tile_m": 128, "tile_n": 1}),
-        ("query by query, dk and dv", "b", _NARROW | {"tile_m": 1, "tile_n": 128}),
-        ("tiles of 4 keys", "f", _NARROW | {"tile_m": 64, "tile_n": 4}),
-    ),
-    *planted(
-        "head-dim-tail",
-        {"same_dims": 0.5, "lengths": (2, 90)},
-        ("of scores, 16", "f b fb", _depth(16, "q", "k"), {"head_dims": (24, 40, 56)}),
-        ("of scores, 32", "f b fb", _depth(32, "q", "k"), {"head_dims": (40, 48, 56)}),
-        ("of scores, 64", "fb", _depth(64, "q", "k"), {"head_dims": (72, 80, 96)}),
-        (
-            *("of v, 16", "f fb", _depth(16, "v", "dout")),
-            {"head_dims_v": (24, 40, 56), "same_dims": 0},
-        ),
-        (
-            *("of out as stored, 32", "f", stored(partial(without_tail, tile=32), "out")),
-            {"head_dims_v": (40, 48, 56), "same_dims": 0},
-        ),
-        (
-            *("of gradients as stored, 16", "b"),
-            stored(partial(without_tail, tile=16), *GRADIENTS),
-            {"head_dims": (24, 40, 56), "head_dims_v": (24, 40, 56)},
-        ),
-    ),
+    ("output-scale: dq without", "b", {"dq": power(0)}),
+    ("output-scale: dk without", "b", {"dk": power(0)}),
+    ("output-scale: dq and dk without", "b", of_each(power(0), "dq", "dk")),
+    ("output-scale: dq twice", "b", {"dq": power(2)}),
+    ("score-scale: 1", "f b fb", {"Y": by(lambda c: 1 / c.question.scale)}),
+    ("score-scale: 1, in dq and dk too", "b fb", {"scale": lambda c, s: 1.0}),
+    ("score-scale: log2 e", "f b fb", {"Y": by(1 / LN_2)}),
+    ("score-scale: the default though one is given", "f fb", _DEFAULT, {"scaled": 1.0}),
+    ("lse-base-2: stored alone", "f", {"lse": by(1 / LN_2)} | _RIGHT),
+    ("lse-base-2: stored, and read as natural", "f", {"lse": by(1 / LN_2)}),
+    ("lse-base-2: read as base 2", "b", {"L": by(LN_2)}),
+    ("lse-without-max: stored alone", "f", _NO_MAX | _RIGHT),
+    ("lse-without-max: stored and read", "f", _NO_MAX),
+    ("not-normalised: stored alone", "f", _SUMS | _RIGHT),
+    ("not-normalised: stored and read", "f", _SUMS),
+    ("no-rescale: acc, tiles of 16", "f", _KEPT_OUT),
+    ("no-rescale: acc, from the last tile", "f", _KEPT_OUT | {"order": "descending"}),
+    ("no-rescale: row_sum, tiles of 32", "f", _KEPT_SUM | tiled(32), {"lengths": (33, 90)}),
+    ("no-rescale: both, tiles of 16", "f", _KEPT_OUT | _KEPT_SUM),
+    ("no-max-subtraction: exp(S)", "f", _UNSUBTRACTED | _NO_SUM),
+    ("no-max-subtraction: exp(S), division guarded", "f", _UNSUBTRACTED),
+    ("no-max-subtraction: exp(S) / exp(L)", "b fb", _UNSUBTRACTED | _NO_SUM),
+    ("dead-rows: 0 / 0", "f", _NO_SUM),
+    ("dead-rows or masked-tile-nan: -inf - -inf", "f", _NAN),
+    ("dead-rows: -inf - -inf", "fb", _NAN | {"unguarded": ("max", "sum", "lse")}),
+    ("dead-rows: -inf - -inf, tiles skipped", "fb", {"unguarded": ("sum", "lse")}),
+    ("dead-rows: exp(-inf - lse)", "b", {"unguarded": ("lse",)} | _ALL_TILES),
+    ("dead-rows: mean, -1e30 for -inf", "f fb", _MEAN),
+    ("dead-rows: mean, masked_fill", "b fb", _MEAN | _uniform(False) | _OWN),
+    ("dead-rows or mask-fill: mean, a mask that is added", "fb", _MEAN | _uniform(True) | _OWN),
+    ("masked-tile-nan: all tiles, 16", "f", {"unguarded": ("max",)} | _ALL_TILES),
+    ("masked-tile-nan: visible tiles, 16 by 8", "f", {"unguarded": ("max",), "tile_n": 8}),
+    ("accumulates-in-16-bit: key by key", "f fb", _NARROW | {"tile_m": 128, "tile_n": 1}),
+    ("accumulates-in-16-bit: query by query, dk and dv", "b", _BY_QUERY),
+    ("accumulates-in-16-bit: tiles of 4 keys", "f", _NARROW | {"tile_m": 64, "tile_n": 4}),
+    ("head-dim-tail: of scores, 16", "f b fb", depth(16, "q", "k"), _SPLIT),
+    ("head-dim-tail: of scores, 64", "fb", depth(64, "q", "k"), {"head_dims": (72, 80, 96)}),
+    ("head-dim-tail: of v, 16", "f fb", depth(16, "v", "dout"), _SPLIT_V),
+    ("head-dim-tail: of out as stored, 16", "f", stored(without_tail(16), "out"), _SPLIT_V),
+    ("head-dim-tail: of gradients as stored, 16", "b", stored(without_tail(16), *GRADIENTS), _BOTH),
     # ---- the softmax's derivative ----
-    *planted(
-        "delta-omitted",
-        {"lengths": (2, 90)},
-        ("D = 0", "b", delta(lambda a, q: 0 * a["delta"])),
-        ("D = -dL", "b", delta(lambda a, q: -a["dlse"]), {"dlse": 1.0}),
-    ),
-    *planted(
-        "delta-of-another-out",
-        {"lengths": (2, 90)},
-        ("unmasked attention", "b", delta_of(unmasked), {"masks": _MASKED}),
-        ("next head", "b", delta_of(lambda out, q: np.roll(out, -1, axis=1)), _GROUPED),
-        (
-            *("head of k", "b"),
-            delta_of(lambda out, q: out[:, np.arange(q.num_heads_q) // q.group]),
-            _GROUPED,
-        ),
-        (
-            *("next row", "b"),
-            delta_of(lambda out, q: np.concatenate((out[1:], np.zeros_like(out[:1])))),
-        ),
-    ),
-    *planted(
-        "lse-gradient-dropped",
-        {"dlse": 1.0, "lengths": (2, 90)},
-        ("D", "b", delta(lambda a, q: a["delta"] + a["dlse"])),
-    ),
-    *planted(
-        "lse-gradient-sign",
-        {"dlse": 1.0, "lengths": (2, 90)},
-        ("D", "b", delta(lambda a, q: a["delta"] + 2 * a["dlse"])),
-    ),
-    *planted(
-        "softmax-backward-without-p",
-        {"lengths": (2, 90)},
-        ("dS = dP - D", "b", {"dS": lambda c, x: np.where(c.seen > 0, c.Z, 0)}),
-    ),
+    ("delta-omitted: D = 0", "b", delta(lambda a, q: 0 * a["delta"])),
+    ("delta-omitted: D = -dL", "b", delta(lambda a, q: -a["dlse"]), {"dlse": 1.0}),
+    ("delta-of-another-out: unmasked attention", "b", delta_of(unmasked), {"masks": _MASKED}),
+    ("delta-of-another-out: next head", "b", _NEXT_HEAD, _GROUPED),
+    ("delta-of-another-out: next row", "b", delta_of(lambda out, q: np.roll(out, -1, 0))),
+    ("lse-gradient-dropped: D", "b", delta(lambda a, q: a["delta"] + a["dlse"])),
+    ("lse-gradient-sign: D", "b", delta(lambda a, q: a["delta"] + 2 * a["dlse"])),
+    ("softmax-backward-without-p: dS = dP - D", "b", {"dS": lambda c, x: c.Z * (c.seen > 0)}),
     # ---- heads, layout, tiles ----
-    *planted(
-        "gqa-head-map",
-        _HEADS,
-        ("h % heads", "f b fb", {"kv head": lambda c, g: c.h % c.question.num_heads_kv}),
+    ("gqa-head-map: h % heads", "f b fb", {"kv head": lambda c, g: c.h % c.question.num_heads_kv}),
+    ("gqa-group-not-summed: last head", "b", of_group(-1, "dk", "dv")),
+    ("gqa-group-not-summed: first head", "b", of_group(0, "dk", "dv")),
+    ("gradients-swapped: dk and dv", "b", _SWAPPED),
+    ("gradients-swapped: dq and dk", "b", _SWAPPED_DQ, _AS_MANY | {"groups": (1,)}),
+    ("transposed: out by heads", "f", stored(_BY_HEADS, "out")),
+    ("transposed: out by heads, not read so", "f", stored(_BY_HEADS, "out") | _RIGHT),
+    ("transposed: out by columns", "f", stored(_BY_COLUMNS, "out")),
+    ("transposed: columns of out reversed", "f", stored(lambda x, *_: x[..., ::-1], "out")),
+    ("transposed: lse by tokens", "f", stored(written_as((1, 0)), "lse") | _RIGHT),
+    ("transposed: gradients by heads", "b", stored(_BY_HEADS, *GRADIENTS)),
+    ("transposed: dq by columns", "b", stored(_BY_COLUMNS, "dq")),
+    (
+        "transposed: columns of gradients reversed",
+        "b",
+        stored(lambda x, *_: x[..., ::-1], *GRADIENTS),
     ),
-    *planted(
-        "gqa-group-not-summed",
-        _GROUPED,
-        ("last head", "b", _group(-1)),
-        ("first head", "b", _group(0)),
-    ),
-    *planted(
-        "gradients-swapped",
-        {"same_dims": 1.0},
-        ("dk and dv", "b", swapped("dk", "dv")),
-        ("dq and dk", "b", swapped("dq", "dk"), {"groups": (1,), "lengths_k": ("equal",)}),
-    ),
-    *planted(
-        "transposed",
-        _HEADS,
-        ("out by heads", "f", stored(written_as((1, 0, 2)), "out")),
-        ("out by heads, not read so", "f", stored(written_as((1, 0, 2)), "out") | _RIGHT),
-        ("out by columns", "f", stored(written_as((2, 1, 0)), "out")),
-        ("columns of out reversed", "f", {"out": lambda run, x: x[..., ::-1]}),
-        ("lse by tokens", "f", stored(written_as((1, 0)), "lse") | _RIGHT),
-        ("gradients by heads", "b", stored(written_as((1, 0, 2)), *GRADIENTS)),
-        ("dq by heads", "b", stored(written_as((1, 0, 2)), "dq")),
-        ("dk and dv by heads", "b", stored(written_as((1, 0, 2)), "dk", "dv")),
-        ("dq by columns", "b", stored(written_as((2, 1, 0)), "dq")),
-        (
-            *("columns of gradients reversed", "b"),
-            of_each(lambda run, x: x[..., ::-1], *GRADIENTS),
-        ),
-    ),
-    *planted(
-        "tail-tile-dropped",
-        _LONG,
-        ("queries, 16", "f b fb", no_tail_of_queries(16)),
-        ("queries, 32", "b fb", no_tail_of_queries(32), _OVER_32),
-        ("queries, 64, lse 0", "f", no_tail_of_queries(64, 0.0), _OVER_64),
-        ("keys, 16", "f b fb", times(lambda c: c.j < c.m // 16 * 16)),
-        ("keys, 32", "f fb", times(lambda c: c.j < c.m // 32 * 32), _OVER_32),
-        ("keys, 64", "b fb", times(lambda c: c.j < c.m // 64 * 64), _OVER_64),
-        ("both, 16", "fb", no_tail_of_queries(16) | times(lambda c: c.j < c.m // 16 * 16)),
-    ),
-    *planted(
-        "tile-skipped",
-        _LONG | {"masks": ("open", "causal", "right")},
-        ("first, 16", "f b fb", times(lambda c: c.j >= 16)),
-        ("first, 32", "f b fb", times(lambda c: c.j >= 32), _OVER_32),
-        ("first, 64", "fb", times(lambda c: c.j >= 64), _OVER_64),
-    ),
-    *planted(
-        "tile-counted-twice",
-        _LONG | {"masks": ("open", "causal", "right")},
-        ("first, 16", "f b fb", times(lambda c: 1 + (c.j < 16))),
-        ("first, 32", "f b fb", times(lambda c: 1 + (c.j < 32)), _OVER_32),
-        ("first, 64", "fb", times(lambda c: 1 + (c.j < 64)), _OVER_64),
-        *(
-            (
-                *(f"diagonal, {t}", "f b fb", times(lambda c, t=t: 1 + (c.i // t == c.j // t))),
-                {"masks": ("causal",), "lengths_k": ("equal",), "lengths": (t + 1, 90)},
-            )
-            for t in (16, 32)
-        ),
-    ),
-    *planted(
-        "tile-overwrites",
-        {"masks": ("open", "causal"), "lengths_k": ("equal",), "lengths": (20, 90)},
-        ("dq, 16", "b", _overwritten(16, "dq")),
-        ("dq, 32", "b", _overwritten(32, "dq"), _OVER_32),
-        ("dq, 64", "b", _overwritten(64, "dq"), _OVER_64),
-        ("dk and dv, 16", "b", _overwritten(16, "dk", "dv")),
-        ("dk and dv, 32", "b", _overwritten(32, "dk", "dv"), _OVER_32),
-        ("dk, 32", "b", _overwritten(32, "dk"), _OVER_32),
-    ),
-    *planted(
-        "accumulator-not-reset",
-        {"lengths_k": ("equal",), "lengths": (40, 90)},
-        ("dk, 16", "b", stored(in_sequences(running_on(16)), "dk")),
-        ("dq, 32, from the last", "b", stored(in_sequences(running_on(32, -1)), "dq")),
-        ("dk and dv, 32", "b", stored(in_sequences(running_on(32)), "dk", "dv")),
-    ),
-    *planted(
-        "tile-period",
-        _LONG,
-        *(
-            (words, stage, stored(partial(how, tile=tile, **what), *names) | more, *needs)
-            for words, stage, how, tile, what, names, more, *needs in (
-                ("out, 8 apart in 16", "f", exchanged, 16, {"distance": 8}, ["out"], {}),
-                ("out, 1 apart in 16", "f", exchanged, 16, {"distance": 1}, ["out"], _RIGHT),
-                (
-                    *("out, garbage in 32", "f", garbage, 32, {"first": 28}, ["out"], {}),
-                    {"lengths": (30, 90)},
-                ),
-                ("dq, 8 apart in 16", "b", exchanged, 16, {"distance": 8}, ["dq"], {}),
-                ("dq, garbage in 16", "b", garbage, 16, {"first": 14}, ["dq"], {}),
-                (
-                    *("dk and dv, 16 apart in 32", "b", exchanged, 32, {"distance": 16}),
-                    *(["dk", "dv"], {}),
-                ),
-                ("dk and dv, garbage in 16", "b", garbage, 16, {"first": 12}, ["dk", "dv"], {}),
-            )
-        ),
-    ),
+    ("tail-tile-dropped: queries, 16", "f b fb", no_tail_of_queries(16)),
+    ("tail-tile-dropped: queries, 64", "f", no_tail_of_queries(64), _OVER_64),
+    ("tail-tile-dropped: keys, 16", "f b fb", _NO_KEYS_TAIL),
+    ("tail-tile-dropped: keys, 64", "b fb", times(lambda c: c.j < c.m // 64 * 64), _OVER_64),
+    ("tail-tile-dropped: both, 16", "fb", no_tail_of_queries(16) | _NO_KEYS_TAIL),
+    ("tile-skipped: first, 16", "f b fb", times(lambda c: c.j >= 16)),
+    ("tile-counted-twice: first, 16", "f b fb", times(lambda c: 1 + (c.j < 16))),
+    ("tile-counted-twice: diagonal, 16", "f b fb", _DIAGONAL, _SQUARE),
+    ("tile-overwrites: dq, 16", "b", _overwritten(16, "dq")),
+    ("tile-overwrites: dk and dv, 32", "b", _overwritten(32, "dk", "dv"), _OVER_32),
+    ("tile-overwrites: dk, 32", "b", _overwritten(32, "dk"), _OVER_32),
+    ("accumulator-not-reset: dk, 16", "b", stored(running_on(16), "dk")),
+    ("accumulator-not-reset: dq, 32, from the last", "b", stored(running_on(32, -1), "dq")),
+    ("accumulator-not-reset: dk and dv, 32", "b", stored(running_on(32), "dk", "dv")),
+    ("tile-period: out, 8 apart in 16", "f", stored(_8_APART, "out")),
+    ("tile-period: out, garbage in 32", "f", stored(garbage(32, 28), "out"), {"lengths": (30, 90)}),
+    ("tile-period: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
+    ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv"), _TILES_16),
     # ---- no function of the inputs ----
-    *planted(
-        "race",
-        {"lengths": (17, 90)},
-        ("dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),
-        ("dq", "b", {"dS of dq": some_lost}),
-        (
-            *("all gradients, 32", "b"),
-            of_each(some_lost, "dS of dq", "dS of dk", "P of dv") | tiled(32),
-        ),
-    ),
-    *planted(
-        "other-data", {"lengths": (4, 90)}, ("all inputs", "f b fb", {"question": other_data})
-    ),
+    ("race: dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),
+    ("race: dq", "b", {"dS of dq": some_lost}),
+    ("race: all gradients, 32", "b", of_each(some_lost, *_OPERANDS) | tiled(32)),
+    ("other-data: all inputs", "f b fb", {"question": other_data}),
+)
+PLANTED = plants(
+    _TABLE, lambda on: {}, _NEEDS, named=lambda x, on: f"{x} ({' and '.join(stages_of(on))})"
 )
 
 
-def _right(variant: str, wrong: Mapping[str, Any], **needs: Any) -> Planted:
+def _right(variant: str, wrong: Hooks, **needs: Any) -> Planted:
     return Planted("", variant, (*STAGES,), kernel(wrong), Needs(**needs))
 
 
 RIGHT: tuple[Planted, ...] = (
     _right("tiles of 4", tiled(4), lengths=(1, 40)),
     _right("tiles of 8 by 32", {"tile_m": 8, "tile_n": 32}),
-    _right("tiles of 32 by 8", {"tile_m": 32, "tile_n": 8}),
     _right("tiles of 16", {}),
     _right("tiles of 64", tiled(64)),
     _right("masked tiles are computed too", {"skips_masked": False}),
@@ -678,7 +386,6 @@ RIGHT: tuple[Planted, ...] = (
     _right("its own softmax in the backward pass", _OWN_LSE),
     _right("TF32", {"rounding": "tf32"}, dtypes=(FLOAT32,)),
     _right("float16", {}, dtypes=(FLOAT16,)),
-    _right("float16, tiles of 64", tiled(64), dtypes=(FLOAT16,)),
     _right("every step in float16", {"rounding": "every step"}, dtypes=(FLOAT16,)),
     _right("every step in bfloat16", {"rounding": "every step"}, dtypes=(BFLOAT16,)),
     _right("long rows", tiled(64), lengths=(200, 400), batch=(1, 1), groups=(1, 2), heads_kv=(1,)),

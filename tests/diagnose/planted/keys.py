@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Answers, Question
-from tests.diagnose.hooks import STAGES_OF, Hooks, bounds, kernel, seen, stored, times
-from tests.diagnose.plain import FLOAT64, ZEROS, Array, Head, Planted, answers
-from tests.diagnose.problems import DTYPES, Needs, problems
+from rawattn.check.diagnose.engine.question import Question
+from tests.diagnose.hooks import and_seen, or_seen, seen, times
+from tests.diagnose.plain import FLOAT16, ZEROS, Array, Head, answers
+from tests.diagnose.problems import DTYPES, problems
+from tests.diagnose.stores import bounds, stored
+from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 Test = Callable[[Head], Any]
@@ -29,64 +31,13 @@ def up_to(x: Array, tile: int) -> Array:
 # ---- which keys -------------------------------------------------------------------------------
 
 
-def tile_local(rows: int, keys: int) -> Hooks:
-    """The mask of a tile with the diagonal in it compares places within the tiles."""
-
-    def test(c: Head) -> Array:
-        first = up_to(c.i, rows)
-        found = (up_to(c.j, keys) + keys - 1 <= first) | (c.j % keys <= c.i % rows)
-        return found & (c.j < ceil(first + rows, keys) * keys)
-
-    return seen(test)
-
-
-def last_tile_alone_masked(rows: int, keys: int) -> Hooks:
-    def test(c: Head) -> Array:
-        last = ceil(up_to(c.i, rows) + rows + c.m - c.n, keys) - 1
-        return (c.j // keys < last) | ((c.j // keys == last) & (c.j <= c.p))
-
-    return seen(test)
-
-
 def open_tile(keys: int) -> Hooks:
     return seen(lambda c: c.j < (c.p // keys + 1) * keys)
-
-
-def zigzag(parts: int) -> Hooks:
-    """The mask goes by the place of a key, where keys are stored in the order of a ring's ranks."""
-
-    def test(c: Head) -> Array:
-        size = c.m // (2 * parts)
-        chunks = [x for rank in range(parts) for x in (rank, 2 * parts - 1 - rank)]
-        keys = np.concatenate([np.arange(x * size, (x + 1) * size) for x in chunks])
-        return np.argsort(keys)[None, : c.m] <= c.p
-
-    return seen(test)
 
 
 def of_rows(test: Test) -> Hooks:
     """Any row of k may be seen; ``test`` goes by the row r, counted from the pack's first."""
     return {"keys": lambda c, x: np.arange(c.total_k)} | seen(test)
-
-
-def spans(c: Head, lengths: Any) -> Array:
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def other_boundaries(c: Head) -> Array:
-    """Sequences begin where those of another batch with as many tokens did."""
-    starts = spans(c, c.question.lengths_q[::-1])
-    token = c.start_q + c.i
-    b = np.searchsorted(starts, token, side="right") - 1
-    left, right = (10**6 if side < 0 else side for side in c.window)
-    stop = np.minimum(token + right + 1, starts[np.minimum(b + 1, len(starts) - 1)])
-    return (c.r >= np.maximum(starts[b], token - left)) & (c.r < stop)
-
-
-def next_sequence(c: Head) -> Array:
-    lengths = c.question.lengths_k
-    start, length = (0, lengths[0]) if c.b else (c.m, lengths[1])
-    return (c.r >= start) & (c.r < start + length) & (c.i >= 0)
 
 
 def with_zeros(number: Callable[[Head], int], hidden: bool = False) -> Hooks:
@@ -102,8 +53,8 @@ def with_zeros(number: Callable[[Head], int], hidden: bool = False) -> Hooks:
     return {"keys": keys, "seen": see}
 
 
-def part(number: int, parts: int) -> Test:
-    return lambda c: c.j // ceil(c.m, parts) == number
+def part(c: Head, number: int, parts: int) -> Any:
+    return c.j // ceil(c.m, parts) == number
 
 
 def irregular_span(c: Head) -> Array:
@@ -117,54 +68,31 @@ def by_document(c: Head) -> Array:
     return (c.j % 3 == c.i % 3) | (c.j == 0) | (c.j**2 % 7 == c.i % 7)
 
 
-def some_heads(c: Head, x: Array) -> Array:
-    return x | bool(c.h % 2)
+def writer(c: Head, tile: int) -> Array:
+    """Whose last tile of queries goes on over a row of the next sequences: its number, or -1."""
+    token, found = c.start_q + c.i, np.full((c.n, 1), -1)
+    for b in reversed(range(c.b)):
+        end = int(c.question.cu_seqlens_q[b + 1])
+        over = (token >= end) & (token < end + -c.question.lengths_q[b] % tile)
+        found = np.where(over, b, found)
+    return found
 
 
-def tail_of_another(tile: int) -> Hooks:
-    """The tail of a tile of queries is stored over the next sequence's first rows."""
-
-    def test(c: Head) -> Array:
-        q, token = c.question, c.start_q + c.i
-        found = (c.r >= c.start_k) & (c.r < c.start_k + c.m)
-        found = np.broadcast_to(found, (c.n, c.total_k)).copy()
-        for b in reversed(range(c.b)):
-            end = int(q.cu_seqlens_q[b + 1])
-            over = (token >= end) & (token < end + -q.lengths_q[b] % tile)
-            start, stop = (int(x) for x in q.cu_seqlens_k[b : b + 2])
-            found = np.where(over, (c.r >= start) & (c.r < stop), found)
-        return found
-
-    return of_rows(test)
-
-
-def packed_group(rows: int, tile: int) -> Hooks:
-    """Causal by rows that are every head of every query; cut at the end of the last key tile."""
-
-    def test(c: Head) -> Array:
-        last = np.minimum(up_to(c.i, rows) + rows, c.n) + c.m - c.n
-        stop = ceil(last, tile) * tile
-        return c.j < np.minimum(c.group * c.i + c.h % c.group + 1, stop)
-
-    return seen(test)
-
-
-def left_edge_in_first_tile(rows: int, tile: int) -> Hooks:
-    """The left edge of the window is masked in the first key tile of a tile of queries alone."""
+def tails(tile: int = 32, zeros: bool = False) -> Hooks:
+    """Rows past a sequence's end, up to its tile's, over those of the next; zeros: of no query."""
 
     def see(c: Head, x: Array) -> Array:
-        first = up_to(np.maximum(c.p - c.i % rows - c.window[0], 0), tile)
-        return x | ((c.j >= first + tile) & (c.j <= c.p + c.window[1]))
+        b, starts = writer(c, tile), np.asarray(c.question.cu_seqlens_k)
+        own = x & (b < 0) & (c.j >= 0) & (c.j < c.m)
+        return own | ((b >= 0) & (c.r >= starts[b]) & (c.r < starts[b + 1]))
 
-    return {"seen": see}
+    hooks = {"keys": lambda c, x: np.arange(c.total_k), "seen": see}
+    still = {"scores": lambda c, S: np.where(writer(c, tile) < 0, S, 0)}
+    return hooks | (still if zeros else {})
 
 
 def left_side(by: Test) -> Hooks:
     return seen(lambda c: (c.j >= np.maximum(by(c), 0)) & (c.j <= c.p + c.window[1]))
-
-
-def and_seen(test: Test) -> Hooks:
-    return {"seen": lambda c, x: x & test(c)}
 
 
 def dropout(share: float, rescaled: bool = True) -> Hooks:
@@ -191,205 +119,82 @@ def never_run(x: Array, name: str, question: Question, tile: int = 16) -> Array:
     return x
 
 
-def tails(how: str, tile: int = 32) -> Hooks:
-    """Rows past a sequence's end, up to its tile's, over those of the next; the first one last."""
-
-    def results(run: Any, found: Answers) -> Answers:
-        q, (out, lse) = run.question, (found["out"].copy(), found["lse"].copy())
-        k, v = (x.astype(FLOAT64) for x in (q.k, q.v))
-        stop = int(q.cu_seqlens_q[-1])
-        for b in reversed(range(q.batch)):
-            end, keys = (
-                int(q.cu_seqlens_q[b + 1]),
-                slice(*(int(x) for x in q.cu_seqlens_k[b : b + 2])),
-            )
-            for row in range(end, min(end + -q.lengths_q[b] % tile, stop)):
-                for head in range(q.num_heads_q):
-                    of_q = 0.0 if how == "zeros" else q.q[row, head].astype(FLOAT64)
-                    S = q.scale * (k[keys, head // q.group] * of_q).sum(axis=1)
-                    P = np.exp(S - S.max())
-                    out[row, head] = P @ v[keys, head // q.group] / P.sum()
-                if how != "next":
-                    lse[:, row] = np.log(keys.stop - keys.start)
-                if how == "none":
-                    out[row], lse[:, row] = 0.0, -np.inf
-        return found | {"out": out, "lse": lse}
-
-    return {"results": results}
-
-
 # ---- the table --------------------------------------------------------------------------------
 
-
-def planted(bug: str, mask: str, *variants: tuple[Any, ...], on: str = "fb") -> list[Planted]:
-    """``variants``: in words, what is wrong, more needs, and classes that are the same function."""
-    found = []
-    for words, wrong, *more in variants:
-        needs = Needs(**_USUAL | {"masks": (mask,)} | (more[0] if more else {}))
-        also = tuple(more[1:])
-        found.append(Planted(bug, words, STAGES_OF[on], kernel(wrong), needs, also))
-    return found
-
-
-_USUAL: dict[str, Any] = {
-    "lengths": (34, 90),
-    "lengths_k": ("equal",),
-    "batch": (2, 3),
-    "heads_kv": (1, 2, 4),
-    "groups": (1, 2),
-    "head_dims": (24, 32, 64),
-    "same_dims": 1.0,
-    "scaled": 0.0,
-    "dlse": 0.3,
-    "past_end": 0.0,
-    "least": 0.03,
-    "dtypes": (*DTYPES, np.dtype("float16")),
-}
+_USUAL = FEW | {"lengths": (34, 90), "lengths_k": ("equal",), "same_dims": 1.0, "scaled": 0.0}
+_USUAL |= {"heads_kv": (1, 2, 4), "head_dims": (24, 32, 64), "dlse": 0.3}
+_USUAL |= {"dtypes": (*DTYPES, FLOAT16)}
 _LONGER = {"lengths_k": ("more",)}
 _SMALL = {"lengths": (34, 60), "head_dims": (64,), "heads_kv": (1, 2), "dtypes": DTYPES[:2]}
-_GROUP_OF_2 = {"heads_kv": (2, 4), "groups": (1, 2)}
+_DOCUMENTS = {"lengths": (20, 48), "head_dims": (32,), "heads_kv": (2, 4)}
+_ROW_SIDE = left_side(lambda c: c.i - c.window[0])
+_FIRST_LENGTH = and_seen(lambda c: c.j < c.question.lengths_k[0])
+_HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
+_FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
+_LEFT_PADDED = with_zeros(lambda c: max(c.question.lengths_k) - c.m, hidden=True)
+_AS_FROM_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m))
+_NEXT_SEQUENCE = of_rows(
+    lambda c: (
+        (c.r >= c.m * (c.b == 0))
+        & (c.r < c.question.lengths_k[0] + c.question.lengths_k[1] * (c.b == 0))
+    )
+)
+_AS_LONGEST = of_rows(lambda c: (c.r >= c.start_k) & (c.r - c.start_k < max(c.question.lengths_k)))
+_IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1]))
+_NO_TAIL = or_seen(lambda c: c.i >= up_to(c.n, 16))
 
-PLANTED: tuple[Planted, ...] = (
-    *planted(
-        *("wrong-keys", "causal"),
-        ("tile-local comparison, 32 by 16", tile_local(32, 16)),
-        ("tile-local comparison, 16 by 32", tile_local(16, 32)),
-        (
-            "last tile of 32 left out",
-            seen(lambda c: (c.j <= c.p) & (c.j < up_to(up_to(c.i, 16) + 16, 32))),
-            {"lengths": (40, 90)},
-        ),
-        ("own tile of 16 open", open_tile(16)),
-        ("own tile of 32 open, more keys", open_tile(32), _LONGER),
-        ("only the last tile is masked", last_tile_alone_masked(64, 16)),
-        ("tiles by number, 16 by 32", and_seen(lambda c: c.j // 16 <= c.i // 32)),
-        ("counted from a chunk", seen(lambda c: c.j <= c.i % 32)),
-        ("packed row of q", seen(lambda c: c.j <= c.start_q + c.i)),
-        ("a third of the packed row of k", seen(lambda c: c.j + c.start_k // 3 <= c.p)),
-        ("prefix of 5 seen by all", seen(lambda c: (c.j <= c.p) | (c.j < 5))),
-        ("zigzag, mask by place", zigzag(2), {"multiple": 4}),
-        ("boundaries of another batch, causal", of_rows(other_boundaries)),
-        ("own shard open", seen(lambda c: c.j < (c.p // ceil(c.m, 3) + 1) * ceil(c.m, 3))),
-        ("five keys more", seen(lambda c: c.j <= c.p + 5)),
-        ("every second key", and_seen(lambda c: (c.p - c.j) % 2 == 0)),
-        ("transposed", seen(lambda c: c.j >= c.p), {}, "mask-inverted"),
-        ("no more than 32 keys", and_seen(lambda c: c.j < 32), {}, "tail-tile-dropped"),
-        (
-            "no mask in the tail tile",
-            {"seen": lambda c, x: x | (c.i >= up_to(c.n, 16))},
-            *({}, "causal-dropped"),
-        ),
-        ("a span of its own by row", seen(irregular_span)),
-        ("packed heads", packed_group(16, 32), _GROUP_OF_2),
-        ("packed heads, 8 by 16", packed_group(8, 16), _GROUP_OF_2),
-    ),
-    *planted(
-        *("wrong-keys", "causal"),
-        ("backward alone: five more", seen(lambda c: c.j <= c.p + 5)),
-        on="b",
-    ),
-    *planted(
-        *("wrong-keys", "window"),
-        (
-            "left side without the difference of lengths",
-            left_side(lambda c: c.i - c.window[0]),
-            _LONGER,
-        ),
-        ("left side rounded down to 16", left_side(lambda c: up_to(c.p - c.window[0], 16))),
-        ("sinks", {"seen": lambda c, x: x | ((c.j < 4) & (c.j <= c.p))}),
-        ("window on both sides", seen(lambda c: abs(c.j - c.p) <= c.window[0])),
-        ("twice the window", left_side(lambda c: c.p - 2 * c.window[0])),
-        ("left edge in the first tile", left_edge_in_first_tile(32, 16)),
-        ("left edge in the first of 8", left_edge_in_first_tile(16, 8)),
-    ),
-    *planted(
-        *("wrong-keys", "open"),
-        ("boundaries of another batch", of_rows(other_boundaries)),
-        (
-            "keys from cu_seqlens_q",
-            of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m) & (c.i >= 0)),
-            *(_LONGER, "offsets-shifted"),
-        ),
-        ("keys of the next sequence", of_rows(next_sequence)),
-        (
-            "length of sequence 0",
-            and_seen(lambda c: c.j < c.question.lengths_k[0]),
-            *({}, "tail-tile-dropped", "tile-skipped"),
-        ),
-        ("left padding", with_zeros(lambda c: max(c.question.lengths_k) - c.m, hidden=True)),
-        ("a third is missing", and_seen(lambda c: ~part(1, 3)(c))),
-        ("a half alone", and_seen(part(0, 2)), {}, "tile-skipped", "tail-tile-dropped"),
-        ("a quarter twice", times(lambda c: 1 + part(2, 4)(c)), {}, "tile-counted-twice"),
-        ("own key twice", times(lambda c: 1 + (c.j == c.p))),
-        ("own key hidden", and_seen(lambda c: c.j != c.p)),
-        ("own chunk alone", and_seen(lambda c: c.j // 16 == c.p // 16)),
-        ("causal, not asked for", and_seen(lambda c: c.j <= c.p)),
-        ("a window, not asked for", and_seen(lambda c: abs(c.j - c.p) <= 11)),
-        (
-            "odd tiles of 16 at the end",
-            and_seen(lambda c: c.j < ceil(c.m, 16) // 2 * 32),
-            *({}, "tail-tile-dropped", "tile-skipped"),
-        ),
-        ("first key of every tile twice", times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))),
-        ("tail rows of the sequence before", tail_of_another(32), {}, "tail-rows-stored"),
-        (
-            "documents",
-            and_seen(by_document),
-            {"lengths": (20, 48), "head_dims": (32,), "heads_kv": (2, 4)},
-        ),
-    ),
-    *planted(
-        *("padded-keys", "open", ("5 rows of zeros", with_zeros(lambda c: 5), {}, "denominator")),
-    ),
-    *planted(
-        *("neighbour-leak", "open"),
-        (
-            "as many rows as the longest",
-            of_rows(
-                lambda c: (
-                    (c.r >= c.start_k) & (c.r < c.start_k + max(c.question.lengths_k)) & (c.i >= 0)
-                )
-            ),
-            *({}, "wrong-keys"),
-        ),
-    ),
-    *planted(
-        *("neighbour-leak", "window"),
-        (
-            "window into the neighbours",
-            of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1])),
-        ),
-    ),
-    *planted("causal-dropped", "causal", ("in every second head", {"seen": some_heads})),
-    *planted("mask-missing-in-backward", "causal", ("in the own tile", open_tile(16)), on="b"),
-    *planted(
-        *("pairs-dropped", "causal"),
-        ("tiles by number, 32 by 16", and_seen(lambda c: c.j // 16 <= c.i // 32)),
-        on="b",
-    ),
-    *planted(
-        *("dropout", "causal"),
-        ("p = 0.1", dropout(0.1), _SMALL),
-        ("p = 0.3", dropout(0.3), _SMALL),
-        ("p = 0.2, not rescaled", dropout(0.2, rescaled=False), _SMALL),
-    ),
-    *planted(
-        *("tail-rows-stored", "causal"),
-        ("of a query of zeros, causal", tails("zeros")),
-        ("of no key", tails("none", 64)),
-        ("out of its queries", tails("next")),
-        on="f",
-    ),
-    *planted(
-        *("tail-rows-stored", "open"),
-        ("of a query of zeros", tails("zeros")),
-        ("out of its queries, 64", tails("next", 64)),
-        on="f",
-    ),
-    *planted(
-        *("rows-not-written", "causal"),
-        ("out and lse", stored(never_run, "out", "lse"), {}, "tail-tile-dropped"),
-        on="f",
-    ),
-    *planted("rows-not-written", "open", ("dq", stored(never_run, "dq")), on="b"),
+_CAUSAL: Table = (
+    ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),
+    ("wrong-keys: own tile of 32 open, more keys", "fb", open_tile(32), _LONGER),
+    ("wrong-keys: tiles by number, 16 by 32", "fb", and_seen(lambda c: c.j // 16 <= c.i // 32)),
+    ("wrong-keys: counted from a chunk", "fb", seen(lambda c: c.j <= c.i % 32)),
+    ("wrong-keys: packed row of q", "fb", seen(lambda c: c.j <= c.start_q + c.i)),
+    ("wrong-keys: prefix of 5 seen by all", "fb", seen(lambda c: (c.j <= c.p) | (c.j < 5))),
+    ("wrong-keys: five keys more", "fb", seen(lambda c: c.j <= c.p + 5)),
+    ("wrong-keys: every second key", "fb", and_seen(lambda c: (c.p - c.j) % 2 == 0)),
+    ("wrong-keys or mask-inverted: transposed", "fb", seen(lambda c: c.j >= c.p)),
+    ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", and_seen(lambda c: c.j < 32)),
+    ("wrong-keys or causal-dropped: no mask in the tail tile", "fb", _NO_TAIL),
+    ("wrong-keys: a span of its own by row", "fb", seen(irregular_span)),
+    ("wrong-keys: backward alone: five more", "b", seen(lambda c: c.j <= c.p + 5)),
+    ("causal-dropped: in every second head", "fb", or_seen(lambda c: c.h % 2 == 1)),
+    ("mask-missing-in-backward: in the own tile", "b", open_tile(16)),
+    ("pairs-dropped: tiles by number, 32 by 16", "b", and_seen(lambda c: c.j // 16 <= c.i // 32)),
+    ("dropout: p = 0.1", "fb", dropout(0.1), _SMALL),
+    ("dropout: p = 0.2, not rescaled", "fb", dropout(0.2, rescaled=False), _SMALL),
+    ("tail-rows-stored: of no key", "f", and_seen(lambda c: writer(c, 64) < 0)),
+    ("tail-rows-stored: out of its queries", "f", tails() | {"only": ("out",)}),
+    ("rows-not-written or tail-tile-dropped: out and lse", "f", stored(never_run, "out", "lse")),
+)
+_WINDOW: Table = (
+    ("wrong-keys: left side without the difference of lengths", "fb", _ROW_SIDE, _LONGER),
+    ("wrong-keys: sinks", "fb", or_seen(lambda c: (c.j < 4) & (c.j <= c.p))),
+    ("wrong-keys: window on both sides", "fb", seen(lambda c: abs(c.j - c.p) <= c.window[0])),
+    ("wrong-keys: twice the window", "fb", left_side(lambda c: c.p - 2 * c.window[0])),
+    ("neighbour-leak: window into the neighbours", "fb", _IN_WINDOW),
+)
+_OPEN: Table = (
+    ("wrong-keys or offsets-shifted: keys from cu_seqlens_q", "fb", _AS_FROM_Q, _LONGER),
+    ("wrong-keys: keys of the next sequence", "fb", _NEXT_SEQUENCE),
+    ("wrong-keys or tail-tile-dropped or tile-skipped: length of sequence 0", "fb", _FIRST_LENGTH),
+    ("wrong-keys: left padding", "fb", _LEFT_PADDED),
+    ("wrong-keys or tile-skipped or tail-tile-dropped: a half alone", "fb", _HALF),
+    ("wrong-keys or tile-counted-twice: a quarter twice", "fb", _QUARTER),
+    ("wrong-keys: own key twice", "fb", times(lambda c: 1 + (c.j == c.p))),
+    ("wrong-keys: own key hidden", "fb", and_seen(lambda c: c.j != c.p)),
+    ("wrong-keys: own chunk alone", "fb", and_seen(lambda c: c.j // 16 == c.p // 16)),
+    ("wrong-keys: causal, not asked for", "fb", and_seen(lambda c: c.j <= c.p)),
+    ("wrong-keys: a window, not asked for", "fb", and_seen(lambda c: abs(c.j - c.p) <= 11)),
+    ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
+    ("wrong-keys or tail-rows-stored: tail rows of the sequence before", "fb", tails()),
+    ("wrong-keys: documents", "fb", and_seen(by_document), _DOCUMENTS),
+    ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
+    ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),
+    ("tail-rows-stored: of a query of zeros", "f", tails(zeros=True)),
+    ("rows-not-written: dq", "b", stored(never_run, "dq")),
+)
+PLANTED = tuple(
+    plant
+    for mask, table in (("causal", _CAUSAL), ("window", _WINDOW), ("open", _OPEN))
+    for plant in plants(table, lambda on, mask=mask: _USUAL | {"masks": (mask,)})
 )

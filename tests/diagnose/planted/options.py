@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import STAGES_OF, Hooks, by, kernel
-from tests.diagnose.plain import Head, Planted, answers
-from tests.diagnose.problems import Needs, problems
+from tests.diagnose.hooks import by
+from tests.diagnose.plain import Head, answers
+from tests.diagnose.problems import problems
+from tests.diagnose.table import Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 
@@ -24,66 +25,53 @@ def raised(c: Head, right: Any) -> Any:
     return L, c.bare_O * np.exp(c.bare_L - L)
 
 
-def planted(bug: str, *variants: tuple[str, str, Hooks]) -> list[Planted]:
-    there = {"softcap": 0.5, "sinks": 0.5, "seqused": 0.5} | {bug.partition("-")[0]: 1.0}
-    masks = ("causal", "window", "open")[: 2 if bug == "seqused-ignored" else 3]
-    usual: dict[str, Any] = {"lengths": (8, 30), "batch": (3, 3), "lengths_k": ("equal", "any")}
-    heads = {"heads_kv": (2,), "groups": (1, 2, 3), "head_dims": (16,), "same_dims": 1.0}
-    rest = {"scaled": 0.0, "dlse": 1.0, "past_end": 0.0, "moved": 0.0, "given": False}
-    needs = Needs(masks=masks, options=there, **usual | heads | rest)
-    return [
-        Planted(bug, words, STAGES_OF[on], kernel(wrong | _OWN), needs, otherwise=kernel(_OWN))
-        for words, on, wrong in variants
-    ]
-
-
+_USUAL: dict[str, Any] = {
+    "masks": ("causal", "window", "open"),
+    **{"lengths": (8, 30), "batch": (3, 3), "lengths_k": ("equal", "any"), "given": False},
+    **{"heads_kv": (2,), "groups": (1, 2, 3), "head_dims": (16,), "same_dims": 1.0},
+    **{"scaled": 0.0, "dlse": 1.0, "past_end": 0.0, "moved": 0.0},
+}
 _OWN = {"own_beyond": True}
 _UNCAPPED = {"cap": lambda c, x: (c.Y, 1.0, 0.0)}
 _NO_SLOPE = {"cap": lambda c, x: (x[0], 1.0, 0.0)}
 _NO_SINKS = {"sink": lambda c, x: None}
 _ALL_KEYS = {"used": lambda c, x: c.given}
+_OF_GROUP = {"sink": lambda c, x: c.question.sinks[c.h // c.group]}
 
-PLANTED: tuple[Planted, ...] = (
-    *planted(
-        "softcap-dropped",
-        ("everywhere", "fbsj", _UNCAPPED),
-        ("forward", "f", _UNCAPPED),
-        ("backward", "b", _UNCAPPED),
-        ("beyond first order", "sj", _UNCAPPED),
-    ),
-    *planted(
-        "softcap-slope-omitted",
-        ("backward", "b", _NO_SLOPE),
-        ("square", "b", {"cap": lambda c, x: (x[0], 1 - x[0] ** 2, 0.0)}),
-        ("tangent", "j", _NO_SLOPE),
-        ("second", "s", _NO_SLOPE),
-        ("its own one", "s", {"cap": lambda c, x: (*x[:2], 0.0)}),
-    ),
-    *planted(
-        "sinks-dropped",
-        ("forward", "f", _NO_SINKS),
-        ("tangent", "j", _NO_SINKS),
-        ("lse", "f", {"softmax": lambda c, x: (c.bare_L, x[1])}),
-        ("out", "f", {"softmax": lambda c, x: (x[0], c.bare_O)}),
-        ("backward", "b", {"L": of_seen}),
-    ),
-    *planted(
-        "sinks-misplaced",
-        ("of the key/value head", "f", {"sink": lambda c, x: c.question.sinks[c.h // c.group]}),
-        ("of the next head", "f", {"sink": lambda c, x: c.question.sinks[c.h - 1]}),
-        ("not relative to the maximum", "f", {"softmax": raised}),
-    ),
-    *planted(
-        "sinks-gradient",
-        ("sign", "b", {"dsinks": by(-1)}),
-        ("zero", "bs", {"dsinks": by(0), "gsinks": by(0)}),
-        ("no dlse", "b", {"D of dsinks": lambda c, D: D + c.dL}),
-    ),
-    *planted(
-        "seqused-ignored",
-        ("everywhere", "fbsj", _ALL_KEYS),
-        ("forward", "f", _ALL_KEYS),
-        ("backward", "b", _ALL_KEYS),
-        ("diagonal", "fbsj", {"p": lambda c, p: c.i + c.given - c.n}),
-    ),
+
+def _always(option: str) -> dict[str, Any]:
+    return {"options": {"softcap": 0.5, "sinks": 0.5, "seqused": 0.5} | {option: 1.0}}
+
+
+_NEEDS = {
+    **dict.fromkeys(("softcap-dropped", "softcap-slope-omitted"), _always("softcap")),
+    **dict.fromkeys(("sinks-dropped", "sinks-misplaced", "sinks-gradient"), _always("sinks")),
+    "seqused-ignored": _always("seqused") | {"masks": ("causal", "window")},
+}
+_TABLE: Table = (
+    ("softcap-dropped: everywhere", "fbsj", _UNCAPPED),
+    ("softcap-dropped: forward", "f", _UNCAPPED),
+    ("softcap-dropped: backward", "b", _UNCAPPED),
+    ("softcap-dropped: beyond first order", "sj", _UNCAPPED),
+    ("softcap-slope-omitted: backward", "b", _NO_SLOPE),
+    ("softcap-slope-omitted: square", "b", {"cap": lambda c, x: (x[0], 1 - x[0] ** 2, 0.0)}),
+    ("softcap-slope-omitted: tangent", "j", _NO_SLOPE),
+    ("softcap-slope-omitted: second", "s", _NO_SLOPE),
+    ("softcap-slope-omitted: its own one", "s", {"cap": lambda c, x: (*x[:2], 0.0)}),
+    ("sinks-dropped: forward", "f", _NO_SINKS),
+    ("sinks-dropped: tangent", "j", _NO_SINKS),
+    ("sinks-dropped: lse", "f", {"softmax": lambda c, x: (c.bare_L, x[1])}),
+    ("sinks-dropped: out", "f", {"softmax": lambda c, x: (x[0], c.bare_O)}),
+    ("sinks-dropped: backward", "b", {"L": of_seen}),
+    ("sinks-misplaced: of the key/value head", "f", _OF_GROUP),
+    ("sinks-misplaced: of the next head", "f", {"sink": lambda c, x: c.question.sinks[c.h - 1]}),
+    ("sinks-misplaced: not relative to the maximum", "f", {"softmax": raised}),
+    ("sinks-gradient: sign", "b", {"dsinks": by(-1)}),
+    ("sinks-gradient: zero", "bs", {"dsinks": by(0), "gsinks": by(0)}),
+    ("sinks-gradient: no dlse", "b", {"D of dsinks": lambda c, D: D + c.dL}),
+    ("seqused-ignored: everywhere", "fbsj", _ALL_KEYS),
+    ("seqused-ignored: forward", "f", _ALL_KEYS),
+    ("seqused-ignored: backward", "b", _ALL_KEYS),
+    ("seqused-ignored: diagonal", "fbsj", {"p": lambda c, p: c.i + c.given - c.n}),
 )
+PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every=_OWN)

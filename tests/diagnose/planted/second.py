@@ -1,32 +1,19 @@
 """Bugs of second derivatives and of forward mode: a term left out, scaled, or held constant, and
 what they read in the place of a direction, a row term or a head."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import (
-    STAGES_OF,
-    Hooks,
-    as_if,
-    by,
-    change,
-    kernel,
-    local,
-    of_each,
-)
-from tests.diagnose.plain import Array, Head, Planted, answers
-from tests.diagnose.problems import Needs, problems
+from tests.diagnose.hooks import by, of_each, of_group, power
+from tests.diagnose.plain import Array, Head, answers
+from tests.diagnose.problems import problems
+from tests.diagnose.stores import as_if, change, local, written_as
+from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 LOG2_E = float(np.log2(np.e))
 ZERO = by(0)
-
-
-def power(number: int) -> Any:
-    """softmax_scale so often in front of what has it once."""
-    return by(lambda c: c.question.scale ** (number - 1))
 
 
 def right_W(c: Head, W: Array) -> Array:
@@ -49,13 +36,18 @@ def over_all(c: Head, P: Array) -> Array:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def group(kept: int) -> Hooks:
-    often = {"often": lambda c, x: x * (c.h % c.group == kept % c.group)}
-    return often | {"only": ("gk", "gv")}
+def before(of: Any, *names: str) -> Hooks:
+    """Of what both passes read."""
+    return change(of, *names, at="arrays")
+
+
+def between(of: Any, *names: str) -> Hooks:
+    """Of what the second pass reads alone."""
+    return change(of, *names, at="rows of second")
 
 
 def unread(*names: str) -> Hooks:
-    return change(lambda x, name, question: 0 * x, *names, at="arrays")
+    return before(lambda x, name, question: 0 * x, *names)
 
 
 def exchanged(*order: str) -> Hooks:
@@ -77,247 +69,108 @@ def first_of_group(c: Head) -> int:
     return c.h - c.h % c.group
 
 
-def comes_to(tile_m: int, tile_n: int) -> Hooks:
-    """The first tile of queries is the first that begins at or behind a tile of keys."""
-
-    def often(c: Head, x: Array) -> Array:
-        keys = c.j // tile_n * tile_n - (c.m - c.n)
-        return x * (c.i // tile_m * tile_m >= keys)
-
-    return {"often": often}
-
-
-def planted(
-    bug: str, stages: str, needs: Mapping[str, Any], *variants: tuple[Any, ...]
-) -> list[Planted]:
-    """``variants``: in words, what is wrong, and classes that are the same function."""
-    wanted = Needs(**(_USUAL | needs))
-    gives = ("second", "jvp")
-    return [
-        Planted(bug, words, STAGES_OF[stages], kernel(wrong), wanted, tuple(also), gives)
-        for words, wrong, *also in variants
-    ]
-
-
-_USUAL = {
-    "lengths": (1, 70),
-    "over": 19,
-    "batch": (2, 4),
-    "lengths_k": ("equal", "equal", "any"),
-    "groups": (1, 2, 4),
-    "heads_kv": (1, 2),
-    "head_dims": (16, 24, 32, 40, 48),
-    "past_end": 0.0,
-    "moved": 0.15,
-    "least": 0.03,
-}
+_USUAL = FEW | {"lengths": (1, 70), "over": 19, "batch": (2, 4), "groups": (1, 2, 4), "moved": 0.15}
+_USUAL |= {"lengths_k": ("equal", "equal", "any"), "head_dims": (16, 24, 32, 40, 48)}
 _NO_E = of_each(ZERO, "e in tout", "e in dS", "e in gv")
-_GROUPED, _DLSE, _WHOLE = {"groups": (2, 4)}, {"dlse": 1.0}, {"moved": 0.0}
+_GROUPED, _WHOLE = {"groups": (2, 4)}, {"moved": 0.0}
 _MASKED = {"masks": ("causal", "window", "causal window"), "lengths_k": ("equal", "more")}
 _HEADS = _GROUPED | _WHOLE | {"heads_kv": (2, 3), "groups": (2,)}
 _SEVERAL = _WHOLE | {"heads_kv": (2, 3)}
 _ALIKE = _WHOLE | {"same_dims": 1.0, "groups": (1,), "lengths_k": ("equal",)}
 _W = {"W": right_W}
-_TANGENT = [
-    ("E without s", {"E": power(0)}),
-    ("E with s twice", {"E": power(2)}),
-    ("E in units of base 2", {"E": by(LOG2_E)}),
-]
+_NEEDS = {
+    "second-group-not-summed": _GROUPED,
+    "second-lse-gradient-dropped": {"dlse": 1.0},
+    "second-mask-missing": _MASKED,
+    "gqa-head-map": _HEADS,
+    "tile-overwrites": _WHOLE,
+    "statistics-misplaced": _SEVERAL,
+    "pairs-dropped": {"masks": ("causal",)},
+}
+_OUT_HELD = of_each(ZERO, "e in dS", "e in gv")
+_TO_IN_GV = {"dO of gv": lambda c, x: c.tO}
+_PASSES = ("P", "P in ddout")
+_SECOND_PASS = {"P": over_all, "P in ddout": masked}
+_TQ_OF_FIRST = {"tQ of gk": of_head("tq", first_of_group)}
+_Q_OF_FIRST = {"Q of gk": of_head("q", first_of_group)}
+_TV_OF_0 = {"tV of tdP": of_head("tv", lambda c: 0)}
+_TK_IN_GQ = {"tK of gq": of_head("tk", by_remainder)}
+_LAST_KEYS = {"often": lambda c, x: x * (c.j >= (c.m - 1) // 16 * 16), "only": ("gq",)}
+_LAST_QUERIES = {"often": lambda c, x: x * (c.i >= (c.n - 1) // 16 * 16), "only": ("gk",)}
+_TOO_FAR = {"often": lambda c, x: x * (c.i // 32 * 32 >= c.j // 16 * 16 - (c.m - c.n))}
 _STILL = {"sum e": lambda c, x: c.old + c.part}
-_32 = {"tile_m": 32}
+_32, _DOWN = {"tile_m": 32}, {"tile_n": 32, "order": "descending"}
 
-PLANTED = (
-    *planted(
-        "second-frozen-p",
-        *("s", {}),
-        ("dS' = 0", of_each(ZERO, "tP Z", "P tZ")),
-        ("P' = 0 in dS'", {"tP Z": ZERO}),
-        ("P' = 0 in dS' and in gv", of_each(ZERO, "tP Z", "tP of gv")),
-        ("P' = 0 everywhere, E = 0", {"E": ZERO}),
-    ),
-    *planted(
-        "second-frozen-delta",
-        *("s", {}),
-        ("D detached", _NO_E | _W),
-        ("out detached", of_each(ZERO, "e in dS", "e in gv"), "second-e-omitted"),
-        ("W = 0, no e in ddout", of_each(ZERO, "W", "e in tout")),
-    ),
-    *planted("second-w-omitted", "s", {}, ("W = 0", {"W": ZERO}, "second-frozen-delta")),
-    *planted(
-        "second-e-omitted",
-        *("s", {}),
-        ("in ddout and W", {"e in tout": ZERO}),
-        ("in ddout", {"e in tout": ZERO} | _W),
-        ("in dS'", {"e in dS": ZERO}),
-        ("in gv", {"e in gv": ZERO}),
-        ("all but ddlse", _NO_E),
-        ("everywhere", _NO_E | {"e in tlse": ZERO}),
-    ),
-    *planted(
-        "second-scale",
-        *("s", {}),
-        *_TANGENT,
-        ("gq without s", {"gq": power(0)}),
-        ("gk without s", {"gk": power(0)}),
-        ("gq and gk without s", of_each(power(0), "gq", "gk")),
-        ("gq and gk with s twice", of_each(power(2), "gq", "gk")),
-    ),
-    *planted(
-        "second-scale",
-        *("s", _WHOLE),
-        ("dS ddk without s, second", {"dS tK": power(0)}),
-        ("dS'^T q with s twice, second", {"tdS Q": power(2)}),
-    ),
-    *planted(
-        "second-direct-term-dropped",
-        *("s", {}),
-        ("dS ddk of gq", {"dS tK": ZERO}),
-        ("dS^T ddq of gk", {"dS tQ": ZERO}),
-        ("both", of_each(ZERO, "dS tK", "dS tQ")),
-    ),
-    *planted(
-        "second-group-not-summed", "s", _GROUPED, ("last head", group(-1)), ("first head", group(0))
-    ),
-    *planted(
-        "second-lse-gradient-dropped",
-        *("s", _DLSE),
-        ("D without dlse", unread("dlse")),
-        ("ddlse = 0", {"e in tlse": ZERO}),
-        ("both", unread("dlse") | {"e in tlse": ZERO}),
-    ),
-    *planted(
-        "second-value-term-dropped",
-        *("s", {}),
-        ("P ddv of ddout and W", {"P tV": ZERO}),
-        ("P ddv of ddout", {"P tV": ZERO} | _W),
-        ("dO ddv^T of Z'", {"tdP": ZERO}),
-        ("all of ddv", of_each(ZERO, "P tV", "tdP")),
-    ),
-    *planted(
-        "second-mask-missing",
-        *("s", _MASKED),
-        *(
-            (f"{passes} pass{more}, {words}", {"P": how, "P in ddout": first or how})
-            for passes, more, first in (
-                ("second", "", masked),
-                ("both", "es", None),
-            )
-            for words, how in (("exp(S - L)", unmasked), ("softmax over all", over_all))
-        ),
-    ),
-    *planted("jvp-e-omitted", "j", {}, ("in tout", {"e in tout": ZERO})),
-    *planted("jvp-value-term-dropped", "j", {}, ("P tv", {"P tV": ZERO})),
-    *planted("jvp-scale", "j", {}, *_TANGENT),
-    *planted("jvp-lse-missing", "j", {}, ("tlse = 0", {"e in tlse": ZERO})),
-    *planted(
-        "direction-ignored",
-        *("s", {}),
-        ("ddq", unread("tq")),
-        ("ddk", unread("tk")),
-        ("ddv", unread("tv"), "second-value-term-dropped"),
-        ("all but ddv", unread("tq", "tk")),
-        ("all but ddk", unread("tq", "tv")),
-        ("all", unread("tq", "tk", "tv")),
-    ),
-    *planted(
-        "direction-ignored",
-        *("j", {}),
-        ("tq", unread("tq"), "second-frozen-p"),
-        ("tk", unread("tk"), "second-frozen-p"),
-        ("tv", unread("tv"), "jvp-value-term-dropped"),
-        ("all but tv", unread("tq", "tk"), "second-frozen-p"),
-        ("all but tq", unread("tk", "tv")),
-    ),
-    *planted("direction-ignored", "sj", {}, ("of v", unread("tv")), ("of k", unread("tk"))),
+_TABLE: Table = (
+    ("second-frozen-p: dS' = 0", "s", of_each(ZERO, "tP Z", "P tZ")),
+    ("second-frozen-p: P' = 0 in dS'", "s", {"tP Z": ZERO}),
+    ("second-frozen-p: P' = 0 in dS' and in gv", "s", of_each(ZERO, "tP Z", "tP of gv")),
+    ("second-frozen-p: P' = 0 everywhere, E = 0", "s", {"E": ZERO}),
+    ("second-frozen-delta: D detached", "s", _NO_E | _W),
+    ("second-frozen-delta or second-e-omitted: out detached", "s", _OUT_HELD),
+    ("second-frozen-delta: W = 0, no e in ddout", "s", of_each(ZERO, "W", "e in tout")),
+    ("second-w-omitted or second-frozen-delta: W = 0", "s", {"W": ZERO}),
+    ("second-e-omitted: in ddout and W", "s", {"e in tout": ZERO}),
+    ("second-e-omitted: in ddout", "s", {"e in tout": ZERO} | _W),
+    ("second-e-omitted: in dS'", "s", {"e in dS": ZERO}),
+    ("second-e-omitted: in gv", "s", {"e in gv": ZERO}),
+    ("second-e-omitted: all but ddlse", "s", _NO_E),
+    ("second-scale: E without s", "s", {"E": power(0)}),
+    ("second-scale: E with s twice", "s", {"E": power(2)}),
+    ("second-scale: E in units of base 2", "s", {"E": by(LOG2_E)}),
+    ("second-scale: gq without s", "s", {"gq": power(0)}),
+    ("second-scale: gk without s", "s", {"gk": power(0)}),
+    ("second-scale: dS ddk without s, second", "s", {"dS tK": power(0)}, _WHOLE),
+    ("second-scale: dS'^T q with s twice, second", "s", {"tdS Q": power(2)}, _WHOLE),
+    ("second-direct-term-dropped: dS ddk of gq", "s", {"dS tK": ZERO}),
+    ("second-direct-term-dropped: dS^T ddq of gk", "s", {"dS tQ": ZERO}),
+    ("second-direct-term-dropped: both", "s", of_each(ZERO, "dS tK", "dS tQ")),
+    ("second-group-not-summed: last head", "s", of_group(-1, "gk", "gv")),
+    ("second-group-not-summed: first head", "s", of_group(0, "gk", "gv")),
+    ("second-lse-gradient-dropped: D without dlse", "s", unread("dlse")),
+    ("second-lse-gradient-dropped: ddlse = 0", "s", {"e in tlse": ZERO}),
+    ("second-value-term-dropped: P ddv of ddout and W", "s", {"P tV": ZERO}),
+    ("second-value-term-dropped: P ddv of ddout", "s", {"P tV": ZERO} | _W),
+    ("second-value-term-dropped: dO ddv^T of Z'", "s", {"tdP": ZERO}),
+    ("second-mask-missing: second pass, exp(S - L)", "s", {"P": unmasked, "P in ddout": masked}),
+    ("second-mask-missing: second pass, softmax over all", "s", _SECOND_PASS),
+    ("second-mask-missing: both passes, exp(S - L)", "s", of_each(unmasked, "P", "P in ddout")),
+    ("second-mask-missing: both passes, softmax over all", "s", of_each(over_all, *_PASSES)),
+    ("jvp-e-omitted: in tout", "j", {"e in tout": ZERO}),
+    ("jvp-value-term-dropped: P tv", "j", {"P tV": ZERO}),
+    ("jvp-scale: E without s", "j", {"E": power(0)}),
+    ("jvp-scale: E with s twice", "j", {"E": power(2)}),
+    ("jvp-scale: E in units of base 2", "j", {"E": by(LOG2_E)}),
+    ("jvp-lse-missing: tlse = 0", "j", {"e in tlse": ZERO}),
+    ("direction-ignored: ddq", "s", unread("tq")),
+    ("direction-ignored: ddk", "s", unread("tk")),
+    ("direction-ignored or second-value-term-dropped: ddv", "s", unread("tv")),
+    ("direction-ignored: all", "s", unread("tq", "tk", "tv")),
+    ("direction-ignored or second-frozen-p: tq", "j", unread("tq")),
+    ("direction-ignored or jvp-value-term-dropped: tv", "j", unread("tv")),
+    ("direction-ignored: of v", "sj", unread("tv")),
     # ---- what is read ----
-    *planted(
-        "no-rescale",
-        *("j", {}),
-        ("row sum, tile of 16, jvp", _STILL | _32),
-        ("row sum, tile of 32, from the last, jvp", _STILL | {"tile_n": 32, "order": "descending"}),
-        ("tout, tile of 16, jvp", {"sum tout": _STILL["sum e"]} | _32),
-    ),
-    *planted(
-        "gqa-head-map",
-        *("j", _HEADS),
-        ("tk, jvp", {"tK": of_head("tk", by_remainder)}),
-        ("tv, jvp", {"tV": of_head("tv", by_remainder)}),
-    ),
-    *planted(
-        "gqa-head-map",
-        *("s", _HEADS),
-        ("ddk, second", {"tK": of_head("tk", by_remainder)}),
-        (
-            "ddk and ddv, second",
-            {"tK": of_head("tk", by_remainder), "tV": of_head("tv", by_remainder)},
-        ),
-        (
-            "ddq of the group's first head in gk, second",
-            {"tQ of gk": of_head("tq", first_of_group)},
-        ),
-        ("ddq of head h // group in gk, second", {"tQ of gk": of_head("tq", lambda c: c.g)}),
-        (
-            "ddk of head h % num_heads_kv in gq, second",
-            {"tK of gq": of_head("tk", by_remainder)},
-        ),
-        ("ddv of head 0 in dout ddv^T, second", {"tV of tdP": of_head("tv", lambda c: 0)}),
-        ("q of the group's first head in gk, second", {"Q of gk": of_head("q", first_of_group)}),
-    ),
-    *planted(
-        "tile-overwrites",
-        *("s", _WHOLE),
-        (
-            "gq, second",
-            {"often": lambda c, x: x * (c.j >= (c.m - 1) // 16 * 16), "only": ("gq",)},
-            "pairs-dropped",  # in a window, where the last tile is not the last that is seen
-        ),
-        (
-            "gk, second",
-            {"often": lambda c, x: x * (c.i >= (c.n - 1) // 16 * 16), "only": ("gk",)},
-            "pairs-dropped",
-        ),
-    ),
-    *planted(
-        "input-layout",
-        *("sj", {}),
-        ("tk and tv without offset, second jvp", change(local, "tk", "tv", at="arrays")),
-        ("tq without offset, second jvp", change(local, "tq", at="arrays")),
-    ),
-    *planted(
-        "input-layout",
-        *("sj", _SEVERAL),
-        ("tk turned, second jvp", change(as_if((1, 0, 2)), "tk", at="arrays")),
-    ),
-    *planted(
-        "arguments-swapped",
-        *("sj", _ALIKE),
-        ("tk and tv, second jvp", exchanged("tq", "tv", "tk")),
-        ("tq and tk, second jvp", exchanged("tk", "tq", "tv")),
-    ),
-    *planted(
-        "arguments-swapped",
-        *("s", _WHOLE),
-        ("ddout v^T, second", {"tdP": lambda c, x: c.tO @ c.V.T}),
-        ("ddout for dout in gv, second", {"dO of gv": lambda c, x: c.tO}),
-        ("k for ddk in gq, second", {"tK of gq": lambda c, x: c.K}),
-    ),
-    *planted(
-        "statistics-misplaced",
-        *("s", _SEVERAL),
-        ("W, heads first, second", change(as_if((1, 0)), "W", at="rows of second")),
-        (
-            "D, heads last, second",
-            change(
-                lambda x, name, question: np.ascontiguousarray(x.T).reshape(x.shape),
-                *("delta",),
-                at="rows of second",
-            ),
-        ),
-    ),
-    *planted(
-        "pairs-dropped",
-        *("s", {"masks": ("causal",)}),
-        ("32 by 16, second", comes_to(32, 16)),
-        ("64 by 32, second", comes_to(64, 32)),
-    ),
+    ("no-rescale: row sum, tile of 16, jvp", "j", _STILL | _32),
+    ("no-rescale: row sum, tile of 32, from the last, jvp", "j", _STILL | _DOWN),
+    ("no-rescale: tout, tile of 16, jvp", "j", {"sum tout": _STILL["sum e"]} | _32),
+    ("gqa-head-map: tk, jvp", "j", {"tK": of_head("tk", by_remainder)}),
+    ("gqa-head-map: ddk, second", "s", {"tK": of_head("tk", by_remainder)}),
+    ("gqa-head-map: ddq of the group's first head in gk, second", "s", _TQ_OF_FIRST),
+    ("gqa-head-map: ddk of head h % num_heads_kv in gq, second", "s", _TK_IN_GQ),
+    ("gqa-head-map: ddv of head 0 in dout ddv^T, second", "s", _TV_OF_0),
+    ("gqa-head-map: q of the group's first head in gk, second", "s", _Q_OF_FIRST),
+    ("tile-overwrites or pairs-dropped: gq, second", "s", _LAST_KEYS),
+    ("tile-overwrites or pairs-dropped: gk, second", "s", _LAST_QUERIES),
+    ("input-layout: tk and tv without offset, second jvp", "sj", before(local, "tk", "tv")),
+    ("input-layout: tk turned, second jvp", "sj", before(as_if((1, 0, 2)), "tk"), _SEVERAL),
+    ("arguments-swapped: tk and tv, second jvp", "sj", exchanged("tq", "tv", "tk"), _ALIKE),
+    ("arguments-swapped: tq and tk, second jvp", "sj", exchanged("tk", "tq", "tv"), _ALIKE),
+    ("arguments-swapped: ddout v^T, second", "s", {"tdP": lambda c, x: c.tO @ c.V.T}, _WHOLE),
+    ("arguments-swapped: ddout for dout in gv, second", "s", _TO_IN_GV, _WHOLE),
+    ("arguments-swapped: k for ddk in gq, second", "s", {"tK of gq": lambda c, x: c.K}, _WHOLE),
+    ("statistics-misplaced: W, heads first, second", "s", between(as_if((1, 0)), "W")),
+    ("statistics-misplaced: D, heads last, second", "s", between(written_as((1, 0)), "delta")),
+    ("statistics-misplaced: W without offset", "s", between(local, "W")),
+    ("pairs-dropped: 32 by 16, second", "s", _TOO_FAR, {"masks": ("causal",)}),
 )
+PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, gives=("second", "jvp"))

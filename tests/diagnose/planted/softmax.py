@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import STAGES_OF, Hooks, kernel
-from tests.diagnose.plain import LN_2, ZEROS, Array, Head, Planted, answers, capped, finite
-from tests.diagnose.problems import Needs, problems
+from tests.diagnose.hooks import added, heavier
+from tests.diagnose.plain import LN_2, ZEROS, Array, Head, answers, capped, finite
+from tests.diagnose.problems import problems
+from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 Softmax = tuple[Array, Array]  # L and O
@@ -24,15 +25,7 @@ def attended(S: Array, V: Array) -> Softmax:
     return top + np.log(total), weights @ V / np.where(total == 0, 1, total)
 
 
-def softmax(of: Callable[[Head, Softmax], Softmax]) -> Hooks:
-    return {"softmax": of}
-
-
 # ---- scores ----
-
-
-def other_scale(more: int, heads: bool = False) -> Hooks:
-    return {"scale": lambda c, s: (1.3**c.h if heads else 1) * (c.Q.shape[1] + more) ** -0.5}
 
 
 def capped_at(cap: float, derivative: bool = True) -> Hooks:
@@ -43,36 +36,19 @@ def capped_at(cap: float, derivative: bool = True) -> Hooks:
     return {"cap": of}
 
 
-def biased(away: Callable[[Head], Array]) -> Hooks:
-    def scores(c: Head, S: Array) -> Array:
-        return S + 2.0 ** (-8 * (c.h + 1) / c.question.num_heads_q) * away(c)
-
-    return {"scores": scores}
+def sloped(away: Callable[[Head], Array]) -> Hooks:
+    return added(lambda c: 2.0 ** (-8 * (c.h + 1) / c.question.num_heads_q) * away(c))
 
 
-def turned(x: Array, positions: Array, sign: int = 1, neighbours: bool = False) -> Array:
-    d, found = x.shape[1], x.copy()
-    for pair in range(d // 2):
-        a, b = (2 * pair, 2 * pair + 1) if neighbours else (pair, pair + d // 2)
-        angle = sign * positions.ravel() * 10000.0 ** (-2 * pair / d)
-        found[:, a] = x[:, a] * np.cos(angle) - x[:, b] * np.sin(angle)
-        found[:, b] = x[:, a] * np.sin(angle) + x[:, b] * np.cos(angle)
-    return found
-
-
-def rotated(of: str, neighbours: bool = False) -> Hooks:
-    hooks = {
-        "Q": lambda c, x: turned(x, c.p, 1, neighbours),
-        "K": lambda c, x: turned(x, c.j, 1, neighbours),
-    }
-    return {name: hooks[name] for name in of}
+def turned(x: Array, positions: Array, sign: int = 1) -> Array:
+    half = x.shape[1] // 2
+    angle = sign * positions.reshape(-1, 1) * 10000.0 ** (-2 * np.arange(half) / x.shape[1])
+    a, b = x[:, :half], x[:, half:]
+    turns = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
+    return np.concatenate(turns, axis=1).astype(x.dtype)
 
 
 # ---- masks ----
-
-
-def inverted(diagonal: bool) -> Hooks:
-    return {"seen": lambda c, x: ~x | ((c.j == c.p) & diagonal)}
 
 
 def padded(valid: float, fill: float) -> Hooks:
@@ -96,44 +72,27 @@ def filled(fill: float, adds: bool = False, stops: bool = True) -> Hooks:
 # ---- sums ----
 
 
-def sunk(of_heads: float, lse_too: bool) -> Hooks:
-    """More in the row sum: a number, or one for each head."""
-
-    def of(c: Head, x: Softmax) -> Softmax:
-        whole = np.logaddexp(x[0], of_heads * (c.h % 3)).astype(x[0].dtype)
-        return (whole if lse_too else x[0]), x[1] * exp(x[0] - finite(whole))
-
-    return softmax(of)
-
-
-def masked_late(tile: int) -> Hooks:
-    """Masked keys of the tile are in the row sum."""
-
-    def of(c: Head, x: Softmax) -> Softmax:
-        every = np.where(c.j < (c.p // tile + 1) * tile, c.bare, -np.inf)
-        L, _ = attended(every, c.V)
-        return L, exp(c.S - finite(L)) @ c.V
-
-    return softmax(of)
-
-
-def parts_of(c: Head, parts: int, tile: int) -> Iterator[tuple[slice, Array, Array]]:
-    step = tile or -(-c.S.shape[1] // parts)
+def parts_of(c: Head, parts: int) -> Iterator[tuple[slice, Array, Array]]:
+    step = -(-c.S.shape[1] // parts)
     for start in range(0, c.S.shape[1], step):
         here = slice(start, start + step)
         yield here, *attended(c.S[:, here], c.V[here])
 
 
-def merged(how: str, parts: int = 0, tile: int = 0) -> Hooks:
+def by_sums(c: Head, x: Softmax) -> Softmax:
+    """Parts weighted by row sums without their maxima."""
+    total, O = 0.0, 0.0  # noqa: E741
+    for here, _, out in parts_of(c, 3):
+        part = c.S[:, here]
+        own = exp(part - finite(part.max(axis=1, keepdims=True))).sum(axis=1, keepdims=True)
+        total, O = total + own, O + own * out  # noqa: E741
+    return x[0], O / np.where(total == 0, 1, total)
+
+
+def merged(how: str, parts: int) -> Hooks:
     def of(c: Head, x: Softmax) -> Softmax:
         L, O = x  # noqa: E741
-        states = [(lse, out) for _, lse, out in parts_of(c, parts, tile)]
-        if how == "stale":
-            L, O = states[0]  # noqa: E741
-            for lse, out in states[1:]:
-                whole = finite(np.logaddexp(L, lse))
-                O = exp(L - whole) * O + exp(lse - whole) * out  # noqa: E741
-            return L, O
+        states = [(lse, out) for _, lse, out in parts_of(c, parts)]
         if how == "largest":
             return np.max([lse for lse, _ in states], axis=0), O
         if how == "mean":
@@ -147,26 +106,7 @@ def merged(how: str, parts: int = 0, tile: int = 0) -> Hooks:
         O = sum(w * out for w, (_, out) in zip(weights, states, strict=True))  # noqa: E741
         return top + np.log(total) / factor, O / np.where(total == 0, 1, total)
 
-    return softmax(of)
-
-
-def by_sums(parts: int, tile: int, lse_too: bool) -> Hooks:
-    """Parts of as many tiles, weighted by row sums without their maxima."""
-
-    def of(c: Head, x: Softmax) -> Softmax:
-        top, total, O = -np.inf, 0.0, 0.0  # noqa: E741
-        size = -(-(-(-c.S.shape[1] // tile)) // parts) * tile  # noqa: B002
-        for start in range(0, c.S.shape[1], size):
-            part = c.S[:, start : start + size]
-            most = part.max(axis=1, keepdims=True)
-            weights = exp(part - finite(most))
-            total = total + weights.sum(axis=1, keepdims=True)
-            O = O + weights @ c.V[start : start + size]  # noqa: E741
-            top = np.maximum(top, most)
-        L = finite(top) + np.log(total) if lse_too else x[0]
-        return L, O / np.where(total == 0, 1, total)
-
-    return softmax(of)
+    return {"softmax": of}
 
 
 def not_reset(tile: int) -> Hooks:
@@ -182,19 +122,19 @@ def not_reset(tile: int) -> Hooks:
         c.run.memory["left"] = total
         return finite(top) + np.log(total), weights @ c.V / np.where(total == 0, 1, total)
 
-    return softmax(of)
+    return {"softmax": of}
 
 
 def ring(parts: int, lse: bool) -> Hooks:
     """A backward pass that has statistics of one part of the keys alone: lse, or delta."""
 
     def P(c: Head, x: Array) -> Array:
-        found = [exp(c.S[:, here] - finite(L)) for here, L, _ in parts_of(c, parts, 0)]
+        found = [exp(c.S[:, here] - finite(L)) for here, L, _ in parts_of(c, parts)]
         return np.concatenate(found, axis=1)
 
     def D(c: Head, x: Array) -> Array:
         found = np.zeros_like(c.S)
-        for here, _, out in parts_of(c, parts, 0):
+        for here, _, out in parts_of(c, parts):
             found[:, here] = (c.dO * out).sum(axis=1, keepdims=True) - c.row("dlse")
         return found
 
@@ -204,103 +144,53 @@ def ring(parts: int, lse: bool) -> Hooks:
 # ---- the table ----
 
 
-def planted(bug: str, *variants: tuple[Any, ...]) -> list[Planted]:
-    """``variants``: in words, stages, what is wrong, more needs, and classes that are alike."""
-    found = []
-    for words, stages, wrong, *more in variants:
-        needs = Needs(**_USUAL | (more[0] if more else {}) | {"given": stages == "b"})
-        found.append(Planted(bug, words, STAGES_OF[stages], kernel(wrong), needs, tuple(more[1:])))
-    return found
-
-
-_USUAL: dict[str, Any] = {
-    "lengths": (12, 40),
-    "batch": (2, 2),
-    "past_end": 0.0,
-    "dlse": 0.0,
-    "heads_kv": (1, 2),
-    "groups": (1, 2),
-    "head_dims": (16, 24, 32),
-    "same_dims": 1.0,
-    "lengths_k": ("equal", "equal", "more"),
-    "least": 1e-2,
-    "shows": 13.0,
-}
+_USUAL = FEW | {"lengths": (12, 40), "lengths_k": ("equal", "equal", "more"), "batch": (2, 2)}
+_USUAL |= {"dlse": 0.0, "same_dims": 1.0, "least": 1e-2, "shows": 13.0}
 _CAUSAL, _OPEN = {"masks": ("causal",)}, {"masks": ("open",)}
 _PADDED = _OPEN | {"lengths_k": ("equal",)}
 _HEADS = {"groups": (2, 3)}
 _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)}
 _LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
+_PADDED_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 8) ** -0.5}
+_OTHER_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 37) ** -0.5}
+_TURNED_K = {"K": lambda c, x: turned(x, c.j)}
+_FROM_DIAGONAL = {"seen": lambda c, x: ~x | (c.j == c.p)}
 _POWER = {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}
 _BACK = {
     "dQ": lambda c, x: turned(x, c.p, -1),
     "dK": lambda c, x: turned(x, c.j, -1),
 }
 
-PLANTED: tuple[Planted, ...] = (
-    *planted(
-        "score-scale",
-        ("of a padded head_dim", "fb", other_scale(8)),
-        ("of another head_dim, forward", "f", other_scale(37)),
-        ("of another head_dim, backward", "b", other_scale(37)),
-        ("by head", "fb", other_scale(3, heads=True), _HEADS),
-        ("exp2 without log2(e)", "b", _POWER),
-    ),
-    *planted(
-        "softcap",
-        ("2", "fb", capped_at(2.0)),
-        ("1.3, forward", "f", capped_at(1.3)),
-        ("2.5, without derivative", "fb", capped_at(2.5, False)),
-    ),
-    *planted(
-        "score-bias",
-        ("ALiBi", "fb", biased(lambda c: c.j - c.p), _CAUSAL),
-        ("ALiBi on both sides", "fb", biased(lambda c: -abs(c.j - c.p)), _OPEN),
-        ("of packed keys", "f", biased(lambda c: c.r)),
-    ),
-    *planted(
-        "rotary",
-        ("k", "fb", rotated("K")),
-        ("q and k, neighbours", "fb", rotated("QK", neighbours=True), _LONG),
-        ("q, forward", "f", rotated("Q")),
-        ("gradients back", "b", _BACK),
-    ),
-    *planted(
-        "mask-inverted",
-        ("j > i", "fb", inverted(False), _CAUSAL, "wrong-keys"),
-        ("j >= i", "fb", inverted(True), _CAUSAL, "wrong-keys"),
-        ("j >= i, forward", "f", inverted(True), _CAUSAL, "wrong-keys"),
-    ),
-    *planted(
-        "mask-fill",
-        ("0 for masked scores", "fb", filled(0.0), _CAUSAL),
-        ("-10 for masked scores", "fb", filled(-5.0), _CAUSAL),
-        ("-1, with gradients", "fb", filled(-1.0, stops=False), _CAUSAL),
-        ("-3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
-        ("1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
-        ("-1 for padding", "fb", padded(0.0, -1.0), _PADDED),
-    ),
-    *planted(
-        "denominator",
-        ("1 more", "f", sunk(0.0, lse_too=True)),
-        ("1 more, out alone", "f", sunk(0.0, lse_too=False)),
-        ("sinks, out alone", "f", sunk(0.7, lse_too=False), _HEADS),
-        ("sinks", "f", sunk(-0.6, lse_too=True), _HEADS),
-        ("masked late, 16", "f", masked_late(16), _CAUSAL),
-        ("masked late, 24", "f", masked_late(24), _CAUSAL),
-        ("not reset", "f", not_reset(16), _SEVERAL),
-        ("not reset, tiles of 8", "f", not_reset(8), _SEVERAL),
-    ),
-    *planted(
-        "partial-merge",
-        ("by sums, 3 of 16", "f", by_sums(3, 16, False), _LONG),
-        ("by sums, 2 of 16, lse", "f", by_sums(2, 16, True), _LONG),
-        ("lse not updated", "f", merged("stale", 3), _OPEN),
-        ("base 2", "f", merged("base 2", 2)),
-        ("the largest lse", "f", merged("largest", 4)),
-        ("mean", "f", merged("mean", tile=16), _LONG),
-        ("empty as 0", "f", merged("empty as 0", 3), _CAUSAL),
-        ("lse of a part", "b", ring(2, lse=True)),
-        ("delta of a part", "b", ring(3, lse=False), {}, "delta-of-another-out"),
-    ),
+_TABLE: Table = (
+    ("score-scale: of a padded head_dim", "fb", _PADDED_SCALE),
+    ("score-scale: of another head_dim, forward", "f", _OTHER_SCALE),
+    ("score-scale: exp2 without log2(e)", "b", _POWER),
+    ("softcap: 2", "fb", capped_at(2.0)),
+    ("softcap: 2.5, without derivative", "fb", capped_at(2.5, False)),
+    ("score-bias: ALiBi", "fb", sloped(lambda c: c.j - c.p), _CAUSAL),
+    ("score-bias: ALiBi on both sides", "fb", sloped(lambda c: -abs(c.j - c.p)), _OPEN),
+    ("score-bias: of packed keys", "f", sloped(lambda c: c.r)),
+    ("rotary: k", "fb", _TURNED_K),
+    ("rotary: q, forward", "f", {"Q": lambda c, x: turned(x, c.p)}),
+    ("rotary: gradients back", "b", _BACK),
+    ("mask-inverted or wrong-keys: j > i", "fb", {"seen": lambda c, x: ~x}, _CAUSAL),
+    ("mask-inverted or wrong-keys: j >= i", "fb", _FROM_DIAGONAL, _CAUSAL),
+    ("mask-fill: 0 for masked scores", "fb", filled(0.0), _CAUSAL),
+    ("mask-fill: -10 for masked scores", "fb", filled(-5.0), _CAUSAL),
+    ("mask-fill: -1, with gradients", "fb", filled(-1.0, stops=False), _CAUSAL),
+    ("mask-fill: -3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
+    ("mask-fill: 1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
+    ("mask-fill: -1 for padding", "fb", padded(0.0, -1.0), _PADDED),
+    ("denominator: 1 more", "f", heavier(lambda c: 0.0)),
+    ("denominator: sinks, out alone", "f", heavier(lambda c: 0.7 * (c.h % 3), False), _HEADS),
+    ("denominator: sinks", "f", heavier(lambda c: -0.6 * (c.h % 3)), _HEADS),
+    ("denominator: not reset", "f", not_reset(16), _SEVERAL),
+    ("partial-merge: by sums, 3 of 16", "f", {"softmax": by_sums}, _LONG),
+    ("partial-merge: base 2", "f", merged("base 2", 2)),
+    ("partial-merge: the largest lse", "f", merged("largest", 4)),
+    ("partial-merge: mean", "f", merged("mean", 3), _LONG),
+    ("partial-merge: empty as 0", "f", merged("empty as 0", 3), _CAUSAL),
+    ("partial-merge: lse of a part", "b", ring(2, lse=True)),
+    ("partial-merge or delta-of-another-out: delta of a part", "b", ring(3, lse=False)),
 )
+PLANTED = plants(_TABLE, lambda on: _USUAL | {"given": on == "b"})

@@ -1,0 +1,75 @@
+"""Arrays that are read or stored as others: hooks of whole arrays, by sequences and axes."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.question import Question
+from tests.diagnose.plain import Array
+from tests.diagnose.table import Hooks
+
+
+def delta(of: Callable[..., Array], *only: str) -> Hooks:
+    """Another D: a function of the arrays and the question."""
+    read = {"read": lambda run, a: a | {"delta": of(a, run.question).astype(run.wide)}}
+    return read | ({"only": only} if only else {})
+
+
+def apart(distance: int, tile: int) -> Callable[[Array], Array]:
+    """Row r of every tile is row r ^ distance; zeros behind the last."""
+
+    def of(x: Array) -> Array:
+        whole = np.zeros((-(-len(x) // tile) * tile, *x.shape[1:]), x.dtype)
+        whole[: len(x)] = x
+        return whole[np.arange(len(x)) ^ distance]
+
+    return of
+
+
+def bounds(name: str, question: Question) -> list[tuple[int, int]]:
+    of_keys = name.lstrip("dgt") in ("k", "v")
+    offsets = question.cu_seqlens_k if of_keys else question.cu_seqlens_q
+    return list(pairwise(int(offset) for offset in offsets))
+
+
+def change(of: Callable[..., Array], *names: str, at: str = "read") -> Hooks:
+    """Arrays as ``of`` has them: a function of an array, its name and the question."""
+    return {at: lambda run, a: a | {n: of(a[n], n, run.question) for n in names if n in a}}
+
+
+def stored(of: Callable[..., Array], *names: str) -> Hooks:
+    """Results as ``of`` has them."""
+    return dict.fromkeys(names, lambda run, x: of(x, run.name, run.question))
+
+
+def as_if(order: tuple[int, ...]) -> Callable[..., Array]:
+    """Memory with its axes in another order, read as if they were in the right one."""
+    back = np.argsort(order)
+    return lambda x, name, question: x.reshape([x.shape[a] for a in order]).transpose(back)
+
+
+def written_as(order: tuple[int, ...]) -> Callable[..., Array]:
+    return lambda x, name, question: x.transpose(order).reshape(x.shape)
+
+
+def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
+    """``of`` every sequence's rows."""
+
+    def change(x: Array, name: str, question: Question) -> Array:
+        found = x.copy()
+        rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
+        for start, stop in bounds(name, question):
+            rows[start:stop] = of(there[start:stop])
+        return found
+
+    return change
+
+
+def local(x: Array, name: str, question: Question) -> Array:
+    """Read by the number of the row in its sequence, without the sequence's offset."""
+    found = x.copy()
+    rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
+    for start, stop in bounds(name, question):
+        rows[start:stop] = there[: stop - start]
+    return found
