@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 
@@ -267,62 +268,6 @@ def test_a_dense_peer_beside_a_sparse_case_is_timed_and_not_compared(monkeypatch
     assert row["methods"] == {"deterministic": 2}
 
 
-class Card:
-    """A GPU that works off a queue; the clock is that of the host, which queues in no time."""
-
-    def __init__(self):
-        self.host = self.gpu = 0.0
-
-    def work(self, ms):
-        self.gpu = max(self.gpu, self.host) + ms
-
-    def event(self, enable_timing):
-        return CardEvent(self)
-
-    def call(self, host_ms, gpu_ms):
-        """As a kernel that is launched after what the host does first."""
-        self.host += host_ms
-        self.work(gpu_ms)
-
-
-class CardEvent:
-    def __init__(self, card):
-        self.card = card
-
-    def record(self):
-        self.card.work(0)
-        self.at = self.card.gpu
-
-    def query(self):
-        return self.card.host >= self.at
-
-    def elapsed_time(self, end):
-        return end.at - self.at
-
-
-@pytest.mark.parametrize("lead, slow", [(1, 1.0), (1, 3.0), (1, 11.0), (0, 4.0)])
-def test_a_time_with_the_hosts_in_it_does_not_count(lead, slow, monkeypatch):
-    card = Card()
-    monkeypatch.setattr(torch.cuda, "_sleep", card.work)
-    monkeypatch.setattr(torch.cuda, "Event", card.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(card, "host", card.gpu))
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1))
-    calls = {"slow": lambda: card.call(slow, 2.0), "quick": lambda: card.call(0.1, 2.0)}
-    times = timing.time_rounds(calls, 8, lead)
-    assert times["quick"] == pytest.approx(2.0)
-    assert (times["slow"] == pytest.approx(2.0)) == (lead > 0)
-
-
-def test_who_keeps_the_gpu_waiting_has_no_time_under_load(monkeypatch):
-    card = Card()
-    monkeypatch.setattr(torch.cuda, "Event", card.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(card, "host", card.gpu))
-    monkeypatch.setattr(timing, "heat", lambda seconds: None)
-    calls = {"slow": lambda: card.call(2.5, 2.0), "quick": lambda: card.call(1.9, 2.0)}
-    times = timing.time_sustained(calls, dict.fromkeys(calls, 2.0), timing.Plan(sustained=0.5))
-    assert times == {"quick": pytest.approx(2.0)}
-
-
 def test_every_case_is_measured_in_the_directions_of_its_suite_or_in_those_asked_for():
     suite = cases.second()
     assert len(timing.wanted(suite, ())) == 13
@@ -373,29 +318,6 @@ def test_peers_without_windows_are_not_asked_for_them():
             assert contenders.theirs(name, case, data, direction) is None
 
 
-def test_under_load_every_contender_runs_alone_behind_calls_that_settle_the_clocks(monkeypatch):
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.at = 0
-
-        def record(self):
-            self.at = len(log)
-
-        def elapsed_time(self, end):
-            return 3.0 * (end.at - self.at)
-
-    monkeypatch.setattr(timing, "heat", lambda seconds: log.append(f"heat {seconds}"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    calls = {name: (lambda name=name: log.append(name)) for name in ("ours", "fa4", "tiny")}
-    guess = {"ours": 5.0, "fa4": 10.0, "tiny": 0.01}
-    times = timing.time_sustained(calls, guess, timing.Plan(sustained=0.15, heat=7))
-    assert log == ["heat 7", *["ours"] * (30 + 10), *["fa4"] * (15 + 5)]
-    assert times == {"ours": 3.0, "fa4": 3.0}
-
-
 def test_a_row_keeps_the_times_under_load_and_those_of_old_sources(monkeypatch):
     case = case_of(True)
     data = contenders.make(case, "cpu")
@@ -414,23 +336,60 @@ def test_a_row_keeps_the_times_under_load_and_those_of_old_sources(monkeypatch):
     assert tables.sustained_rows([row, {}])[0]["ours_ms"] == 3
 
 
+class Card:
+    """A GPU that works off a queue, in the place of torch.cuda: what the host does takes time only
+    where a call says so. ``log`` has the calls, and "|" where the card is kept waiting."""
+
+    def __init__(self, monkeypatch):
+        self.host, self.busy, self.log = 0.0, 0.0, []
+        monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(1))
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch("|", cycles))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(self, "host", self.busy))
+
+    def launch(self, name, ms, host_ms=0.0):
+        self.log.append(name)
+        self.host += host_ms
+        self.busy = max(self.busy, self.host) + ms
+
+
+class Event:
+    def __init__(self, card):
+        self.card = card
+
+    def record(self):
+        self.at = max(self.card.busy, self.card.host)
+
+    def query(self):
+        return self.card.host >= self.at
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
 def test_rounds_go_forwards_and_backwards(monkeypatch):
-    log, flush = [], torch.zeros(1)
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.enabled = enable_timing
-
-        def record(self):
-            self.at = len(log)
-
-        def elapsed_time(self, end):
-            return float(end.at - self.at)
-
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: flush)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("|"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    calls = {"new": lambda: log.append("n"), "old": lambda: log.extend("oo")}
+    card = Card(monkeypatch)
+    calls = {"new": lambda: card.launch("n", 1.0), "old": lambda: card.launch("o", 2.0)}
     assert timing.time_rounds(calls, 3) == {"new": 1.0, "old": 2.0}
-    assert "".join(log) == "|noo|oon|noo|oon|noo"
+    assert "".join(card.log) == "|no|on|no|on|no"
+
+
+@pytest.mark.parametrize("lead, slow", [(1, 1.0), (1, 11.0), (0, 4.0)])
+def test_a_time_with_the_hosts_in_it_does_not_count(lead, slow, monkeypatch):
+    card = Card(monkeypatch)
+    calls = {"s": lambda: card.launch("s", 2.0, slow), "q": lambda: card.launch("q", 2.0, 0.1)}
+    times = timing.time_rounds(calls, 8, lead)
+    assert times["q"] == pytest.approx(2.0)
+    assert (times["s"] == pytest.approx(2.0)) == (lead > 0)
+
+
+def test_under_load_every_contender_runs_alone_behind_calls_that_settle_the_clocks(monkeypatch):
+    """And has no time where it keeps the card waiting."""
+    card = Card(monkeypatch)
+    monkeypatch.setattr(timing, "heat", lambda seconds: card.log.append(f"heat {seconds}"))
+    ms = {"ours": (5.0, 4.0), "fa4": (10.0, 0.0), "late": (5.0, 6.0)}
+    calls = {name: partial(card.launch, name, *of) for name, of in ms.items()}
+    guess = {name: gpu for name, (gpu, _) in ms.items()}
+    times = timing.time_sustained(calls, guess, timing.Plan(sustained=0.15, heat=7))
+    assert card.log == ["heat 7", *["ours"] * 40, *["fa4"] * 20, *["late"] * 40]
+    assert times == pytest.approx({"ours": 5.0, "fa4": 10.0})
