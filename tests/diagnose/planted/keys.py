@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Question
 from tests.diagnose.hooks import STAGES_OF, Hooks, bounds, kernel, seen, stored, times
-from tests.diagnose.plain import FLOAT64, ZEROS, Array, Head, Planted, answers
+from tests.diagnose.plain import ZEROS, Array, Head, Planted, answers
 from tests.diagnose.problems import DTYPES, Needs, problems
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -191,33 +191,6 @@ def never_run(x: Array, name: str, question: Question, tile: int = 16) -> Array:
     return x
 
 
-def tails(how: str, tile: int = 32) -> Hooks:
-    """Rows past a sequence's end, up to its tile's, over those of the next; the first one last."""
-
-    def results(run: Any, found: Answers) -> Answers:
-        q, (out, lse) = run.question, (found["out"].copy(), found["lse"].copy())
-        k, v = (x.astype(FLOAT64) for x in (q.k, q.v))
-        stop = int(q.cu_seqlens_q[-1])
-        for b in reversed(range(q.batch)):
-            end, keys = (
-                int(q.cu_seqlens_q[b + 1]),
-                slice(*(int(x) for x in q.cu_seqlens_k[b : b + 2])),
-            )
-            for row in range(end, min(end + -q.lengths_q[b] % tile, stop)):
-                for head in range(q.num_heads_q):
-                    of_q = 0.0 if how == "zeros" else q.q[row, head].astype(FLOAT64)
-                    S = q.scale * (k[keys, head // q.group] * of_q).sum(axis=1)
-                    P = np.exp(S - S.max())
-                    out[row, head] = P @ v[keys, head // q.group] / P.sum()
-                if how != "next":
-                    lse[:, row] = np.log(keys.stop - keys.start)
-                if how == "none":
-                    out[row], lse[:, row] = 0.0, -np.inf
-        return found | {"out": out, "lse": lse}
-
-    return {"results": results}
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 
@@ -331,7 +304,7 @@ PLANTED: tuple[Planted, ...] = (
             *({}, "tail-tile-dropped", "tile-skipped"),
         ),
         ("first key of every tile twice", times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))),
-        ("tail rows of the sequence before", tail_of_another(32), {}, "tail-rows-stored"),
+        ("tail rows of the sequence before", tail_of_another(32)),
         (
             "documents",
             and_seen(by_document),
@@ -372,19 +345,6 @@ PLANTED: tuple[Planted, ...] = (
         ("p = 0.1", dropout(0.1), _SMALL),
         ("p = 0.3", dropout(0.3), _SMALL),
         ("p = 0.2, not rescaled", dropout(0.2, rescaled=False), _SMALL),
-    ),
-    *planted(
-        *("tail-rows-stored", "causal"),
-        ("of a query of zeros, causal", tails("zeros")),
-        ("of no key", tails("none", 64)),
-        ("out of its queries", tails("next")),
-        on="f",
-    ),
-    *planted(
-        *("tail-rows-stored", "open"),
-        ("of a query of zeros", tails("zeros")),
-        ("out of its queries, 64", tails("next", 64)),
-        on="f",
     ),
     *planted(
         *("rows-not-written", "causal"),

@@ -64,29 +64,6 @@ def exchanged(*order: str) -> Hooks:
     return {"arrays": lambda run, a: a | {name: a[other] for name, other in read.items()}}
 
 
-def of_head(array: str, index: Any) -> Any:
-    """An array's rows of another head."""
-    return lambda c, x: c.read(array, index(c))
-
-
-def by_remainder(c: Head) -> int:
-    return c.h % c.question.num_heads_kv
-
-
-def first_of_group(c: Head) -> int:
-    return c.h - c.h % c.group
-
-
-def comes_to(tile_m: int, tile_n: int) -> Hooks:
-    """The first tile of queries is the first that begins at or behind a tile of keys."""
-
-    def often(c: Head, x: Array) -> Array:
-        keys = c.j // tile_n * tile_n - (c.m - c.n)
-        return x * (c.i // tile_m * tile_m >= keys)
-
-    return {"often": often}
-
-
 def planted(
     bug: str, stages: str, needs: Mapping[str, Any], *variants: tuple[Any, ...]
 ) -> list[Planted]:
@@ -114,7 +91,6 @@ _USUAL = {
 _NO_E = of_each(ZERO, "e in tout", "e in dS", "e in gv")
 _GROUPED, _DLSE, _WHOLE = {"groups": (2, 4)}, {"dlse": 1.0}, {"moved": 0.0}
 _MASKED = {"masks": ("causal", "window", "causal window"), "lengths_k": ("equal", "more")}
-_HEADS = _GROUPED | _WHOLE | {"heads_kv": (2, 3), "groups": (2,)}
 _SEVERAL = _WHOLE | {"heads_kv": (2, 3)}
 _ALIKE = _WHOLE | {"same_dims": 1.0, "groups": (1,), "lengths_k": ("equal",)}
 _W = {"W": right_W}
@@ -238,32 +214,6 @@ PLANTED = (
         ("tout, tile of 16, jvp", {"sum tout": _STILL["sum e"]} | _32),
     ),
     *planted(
-        "gqa-head-map",
-        *("j", _HEADS),
-        ("tk, jvp", {"tK": of_head("tk", by_remainder)}),
-        ("tv, jvp", {"tV": of_head("tv", by_remainder)}),
-    ),
-    *planted(
-        "gqa-head-map",
-        *("s", _HEADS),
-        ("ddk, second", {"tK": of_head("tk", by_remainder)}),
-        (
-            "ddk and ddv, second",
-            {"tK": of_head("tk", by_remainder), "tV": of_head("tv", by_remainder)},
-        ),
-        (
-            "ddq of the group's first head in gk, second",
-            {"tQ of gk": of_head("tq", first_of_group)},
-        ),
-        ("ddq of head h // group in gk, second", {"tQ of gk": of_head("tq", lambda c: c.g)}),
-        (
-            "ddk of head h % num_heads_kv in gq, second",
-            {"tK of gq": of_head("tk", by_remainder)},
-        ),
-        ("ddv of head 0 in dout ddv^T, second", {"tV of tdP": of_head("tv", lambda c: 0)}),
-        ("q of the group's first head in gk, second", {"Q of gk": of_head("q", first_of_group)}),
-    ),
-    *planted(
         "tile-overwrites",
         *("s", _WHOLE),
         (
@@ -274,7 +224,7 @@ PLANTED = (
         (
             "gk, second",
             {"often": lambda c, x: x * (c.i >= (c.n - 1) // 16 * 16), "only": ("gk",)},
-            "pairs-dropped",
+            *("pairs-dropped", "rows-not-written"),
         ),
     ),
     *planted(
@@ -297,14 +247,12 @@ PLANTED = (
     *planted(
         "arguments-swapped",
         *("s", _WHOLE),
-        ("ddout v^T, second", {"tdP": lambda c, x: c.tO @ c.V.T}),
         ("ddout for dout in gv, second", {"dO of gv": lambda c, x: c.tO}),
         ("k for ddk in gq, second", {"tK of gq": lambda c, x: c.K}),
     ),
     *planted(
         "statistics-misplaced",
         *("s", _SEVERAL),
-        ("W, heads first, second", change(as_if((1, 0)), "W", at="rows of second")),
         (
             "D, heads last, second",
             change(
@@ -313,11 +261,5 @@ PLANTED = (
                 at="rows of second",
             ),
         ),
-    ),
-    *planted(
-        "pairs-dropped",
-        *("s", {"masks": ("causal",)}),
-        ("32 by 16, second", comes_to(32, 16)),
-        ("64 by 32, second", comes_to(64, 32)),
     ),
 )

@@ -50,24 +50,6 @@ def biased(away: Callable[[Head], Array]) -> Hooks:
     return {"scores": scores}
 
 
-def turned(x: Array, positions: Array, sign: int = 1, neighbours: bool = False) -> Array:
-    d, found = x.shape[1], x.copy()
-    for pair in range(d // 2):
-        a, b = (2 * pair, 2 * pair + 1) if neighbours else (pair, pair + d // 2)
-        angle = sign * positions.ravel() * 10000.0 ** (-2 * pair / d)
-        found[:, a] = x[:, a] * np.cos(angle) - x[:, b] * np.sin(angle)
-        found[:, b] = x[:, a] * np.sin(angle) + x[:, b] * np.cos(angle)
-    return found
-
-
-def rotated(of: str, neighbours: bool = False) -> Hooks:
-    hooks = {
-        "Q": lambda c, x: turned(x, c.p, 1, neighbours),
-        "K": lambda c, x: turned(x, c.j, 1, neighbours),
-    }
-    return {name: hooks[name] for name in of}
-
-
 # ---- masks ----
 
 
@@ -232,10 +214,6 @@ _HEADS = {"groups": (2, 3)}
 _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)}
 _LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
 _POWER = {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}
-_BACK = {
-    "dQ": lambda c, x: turned(x, c.p, -1),
-    "dK": lambda c, x: turned(x, c.j, -1),
-}
 
 PLANTED: tuple[Planted, ...] = (
     *planted(
@@ -257,13 +235,6 @@ PLANTED: tuple[Planted, ...] = (
         ("ALiBi", "fb", biased(lambda c: c.j - c.p), _CAUSAL),
         ("ALiBi on both sides", "fb", biased(lambda c: -abs(c.j - c.p)), _OPEN),
         ("of packed keys", "f", biased(lambda c: c.r)),
-    ),
-    *planted(
-        "rotary",
-        ("k", "fb", rotated("K")),
-        ("q and k, neighbours", "fb", rotated("QK", neighbours=True), _LONG),
-        ("q, forward", "f", rotated("Q")),
-        ("gradients back", "b", _BACK),
     ),
     *planted(
         "mask-inverted",

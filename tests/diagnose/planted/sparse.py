@@ -300,16 +300,6 @@ def kept_head(last: bool) -> Hooks:
     return {"dG": lambda c, x: x * (c.h % c.group == (c.group - 1 if last else 0))}
 
 
-def statistics(last: bool) -> Hooks:
-    """dk and dv by lse and delta of the group's first or last head."""
-
-    def head(c: Head) -> int:
-        return c.h - c.h % c.group + (c.group - 1 if last else 0)
-
-    hooks = {"L": lambda c, x: c.row("lse", head(c)), "D": lambda c, x: c.row("delta", head(c))}
-    return hooks | {"only": ("dk", "dv")}
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 
@@ -594,10 +584,5 @@ PLANTED: tuple[Planted, ...] = (
         ("at its first", {"entries": before_place}),
         ("of the row", {"own block": lambda t, x: t.i // t.question.block_size}),
         ("of the next query", {"own block": lambda t, x: (t.place + 1) // t.question.block_size}),
-    ),
-    *in_lists(
-        *("statistics-misplaced", "b", _GROUPED),
-        ("of the groups first head", statistics(False)),
-        ("of the groups last head", statistics(True)),
     ),
 )

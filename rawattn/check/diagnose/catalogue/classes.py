@@ -173,12 +173,6 @@ CLASSES: dict[str, BugClass] = {
         "a cache that is longer than what is in it",
         "keys that are not in use have weight, so out changes with what lies there",
     ),
-    "rotary": BugClass(
-        "rotary embeddings are applied to what must not be rotated, or not undone",
-        "where q and k are rotated, and their gradients rotated back",
-        "embeddings that are applied in the model and in the kernel, or to v",
-        "errors by position, none in a sequence's first row",
-    ),
     # ---- numbers ----
     "output-scale": BugClass(
         "softmax_scale is missing, or there more than once, in dq or dk",
@@ -223,15 +217,16 @@ CLASSES: dict[str, BugClass] = {
         "inf or NaN where scores are large, right elsewhere",
     ),
     "accumulates-in-16-bit": BugClass(
-        "sums run in 16 bits, or row statistics are kept in them",
-        "the accumulators, delta and lse: float32, whatever the operands",
+        "sums run in 16 bits",
+        "the accumulators: float32, whatever the operands",
         "accumulators of the operands' dtype, atomic adds to a 16-bit result",
         "errors grow with the length, the slope to the right values is 1",
     ),
     "narrow-intermediate": BugClass(
         "an intermediate is rounded to fewer bits than it must keep",
-        "the dtype in which it is stored, or handed to a matmul; what scales it before",
-        "P, dS or S handed to a matmul in bfloat16 or float8; an accumulator of 16 bits",
+        "the dtype in which it is stored, or handed to a matmul; what scales it before: in float16 "
+        "small gradients underflow",
+        "P, dS or S handed to a matmul in bfloat16 or float8; delta or lse in 16 bits",
         "the slope to the right values is 1, and it leaves about one rounding of that dtype",
     ),
     "head-dim-tail": BugClass(
@@ -308,12 +303,6 @@ CLASSES: dict[str, BugClass] = {
         "the number of tiles that are launched, and the bound of the stores",
         "a grid that is too small, or a store behind the wrong bound",
         "rows hold zeros, NaN or what was there before",
-    ),
-    "tail-rows-stored": BugClass(
-        "rows past a sequence's end are stored over the next sequence's first rows",
-        "the guard of the stores of out and lse: row < seqlen_q",
-        "a store without the bound of its sequence",
-        "the first rows of all sequences but the first one are wrong, sometimes",
     ),
     "tile-skipped": BugClass(
         "a tile of keys is skipped",
@@ -407,12 +396,6 @@ CLASSES: dict[str, BugClass] = {
         "what scales it last; a workspace that is not zeroed; a sum that is taken twice",
         "a mean for a sum, an epilogue that runs twice",
         "one slope everywhere, which leaves nothing",
-    ),
-    "underflow-in-16-bit": BugClass(
-        "an intermediate is too small for 16 bits",
-        "dS or P stored in float16: scale the loss, or keep them in a dtype of wider range",
-        "gradients of a loss that is a mean over many tokens",
-        "zeros where right values are small",
     ),
     "wrong-keys": BugClass(
         "queries see other keys than they should",

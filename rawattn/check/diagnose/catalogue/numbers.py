@@ -55,6 +55,8 @@ def of_scores(question: Question) -> Iterator[Bug]:
         stored: dict[str, Step] = {"L": partial(_stored, lse)}
         yield Bug(bug, text, FORWARD, steps=stored, look_at=look_at)
         yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
+    without: dict[str, Step] = {"bP": lambda c: c.r(np.exp(c.S))}
+    yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
         yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
     yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
@@ -169,8 +171,10 @@ def of_backward(question: Question) -> Iterator[Bug]:
         deltas |= {
             ("delta-omitted", "dlse too"): lambda c: 0.0 * c.L,
             ("lse-gradient-dropped", ""): lambda c: (c.dO * c.O).sum(axis=-1),
-            ("lse-gradient-sign", ""): lambda c: (c.dO * c.O).sum(axis=-1) + c.dL,
         }
+        factors_of = {"": -1.0, "twice": 2.0, "times log2(e)": LOG2_E, "times ln 2": 1 / LOG2_E}
+        for text, x in factors_of.items():
+            deltas["lse-gradient-sign", text] = partial(_with_dlse, x)
     for text, rows, heads in _other_outs(question):
         deltas["delta-of-another-out", text] = partial(_of_another_out, rows, heads)
     if question.mask_window != (-1, -1):
@@ -184,6 +188,10 @@ def of_backward(question: Question) -> Iterator[Bug]:
         if shapes[one] == shapes[other]:
             text = f"{one} and {other}"
             yield Bug("gradients-swapped", text, BACKWARD, store=_swapped(one, other))
+
+
+def _with_dlse(factor: float, c: Context) -> Floats:
+    return np.asarray((c.dO * c.O).sum(axis=-1) - factor * c.dL)
 
 
 def _other_outs(question: Question) -> Iterator[tuple[str, int, np.ndarray]]:

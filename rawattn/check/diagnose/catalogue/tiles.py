@@ -82,8 +82,11 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
     for text, one in ONE_TILE.items():
-        for tensors, of_tensors in by_tensor(_by_tile(tile, one)):
-            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=of_tensors)
+        whole = _by_tile(tile, one)
+        for tensors, first in by_tensor({name: whole[name] for name in ("dQ", "dK", "dV")}):
+            both = first | {f"g{name[1]}": whole[f"g{name[1]}"] for name in first}
+            text_of = f"{tensors}, {text}, {at}"
+            yield Bug("tile-overwrites", text_of, (*BACKWARD, "second"), steps=both)
     for text, power in POWERS.items():
         inside = _by_tile(tile, power)
         for name in ("dQ", "dK"):
@@ -160,7 +163,7 @@ def _running_on(tile: int, step: int) -> Store:
 
 def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
     """dQ with a factor for every tile of keys that a tile of queries sees, dK and dV with one for
-    every tile of queries that a tile of keys sees."""
+    every tile of queries that a tile of keys sees; those of second order likewise."""
 
     def factor(c: Context, axis: int) -> Floats:
         seen = (c.W > 0).any(axis=0)
@@ -175,11 +178,13 @@ def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
             weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
         return weight if axis == 1 else weight.T
 
-    return {
-        "dQ": lambda c: c.s * ((c.dY * factor(c, 1)) @ c.K),
-        "dK": lambda c: c.s * ((c.dY * factor(c, 0)).swapaxes(1, 2) @ c.Q),
-        "dV": lambda c: (c.P * factor(c, 0)).swapaxes(1, 2) @ c.dO,
-    }
+    def weighed(name: str, c: Context) -> Floats:
+        weights = factor(c, int(name[1] == "Q"))
+        there = [x for x in ("P", "tP", "dY", "tdY") if hasattr(c, x)]
+        other = changed(c, **{x: getattr(c, x) * weights for x in there})
+        return np.asarray(STEPS[name](other))
+
+    return {name: partial(weighed, name) for name in ("dQ", "dK", "dV", "gQ", "gK", "gV")}
 
 
 def _orders(tile: int) -> dict[str, np.ndarray]:

@@ -172,7 +172,7 @@ def _views(key: Identity, sliding: bool) -> tuple[View, ...]:
         plain = replace(question, assumed=NO_BUG)
         return tuple(question.assumed.see(plain, views_of(plain, sliding)))
     if question.sparse and not sliding:
-        return tuple(_sparse_views(question))
+        return tuple(sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
     return tuple(dense_views(question, window))
 
@@ -200,7 +200,7 @@ def parts_of(question: Question) -> Iterator[Part]:
     )
 
 
-def _sparse_views(question: Question) -> Iterator[View]:
+def sparse_views(question: Question) -> Iterator[View]:
     per = (
         question.num_heads_q // np.asarray(question.block_indices).shape[1]
     )  # heads of a selection

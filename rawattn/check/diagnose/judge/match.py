@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
+from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import (
     NO_BUG,
@@ -52,7 +52,7 @@ from rawattn.check.diagnose.evidence.precision import (
     sizes,
 )
 from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.inferred import inputs, numbers, past_end, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
@@ -75,7 +75,7 @@ KERNELS = tuple(
 )
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 LOOSE = (*GENERIC, "pairs-dropped")  # of what is read, likewise
-INFERRED = (numbers, inputs, unwritten, past_end, terms)
+INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
@@ -110,7 +110,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
         wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
-        found = [*second_order.bugs(question), *tangents.bugs(question), *wide]
+        found = [*second_order.bugs(question), *wide]
         if stage == "second":
             found += [
                 replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **BY_OUT})
