@@ -59,7 +59,7 @@ def beyond(question: Question) -> Iterator[Bug]:
     found = {}
     for stage in question.stages:
         for bug in match.catalogue(question, stage):
-            if bug.name.startswith(("direction-", "second-", "jvp-", "sparse-")):
+            if bug.name.startswith(("direction-", "second-", "tangent-", "value-", "sparse-")):
                 found[bug.name, bug.variant, bug.stages] = bug
     yield from found.values()
 

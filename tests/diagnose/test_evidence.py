@@ -100,7 +100,7 @@ FAULTS = {
     "gradients-swapped: dk and dv (backward)": ("sum of dv", "<q, dq>"),
     "score-scale: 1 (forward and backward)": ("exp(scores",),
     "causal-dropped: no mask (forward and backward)": ("exp(",),
-    "second-value-term-dropped: P ddv of ddout": ("<direction, gradients> = <dout, ddout>",),
+    "value-term-dropped: P ddv of ddout": ("<direction, gradients> = <dout, ddout>",),
     "second-frozen-p: P' = 0 in dS' and in gv": ("<tv, dv> + <v, gv>",),
     "second-direct-term-dropped: dS ddk of gq": ("<tq, dq> + <q, gq>",),
 }

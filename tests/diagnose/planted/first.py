@@ -623,23 +623,28 @@ PLANTED: tuple[Planted, ...] = (
     *planted(
         "tile-period",
         _LONG,
-        *(
-            (words, stage, stored(partial(how, tile=tile, **what), *names) | more, *needs)
-            for words, stage, how, tile, what, names, more, *needs in (
-                ("out, 8 apart in 16", "f", exchanged, 16, {"distance": 8}, ["out"], {}),
-                ("out, 1 apart in 16", "f", exchanged, 16, {"distance": 1}, ["out"], _RIGHT),
-                (
-                    *("out, garbage in 32", "f", garbage, 32, {"first": 28}, ["out"], {}),
-                    {"lengths": (30, 90)},
-                ),
-                ("dq, 8 apart in 16", "b", exchanged, 16, {"distance": 8}, ["dq"], {}),
-                ("dq, garbage in 16", "b", garbage, 16, {"first": 14}, ["dq"], {}),
-                (
-                    *("dk and dv, 16 apart in 32", "b", exchanged, 32, {"distance": 16}),
-                    *(["dk", "dv"], {}),
-                ),
-                ("dk and dv, garbage in 16", "b", garbage, 16, {"first": 12}, ["dk", "dv"], {}),
-            )
+        (
+            *("out, garbage in 32", "f", stored(partial(garbage, tile=32, first=28), "out")),
+            {"lengths": (30, 90)},
+        ),
+        ("dq, garbage in 16", "b", stored(partial(garbage, tile=16, first=14), "dq")),
+        (
+            *("dk and dv, garbage in 16", "b"),
+            stored(partial(garbage, tile=16, first=12), "dk", "dv"),
+        ),
+    ),
+    *planted(
+        "transposed",
+        _LONG,
+        ("out, 8 apart in 16", "f", stored(partial(exchanged, tile=16, distance=8), "out")),
+        (
+            *("out, 1 apart in 16", "f"),
+            stored(partial(exchanged, tile=16, distance=1), "out") | _RIGHT,
+        ),
+        ("dq, 8 apart in 16", "b", stored(partial(exchanged, tile=16, distance=8), "dq")),
+        (
+            *("dk and dv, 16 apart in 32", "b"),
+            stored(partial(exchanged, tile=32, distance=16), "dk", "dv"),
         ),
     ),
     # ---- no function of the inputs ----

@@ -115,12 +115,12 @@ PLANTED = (
         "second-frozen-delta",
         *("s", {}),
         ("D detached", _NO_E | _W),
-        ("out detached", of_each(ZERO, "e in dS", "e in gv"), "second-e-omitted"),
+        ("out detached", of_each(ZERO, "e in dS", "e in gv"), "tangent-e-omitted"),
         ("W = 0, no e in ddout", of_each(ZERO, "W", "e in tout")),
     ),
     *planted("second-w-omitted", "s", {}, ("W = 0", {"W": ZERO}, "second-frozen-delta")),
     *planted(
-        "second-e-omitted",
+        "tangent-e-omitted",
         *("s", {}),
         ("in ddout and W", {"e in tout": ZERO}),
         ("in ddout", {"e in tout": ZERO} | _W),
@@ -130,7 +130,7 @@ PLANTED = (
         ("everywhere", _NO_E | {"e in tlse": ZERO}),
     ),
     *planted(
-        "second-scale",
+        "tangent-scale",
         *("s", {}),
         *_TANGENT,
         ("gq without s", {"gq": power(0)}),
@@ -139,7 +139,7 @@ PLANTED = (
         ("gq and gk with s twice", of_each(power(2), "gq", "gk")),
     ),
     *planted(
-        "second-scale",
+        "tangent-scale",
         *("s", _WHOLE),
         ("dS ddk without s, second", {"dS tK": power(0)}),
         ("dS'^T q with s twice, second", {"tdS Q": power(2)}),
@@ -152,17 +152,16 @@ PLANTED = (
         ("both", of_each(ZERO, "dS tK", "dS tQ")),
     ),
     *planted(
-        "second-group-not-summed", "s", _GROUPED, ("last head", group(-1)), ("first head", group(0))
+        "gqa-group-not-summed", "s", _GROUPED, ("last head", group(-1)), ("first head", group(0))
     ),
     *planted(
-        "second-lse-gradient-dropped",
+        "lse-gradient-dropped",
         *("s", _DLSE),
         ("D without dlse", unread("dlse")),
-        ("ddlse = 0", {"e in tlse": ZERO}),
         ("both", unread("dlse") | {"e in tlse": ZERO}),
     ),
     *planted(
-        "second-value-term-dropped",
+        "value-term-dropped",
         *("s", {}),
         ("P ddv of ddout and W", {"P tV": ZERO}),
         ("P ddv of ddout", {"P tV": ZERO} | _W),
@@ -170,7 +169,7 @@ PLANTED = (
         ("all of ddv", of_each(ZERO, "P tV", "tdP")),
     ),
     *planted(
-        "second-mask-missing",
+        "mask-missing-in-backward",
         *("s", _MASKED),
         *(
             (f"{passes} pass{more}, {words}", {"P": how, "P in ddout": first or how})
@@ -181,16 +180,17 @@ PLANTED = (
             for words, how in (("exp(S - L)", unmasked), ("softmax over all", over_all))
         ),
     ),
-    *planted("jvp-e-omitted", "j", {}, ("in tout", {"e in tout": ZERO})),
-    *planted("jvp-value-term-dropped", "j", {}, ("P tv", {"P tV": ZERO})),
-    *planted("jvp-scale", "j", {}, *_TANGENT),
-    *planted("jvp-lse-missing", "j", {}, ("tlse = 0", {"e in tlse": ZERO})),
+    *planted("tangent-e-omitted", "j", {}, ("in tout", {"e in tout": ZERO})),
+    *planted("value-term-dropped", "j", {}, ("P tv", {"P tV": ZERO})),
+    *planted("tangent-scale", "j", {}, *_TANGENT),
+    *planted("tangent-lse-missing", "j", {}, ("tlse = 0", {"e in tlse": ZERO})),
+    *planted("tangent-lse-missing", "s", _DLSE, ("ddlse = 0", {"e in tlse": ZERO})),
     *planted(
         "direction-ignored",
         *("s", {}),
         ("ddq", unread("tq")),
         ("ddk", unread("tk")),
-        ("ddv", unread("tv"), "second-value-term-dropped"),
+        ("ddv", unread("tv"), "value-term-dropped"),
         ("all but ddv", unread("tq", "tk")),
         ("all but ddk", unread("tq", "tv")),
         ("all", unread("tq", "tk", "tv")),
@@ -200,7 +200,7 @@ PLANTED = (
         *("j", {}),
         ("tq", unread("tq"), "second-frozen-p"),
         ("tk", unread("tk"), "second-frozen-p"),
-        ("tv", unread("tv"), "jvp-value-term-dropped"),
+        ("tv", unread("tv"), "value-term-dropped"),
         ("all but tv", unread("tq", "tk"), "second-frozen-p"),
         ("all but tq", unread("tk", "tv")),
     ),

@@ -422,14 +422,14 @@ CLASSES: dict[str, BugClass] = {
         "the second preprocess pass",
         "gq and gk are wrong, ddout is right",
     ),
-    "second-e-omitted": BugClass(
+    "tangent-e-omitted": BugClass(
         "the tangent of P is not centred: e is missing or wrong",
         "P' = P o (E - e), where e is the row's mean of E under P",
         "the derivative of the softmax, once more",
-        "ddout has the row's mean too much",
+        "ddout, or tout, has the row's mean too much",
     ),
-    "second-scale": BugClass(
-        "softmax_scale is missing, or there twice, in a second derivative",
+    "tangent-scale": BugClass(
+        "softmax_scale is missing, or there twice, in a second derivative or a tangent",
         "E = s (ddq K^T + q ddk^T), and the outer s of gq and gk",
         "softmax_scale is in E, and once more in gq and gk",
         "second derivatives are off by one factor",
@@ -440,53 +440,18 @@ CLASSES: dict[str, BugClass] = {
         "gq depends on k twice: through dS, and as a factor",
         "gq and gk are wrong even where P is constant; gv is right",
     ),
-    "second-value-term-dropped": BugClass(  # both terms: as direction-ignored, of ddv
-        "the terms with ddv are missing",
-        "P ddv in ddout, and dout ddv^T in the tangent of dP; if both, ddv on its way there",
+    "value-term-dropped": BugClass(  # both terms: as direction-ignored, of ddv
+        "the terms with ddv, or tv, are missing",
+        "P ddv in ddout, and dout ddv^T in the tangent of dP; if both, ddv on its way there; in "
+        "forward mode P tv in tout",
         "terms that are 0 unless ddv is given",
         "right for a direction of q and k alone",
     ),
-    "second-group-not-summed": BugClass(
-        "gk and gv hold one head of each group, not the sum",
-        "the store of gk and gv",
-        "a plain store where an atomic add is due",
-        "gk and gv are too small; with one query head a group they are right",
-    ),
-    "second-lse-gradient-dropped": BugClass(
-        "the cotangent of lse is ignored in the second backward",
-        "D = dout . out - dlse there too",
-        "a D that the second pass makes of dout and out alone",
-        "right where dlse is 0",
-    ),
-    "second-mask-missing": BugClass(
-        "the second backward recomputes P without the mask",
-        "set P to 0 where the mask forbids, before any product",
-        "P = exp(S - lse) of all keys",
-        "second derivatives have terms of hidden keys; first ones are right",
-    ),
-    "jvp-e-omitted": BugClass(
-        "the tangent of P is not centred: e is missing or wrong",
-        "P' = P o (E - e)",
-        "the derivative of the softmax without its mean",
-        "tout is off by e times out, in each row",
-    ),
-    "jvp-value-term-dropped": BugClass(  # as direction-ignored, of tv
-        "the tangent lacks P tv",
-        "tout = P' V + P tv, and tv on its way there",
-        "a tangent of scores alone",
-        "right where tv is 0",
-    ),
-    "jvp-scale": BugClass(
-        "softmax_scale is missing, or there twice, in the tangent of the scores",
-        "E = s (tq K^T + q tk^T)",
-        "softmax_scale is applied to q before its tangent is taken, or to both",
-        "tout is off by one factor where tv is 0",
-    ),
-    "jvp-lse-missing": BugClass(
+    "tangent-lse-missing": BugClass(
         "the tangent of lse is 0",
-        "tlse = e, the row's mean of E under P",
+        "tlse, or ddlse, = e, the row's mean of E under P",
         "an output that is marked as not differentiable",
-        "tlse is 0, tout is right",
+        "it is 0, tout or ddout is right",
     ),
     # ---- block-sparse ----
     "sparse-not-causal": BugClass(

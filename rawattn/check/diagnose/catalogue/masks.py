@@ -19,9 +19,7 @@ from rawattn.check.diagnose.engine.attention import (
     See,
     View,
 )
-from rawattn.check.diagnose.engine.question import STAGES, Question
-
-ANYWHERE = tuple(STAGES)
+from rawattn.check.diagnose.engine.question import Question
 
 # ---- masks ------------------------------------------------------------------------------------
 

@@ -97,10 +97,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         of = partial(rescaled, wrong=sums, way=WAYS["not rescaled"])
         planted = steps("forward", cut(tile, last_first), of)
         yield Bug("no-rescale", form, FORWARD, steps=planted)
-    for text, order in _orders(tile).items():
-        for rest, partly in (("", False), (", partial ones too", True)):
-            store = _rows_moved(tile, order, partly)
-            yield Bug("tile-period", f"{text}, {at}{rest}", FIRST, store=store)
     for text, step in (("first", 1), ("last", -1)):
         store = _running_on(tile, step)
         yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)
@@ -185,34 +181,6 @@ def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
         return np.asarray(STEPS[name](other))
 
     return {name: partial(weighed, name) for name in ("dQ", "dK", "dV", "gQ", "gK", "gV")}
-
-
-def _orders(tile: int) -> dict[str, np.ndarray]:
-    """Ways in which the rows of a tile get mixed up."""
-    row = np.arange(tile)
-    return {
-        "rows exchanged in pairs": row ^ 1,
-        "halves exchanged": (row + tile // 2) % tile,
-        "rows reversed": row[::-1],
-        "rows 8 apart exchanged": row ^ 8 if tile > 8 else row[::-1],
-    }
-
-
-def _rows_moved(tile: int, order: np.ndarray, partly: bool) -> Store:
-    """Rows of every whole tile in another order; ``partly``: of partial ones too, 0 from behind."""
-
-    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
-        for start in range(0, len(places), tile):
-            here = places[start : start + tile]
-            if len(here) == tile:
-                y[here] = source[here[order]]
-            elif partly:
-                there = order[: len(here)]
-                inside = there < len(here)
-                y[here] = 0
-                y[here[inside]] = source[here[there[inside]]]
-
-    return _by_places(change)
 
 
 # ---- rows without keys ------------------------------------------------------------------------
