@@ -119,31 +119,6 @@ def _assumed(question: Question) -> Bug:
     return question.assumed if isinstance(question, Assuming) else NO_BUG
 
 
-def together(one: Bug, other: Bug) -> Bug | None:
-    """Both bugs at once; None if they replace the same step."""
-    if set(one.steps) & set(other.steps):
-        return None
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        for bug in (one, other):
-            views = tuple(bug.see(question, views)) if bug.see else views
-        return views
-
-    def store(question: Question, answers: Answers) -> Answers:
-        for bug in (one, other):
-            answers = bug.store(question, answers) if bug.store else answers
-        return answers
-
-    return Bug(
-        f"{one.name} + {other.name}",
-        f"{one.variant} + {other.variant}",
-        tuple(stage for stage in one.stages if stage in other.stages),
-        see if one.see or other.see else None,
-        {**one.steps, **other.steps},
-        store if one.store or other.store else None,
-    )
-
-
 # ---- who sees whom ----------------------------------------------------------------------------
 
 
