@@ -248,7 +248,7 @@ PLANTED: tuple[Planted, ...] = (
         ("-10 for masked scores", "fb", filled(-5.0), _CAUSAL),
         ("-1, with gradients", "fb", filled(-1.0, stops=False), _CAUSAL),
         ("-3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
-        ("1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
+        ("1 and 0 added", "fb", padded(1.0, 0.0), _PADDED, "constant-factor"),
         ("-1 for padding", "fb", padded(0.0, -1.0), _PADDED),
     ),
     *planted(
