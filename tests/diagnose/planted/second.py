@@ -204,7 +204,12 @@ PLANTED = (
         ("all but tv", unread("tq", "tk"), "second-frozen-p"),
         ("all but tq", unread("tk", "tv")),
     ),
-    *planted("direction-ignored", "sj", {}, ("of v", unread("tv")), ("of k", unread("tk"))),
+    *planted(
+        "direction-ignored",
+        *("sj", {}),
+        ("of v", unread("tv"), "value-term-dropped"),
+        ("of k", unread("tk")),
+    ),
     # ---- what is read ----
     *planted(
         "no-rescale",

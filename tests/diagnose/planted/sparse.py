@@ -462,7 +462,7 @@ PLANTED: tuple[Planted, ...] = (
         "sparse-own-block-not-causal",
         *("fb", _OWN),
         ("where not selected", _WHOLE_OWN),
-        ("selected or not", _ALWAYS_WHOLE),
+        ("selected or not", _ALWAYS_WHOLE, "sparse-not-causal"),
     ),
     *planted(
         *("sparse-own-block-not-causal", "s j", _OWN),

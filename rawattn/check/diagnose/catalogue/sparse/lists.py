@@ -240,7 +240,8 @@ def _other_own(place: Of) -> Change:
         named = ((x.named == block) & x.exists).any(axis=2, keepdims=True)
         own = np.where(named | (place(x) < 0), -1, block)  # in a slot behind all that have factors
         alone = np.concatenate([np.full(x.named.shape, -1), own], axis=2)
-        return [Part({"own": False}), Part(_no_counts(alone) | {"own": False})]
+        cut = {"own": False, "causal": True}  # as the own block is, whatever the others are
+        return [Part({"own": False}), Part(_no_counts(alone) | cut)]
 
     return change
 

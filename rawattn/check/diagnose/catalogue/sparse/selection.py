@@ -27,9 +27,9 @@ Open = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of slots, and whether i
 OPEN: dict[tuple[str, str], Open] = {  # selected pairs behind the query that are seen
     ("sparse-not-causal", "in the block around the query"): lambda slot, own: (slot >= 0) & own,
     ("sparse-not-causal", "in later blocks"): lambda slot, own: (slot >= 0) & ~own,
-    ("sparse-not-causal", "everywhere, the own block too"): lambda slot, own: (slot >= 0) | own,
     ("sparse-own-block-not-causal", ""): lambda slot, own: own,
     ("sparse-own-block-not-causal", "unless it is selected"): lambda slot, own: own & (slot < 0),
+    ("sparse-not-causal", "everywhere, the own block too"): lambda slot, own: (slot >= 0) | own,
 }
 
 
