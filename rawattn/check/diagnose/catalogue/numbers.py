@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.constants import constants
+from rawattn.check.diagnose.catalogue.reading import delta_of
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
@@ -177,6 +178,8 @@ def of_backward(question: Question) -> Iterator[Bug]:
             deltas["lse-gradient-sign", text] = partial(_with_dlse, x)
     for text, rows, heads in _other_outs(question):
         deltas["delta-of-another-out", text] = partial(_of_another_out, rows, heads)
+    for text, by in (("of the next row of the pack", -1), ("of the row before in the pack", 1)):
+        deltas["statistics-misplaced", f"D {text}"] = partial(_of_pack, by)
     if question.mask_window != (-1, -1):
         deltas["delta-of-another-out", "of unmasked attention"] = _of_unmasked
     for (bug, text), D in deltas.items():
@@ -214,6 +217,11 @@ def _of_another_out(by: int, heads: np.ndarray, c: Context) -> Floats:
     inside = ((rows >= 0) & (rows < len(out)))[..., None]
     found = np.where(inside, out[np.clip(rows, 0, len(out) - 1), heads], 0.0)
     return np.asarray((c.dO * found).sum(axis=-1) - c.dL)
+
+
+def _of_pack(by: int, c: Context) -> Floats:
+    """D of rows further on, whatever their sequence, the last one before the first."""
+    return np.asarray(np.roll(delta_of(c), by, axis=1)[c.view.heads[:, None], c.view.rows])
 
 
 def _of_unmasked(c: Context) -> Floats:
