@@ -252,13 +252,13 @@ PLANTS = (
     ),
     Plant(
         "jvp: no e",
-        ("jvp-e-omitted",),
+        ("tangent-e-omitted",),
         ((JVP, "inverse - e * sums.rO[i][j][c]", "inverse"),),
         jvp=True,
     ),
     Plant(
         "jvp: no scale",
-        ("jvp-scale",),
+        ("tangent-scale",),
         ((TANGENT, "rE[i][j][e] *= rP[i][j][e] * softmax_scale;", "rE[i][j][e] *= rP[i][j][e];"),),
         jvp=True,
     ),
@@ -270,7 +270,7 @@ PLANTS = (
     ),
     Plant(
         "second: no e",
-        ("second-e-omitted",),
+        ("tangent-e-omitted",),
         (
             (
                 TANGENT,
@@ -288,13 +288,13 @@ PLANTS = (
     ),
     Plant(
         "second: gk without the scale",
-        ("second-scale",),
+        ("tangent-scale",),
         ((KEY_GRADIENTS, "{ return softmax_scale; }", "{ return 1.0f; }"),),
         double_backward=True,
     ),
     Plant(
         "second: one head of the group",
-        ("second-group-not-summed", "gqa-group-not-summed"),
+        ("gqa-group-not-summed",),
         ((TILES, "(tile.kv_head + 1) * group", "tile.kv_head * group + 1"),),
         double_backward=True,
     ),

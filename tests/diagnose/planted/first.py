@@ -353,9 +353,9 @@ _TABLE: Table = (
     ("accumulator-not-reset: dk, 16", "b", stored(running_on(16), "dk")),
     ("accumulator-not-reset: dq, 32, from the last", "b", stored(running_on(32, -1), "dq")),
     ("accumulator-not-reset: dk and dv, 32", "b", stored(running_on(32), "dk", "dv")),
-    ("tile-period: out, 8 apart in 16", "f", stored(_8_APART, "out")),
+    ("transposed: out, 8 apart in 16", "f", stored(_8_APART, "out")),
     ("tile-period: out, garbage in 32", "f", stored(garbage(32, 28), "out"), {"lengths": (30, 90)}),
-    ("tile-period: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
+    ("transposed: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
     ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv"), _TILES_16),
     # ---- no function of the inputs ----
     ("race: dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),

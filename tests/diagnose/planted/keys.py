@@ -78,17 +78,15 @@ def writer(c: Head, tile: int) -> Array:
     return found
 
 
-def tails(tile: int = 32, zeros: bool = False) -> Hooks:
-    """Rows past a sequence's end, up to its tile's, over those of the next; zeros: of no query."""
+def tails(tile: int = 32) -> Hooks:
+    """Rows past a sequence's end, up to its tile's, over those of the next."""
 
     def see(c: Head, x: Array) -> Array:
         b, starts = writer(c, tile), np.asarray(c.question.cu_seqlens_k)
         own = x & (b < 0) & (c.j >= 0) & (c.j < c.m)
         return own | ((b >= 0) & (c.r >= starts[b]) & (c.r < starts[b + 1]))
 
-    hooks = {"keys": lambda c, x: np.arange(c.total_k), "seen": see}
-    still = {"scores": lambda c, S: np.where(writer(c, tile) < 0, S, 0)}
-    return hooks | (still if zeros else {})
+    return {"keys": lambda c, x: np.arange(c.total_k), "seen": see}
 
 
 def left_side(by: Test) -> Hooks:
@@ -162,8 +160,6 @@ _CAUSAL: Table = (
     ("pairs-dropped: tiles by number, 32 by 16", "b", and_seen(lambda c: c.j // 16 <= c.i // 32)),
     ("dropout: p = 0.1", "fb", dropout(0.1), _SMALL),
     ("dropout: p = 0.2, not rescaled", "fb", dropout(0.2, rescaled=False), _SMALL),
-    ("tail-rows-stored: of no key", "f", and_seen(lambda c: writer(c, 64) < 0)),
-    ("tail-rows-stored: out of its queries", "f", tails() | {"only": ("out",)}),
     ("rows-not-written or tail-tile-dropped: out and lse", "f", stored(never_run, "out", "lse")),
 )
 _WINDOW: Table = (
@@ -186,11 +182,10 @@ _OPEN: Table = (
     ("wrong-keys: causal, not asked for", "fb", and_seen(lambda c: c.j <= c.p)),
     ("wrong-keys: a window, not asked for", "fb", and_seen(lambda c: abs(c.j - c.p) <= 11)),
     ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
-    ("wrong-keys or tail-rows-stored: tail rows of the sequence before", "fb", tails()),
+    ("wrong-keys: tail rows of the sequence before", "fb", tails()),
     ("wrong-keys: documents", "fb", and_seen(by_document), _DOCUMENTS),
     ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
     ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),
-    ("tail-rows-stored: of a query of zeros", "f", tails(zeros=True)),
     ("rows-not-written: dq", "b", stored(never_run, "dq")),
 )
 PLANTED = tuple(

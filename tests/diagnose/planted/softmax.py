@@ -40,14 +40,6 @@ def sloped(away: Callable[[Head], Array]) -> Hooks:
     return added(lambda c: 2.0 ** (-8 * (c.h + 1) / c.question.num_heads_q) * away(c))
 
 
-def turned(x: Array, positions: Array, sign: int = 1) -> Array:
-    half = x.shape[1] // 2
-    angle = sign * positions.reshape(-1, 1) * 10000.0 ** (-2 * np.arange(half) / x.shape[1])
-    a, b = x[:, :half], x[:, half:]
-    turns = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
-    return np.concatenate(turns, axis=1).astype(x.dtype)
-
-
 # ---- masks ----
 
 
@@ -153,13 +145,8 @@ _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)
 _LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
 _PADDED_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 8) ** -0.5}
 _OTHER_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 37) ** -0.5}
-_TURNED_K = {"K": lambda c, x: turned(x, c.j)}
 _FROM_DIAGONAL = {"seen": lambda c, x: ~x | (c.j == c.p)}
 _POWER = {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}
-_BACK = {
-    "dQ": lambda c, x: turned(x, c.p, -1),
-    "dK": lambda c, x: turned(x, c.j, -1),
-}
 
 _TABLE: Table = (
     ("score-scale: of a padded head_dim", "fb", _PADDED_SCALE),
@@ -170,16 +157,13 @@ _TABLE: Table = (
     ("score-bias: ALiBi", "fb", sloped(lambda c: c.j - c.p), _CAUSAL),
     ("score-bias: ALiBi on both sides", "fb", sloped(lambda c: -abs(c.j - c.p)), _OPEN),
     ("score-bias: of packed keys", "f", sloped(lambda c: c.r)),
-    ("rotary: k", "fb", _TURNED_K),
-    ("rotary: q, forward", "f", {"Q": lambda c, x: turned(x, c.p)}),
-    ("rotary: gradients back", "b", _BACK),
     ("mask-inverted or wrong-keys: j > i", "fb", {"seen": lambda c, x: ~x}, _CAUSAL),
     ("mask-inverted or wrong-keys: j >= i", "fb", _FROM_DIAGONAL, _CAUSAL),
     ("mask-fill: 0 for masked scores", "fb", filled(0.0), _CAUSAL),
     ("mask-fill: -10 for masked scores", "fb", filled(-5.0), _CAUSAL),
     ("mask-fill: -1, with gradients", "fb", filled(-1.0, stops=False), _CAUSAL),
     ("mask-fill: -3 added", "fb", filled(-3.0, adds=True), _CAUSAL),
-    ("mask-fill: 1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
+    ("mask-fill or constant-factor: 1 and 0 added", "fb", padded(1.0, 0.0), _PADDED),
     ("mask-fill: -1 for padding", "fb", padded(0.0, -1.0), _PADDED),
     ("denominator: 1 more", "f", heavier(lambda c: 0.0)),
     ("denominator: sinks, out alone", "f", heavier(lambda c: 0.7 * (c.h % 3), False), _HEADS),

@@ -201,11 +201,6 @@ _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
 _MODULO = {"selection": lambda c, right: c.h % c.question.block_indices.shape[1]}
 _OF_FIRST = {"selection": lambda c, right: right - right % c.group}
-_STATISTICS = {
-    "L": lambda c, x: c.row("lse", first_of_group(c)),
-    "D": lambda c, x: c.row("delta", first_of_group(c)),
-    "only": ("dk", "dv"),
-}
 _BLOCKS_OF_Q = {"blocks": lambda t, x: -(-t.n // t.question.block_size)}
 _OWN_OF_ROW = {"own block": lambda t, x: t.i // t.question.block_size}
 _OWN_OF_NEXT = {"own block": lambda t, x: (t.place + 1) // t.question.block_size}
@@ -283,8 +278,7 @@ _TABLE: Table = (
     ("sparse-sliding-off-by-one: one key more", "f", {"sliding": lambda run, x: (x[0] + 1, x[1])}),
     ("sparse-own-block-missing: not seen", "fb b s j fbsj", _MISSING),
     ("sparse-own-block-not-causal: where not selected", "fb", _WHOLE_OWN),
-    ("sparse-own-block-not-causal: selected or not", "fb", _ALWAYS_WHOLE),
-    ("sparse-own-block-not-causal or sparse-not-causal: selected or not", "s j", _ALWAYS_WHOLE),
+    ("sparse-own-block-not-causal or sparse-not-causal: selected or not", "fb s j", _ALWAYS_WHOLE),
     ("sparse-other-heads-selection: of the first head", "fb s j", _FIRST_HEAD, _HEADS),
     ("sparse-other-heads-selection: of the next head", "fb", _NEXT_HEAD, _HEADS),
     ("sparse-other-heads-selection: head modulo num_heads_kv", "fb", _MODULO, _SHARED),
@@ -327,7 +321,6 @@ _LISTS: Table = (
     ("sparse-own-block-missing: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
     ("sparse-own-block-missing: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
     ("sparse-own-block-missing: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
-    ("statistics-misplaced: of the groups first head", "b", _STATISTICS, _GROUPED),
 )
 
 

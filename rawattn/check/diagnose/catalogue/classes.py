@@ -173,12 +173,6 @@ CLASSES: dict[str, BugClass] = {
         "a cache that is longer than what is in it",
         "keys that are not in use have weight, so out changes with what lies there",
     ),
-    "rotary": BugClass(
-        "rotary embeddings are applied to what must not be rotated, or not undone",
-        "where q and k are rotated, and their gradients rotated back",
-        "embeddings that are applied in the model and in the kernel, or to v",
-        "errors by position, none in a sequence's first row",
-    ),
     # ---- numbers ----
     "output-scale": BugClass(
         "softmax_scale is missing, or there more than once, in dq or dk",
@@ -223,15 +217,16 @@ CLASSES: dict[str, BugClass] = {
         "inf or NaN where scores are large, right elsewhere",
     ),
     "accumulates-in-16-bit": BugClass(
-        "sums run in 16 bits, or row statistics are kept in them",
-        "the accumulators, delta and lse: float32, whatever the operands",
+        "sums run in 16 bits",
+        "the accumulators: float32, whatever the operands",
         "accumulators of the operands' dtype, atomic adds to a 16-bit result",
         "errors grow with the length, the slope to the right values is 1",
     ),
     "narrow-intermediate": BugClass(
         "an intermediate is rounded to fewer bits than it must keep",
-        "the dtype in which it is stored, or handed to a matmul; what scales it before",
-        "P, dS or S handed to a matmul in bfloat16 or float8; an accumulator of 16 bits",
+        "the dtype in which it is stored, or handed to a matmul; what scales it before: in float16 "
+        "small gradients underflow",
+        "P, dS or S handed to a matmul in bfloat16 or float8; delta or lse in 16 bits",
         "the slope to the right values is 1, and it leaves about one rounding of that dtype",
     ),
     "head-dim-tail": BugClass(
@@ -308,12 +303,6 @@ CLASSES: dict[str, BugClass] = {
         "the number of tiles that are launched, and the bound of the stores",
         "a grid that is too small, or a store behind the wrong bound",
         "rows hold zeros, NaN or what was there before",
-    ),
-    "tail-rows-stored": BugClass(
-        "rows past a sequence's end are stored over the next sequence's first rows",
-        "the guard of the stores of out and lse: row < seqlen_q",
-        "a store without the bound of its sequence",
-        "the first rows of all sequences but the first one are wrong, sometimes",
     ),
     "tile-skipped": BugClass(
         "a tile of keys is skipped",
@@ -408,12 +397,6 @@ CLASSES: dict[str, BugClass] = {
         "a mean for a sum, an epilogue that runs twice",
         "one slope everywhere, which leaves nothing",
     ),
-    "underflow-in-16-bit": BugClass(
-        "an intermediate is too small for 16 bits",
-        "dS or P stored in float16: scale the loss, or keep them in a dtype of wider range",
-        "gradients of a loss that is a mean over many tokens",
-        "zeros where right values are small",
-    ),
     "wrong-keys": BugClass(
         "queries see other keys than they should",
         "the bounds of the loop over keys, and the comparison of query and key index in it",
@@ -439,14 +422,14 @@ CLASSES: dict[str, BugClass] = {
         "the second preprocess pass",
         "gq and gk are wrong, ddout is right",
     ),
-    "second-e-omitted": BugClass(
+    "tangent-e-omitted": BugClass(
         "the tangent of P is not centred: e is missing or wrong",
         "P' = P o (E - e), where e is the row's mean of E under P",
         "the derivative of the softmax, once more",
-        "ddout has the row's mean too much",
+        "ddout, or tout, has the row's mean too much",
     ),
-    "second-scale": BugClass(
-        "softmax_scale is missing, or there twice, in a second derivative",
+    "tangent-scale": BugClass(
+        "softmax_scale is missing, or there twice, in a second derivative or a tangent",
         "E = s (ddq K^T + q ddk^T), and the outer s of gq and gk",
         "softmax_scale is in E, and once more in gq and gk",
         "second derivatives are off by one factor",
@@ -457,53 +440,18 @@ CLASSES: dict[str, BugClass] = {
         "gq depends on k twice: through dS, and as a factor",
         "gq and gk are wrong even where P is constant; gv is right",
     ),
-    "second-value-term-dropped": BugClass(  # both terms: as direction-ignored, of ddv
-        "the terms with ddv are missing",
-        "P ddv in ddout, and dout ddv^T in the tangent of dP; if both, ddv on its way there",
+    "value-term-dropped": BugClass(  # both terms: as direction-ignored, of ddv
+        "the terms with ddv, or tv, are missing",
+        "P ddv in ddout, and dout ddv^T in the tangent of dP; if both, ddv on its way there; in "
+        "forward mode P tv in tout",
         "terms that are 0 unless ddv is given",
         "right for a direction of q and k alone",
     ),
-    "second-group-not-summed": BugClass(
-        "gk and gv hold one head of each group, not the sum",
-        "the store of gk and gv",
-        "a plain store where an atomic add is due",
-        "gk and gv are too small; with one query head a group they are right",
-    ),
-    "second-lse-gradient-dropped": BugClass(
-        "the cotangent of lse is ignored in the second backward",
-        "D = dout . out - dlse there too",
-        "a D that the second pass makes of dout and out alone",
-        "right where dlse is 0",
-    ),
-    "second-mask-missing": BugClass(
-        "the second backward recomputes P without the mask",
-        "set P to 0 where the mask forbids, before any product",
-        "P = exp(S - lse) of all keys",
-        "second derivatives have terms of hidden keys; first ones are right",
-    ),
-    "jvp-e-omitted": BugClass(
-        "the tangent of P is not centred: e is missing or wrong",
-        "P' = P o (E - e)",
-        "the derivative of the softmax without its mean",
-        "tout is off by e times out, in each row",
-    ),
-    "jvp-value-term-dropped": BugClass(  # as direction-ignored, of tv
-        "the tangent lacks P tv",
-        "tout = P' V + P tv, and tv on its way there",
-        "a tangent of scores alone",
-        "right where tv is 0",
-    ),
-    "jvp-scale": BugClass(
-        "softmax_scale is missing, or there twice, in the tangent of the scores",
-        "E = s (tq K^T + q tk^T)",
-        "softmax_scale is applied to q before its tangent is taken, or to both",
-        "tout is off by one factor where tv is 0",
-    ),
-    "jvp-lse-missing": BugClass(
+    "tangent-lse-missing": BugClass(
         "the tangent of lse is 0",
-        "tlse = e, the row's mean of E under P",
+        "tlse, or ddlse, = e, the row's mean of E under P",
         "an output that is marked as not differentiable",
-        "tlse is 0, tout is right",
+        "it is 0, tout or ddout is right",
     ),
     # ---- block-sparse ----
     "sparse-not-causal": BugClass(

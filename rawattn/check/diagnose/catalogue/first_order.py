@@ -47,7 +47,7 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
             yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, by_map(of))
         for text, total in SUMS.items():
             steps = {"sum_heads": lambda c, total=total: total}
-            yield Bug("gqa-group-not-summed", text, BACKWARD, steps=steps)
+            yield Bug("gqa-group-not-summed", text, (*BACKWARD, "second"), steps=steps)
 
     for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
         text = "".join("thd"[axis] for axis in axes)

@@ -5,15 +5,14 @@ places where something is read with the ``maps`` of what is read instead: ``infe
 these on one sequence, and plants those that come near.
 """
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import permutations
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import heads, maps
 from rawattn.check.diagnose.catalogue.maps import Map
-from rawattn.check.diagnose.catalogue.masks import other_offsets
 from rawattn.check.diagnose.catalogue.reading import (
     in_product,
     in_sequence,
@@ -41,11 +40,15 @@ GOING_BACK = (
     *(("delta",), ("lse",), ("lse", "delta"), ("dlse",), ("lse", "dlse"), ("dout",), ("out",)),
     *(("dout", "out"), ("q", "k", "v", "dout"), ("q", "k", "v", "dout", "out")),
 )
+DIRECTIONS = (("tq",), ("tk",), ("tv",), ("tk", "tv"), ("tq", "tk", "tv"))
 # Results that an array says nothing of; it has a part in all others.
 OF_D = {"dv", "gv", "tout", "ddout", "tlse", "ddlse"}
 APART = {
     **{"out": OF_D, "delta": OF_D, "dlse": OF_D, "dout": {"ddout", "ddlse"}},
     "v": {"lse", "dv", "gv", "jvp lse", "tlse", "ddlse"},
+    "tq": {"jvp out", "jvp lse"},
+    "tk": {"jvp out", "jvp lse"},
+    "tv": {"jvp out", "jvp lse", "gv", "tlse", "ddlse"},
 }
 PRODUCTS = {  # a product: its name, its operands, and the results that it has a part in
     "Y": ("Q K^T", ("K", "Q"), {"out", "lse", "dq", "dk", "dv"}),
@@ -55,9 +58,20 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
     "D": ("dO . O", (), {"dq", "dk"}),
+    "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
+    "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
+    "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
+    "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
+    "gV": ("gv", ("tP", "dO"), {"gv"}),
 }
-ALIKE = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))  # operands of the same shape
+ALIKE: tuple[tuple[str, ...], ...] = (
+    ("K", "V"),
+    ("Q", "dO", "O"),
+    ("P", "dY", "dP"),
+)  # operands of the same shape
+ALIKE_BEYOND = (("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("P", "tP"), ("dY", "tdY"))
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
+NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'"}
 SWIZZLED = (
     "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
     "formula and read by another, a layout of fragments"
@@ -97,9 +111,8 @@ def candidates(
         yield from _along_keys(question)
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
-        yield from other_offsets(question)
     yield from _read(question, stage, wrong, right)
-    if stage in FIRST:
+    if stage != "jvp":
         yield from _operands(question, stage, wrong, right)
     if stage == "forward" and "lse" not in wrong:
         yield from _other_sums(question)
@@ -108,11 +121,11 @@ def candidates(
 def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
     """Arrays that are read by a map, all of a stage: alone, or with others of their layout."""
     by_kind = {kind: maps.families(question, kind) for kind in (False, True)}
-    for names in TOGETHER + (GOING_BACK if stage in ("backward", "second") else ()):
+    sets = [*TOGETHER, *(GOING_BACK if stage in ("backward", "second") else ())]
+    sets += DIRECTIONS if stage in ("second", "jvp") else ()
+    for names in (names for names in sets if _given(question, names)):
         apart = set.intersection(*(APART.get(name, set()) for name in names))
         if right - apart - {"delta"} or not wrong - apart:
-            continue
-        if "dlse" in names and question.dlse is None:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
         alone = len(names) == 1 and not numbers
@@ -137,7 +150,11 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
 def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
     """One product that takes an operand by a map of rows or columns, or another one."""
     of_rows, of_columns = list(maps.rows(question)), list(maps.columns(question))
-    same = question.q.shape[2] == question.v.shape[2]
+    alike: tuple[tuple[str, ...], ...] = (
+        ALIKE if question.q.shape[2] == question.v.shape[2] else ALIKE[2:]
+    )
+    if stage == "second":
+        of_rows, of_columns, alike = [], [], ALIKE_BEYOND
     for step, (product, operands, results) in PRODUCTS.items():
         if results & right or not results & wrong or (stage == "backward" and step == "O"):
             continue
@@ -147,8 +164,8 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 kind = "stale-tile" if by.family == "rows" else "input-layout"
                 steps = in_product(step, operand, partial(_moved, operand, by))
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
-        for alike in ALIKE if same else ALIKE[2:]:
-            for operand, other in itertools.permutations(alike, 2):
+        for some in alike:
+            for operand, other in permutations(some, 2):
                 if operand not in (operands or ("dO", "O")):
                     continue
                 if stage == "forward" and other not in ("K", "V"):
@@ -189,12 +206,17 @@ def _exchanged(one: str, other: str) -> Bug:
     return Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
 
 
+def _given(question: Question, names: Iterable[str]) -> bool:
+    """Whether a question has all of these that it may lack."""
+    return all(getattr(question, n) is not None for n in names if n in ("dlse", *DIRECTIONS[-1]))
+
+
 def shapes_of(question: Question) -> dict[str, tuple[object, ...]]:
     """What must agree for one array to stand in another's place; rows past the end do not count."""
     found: dict[str, tuple[object, ...]] = {}
     for name in ("q", "k", "v"):
         lengths = question.lengths_q if name == "q" else question.lengths_k
-        found[name] = (lengths, *getattr(question, name).shape[1:])
+        found[name] = found[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
     return found | dict.fromkeys(("dout", "out"), (*found["q"][:2], question.v.shape[2]))
 
 
@@ -202,10 +224,15 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     """Two or three of the arrays that a function takes, or saves, for each other."""
     backward = stage in ("backward", "second")
     shapes, name = shapes_of(question), "arguments-swapped"
-    names = ("q", "k", "v", "dout", "out") if backward else ("q", "k", "v")
-    for order in itertools.permutations(names):
-        moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
+    first, beyond = ("q", "k", "v", *(("dout", "out") if backward else ())), DIRECTIONS[-1]
+    orders = [dict(zip(first, order, strict=True)) for order in permutations(first)]
+    if stage in ("second", "jvp"):
+        orders += [dict(zip(beyond, order, strict=True)) for order in permutations(beyond)]
+    for order in orders:
+        moved = {to: of for to, of in order.items() if to != of}
         if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):
+            continue
+        if not _given(question, moved.values()):
             continue
         text, steps = ", ".join(f"{of} for {to}" for to, of in moved.items()), reading(moved)
         yield Bug(name, text, (stage,), steps=steps)

@@ -1,4 +1,4 @@
-"""Bugs of who sees whom: masks, windows, padding, neighbours and offsets.
+"""Bugs of who sees whom: masks, windows, padding and neighbours.
 
 Long by the catalogue.
 """
@@ -6,7 +6,7 @@ Long by the catalogue.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,13 +17,9 @@ from rawattn.check.diagnose.engine.attention import (
     TILES,
     Bug,
     See,
-    Store,
     View,
-    views_of,
 )
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
-
-ANYWHERE = tuple(STAGES)
+from rawattn.check.diagnose.engine.question import Question
 
 # ---- masks ------------------------------------------------------------------------------------
 
@@ -184,88 +180,9 @@ def neighbours(question: Question, tiles: list[int]) -> Iterator[Bug]:
         for tile in TILES:
             text = f"tile of {tile}, zeros past the end of all"
             yield Bug("neighbour-leak", text, FIRST, _more_keys(_to_tile(tile), filled=True))
-    yield from _offsets(question)
-
-
-def _offsets(question: Question) -> Iterator[Bug]:
-    for b in range(question.batch):
-        for by in (1, -1):
-            for text, empty in (("", False), (", one row empty", True)):
-                store = _shifted(b, by, empty)
-                yield Bug("offsets-shifted", f"from {b} by {by:+}{text}", FIRST, store=store)
-    for b in range(1, question.batch + 1):
-        for by in (1, -1):
-            for sides in ("qk", "q", "k"):
-                text = f"cu_seqlens_{sides}[{b}:] {by:+}"
-                yield Bug("offsets-shifted", text, FIRST, _other_offsets(b, by, sides))
-                if b < question.batch:
-                    text = f"cu_seqlens_{sides}[{b}] {by:+}"
-                    yield Bug("offsets-shifted", text, FIRST, _other_offsets(b, by, sides, True))
     if question.batch > 1:
         yield Bug("offsets-shifted", "the first entry left out", FIRST, _without_first)
 
 
 def _without_first(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     return [v for v in views if v.sequence > 0]
-
-
-def _shifted(b: int, by: int, empty: bool) -> Store:
-    """Rows from sequence ``b`` on are stored one further, or one before; one is then ``empty``."""
-
-    def store(question: Question, answers: Answers) -> Answers:
-        moved = {}
-        for name, x in answers.items():
-            of_keys, axis = name in OF_KEYS, int(name in BY_ROW)
-            first = int((question.cu_seqlens_k if of_keys else question.cu_seqlens_q)[b])
-            last = int((question.cu_seqlens_k if of_keys else question.cu_seqlens_q)[-1])
-            y = np.moveaxis(x.copy(), axis, 0)
-            source = np.moveaxis(x, axis, 0)
-            here = slice(first + max(by, 0), min(last, len(y)) + min(by, 0))
-            y[here] = source[here.start - by : here.stop - by]
-            if empty and last > first:
-                y[first if by > 0 else last - 1] = -np.inf if name == "lse" else 0.0
-            moved[name] = np.moveaxis(y, 0, axis)
-        return moved
-
-    return store
-
-
-def _other_offsets(b: int, by: int, sides: str, alone: bool = False) -> See:
-    """cu_seqlens from entry ``b`` on (or that one alone) read ``by`` too large."""
-
-    def moved(offsets: np.ndarray, rows: int) -> np.ndarray:
-        found = np.array(offsets, dtype=np.int64)
-        found[b : b + 1 if alone else None] += by
-        return np.maximum.accumulate(np.clip(found, 0, rows))
-
-    return _with_offsets(sides, moved)
-
-
-def _with_offsets(sides: str, of: Callable[[np.ndarray, int], np.ndarray]) -> See:
-    """Views of other cu_seqlens: what ``of`` makes of those of ``sides`` with so many rows."""
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        changes: dict[str, Any] = {}
-        for side in sides:
-            offsets = np.asarray(getattr(question, f"cu_seqlens_{side}"))
-            changes[f"cu_seqlens_{side}"] = of(offsets, len(getattr(question, side)))
-        return views_of(replace(question, **changes))
-
-    return see
-
-
-def other_offsets(question: Question) -> Iterator[Bug]:
-    """cu_seqlens of 64 bits read as if they had 32, or those of queries for those of keys."""
-    for sides in ("qk", "q", "k"):
-        text = f"64 bits of cu_seqlens_{sides} read as 32"
-        yield Bug("offsets-shifted", text, ANYWHERE, _with_offsets(sides, _halves))
-    if question.lengths_q != question.lengths_k:
-        of_queries = _with_offsets(
-            "k", lambda offsets, rows: np.minimum(question.cu_seqlens_q, rows)
-        )
-        yield Bug("offsets-shifted", "cu_seqlens_q for cu_seqlens_k", ANYWHERE, of_queries)
-
-
-def _halves(offsets: np.ndarray, rows: int) -> np.ndarray:
-    wide = offsets.astype("<i8")
-    return wide.view("<i4")[: len(wide)].astype(np.int64)

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.constants import constants
+from rawattn.check.diagnose.catalogue.reading import delta_of
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
@@ -55,6 +56,8 @@ def of_scores(question: Question) -> Iterator[Bug]:
         stored: dict[str, Step] = {"L": partial(_stored, lse)}
         yield Bug(bug, text, FORWARD, steps=stored, look_at=look_at)
         yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
+    without: dict[str, Step] = {"bP": lambda c: c.r(np.exp(c.S))}
+    yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
         yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
     yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
@@ -169,10 +172,14 @@ def of_backward(question: Question) -> Iterator[Bug]:
         deltas |= {
             ("delta-omitted", "dlse too"): lambda c: 0.0 * c.L,
             ("lse-gradient-dropped", ""): lambda c: (c.dO * c.O).sum(axis=-1),
-            ("lse-gradient-sign", ""): lambda c: (c.dO * c.O).sum(axis=-1) + c.dL,
         }
+        factors_of = {"": -1.0, "twice": 2.0, "times log2(e)": LOG2_E, "times ln 2": 1 / LOG2_E}
+        for text, x in factors_of.items():
+            deltas["lse-gradient-sign", text] = partial(_with_dlse, x)
     for text, rows, heads in _other_outs(question):
         deltas["delta-of-another-out", text] = partial(_of_another_out, rows, heads)
+    for text, by in (("of the next row of the pack", -1), ("of the row before in the pack", 1)):
+        deltas["statistics-misplaced", f"D {text}"] = partial(_of_pack, by)
     if question.mask_window != (-1, -1):
         deltas["delta-of-another-out", "of unmasked attention"] = _of_unmasked
     for (bug, text), D in deltas.items():
@@ -184,6 +191,10 @@ def of_backward(question: Question) -> Iterator[Bug]:
         if shapes[one] == shapes[other]:
             text = f"{one} and {other}"
             yield Bug("gradients-swapped", text, BACKWARD, store=_swapped(one, other))
+
+
+def _with_dlse(factor: float, c: Context) -> Floats:
+    return np.asarray((c.dO * c.O).sum(axis=-1) - factor * c.dL)
 
 
 def _other_outs(question: Question) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -206,6 +217,11 @@ def _of_another_out(by: int, heads: np.ndarray, c: Context) -> Floats:
     inside = ((rows >= 0) & (rows < len(out)))[..., None]
     found = np.where(inside, out[np.clip(rows, 0, len(out) - 1), heads], 0.0)
     return np.asarray((c.dO * found).sum(axis=-1) - c.dL)
+
+
+def _of_pack(by: int, c: Context) -> Floats:
+    """D of rows further on, whatever their sequence, the last one before the first."""
+    return np.asarray(np.roll(delta_of(c), by, axis=1)[c.view.heads[:, None], c.view.rows])
 
 
 def _of_unmasked(c: Context) -> Floats:

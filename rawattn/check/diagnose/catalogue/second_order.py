@@ -19,7 +19,7 @@ Long by the tables.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -89,8 +89,6 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from _terms_of_the_direction(question)
     yield from _ignored_directions(question)
     yield from _lse(question)
-    if question.group > 1:
-        yield from _groups()
     if not question.sparse and question.mask_window != (-1, -1):
         yield from _masks(question)
 
@@ -242,7 +240,7 @@ def _other_tangents_of_p() -> Iterator[Bug]:
     for text, sites in READERS.items():
         for name, value, words in (
             ("second-frozen-p", _zeros, "P' = 0"),
-            ("second-e-omitted", _uncentred, "no e"),
+            ("tangent-e-omitted", _uncentred, "no e"),
         ):
             yield Bug(name, f"{words} {text}", SECOND, steps=at(sites, tP=value))
     nowhere = {"tP": _zeros, "e": _zero_rows}
@@ -252,8 +250,8 @@ def _other_tangents_of_p() -> Iterator[Bug]:
         "e added": {"tP": _added_e},
         "e for e O": {"tO": no_out},
     }
-    yield from of("second-e-omitted", SECOND, of_e)
-    yield from of("jvp-e-omitted", JVP, of_e | {"no e in tout": {"tP": _uncentred}})
+    yield from of("tangent-e-omitted", SECOND, of_e)
+    yield from of("tangent-e-omitted", JVP, of_e | {"no e in tout": {"tP": _uncentred}})
     yield from of("second-frozen-p", SECOND, {"P' = 0, e = 0": nowhere})
     yield from of("second-frozen-p", JVP, {"P' = 0": {"tP": _zeros}, "P' = 0, e = 0": nowhere})
     yield from of(
@@ -294,7 +292,7 @@ def _scales(question: Question) -> Iterator[Bug]:
             for term, (operand, sites, _) in terms.items()
         }
         of_E = {of: steps for of, steps in of_terms.items() if "of E" in of}
-        yield from of("jvp-scale", JVP, {f"E {text}": E} | of_E)
+        yield from of("tangent-scale", JVP, {f"E {text}": E} | of_E)
         found: dict[str, Mapping[str, Step]] = {
             f"E {text}": E,
             f"gq {text}": _scaled(factor, "gQ"),
@@ -304,7 +302,7 @@ def _scales(question: Question) -> Iterator[Bug]:
             f"E {text} in ddout and ddlse": of_e | at(["ddout", "W"], tP=tP),
             f"E {text} in dS' and gv": at(["dS'", "gv"], tP=tP),
         }
-        yield from of("second-scale", SECOND, found | of_terms)
+        yield from of("tangent-scale", SECOND, found | of_terms)
 
 
 # ---- terms that are not there -----------------------------------------------------------------
@@ -327,9 +325,9 @@ def _terms_of_the_direction(question: Question) -> Iterator[Bug]:
     }
     for term, sites in of_value.items():
         steps = at(sites, tV=_zeros_for("tV"))
-        yield Bug("second-value-term-dropped", term, SECOND, steps=steps)
+        yield Bug("value-term-dropped", term, SECOND, steps=steps)
     steps = at(["ddout"], tV=_zeros_for("tV"))
-    yield Bug("jvp-value-term-dropped", "P tv", JVP, steps=steps)
+    yield Bug("value-term-dropped", "P tv", JVP, steps=steps)
 
 
 def _ignored_directions(question: Question) -> Iterator[Bug]:
@@ -354,12 +352,13 @@ def in_both(
             yield Bug(name, text.replace("~", prefix), stages, see, steps)
 
 
-# ---- lse, groups and masks --------------------------------------------------------------------
+# ---- lse and masks --------------------------------------------------------------------
 
 
 def _lse(question: Question) -> Iterator[Bug]:
-    name, without = "second-lse-gradient-dropped", {"D": _without_dlse}
-    yield from of(name, SECOND, {"ddlse = 0": {"tL": _zero_rows}})
+    name, without = "lse-gradient-dropped", {"D": _without_dlse}
+    for stages, text in ((SECOND, "ddlse = 0"), (JVP, "tlse = 0")):
+        yield Bug("tangent-lse-missing", text, stages, steps={"tL": _zero_rows})
     yield from of("lse-gradient-sign", SECOND, {"-ddlse": {"tL": lambda c: -c.e}})
     if question.dlse is not None:
         both = without | {"tL": _zero_rows}
@@ -368,7 +367,6 @@ def _lse(question: Question) -> Iterator[Bug]:
         twice = {"D": lambda c: STEPS["D"](c) - c.dL}
         text = "dlse counts twice: D = dout . out - 2 dlse"
         yield from of("lse-gradient-sign", SECOND, {"D + dlse": plus, text: twice})
-    yield from of("jvp-lse-missing", JVP, {"tlse = 0": {"tL": _zero_rows}})
     in_base_2: dict[str, Step] = {"tL": lambda c: LOG2_E * c.e}
     L: dict[str, Step] = {"L": lambda c: LOG2_E * c.softmax[0]}
     yield from of("lse-base-2", JVP, {"tlse": in_base_2, "lse": L, "both": in_base_2 | L})
@@ -376,23 +374,6 @@ def _lse(question: Question) -> Iterator[Bug]:
 
 def _without_dlse(c: Context) -> Floats:
     return np.asarray((c.dO * c.O).sum(axis=-1))
-
-
-def _groups() -> Iterator[Bug]:
-    """gk and gv of a group of heads are one of what its heads give, or the mean, not the sum."""
-    sums: dict[str, Callable[[Floats], Floats]] = {
-        "the last": lambda x: x[-1:],
-        "the first": lambda x: x[:1],
-        "the mean": lambda x: x.mean(axis=0, keepdims=True),
-    }
-    for text, total in sums.items():
-        steps = {name: _reduced(name, total) for name in ("gK", "gV")}
-        variants = {f"{text}, of {name.lower()} alone": {name: steps[name]} for name in steps}
-        yield from of("second-group-not-summed", SECOND, {text: steps} | variants)
-
-
-def _reduced(name: str, total: Callable[[Floats], Floats]) -> Step:
-    return lambda c: total(np.asarray(STEPS[name](c)))
 
 
 def _all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
@@ -415,7 +396,7 @@ def _masks(question: Question) -> Iterator[Bug]:
             f"{text} in gq, gk and gv": second,
         }
         for variant, steps in variants.items():
-            yield Bug("second-mask-missing", variant, SECOND, _all_keys, steps)
+            yield Bug("mask-missing-in-backward", variant, SECOND, _all_keys, steps)
 
 
 def _masked(c: Context) -> Floats:

@@ -82,8 +82,11 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
     for text, one in ONE_TILE.items():
-        for tensors, of_tensors in by_tensor(_by_tile(tile, one)):
-            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=of_tensors)
+        whole = _by_tile(tile, one)
+        for tensors, first in by_tensor({name: whole[name] for name in ("dQ", "dK", "dV")}):
+            both = first | {f"g{name[1]}": whole[f"g{name[1]}"] for name in first}
+            text_of = f"{tensors}, {text}, {at}"
+            yield Bug("tile-overwrites", text_of, (*BACKWARD, "second"), steps=both)
     for text, power in POWERS.items():
         inside = _by_tile(tile, power)
         for name in ("dQ", "dK"):
@@ -94,10 +97,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         of = partial(rescaled, wrong=sums, way=WAYS["not rescaled"])
         planted = steps("forward", cut(tile, last_first), of)
         yield Bug("no-rescale", form, FORWARD, steps=planted)
-    for text, order in _orders(tile).items():
-        for rest, partly in (("", False), (", partial ones too", True)):
-            store = _rows_moved(tile, order, partly)
-            yield Bug("tile-period", f"{text}, {at}{rest}", FIRST, store=store)
     for text, step in (("first", 1), ("last", -1)):
         store = _running_on(tile, step)
         yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)
@@ -160,7 +159,7 @@ def _running_on(tile: int, step: int) -> Store:
 
 def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
     """dQ with a factor for every tile of keys that a tile of queries sees, dK and dV with one for
-    every tile of queries that a tile of keys sees."""
+    every tile of queries that a tile of keys sees; those of second order likewise."""
 
     def factor(c: Context, axis: int) -> Floats:
         seen = (c.W > 0).any(axis=0)
@@ -175,39 +174,13 @@ def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
             weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
         return weight if axis == 1 else weight.T
 
-    return {
-        "dQ": lambda c: c.s * ((c.dY * factor(c, 1)) @ c.K),
-        "dK": lambda c: c.s * ((c.dY * factor(c, 0)).swapaxes(1, 2) @ c.Q),
-        "dV": lambda c: (c.P * factor(c, 0)).swapaxes(1, 2) @ c.dO,
-    }
+    def weighed(name: str, c: Context) -> Floats:
+        weights = factor(c, int(name[1] == "Q"))
+        there = [x for x in ("P", "tP", "dY", "tdY") if hasattr(c, x)]
+        other = changed(c, **{x: getattr(c, x) * weights for x in there})
+        return np.asarray(STEPS[name](other))
 
-
-def _orders(tile: int) -> dict[str, np.ndarray]:
-    """Ways in which the rows of a tile get mixed up."""
-    row = np.arange(tile)
-    return {
-        "rows exchanged in pairs": row ^ 1,
-        "halves exchanged": (row + tile // 2) % tile,
-        "rows reversed": row[::-1],
-        "rows 8 apart exchanged": row ^ 8 if tile > 8 else row[::-1],
-    }
-
-
-def _rows_moved(tile: int, order: np.ndarray, partly: bool) -> Store:
-    """Rows of every whole tile in another order; ``partly``: of partial ones too, 0 from behind."""
-
-    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
-        for start in range(0, len(places), tile):
-            here = places[start : start + tile]
-            if len(here) == tile:
-                y[here] = source[here[order]]
-            elif partly:
-                there = order[: len(here)]
-                inside = there < len(here)
-                y[here] = 0
-                y[here[inside]] = source[here[there[inside]]]
-
-    return _by_places(change)
+    return {name: partial(weighed, name) for name in ("dQ", "dK", "dV", "gQ", "gK", "gV")}
 
 
 # ---- rows without keys ------------------------------------------------------------------------

@@ -119,31 +119,6 @@ def _assumed(question: Question) -> Bug:
     return question.assumed if isinstance(question, Assuming) else NO_BUG
 
 
-def together(one: Bug, other: Bug) -> Bug | None:
-    """Both bugs at once; None if they replace the same step."""
-    if set(one.steps) & set(other.steps):
-        return None
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        for bug in (one, other):
-            views = tuple(bug.see(question, views)) if bug.see else views
-        return views
-
-    def store(question: Question, answers: Answers) -> Answers:
-        for bug in (one, other):
-            answers = bug.store(question, answers) if bug.store else answers
-        return answers
-
-    return Bug(
-        f"{one.name} + {other.name}",
-        f"{one.variant} + {other.variant}",
-        tuple(stage for stage in one.stages if stage in other.stages),
-        see if one.see or other.see else None,
-        {**one.steps, **other.steps},
-        store if one.store or other.store else None,
-    )
-
-
 # ---- who sees whom ----------------------------------------------------------------------------
 
 
@@ -172,7 +147,7 @@ def _views(key: Identity, sliding: bool) -> tuple[View, ...]:
         plain = replace(question, assumed=NO_BUG)
         return tuple(question.assumed.see(plain, views_of(plain, sliding)))
     if question.sparse and not sliding:
-        return tuple(_sparse_views(question))
+        return tuple(sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
     return tuple(dense_views(question, window))
 
@@ -200,7 +175,7 @@ def parts_of(question: Question) -> Iterator[Part]:
     )
 
 
-def _sparse_views(question: Question) -> Iterator[View]:
+def sparse_views(question: Question) -> Iterator[View]:
     per = (
         question.num_heads_q // np.asarray(question.block_indices).shape[1]
     )  # heads of a selection

@@ -40,9 +40,11 @@ class Precision(NamedTuple):
     factor: float = 1.0
 
 
-def _to(dtype: type) -> Callable[[Floats], Floats]:
+def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
+    """Rounded to the numbers of a dtype."""
+
     def r(x: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             return np.asarray(x).astype(dtype).astype(np.float64)
 
     return r
@@ -55,7 +57,7 @@ def to_tf32(x: Floats) -> Floats:
     return np.where(np.isfinite(x), rounded, x).astype(np.float64)
 
 
-_FLOAT32, _TF32 = Rounding(_to(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
+_FLOAT32, _TF32 = Rounding(to_dtype(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
 
 
 def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
@@ -67,9 +69,9 @@ def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
         return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
     if dtype == np.float32:
         return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
-    half = _to(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
+    half = to_dtype(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
     return (
-        Precision(f"{dtype.name} operands, float32 sums", Rounding(_to(np.float32), half)),
+        Precision(f"{dtype.name} operands, float32 sums", Rounding(to_dtype(np.float32), half)),
         Precision(f"{dtype.name} in every operation", Rounding(half, half)),
     )
 
@@ -253,7 +255,7 @@ def ways_to_round(dtype: np.dtype) -> tuple[tuple[Callable[[Floats], Floats], ..
     """Two ways in which ``dtype`` rounds, and what to multiply the errors by: to the nearest on two
     grids; float32 operands, which tensor cores cut, also towards zero."""
     if dtype.itemsize == 2:
-        nearest = _to(dtype.type)
+        nearest = to_dtype(dtype.type)
         return (nearest, lambda x: nearest(1.37 * x) / 1.37), 1.0
     eps = HELD_TO[np.dtype(np.float32)]
     return (to_tf32, lambda x: to_tf32(x * (1 - eps / 2))), HELD_TO[dtype] / eps

@@ -3,18 +3,26 @@
 The set is found on one problem and must hold on a second one of other lengths.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-
-from rawattn.check.diagnose.evidence.places import Places
 
 Array = np.ndarray
 MOST = 3  # intervals of a rule
 TRIED = 40  # rules of as few intervals as can be, the plainest first
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
+
+
+class Places(Protocol):
+    """What has integer features: pairs of query and key, (total_q, total_k), or rows."""
+
+    @property
+    def j(self) -> Array: ...
+    @property
+    def features(self) -> Mapping[str, Callable[[], Array]]: ...
+    def feature(self, name: str) -> Array: ...
 
 
 class Span(NamedTuple):

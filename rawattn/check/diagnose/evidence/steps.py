@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import PROGRAMS, STEPS, Bug, Context, Floats, solve
+from rawattn.check.diagnose.engine.attention import Floats, contexts
 from rawattn.check.diagnose.engine.question import MATRICES, Answers, Question, given_to_backward
 
 MADE = {  # by what, and where to look
@@ -38,7 +38,9 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
         if stage not in question.stages:
             continue
         found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
-        for c in _contexts(question, answers, stage, sequence):
+        given = None if stage == "forward" else given_to_backward(question, answers)
+        here = (c for c in contexts(question, stage, given) if c.view.sequence == sequence)
+        for c in here:
             first = [
                 int(offsets[sequence]) for offsets in (question.cu_seqlens_q, question.cu_seqlens_k)
             ]
@@ -46,19 +48,6 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
             for name in names:
                 found[name][at] = getattr(c, name)
     return found
-
-
-def _contexts(question: Question, answers: Answers, stage: str, sequence: int) -> list[Context]:
-    found: list[Context] = []
-    last = PROGRAMS[stage][-1]
-
-    def kept(c: Context) -> Floats:
-        found.append(c)
-        return np.asarray(STEPS[last](c))
-
-    given = None if stage == "forward" else given_to_backward(question, answers)
-    solve(question, stage, Bug("", stages=(stage,), steps={last: kept}), given=given)
-    return [c for c in found if c.view.sequence == sequence]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Where one side differs from the other: slopes by part, the pattern of the wrong rows, pictures.
 
 A row is a token with one head: arrays are brought to (tokens, heads, width), numbers by row too.
-Longer than other modules by the patterns that wrong rows are compared with.
+Longer than other modules by the facts that wrong rows are compared with.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,14 @@ import numpy.typing as npt
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.evidence.reach import Bools, Float64, Reach
+from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.findings import Level, Map
 
 TILES = (16, 32, 64, 128)
 FEW = 5  # rows that have levels of their own
 CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
-PATTERNS = 3  # sentences on rows
-COVERED = 0.9  # share of a pattern that must be wrong: a wrong row may be right by chance
+SPANS = 3  # of a rule: from so many on chance makes some
+COVERED = 0.9  # share of rows that are nearly all
 PIXELS = 512  # of a map, at most, each way
 LOWEST, HIGHEST = -4.0, 8.0  # of a map
 ROWS = {"q": "row", "k": "key"}
@@ -71,16 +74,6 @@ def fit(found: Float64, wanted: Float64) -> tuple[float, float, float]:
 def off(level: Level) -> bool:
     """Whether more than rounding is between the two sides."""
     return not (abs(level.slope - 1) < CLOSE and level.residual < CLOSE)
-
-
-def alike(parts: Sequence[Level], whole: Level) -> bool:
-    """Whether ``parts`` say no more than ``whole``: equal but for what it leaves unexplained."""
-    allowed = max(CLOSE, whole.residual / 3)
-    return all(
-        abs(part.slope - whole.slope) <= allowed * max(1.0, abs(whole.slope))
-        and abs(part.residual - whole.residual) <= allowed
-        for part in parts
-    )
 
 
 def bad_rows(question: Question, tensor: str, found: Any, wanted: Any, noise: Any) -> Bools:
@@ -294,116 +287,64 @@ class _Pattern:
         yield _only(named("sequence", np.flatnonzero(bad)), facts, bad, there)
 
     def rows(self) -> Iterator[str]:
-        """Which rows, of all sequences or of those that are touched, in the heads that are.
-
-        All wrong rows must be in a pattern, and most of its rows wrong. Those with about as few
-        rows as any are told; texts of the same rows share a sentence.
-        """
-        wrong = int(self.bad.sum())
+        """Which rows, by a rule that holds in all sequences, or in those that are touched."""
         touched = self.there & self.bad_sequences[self.within]
-        all_touched = touched[:, None] & self.bad_heads
         all_sequences = "of every sequence, " if self.sequences.sum() > 1 else ""
         these = f"of {_those('sequence', self.bad_sequences)}, "
+        features = self.features()
         for scope, words in ((self.there, all_sequences), (touched, these)):
-            whole = scope[:, None] & self.bad_heads
-            found: list[tuple[Bools, list[str]]] = []
-            for text, pattern in self.patterns():
-                mask = pattern & whole
-                says_nothing = not (all_touched & ~mask).any()
-                if wrong < COVERED * mask.sum() or says_nothing or (self.bad & ~mask).any():
-                    continue
-                texts = next((texts for other, texts in found if (other == mask).all()), None)
-                if texts is None:
-                    found.append((mask, texts := []))
-                texts.append(text)
-            if found:
-                found.sort(key=lambda match: int(match[0].sum()))
-                most = 1.01 * found[0][0].sum()
-                few = [match for match in found if match[0].sum() <= most][:PATTERNS]
-                for mask, (text, *others) in few:
-                    yield f"{words}{text}{self.in_brackets(mask, others[: PATTERNS - 1])}"
+            domain = np.broadcast_to(scope[:, None] & self.bad_heads, self.bad.shape)
+            if (domain == self.bad).all():
+                break
+            rule = rule_of(Shown(_Rows(features, domain), domain, self.bad))
+            if rule is not None and len(rule.spans) < SPANS:
+                yield f"{words}the {self.row}s with {rule}"
                 return
-        if wrong >= COVERED * all_touched.sum():
+        if self.bad.sum() >= COVERED * (touched[:, None] & self.bad_heads).sum():
             those = []
             if (touched != self.there).any():
                 those.append(_those("sequence", self.bad_sequences))
             if not self.bad_heads.all():
                 those.append(_those(self.head, self.bad_heads))
             if those:  # else it would say what the count has said
-                yield f"every {self.row} of {' in '.join(those)}{self.in_brackets(all_touched)}"
+                yield f"nearly every {self.row} of {' in '.join(those)}"
             return
         token = int(np.flatnonzero(self.bad.any(axis=1))[0])
         first = f"{self.row} {self.i[token]} of sequence {self.within[token]}"
         yield f"no pattern of rows, tiles or lengths fits; the first wrong one is {first}"
 
-    def in_brackets(self, mask: Bools, others: Sequence[str] = ()) -> str:
-        """How many rows of a pattern are wrong if not all are, and what else these rows are."""
-        wrong, size = int(self.bad.sum()), int(mask.sum())
-        said = [f"{wrong} of {size}"] if wrong < size else []
-        said += [f"here: {', or '.join(others)}"] if others else []
-        return f" ({'; '.join(said)})" if said else ""
-
-    def patterns(self) -> Iterator[tuple[str, Bools]]:
-        """Sentences that may be true, each with the rows (tokens, 1 or heads) it would be true of.
-
-        Numbers in them are those of the wrong rows.
-        """
-        i, n, row = self.i[:, None], self.n[:, None], self.row
-        wrong = self.bad.any(axis=1)
-        at, left = self.i[wrong], self.n[wrong] - 1 - self.i[wrong]
-        reach = Reach(self.question)
+    def features(self) -> dict[str, Callable[[], Any]]:
+        """What a rule of rows may be about, (tokens, 1 or heads), the plainest first."""
+        at, n = ("i", "seqlen_q") if self.side == "q" else ("j", "seqlen_k")
+        i, size, reach = self.i[:, None], self.n[:, None], Reach(self.question)
+        found: dict[str, Callable[[], Any]] = {at: lambda: i}
+        found[f"{n} - 1 - {at}"] = lambda: size - 1 - i
         if self.side == "k":
-            yield "the keys that no query sees", ~reach.seen
-            yield "the keys that some query sees", reach.seen
+            found["whether a query sees it"] = lambda: reach.seen.astype(np.int64)
         elif reach.count.shape == self.bad.shape:
-            yield from self.by_keys(reach)
-        sizes = np.unique(self.n[self.there])
-        half = sizes[0] / 2 if len(sizes) == 1 else np.inf  # the first 3 are all but the last 17
-        ends = (("first", i, at), ("last", n - 1 - i, left))
-        for end, place, of_bad in ends:
-            if of_bad.max() < half:
-                yield f"the {end} {self.some(of_bad.max() + 1)}", place <= of_bad.max()
-        for end, place, of_bad in ends:
-            if 0 < of_bad.min() < half:
-                yield f"all but the {end} {self.some(of_bad.min())}", place >= of_bad.min()
-        lengths = np.array([0, *_lengths(self.question, self.side)])
-        before = lengths[self.within][:, None]
+            first = reach.first - np.array([*_starts(self.question, "k"), 0])[self.within][:, None]
+            found["keys seen"] = lambda: reach.count
+            found["keys not seen"] = lambda: self.other[:, None] - reach.count
+            found["first key seen"] = lambda: first
         for tile in TILES:
-            yield f"the last n % {tile} of its n {row}s", i >= n - n % tile
-            if self.side == "k":
-                text = f"the first keys, as many as the one before lacks to a multiple of {tile}"
-                yield text, i < -before % tile
-            residues, of_half = np.unique(at % tile), np.unique(at % (tile // 2))
-            says_more = tile == TILES[0] or len(residues) < 2 * len(of_half)
-            if says_more and len(residues) <= tile // 2 and self.n.max() > tile:
-                text = f"the {row}s i with i % {tile} in {named('', residues)}"
-                yield text, np.isin(i % tile, residues)
+            found[f"{at} - {n} // {tile} * {tile}"] = partial(_minus, i, size // tile * tile)
+            found[f"{at} % {tile}"] = partial(np.remainder, i, tile)
+        return found
 
-    def by_keys(self, reach: Reach) -> Iterator[tuple[str, Bools]]:
-        """Patterns in the keys that a query sees."""
-        count, other = reach.count, self.other[:, None]
-        yield from {
-            "the rows without an allowed key": count == 0,
-            "the rows that see one key alone": count == 1,
-            "the rows that see more than one key": count > 1,
-            "the rows that do not see every key": count < other,
-            "the rows that see every key": count == other,
-        }.items()
-        fewest, most = count[self.bad].min(), count[self.bad].max()
-        if fewest > 2:
-            yield f"the rows that see {fewest} keys or more", count >= fewest
-        if most > 1:
-            yield f"the rows that see {most} keys or fewer", count <= most
-        if not self.question.sparse:
-            starts = np.array([*_starts(self.question, "k"), 0])
-            first = reach.first - starts[self.within][:, None]
-            skipped = first[self.bad].min()
-            if skipped > 0:
-                text = "key" if skipped == 1 else f"{skipped} keys"
-                yield f"the rows that do not see the first {text}", first >= skipped
 
-    def some(self, number: int) -> str:
-        return self.row if number == 1 else f"{number} {self.row}s"
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows (tokens, heads) in the place of pairs, for rules."""
+
+    features: Mapping[str, Callable[[], Any]]
+    j: Bools
+
+    def feature(self, name: str) -> Any:
+        return self.features[name]()
+
+
+def _minus(a: Any, b: Any) -> Any:
+    return a - b
 
 
 def _those(word: str, chosen: Bools) -> str:

@@ -76,8 +76,7 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 
 def _constants(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
-    """A tensor that is the right one times a number, or times one for each head, sequence or
-    column."""
+    """A tensor that is the right one times a number, or times one for each head or column."""
     for name in wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
         sequence = sample.sequences(name)[:, None, None]
@@ -87,7 +86,6 @@ def _constants(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
         parts = {
             "": np.zeros(1, dtype=int),
             "head": heads[:, None],
-            "sequence": np.maximum(sequence, 0),
             "column": columns,
         }
         for of, number in parts.items():

@@ -4,7 +4,7 @@ Tiles that come one after the other must be rescaled by exp(old max - new max) o
 results of splits must be weighted by exp(lse of the split - lse).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,7 @@ from rawattn.check.diagnose.catalogue.partial_sums import (
     tiles,
     totals,
 )
-from rawattn.check.diagnose.engine.attention import Bug, Context
+from rawattn.check.diagnose.engine.attention import Bug, Context, contexts
 from rawattn.check.diagnose.engine.question import Answers, Question
 
 FITS = 0.1  # of what is wrong may be left on the view that is looked at
@@ -43,21 +43,22 @@ SUMS = {
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 
-def bugs(
-    question: Question, answers: Answers, stage: str, contexts: Sequence[Context]
-) -> Iterator[Bug]:
+def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs of partial sums that fit the view with the largest errors."""
+    if stage not in TENSORS:
+        return
+    views = contexts(question, stage)
     names = {of: name for of, name in TENSORS[stage].items() if name in answers}
     rights = [
         Results(c.O, c.L, c.tL, c.tO) if stage == "jvp" else Results(c.O, c.L, c.L, c.O)
-        for c in contexts
+        for c in views
     ]
-    errors = [_errors(c, answers, names, of) for c, of in zip(contexts, rights, strict=True)]
+    errors = [_errors(c, answers, names, of) for c, of in zip(views, rights, strict=True)]
     sizes = [sum(of.values()) for of in errors]
     if not any(sizes):
         return
     worst = int(np.argmax(sizes))
-    c, wrong = contexts[worst], errors[worst]
+    c, wrong = views[worst], errors[worst]
     with np.errstate(all="ignore"):
         for at, cut in tiles(question).items():
             parts = parts_of(c, cut)

@@ -2,10 +2,10 @@
 
 Every stage (forward, backward, second, jvp) is judged on its own, at one precision after the
 other, the finest first: the right computation, then every bug of the catalogue, on all tensors of
-the stage or on some of them, then two bugs at once. What fits at a finer precision wins, so that a
+the stage or on some of them. What fits at a finer precision wins, so that a
 small bug is not taken for coarse rounding.
 
-Long, since one bug, some for some tensors, and two at once are chosen from the same fits.
+Long, since one bug, and some for some tensors, are chosen from the same fits.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import first_order, second_order, tangents
+from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import (
     NO_BUG,
@@ -29,9 +29,8 @@ from rawattn.check.diagnose.engine.attention import (
     Floats,
     assuming,
     solve,
-    together,
 )
-from rawattn.check.diagnose.engine.effort import cuts, over, spend, spent
+from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import (
     STAGES,
     Answers,
@@ -44,27 +43,20 @@ from rawattn.check.diagnose.evidence.precision import (
     Precision,
     defined,
     eps_of,
-    finite,
     fit,
     ladder,
     relative_residual,
-    residual,
     sizes,
 )
 from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.inferred import inputs, numbers, past_end, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
-IN_PAIRS, PARTNERS = 8, 40  # the nearest bugs, which are tried in pairs with the next ones
-MENDED = 0.1  # share of the wrong rows that a bug sets right if it is one of two
-FOR_PAIRS = 4000.0  # units of effort
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
-HELPS = 0.8  # of the residual, at most, that one of two bugs leaves
 FAR = 0.3  # residual of what no rounding explains
-NEAR = 0.05  # residual of a pair that is looked at more closely
 # Tensors of one loop, which a bug of that loop changes together.
 KERNELS = tuple(
     set(names)
@@ -75,7 +67,7 @@ KERNELS = tuple(
 )
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
 LOOSE = (*GENERIC, "pairs-dropped")  # of what is read, likewise
-INFERRED = (numbers, inputs, unwritten, past_end, terms)
+INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
@@ -110,7 +102,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
         wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
-        found = [*second_order.bugs(question), *tangents.bugs(question), *wide]
+        found = [*second_order.bugs(question), *wide]
         if stage == "second":
             found += [
                 replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **BY_OUT})
@@ -146,12 +138,12 @@ class SearchFailed(RuntimeWarning):
 
 
 @contextlib.contextmanager
-def _searching(question: Question, bug: Bug = NO_BUG) -> Iterator[None]:
+def _searching(question: Question) -> Iterator[None]:
     """Let one search fail: silently on views that another bug has changed, else with a warning."""
     try:
         yield
     except (IndexError, ValueError) as error:
-        if not (isinstance(question, Assuming) or " + " in bug.name):
+        if not isinstance(question, Assuming):
             text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
             warnings.warn(text, SearchFailed, stacklevel=3)
 
@@ -169,7 +161,7 @@ def _planted(
     question: Question, stage: str, bug: Bug, source: str, given: Given
 ) -> Prediction | None:
     """What the stage gives with a bug; None where it cannot be planted."""
-    with _searching(question, bug):
+    with _searching(question):
         return Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
     return None
 
@@ -295,7 +287,6 @@ class _Stage:
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
-        self.mended: dict[Prediction, float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
@@ -385,28 +376,6 @@ class _Stage:
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
 
-    def mends(self, prediction: Prediction) -> float:
-        """Share of the rows that are wrong which agree with a prediction."""
-        if prediction not in self.mended:
-            spend(OF_A_DISTANCE * len(self.wrong))
-            shares = [float(self._agree(prediction, n)[w].mean()) for n, w in self.wrong.items()]
-            self.mended[prediction] = float(np.mean(shares)) if shares else 0.0
-        return self.mended[prediction]
-
-    @cached_property
-    def wrong(self) -> dict[str, np.ndarray]:
-        """The rows of each tensor that are, where some are."""
-        found = {name: ~self._agree(self.rights[0], name) for name in self.tensors}
-        return {name: rows for name, rows in found.items() if rows.any()}
-
-    def _agree(self, prediction: Prediction, name: str) -> np.ndarray:
-        a, b = (by_rows(name, x) for x in (self.found[name], prediction.answers[name]))
-        if a.shape != b.shape:
-            return np.zeros(int(self.rows[name].sum()), dtype=bool)
-        error = np.abs(residual(a, b, self.rows[name])).max(axis=1, initial=0)
-        size = np.abs(finite(b[self.rows[name]])).max(axis=1, initial=0)
-        return np.asarray(error <= max(1e-3, 8 * eps_of(self.found[name])) * size)
-
     def right_at(self, precision: Precision) -> dict[str, Fit]:
         """The best fit of the right computation, by tensor."""
         best = {}
@@ -463,12 +432,6 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
                 best = verdict
         if best is not None and not best.unexplained:
             return best
-    pairs = _pairs(work, work.every)
-    for precision in steps[:2]:
-        if told := _fitting(work, pairs, precision):
-            null = work.right_at(precision)
-            given = work.tensors, good(null), tuple(told), (), null
-            return StageVerdict(stage, precision.name, *given)
     if best is not None:
         return best
     right = good(work.right_at(steps[-1]))
@@ -546,56 +509,6 @@ def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
 
 def _distances(work: _Stage, guess: Prediction) -> list[float]:
     return [work.relative(guess, name) for name in work.tensors]
-
-
-def _pairs(work: _Stage, guesses: Sequence[Prediction]) -> list[Prediction]:
-    """Two bugs at once, where all tensors come near.
-
-    One of two is a bug that leaves less than the right computation does, or that sets some rows
-    (of a head, of a sequence) right.
-    """
-
-    def total(guess: Prediction) -> float:
-        # how much is wrong still, tensor by tensor; a bug that does harm to one may be half of two
-        return sum(min(distance, 2.0) for distance in _distances(work, guess))
-
-    nearest, mended = sorted(guesses, key=total), sorted(guesses, key=lambda g: -work.mends(g))
-    most = HELPS * total(work.rights[0])
-    first = [guess for guess in guesses if guess.bug in work.hints]
-    second = list(nearest) if first else []  # with a bug that is known to be there, try any other
-    first += [guess for guess in nearest[:IN_PAIRS] if total(guess) < most]
-    first += [guess for guess in mended[:IN_PAIRS] if work.mends(guess) > MENDED]
-    second = first + nearest[:PARTNERS] + second
-    second += [guess for guess in mended[:PARTNERS] if work.mends(guess) > MENDED]
-    bugs, others = (list({id(g.bug): g.bug for g in some}.values()) for some in (first, second))
-    found: list[Prediction] = []
-    until = min(work.until, spent() + FOR_PAIRS)
-    tried: set[frozenset[int]] = set()
-    for one, other in itertools.product(bugs, others):
-        pair = frozenset((id(one), id(other)))
-        if one.name == other.name or pair in tried:
-            continue
-        tried.add(pair)
-        orders = [(one, other)]
-        if one.see is not None and other.see is not None:
-            orders.append((other, one))
-        both = [b for b in itertools.starmap(together, orders) if b and work.stage in b.stages]
-        for guess in predictions(work.question, work.answers, work.stage, both):
-            if all(work.relative(guess, name) < NEAR for name in work.tensors):
-                found.append(guess)
-        if len(found) > 4 or over(until):
-            break
-    return found
-
-
-def _fitting(work: _Stage, guesses: Sequence[Prediction], precision: Precision) -> list[Explained]:
-    """Those that fit all tensors, the best first."""
-    found = []
-    for guess in guesses:
-        fits = {name: work.fit(guess, name, precision) for name in work.tensors}
-        if all(one.good for one in fits.values()):
-            found.append(Explained(guess, work.tensors, fits))
-    return sorted(work.telling_ones(found), key=lambda e: e.rms)
 
 
 # ---- beside a bug that is known ------------------------------------------------------------------

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
     Bug,
     Context,
     Floats,
     View,
-    run_steps,
+    contexts,
     solve,
+    times,
     views_of,
 )
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
-from rawattn.check.diagnose.inferred.row_terms import OF_ANOTHER_ORIGIN
 from rawattn.check.diagnose.judge.match import judge_stage
 
 EFFORT = 10_000.0  # units, for a stage
@@ -44,19 +43,17 @@ def options(question: Question, answers: Answers) -> list[Changes]:
                 seen = _of_seen(question, _read(question, answers))
                 found += [x for x in (seen, _of_scale(question, answers)) if x]
             bugs = {id(one.prediction.bug): one.prediction.bug for one in verdict.explained}
-            found += [x for bug in bugs.values() if (x := _of(question, answers, bug))]
+            found += [x for bug in bugs.values() if (x := _of(question, bug))]
+            if stage == "backward" and question.dlse is None:
+                found += _of_delta(question, answers)
             break
     return found
 
 
-def _of(question: Question, answers: Answers, bug: Bug) -> Changes:
-    if bug.store is not None:
+def _of(question: Question, bug: Bug) -> Changes:
+    if bug.store is not None or bug.see is None:
         return {}
-    if bug.see is not None:
-        return _of_seen(question, _seen(question, tuple(bug.see(question, views_of(question)))))
-    if OF_ANOTHER_ORIGIN in bug.variant and question.dlse is None:
-        return _of_delta(question, answers, bug)
-    return {}
+    return _of_seen(question, _seen(question, tuple(bug.see(question, views_of(question)))))
 
 
 # ---- who sees whom ----------------------------------------------------------------------------
@@ -185,17 +182,13 @@ def _of_scale(question: Question, answers: Answers) -> Changes:
     return {"softmax_scale": s} if left < NEAR[question.dtype.itemsize] else {}
 
 
-def _of_delta(question: Question, answers: Answers, bug: Bug) -> Changes:
-    """D = dout . out - dlse with some dlse."""
+def _of_delta(question: Question, answers: Answers) -> list[Changes]:
+    """D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row."""
+    if "dq" not in answers:
+        return []
     found = np.zeros(question.q.shape[1::-1])
-
-    def D(c: Context) -> Floats:
-        run_steps(c, ("D",), NO_BUG)
-        right = c.D
-        run_steps(c, ("D",), bug)
-        found[c.view.heads[:, None], c.view.rows] = right - c.D
-        return np.asarray(c.D)
-
-    given = given_to_backward(question, answers)
-    solve(question, "backward", Bug("", stages=("backward",), steps={"D": D}), given=given)
-    return {"dlse": found.astype(np.float32)} if found.any() else {}
+    for c in contexts(question, "backward", given_to_backward(question, answers)):
+        at = c.view.rows[None], c.view.heads[:, None]
+        more, once = np.asarray(answers["dq"][at], np.float64) - c.dQ, c.s * times(c.P, c.K)
+        found[at[::-1]] = (more * once).sum(axis=-1) / np.maximum((once**2).sum(axis=-1), 1e-30)
+    return [{"dlse": found.astype(np.float32)}] if np.isfinite(found).all() else []

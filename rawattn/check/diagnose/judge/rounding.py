@@ -3,7 +3,7 @@
 The slope to the right values is 1: such a computation is right, but coarser than it need be.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -12,24 +12,28 @@ from rawattn.check.diagnose.engine.attention import (
     FIRST,
     NO_BUG,
     NONE,
+    STEPS,
     Bug,
     Context,
     Floats,
     Rounding,
     Step,
+    changed,
     solve,
     times,
 )
 from rawattn.check.diagnose.engine.question import Answers
-from rawattn.check.diagnose.evidence.precision import ladder, relative_residual
+from rawattn.check.diagnose.evidence.precision import ladder, relative_residual, to_dtype
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import narrow, terms
 from rawattn.check.diagnose.judge.proofs import Judged, finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+UNEVEN, LARGE = 1.5, 0.6  # noise of a tensor over that of another, and in units of what it may be
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
+NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+Rounded = Callable[[Floats], Floats]
 
 
 def of_right(judged: Judged, side: str, *, zeros: bool) -> list[Finding]:
@@ -39,15 +43,11 @@ def of_right(judged: Judged, side: str, *, zeros: bool) -> list[Finding]:
         return []
     finest = ladder(judged.question.dtype)[0].name
     coarse = verdict.precision != finest
-    found: list[Finding] = []
-    if not zeros:
-        noise = {name: verdict.null[name].rms for name in verdict.tensors}
-        found = [
-            finding(side, one.bug, f"{stage}: {one.tensor}", one.confidence, (one.evidence,))
-            for one in terms.followed(judged.question, judged.answers, stage, noise)
-        ]
-        if coarse and not found:
-            found = in_16_bits(judged, side, verdict.tensors)
+    noise = {name: verdict.null[name].rms for name in verdict.tensors}
+    enough = max(LARGE, UNEVEN * min(noise.values()))
+    fine = judged.question.dtype.itemsize == 2
+    asked = [name for name in noise if coarse or (fine and noise[name] > enough)]
+    found = in_16_bits(judged, side, asked) if asked and not zeros else []
     if not coarse:
         return found
     off = max((verdict.null[name].relative, name) for name in verdict.tensors)
@@ -86,7 +86,7 @@ def narrowed(judged: Judged, tensors: Sequence[str]) -> list[str]:
     for how in (ladder(question.dtype)[0].rounding, NONE)[: 4 // question.dtype.itemsize]:
         null = stored(NO_BUG, how)
         start = apart(answers, null)
-        for bug in narrow.roundings(stage):
+        for bug in _roundings(stage):
             planted = stored(bug, how)
             changed = [n for n, x in apart(planted, null).items() if x > start[n] / 4 > 0]
             left = apart(answers, planted)
@@ -98,16 +98,62 @@ def narrowed(judged: Judged, tensors: Sequence[str]) -> list[str]:
     return [f"{text}, which leaves {share:.2g} of it; the slope is 1"] if text else []
 
 
+def _roundings(stage: str) -> Iterator[Bug]:
+    """A stage with one intermediate, or one operand, in fewer bits: slope 1, and an error that is
+    the same on every run."""
+    ways = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW}
+    for name, r in (ways | {"float16, subnormal numbers as 0": _flushed}).items():
+        for words, steps in _kept_in(r, stage):
+            form = f"{words} in {name}"
+            yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+
+
+def _flushed(x: Floats) -> Floats:
+    tiny = float(np.finfo(np.float16).tiny)
+    return np.where(np.abs(x) < tiny, 0.0, to_dtype(np.float16)(x))
+
+
+def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
+    def after(step: str) -> dict[str, Step]:
+        return {step: lambda c: r(STEPS[step](c))}
+
+    def of(step: str, *operands: str) -> dict[str, Step]:
+        return {step: lambda c: STEPS[step](changed(c, **{x: r(getattr(c, x)) for x in operands}))}
+
+    def unnormalised(c: Context) -> Floats:
+        with np.errstate(all="ignore"):
+            size = np.exp(np.where(c.W > 0, c.S, -np.inf).max(axis=2, initial=-np.inf) - c.L)
+        size = np.where(size > 0, size, 1.0)[..., None]
+        return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
+
+    yield "S", after("Y")
+    yield "q and k", of("Y", "Q", "K")
+    if stage == "forward":
+        yield "P", of("O", "P")
+        yield "exp(S - row maximum)", {"O": unnormalised}
+        yield "v", of("O", "V")
+    else:
+        yield "P", after("bP")
+        yield "P, as an operand alone,", of("dV", "P")
+        yield "lse", of("bP", "L")
+        yield "D", after("D")
+        yield "dP", after("dP")
+        yield "dS", after("dY")
+        yield "dout and v", of("dP", "dO", "V")
+        yield "dout", of("dV", "dO") | of("dP", "dO")
+
+
 def in_16_bits(judged: Judged, side: str, tensors: Sequence[str]) -> list[Finding]:
     """Errors that follow those of a running sum in 16 bits."""
     question, stage = judged.question, judged.verdict.stage
     if question.dtype.itemsize > 4:
         return []
     best: tuple[float, str, str] = (FOLLOWS, "", "")
+    how = ladder(question.dtype)[0].rounding if question.dtype.itemsize == 2 else NONE
     for dtype in (np.float16, ml_dtypes.bfloat16):
         for chunk in CHUNKS:
             bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
-            planted = solve(question, stage, bug, given=judged.right.given)
+            planted = solve(question, stage, bug, rounding=how, given=judged.right.given)
             form = f"{np.dtype(dtype).name}, {chunk} at a time"
             for name in (name for name in tensors if name in planted):
                 best = max(best, (_follows(judged, name, planted), name, form))
@@ -123,11 +169,14 @@ def in_16_bits(judged: Judged, side: str, tensors: Sequence[str]) -> list[Findin
 
 
 def _follows(judged: Judged, name: str, planted: Answers) -> float:
-    """Correlation of an error with the planted one, if their sizes are alike; else 0."""
-    rows = judged.rows(name)
+    """Correlation of an error with the planted one, if their sizes are alike; else 0. The rounding
+    of what is stored, which right ones have too, is taken off."""
+    rows, dtype = judged.rows(name), judged.answers[name].dtype
+    stored = to_dtype(dtype.type) if dtype.itemsize == 2 else np.asarray
     x, base = (a[rows] for a in judged.pair(name))
     with np.errstate(invalid="ignore"):
-        error, predicted = (x - base).ravel(), (by_rows(name, planted[name])[rows] - base).ravel()
+        error, wrong = x - stored(base), stored(by_rows(name, planted[name])[rows]) - stored(base)
+    error, predicted = error.ravel(), wrong.ravel()
     if not error.size or not np.isfinite(error).all() or not np.isfinite(predicted).all():
         return 0.0
     sizes = float(np.sqrt(np.mean(error**2))), float(np.sqrt(np.mean(predicted**2)))
@@ -139,8 +188,7 @@ def _follows(judged: Judged, name: str, planted: Answers) -> float:
 def _running(dtype: type, chunk: int) -> dict[str, Step]:
     """Products whose long sums run in ``dtype``, ``chunk`` terms at a time."""
 
-    def rounded(x: Floats) -> Floats:
-        return x.astype(dtype).astype(np.float64)
+    rounded = to_dtype(dtype)
 
     def product(a: Floats, b: Floats) -> Floats:
         total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
@@ -169,7 +217,7 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
     return {
         "softmax": lambda c: online(c)[:2],
         "O": lambda c: online(c)[2],
-        "dQ": lambda c: c.s * product(c.dY, c.K),
-        "dK": lambda c: c.s * product(c.dY.swapaxes(1, 2), c.Q),
-        "dV": lambda c: product(c.P.swapaxes(1, 2), c.dO),
+        "dQ": lambda c: c.s * product(c.o(c.dY), c.K),
+        "dK": lambda c: c.s * product(c.o(c.dY).swapaxes(1, 2), c.Q),
+        "dV": lambda c: product(c.o(c.P).swapaxes(1, 2), c.dO),
     }

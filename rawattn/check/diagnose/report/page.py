@@ -6,8 +6,7 @@ alone, once for light and once for dark screens; every colour has a word beside 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import STAGES
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.structure import alike, off
+from rawattn.check.diagnose.evidence.structure import off
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
 from rawattn.check.diagnose.report.words import SURE, readable, sentence
 
@@ -83,9 +82,9 @@ th, td { text-align: left; vertical-align: baseline; padding: .3rem 1.1rem .3rem
 
 
 def page(diagnosis: Diagnosis, *, full: bool = False) -> str:
-    """The page as HTML text; to be written as UTF-8. full: slopes of parts that say nothing too."""
+    """The page as HTML text; to be written as UTF-8. full: slopes of parts that agree too."""
     verdict, tone = _verdict(diagnosis)
-    levels = diagnosis.levels if full else _merged(_telling(diagnosis.levels))
+    levels = [x for x in diagnosis.levels if full or x.level == "all" or off(x)]
     title = ": ".join(part for part in (diagnosis.title, verdict) if part)
     sections = (
         f"<header>\n{_element('p', diagnosis.title, 'note')}"
@@ -338,37 +337,6 @@ def _badness(level: Level) -> float:
     """How far from agreement."""
     off = abs(level.slope - 1) + level.residual
     return math.inf if math.isnan(off) else off
-
-
-def _by_tensor_and_kind(levels: Sequence[Level]) -> Iterator[tuple[Level | None, list[Level]]]:
-    """The levels of one tensor and kind together, with the one of the whole tensor."""
-    whole = {level.tensor: level for level in reversed(levels) if level.level == "all"}
-    groups: dict[tuple[str, str], list[Level]] = {}
-    for level in levels:
-        groups.setdefault((level.tensor, level.level), []).append(level)
-    for (tensor, kind), group in groups.items():
-        yield (None if kind == "all" else whole.get(tensor)), group
-
-
-def _telling(levels: Sequence[Level]) -> list[Level]:
-    """Without the parts of tensors that agree as a whole and in each of these parts."""
-    return [
-        level
-        for whole, group in _by_tensor_and_kind(levels)
-        if whole is None or off(whole) or not alike(group, whole)
-        for level in group
-    ]
-
-
-def _merged(levels: Sequence[Level]) -> list[Level]:
-    """One line for parts that all say what their whole says."""
-    merged: list[Level] = []
-    for whole, group in _by_tensor_and_kind(levels):
-        if whole is None or len(group) == 1 or not alike(group, whole):
-            merged += group
-        else:
-            merged.append(replace(whole, level=group[0].level, key=f"all {len(group)} alike"))
-    return merged
 
 
 def _table(

@@ -2,21 +2,13 @@
 its gradient holds."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import of, with_values
-from rawattn.check.diagnose.catalogue.sparse.lists import (
-    OWN,
-    Different,
-    Lists,
-    Walk,
-    walked,
-    walking,
-)
-from rawattn.check.diagnose.catalogue.sparse.walks import AXES
+from rawattn.check.diagnose.catalogue.sparse.lists import OWN, Lists, Part, listed, readings
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FORWARD,
@@ -24,6 +16,7 @@ from rawattn.check.diagnose.engine.attention import (
     Bug,
     Context,
     Floats,
+    See,
     Step,
     changed,
     times,
@@ -35,12 +28,12 @@ SECOND, JVP = ("second",), ("jvp",)
 GRADIENTS = ("dG", "gG")  # of the gate, by the names of steps
 
 
-def bugs(question: Question) -> Iterator[Bug]:
+def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     yield from _gradients(question)
     if np.any(np.asarray(question.block_scale) != 1):
         yield from _ungated()
-    yield from _other_factors(question)
+    yield from _other_factors(question, different)
     yield from _on_p(question)
 
 
@@ -117,7 +110,7 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
     "blocks ascending": lambda x: x.named,
     "blocks ascending, padding last": lambda x: np.where(x.is_block, x.named, _LAST),
     "blocks ascending, repeats and padding last": lambda x: np.where(
-        x.exists & ~x.repeats, x.named, _LAST
+        x.exists & (x.number == 0), x.named, _LAST
     ),
     "blocks descending": lambda x: -x.named,
     "padding last": lambda x: np.where(x.is_block, 0, 1),
@@ -131,51 +124,33 @@ NUMBERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {  # slots, by the
 }
 
 
-def _other_factors(question: Question) -> Iterator[Bug]:
+def _other_factors(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Named blocks in another order than their factors, or factors read elsewhere."""
-    different, name = Different(question), "sparse-gate-order"
+    name = "sparse-gate-order"
     for text, order in ORDERS.items():
         for when, before in (("", True), (", then counted", False)):
-            walk = _reordered(order, before)
-            see = walking(walk)
-            if different(see):
+            if different(see := listed(partial(_reordered, order, before))):
                 yield Bug(name, f"{text}{when}", ALL, see=see)
     x = np.asarray(question.block_scale)
     for text, place in NUMBERS.items() if x.shape[2] else ():
         text = f"by the block's number in place of the slot's, {text}"
-        see = walking(_placed(place, x.shape[2] - 1))
-        if "memory" not in text and different(see):
-            yield Bug(name, text, ALL, see=see)
-        steps = _with_gate(x, place)
-        yield Bug(name, f"{text}; the gradient at its slot", ALL, steps=steps)
-    readings: Mapping[str, Callable[[np.ndarray], np.ndarray]] = AXES | {
-        "of the first head": lambda x: np.broadcast_to(x[:, :1], x.shape),
-        "of the first slot": lambda x: np.broadcast_to(x[..., :1], x.shape),
-    }
-    for text, read in readings.items():
+        yield Bug(name, text, ALL, steps=_with_gate(x, place))
+    of_axes = {text: read for text, read in readings(question).items() if "int64" not in text}
+    of_axes["of the first head"] = lambda x: np.broadcast_to(x[:, :1], x.shape)
+    of_axes["of the first slot"] = lambda x: np.broadcast_to(x[..., :1], x.shape)
+    for text, read in of_axes.items():
         if not np.array_equal(read(x), x):
             yield Bug("input-layout", f"block_scale, {text}", ALL, steps=_with_gate(read(x)))
 
 
-def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool) -> Walk:
+def _reordered(
+    order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists
+) -> Sequence[Part]:
     """The blocks of the sorted list, and the factors of slots in the order that was given."""
-
-    def walk(lists: Lists) -> Lists:
-        moved = np.argsort(order(lists), axis=2, kind="stable")
-        counted = np.take_along_axis(lists.counted, moved, 2) if counted_before else lists.counted
-        return walked(
-            replace(lists, named=np.take_along_axis(lists.named, moved, 2), counted=counted)
-        )
-
-    return walk
-
-
-def _placed(place: Callable[[np.ndarray, int], np.ndarray], last: int) -> Walk:
-    def walk(lists: Lists) -> Lists:
-        there = (lists.slot != OWN) & (lists.block >= 0)
-        return replace(lists, slot=np.where(there, place(lists.block, last), lists.slot))
-
-    return walk
+    moved = np.argsort(order(x), axis=2, kind="stable")
+    named = np.take_along_axis(x.named, moved, 2)
+    counted = np.take_along_axis(x.counted, moved, 2) if counted_before else x.counted
+    return [Part({"block_indices": np.where(counted, named, -1), "block_counts": None})]
 
 
 def _with_gate(
