@@ -141,10 +141,6 @@ def placed(how: str) -> Hooks:
         elif how == "double" and t.slot >= 0:
             first = t.start_k + t.block * 2 * size
             stop = min(first + size, end)
-        elif how.startswith("packed"):
-            first = t.start_k // size * size + t.block * size
-            stop = min(first + size, end)
-            first = first if "leak" in how else max(first, t.start_k)
         elif how == "total" and t.slot >= 0:
             stop = min(first + size, len(t.question.k))
         return first, stop, cut
@@ -522,7 +518,6 @@ PLANTED: tuple[Planted, ...] = (
         ("indices as H T S", as_if((1, 0, 2))),
     ),
     *in_lists("neighbour-leak", "fb b", _OPEN, ("end of k", placed("total"))),
-    *in_lists("neighbour-leak", "fb", _CAUSAL, ("of the packed array", placed("packed leak"))),
     *in_lists("sparse-gate-on-p", "fb f", _GATE, ("of P", _ON_P)),
     *in_lists("sparse-gate-on-p", "fb", _GATE, ("of exp", _ON_EXP), ("twice", _SQUARED)),
     *in_lists(
@@ -571,7 +566,6 @@ PLANTED: tuple[Planted, ...] = (
     *in_lists(
         "offsets-shifted", "fb", {}, ("keys of the first", _ANY_BLOCK | {"visits": of_first_rows})
     ),
-    *in_lists("offsets-shifted", "fb", {}, ("of the packed array", placed("packed"))),
     *in_lists(
         *("wrong-keys", "fb", {}),
         ("block size doubled", _ANY_BLOCK | placed("double") | {"visits": apart}),

@@ -24,7 +24,7 @@ from tests.diagnose.hooks import (
     of_each,
     window,
 )
-from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Head, Hook, Planted, answers
+from tests.diagnose.plain import FLOAT32, FLOAT64, Array, Head, Hook, Planted, answers
 from tests.diagnose.problems import Needs, problems
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -314,16 +314,6 @@ PLANTED: tuple[Planted, ...] = (
         "narrow-intermediate",
         {"dtypes": (FLOAT32,) * 3, "dlse": 0.0},  # beside float64's noise it is "unknown" as yet
         ("dS in float8", {"dY": of_dtype(ml_dtypes.float8_e5m2)}),
-    ),
-    *planted(
-        "accumulates-in-16-bit",
-        _EASY
-        | {"dtypes": (BFLOAT16,) * 3, "lengths": (140, 200), "batch": (1, 2), "groups": (2, 4)}
-        | {"head_dims": (32,), "head_dims_v": (32,), "dlse": 0.0, "heads_kv": (1,), "shows": 0.0},
-        (
-            "dk and dv over tiles of 16",
-            of_each(of_dtype(ml_dtypes.bfloat16), "sum dk", "sum dv"),
-        ),
     ),
     *planted(
         "narrow-intermediate",
