@@ -91,10 +91,6 @@ def placed(how: str) -> Hooks:
         if how == "wide":
             first = t.start_k + t.block * 2 * size
             stop = min(first + 2 * size, end)
-        elif how.startswith("packed"):
-            first = t.start_k // size * size + t.block * size
-            stop = min(first + size, end)
-            first = first if "leak" in how else max(first, t.start_k)
         elif how == "total" and t.slot >= 0:
             stop = min(first + size, len(t.question.k))
         return first, stop, cut
@@ -299,7 +295,6 @@ _LISTS: Table = (
     ("input-layout: indices of first rows", "fb", {"indices": first_rows}),
     ("input-layout: indices as T S H", "fb", indices_as_if(0, 2, 1), _SEVERAL),
     ("neighbour-leak: end of k", "fb b", placed("total"), _OPEN),
-    ("neighbour-leak: of the packed array", "fb", placed("packed leak"), _CAUSAL),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
     ("sparse-gate-on-p: twice", "fb", _SQUARED),
@@ -315,7 +310,6 @@ _LISTS: Table = (
     ("sparse-inverted-lists: no own", "b", _NO_OWN, _OWN),
     ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
-    ("offsets-shifted: of the packed array", "fb", placed("packed")),
     ("wrong-keys: blocks of twice the size", "fb", placed("wide")),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
     ("sparse-own-block-missing: at its first", "fb", _BEFORE_PLACE, _CAUSAL),

@@ -8,7 +8,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
 from tests.diagnose.hooks import Pair, by, by_pairs, no_window, of_each, of_group, window
-from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Head, Hook, answers
+from tests.diagnose.plain import FLOAT32, FLOAT64, Array, Head, Hook, answers
 from tests.diagnose.problems import problems
 from tests.diagnose.stores import as_if, delta, in_sequences
 from tests.diagnose.table import GRADIENTS, Hooks, Table, plants
@@ -81,9 +81,6 @@ _LONG = {"lengths": (70, 130), "batch": (1, 2), "head_dims": (32, 64), "head_dim
 _OPEN, _CAUSAL = {"masks": ("open",)}, {"masks": ("causal",)}
 _DLSE, _LONGER, _KEYS = {"dlse": 1.0}, {"lengths": (90, 130)}, {"only": ("dk", "dv")}
 _IN_WINDOW = {"masks": ("window",)} | _LONGER
-_SHORT = {"head_dims": (32,), "head_dims_v": (32,), "dlse": 0.0, "heads_kv": (1,), "shows": 0.0}
-_SHORT |= _EASY | {"lengths": (140, 200), "batch": (1, 2), "groups": (2, 4)}
-_SHORT |= {"dtypes": (BFLOAT16,) * 3}
 _NEEDS: dict[str, dict[str, Any]] = {
     "delta-of-another-out": _ROWS,
     "delta-omitted": _ROWS,
@@ -117,7 +114,6 @@ _OFF_DIAGONAL = often(lambda t: t.i != t.j, "dq", tile_n=32)
 _DIAGONAL_TWICE = often(lambda t: 1 + (t.i == t.j), "dk", "dv", tile_n=32)
 _LAST_TWICE = often(lambda t: 1 + (t.i == t.last_i), "dk", "dv")
 _NO_TAIL = often(lambda t: t.rows.stop <= t.c.n // 32 * 32, "dk", "dv")
-_NARROW_SUMS = of_each(of_dtype(ml_dtypes.bfloat16), "sum dk", "sum dv")
 _FLUSHED = {"dY": lambda c, x: np.where(abs(x) < 2.0**-14, 0, x.astype(np.float16)).astype(x.dtype)}
 _NARROW_D = delta(lambda a, q: a["delta"].astype(ml_dtypes.bfloat16), *B)
 _NARROW_L = lse(lambda L, q: L.astype(ml_dtypes.bfloat16))

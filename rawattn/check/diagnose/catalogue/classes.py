@@ -106,13 +106,6 @@ CLASSES: dict[str, BugClass] = {
         "a finite number such as -1e4 or 1e-9 for -inf, added where it should replace",
         "small errors that grow where scores are large; rows without a key are the mean of v",
     ),
-    "denominator": BugClass(
-        "the softmax denominator has terms of no key",
-        "the row sum: what it begins with, and whether masked keys and sinks are added to it",
-        "a running sum that begins with 1 or with an epsilon, or a softmax with one term more "
-        "(off by one)",
-        "out is too small in every row, most where few keys are seen",
-    ),
     "partial-merge": BugClass(
         "results of parts of the keys are merged with wrong weights",
         "the merge of partial results: weights exp(lse of the part - lse of all), natural logs",
@@ -160,6 +153,13 @@ CLASSES: dict[str, BugClass] = {
         "the index of the sink, by the query head; exp(sink - row_max), as of all else in the sum",
         "a head of the wrong side, or a logit that is added after the maximum was taken off",
         "out and lse are off by a factor for every row, most where few keys are seen",
+    ),
+    "denominator": BugClass(
+        "the softmax denominator has terms of no key",
+        "the row sum: what it begins with, and whether masked keys and sinks are added to it",
+        "a running sum that begins with 1 or with an epsilon, or a softmax with one term more "
+        "(off by one)",
+        "out is too small in every row, most where few keys are seen",
     ),
     "sinks-gradient": BugClass(
         "the gradient of the sinks is wrong",

@@ -66,7 +66,7 @@ KERNELS = tuple(
     )
 )
 GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
-LOOSE = (*GENERIC, "pairs-dropped")  # of what is read, likewise
+LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))

@@ -47,7 +47,7 @@ def of_right(judged: Judged, side: str, *, zeros: bool) -> list[Finding]:
     enough = max(LARGE, UNEVEN * min(noise.values()))
     fine = judged.question.dtype.itemsize == 2
     asked = [name for name in noise if coarse or (fine and noise[name] > enough)]
-    found = in_16_bits(judged, side, asked) if asked and not zeros else []
+    found = in_16_bits(judged, side, asked, fine=not coarse) if asked and not zeros else []
     if not coarse:
         return found
     off = max((verdict.null[name].relative, name) for name in verdict.tensors)
@@ -143,20 +143,24 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield "dout", of("dV", "dO") | of("dP", "dO")
 
 
-def in_16_bits(judged: Judged, side: str, tensors: Sequence[str]) -> list[Finding]:
-    """Errors that follow those of a running sum in 16 bits."""
+def in_16_bits(
+    judged: Judged, side: str, tensors: Sequence[str], *, fine: bool = False
+) -> list[Finding]:
+    """Errors that follow those of a running sum in 16 bits; ``fine``: beside the rounding that
+    right results have too."""
     question, stage = judged.question, judged.verdict.stage
     if question.dtype.itemsize > 4:
         return []
     best: tuple[float, str, str] = (FOLLOWS, "", "")
-    how = ladder(question.dtype)[0].rounding if question.dtype.itemsize == 2 else NONE
+    how = ladder(question.dtype)[0].rounding if fine else NONE
+    right = solve(question, stage, rounding=how, given=judged.right.given)
     for dtype in (np.float16, ml_dtypes.bfloat16):
         for chunk in CHUNKS:
             bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
             planted = solve(question, stage, bug, rounding=how, given=judged.right.given)
             form = f"{np.dtype(dtype).name}, {chunk} at a time"
             for name in (name for name in tensors if name in planted):
-                best = max(best, (_follows(judged, name, planted), name, form))
+                best = max(best, (_follows(judged, name, right, planted, fine), name, form))
     follows, name, form = best
     if not name:
         return []
@@ -168,14 +172,14 @@ def in_16_bits(judged: Judged, side: str, tensors: Sequence[str]) -> list[Findin
     return [finding(side, "accumulates-in-16-bit", f"{stage}: {name}", confidence, (evidence,))]
 
 
-def _follows(judged: Judged, name: str, planted: Answers) -> float:
-    """Correlation of an error with the planted one, if their sizes are alike; else 0. The rounding
-    of what is stored, which right ones have too, is taken off."""
+def _follows(judged: Judged, name: str, right: Answers, planted: Answers, fine: bool) -> float:
+    """Correlation of an error with the planted one, if their sizes are alike; else 0."""
     rows, dtype = judged.rows(name), judged.answers[name].dtype
-    stored = to_dtype(dtype.type) if dtype.itemsize == 2 else np.asarray
-    x, base = (a[rows] for a in judged.pair(name))
+    stored = to_dtype(dtype.type) if fine else np.asarray
+    x, _ = (a[rows] for a in judged.pair(name))
+    base, other = (stored(by_rows(name, of[name])[rows]) for of in (right, planted))
     with np.errstate(invalid="ignore"):
-        error, wrong = x - stored(base), stored(by_rows(name, planted[name])[rows]) - stored(base)
+        error, wrong = x - base, other - base
     error, predicted = error.ravel(), wrong.ravel()
     if not error.size or not np.isfinite(error).all() or not np.isfinite(predicted).all():
         return 0.0

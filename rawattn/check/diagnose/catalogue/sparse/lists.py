@@ -258,13 +258,14 @@ def _reset(own_first: bool) -> Change:
     """What stands before a block that is masked is lost, of the own block too if it is first."""
 
     def change(x: Lists) -> Sequence[Part]:
-        masked = (x.exists & (x.named > x.own)) & x.question.causal
-        kept = np.cumsum(masked[..., ::-1], axis=2)[..., ::-1] == 0
+        first = x.exists & (x.number == 0)
+        masked = first & (x.named > x.own) & x.question.causal
+        kept = first & (np.cumsum(masked[..., ::-1], axis=2)[..., ::-1] == 0)
         if not own_first or not x.question.own:
-            return [Part(_only(x, x.counted & kept))]
+            return [Part(_only(x, kept))]
         named = ((x.named == x.own) & x.exists).any(axis=2)
         alone = Part(_only(x, x.exists & False), ~masked.any(axis=2) & ~named)
-        return [Part(_only(x, x.counted & kept) | {"own": False}), alone]
+        return [Part(_only(x, kept) | {"own": False}), alone]
 
     return change
 
@@ -399,7 +400,7 @@ def rows(question: Question) -> Iterator[Row]:
     for name, changes in TABLE:
         if question.own or name != "sparse-own-block-missing":
             yield from (Row(name, words, change) for words, change in changes.items())
-    for size in (question.block_size // 2, 2 * question.block_size):
+    for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield Row("wrong-keys", words, _with(block_size=size))
     for words, read in readings(question).items():
