@@ -173,10 +173,11 @@ def in_16_bits(
 
 
 def _follows(judged: Judged, name: str, right: Answers, planted: Answers, fine: bool) -> float:
-    """Correlation of an error with the planted one, if their sizes are alike; else 0."""
+    """Correlation of an error with the planted one, if their sizes are alike; else 0, as of what is
+    nearer to exact values than right results in fewer bits are."""
     rows, dtype = judged.rows(name), judged.answers[name].dtype
     stored = to_dtype(dtype.type) if fine else np.asarray
-    x, _ = (a[rows] for a in judged.pair(name))
+    x, exact = (a[rows] for a in judged.pair(name))
     base, other = (stored(by_rows(name, of[name])[rows]) for of in (right, planted))
     with np.errstate(invalid="ignore"):
         error, wrong = x - base, other - base
@@ -185,6 +186,8 @@ def _follows(judged: Judged, name: str, right: Answers, planted: Answers, fine: 
         return 0.0
     sizes = float(np.sqrt(np.mean(error**2))), float(np.sqrt(np.mean(predicted**2)))
     if not sizes[0] or not 0.25 < sizes[1] / sizes[0] < 4:
+        return 0.0
+    if fine and np.mean((x - exact) ** 2) < sizes[0] ** 2:
         return 0.0
     return float(np.mean(error * predicted) / (sizes[0] * sizes[1]))
 
