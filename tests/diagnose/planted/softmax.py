@@ -175,6 +175,6 @@ _TABLE: Table = (
     ("partial-merge: mean", "f", merged("mean", 3), _LONG),
     ("partial-merge: empty as 0", "f", merged("empty as 0", 3), _CAUSAL),
     ("partial-merge: lse of a part", "b", ring(2, lse=True)),
-    ("partial-merge or delta-of-another-out: delta of a part", "b", ring(3, lse=False)),
+    ("partial-merge: delta of a part", "b", ring(3, lse=False)),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL | {"given": on == "b"})

@@ -12,6 +12,7 @@ from rawattn.check.diagnose.catalogue import inputs, options
 from rawattn.check.diagnose.catalogue.heads import by_map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
+from rawattn.check.diagnose.catalogue.partial_sums import of_rings
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats, Store
 from rawattn.check.diagnose.engine.question import Question
@@ -35,6 +36,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield from tiles(question, size)
     yield from dead_rows(question)
     yield from inputs.bugs(question)
+    yield from of_rings(question)
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:

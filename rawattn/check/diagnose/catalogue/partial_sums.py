@@ -1,17 +1,19 @@
-"""The softmax made of parts of the keys: tiles one after the other, or splits that are merged.
+"""The softmax made of parts of the keys: tiles one after the other, splits that are merged, and
+backward passes of such that know their own part's lse or out alone.
 
 Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
 in forward mode of P o E (e) and (P o E) V + P tV (tout). A result is made of the sums of all parts,
 each with a weight of its own; the tables are of wrong weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Context, Floats, Step, times
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Context, Floats, Step, times
 from rawattn.check.diagnose.engine.question import Question
 
 LN_2 = np.log(2)
@@ -315,3 +317,29 @@ def steps(stage: str, cut: Cut, of: Callable[[Parts], Results]) -> Mapping[str, 
     if stage == "forward":
         return {"L": lambda c: result(c, "lse"), "O": lambda c: c.results.out}
     return {"e": lambda c: result(c, "e"), "tO": lambda c: c.results.tout}
+
+
+def of_rings(question: Question) -> Iterator[Bug]:
+    """A backward pass whose keys are in parts, each with its own lse, or with the D of its own
+    out."""
+
+    def of_keys(c: Context, cut: Cut, x: Floats) -> Floats:
+        """(heads, n, keys) of numbers (parts, heads, n)."""
+        every = range(c.S.shape[2])
+        keys = [len(every[part]) for part in cut(len(every))]
+        return np.repeat(np.moveaxis(x, 0, -1), keys, axis=-1)
+
+    def by_lse(c: Context, cut: Cut) -> Floats:
+        return _exp(c.S - of_keys(c, cut, _finite(parts_of(c, cut).lses)))
+
+    def by_delta(c: Context, cut: Cut) -> Floats:
+        parts = parts_of(c, cut)
+        total = np.where(parts.row_sums == 0, 1.0, parts.row_sums)
+        D = (c.dO * parts.sums["out"] / total[..., None]).sum(axis=-1) - c.dL
+        return np.asarray(c.P * (c.dP - of_keys(c, cut, D)))
+
+    for (text, cut), (step, words, of) in product(
+        splits(question).items(), (("bP", "lse", by_lse), ("dS", "D by the out", by_delta))
+    ):
+        planted = {step: partial(of, cut=cut)}
+        yield Bug("partial-merge", f"the {words} of a part: {text}", ("backward",), steps=planted)
