@@ -42,9 +42,10 @@ Calls = dict[str, Callable[[], Any]]
 class Plan:
     """How a row is measured.
 
-    ``rounds`` of interleaved calls, each queued in ``lead`` GPU cycles (0: the host's time counts
-    too). ``sustained``: seconds of continuous load for each contender, 0 for none, after ``heat``
-    seconds of matrix products. ``old``: an older rawattn, timed as one more contender.
+    ``rounds`` of interleaved calls, each queued in ``lead`` GPU cycles, or more where the host is
+    slow (0: the host's time counts too). ``sustained``: seconds of continuous load for each
+    contender, 0 for none, after ``heat`` seconds of matrix products. ``old``: an older rawattn,
+    timed as one more contender.
     """
 
     peers: tuple[str, ...] = DEFAULT_PEERS

@@ -39,6 +39,12 @@ class Parts(NamedTuple):
     def lses(self) -> Floats:
         return np.asarray(self.tops + np.log(self.row_sums))
 
+    @property
+    def outs(self) -> Floats:
+        """Each divided by its own row sum, (parts, heads, n, columns)."""
+        total = np.where(self.row_sums == 0, 1.0, self.row_sums)
+        return np.asarray(self.sums["out"] / total[..., None])
+
 
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents."""
@@ -296,8 +302,7 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
 
 def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
     """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
-    w = WEIGHTS[out](parts) / np.where(parts.row_sums == 0, 1.0, parts.row_sums)
-    O = (w[..., None] * parts.sums["out"]).sum(axis=0)  # noqa: E741
+    O = (WEIGHTS[out](parts)[..., None] * parts.outs).sum(axis=0)  # noqa: E741
     L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
     return Results(O, L, np.zeros_like(L), np.zeros_like(O))
 
@@ -333,9 +338,7 @@ def of_rings(question: Question) -> Iterator[Bug]:
         return _exp(c.S - of_keys(c, cut, _finite(parts_of(c, cut).lses)))
 
     def by_delta(c: Context, cut: Cut) -> Floats:
-        parts = parts_of(c, cut)
-        total = np.where(parts.row_sums == 0, 1.0, parts.row_sums)
-        D = (c.dO * parts.sums["out"] / total[..., None]).sum(axis=-1) - c.dL
+        D = (c.dO * parts_of(c, cut).outs).sum(axis=-1) - c.dL
         return np.asarray(c.P * (c.dP - of_keys(c, cut, D)))
 
     for (text, cut), (step, words, of) in product(

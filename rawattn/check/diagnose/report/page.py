@@ -1,7 +1,8 @@
 """One self-contained page of a diagnosis: the verdict first, then maps of errors, then tables.
 
 The page needs nothing but itself: no script, no fonts, no links. Colours stand in the style sheet
-alone, once for light and once for dark screens; every colour has a word beside it.
+alone, once for light and once for dark screens; every colour has a word beside it. Long by the
+style sheet and the markup, which stand beside what they show.
 """
 
 import math
