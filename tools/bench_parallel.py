@@ -31,6 +31,7 @@ COLUMNS = ("ms", "share", "gib", "attention_ms", "communication_ms", "distance",
 @click.option("--tokens", multiple=True, type=int, help="Of a batch; default: 65536 and 131072.")
 @click.option("--rounds", default=7, show_default=True, help="Of interleaved calls.")
 @click.option("--peers/--no-peers", default=True, help="Other libraries too.")
+@click.option("--only", help="Only contenders of whose names this is a part, and one rank.")
 @click.option("--memory", type=int, help="Only memory, of one document of so many tokens.")
 @click.option("--json", "record", type=click.Path(path_type=Path), help="Write it all here.")
 def main(device: str | None, tokens: tuple[int, ...], record: Path | None, **how: Any) -> None:
@@ -57,13 +58,18 @@ def main(device: str | None, tokens: tuple[int, ...], record: Path | None, **how
 
 
 def measured(
-    device: torch.device, tokens: tuple[int, ...], rounds: int, peers: bool, memory: int | None
+    device: torch.device,
+    tokens: tuple[int, ...],
+    rounds: int,
+    peers: bool,
+    only: str | None,
+    memory: int | None,
 ) -> list[parallel.Row]:
     if memory:
-        return parallel.memory_of(memory, device)
+        return parallel.memory_of(memory, device, only or "")
     found = []
     for case in parallel.cases(tokens, device.type == "cuda"):
-        found += parallel.measure(case, device, rounds, peers)
+        found += parallel.measure(case, device, rounds, peers, only or "")
     return found
 
 

@@ -64,19 +64,23 @@ OF_TORCH = {
     },
 }
 OF_CONTEXT_PARALLEL = {
-    "layout": set(),
-    "exchange": set(),
+    "rows": set(),
+    "dealing": set(),
+    "layout": {"dealing"},
+    "exchange": {"rows"},
+    "first_order": set(),
     "stages": {"layout"},
     "estimate": {"stages"},
     "agreement": set(),
-    "attention": {"exchange", "stages"},
-    "ulysses": {"exchange"},
+    "attention": {"exchange", "first_order", "rows", "stages"},
+    "ulysses": {"exchange", "first_order", "rows", "stages"},
     "plans": {
-        *("agreement", "attention", "estimate", "exchange", "layout", "stages", "ulysses"),
+        *("agreement", "attention", "estimate", "exchange", "first_order", "layout", "rows"),
+        *("stages", "ulysses"),
     },
     "planning": {"agreement", "layout", "plans"},
-    "shards": {"exchange", "plans"},
-    "attend": {"attention", "estimate", "plans", "ulysses"},
+    "shards": {"exchange", "plans", "rows"},
+    "attend": {"estimate", "first_order", "plans", "stages"},
     "__init__": {"attend", "estimate", "planning", "plans", "shards"},
 }
 # The rooms of rawattn.check.diagnose, each of which imports none but those before it.

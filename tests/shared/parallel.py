@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from rawattn.torch import context_parallel as cp
 from rawattn.torch import varlen_attn
-from rawattn.torch.context_parallel import attention, exchange, plans, stages, ulysses
+from rawattn.torch.context_parallel import attention, exchange, first_order, plans, stages, ulysses
 
 METHODS = ("gather", "ring", "ulysses")
 LAYOUTS = ("contiguous", "zigzag")
@@ -260,14 +260,20 @@ def _changed(module: Any, name: str, change: Any) -> Any:
 
 def mutants() -> dict[str, tuple[Any, str, Any]]:
     """By name: where to put what in the place of a piece."""
-    flight, heads = exchange.Flight, ulysses.Heads
+    route, heads = exchange.Route, ulysses.Heads
 
     def no_return(real: Any) -> Any:
-        def land_back(self: Any, total: Tensor) -> None:
-            self.rows = torch.zeros_like(self.rows)
-            real(self, total)
+        def load_back(self: Any, g: Tensor, total: Tensor) -> Any:
+            load = real(self, g, total)
 
-        return land_back
+            def land() -> Tensor:
+                for rows in load.into:
+                    rows.zero_()
+                return load.land()
+
+            return load._replace(land=land)
+
+        return load_back
 
     def other_window(real: Any) -> Any:
         return lambda calls, meeting, keys, shift, window: real(
@@ -278,7 +284,11 @@ def mutants() -> dict[str, tuple[Any, str, Any]]:
         return lambda out, lse, part, part_lse: (out + part, real(out, lse, part, part_lse)[1])
 
     def unordered(real: Any) -> Any:
-        return lambda self, rows, way: rows.contiguous()
+        def load(self: Any, *given: Any) -> Any:
+            load = real(self, *given)
+            return load._replace(land=lambda: torch.cat([*load.into]))
+
+        return load
 
     def other_heads(real: Any) -> Any:
         return lambda *sizes: (real(*sizes)[0], real(*sizes)[1][::-1])
@@ -295,12 +305,12 @@ def mutants() -> dict[str, tuple[Any, str, Any]]:
         return lambda *args: replace(real(*args), seqused_k=None)
 
     return {
-        "gradients that do not come home": _changed(flight, "land_back", no_return),
+        "gradients that do not come home": _changed(route, "load_back", no_return),
         "a window that is off by one": _changed(stages, "_place", other_window),
         "parts added without weights": _changed(attention, "merged", unweighted),
-        "tokens in the order of ranks": _changed(heads, "_ordered", unordered),
+        "tokens in the order of ranks": _changed(heads, "load", unordered),
         "key heads of another rank": _changed(ulysses, "heads_of", other_heads),
-        "sinks without a gradient": _changed(attention, "gradient_of_sinks", no_sinks),
+        "sinks without a gradient": _changed(first_order, "gradient_of_sinks", no_sinks),
         "keys that are met twice": _changed(stages, "stage", twice),
         "keys behind those in use": _changed(plans, "work", whole_segment),
     }

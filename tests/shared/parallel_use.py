@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rawattn.torch import context_parallel as cp
 from rawattn.torch import varlen_attn
+from rawattn.torch.context_parallel import exchange
 
 LENGTHS = [0, 50, 50, 53, 120, 200]
 HEADS, HEAD_DIM = 4, 8
@@ -245,16 +246,17 @@ def bytes_that_come() -> tuple[dict[str, int], dict[str, int]]:
 
     float64 statistics, one number a head beside head_dim of them, are not in the estimate.
     """
-    real, count, counted, estimated = dist.all_to_all_single, [0], {}, {}
+    real, count, counted, estimated = exchange.send, [0], {}, {}
 
-    def counting(there: Tensor, x: Tensor, received: list[int], *more: Any, **named: Any) -> Any:
-        own = received[dist.get_rank()]
-        if there.dim() == 2 and there.shape[1] > 2 * 8 * HEADS:  # not lse
-            count[0] += (sum(received) - own) * there.shape[1]
-        return real(there, x, received, *more, **named)
+    def counting(loads: Any, group: Any) -> Any:
+        for load in loads:
+            foreign = [x for r, x in enumerate(load.into) if r != dist.get_rank()]
+            if load.into[0].dim() == 3:  # not lse
+                count[0] += sum(x.numel() * x.element_size() for x in foreign)
+        return real(loads, group)
 
     heads = 2 * HEADS * dist.get_world_size()
-    dist.all_to_all_single = counting
+    exchange.send = counting
     for method in ("gather", "ring", "ulysses"):
         plan = cp.plan(LENGTHS, layout="zigzag", method=method, min_chunk=4)
         q, k, v = here(plan, heads=(heads, heads // 2))
@@ -267,7 +269,7 @@ def bytes_that_come() -> tuple[dict[str, int], dict[str, int]]:
         counted[method] = int(most)
         found = plan.estimate(heads, heads // 2, HEAD_DIM, causal=True, itemsize=8)
         estimated[method] = found[method].received
-    dist.all_to_all_single = real
+    exchange.send = real
     return counted, estimated
 
 

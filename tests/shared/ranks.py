@@ -68,15 +68,19 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    dist.barrier()  # with all connections made, in a time that has nothing to do with timeout
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    for n, seconds in enumerate(
+        (TIMEOUT, timeout)
+    ):  # first until all are there, which takes a while
+        if n:
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            store=dist.FileStore(f"{store}{n}", ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=seconds),
+        )
+        dist.barrier()
     try:
         pipe.send(function(*args))
     except Exception:

@@ -43,8 +43,8 @@ def test_rows() -> None:
         assert len(others) == 8
         for row in others:
             assert row["distance"] < 0.01 and "error" not in row and row["ms"] > 0
-            staged = row["contender"].split()[1] in ("gather", "ring")
-            assert staged == ("attention_ms" in row) == ("communication_ms" in row)
+            known = row["contender"].split()[1] != "auto"
+            assert known == ("attention_ms" in row) == ("communication_ms" in row)
 
 
 def test_another_result_is_an_error() -> None:
@@ -53,7 +53,9 @@ def test_another_result_is_an_error() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("options", [["--tokens", "128", "--rounds", "1"], ["--memory", "128"]])
+@pytest.mark.parametrize(
+    "options", [["--tokens", "128", "--rounds", "1"], ["--memory", "128", "--only", "gather"]]
+)
 def test_by_torchrun(options: list[str], tmp_path: Path) -> None:
     record = tmp_path / "parallel.json"
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -61,4 +63,6 @@ def test_by_torchrun(options: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*start, str(TOOL), *given], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(record.read_text())
-    assert result["ranks"] == 2 and {row["contender"] for row in result["rows"]} >= {"one rank"}
+    found = {row["contender"] for row in result["rows"]}
+    assert result["ranks"] == 2 and found >= {"one rank", "zigzag gather"}
+    assert ("zigzag ring" in found) == ("--only" not in options)

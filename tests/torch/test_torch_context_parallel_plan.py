@@ -34,7 +34,7 @@ def plan_of(
 ) -> Plan:
     """Without a group: nothing is sent."""
     q, k = ((0, *np.cumsum(n).tolist()) for n in (lengths_q, lengths_k or lengths_q))
-    ranges = {s: layouts.LAYOUTS[layout](x, count, min_chunk) for s, x in (("q", q), ("k", k))}
+    ranges = layouts.LAYOUTS[layout]({"q": q, "k": k}, count, min_chunk)
     nobody: Any = None
     return Plan(nobody, rank, count, q, k, layout, method, None, ranges)
 
@@ -81,6 +81,34 @@ def test_zigzag_shares_the_work_of_a_causal_mask(count: int) -> None:
         return max(work) * count / sum(work)
 
     assert most("zigzag") < 1.01 < 1.3 < most("contiguous")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize("mean", [200, 4000])
+def test_zigzag_deals_documents_whole(count: int, mean: int) -> None:
+    """Equal tokens and work with one cut between two ranks, beside a few in chunks."""
+    drawn = np.random.default_rng(count)
+    for _ in range(20):
+        lengths = drawn.integers(mean // 4, 2 * mean, 12 * count).tolist()
+        ends = np.cumsum(lengths)
+        plan = plan_of(lengths, count=count, min_chunk=1)
+        tokens = [len(own) for own in plan.tokens["q"]]
+        assert max(tokens) - min(tokens) <= 1
+        place = np.concatenate([np.arange(n) + 1 for n in lengths])
+        work = [int(place[own].sum()) for own in plan.tokens["q"]]
+        assert max(work) <= 1.01 * sum(work) / count
+        owner = plan.owned["q"].owner
+        whole = [
+            len({*owner[end - n : end].tolist()}) == 1 for n, end in zip(lengths, ends, strict=True)
+        ]
+        assert sum(whole) >= len(lengths) - 2 * count
+
+
+def test_keys_go_where_their_queries_do() -> None:
+    plan = plan_of([40, 0, 300, 50, 60], [80, 7, 300, 0, 61], min_chunk=1)
+    *_, stage = plan._shares("gather", (OPEN, 0))
+    assert sum(share.foreign for share in stage) < 250  # of no more than one sequence
+    assert sorted(np.concatenate(plan.tokens["k"]).tolist()) == list(range(448))
 
 
 # ---- stages -----------------------------------------------------------------------------------
@@ -139,15 +167,15 @@ def of_call(plan: Plan, call: Any, segments: Any, tokens: Any) -> Any:
 
 def test_a_window_sends_only_the_keys_that_are_seen() -> None:
     plan = plan_of([4000], count=4, layout="contiguous")
-    (stage,) = plan._shares("gather", (100, 0))
+    *_, stage = plan._shares("gather", (100, 0))
     assert [share.foreign for share in stage] == [0, 100, 100, 100]
-    (whole,) = plan._shares("gather", (OPEN, 0))
+    *_, whole = plan._shares("gather", (OPEN, 0))
     assert [share.foreign for share in whole] == [0, 1000, 2000, 3000]
 
 
 def test_short_documents_send_to_neighbours_alone() -> None:
     plan = plan_of([70] * 30, count=3, layout="contiguous")
-    (stage,) = plan._shares("gather", (OPEN, OPEN))
+    *_, stage = plan._shares("gather", (OPEN, OPEN))
     assert all(share.foreign < 2 * 70 for share in stage)
     assert len(plan._stages("ring", (OPEN, 0))) == 1  # none of the ring's other turns has work
 

@@ -9,22 +9,23 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.machinery import PathFinder
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rawattn import api
 from rawattn.torch import context_parallel as cp
 from rawattn.torch import flash_attn, varlen_attn
-from rawattn.torch.context_parallel import attention, exchange
+from rawattn.torch.context_parallel import exchange
 
 Row = dict[str, Any]
 Step = Callable[[], tuple[Tensor, ...]]  # out, dq, dk and dv of this rank's tokens
@@ -279,10 +280,15 @@ def distance(found: Iterable[Tensor], wanted: Iterable[Tensor], device: torch.de
 def without_sending() -> Iterator[None]:
     """Attention alone: nothing comes, and what would is zero."""
     real = exchange.send
-    exchange.send = lambda rows, sent, received, group: (
-        rows.new_zeros((sum(received), *rows.shape[1:])),
-        None,
-    )
+
+    def send(loads: Sequence[exchange.Load], group: dist.ProcessGroup) -> list[Any]:
+        del group
+        for load in loads:
+            for rows in load.into:
+                rows.zero_()
+        return []
+
+    exchange.send = send
     try:
         yield
     finally:
@@ -292,7 +298,7 @@ def without_sending() -> Iterator[None]:
 @contextmanager
 def without_attending() -> Iterator[None]:
     """Communication alone, with what is packed for it and merged after it."""
-    real: Any = attention.api
+    real = api.forward, api.backward
 
     def forward(q: Tensor, _k: Tensor, v: Tensor, *_: Any, **named: Any) -> tuple[Tensor, Tensor]:
         out = named.get("out")
@@ -303,16 +309,16 @@ def without_attending() -> Iterator[None]:
         dq = named.get("dq")
         return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
 
-    attention.api = SimpleNamespace(  # type: ignore[assignment]
-        forward=forward, backward=backward, backward_preprocess=real.backward_preprocess
-    )
+    api.forward, api.backward = forward, backward  # type: ignore[assignment]
     try:
         yield
     finally:
-        attention.api = real
+        api.forward, api.backward = real
 
 
-def measure(case: Case, device: torch.device, rounds: int, peers: bool) -> list[Row]:
+def measure(
+    case: Case, device: torch.device, rounds: int, peers: bool, only: str = ""
+) -> list[Row]:
     """Of each contender time, share of what the ranks could do, memory; or what it raised."""
     whole, ranks = tensors(case, device), dist.get_world_size()
     makes: dict[str, Callable[[], Contender]] = {"one rank": lambda: alone(case, whole)}
@@ -320,6 +326,7 @@ def measure(case: Case, device: torch.device, rounds: int, peers: bool) -> list[
         makes[f"{layout} {method}"] = partial(ours, case, whole, layout, method)
     if peers:
         makes |= {name: partial(make, case, whole) for name, make in PEERS.items()}
+    makes = {name: make for name, make in makes.items() if name == "one rank" or only in name}
     wanted = makes["one rank"]().step()
     found: dict[str, Contender] = {}
     rows: dict[str, Row] = {name: {} for name in makes}
@@ -336,14 +343,16 @@ def measure(case: Case, device: torch.device, rounds: int, peers: bool) -> list[
         if not apart <= SAME:
             rows[name]["error"] = "another result than one rank's"
     times: dict[str, list[float]] = {name: [] for name in found}
+    order = list(found.items())
     for _ in range(WARM_UP + rounds):
-        for name, each in found.items():
+        for name, each in order:
             times[name].append(milliseconds(each.step, device))
+        order.reverse()  # so that nobody always follows the longest step
     alone_ms = statistics.median(times["one rank"][WARM_UP:])
     for name, each in found.items():
         ms = statistics.median(times[name][WARM_UP:])
         rows[name] |= {"ms": ms, "share": alone_ms / (ranks * ms)}
-        if each.method in ("gather", "ring"):
+        if each.method in METHODS[1:]:
             with without_sending():
                 rows[name]["attention_ms"] = milliseconds(each.step, device)
             with without_attending():
@@ -352,18 +361,21 @@ def measure(case: Case, device: torch.device, rounds: int, peers: bool) -> list[
     return [{"case": case.name, "contender": name} | row for name, row in rows.items()]
 
 
-def memory_of(tokens: int, device: torch.device) -> list[Row]:
-    """What a rank takes at most for one document: alone, and by each way of ours, of its part."""
+def memory_of(tokens: int, device: torch.device, only: str = "") -> list[Row]:
+    """What a rank takes at most for one document, and how long: alone, and by each way of ours, of
+    its part."""
     case = Case(f"memory of one {tokens}", (tokens,))
     rows = []
     for layout, method in [("", "one rank"), *itertools.product(LAYOUTS, METHODS[1:])]:
-        gib = _peak_of_own(case, layout, method, device)
-        rows.append({"case": case.name, "contender": f"{layout} {method}".strip(), "gib": gib})
+        name = f"{layout} {method}".strip()
+        if not layout or only in name:
+            gib, ms = _peak_of_own(case, layout, method, device)
+            rows.append({"case": case.name, "contender": name, "gib": gib, "ms": ms})
     return rows
 
 
-def _peak_of_own(case: Case, layout: str, method: str, device: torch.device) -> float:
-    """Without the whole batch beside it."""
+def _peak_of_own(case: Case, layout: str, method: str, device: torch.device) -> tuple[float, float]:
+    """GiB and milliseconds, without the whole batch beside it."""
     plan = cp.plan(case.offsets, layout=layout, method=method) if layout else None
     count = case.offsets[-1] if plan is None else plan.num_tokens()
     part = Case(case.name, (count,), case.heads, case.head_dim)
@@ -372,4 +384,6 @@ def _peak_of_own(case: Case, layout: str, method: str, device: torch.device) -> 
     def step() -> tuple[Tensor, ...]:
         return contender(attend, tensors(part, device), lambda x: x).step()
 
-    return round(peak(step, device), 3)
+    began = time.perf_counter()
+    gib = round(peak(step, device), 3)
+    return gib, (time.perf_counter() - began) * 1e3

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from rawattn import checks
-from rawattn.torch.context_parallel import attention, ulysses
 from rawattn.torch.context_parallel.estimate import Sizes
+from rawattn.torch.context_parallel.first_order import Options, attention
 from rawattn.torch.context_parallel.plans import Plan
+from rawattn.torch.context_parallel.stages import Window
 from rawattn.torch.inputs import cast_by_autocast, check_tensor, refuse_foreign
 from rawattn.torch.varlen import varlen_attn
 
@@ -50,12 +51,8 @@ def attn(
         refuse_foreign("context_parallel.attn", "plan", lengths, foreign)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast_by_autocast(q, k, v)
-    options: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
-        "backend": backend,
-    }
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options = Options(softmax_scale, softcap, deterministic, backend)
     error: Exception | None = None
     left = right = -1
     signature: tuple[Any, ...] = ()
@@ -65,29 +62,31 @@ def attn(
         tensors = [x for x in (q, k, v, sinks) if x is not None]
         signature = (
             *((tuple(x.shape[1:]), x.dtype, x.requires_grad) for x in tensors),
-            *(left, right, *options.values(), torch.is_grad_enabled()),
+            *(left, right, options, torch.is_grad_enabled()),
         )
         if not plan.agreed(signature):  # what the call itself would say, also where there is none
-            _of_nothing(q, k, v, sinks, window=(left, right), **options)
+            _of_nothing(q, k, v, sinks, (left, right), options)
     except (TypeError, ValueError, RuntimeError) as found:
         error = found
     plan.agree(signature, error)
     sizes = Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
-    method = plan.best((left, right), sizes)
-    if method == "ulysses":
-        heads = plan.heads(q.shape[1], k.shape[1], q.device)
-        out, lse = ulysses.attention(q, k, v, sinks, heads, window=(left, right), **options)
-    else:
-        job = plan.job(method, (left, right), sizes, q.device, **options)
-        out, lse = attention.attention(q, k, v, sinks, job)
+    out, lse = attention(q, k, v, sinks, plan.job((left, right), sizes, q.device, options))
     return (out, lse) if return_lse else out
 
 
-def _of_nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> None:
+def _of_nothing(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: Window, options: Options
+) -> None:
     """The same call of no tokens."""
     none = torch.zeros(2, dtype=torch.int32, device=q.device)
     with torch.no_grad():
-        varlen_attn(q[:0], k[:0], v[:0], none, sinks=sinks, **options)
+        varlen_attn(
+            *(q[:0], k[:0], v[:0], none),
+            window=window,
+            sinks=sinks,
+            deterministic=options.deterministic,
+            **options.named,
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan) -> None:

@@ -14,21 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from rawattn import api
-from rawattn.torch.context_parallel.exchange import (
-    Flight,
-    Route,
-    at_least_float32,
-    exchange,
-    nothing,
-    on_device,
-)
+from rawattn.torch.context_parallel.exchange import Flight, Route, exchange, nothing
+from rawattn.torch.context_parallel.first_order import INF, Options, dead_to
+from rawattn.torch.context_parallel.rows import at_least_float32, on_device
 from rawattn.torch.context_parallel.stages import Call, Segment, Window
 from rawattn.torch.varlen import varlen_attn
 
-INF = float("inf")
+AHEAD = 2  # flights at once, where not all are to be there: one lands, one follows
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,36 +79,151 @@ def work(call: Call, segments: list[Segment], device: torch.device) -> Work:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Stages of a mask, with how to compute. ``once``: every row with keys stands in one call.
-    ``parts``: as many times keys come, each time of other heads."""
+    """Stages of a mask, with how to compute. ``once``: every row with keys stands in one call;
+    ``all_rows``: and every row has keys. ``parts``: as many times others' keys come, each time of
+    other heads."""
 
     stages: list[tuple[Route, list[Work]]]
     once: bool
+    all_rows: bool
     parts: int
-    softmax_scale: float | None
-    softcap: float | None
-    deterministic: bool
-    backend: str | None
+    options: Options
 
-    @property
-    def options(self) -> dict[str, Any]:
-        names = ("softmax_scale", "softcap", "backend")
-        return {name: getattr(self, name) for name in names}
+    def computed(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+        wide = at_least_float32(q.dtype)
+        shape = (*q.shape[:2], v.shape[2])
+        blank = q.new_empty if self.all_rows else q.new_zeros
+        out = blank(shape, dtype=q.dtype if self.once else wide)
+        lse = q.new_full((q.shape[1], q.shape[0]), -INF, dtype=wide)
+        if sinks is not None:
+            lse.copy_(sinks[:, None])
+        for there in fetched(self, q, k, v):
+            at = there.heads_q
+            q_part, out_part, lse_part = q[:, at], out[:, at], lse[at]
+            own_sinks = sinks[at] if sinks is not None and self.once else None
+            for w in there.works:
+                inside: dict[str, Any] = (
+                    {"out": w.of(out_part)} if self.once and isinstance(w.rows, slice) else {}
+                )
+                made, made_lse = api.forward(
+                    w.of(q_part),
+                    there.k,
+                    there.v,
+                    w.cu_seqlens_q,
+                    cu_seqlens_k=w.cu_seqlens_k,
+                    seqused_k=w.seqused_k,
+                    window=w.window,
+                    sinks=own_sinks,
+                    return_lse=True,
+                    **self.options.named,
+                    **inside,
+                )
+                if not self.once:
+                    made, made_lse = merged(w.of(out_part), w.of(lse_part, 1), made, made_lse)
+                if not inside:
+                    w.put(out_part, made)
+                w.put(lse_part, made_lse, 1)
+        return out.to(q.dtype), lse
 
+    def gradients(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *none: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv; what comes of foreign keys is on its way home while the next are
+        computed."""
+        del none
+        wide = at_least_float32(q.dtype)
+        blank = q.new_empty if self.all_rows else q.new_zeros
+        dq = blank(q.shape, dtype=q.dtype if self.once else wide)
+        sums = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        home: list[Flight] = []
+        for there in fetched(self, q, k, v):
+            at = there.heads_q
+            q_part, dq_part, out_part, dout_part = (x[:, at] for x in (q, dq, out, dout))
+            lse_part, dlse_part = lse[at], None if dlse is None else dlse[at]
+            made: list[Tensor] = []
+            for w in there.works:
+                inside: dict[str, Any] = (
+                    {"dq": w.of(dq_part)} if self.once and isinstance(w.rows, slice) else {}
+                )
+                made_dq, *own = api.backward(
+                    w.of(dout_part),
+                    w.of(q_part),
+                    there.k,
+                    there.v,
+                    w.of(out_part),
+                    w.of(lse_part, 1),
+                    w.cu_seqlens_q,
+                    cu_seqlens_k=w.cu_seqlens_k,
+                    seqused_k=w.seqused_k,
+                    window=w.window,
+                    dlse=None if dlse_part is None else w.of(dlse_part, 1),
+                    deterministic=self.options.deterministic,
+                    **self.options.named,
+                    **inside,
+                )
+                if not inside:
+                    w.put(dq_part, made_dq if self.once else w.of(dq_part) + made_dq)
+                made = [a.to(wide) + b for a, b in zip(made, own, strict=True)] if made else own
+            made = made or [torch.zeros_like(x) for x in (there.k, there.v)]
+            loads = [
+                there.route.load_back(x.to(k.dtype), total[:, there.heads_kv])
+                for x, total in zip(made, sums, strict=True)
+            ]
+            home.append(Flight(loads, there.route.group))
+            if not self.once and len(home) > AHEAD:
+                home.pop(0).land()
+        for flight in home:
+            flight.land()
+        dk, dv = (x.to(k.dtype) for x in sums)
+        return dq.to(q.dtype), dk, dv
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job
-) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows."""
-    if any(x is not None and is_dual(x) for x in (q, k, v, sinks)):
-        return composed(q, k, v, sinks, job)
-    out, lse = Staged.apply(q, k, v, sinks, job)  # type: ignore[no-untyped-call]
-    return out, lse
-
-
-def is_dual(x: Tensor) -> bool:
-    """Whether it carries a tangent."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+    def composed(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same of differentiable pieces, whatever they are asked for."""
+        wide, rows = at_least_float32(q.dtype), q.shape[0]
+        shape = (*q.shape[:2], v.shape[2])
+        zeros = q.new_zeros(shape, dtype=wide)
+        touched = [q, k, v]
+        dead = q.new_full((q.shape[1], rows), -INF, dtype=wide)
+        outs, lses = [zeros], [dead if sinks is None else sinks[:, None].to(wide).expand_as(dead)]
+        for route, works in self.stages:
+            k_there, v_there = exchange(k, route), exchange(v, route)
+            touched += [k_there, v_there]
+            for w in works:
+                at = w.rows
+                if isinstance(at, slice):
+                    at = torch.arange(at.start, at.stop, device=q.device)
+                out, lse = varlen_attn(
+                    *(q.index_select(0, at), k_there, v_there, w.cu_seqlens_q, w.cu_seqlens_k),
+                    seqused_k=w.seqused_k,
+                    window=w.window,
+                    return_lse=True,
+                    deterministic=self.options.deterministic,
+                    **self.options.named,
+                )
+                outs.append(zeros.index_copy(0, at, out.to(wide)))
+                lses.append(dead.index_copy(1, at, lse))
+        L = torch.stack(lses)
+        largest = dead_to(0.0, L.detach().amax(0))
+        weights = torch.exp(L - largest)  # of a part without keys 0
+        total = weights.sum(0)
+        alive = total > 0
+        total = torch.where(alive, total, 1.0)
+        shares = (weights / total).transpose(1, 2)[..., None]
+        whole = (torch.stack(outs) * shares).sum(0)
+        lse = torch.where(alive, torch.log(total) + largest, -INF)
+        # the same graph on every rank, whatever it computes
+        whole, lse = (x + nothing(x.shape, x, *touched) for x in (whole.to(q.dtype), lse))
+        return whole, lse
 
 
 class There(NamedTuple):
@@ -129,163 +238,26 @@ class There(NamedTuple):
 
 
 def fetched(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Iterator[There]:
-    """By stage and part of the heads; what comes next is under way meanwhile."""
+    """By stage and part of the heads; what comes next is under way meanwhile: all of it where it
+    is to be there at once in any case, else ``AHEAD``."""
 
-    def heads(x: Tensor, n: int) -> slice:
-        size = x.shape[1] // job.parts
+    def heads(x: Tensor, n: int, parts: int) -> slice:
+        size = x.shape[1] // parts
         return slice(n * size, (n + 1) * size)
 
-    steps = [(*stage, n) for stage in job.stages for n in range(job.parts)]
-
-    def begin(at: int) -> list[Flight]:
-        if at == len(steps):
-            return []
-        route, _, n = steps[at]
-        return [route.start(x[:, heads(x, n)]) for x in (k, v)]
-
-    flights = begin(0)
-    for at, (route, works, n) in enumerate(steps):
-        k_there, v_there = (flight.land() for flight in flights)
-        flights = begin(at + 1)
-        yield There(works, route, heads(q, n), heads(k, n), k_there, v_there)
-
-
-class Staged(torch.autograd.Function):
-    """First order; its derivatives are those of ``composed``."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job
-    ) -> tuple[Tensor, Tensor]:
-        wide = at_least_float32(q.dtype)
-        shape = (*q.shape[:2], v.shape[2])
-        out = q.new_zeros(shape, dtype=q.dtype if job.once else wide)
-        lse = q.new_full((q.shape[1], q.shape[0]), -INF, dtype=wide)
-        if sinks is not None:
-            lse.copy_(sinks[:, None])
-        for there in fetched(job, q, k, v):
-            at = there.heads_q
-            q_part, out_part, lse_part = q[:, at], out[:, at], lse[at]
-            own_sinks = sinks[at] if sinks is not None and job.once else None
-            for w in there.works:
-                inside: dict[str, Any] = (
-                    {"out": w.of(out_part)} if job.once and isinstance(w.rows, slice) else {}
-                )
-                made, made_lse = api.forward(
-                    w.of(q_part),
-                    there.k,
-                    there.v,
-                    w.cu_seqlens_q,
-                    cu_seqlens_k=w.cu_seqlens_k,
-                    seqused_k=w.seqused_k,
-                    window=w.window,
-                    sinks=own_sinks,
-                    return_lse=True,
-                    **job.options,
-                    **inside,
-                )
-                if not job.once:
-                    made, made_lse = merged(w.of(out_part), w.of(lse_part, 1), made, made_lse)
-                if not inside:
-                    w.put(out_part, made)
-                w.put(lse_part, made_lse, 1)
-        return out.to(q.dtype), lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.job = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return None, None, None, None, None
-        if dout is None:
-            dout = torch.zeros_like(out)
-        if torch.is_grad_enabled():  # somebody wants derivatives of this
-            inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
-            out, lse = composed(q, k, v, sinks, ctx.job)
-            results = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse)]
-            outputs, cotangents = zip(*results, strict=True)
-            wanted = [x for x in inputs if x.requires_grad]
-            grads = iter(torch.autograd.grad(outputs, wanted, cotangents, create_graph=True))
-            found = [next(grads) if x is not None and x.requires_grad else None for x in inputs]
-            return (*found, *[None] * (5 - len(found)))
-        dq, dk, dv = gradients(dout, dlse, q, k, v, out, lse, ctx.job)
-        dsinks = None if sinks is None else gradient_of_sinks(dout, dlse, sinks, out, lse)
-        return dq, dk, dv, dsinks, None
-
-
-def gradients(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    job: Job,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; what comes of foreign keys is on its way home while the next are computed."""
-    wide = at_least_float32(q.dtype)
-    dq = torch.zeros_like(q, dtype=q.dtype if job.once else wide)
-    sums = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-    home: list[tuple[Flight, Tensor]] = []
-    for there in fetched(job, q, k, v):
-        at = there.heads_q
-        q_part, dq_part, out_part, dout_part = (x[:, at] for x in (q, dq, out, dout))
-        lse_part, dlse_part = lse[at], None if dlse is None else dlse[at]
-        made: list[Tensor] = []
-        for w in there.works:
-            inside: dict[str, Any] = (
-                {"dq": w.of(dq_part)} if job.once and isinstance(w.rows, slice) else {}
-            )
-            made_dq, *own = api.backward(
-                w.of(dout_part),
-                w.of(q_part),
-                there.k,
-                there.v,
-                w.of(out_part),
-                w.of(lse_part, 1),
-                w.cu_seqlens_q,
-                cu_seqlens_k=w.cu_seqlens_k,
-                seqused_k=w.seqused_k,
-                window=w.window,
-                dlse=None if dlse_part is None else w.of(dlse_part, 1),
-                deterministic=job.deterministic,
-                **job.options,
-                **inside,
-            )
-            if not inside:
-                w.put(dq_part, made_dq if job.once else w.of(dq_part) + made_dq)
-            made = [a.to(wide) + b for a, b in zip(made, own, strict=True)] if made else own
-        made = made or [torch.zeros_like(x) for x in (there.k, there.v)]
-        landing = home
-        home = [
-            (there.route.start_back(x.to(k.dtype)), total[:, there.heads_kv])
-            for x, total in zip(made, sums, strict=True)
-        ]
-        land(landing)
-    land(home)
-    dk, dv = (x.to(k.dtype) for x in sums)
-    return dq.to(q.dtype), dk, dv
-
-
-def land(flights: list[tuple[Flight, Tensor]]) -> None:
-    for flight, total in flights:
-        flight.land_back(total)
-
-
-def gradient_of_sinks(
-    dout: Tensor, dlse: Tensor | None, sinks: Tensor, out: Tensor, lse: Tensor
-) -> Tensor:
-    """Minus the sum of exp(sink - L) D over this rank's rows."""
-    delta = api.backward_preprocess(out, dout, dlse=dlse)
-    p = torch.exp(sinks[:, None].to(lse.dtype) - dead_to(INF, lse))
-    gradient: Tensor = -(p * delta).sum(1).to(sinks.dtype)
-    return gradient
+    steps = [
+        (route, works, n, parts)
+        for route, works in job.stages
+        for parts in [1 if route.idle else job.parts]
+        for n in range(parts)
+    ]
+    ahead = len(steps) if job.once else AHEAD
+    flights: list[Flight] = []
+    for at, (route, works, *part) in enumerate(steps):
+        for to, _, *its in steps[len(flights) : at + ahead]:
+            flights.append(Flight([to.load(x[:, heads(x, *its)]) for x in (k, v)], to.group))
+        k_there, v_there = flights[at].land()
+        yield There(works, route, heads(q, *part), heads(k, *part), k_there, v_there)
 
 
 def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,49 +266,3 @@ def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Te
     safe = dead_to(INF, both)
     a, b = (torch.exp(x - safe).t()[..., None] for x in (lse, part_lse))
     return out * a + part * b, both
-
-
-def dead_to(value: float, lse: Tensor) -> Tensor:
-    """lse, but ``value`` for rows without keys, where it is -inf."""
-    return torch.where(lse == -INF, value, lse)
-
-
-def composed(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job
-) -> tuple[Tensor, Tensor]:
-    """The same of differentiable pieces, whatever they are asked for."""
-    wide, rows = at_least_float32(q.dtype), q.shape[0]
-    shape = (*q.shape[:2], v.shape[2])
-    zeros = q.new_zeros(shape, dtype=wide)
-    touched = [q, k, v]
-    dead = q.new_full((q.shape[1], rows), -INF, dtype=wide)
-    outs, lses = [zeros], [dead if sinks is None else sinks[:, None].to(wide).expand_as(dead)]
-    for route, works in job.stages:
-        k_there, v_there = exchange(k, route), exchange(v, route)
-        touched += [k_there, v_there]
-        for w in works:
-            at = w.rows
-            if isinstance(at, slice):
-                at = torch.arange(at.start, at.stop, device=q.device)
-            out, lse = varlen_attn(
-                *(q.index_select(0, at), k_there, v_there, w.cu_seqlens_q, w.cu_seqlens_k),
-                seqused_k=w.seqused_k,
-                window=w.window,
-                return_lse=True,
-                deterministic=job.deterministic,
-                **job.options,
-            )
-            outs.append(zeros.index_copy(0, at, out.to(wide)))
-            lses.append(dead.index_copy(1, at, lse))
-    L = torch.stack(lses)
-    largest = dead_to(0.0, L.detach().amax(0))
-    weights = torch.exp(L - largest)  # of a part without keys 0
-    total = weights.sum(0)
-    alive = total > 0
-    total = torch.where(alive, total, 1.0)
-    shares = (weights / total).transpose(1, 2)[..., None]
-    whole = (torch.stack(outs) * shares).sum(0)
-    lse = torch.where(alive, torch.log(total) + largest, -INF)
-    # the same graph on every rank, whatever it computes
-    whole, lse = (x + nothing(x.shape, x, *touched) for x in (whole.to(q.dtype), lse))
-    return whole, lse

@@ -4,7 +4,7 @@ It is a model, to choose by: of a rank's work on the pairs that its rows see, of
 to it, and of which of the two hides behind the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rawattn.torch.context_parallel.stages import Lengths, Stage, Window, pairs
@@ -50,13 +50,15 @@ class Estimate(NamedTuple):
     """Of a forward and a backward, for the rank that has most of each.
 
     received: bytes that come to it. kept: bytes of others' that it has at once. flops: of its
-    products. seconds: of the step, by the rates given.
+    products. seconds: of the step, by the rates given. parts: in so many heads go, which is the
+    quickest.
     """
 
     received: int
     kept: int
     flops: float
     seconds: float
+    parts: int
 
 
 class Share(NamedTuple):
@@ -82,35 +84,52 @@ def pairs_of(stage: Stage, lengths: Lengths, window: Window) -> int:
     return total
 
 
+class Step(NamedTuple):
+    """Of a rank, seconds: until what it computes with has come, when nothing else is on the way, of
+    its work, and until what it makes is where it belongs."""
+
+    there: float
+    work: float
+    back: float
+
+
+def seconds_of(steps: Iterable[Step]) -> float:
+    """Of steps one after the other, while what belongs to others is on the way."""
+    arrived = done = home = 0.0
+    for there, work, back in steps:
+        arrived += there
+        done = max(done, arrived) + work
+        home = max(done, home) + back if back else home
+    return max(done, home)
+
+
 def of_stages(
-    stages: Sequence[Sequence[Share]], sizes: Sizes, rates: Rates, parts: int
+    stages: Sequence[Sequence[Share]], sizes: Sizes, rates: Rates, method: str, parts: int
 ) -> Estimate:
-    """By stage and rank. Keys of a stage, and the gradients of the one before, are under way while
-    it is computed; of one stage they are cut by heads into ``parts``."""
+    """By stage and rank. Others' keys come by heads in ``parts``, and their gradients go
+    back so."""
     ranks = range(len(stages[0]) if stages else 0)
-    once = len(stages) == 1
-    seconds = 0.0
-    for of, trips in ((FORWARD, 1), (BACKWARD, 2)):
-        work = [max(_work(x, sizes, rates, of, once) for x in stage) for stage in stages]
-        way = [
-            max(_way(sizes.key * x.foreign, rates) for x in stage)
-            + (trips - 1) * max(_way(sizes.key * x.lent, rates) for x in stage)
-            for stage in stages
-        ]
-        if once:
-            longer, shorter = max(work[0], way[0]), min(work[0], way[0])
-            seconds += longer + shorter / parts
-        else:
-            seconds += sum(max(a, b) for a, b in zip([*work, 0.0], [0.0, *way], strict=True))
+    once = method == "gather"
+
+    def steps(r: int, of: tuple[int, int], home: bool) -> Iterator[Step]:
+        for stage in stages:
+            share = stage[r]
+            cut = parts if any(x.foreign for x in stage) else 1
+            foreign, lent = (_way(sizes.key * n // cut, rates) for n in (share.foreign, share.lent))
+            work = _work(share, sizes, rates, of, once, cut)
+            yield from [Step(foreign, work, max(foreign, lent) if home else 0.0)] * cut
+
+    seconds = [
+        seconds_of(steps(r, FORWARD, False)) + seconds_of(steps(r, BACKWARD, True)) for r in ranks
+    ]
     received = [
         sizes.key * sum(2 * stage[r].foreign + stage[r].lent for stage in stages) for r in ranks
     ]
-    kept = [sizes.key * max(stage[r].foreign for stage in stages) for r in ranks]
+    kept = [sizes.key * (sum if once else max)(stage[r].foreign for stage in stages) for r in ranks]
     every = sizes.flops(FORWARD) + sizes.flops(BACKWARD)
     flops = [float(every * sum(stage[r].pairs for stage in stages)) for r in ranks]
-    return Estimate(
-        max(received, default=0), max(kept, default=0), max(flops, default=0.0), seconds
-    )
+    most = max(received, default=0), max(kept, default=0), max(flops, default=0.0)
+    return Estimate(*most, max(seconds, default=0.0), parts)
 
 
 def of_heads(
@@ -119,31 +138,46 @@ def of_heads(
     keys_here: int,
     sizes: Sizes,
     rates: Rates,
+    parts: int,
 ) -> Estimate:
     """Of all tokens of some heads. ``tokens``: queries and keys of each rank; ``keys_here``: key
-    heads of a rank, of which several may have the same."""
+    heads of a rank, of which several may have the same, and which go in ``parts``."""
     ranks = len(tokens[0])
     heads = sizes.num_heads_q // ranks
-    width = sizes.head_dim + sizes.head_dim_v
-    kept, received = [], []
+    kept, received, seconds = [], [], []
     for own_q, own_k in zip(*tokens, strict=True):
         away_q, away_k = sum(tokens[0]) - own_q, sum(tokens[1]) - own_k
-        here = (away_q * heads + away_k * keys_here) * width * sizes.itemsize
-        back_q = own_q * (sizes.num_heads_q - heads) * width
-        back_k = own_k * (ranks - 1) * keys_here * width
-        kept.append(here)  # q, k, v, and out, which are saved
+        here = [  # q, k, v, out
+            away_q * heads * sizes.head_dim,
+            away_k * keys_here * (sizes.head_dim + sizes.head_dim_v),
+            away_q * heads * sizes.head_dim_v,
+        ]
+        back = [
+            own_q * (sizes.num_heads_q - heads) * sizes.head_dim,
+            own_k * (ranks - 1) * keys_here * (sizes.head_dim + sizes.head_dim_v),
+            own_q * (sizes.num_heads_q - heads) * sizes.head_dim_v,
+        ]
+        kept.append(sum(here) * sizes.itemsize)
         # forward: q, k and v come, out goes back; backward: dout comes, dq, dk and dv go back
-        received.append(here + (back_q + back_k) * sizes.itemsize)
+        received.append((sum(here) + sum(back)) * sizes.itemsize)
+        both = (max(a, b) * sizes.itemsize // parts for a, b in zip(here, back, strict=True))
+        q, k, out = (_way(n, rates) for n in both)
+        for of, there, home in ((FORWARD, q + k, out), (BACKWARD, out, q + k)):
+            work = sizes.flops(of) * pairs / ranks / parts / rates.flops + rates.latency
+            seconds.append(seconds_of([Step(there, work, home)] * parts))
     every = sizes.flops(FORWARD) + sizes.flops(BACKWARD)
-    flops = every * pairs / ranks
-    seconds = flops / rates.flops + _way(max(received), rates) + 8 * rates.latency
-    return Estimate(max(received), max(kept), flops, seconds)
+    slowest = max(seconds[::2]) + max(seconds[1::2])
+    return Estimate(max(received), max(kept), every * pairs / ranks, slowest, parts)
 
 
-def _work(x: Share, sizes: Sizes, rates: Rates, of: tuple[int, int], once: bool) -> float:
-    """Seconds of a rank's calls in a stage, and of adding their results to what there was."""
+def _work(
+    x: Share, sizes: Sizes, rates: Rates, of: tuple[int, int], once: bool, parts: int
+) -> float:
+    """Seconds of a part of a rank's calls in a stage, and of adding their results to what there
+    was."""
     wide = 0 if once else x.rows * sizes.num_heads_q * sizes.head_dim_v * 4 * 3
-    return x.pairs * sizes.flops(of) / rates.flops + x.calls * rates.latency + wide / rates.memory
+    by_size = x.pairs * sizes.flops(of) / rates.flops + wide / rates.memory
+    return by_size / parts + x.calls * rates.latency
 
 
 def _way(received: int, rates: Rates) -> float:

@@ -6,29 +6,67 @@ row comes to where it is and is summed there in float32, by ranks in their order
 is bitwise the same on every run.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Tokens = npt.NDArray[np.int64]
+from rawattn.torch.context_parallel.rows import Moves, Tokens, at_least_float32
 
 
-class Indices:
-    """By name, on the host; on a device once they are asked for there."""
+class Load(NamedTuple):
+    """A tensor's part of what goes between ranks: what goes to each of them, where what comes from
+    each lies (of equal size with what it sends), and what is then made of it."""
 
-    def __init__(self, **named: Tokens) -> None:
-        self._named = named
-        self._there: dict[tuple[str, torch.device], Tensor] = {}
+    to: Sequence[Tensor]
+    into: Sequence[Tensor]
+    land: Callable[[], Tensor]
 
-    def at(self, name: str, device: torch.device) -> Tensor:
-        if (name, device) not in self._there:
-            self._there[name, device] = on_device(torch.from_numpy(self._named[name]), device)
-        return self._there[name, device]
+
+class Flight:
+    """Loads under way, together; the device goes on meanwhile."""
+
+    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+        self.loads = loads
+        self.works = send(loads, group)
+
+    def land(self) -> list[Tensor]:
+        """What came: the device waits, not the host."""
+        for work in self.works:
+            work.wait()
+        return [load.land() for load in self.loads]
+
+
+def send(loads: Sequence[Load], group: dist.ProcessGroup) -> list[Any]:
+    """What to wait for. On GPUs it is one kernel, whatever the number of loads: those of attention
+    leave no room for a second one until they end. Every rank calls it, whether it sends or not."""
+    rank, messages = dist.get_rank(group), []
+    connect(group, loads[0].to[0].device)
+    for tag, load in enumerate(loads):
+        if load.to[rank].numel():
+            load.into[rank].copy_(load.to[rank])
+        for r, (out, into) in enumerate(zip(load.to, load.into, strict=True)):
+            for way, x in ((dist.isend, out), (dist.irecv, into)):
+                if r != rank and x.numel():
+                    # as bytes: a backend need not know the dtype; a view has any strides of one
+                    flat = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+                    messages.append(dist.P2POp(way, flat, group=group, tag=tag, group_peer=r))
+    return dist.batch_isend_irecv(messages) if messages else []
+
+
+_connected: WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = WeakKeyDictionary()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Once with all ranks, as NCCL needs before messages between some of them."""
+    known = _connected.setdefault(group, set())
+    if device.type == "cuda" and device not in known:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    known.add(device)
 
 
 class Owned:
@@ -45,100 +83,70 @@ class Route:
     """From ranks that have the rows ``owned`` to buffers of the rows ``wanted``, of each rank.
 
     Rows are named by their token; each is owned once, and wanted by any number of ranks. Rows that
-    a rank wants of itself are copied.
+    a rank wants of itself are copied, but where they lie together and are all that it wants.
     """
 
     def __init__(
         self, owned: Owned, wanted: Sequence[Tokens], rank: int, group: dist.ProcessGroup
     ) -> None:
         owner, place = owned.owner, owned.place
-        self.group = group
+        self.group, self.rank = group, rank
         self.size, self.size_there = owned.sizes[rank], len(wanted[rank])
+        own, none = owner[wanted[rank]], place[:0]
+        self.sent, self.received = [], []
+        for r, tokens in enumerate(wanted):
+            out = place[tokens[owner[tokens] == rank]] if r != rank else none
+            into = np.flatnonzero(own == r) if r != rank else none
+            self.sent.append(Moves(out, np.arange(len(out))))
+            self.received.append(Moves(np.arange(len(into)), into))
+        kept = np.flatnonzero(own == rank)
+        self.kept = Moves(place[wanted[rank][kept]], kept)
         # of all ranks, so that it is the same on each
         self.idle = all((owner[tokens] == r).all() for r, tokens in enumerate(wanted))
-        sent = [
-            place[tokens[owner[tokens] == rank]] if r != rank else place[:0]
-            for r, tokens in enumerate(wanted)
+        self.all_here = len(self.kept.runs) == 1 and self.kept.count == self.size_there
+
+    def load(self, x: Tensor) -> Load:
+        """The rows of ``x``, (size, ...), that others want; it lands as (size_there, ...)."""
+        to = [moves.taken(x) for moves in self.sent]
+        if self.all_here:
+            none = [x.new_empty((0, *x.shape[1:]))] * len(to)
+            return Load(to, none, lambda: x.narrow(0, self.kept.runs[0][0], self.size_there))
+        buffer = x.new_empty((self.size_there, *x.shape[1:]))
+        inside = [moves.inside(buffer) for moves in self.received]
+        into = [
+            x.new_empty((moves.count, *x.shape[1:])) if there is None else there
+            for moves, there in zip(self.received, inside, strict=True)
         ]
-        own = owner[wanted[rank]]
-        received = [
-            np.flatnonzero(own == r) if r != rank else place[:0] for r in range(len(owned.sizes))
-        ]
-        self.sent, self.received = [len(x) for x in sent], [len(x) for x in received]
-        kept = np.flatnonzero(own == rank)
-        self.at = Indices(
-            sent=np.concatenate(sent),
-            received=np.concatenate(received),
-            kept=kept,
-            kept_from=place[wanted[rank][kept]],
-        ).at
 
-    def start(self, x: Tensor) -> "Flight":
-        """Off with the rows of ``x``, (size, ...), that others want."""
-        rows = x.index_select(0, self.at("sent", x.device))
-        return Flight(self, x, self._send(rows, self.sent, self.received))
+        def land() -> Tensor:
+            self.kept.copy(x, buffer)
+            for moves, there, rows in zip(self.received, inside, into, strict=True):
+                if there is None:
+                    moves.copy(rows, buffer)
+            return buffer
 
-    def start_back(self, g: Tensor) -> "Flight":
-        """Off with what was made of others' rows, of ``g``, (size_there, ...)."""
-        rows = g.index_select(0, self.at("received", g.device))
-        return Flight(self, g, self._send(rows, self.received, self.sent))
+        return Load(to, into, land)
 
-    def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
-        if self.idle:
-            return rows.new_empty((0, *rows.shape[1:])), None
-        return send(rows, sent, received, self.group)
+    def load_back(self, g: Tensor, total: Tensor) -> Load:
+        """What was made of others' rows, of ``g``, (size_there, ...); sums land in ``total``,
+        (size, ...)."""
+        into = [g.new_empty((moves.count, *g.shape[1:])) for moves in self.sent]
+
+        def land() -> Tensor:
+            self.kept.add_back(g, total)
+            for moves, rows in zip(self.sent, into, strict=True):
+                moves.add_back(rows, total)
+            return total
+
+        return Load([moves.back.taken(g) for moves in self.received], into, land)
 
     def there(self, x: Tensor) -> Tensor:
-        return self.start(x).land()
+        return Flight([self.load(x)], self.group).land()[0]
 
     def back(self, g: Tensor) -> Tensor:
         total = g.new_zeros((self.size, *g.shape[1:]), dtype=at_least_float32(g.dtype))
-        self.start_back(g).land_back(total)
+        Flight([self.load_back(g, total)], self.group).land()
         return total.to(g.dtype)
-
-
-class Flight:
-    """Rows under way; the device goes on meanwhile."""
-
-    def __init__(self, route: Route, x: Tensor, sending: tuple[Tensor, Any]) -> None:
-        self.route, self.x = route, x
-        self.rows, self.work = sending
-
-    def land(self) -> Tensor:
-        """The buffer, (size_there, ...), once they are here: the device waits, not the host."""
-        route, x = self.route, self.x
-        buffer = x.new_empty((route.size_there, *x.shape[1:]))
-        kept = x.index_select(0, route.at("kept_from", x.device))
-        buffer.index_copy_(0, route.at("kept", x.device), kept)
-        self._wait()
-        return buffer.index_copy_(0, route.at("received", x.device), self.rows)
-
-    def land_back(self, total: Tensor) -> None:
-        """The sums added to ``total``, (size, ...)."""
-        route, g = self.route, self.x
-        kept = g.index_select(0, route.at("kept", g.device)).to(total.dtype)
-        total.index_add_(0, route.at("kept_from", g.device), kept)
-        self._wait()
-        rows, at, start = self.rows.to(total.dtype), route.at("sent", g.device), 0
-        for count in route.sent:  # no row twice among those of a rank
-            total.index_add_(0, at[start : start + count], rows[start : start + count])
-            start += count
-
-    def _wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-
-
-def send(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> tuple[Tensor, Any]:
-    """Rows by the rank that they go to; where they will lie by the rank that they come from, and
-    what to wait for."""
-    there = rows.new_empty((sum(received), *rows.shape[1:]))
-    # as bytes: a backend need not know the dtype
-    flat, flat_there = (x.flatten(1).view(torch.uint8) for x in (rows, there))
-    work = dist.all_to_all_single(flat_there, flat, received, sent, group, async_op=True)
-    return there, work
 
 
 class Exchange(torch.autograd.Function):
@@ -201,13 +209,3 @@ def nothing(shape: tuple[int, ...], *xs: Tensor) -> Tensor:
 def exchange(x: Tensor, along: Any, back: bool = False) -> Tensor:
     result: Tensor = Exchange.apply(x, along, back)  # type: ignore[no-untyped-call]
     return result
-
-
-def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Of sums."""
-    return dtype if dtype == torch.float64 else torch.float32

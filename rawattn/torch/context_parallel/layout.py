@@ -1,12 +1,16 @@
 """Which tokens each rank has: ranges of the packed batch, in the order in which they lie there."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
+from math import inf
 from typing import NamedTuple
+
+from rawattn.torch.context_parallel.dealing import WITHIN, Hands, Part, dealt, laid
 
 Range = tuple[int, int]  # first token, and the one behind the last
 Ranges = list[Range]
+Offsets = Mapping[str, Sequence[int]]  # by "q" and "k", of the whole batch
 
 
 class Piece(NamedTuple):
@@ -19,40 +23,87 @@ class Piece(NamedTuple):
     row: int
 
 
-def contiguous(cu_seqlens: Sequence[int], ranks: int, least: int) -> list[Ranges]:
+def contiguous(offsets: Offsets, ranks: int, least: int) -> dict[str, list[Ranges]]:
     """Equal shares of the batch as it lies. Only what a cut goes through is wanted elsewhere."""
     del least
-    total = cu_seqlens[-1]
-    return [[(total * r // ranks, total * (r + 1) // ranks)] for r in range(ranks)]
+
+    def shares(total: int) -> list[Ranges]:
+        return [[(total * r // ranks, total * (r + 1) // ranks)] for r in range(ranks)]
+
+    return {side: shares(cu_seqlens[-1]) for side, cu_seqlens in offsets.items()}
 
 
-def zigzag(cu_seqlens: Sequence[int], ranks: int, least: int) -> list[Ranges]:
-    """Equal shares of tokens, and of a causal mask's work on each long sequence.
+def zigzag(offsets: Offsets, ranks: int, least: int) -> dict[str, list[Ranges]]:
+    """Equal shares of tokens, and of a causal mask's work, by as few cuts as do.
 
-    A sequence of 2 x ranks chunks of ``least`` tokens or more is cut into as many equal ones, and
-    the rank r has its chunks r and 2 ranks - 1 - r. What is shorter stays as it lies, in shares
-    that make the tokens equal. A rank has first these, then its early chunks, then the late ones,
-    so that what can be computed together lies together.
+    Of the longest documents each rank r has the chunks r and 2 ranks - 1 - r of 2 x ranks equal
+    ones, of ``least`` tokens or more; the others are dealt out whole but for one cut between two
+    ranks. Where no way is within a hundredth of equal work, the best one is taken. Keys go where
+    the same part of their sequence's queries does; where there are none, by turns.
     """
-    spans = list(pairwise(cu_seqlens))
-    long = [span for span in spans if span[1] - span[0] >= max(2 * ranks * least, 1)]
-    short = [span for span in spans if span[1] - span[0] < max(2 * ranks * least, 1)]
-    chunks = 2 * ranks
+    lengths = {side: [b - a for a, b in pairwise(x)] for side, x in offsets.items()}
+    hands = _shared([Part(n, 0, stop) for n, stop in enumerate(lengths["q"])], ranks, least)
+    of_keys = [
+        [_scaled(part, lengths["q"][part.document], lengths["k"][part.document]) for part in hand]
+        for hand in hands
+    ]
+    for n, (count, keys) in enumerate(zip(lengths["q"], lengths["k"], strict=True)):
+        if count == 0:
+            of_keys[n % ranks].append(Part(n, 0, keys))
+    return {
+        "q": [_in_order(hand, offsets["q"]) for hand in hands],
+        "k": [_in_order(hand, offsets["k"]) for hand in of_keys],
+    }
 
-    def chunk(span: Range, n: int) -> Range:
-        start, length = span[0], span[1] - span[0]
-        return start + length * n // chunks, start + length * (n + 1) // chunks
 
-    early = [[chunk(span, r) for span in long] for r in range(ranks)]
-    late = [[chunk(span, chunks - 1 - r) for span in long] for r in range(ranks)]
-    total, left = cu_seqlens[-1], _joined(short)
-    shares = []
-    for r in range(ranks):
-        there = sum(stop - start for start, stop in early[r] + late[r])
-        room = total * (r + 1) // ranks - total * r // ranks - there
-        own, left = _first(left, room) if r < ranks - 1 else (left, [])
-        shares.append(_joined(own + early[r]) + _joined(late[r]))
-    return shares
+def _shared(documents: list[Part], ranks: int, least: int) -> Hands:
+    """The ranks' parts; as many of the longest documents in chunks as it takes."""
+    by_length = sorted(documents, key=lambda part: -part.tokens)
+    long = sum(part.tokens >= max(2 * ranks * least, 1) for part in documents)
+    total, work = (sum(getattr(x, name) for x in documents) for name in ("tokens", "work"))
+    least_work, best, count = inf, [[*documents]], 0
+    while least_work > (1 + WITHIN) * work / ranks:
+        chunks = _chunks(by_length[:count], ranks)
+        rooms = [
+            total * (r + 1) // ranks - total * r // ranks - sum(part.tokens for part in own)
+            for r, own in enumerate(chunks)
+        ]
+        for deal in (laid, dealt):
+            rest = deal(sorted(by_length[count:]), rooms)
+            hands = [] if rest is None else [a + b for a, b in zip(chunks, rest, strict=True)]
+            most = max((sum(part.work for part in hand) for hand in hands), default=inf)
+            if most < least_work:
+                least_work, best = most, hands
+        if count == long:
+            break
+        count = min(long, count + max(1, count // 4))
+    return best
+
+
+def _chunks(documents: list[Part], ranks: int) -> Hands:
+    hands: Hands = [[] for _ in range(ranks)]
+    for document, _, length in documents:
+        cuts = [length * n // (2 * ranks) for n in range(2 * ranks + 1)]
+        for n, (start, stop) in enumerate(pairwise(cuts)):
+            hands[min(n, 2 * ranks - 1 - n)].append(Part(document, start, stop))
+    return hands
+
+
+def _scaled(part: Part, of: int, to: int) -> Part:
+    return Part(part.document, part.start * to // of, part.stop * to // of)
+
+
+def _in_order(hand: list[Part], cu_seqlens: Sequence[int]) -> Ranges:
+    """Whole sequences, then beginnings, then what needs others' keys in any case, so that what can
+    be computed together lies together; of a sequence no two runs in one of these."""
+    kinds: dict[int, Ranges] = {}
+    for document, parts in groupby(sorted(hand), key=lambda part: part.document):
+        begin, end = cu_seqlens[document : document + 2]
+        runs = _joined([(begin + part.start, begin + part.stop) for part in parts])
+        for turn, run in enumerate(runs):
+            kind = 0 if run == (begin, end) else 1 if run[0] == begin else 2 + turn
+            kinds.setdefault(kind, []).append(run)
+    return [run for kind in sorted(kinds) for run in _joined(kinds[kind])]
 
 
 def _joined(ranges: Ranges) -> Ranges:
@@ -68,21 +119,7 @@ def _joined(ranges: Ranges) -> Ranges:
     return joined
 
 
-def _first(ranges: Ranges, room: int) -> tuple[Ranges, Ranges]:
-    """The first ``room`` tokens, and the others."""
-    own: Ranges = []
-    for n, (start, stop) in enumerate(ranges):
-        if room <= 0:
-            return own, ranges[n:]
-        cut = min(stop, start + room)
-        own.append((start, cut))
-        room -= cut - start
-        if cut < stop:
-            return own, [(cut, stop), *ranges[n + 1 :]]
-    return own, []
-
-
-LAYOUTS: dict[str, Callable[[Sequence[int], int, int], list[Ranges]]] = {
+LAYOUTS: dict[str, Callable[[Offsets, int, int], dict[str, list[Ranges]]]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rawattn.torch.context_parallel.agreement import Group, agree, process_group
 from rawattn.torch.context_parallel.layout import LAYOUTS
-from rawattn.torch.context_parallel.plans import SIDES, Plan, one_of
+from rawattn.torch.context_parallel.plans import Plan, one_of
 
 METHODS = ("auto", "gather", "ring", "ulysses")
 Offsets = Sequence[int] | Tensor | np.ndarray[Any, Any]
@@ -37,12 +37,13 @@ def plan(
         or None for all ranks.
     cu_seqlens_k: the offsets of keys where they are others.
     layout: "contiguous", equal shares of the batch as it lies: a sequence sends keys only across
-        the cuts; "zigzag", where long sequences are cut into 2 x ranks chunks, of which each rank
-        has an early and a late one: equal work under a causal mask.
+        the cuts; "zigzag": equal tokens and equal work under a causal mask. Documents are dealt out
+        whole, but for one between two ranks; what is too long for that is cut into 2 x ranks
+        chunks, of which each rank has an early and a late one.
     method: "gather" (each rank gets the keys that its rows see, and computes at once), "ring" (by
         turns, the keys of one rank after the other, merged by lse: least memory), "ulysses" (all
         tokens of a share of the heads), or "auto", which takes the one estimated to be fastest.
-    min_chunk: what is cut in zigzag has chunks of so many tokens or more.
+    min_chunk: such chunks have so many tokens or more.
     overlap: in how many parts, by heads, keys come in "gather" and "ring", so that one is computed
         while the next is on its way; as many of these as divide the key heads. By default 4 where
         they are large, else 1.
@@ -69,7 +70,7 @@ def plan(
     of_group = process_group(group)
     agree(of_group, "plan", (offsets, layout, method, min_chunk, overlap), error)
     ranks = dist.get_world_size(of_group)
-    ranges = {side: LAYOUTS[layout](offsets[side], ranks, min_chunk) for side in SIDES}
+    ranges = LAYOUTS[layout](offsets, ranks, min_chunk)
     of_rank = of_group, dist.get_rank(of_group), ranks
     return Plan(*of_rank, offsets["q"], offsets["k"], layout, method, overlap, ranges)
 

@@ -6,7 +6,7 @@ the others; that all ranks made the same one is checked by a few bytes between t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -30,11 +30,13 @@ from rawattn.torch.context_parallel.estimate import (
     of_stages,
     pairs_of,
 )
-from rawattn.torch.context_parallel.exchange import Owned, Route, Tokens, on_device
+from rawattn.torch.context_parallel.exchange import Owned, Route
+from rawattn.torch.context_parallel.first_order import Options
 from rawattn.torch.context_parallel.layout import Piece, Ranges
+from rawattn.torch.context_parallel.rows import Tokens, on_device
 
 SIDES = ("q", "k")
-WORTH_CUTTING = 16 << 20  # bytes of keys and values of a rank
+PARTS = (1, 2, 4, 8)  # in which heads go, where they divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,49 +113,49 @@ class Plan:
         return stages.Lengths(q, k)
 
     def job(
-        self,
-        method: str,
-        window: stages.Window,
-        sizes: Sizes,
-        device: torch.device,
-        **options: Any,
-    ) -> Job:
-        """How this rank computes by "gather" or "ring"; its stages are made once for a mask."""
-        made: list[Any] = self.once(
-            ("job", method, window, device), lambda: self._routed(method, window, device)
-        )
-        return Job(made, once=method == "gather", parts=self._parts(sizes), **options)
+        self, window: stages.Window, sizes: Sizes, device: torch.device, options: Options
+    ) -> Job | ulysses.AllTokens:
+        """How this rank computes; its stages, and who computes which heads, are made once."""
+        method = self.best(window, sizes)
+        parts = self._estimated(window, sizes)[method].parts
+        if method == "ulysses":
+            heads = self._heads(sizes.num_heads_q, sizes.num_heads_kv, device)
+            return ulysses.AllTokens(parts, window, options, *heads)
+        key = "job", method, window, device
+        made: tuple[Any, bool] = self.once(key, lambda: self._routed(method, window, device))
+        of_stages, all_rows = made
+        return Job(of_stages, method == "gather", all_rows, parts, options)
 
-    def heads(self, num_heads_q: int, num_heads_kv: int, device: torch.device) -> ulysses.AllTokens:
-        """Who computes which heads; made once for their numbers."""
+    def _heads(self, num_heads_q: int, num_heads_kv: int, device: torch.device) -> tuple[Any, ...]:
+        """Who computes which heads, and the offsets of the whole batch."""
 
-        def made() -> ulysses.AllTokens:
-            queries, keys = ulysses.heads_of(self.ranks, num_heads_q, num_heads_kv)
-            own = queries[self.rank]
-            return ulysses.AllTokens(
-                ulysses.Heads(self.tokens["q"], queries, self.rank, self.group),
-                ulysses.Heads(self.tokens["k"], keys, self.rank, self.group),
-                slice(own[0], own[-1] + 1),
+        def made() -> tuple[Any, ...]:
+            of_q, of_k = ulysses.heads_of(self.ranks, num_heads_q, num_heads_kv)
+            return (
+                ulysses.Heads(self.tokens["q"], of_q, self.rank, self.group),
+                ulysses.Heads(self.tokens["k"], of_k, self.rank, self.group),
                 *(
                     on_device(torch.tensor(self.offsets(side), dtype=torch.int32), device)
                     for side in SIDES
                 ),
             )
 
-        heads: ulysses.AllTokens = self.once(("heads", num_heads_q, num_heads_kv, device), made)
+        heads: tuple[Any, ...] = self.once(("heads", num_heads_q, num_heads_kv, device), made)
         return heads
 
     def best(self, window: stages.Window, sizes: Sizes) -> str:
         """The plan's method; of "auto" the one that is estimated to be fastest."""
-        if self.method != "auto":
-            return self.method
+        found = self._estimated(window, sizes)
+        return min(found, key=lambda method: found[method].seconds)
 
-        def made() -> str:
-            found = self._estimates(window, sizes, Rates())
-            return min(found, key=lambda method: found[method].seconds)
+    def _estimated(self, window: stages.Window, sizes: Sizes) -> dict[str, Estimate]:
+        """Of the methods that may be taken."""
 
-        method: str = self.once(("best", window, sizes), made)
-        return method
+        def made() -> dict[str, Estimate]:
+            return self._estimates(window, sizes, Rates(), self.method)
+
+        found: dict[str, Estimate] = self.once(("estimated", window, sizes), made)
+        return found
 
     def estimate(
         self,
@@ -174,16 +176,33 @@ class Plan:
         sizes = Sizes(num_heads_q, num_heads_kv, head_dim, head_dim_v or head_dim, itemsize)
         return self._estimates(checks.window(window, causal), sizes, rates)
 
-    def _estimates(self, window: stages.Window, sizes: Sizes, rates: Rates) -> dict[str, Estimate]:
-        shares = {method: self._shares(method, window) for method in ("gather", "ring")}
-        parts = self._parts(sizes)
-        found = {method: of_stages(shares[method], sizes, rates, parts) for method in shares}
-        if sizes.num_heads_q % self.ranks == 0:
+    def _estimates(
+        self, window: stages.Window, sizes: Sizes, rates: Rates, method: str = "auto"
+    ) -> dict[str, Estimate]:
+        ways: dict[str, tuple[int, Callable[[int], Estimate]]] = {}  # with the heads that are cut
+        for name in ("gather", "ring"):
+            if method in (name, "auto"):
+                shares = self._shares(name, window)
+                way = partial(of_stages, shares, sizes, rates, name)
+                ways[name] = sizes.num_heads_kv, way
+        if method in ("ulysses", "auto") and sizes.num_heads_q % self.ranks == 0:
             _, keys = ulysses.heads_of(self.ranks, sizes.num_heads_q, sizes.num_heads_kv)
-            tokens = tuple(self.owned[side].sizes for side in SIDES)
-            pairs = sum(share.pairs for stage in shares["gather"] for share in stage)
-            found["ulysses"] = of_heads((tokens[0], tokens[1]), pairs, len(keys[0]), sizes, rates)
-        return found
+            tokens = self.owned["q"].sizes, self.owned["k"].sizes
+            pairs = sum(
+                stages.pairs((0, q), (0, k), k - q, window)
+                for q, k in zip(*self.lengths, strict=True)
+            )
+            here = len(keys[0])
+            ways["ulysses"] = here, partial(of_heads, tokens, pairs, here, sizes, rates)
+
+        def quickest(heads: int, way: Callable[[int], Estimate]) -> Estimate:
+            """By the parts in which heads go."""
+            if self.overlap is not None:
+                return way(gcd(self.overlap, heads))
+            every = (way(parts) for parts in PARTS if heads % parts == 0)
+            return min(every, key=lambda estimate: estimate.seconds)
+
+        return {name: quickest(*way) for name, way in ways.items()}
 
     def _shares(self, method: str, window: stages.Window) -> list[list[Share]]:
         owner, found = self.owned["k"].owner, []
@@ -206,45 +225,47 @@ class Plan:
             )
         return found
 
-    def _parts(self, sizes: Sizes) -> int:
-        """In how many parts keys go, by heads, so that one is computed while the next comes."""
-        if self.overlap is not None:
-            return gcd(self.overlap, sizes.num_heads_kv)
-        share = sizes.key * self.cu_seqlens_k[-1] // self.ranks
-        return gcd(4, sizes.num_heads_kv) if share >= WORTH_CUTTING else 1
-
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-    def _there(self, method: str) -> list[list[list[list[layouts.Range]]]]:
-        """By stage and rank the keys of each sequence that are there."""
-        if method == "gather":
-            return [[[[(0, n)] for n in self.lengths.k]] * self.ranks]
-        owned: list[list[list[layouts.Range]]] = []
-        for pieces in self.pieces["k"]:
-            runs: list[list[layouts.Range]] = [[] for _ in self.lengths.k]
-            for piece in pieces:
-                runs[piece.sequence].append((piece.start, piece.stop))
-            owned.append([stages.union(run) for run in runs])
-        return [[owned[(r - n) % self.ranks] for r in range(self.ranks)] for n in range(self.ranks)]
 
     def _stages(self, method: str, window: stages.Window) -> list[list[stages.Stage]]:
         """Of each rank, without those in which none computes."""
 
         def made() -> list[list[stages.Stage]]:
             found = [
-                [
-                    stages.stage(pieces, keys, self.lengths, window)
-                    for pieces, keys in zip(self.pieces["q"], there, strict=True)
-                ]
-                for there in self._there(method)
+                [stages.stage(*share, self.lengths, window) for share in zip(*turn, strict=True)]
+                for turn in self._turns(method, window)
             ]
             return [stage for stage in found if any(own.segments for own in stage)]
 
         of_mask: list[list[stages.Stage]] = self.once(("stages", method, window), made)
         return of_mask
+
+    def _turns(self, method: str, window: stages.Window) -> list[tuple[list[Any], list[Any]]]:
+        """Turn by turn, each rank's pieces, and the keys of each sequence that are there.
+
+        In "gather" first those pieces whose keys are all the rank's own, while the others' keys
+        come.
+        """
+        pieces, ranks = self.pieces["q"], range(self.ranks)
+        owned: list[list[list[layouts.Range]]] = []
+        for of_rank in self.pieces["k"]:
+            runs: list[list[layouts.Range]] = [[] for _ in self.lengths.k]
+            for piece in of_rank:
+                runs[piece.sequence].append((piece.start, piece.stop))
+            owned.append([stages.union(run) for run in runs])
+        if method == "ring":
+            return [(pieces, [owned[(r - n) % self.ranks] for r in ranks]) for n in ranks]
+        every = [[(0, n)] for n in self.lengths.k]
+        alone: list[list[Piece]] = [[] for _ in ranks]
+        others: list[list[Piece]] = [[] for _ in ranks]
+        for r in ranks:
+            for piece in pieces[r]:
+                within = stages.within(piece, owned[r][piece.sequence], self.lengths, window)
+                (alone if within else others)[r].append(piece)
+        return [(alone, [every] * self.ranks), (others, [every] * self.ranks)]
 
     def _wanted(self, stage: list[stages.Stage]) -> list[Tokens]:
         """The keys that come to each rank in a stage."""
@@ -261,13 +282,15 @@ class Plan:
 
     def _routed(
         self, method: str, window: stages.Window, device: torch.device
-    ) -> list[tuple[Route, list[Work]]]:
-        found = []
+    ) -> tuple[list[tuple[Route, list[Work]]], bool]:
+        """The stages, and whether each row stands in just one of their calls."""
+        found, rows = [], 0
         for stage in self._stages(method, window):
             own = stage[self.rank]
             route = Route(self.owned["k"], self._wanted(stage), self.rank, self.group)
             found.append((route, [work(call, own.segments, device) for call in own.calls]))
-        return found
+            rows += sum(m.stop - m.start for call in own.calls for m in call.meetings)
+        return found, method == "gather" and rows == self.num_tokens()
 
     # ---- agreement ----------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rawattn.torch.context_parallel.exchange import Route, exchange, on_device
+from rawattn.torch.context_parallel.exchange import Route, exchange
 from rawattn.torch.context_parallel.plans import SIDES, Plan, one_of
+from rawattn.torch.context_parallel.rows import on_device
 
 
 def shard(x: Tensor, plan: Plan, dim: int = 0, *, of: str = "q") -> Tensor:

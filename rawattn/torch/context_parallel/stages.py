@@ -138,6 +138,13 @@ def _meet(piece: Piece, keys: Range, offset: int, window: Window) -> tuple[Piece
     return Piece(piece.sequence, start, stop, piece.row + start - piece.start), (first, end)
 
 
+def within(piece: Piece, runs: Sequence[Range], lengths: Lengths, window: Window) -> bool:
+    """Whether all keys that a piece sees are in one of the ``runs``."""
+    keys = lengths.k[piece.sequence]
+    met = _meet(piece, (0, keys), keys - lengths.q[piece.sequence], window)
+    return met is None or any(a <= met[1][0] and met[1][1] <= b for a, b in runs)
+
+
 def union(runs: list[Range]) -> list[Range]:
     """Runs that touch or overlap as one."""
     joined: list[Range] = []

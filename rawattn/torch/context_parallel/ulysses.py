@@ -1,5 +1,9 @@
 """All tokens of some heads in the place of some tokens of all heads (DeepSpeed Ulysses, arXiv
-2309.14509): attention itself is that of one process, for a rank's share of the heads."""
+2309.14509): attention itself is that of one process, for a rank's share of the heads.
+
+In first order a share goes in parts, so that one is computed while the next comes and the last goes
+home.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,16 +11,15 @@ from math import gcd
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rawattn.torch.context_parallel.exchange import (
-    Indices,
-    Tokens,
-    at_least_float32,
-    exchange,
-    send,
-)
+from rawattn import api
+from rawattn.torch.context_parallel.exchange import Flight, Load, exchange
+from rawattn.torch.context_parallel.first_order import Options
+from rawattn.torch.context_parallel.rows import Moves, Tokens, at_least_float32
+from rawattn.torch.context_parallel.stages import Window
 from rawattn.torch.varlen import varlen_attn
 
 
@@ -31,41 +34,74 @@ class Heads:
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        self.heads, self.group, self.ranks = heads, group, len(owned)
+        self.heads, self.group, self.rank = heads, group, rank
         self.sizes, self.size = [len(tokens) for tokens in owned], len(owned[rank])
-        chosen = np.concatenate([*heads])
-        self.each_once = bool((np.diff(chosen) == 1).all())  # and in their order
-        tokens = np.concatenate(owned)
-        by_token = np.argsort(tokens, kind="stable")  # of what the ranks have, one after the other
-        self.in_order = bool((np.diff(tokens) == 1).all())
-        self.at = Indices(heads=chosen, by_token=by_token, by_rank=tokens).at
+        self.each_once = len({*np.concatenate([*heads])}) == sum(map(len, heads))
+        self.moves = [Moves(np.arange(len(tokens)), tokens) for tokens in owned]
+
+    def part(self, rank: int, n: int, parts: int) -> Sequence[int]:
+        """Those of a rank's heads that are the n-th of so many parts."""
+        size = len(self.heads[rank]) // parts
+        return self.heads[rank][n * size : (n + 1) * size]
+
+    def load(self, x: Tensor, n: int = 0, parts: int = 1) -> Load:
+        """A part of each rank's heads, of ``x``, (size, heads, ...); it lands as (all tokens, heads
+        here, ...)."""
+        to = [_chosen(x, self.part(r, n, parts)) for r in range(len(self.heads))]
+        buffer = x.new_empty((sum(self.sizes), *to[0].shape[1:]))
+        inside = [moves.inside(buffer) for moves in self.moves]
+        into = [
+            x.new_empty((moves.count, *buffer.shape[1:])) if there is None else there
+            for moves, there in zip(self.moves, inside, strict=True)
+        ]
+
+        def land() -> Tensor:
+            for moves, there, rows in zip(self.moves, inside, into, strict=True):
+                if there is None:
+                    moves.copy(rows, buffer)
+            return buffer
+
+        return Load(to, into, land)
+
+    def load_back(self, g: Tensor, total: Tensor, n: int = 0, parts: int = 1) -> Load:
+        """The part ``g``, (all tokens, heads here, ...), to where its tokens are; it lands in its
+        heads of ``total``, (size, heads, ...), added to what there is if a head is computed more
+        than once."""
+        into = [g.new_empty((self.size, *g.shape[1:])) for _ in self.heads]
+
+        def land() -> Tensor:
+            for r, rows in enumerate(into):
+                own = self.part(r, n, parts)
+                if self.each_once:
+                    total.narrow(1, own[0], len(own)).copy_(rows)
+                else:
+                    for at, head in enumerate(own):
+                        total[:, head] += rows[:, at]
+            return total
+
+        return Load([moves.back.taken(g) for moves in self.moves], into, land)
+
+    def total(self, g: Tensor) -> Tensor:
+        """Where the parts of ``g`` land: of all heads, as wide as sums are."""
+        count = 1 + max(head for own in self.heads for head in own)
+        shape = self.size, count, *g.shape[2:]
+        return (
+            g.new_empty(shape)
+            if self.each_once
+            else g.new_zeros(shape, dtype=at_least_float32(g.dtype))
+        )
 
     def there(self, x: Tensor) -> Tensor:
-        chosen = x if self.each_once else x.index_select(1, self.at("heads", x.device))
-        parts = chosen.view(self.size, self.ranks, len(self.heads[0]), *x.shape[2:])
-        parts = parts.transpose(0, 1).flatten(0, 1)
-        rows = self._exchanged(parts, [self.size] * self.ranks, self.sizes)
-        return self._ordered(rows, "by_token")
+        return Flight([self.load(x)], self.group).land()[0]
 
     def back(self, g: Tensor) -> Tensor:
-        rows = self._exchanged(self._ordered(g, "by_rank"), self.sizes, [self.size] * self.ranks)
-        parts = rows.view(self.ranks, self.size, *rows.shape[1:]).transpose(0, 1)
-        if self.each_once:
-            return parts.flatten(1, 2)
-        count = 1 + max(head for own in self.heads for head in own)
-        total = g.new_zeros((self.size, count, *g.shape[2:]), dtype=at_least_float32(g.dtype))
-        for r, own in enumerate(self.heads):
-            for n, head in enumerate(own):
-                total[:, head] += parts[:, r, n]
-        return total.to(g.dtype)
+        return Flight([self.load_back(g, self.total(g))], self.group).land()[0].to(g.dtype)
 
-    def _ordered(self, rows: Tensor, way: str) -> Tensor:
-        return rows if self.in_order else rows.index_select(0, self.at(way, rows.device))
 
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        there, work = send(rows.contiguous(), sent, received, self.group)
-        work.wait()
-        return there
+def _chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
+        return x.narrow(1, heads[0], len(heads)).contiguous()
+    return torch.stack([x.select(1, head) for head in heads], 1)
 
 
 def heads_of(ranks: int, num_heads_q: int, num_heads_kv: int) -> tuple[list[list[int]], ...]:
@@ -81,25 +117,108 @@ def heads_of(ranks: int, num_heads_q: int, num_heads_kv: int) -> tuple[list[list
 
 @dataclass(frozen=True, eq=False)
 class AllTokens:
-    """Who gets which heads: of queries and of keys, with the offsets of the whole batch."""
+    """Who gets which heads: of queries and of keys, with the offsets of the whole batch, and how to
+    compute. ``parts``: in so many a rank's heads come."""
 
+    parts: int
+    window: Window
+    options: Options
     of_q: Heads
     of_k: Heads
-    sinks: slice
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
 
+    def flights(self, *loads: tuple[Heads, Tensor]) -> list[Flight]:
+        """Of all parts, under way one after the other."""
+        return [
+            Flight([of.load(x, n, self.parts) for of, x in loads], self.of_q.group)
+            for n in range(self.parts)
+        ]
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, heads: AllTokens, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows."""
-    out, lse = varlen_attn(
-        *(exchange(q, heads.of_q), exchange(k, heads.of_k), exchange(v, heads.of_k)),
-        *(heads.cu_seqlens_q, heads.cu_seqlens_k),
-        sinks=None if sinks is None else sinks[heads.sinks],
-        return_lse=True,
-        **options,
-    )
-    own_lse = exchange(lse.t()[..., None], heads.of_q, back=True)
-    return exchange(out, heads.of_q, back=True), own_lse[..., 0].t()
+    def home(self, n: int, *loads: tuple[Heads, Tensor, Tensor]) -> Flight:
+        return Flight(
+            [of.load_back(g, total, n, self.parts) for of, g, total in loads], self.of_q.group
+        )
+
+    def computed(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=at_least_float32(q.dtype))
+        kept: list[Tensor] = []
+        home: list[Flight] = []
+        coming = self.flights((self.of_q, q), (self.of_k, k), (self.of_k, v))
+        for n, flight in enumerate(coming):
+            own = self.of_q.part(self.of_q.rank, n, self.parts)
+            q_there, k_there, v_there = flight.land()
+            made, made_lse = api.forward(
+                q_there,
+                k_there,
+                v_there,
+                self.cu_seqlens_q,
+                cu_seqlens_k=self.cu_seqlens_k,
+                window=self.window,
+                sinks=None if sinks is None else sinks[own[0] : own[-1] + 1],
+                return_lse=True,
+                **self.options.named,
+            )
+            kept += [q_there, k_there, v_there, made, made_lse]
+            home.append(self.home(n, (self.of_q, made, out), (self.of_q, made_lse.t(), lse.t())))
+        for flight in home:
+            flight.land()
+        return out, lse, *kept
+
+    def gradients(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *kept: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        del out, lse
+        totals = self.of_q.total(q), self.of_k.total(k), self.of_k.total(v)
+        home: list[Flight] = []
+        cotangents = [dout] if dlse is None else [dout, dlse.t()]
+        for n, flight in enumerate(self.flights(*((self.of_q, x) for x in cotangents))):
+            dout_there, *more = flight.land()
+            q_there, k_there, v_there, out_there, lse_there = kept[5 * n : 5 * n + 5]
+            made = api.backward(
+                dout_there,
+                q_there,
+                k_there,
+                v_there,
+                out_there,
+                lse_there,
+                self.cu_seqlens_q,
+                cu_seqlens_k=self.cu_seqlens_k,
+                window=self.window,
+                dlse=more[0].t().contiguous() if more else None,
+                deterministic=self.options.deterministic,
+                **self.options.named,
+            )
+            of = self.of_q, self.of_k, self.of_k
+            home.append(self.home(n, *zip(of, made, totals, strict=True)))
+        for flight in home:
+            flight.land()
+        dq, dk, dv = (x.to(of.dtype) for x, of in zip(totals, (q, k, v), strict=True))
+        return dq, dk, dv
+
+    def composed(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same of differentiable pieces, whatever they are asked for."""
+        own = self.of_q.heads[self.of_q.rank]
+        named: dict[str, Any] = self.options.named
+        out, lse = varlen_attn(
+            *(exchange(q, self.of_q), exchange(k, self.of_k), exchange(v, self.of_k)),
+            *(self.cu_seqlens_q, self.cu_seqlens_k),
+            window=self.window,
+            sinks=None if sinks is None else sinks[own[0] : own[-1] + 1],
+            return_lse=True,
+            deterministic=self.options.deterministic,
+            **named,
+        )
+        own_lse = exchange(lse.t()[..., None], self.of_q, back=True)
+        return exchange(out, self.of_q, back=True), own_lse[..., 0].t()
