@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rawattn.torch import context_parallel as cp
+from rawattn.torch.context_parallel import exchange
 from tests.shared.parallel_use import LENGTHS, here
 
 # ---- calls that are wrong on some rank --------------------------------------------------------
@@ -163,7 +164,7 @@ class Gone:
     """In the place of an exchange: at its third call the process ends without a word."""
 
     def __init__(self) -> None:
-        self.calls, self.real = 0, dist.batch_isend_irecv
+        self.calls, self.real = 0, exchange.send
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         self.calls += 1
@@ -178,7 +179,7 @@ def failing(method: str, how: str, device: str = "cpu") -> float:
     step(plan, device)
     if dist.get_rank() == dist.get_world_size() - 1:
         if how == "killed":
-            dist.batch_isend_irecv = Gone()
+            exchange.send = Gone()
         elif how == "raising":
             raise ArithmeticError("on this rank alone")
         else:

@@ -37,7 +37,7 @@ def process_group(group: Group | None) -> dist.ProcessGroup:
 _hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks whose messages need no GPU."""
     if "gloo" in dist.get_backend_config(group):
         return group
@@ -61,7 +61,7 @@ def agree(group: dist.ProcessGroup, what: str, signature: Any, error: Exception 
     digest = hashlib.sha256(repr(signature).encode()).hexdigest()
     short = repr(signature)[:300]
     heard: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(heard, (what, digest, short, said), _of_hosts(group))
+    dist.all_gather_object(heard, (what, digest, short, said), of_hosts(group))
     if error is not None:
         raise error
     wrong = [f"rank {r}: {other[3]}" for r, other in enumerate(heard) if other[3]]

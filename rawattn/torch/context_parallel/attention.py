@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rawattn import api
-from rawattn.torch.context_parallel.exchange import Flight, Route, exchange, nothing
+from rawattn.torch.context_parallel.exchange import Flight, Route, exchange, flight, flights, nothing
 from rawattn.torch.context_parallel.first_order import INF, Options, dead_to
 from rawattn.torch.context_parallel.rows import at_least_float32, on_device
 from rawattn.torch.context_parallel.stages import Call, Segment, Window
@@ -177,11 +177,11 @@ class Job:
                 there.route.load_back(x.to(k.dtype), total[:, there.heads_kv])
                 for x, total in zip(made, sums, strict=True)
             ]
-            home.append(Flight(loads, there.route.group))
+            home.append(flight(loads, there.route.group))
             if not self.once and len(home) > AHEAD:
                 home.pop(0).land()
-        for flight in home:
-            flight.land()
+        for under_way in home:
+            under_way.land()
         dk, dv = (x.to(k.dtype) for x in sums)
         return dq.to(q.dtype), dk, dv
 
@@ -252,11 +252,14 @@ def fetched(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Iterator[There]:
         for n in range(parts)
     ]
     ahead = len(steps) if job.once else AHEAD
-    flights: list[Flight] = []
+    under_way: list[Flight] = []
     for at, (route, works, *part) in enumerate(steps):
-        for to, _, *its in steps[len(flights) : at + ahead]:
-            flights.append(Flight([to.load(x[:, heads(x, *its)]) for x in (k, v)], to.group))
-        k_there, v_there = flights[at].land()
+        fleet = [
+            [to.load(x[:, heads(x, *its)]) for x in (k, v)]
+            for to, _, *its in steps[len(under_way) : at + ahead]
+        ]
+        under_way += flights(fleet, route.group)
+        k_there, v_there = under_way[at].land()
         yield There(works, route, heads(q, *part), heads(k, *part), k_there, v_there)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rawattn.torch.context_parallel.peer_memory import peer_memory, size_of
 from rawattn.torch.context_parallel.rows import Moves, Tokens, at_least_float32
 
 
@@ -41,16 +42,49 @@ class Flight:
         return [load.land() for load in self.loads]
 
 
+def flights(fleet: Sequence[Sequence[Load]], group: dist.ProcessGroup) -> list[Flight]:
+    """Of loads that are under way at one time."""
+    reserve(fleet, group)
+    return [Flight(loads, group) for loads in fleet]
+
+
+def flight(loads: Sequence[Load], group: dist.ProcessGroup) -> Flight:
+    return flights([loads], group)[0]
+
+
+def reserve(fleet: Sequence[Sequence[Load]], group: dist.ProcessGroup) -> None:
+    """Memory for what is under way at one time; every rank calls it."""
+    memory = peer_memory(group, fleet[0][0].to[0].device) if fleet else None
+    if memory is not None:
+        memory.reserve(
+            {
+                r: tuple(
+                    sum(size_of([getattr(load, way)[r] for load in loads]) for loads in fleet)
+                    for way in ("to", "into")
+                )
+                for r in memory.peers
+            }
+        )
+
+
 def send(loads: Sequence[Load], group: dist.ProcessGroup) -> list[Any]:
-    """What to wait for. On GPUs it is one kernel, whatever the number of loads: those of attention
-    leave no room for a second one until they end. Every rank calls it, whether it sends or not."""
-    rank, messages = dist.get_rank(group), []
-    connect(group, loads[0].to[0].device)
-    for tag, load in enumerate(loads):
+    """What to wait for. Every rank calls it, whether it sends or not.
+
+    By copy engines where ranks reach each other's memory. Else by NCCL, in one kernel whatever the
+    number of loads: those of attention leave no room for a second one until they end.
+    """
+    rank, device = dist.get_rank(group), loads[0].to[0].device
+    for load in loads:
         if load.to[rank].numel():
             load.into[rank].copy_(load.to[rank])
+    memory = peer_memory(group, device)
+    if memory is not None:
+        return [memory.send(loads)]
+    messages = []
+    connect(group, device)
+    for tag, load in enumerate(loads):
         for r, (out, into) in enumerate(zip(load.to, load.into, strict=True)):
-            for way, x in ((dist.isend, out), (dist.irecv, into)):
+            for way, x in ((dist.isend, out.contiguous()), (dist.irecv, into)):
                 if r != rank and x.numel():
                     # as bytes: a backend need not know the dtype; a view has any strides of one
                     flat = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
@@ -141,11 +175,11 @@ class Route:
         return Load([moves.back.taken(g) for moves in self.received], into, land)
 
     def there(self, x: Tensor) -> Tensor:
-        return Flight([self.load(x)], self.group).land()[0]
+        return flight([self.load(x)], self.group).land()[0]
 
     def back(self, g: Tensor) -> Tensor:
         total = g.new_zeros((self.size, *g.shape[1:]), dtype=at_least_float32(g.dtype))
-        Flight([self.load_back(g, total)], self.group).land()
+        flight([self.load_back(g, total)], self.group).land()
         return total.to(g.dtype)
 
 

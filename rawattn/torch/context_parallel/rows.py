@@ -42,9 +42,9 @@ class Moves:
                 x.narrow(0, source, count).add_(there.narrow(0, target, count))
 
     def taken(self, x: Tensor) -> Tensor:
-        """The rows of ``x``, one after the other: itself where they are these."""
+        """The rows of ``x``, one after the other: a view where they lie so."""
         if len(self.runs) < 2:
-            return x.narrow(0, self.runs[0][0] if self.runs else 0, self.count).contiguous()
+            return x.narrow(0, self.runs[0][0] if self.runs else 0, self.count)
         rows = x.new_empty((self.count, *x.shape[1:]))
         self.copy(x, rows)
         return rows

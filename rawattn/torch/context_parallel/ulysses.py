@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rawattn import api
-from rawattn.torch.context_parallel.exchange import Flight, Load, exchange
+from rawattn.torch.context_parallel.exchange import Flight, Load, exchange, flight, flights
 from rawattn.torch.context_parallel.first_order import Options
 from rawattn.torch.context_parallel.rows import Moves, Tokens, at_least_float32
 from rawattn.torch.context_parallel.stages import Window
@@ -92,15 +92,15 @@ class Heads:
         )
 
     def there(self, x: Tensor) -> Tensor:
-        return Flight([self.load(x)], self.group).land()[0]
+        return flight([self.load(x)], self.group).land()[0]
 
     def back(self, g: Tensor) -> Tensor:
-        return Flight([self.load_back(g, self.total(g))], self.group).land()[0].to(g.dtype)
+        return flight([self.load_back(g, self.total(g))], self.group).land()[0].to(g.dtype)
 
 
 def _chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
     if list(heads) == list(range(heads[0], heads[0] + len(heads))):
-        return x.narrow(1, heads[0], len(heads)).contiguous()
+        return x.narrow(1, heads[0], len(heads))
     return torch.stack([x.select(1, head) for head in heads], 1)
 
 
@@ -128,15 +128,13 @@ class AllTokens:
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
 
-    def flights(self, *loads: tuple[Heads, Tensor]) -> list[Flight]:
+    def coming(self, *loads: tuple[Heads, Tensor]) -> list[Flight]:
         """Of all parts, under way one after the other."""
-        return [
-            Flight([of.load(x, n, self.parts) for of, x in loads], self.of_q.group)
-            for n in range(self.parts)
-        ]
+        fleet = [[of.load(x, n, self.parts) for of, x in loads] for n in range(self.parts)]
+        return flights(fleet, self.of_q.group)
 
     def home(self, n: int, *loads: tuple[Heads, Tensor, Tensor]) -> Flight:
-        return Flight(
+        return flight(
             [of.load_back(g, total, n, self.parts) for of, g, total in loads], self.of_q.group
         )
 
@@ -145,10 +143,10 @@ class AllTokens:
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=at_least_float32(q.dtype))
         kept: list[Tensor] = []
         home: list[Flight] = []
-        coming = self.flights((self.of_q, q), (self.of_k, k), (self.of_k, v))
-        for n, flight in enumerate(coming):
+        coming = self.coming((self.of_q, q), (self.of_k, k), (self.of_k, v))
+        for n, arriving in enumerate(coming):
             own = self.of_q.part(self.of_q.rank, n, self.parts)
-            q_there, k_there, v_there = flight.land()
+            q_there, k_there, v_there = arriving.land()
             made, made_lse = api.forward(
                 q_there,
                 k_there,
@@ -162,8 +160,8 @@ class AllTokens:
             )
             kept += [q_there, k_there, v_there, made, made_lse]
             home.append(self.home(n, (self.of_q, made, out), (self.of_q, made_lse.t(), lse.t())))
-        for flight in home:
-            flight.land()
+        for under_way in home:
+            under_way.land()
         return out, lse, *kept
 
     def gradients(
@@ -181,8 +179,8 @@ class AllTokens:
         totals = self.of_q.total(q), self.of_k.total(k), self.of_k.total(v)
         home: list[Flight] = []
         cotangents = [dout] if dlse is None else [dout, dlse.t()]
-        for n, flight in enumerate(self.flights(*((self.of_q, x) for x in cotangents))):
-            dout_there, *more = flight.land()
+        for n, arriving in enumerate(self.coming(*((self.of_q, x) for x in cotangents))):
+            dout_there, *more = arriving.land()
             q_there, k_there, v_there, out_there, lse_there = kept[5 * n : 5 * n + 5]
             made = api.backward(
                 dout_there,
@@ -200,8 +198,8 @@ class AllTokens:
             )
             of = self.of_q, self.of_k, self.of_k
             home.append(self.home(n, *zip(of, made, totals, strict=True)))
-        for flight in home:
-            flight.land()
+        for under_way in home:
+            under_way.land()
         dq, dk, dv = (x.to(of.dtype) for x, of in zip(totals, (q, k, v), strict=True))
         return dq, dk, dv
 
