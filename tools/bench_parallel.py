@@ -23,7 +23,7 @@ from rich.table import Table
 
 from measure import parallel
 
-COLUMNS = ("ms", "share", "gib", "attention_ms", "communication_ms", "distance", "error")
+COLUMNS = ("ms", "share", "gib", "host_ms", "attention_ms", "communication_ms", "distance", "error")
 
 
 @click.command(help=__doc__.split("\n")[0])

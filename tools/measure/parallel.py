@@ -25,7 +25,7 @@ from torch import Tensor
 from rawattn import api
 from rawattn.torch import context_parallel as cp
 from rawattn.torch import flash_attn, varlen_attn
-from rawattn.torch.context_parallel import exchange
+from rawattn.torch.context_parallel import exchange, peer_memory
 
 Row = dict[str, Any]
 Step = Callable[[], tuple[Tensor, ...]]  # out, dq, dk and dv of this rank's tokens
@@ -34,6 +34,7 @@ FLOPS = 14  # a pair, a head and a number of head_dim: two products forward, fiv
 SAME = 0.05  # relative distance of results in 16 bits above which one is wrong
 MEAN, GRAIN = 8192, 128  # of documents: tokens, and of what their length is a multiple
 WARM_UP = 2
+LEAD_CYCLES = 40_000_000  # of the wait before a step, some 20 ms: no step's launch takes as long
 
 
 @dataclass(frozen=True)
@@ -226,22 +227,34 @@ def _where() -> tuple[int, int]:
 # ---- times and memory -------------------------------------------------------------------------
 
 
-def milliseconds(step: Step, device: torch.device) -> float:
-    """Of the slowest rank, from when all of them are there."""
+class Took(NamedTuple):
+    """Milliseconds of a step, and of its launch on the host alone."""
+
+    ms: float
+    host_ms: float
+
+
+def took(step: Step, device: torch.device) -> Took:
+    """By the slowest rank. On GPUs a step is queued behind a wait, as it is in training behind what
+    precedes it, and begins when all ranks are there."""
     dist.barrier()
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        meeting = torch.zeros(1, device=device)
         torch.cuda.synchronize()
+        torch.cuda._sleep(LEAD_CYCLES)  # type: ignore[no-untyped-call]
+        dist.all_reduce(meeting)
         begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        taken = begin.elapsed_time(end)
-    else:
         began = time.perf_counter()
         step()
-        taken = (time.perf_counter() - began) * 1e3
-    return most(taken, device)
+        host = (time.perf_counter() - began) * 1e3
+        end.record()
+        torch.cuda.synchronize()
+        return Took(most(begin.elapsed_time(end), device), most(host, device))
+    began = time.perf_counter()
+    step()
+    taken = (time.perf_counter() - began) * 1e3
+    return Took(most(taken, device), most(taken, device))
 
 
 def most(number: float, device: torch.device) -> float:
@@ -252,7 +265,8 @@ def most(number: float, device: torch.device) -> float:
 
 
 def peak(step: Step, device: torch.device) -> float:
-    """GiB that a rank has at most during the step, inputs included; inf where they do not do."""
+    """GiB that a rank has at most during the step, inputs and outboxes of any earlier step included;
+    inf where they do not do."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.empty_cache()
@@ -263,7 +277,7 @@ def peak(step: Step, device: torch.device) -> float:
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         enough = False
-    gib = torch.cuda.max_memory_allocated() / 2**30
+    gib = (torch.cuda.max_memory_allocated() + peer_memory.held(device)) / 2**30
     return most(gib if enough else float("inf"), device)
 
 
@@ -278,14 +292,20 @@ def distance(found: Iterable[Tensor], wanted: Iterable[Tensor], device: torch.de
 
 @contextmanager
 def without_sending() -> Iterator[None]:
-    """Attention alone: nothing comes, and what would is zero."""
-    real = exchange.send
+    """Attention alone: nothing comes, but noise, as zeros would spare power."""
+    real, noise = exchange.send, dict[torch.dtype, Tensor]()
+
+    def filled(rows: Tensor) -> None:
+        known = noise.get(rows.dtype)
+        if known is None or known.numel() < rows.numel():
+            known = noise[rows.dtype] = torch.randn_like(rows).flatten()
+        rows.copy_(known[: rows.numel()].view(rows.shape))
 
     def send(loads: Sequence[exchange.Load], group: dist.ProcessGroup) -> list[Any]:
         del group
         for load in loads:
             for rows in load.into:
-                rows.zero_()
+                filled(rows)
         return []
 
     exchange.send = send
@@ -342,21 +362,21 @@ def measure(
         rows[name] |= {"distance": apart, "gib": round(peak(found[name].step, device), 3)}
         if not apart <= SAME:
             rows[name]["error"] = "another result than one rank's"
-    times: dict[str, list[float]] = {name: [] for name in found}
+    times: dict[str, list[Took]] = {name: [] for name in found}
     order = list(found.items())
     for _ in range(WARM_UP + rounds):
         for name, each in order:
-            times[name].append(milliseconds(each.step, device))
+            times[name].append(took(each.step, device))
         order.reverse()  # so that nobody always follows the longest step
-    alone_ms = statistics.median(times["one rank"][WARM_UP:])
+    alone_ms = statistics.median(each.ms for each in times["one rank"][WARM_UP:])
     for name, each in found.items():
-        ms = statistics.median(times[name][WARM_UP:])
-        rows[name] |= {"ms": ms, "share": alone_ms / (ranks * ms)}
+        ms, host_ms = (statistics.median(x) for x in zip(*times[name][WARM_UP:], strict=True))
+        rows[name] |= {"ms": ms, "share": alone_ms / (ranks * ms), "host_ms": host_ms}
         if each.method in METHODS[1:]:
             with without_sending():
-                rows[name]["attention_ms"] = milliseconds(each.step, device)
+                rows[name]["attention_ms"] = took(each.step, device).ms
             with without_attending():
-                rows[name]["communication_ms"] = milliseconds(each.step, device)
+                rows[name]["communication_ms"] = took(each.step, device).ms
     rows["one rank"]["tflops"] = round(case.flop / alone_ms * 1e-9, 4)
     return [{"case": case.name, "contender": name} | row for name, row in rows.items()]
 

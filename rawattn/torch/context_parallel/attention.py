@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from rawattn import api
-from rawattn.torch.context_parallel.exchange import Flight, Route, exchange, flight, flights, nothing
+from rawattn.torch.context_parallel.exchange import (
+    Flight,
+    Route,
+    exchange,
+    flight,
+    flights,
+    nothing,
+)
 from rawattn.torch.context_parallel.first_order import INF, Options, dead_to
 from rawattn.torch.context_parallel.rows import at_least_float32, on_device
 from rawattn.torch.context_parallel.stages import Call, Segment, Window
@@ -80,12 +87,13 @@ def work(call: Call, segments: list[Segment], device: torch.device) -> Work:
 @dataclass(frozen=True, eq=False)
 class Job:
     """Stages of a mask, with how to compute. ``once``: every row with keys stands in one call;
-    ``all_rows``: and every row has keys. ``parts``: as many times others' keys come, each time of
-    other heads."""
+    ``all_rows``: and every row has keys. ``pairs``: every key gets one gradient or two. ``parts``:
+    as many times others' keys come, each time of other heads."""
 
     stages: list[tuple[Route, list[Work]]]
-    once: bool
     all_rows: bool
+    pairs: bool
+    once: bool
     parts: int
     options: Options
 
@@ -142,17 +150,24 @@ class Job:
         wide = at_least_float32(q.dtype)
         blank = q.new_empty if self.all_rows else q.new_zeros
         dq = blank(q.shape, dtype=q.dtype if self.once else wide)
-        sums = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        sums = [
+            x.new_empty(x.shape) if self.pairs else x.new_zeros(x.shape, dtype=wide) for x in (k, v)
+        ]
         home: list[Flight] = []
         for there in fetched(self, q, k, v):
             at = there.heads_q
             q_part, dq_part, out_part, dout_part = (x[:, at] for x in (q, dq, out, dout))
             lse_part, dlse_part = lse[at], None if dlse is None else dlse[at]
+            route, totals = there.route, [total[:, there.heads_kv] for total in sums]
+            in_place = self.pairs and route.idle and route.all_here and len(there.works) == 1
             made: list[Tensor] = []
             for w in there.works:
                 inside: dict[str, Any] = (
                     {"dq": w.of(dq_part)} if self.once and isinstance(w.rows, slice) else {}
                 )
+                if in_place:
+                    of_keys = (route.kept.back.inside(total) for total in totals)
+                    inside |= dict(zip(("dk", "dv"), of_keys, strict=True))
                 made_dq, *own = api.backward(
                     w.of(dout_part),
                     w.of(q_part),
@@ -169,15 +184,19 @@ class Job:
                     **self.options.named,
                     **inside,
                 )
-                if not inside:
+                if "dq" not in inside:
                     w.put(dq_part, made_dq if self.once else w.of(dq_part) + made_dq)
                 made = [a.to(wide) + b for a, b in zip(made, own, strict=True)] if made else own
+            if in_place:
+                continue
             made = made or [torch.zeros_like(x) for x in (there.k, there.v)]
-            loads = [
-                there.route.load_back(x.to(k.dtype), total[:, there.heads_kv])
-                for x, total in zip(made, sums, strict=True)
-            ]
-            home.append(flight(loads, there.route.group))
+            own = [x.to(k.dtype) for x in made]
+            loads = [route.load_back(x, total) for x, total in zip(own, totals, strict=True)]
+            if route.idle:
+                for load in loads:
+                    load.land()
+                continue
+            home.append(flight(loads, route.group))
             if not self.once and len(home) > AHEAD:
                 home.pop(0).land()
         for under_way in home:

@@ -15,16 +15,16 @@ FORWARD, BACKWARD = (2, 2), (6, 4)  # operations a pair, by head_dim and by head
 class Rates(NamedTuple):
     """What a rank does in a second.
 
-    flops: of attention; the default is between rawattn's forward and backward on an H200 with
-    head_dim 128. received: bytes from the others; the default is two thirds of what NVLink 4 moves
-    one way, not measured. memory: bytes that the device reads or writes, an H200's. latency:
-    seconds of one exchange, or of one call of attention.
+    The defaults are those of two H100, measured. flops: of attention, forward and backward, with
+    head_dim 128. received: bytes from the others by copy engines over NVLink, while as many leave.
+    memory: bytes that the device reads or writes, an H200's. latency: seconds that one exchange, or
+    one call of attention, takes beyond its size.
     """
 
-    flops: float = 5.5e14
-    received: float = 3e11
+    flops: float = 6e14
+    received: float = 2.2e11
     memory: float = 4e12
-    latency: float = 3e-5
+    latency: float = 1e-4
 
 
 class Sizes(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rawattn.torch.context_parallel.peer_memory import peer_memory, size_of
+from rawattn.torch.context_parallel.peer_memory import WAYS, peer_memory, size_of
 from rawattn.torch.context_parallel.rows import Moves, Tokens, at_least_float32
 
 
@@ -58,10 +58,10 @@ def reserve(fleet: Sequence[Sequence[Load]], group: dist.ProcessGroup) -> None:
     if memory is not None:
         memory.reserve(
             {
-                r: tuple(
+                r: [
                     sum(size_of([getattr(load, way)[r] for load in loads]) for loads in fleet)
-                    for way in ("to", "into")
-                )
+                    for way in WAYS
+                ]
                 for r in memory.peers
             }
         )
@@ -79,7 +79,7 @@ def send(loads: Sequence[Load], group: dist.ProcessGroup) -> list[Any]:
             load.into[rank].copy_(load.to[rank])
     memory = peer_memory(group, device)
     if memory is not None:
-        return [memory.send(loads)]
+        return memory.send(loads)
     messages = []
     connect(group, device)
     for tag, load in enumerate(loads):
@@ -181,6 +181,27 @@ class Route:
         total = g.new_zeros((self.size, *g.shape[1:]), dtype=at_least_float32(g.dtype))
         flight([self.load_back(g, total)], self.group).land()
         return total.to(g.dtype)
+
+
+def are_pairs(routes: Sequence[Route], size: int) -> bool:
+    """Whether every one of a rank's rows gets one or two summands by these routes, one after the
+    other. Then nothing need be wider than a summand: the first is copied, which this notes."""
+    count = np.zeros(size, np.int64)
+    every = [moves for route in routes for moves in (route.kept, *route.sent) if moves.count]
+    first = []
+    for moves in every:
+        if (count[moves.source] == 0).all():
+            first.append(moves)
+        elif (count[moves.source] == 0).any():
+            return False
+        count[moves.source] += 1
+    if any(route.idle for route in routes[1:]):  # which comes before those that travel
+        return False
+    if size and not 1 <= count.min() <= count.max() <= 2:
+        return False
+    for moves in first:
+        moves.first = True
+    return True
 
 
 class Exchange(torch.autograd.Function):

@@ -5,6 +5,7 @@ A job has ``computed``, which gives out, lse and whatever else its ``gradients``
 ``composed``, out and lse as any function of q, k, v and sinks that autograd knows.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,6 +105,10 @@ class FirstOrder(torch.autograd.Function):
         dq, dk, dv = ctx.job.gradients(dout, dlse, q, k, v, out, lse, *kept)
         dsinks = None if sinks is None else gradient_of_sinks(dout, dlse, sinks, out, lse)
         return dq, dk, dv, dsinks, None
+
+
+# every call of apply asks for it, which takes longer than a launch
+FirstOrder.forward.__signature__ = inspect.signature(FirstOrder.forward)  # type: ignore[attr-defined]
 
 
 def gradient_of_sinks(

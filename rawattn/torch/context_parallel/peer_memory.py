@@ -30,6 +30,7 @@ from rawattn.torch.context_parallel.agreement import of_hosts
 ALIGNED, LEAST = 512, 1 << 21  # bytes: where a tensor begins; of an outbox
 LINE = 64  # bytes of a rank's flags: what has come of it, and what it has taken
 TAKEN = LINE // 2
+WAYS = "to", "into"  # of a load: what goes to each rank, and where what comes from it belongs
 HANDLE = 64  # bytes that CUDA IPC gives for a memory
 
 
@@ -93,7 +94,7 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, flags: "Own") -> None:
         self.rank, self.device, self.flags = dist.get_rank(group), device, flags
         self.hosts, self.peers = of_hosts(group), dict[int, Peer]()
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.watch = Watch(group, device)
 
     def connect(self, handles: Sequence[bytes]) -> None:
@@ -102,7 +103,7 @@ class PeerMemory:
             if r != self.rank:
                 self.peers[r] = Peer(_mapped(handle, self.device))
 
-    def reserve(self, sizes: dict[int, tuple[int, int]]) -> None:
+    def reserve(self, sizes: dict[int, list[int]]) -> None:
         """Outboxes for messages under way at one time, of so many bytes to and from each rank. Both
         ends grow at the same message; their hosts wait for each other then."""
         sending: list[Any] = []
@@ -132,12 +133,18 @@ class PeerMemory:
         for work in sending:
             work.wait()
 
-    def send(self, loads: Sequence[Any]) -> Arrival:
+    def send(self, loads: Sequence[Any]) -> list[Arrival]:
         """The loads under way; what ``reserve`` was told of."""
+        sizes = [
+            (peer, r, *(size_of([getattr(load, way)[r] for load in loads]) for way in WAYS))
+            for r, peer in self.peers.items()
+        ]
+        if not any(out or into for _, _, out, into in sizes):
+            return []
         main = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(main)  # where they land is free
-        for r, peer in self.peers.items():
-            if length := size_of([load.to[r] for load in loads]):
+        for peer, r, length, _ in sizes:
+            if length:
                 number, at, last = peer.sent.place(length)
                 if last > peer.known_taken:
                     _wait(main, self.flags.address + LINE * r + TAKEN, last)
@@ -145,14 +152,14 @@ class PeerMemory:
                 for load in loads:
                     at += _put(load.to[r], peer.outbox, at)
                 _write(main, peer.flags + LINE * self.rank, number)
-        for r, peer in self.peers.items():
-            if length := size_of([load.into[r] for load in loads]):
+        for peer, r, _, length in sizes:
+            if length:
                 number, at, _ = peer.received.place(length)
                 _wait(self.stream, self.flags.address + LINE * r, number)
                 for load in loads:
                     at += _take(load.into[r], peer.mapped + at, self.stream)
                 _write(self.stream, peer.flags + LINE * self.rank + TAKEN, number)
-        return Arrival(self.watch.see(self.stream.record_event()))
+        return [Arrival(self.watch.see(self.stream.record_event()))]
 
 
 def size_of(messages: Sequence[Tensor]) -> int:
@@ -176,7 +183,7 @@ def _put(x: Tensor, outbox: Tensor | None, at: int) -> int:
     return _aligned(size)
 
 
-# ---- the driver's ---------------------------------------------------------------------------------
+# ---- the driver's -------------------------------------------------------------------------------
 
 
 class Own:
@@ -239,7 +246,7 @@ def _done(result: tuple[Any, ...]) -> None:
         raise RuntimeError(f"a stream memory operation failed: {result[0]}")
 
 
-# ---- who reaches whom -----------------------------------------------------------------------------
+# ---- who reaches whom ---------------------------------------------------------------------------
 
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerMemory | None]] = (
     WeakKeyDictionary()
@@ -258,6 +265,16 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | 
     if device not in of_group:
         of_group[device] = _connected(group, device)
     return of_group[device]
+
+
+def held(device: torch.device) -> int:
+    """Bytes of this rank's outboxes and flags, which torch's allocator knows nothing of."""
+    found = [of_group[device] for of_group in _known.values() if device in of_group]
+    return sum(
+        memory.flags.size + sum(peer.sent.size for peer in memory.peers.values())
+        for memory in found
+        if memory is not None
+    )
 
 
 def _connected(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
@@ -320,7 +337,7 @@ class Watch:
         driver.cuThreadExchangeStreamCaptureMode(relaxed)  # its queries break no capture
         while True:
             time.sleep(min(1.0, self.timeout.total_seconds() / 4))
-            while self.waiting and self.waiting[0][0].query():
+            while self.waiting and self.waiting[0][0].query():  # type: ignore[no-untyped-call]
                 self.waiting.popleft()
             if self.waiting:
                 seconds = time.monotonic() - self.waiting[0][1]

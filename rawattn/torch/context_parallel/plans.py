@@ -30,7 +30,7 @@ from rawattn.torch.context_parallel.estimate import (
     of_stages,
     pairs_of,
 )
-from rawattn.torch.context_parallel.exchange import Owned, Route
+from rawattn.torch.context_parallel.exchange import Owned, Route, are_pairs
 from rawattn.torch.context_parallel.first_order import Options
 from rawattn.torch.context_parallel.layout import Piece, Ranges
 from rawattn.torch.context_parallel.rows import Tokens, on_device
@@ -122,9 +122,9 @@ class Plan:
             heads = self._heads(sizes.num_heads_q, sizes.num_heads_kv, device)
             return ulysses.AllTokens(parts, window, options, *heads)
         key = "job", method, window, device
-        made: tuple[Any, bool] = self.once(key, lambda: self._routed(method, window, device))
-        of_stages, all_rows = made
-        return Job(of_stages, method == "gather", all_rows, parts, options)
+        made: tuple[Any, ...] = self.once(key, lambda: self._routed(method, window, device))
+        of_stages, all_rows, pairs = made
+        return Job(of_stages, all_rows, pairs, method == "gather", parts, options)
 
     def _heads(self, num_heads_q: int, num_heads_kv: int, device: torch.device) -> tuple[Any, ...]:
         """Who computes which heads, and the offsets of the whole batch."""
@@ -282,15 +282,17 @@ class Plan:
 
     def _routed(
         self, method: str, window: stages.Window, device: torch.device
-    ) -> tuple[list[tuple[Route, list[Work]]], bool]:
-        """The stages, and whether each row stands in just one of their calls."""
+    ) -> tuple[list[tuple[Route, list[Work]]], bool, bool]:
+        """The stages, whether each row stands in just one of their calls, and whether each key gets
+        one gradient or two."""
         found, rows = [], 0
         for stage in self._stages(method, window):
             own = stage[self.rank]
             route = Route(self.owned["k"], self._wanted(stage), self.rank, self.group)
             found.append((route, [work(call, own.segments, device) for call in own.calls]))
             rows += sum(m.stop - m.start for call in own.calls for m in call.meetings)
-        return found, method == "gather" and rows == self.num_tokens()
+        pairs = are_pairs([route for route, _ in found], self.num_tokens("k"))
+        return found, method == "gather" and rows == self.num_tokens(), pairs
 
     # ---- agreement ----------------------------------------------------------------------------
 

@@ -13,14 +13,19 @@ FEW = 16  # runs, of which each is an own copy; more of them go by an index
 
 
 class Moves:
-    """Rows at ``source`` of one tensor that are those at ``target`` of another, none twice."""
+    """Rows at ``source`` of one tensor that are those at ``target`` of another, none twice.
+
+    ``first``: what comes back to them is the first that does, so that it is copied and not added.
+    """
+
+    first = False
 
     def __init__(self, source: Tokens, target: Tokens) -> None:
         breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
         cuts = pairwise([0, *breaks.tolist(), len(source)])
         self.count = len(source)
         self.runs = [(int(source[a]), int(target[a]), b - a) for a, b in cuts if a < b]
-        self._places = source, target
+        self.source, self.target = source, target
         self._there: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def copy(self, x: Tensor, there: Tensor) -> None:
@@ -34,7 +39,9 @@ class Moves:
 
     def add_back(self, there: Tensor, x: Tensor) -> None:
         """What ``there`` has added to the rows of ``x``, in the dtype of this."""
-        if len(self.runs) > FEW:
+        if self.first:
+            self.back.copy(there.to(x.dtype), x)
+        elif len(self.runs) > FEW:
             at, to = self._at(x.device)
             x.index_add_(0, at, there.index_select(0, to).to(x.dtype))
         else:
@@ -58,11 +65,13 @@ class Moves:
     @cached_property
     def back(self) -> "Moves":
         """The other way."""
-        return Moves(self._places[1], self._places[0])
+        return Moves(self.target, self.source)
 
     def _at(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._there:
-            source, target = (on_device(torch.from_numpy(x), device) for x in self._places)
+            source, target = (
+                on_device(torch.from_numpy(x), device) for x in (self.source, self.target)
+            )
             self._there[device] = source, target
         return self._there[device]
 
