@@ -5,11 +5,13 @@
     python tools/record.py --sanitizer racecheck
     python tools/record.py --bench --suite paper --sustained 1
     python tools/record.py --models      # whole models, by tools/train/train_models.py
+    python tools/record.py --several     # context parallelism on all GPUs here: a record of its own
     python tools/record.py --check       # exit 1 unless every record counts for these sources
 
 A part is merged into the record of the same GPU while the sources are the same; other sources begin
 a new record. A record counts when no test failed, no part of the tests is missing and all four
-sanitizers ended with 0 errors. --check needs nothing but Python.
+sanitizers ended with 0 errors; one of several GPUs when no test failed and no result of ours was
+wrong. --check needs nothing but Python.
 """
 
 import argparse
@@ -28,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "records"
 SUFFIXES = {".py", ".cu", ".cuh"}
 DIAGNOSIS = ("rawattn/check/diagnose/", "rawattn/check/cli_diagnose.py")  # and its commands
+SEVERAL = "rawattn/torch/context_parallel/"  # of which one GPU runs nothing
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "gpu")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KEYS = {  # which row of a part it is
     "bench": ("suite", "case", "direction"),
@@ -38,16 +42,18 @@ KEYS = {  # which row of a part it is
 Record = dict[str, Any]
 
 
-def sources_hash(root: Path = ROOT) -> str:
+def sources_hash(root: Path = ROOT, several: bool = False) -> str:
     """sha256 over the relative paths and contents of what runs: rawattn/ and kernels_cu/.
 
-    Without the diagnosis of rawattn-check, which explains wrong results and makes none.
+    Without the diagnosis of rawattn-check, which explains wrong results and makes none, and without
+    context parallelism, unless it is of ``several`` GPUs.
     """
+    apart = DIAGNOSIS if several else (*DIAGNOSIS, SEVERAL)
     digest = hashlib.sha256()
     files = [f for top in ("rawattn", "kernels_cu") for f in (root / top).rglob("*")]
     for file in sorted(f for f in files if f.suffix in SUFFIXES):
         name, content = file.relative_to(root).as_posix(), file.read_bytes()
-        if not name.startswith(DIAGNOSIS):
+        if not name.startswith(apart):
             digest.update(f"{name}\0{len(content)}\0".encode())
             digest.update(content)
     return digest.hexdigest()
@@ -63,9 +69,16 @@ def faults(record: Record, now: str) -> list[str]:
         found.append(f"{tests['failed']} tests failed")
     if tests and (missing := missing_shards(tests)):
         found.append(f"tests without shards {', '.join(missing)}")
-    if wrong := [tool for tool in SANITIZERS if sanitizer.get(tool) != 0]:
-        found.append(f"no clean end of {', '.join(wrong)}")
+    if "ranks" in record:
+        found += [f"{row['contender']}: {row['error']}" for row in record["rows"] if wrong(row)]
+    elif unclean := [tool for tool in SANITIZERS if sanitizer.get(tool) != 0]:
+        found.append(f"no clean end of {', '.join(unclean)}")
     return found
+
+
+def wrong(row: Record) -> bool:
+    """Whether it is of a way of ours that gave no result, or another one than one rank."""
+    return "error" in row and row["contender"].startswith(("contiguous", "zigzag"))
 
 
 def missing_shards(tests: Record) -> list[str]:
@@ -77,13 +90,13 @@ def missing_shards(tests: Record) -> list[str]:
 
 def check(folder: Path = RECORDS, root: Path = ROOT) -> int:
     """Print what each record is worth for the present sources; 0 if there is one and all count."""
-    now = sources_hash(root)
     records = sorted(folder.glob("*.json"))
     if not records:
         print(f"no GPU record in {folder.name}/")
     bad = 0
     for path in records:
-        found = faults(json.loads(path.read_text()), now)
+        record = json.loads(path.read_text())
+        found = faults(record, sources_hash(root, several="ranks" in record))
         bad += bool(found)
         print(f"{path.name}: {'does not count: ' + '; '.join(found) if found else 'counts'}")
     return 1 if bad or not records else 0
@@ -169,6 +182,24 @@ def run_tests(workers: int, shard: str = "") -> Record:
     return add_up({shard: counts}) if shard else counts
 
 
+def run_several(memory: int) -> Record:
+    """Of context parallelism on all GPUs here: its tests, times beside other libraries, and memory
+    of one document of so many tokens."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    result: Record = {"rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        junit, measured = Path(folder) / "junit.xml", Path(folder) / "parallel.json"
+        tests = ["tests/gpu/test_gpu_context_parallel.py", "-m", "gpu", "-n", "0"]
+        subprocess.run([sys.executable, "-m", "pytest", *tests, f"--junitxml={junit}"], cwd=ROOT)
+        counts |= count_tests(junit)
+        tool = [*TORCHRUN, str(ROOT / "tools" / "bench_parallel.py"), "--json", str(measured)]
+        for options in ([], ["--memory", str(memory), "--only", "zigzag gather"]):
+            subprocess.run([*tool, *options], cwd=ROOT, check=True)
+            found = json.loads(measured.read_text())
+            result |= found | {"rows": result["rows"] + found["rows"]}
+    return {"tests": counts} | result
+
+
 def run_sanitizer(tools: tuple[str, ...] = SANITIZERS) -> dict[str, int | None]:
     """Errors by tool, None for a tool that did not end well; its log is printed."""
     from sanitize import sanitize
@@ -230,6 +261,12 @@ def update(options: argparse.Namespace) -> int:
         print(f"{path.name}: {', '.join(part)} written")
 
     good = True
+    if options.several:
+        several = run_several(options.several)
+        now = sources_hash(several=True)
+        found = head | several | {"sources": now}
+        path.with_stem(f"{path.stem}-x{several['ranks']}").write_text(dumps(found))
+        good &= not faults(found, now)
     if options.tests:
         tests = run_tests(options.workers, options.shard)
         write({"tests": tests})
@@ -275,12 +312,21 @@ def main() -> int:
     parser.add_argument("--accuracy", action="store_true", help="errors of the forward")
     parser.add_argument("--host", action="store_true", help="host times and first calls")
     parser.add_argument("--models", action="store_true", help="training steps of whole models")
+    parser.add_argument(
+        "--several",
+        nargs="?",
+        type=int,
+        const=1_572_864,
+        metavar="TOKENS",
+        help="context parallelism on all GPUs here; memory of a document of so many tokens",
+    )
     options = parser.parse_args()
     if options.check:
         return check()
     if options.shard and not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
         parser.error(f"--shard is I/N such as 2/4, was {options.shard}")
     measured = options.bench or options.accuracy or options.host or options.models
+    measured = measured or options.several
     if not (options.tests or options.sanitizer is not None or measured):
         parser.error("choose --check or what to run; --help names it")
     return update(options)

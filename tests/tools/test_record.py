@@ -11,6 +11,7 @@ import pytest
 import record
 
 ROOT = Path(__file__).parents[2]
+CP = "torch/context_parallel/"
 CLEAN = dict.fromkeys(record.SANITIZERS, 0)
 GOOD: dict[str, Any] = {"tests": {"passed": 3, "failed": 0, "skipped": 1}, "sanitizer": CLEAN}
 ROWS = [
@@ -46,12 +47,30 @@ def test_a_record_outlives_what_is_no_source_and_is_missed(sources: Path) -> Non
     assert record.check(sources / "records", sources) == 1
 
 
-@pytest.mark.parametrize("change", ["diagnose/words.py", "cli_diagnose.py", "cli.py"])
-def test_a_record_outlives_what_explains_results(sources: Path, change: str) -> None:
-    file = sources / "rawattn/check" / change
+@pytest.mark.parametrize(
+    "change", ["check/diagnose/words.py", "check/cli_diagnose.py", "check/cli.py", f"{CP}plans.py"]
+)
+def test_a_record_outlives_what_it_measures_nothing_of(sources: Path, change: str) -> None:
+    file = sources / "rawattn" / change
     file.parent.mkdir(parents=True)
     file.write_text("new")
-    assert record.check(sources / "records", sources) == (change == "cli.py")
+    assert record.check(sources / "records", sources) == (change == "check/cli.py")
+
+
+@pytest.mark.parametrize("change", ["rawattn/api.py", f"rawattn/{CP}plans.py", ""])
+def test_a_record_of_several_gpus_is_of_what_they_run(sources: Path, change: str) -> None:
+    rows = [{"contender": name, "error": "no"} for name in ("one rank", "DeepSpeed Ulysses")]
+    of_two = {"ranks": 2, "tests": {"passed": 7, "failed": 0}, "rows": rows}
+    of_two["sources"] = record.sources_hash(sources, several=True)
+    (sources / "records" / "h200.json").write_text(json.dumps(of_two))
+    assert record.check(sources / "records", sources) == 0
+    if change:
+        (sources / change).parent.mkdir(parents=True, exist_ok=True)
+        (sources / change).write_text("changed")
+    else:  # a way of ours that was wrong
+        rows.append({"contender": "zigzag auto", "error": "another result than one rank's"})
+        (sources / "records" / "h200.json").write_text(json.dumps(of_two))
+    assert record.check(sources / "records", sources) == 1
 
 
 def test_renaming_a_source_changes_the_hash(sources: Path) -> None:

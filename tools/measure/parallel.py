@@ -265,7 +265,7 @@ def most(number: float, device: torch.device) -> float:
 
 
 def peak(step: Step, device: torch.device) -> float:
-    """GiB that a rank has at most during the step, inputs and outboxes of any earlier step included;
+    """GiB that a rank has at most during the step, with inputs, and outboxes of any earlier step;
     inf where they do not do."""
     if device.type != "cuda":
         return 0.0
@@ -390,7 +390,8 @@ def memory_of(tokens: int, device: torch.device, only: str = "") -> list[Row]:
         name = f"{layout} {method}".strip()
         if not layout or only in name:
             gib, ms = _peak_of_own(case, layout, method, device)
-            rows.append({"case": case.name, "contender": name, "gib": gib, "ms": ms})
+            took = {"gib": gib, "ms": ms} if gib < float("inf") else {"error": "out of memory"}
+            rows.append({"case": case.name, "contender": name} | took)
     return rows
 
 
