@@ -1,4 +1,4 @@
-"""Packed attention over several GPUs by NCCL: 16 bits within what one GPU does, bitwise repeatable.
+"""Packed attention over several GPUs: 16 bits within what one GPU does, bitwise repeatable.
 
 Long runs, times and memory are tools/bench_parallel.py's.
 """
@@ -22,6 +22,11 @@ pytestmark = [
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_are_as_exact_as_one(seed: int) -> None:
     found = ranks.run(parallel_rounded.sweep, 2, seed, 10, "cuda", timeout=300.0, on_gpus=True)
+    assert found == [[], []]
+
+
+def test_by_nccl_they_are_too() -> None:
+    found = ranks.run(parallel_rounded.by_nccl, 2, 4, 10, "cuda", timeout=300.0, on_gpus=True)
     assert found == [[], []]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rawattn.torch import context_parallel as cp
 from rawattn.torch import varlen_attn
+from rawattn.torch.context_parallel import exchange
 from tests.shared.parallel import METHODS, NAMES, Problem, draw, inputs_of, offsets, plan_of, truth
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -99,3 +100,13 @@ def sweep(seed: int, count: int, device: str) -> list[str]:
         dtype, head_dims = DTYPES[n % len(DTYPES)], HEAD_DIMS[n % len(HEAD_DIMS)]
         texts += wrong(1000 * seed + n, device, dtype, head_dims)
     return texts
+
+
+def by_nccl(seed: int, count: int, device: str) -> list[str]:
+    """The same where no rank reaches another's memory."""
+    real = exchange.peer_memory
+    exchange.peer_memory = lambda *_: None
+    try:
+        return sweep(seed, count, device)
+    finally:
+        exchange.peer_memory = real

@@ -8,17 +8,21 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rawattn.torch.context_parallel import layout as layouts
+from rawattn.torch.context_parallel.attention import Job
 from rawattn.torch.context_parallel.estimate import Rates, Sizes
+from rawattn.torch.context_parallel.first_order import Options
 from rawattn.torch.context_parallel.plans import Plan
 from rawattn.torch.context_parallel.stages import OPEN, pairs
 from tests.shared import parallel_use, ranks
 
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=6)
 COUNTS = st.integers(1, 5)
+CPU = torch.device("cpu")
 REACH = st.one_of(st.just(OPEN), st.integers(0, 30))
 
 
@@ -212,6 +216,18 @@ def test_auto_takes_what_is_estimated_to_be_fastest() -> None:
     assert slow["ulysses"].seconds > 5 * slow["gather"].seconds
     given = plan_of([1024] * 64, method="ring")
     assert given.best((OPEN, 0), sizes) == "ring"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pairs"), [([40] * 4, (True, True)), ([400], (False, True)), ([], (True, True))]
+)
+def test_who_needs_wider_sums_of_gradients(lengths: list[int], pairs: tuple[bool, bool]) -> None:
+    """The first chunk of a document meets rows of its own rank twice, and others'."""
+    for r, few in enumerate(pairs):
+        made = plan_of(lengths, method="gather", rank=r).job(
+            (OPEN, 0), Sizes(2, 2, 8, 8, 8), CPU, Options(None, None, False, None)
+        )
+        assert isinstance(made, Job) and made.pairs == few
 
 
 def test_estimated_bytes_are_those_that_come() -> None:
