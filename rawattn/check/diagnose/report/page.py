@@ -12,14 +12,13 @@ import numpy as np
 from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.structure import off
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
-from rawattn.check.diagnose.report.words import SURE, readable, sentence
+from rawattn.check.diagnose.report import words
 
 MAP_EDGES = (-2, -1, 0, 1, 2, 3, 4)  # log10 of error over allowance: where the colours change
 MAP_NAMES = (*(f"up to {10.0**edge:,g}" for edge in MAP_EDGES), "above")
 WRONG, DOUBT, RIGHT = "wrong", "doubt", "right"
 TONES = {"vacuous": DOUBT, "rounding": RIGHT}  # any other finding: something is wrong
 VERDICTS = {"pass": RIGHT, "FAIL": WRONG, "vacuous": DOUBT}
-NUMBERS = ("value", "allowed", "slope", "residual", "error")  # columns of them
 COUNTS = dict(enumerate(("two", "three", "four", "five"), start=2))
 
 STYLE = """
@@ -90,7 +89,7 @@ def _verdict(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _finding(finding: Finding) -> str:
-    meaning = SURE.get(finding.confidence, "")
+    meaning = words.SURE.get(finding.confidence, "")
     sight = finding.proof.sight if finding.proof else None
     rows = (
         ("Side", _text(finding.side)),
@@ -103,7 +102,7 @@ def _finding(finding: Finding) -> str:
         ("Class", _element("code", _text(finding.bug))),
     )
     entries = "".join(f"<dt>{name}</dt><dd>{value}</dd>\n" for name, value in rows if value)
-    heading = _element("h2", _text(sentence(finding) or finding.bug))
+    heading = _element("h2", _text(words.sentence(finding) or finding.bug))
     return _element("article", heading + _element("dl", entries))
 
 
@@ -166,14 +165,8 @@ def _runs(values: np.ndarray) -> str:
 
 def _identities(checks: Sequence[Check]) -> str:
     """What must hold on each side alone."""
-    rows = []
-    for check in checks:
-        verdict = "no data" if check.verdict == "-" else check.verdict
-        text = check.text + (f" ({check.place})" if check.place else "")
-        numbers = readable(check.value), readable(check.allowed)
-        rows.append((verdict, check.side, check.name, text, *numbers))
     tones = [VERDICTS.get(check.verdict, "note") for check in checks]
-    table = _table(("verdict", "side", "name", "identity", "value", "allowed"), rows, tones)
+    table = _table(words.CHECKS, words.of_checks(checks), tones)
     lead = "What must hold on each side alone, whatever the other side says."
     return _section("Identities that need no reference", lead, table)
 
@@ -182,20 +175,13 @@ def _slopes(levels: Sequence[Level]) -> str:
     """Whole tensors in the open, their parts folded away."""
     parts = []
     for kind in sorted({level.level for level in levels}, key=lambda kind: (kind != "all", kind)):
-        rows = [
-            (
-                *(level.tensor, level.key or level.level, readable(level.slope, ".5g")),
-                *(readable(level.residual, ".1%"), readable(level.error)),
-            )
-            for level in levels
-            if level.level == kind
-        ]
-        table = _table(("tensor", "part", "slope", "residual", "error"), rows)
+        rows = words.of_levels(level for level in levels if level.level == kind)
+        table = _table(words.LEVELS, rows)
         summary = _element("summary", f"By {_text(kind)} ({len(rows):,})")
         parts.append(table if kind == "all" else _element("details", summary + table))
     lead = (
         "Slope: the factor between the two sides, by least squares; 1 where they agree. Residual: "
-        "what the slope leaves, relative to the size of the part. Error: the largest difference."
+        "what the slope leaves, relative to the size of the part."
     )
     return _section("Slopes and residuals", lead, "".join(parts))
 
@@ -204,7 +190,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], tones: Sequence[
     """A table in a box that scrolls when it is wider than the page. tones: of the first cells."""
     if not rows:
         return ""
-    kinds = ["number" if head in NUMBERS else "" for head in heads]
+    kinds = ["number" if head in words.FIGURES else "" for head in heads]
     lines = []
     for n, row in enumerate(rows):
         of_row = [tones[n], *kinds[1:]] if tones else kinds
