@@ -41,9 +41,21 @@ OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are 
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
-def finding(side: str, bug: str, where: str, confidence: str, evidence: Sequence[str]) -> Finding:
+def finding(
+    side: str,
+    bug: str,
+    where: str,
+    confidence: str,
+    evidence: Sequence[str],
+    alternatives: tuple[str, ...] = (),
+    *,
+    title: str = "",
+    look_at: str = "",
+) -> Finding:
+    """Of a class, in its words where there are no others."""
     known = CLASSES[bug]
-    return Finding(side, bug, known.title, where, confidence, tuple(evidence), known.look_at)
+    title, look_at = title or known.title, look_at or known.look_at
+    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
 def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> list[Finding]:

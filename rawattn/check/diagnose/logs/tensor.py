@@ -31,7 +31,7 @@ class Printed:
     units: the step of the last printed digit of each, 0 where the print is exact. places: the
     indices along each axis of the printed entries; counted from the back, so negative, where they
     stand behind "...". sizes: the length of each axis, None where it is elided and nothing tells.
-    dtype: "" where nothing tells. settings: (("causal", "False"),) of a name "dS (causal=False)".
+    dtype: "" where nothing tells.
     """
 
     name: str
@@ -43,7 +43,6 @@ class Printed:
     sizes: tuple[int | None, ...]
     dtype: str = ""
     decimals: int = 0
-    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def full(self) -> bool:
@@ -52,8 +51,7 @@ class Printed:
 
     @property
     def title(self) -> str:
-        told = ", ".join(f"{key}={value}" for key, value in self.settings)
-        return (self.name or f"tensor of line {self.line}") + (f" ({told})" if told else "")
+        return self.name or f"tensor of line {self.line}"
 
     @property
     def floating(self) -> bool:
@@ -69,6 +67,11 @@ class Printed:
     def side(self) -> tuple[str, ...]:
         """The words of the name that say no quantity: whose it is."""
         return tuple(word for word in self.words if word not in QUANTITIES and not word.isdigit())
+
+    @property
+    def quantity(self) -> tuple[str, ...]:
+        """What it is, with numbers in its name; () where that does not tell."""
+        return (self.kind, *filter(str.isdigit, self.words)) if self.kind else ()
 
     @property
     def kind(self) -> str:

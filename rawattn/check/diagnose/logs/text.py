@@ -5,7 +5,6 @@ Long because a print has many small parts, each of them a line or two.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,10 +26,6 @@ START = re.compile(
 )
 TRAILER = re.compile(
     r"(?:\s*,\s*\w+\s*=\s*(?:'[^']*'|<[^<>]*>|\([^()]*\)|[\w.]+(?:\([^()]*\)|\[[^\[\]]*\])?))*\s*\)?"
-)
-SIZE = re.compile(
-    r"(?:(?P<name>[A-Za-z_][\w.]*?)(?:\.shape|\.size\(\))?[ \t]*[:=]?[ \t]*)?"
-    r"(?:torch\.Size\(\[(?P<torch>[\d, ]*)\]\)|(?<=shape)[ \t]*[:=]?[ \t]*\((?P<numpy>[\d, ]*)\))"
 )
 FIGURE = re.compile(
     rf"(?P<label>[A-Za-z_|][^:=\[\]]*?)"
@@ -58,7 +53,7 @@ def read_log(text: str) -> Contents:
     """
     text = _clean(text)
     read = _read_tensors(text)
-    return Contents(text, _with_sizes(text, read), _read_figures(text, read))
+    return Contents(text, tuple(printed for printed, _ in read), _read_figures(text, read))
 
 
 def _clean(text: str) -> str:
@@ -90,12 +85,11 @@ def _read_tensors(text: str) -> list[tuple[Printed, int]]:
         trailer = ""
         if start["call"] and (match := TRAILER.match(text, end)):
             trailer, end = match[0], match.end()
-        name, settings = _name(text[max(after, start.start() - 2000) : start.start()])
+        name = _name(text[max(after, start.start() - 2000) : start.start()])
         factor = float(start["factor"].rstrip("* \t\n")) if start["factor"] else 1.0
         form = start[0].split("(")[0].strip().lower().rpartition(".")[2]
         printed = _printed(strings, layout, factor, form, trailer)
-        placed = replace(printed, name=name, line=line, start=start.start(), settings=settings)
-        found.append((placed, end))
+        found.append((replace(printed, name=name, line=line, start=start.start()), end))
         after = at = end
     return found
 
@@ -198,46 +192,22 @@ def _unit(string: str, decimals: int) -> float:
     return float(f"1e{int(exponent or 0) - decimals}")
 
 
-def _name(before: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _name(before: str) -> str:
     """The name that stands before a tensor, on its line or the nearest one above."""
     lines = before.split("\n")
     words = lines.pop().strip(" \t([{")
     if not words:
         words = next((line.strip() for line in lines[:-4:-1] if line.strip()), "")
         if not words.endswith((":", "=")) and len(words.split()) > 2:
-            return "", ()
-    words = words.rstrip(" \t:=([{")
-    told = re.search(r"\(([^()]*=[^()]*)\)$", words)
-    settings: tuple[tuple[str, str], ...] = ()
-    if told:
-        words = words[: told.start()].rstrip()
-        settings = tuple(re.findall(r"(\w+)\s*=\s*([\w.+-]+)", told[1]))
+            return ""
+    words = re.sub(r"\([^()]*=[^()]*\)$", "", words.rstrip(" \t:=([{"))
     words = re.split(r"[:!?;,|>]\s+|\.\s+", words)[-1].strip(" \t'\"`*([{,")
-    if not re.search("[A-Za-z]", words):
-        return "", settings
     parts = words.split()
-    return (words if len(parts) <= 4 else parts[-1]), settings
+    named = re.search("[A-Za-z]", words) is not None
+    return (words if len(parts) <= 4 else parts[-1]) if named else ""
 
 
-def _with_sizes(text: str, read: Iterable[tuple[Printed, int]]) -> tuple[Printed, ...]:
-    """Elided axes get their length where the log prints the size of that name."""
-    told: dict[str, tuple[int, ...]] = {}
-    for match in SIZE.finditer(text):
-        digits = re.findall(r"\d+", match["torch"] or match["numpy"] or "")
-        name = (match["name"] or "").removesuffix(".shape").removesuffix(".size")
-        told[name] = tuple(int(size) for size in digits)
-    whole = []
-    for printed, _ in read:
-        shape = told.get(printed.name, ()) if printed.name else ()
-        fits = len(shape) == len(printed.sizes) and all(
-            size == known if known is not None else size >= shown
-            for size, known, shown in zip(shape, printed.sizes, printed.values.shape, strict=True)
-        )
-        whole.append(replace(printed, sizes=shape) if fits and shape else printed)
-    return tuple(whole)
-
-
-def _read_figures(text: str, read: Iterable[tuple[Printed, int]]) -> tuple[Number, ...]:
+def _read_figures(text: str, read: list[tuple[Printed, int]]) -> tuple[Number, ...]:
     rest, last = [], 0
     for printed, end in read:
         if printed.values.ndim:
