@@ -50,11 +50,13 @@ def rights(
     rounded = exact + 0.25 * ulps * rng.uniform(-1, 1, shape)
     accumulator = min(eps_of(dtype), eps_of("float32"))
     summed = exact + accumulator * np.abs(exact).max() * rng.uniform(-1, 1, shape)
-    same = "the reference rounded to x's dtype" if wide else "the same array"
-    noisy = f"the result of another rounding, off by at most {'0.75' if wide else '1'} ulp"
     return [
         Pair(name, "right", x.astype(kind), ref, "pass")
-        for name, x in ((same, exact), (noisy, rounded), ("the same sums in another order", summed))
+        for name, x in (
+            ("the reference, rounded to x's dtype", exact),
+            ("the result of another rounding, off by at most an ulp", rounded),
+            ("the same sums in another order", summed),
+        )
     ]
 
 
@@ -99,10 +101,7 @@ def wrongs(
     pairs.append(Pair("x and ref both 0", "vacuous", zeros.astype(kind), typed(zeros)))
     nan_ref = ref.copy()
     nan_ref[middle] = np.nan
-    pairs += [
-        Pair("NaN at the same place of both", "either", one_nan, nan_ref, "either"),
-        Pair("x and ref both empty", "either", x[:0], ref[:0], "either"),
-    ]
+    pairs.append(Pair("NaN at the same place of both", "either", one_nan, nan_ref, "either"))
     if not wide:
         pairs.append(Pair("x of dtype float64", "either", x.astype(np.float64), ref, "either"))
     return pairs
@@ -125,7 +124,7 @@ def _changed(
 
     for factor in (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0):
         name = {0.0: "0", -1.0: "-ref"}.get(factor, f"{factor:g} ref")
-        yield f"x = {name}", "scaled", exact * factor
+        yield f"x = {name}", "scaled" if factor else "zeros", exact * factor
     yield PLACES[0], "places", back(np.roll(rows, 1, axis=0))
     axes = (1, 0, 2) if heads > 1 else (2, 1, 0)
     yield PLACES[1], "places", back(rows.transpose(axes).reshape(rows.shape))
@@ -154,12 +153,8 @@ def _changed(
 def _packed(array: Float64) -> tuple[Float64, Callable[[Float64], Float64]]:
     """``array`` as (tokens, heads, width), and the way back."""
     shape = array.shape
-    if array.ndim == 2:
-        return array[:, None], lambda rows: rows.reshape(shape)
-    if array.ndim == 3:
-        return array, lambda rows: rows
-    if array.ndim != 4:
-        raise ValueError(f"shape {shape} has {array.ndim} axes, expected 2, 3 or 4")
+    if array.ndim < 4:
+        return array.reshape(shape[0], -1, shape[-1]), lambda rows: rows.reshape(shape)
     batch, heads, tokens, width = shape
     rows = array.swapaxes(1, 2).reshape(batch * tokens, heads, width)
     return rows, lambda rows: rows.reshape(batch, tokens, heads, width).swapaxes(1, 2)
