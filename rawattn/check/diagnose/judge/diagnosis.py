@@ -92,7 +92,7 @@ def diagnose(
     reference = reference_of(question, shown)
     shown = {n: x for n, x in shown.items() if n not in reference or x.shape == reference[n].shape}
     reference = {name: x for name, x in reference.items() if name in shown}
-    facts.insert(0, _sizes(whole))
+    facts.insert(0, sizes_of(whole))
     diagnosis = Diagnosis(
         title=" against ".join(name for name, _, _ in sides),
         findings=tuple(findings),
@@ -141,7 +141,8 @@ def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
     }
 
 
-def _sizes(question: Question) -> str:
+def sizes_of(question: Question) -> str:
+    """What a question is about, in a line."""
     q = question
     lengths = _few(q.lengths_q)
     if q.lengths_q != q.lengths_k:
