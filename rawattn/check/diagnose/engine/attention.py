@@ -12,7 +12,7 @@ Long, since the derivatives up to the second share the steps that a bug may repl
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -102,23 +102,6 @@ class Bug:
 NO_BUG = Bug("right")
 
 
-@dataclass(frozen=True, eq=False)
-class Assuming(Question):
-    """A question whose right answers have ``assumed`` in them: a bug that is known to be there,
-    so that others are looked for beside it."""
-
-    assumed: Bug = NO_BUG
-
-
-def assuming(question: Question, bug: Bug) -> Assuming:
-    """``question`` with ``bug`` in what counts as right."""
-    return Assuming(**{f.name: getattr(question, f.name) for f in fields(Question)}, assumed=bug)
-
-
-def _assumed(question: Question) -> Bug:
-    return question.assumed if isinstance(question, Assuming) else NO_BUG
-
-
 # ---- who sees whom ----------------------------------------------------------------------------
 
 
@@ -143,9 +126,6 @@ class Identity:
 @lru_cache(maxsize=8)
 def _views(key: Identity, sliding: bool) -> tuple[View, ...]:
     question = key.question
-    if isinstance(question, Assuming) and question.assumed.see is not None:
-        plain = replace(question, assumed=NO_BUG)
-        return tuple(question.assumed.see(plain, views_of(plain, sliding)))
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
@@ -339,7 +319,7 @@ def changed(c: Context, **changes: Any) -> Context:
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
     """Set every step's result under its name; "bP" is P."""
     for name in names:
-        step = bug.steps.get(name) or c.assumed.get(name, STEPS[name])
+        step = bug.steps.get(name, STEPS[name])
         setattr(c, "P" if name == "bP" else name, step(c))
 
 
@@ -367,16 +347,13 @@ def solve(
     effort *= OF_LISTS if question.sparse and planted.see is not None else 1
     spend(OF_A_CALL + (effort if only is None else effort / max(float(views), 1.0)))
     given = _given(question, stage, given)
-    only = None if planted.store or _assumed(question).store else only  # all may be moved
+    only = None if planted.store else only  # all may be moved
     answers = _stage(question, stage, planted, False, rounding, given, only)
     if stage == "forward" and question.sliding is not None:
         found = _stage(question, stage, planted, True, rounding, None, only)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
     of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
-    for one in (planted, _assumed(question)):
-        if stage not in one.stages:
-            continue
-        answers = one.store(question, answers) if one.store else answers
+    answers = planted.store(question, answers) if planted.store else answers
     return answers | of_sinks
 
 
@@ -489,7 +466,6 @@ def _context(
 
     q = question
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
-    c.assumed = _assumed(q).steps
     c.r, c.o = rounding.operation, rounding.operand
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
     c.dO, c.dL = of_q(q.dout), of_row(q.dlse)

@@ -28,7 +28,6 @@ from rawattn.check.diagnose.judge.match import (
     LOOSE,
     Explained,
     StageVerdict,
-    beside,
     judge_stage,
 )
 from rawattn.check.diagnose.judge.unjudged import without
@@ -187,9 +186,6 @@ def _judge(
         known = {"hints": hints, "told": told.bugs}
         verdict = judge_stage(question, judged, stage, until=until, **known)
         if verdict is not None:
-            here = [one.prediction.bug for one in verdict.explained[:1]]
-            for bug in (*hints, *here) if verdict.unexplained else ():
-                verdict = beside(question, judged, verdict, bug, until)
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
@@ -270,11 +266,10 @@ def _about(check: Check) -> set[str]:
 class _Part:
     """Wrong tensors of one stage that one bug has to explain."""
 
-    def __init__(self, verdict: StageVerdict, explained: Sequence[Explained]) -> None:
-        self.verdict, self.tensors = verdict, explained[0].tensors
-        self.best: dict[str, Explained] = {}
-        for one in explained:
-            self.best.setdefault(one.name, one)
+    def __init__(self, verdict: StageVerdict, tensors: tuple[str, ...]) -> None:
+        self.verdict, self.tensors = verdict, tensors
+        explained = [one for one in verdict.explained if one.tensors == tensors]
+        self.best = {one.name: one for one in explained[::-1]}  # the first of a name
 
 
 def _resolve(
@@ -282,96 +277,82 @@ def _resolve(
 ) -> list[Finding]:
     """One finding for each bug, the bugs as few as will do."""
     wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
-    parts: list[_Part] = []
+    left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
-        groups: dict[tuple[str, ...], list[Explained]] = {}
-        for one in verdict.explained:
-            groups.setdefault(one.tensors, []).append(one)
-        parts += [_Part(verdict, group) for group in groups.values()]
+        tensors = dict.fromkeys(one.tensors for one in verdict.explained)
+        left += [_Part(verdict, names) for names in tensors]
         if verdict.unexplained:
             part = proofs.Judged.of(question, answers, verdict)
             findings += rounding.of_wrong(part, side) or [proofs.of_structure(part, side)]
 
-    def merit(name: str, left: Sequence[_Part]) -> tuple[float, ...]:
+    def merit(name: str, here: Sequence[_Part]) -> tuple[float, ...]:
         """More parts first, then the order of classes, then bugs of the wrong stages alone."""
-        here = [part for part in left if name in part.best]
         own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
         worst = max(part.best[name].rms for part in here)
         return -len(here), worst > 1.5, _order(name), not own, worst
 
-    left = list(parts)
     found: list[Finding] = []
     while left:
         names = {name for part in left for name in part.best}
-        best = min(names, key=lambda name: merit(name, left))
-        here = [part for part in left if best in part.best]
-        others = set.intersection(*(set(part.best) for part in here)) - {best, *LOOSE}
-        found += _findings(question, answers, side, best, here, sorted(others, key=_order))
+        parts = {name: [part for part in left if name in part.best] for name in names}
+        best = min(names, key=lambda name: merit(name, parts[name]))
+        others = set.intersection(*(set(part.best) for part in parts[best])) - {best, *LOOSE}
+        found.append(_found(question, answers, side, best, parts[best], sorted(others, key=_order)))
         left = [part for part in left if best not in part.best]
     return found + findings
 
 
 def _order(name: str) -> int:
-    """The place of a class; of two at once that of the later one, behind all classes."""
-    single = name.split(" + ")
-    return max(ORDER.get(one, len(ORDER)) for one in single) + len(ORDER) * (len(single) - 1)
+    """The place of a class."""
+    return ORDER.get(name, len(ORDER))
 
 
-def _findings(
+def _found(
     question: Question,
     answers: Answers,
     side: str,
     name: str,
     parts: Sequence[_Part],
     others: Sequence[str],
-) -> list[Finding]:
-    """The findings of a bug, or of two at once, in all parts that it explains."""
-    chosen = [part.best[name] for part in parts]
+) -> Finding:
+    """A bug, in all parts that it explains."""
     tensors = [tensor for part in parts for tensor in part.tensors]
-    wrong = [
-        tensor for part in parts for tensor in part.tensors if not part.verdict.null[tensor].good
-    ]
-    stages = list(dict.fromkeys(part.verdict.stage for part in parts))
-    evidence: list[str] = []
-    for part, one in zip(parts, chosen, strict=True):
-        residual = max(one.fits[tensor].relative for tensor in part.tensors)
-        null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
-        form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
-        source = f", from {one.prediction.source}" if one.prediction.source else ""
-        leaves = (
-            f"The right computation leaves {null:.2g}."
-            if math.isfinite(null)
-            else "The right computation differs in which elements are finite, or not 0."
-        )
-        agree = "agrees" if len(part.tensors) == 1 else "agree"
-        evidence.append(
-            f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
-            f"{', '.join(part.tensors)} {agree} to {residual:.2g} of the size: {one.rms:.2g} "
-            f"times the noise of {part.verdict.precision}. {leaves}"
-        )
+    wrong = [n for part in parts for n in part.tensors if not part.verdict.null[n].good]
+    evidence = [_proved(part, part.best[name]) for part in parts]
     evidence += _places(question, answers, wrong)
-    where = " and ".join(WORDS[stage] for stage in stages)
-    told = "; ".join(dict.fromkeys(filter(None, (one.prediction.bug.look_at for one in chosen))))
+    where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
+    told = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
     cut = any(part.verdict.cut for part in parts)
-    if cut:
-        evidence.append(CUT)
+    evidence += [CUT] if cut else []
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     clear = clear and _in_numbers(question, answers, wrong)
-    return [
-        Finding(
-            side=side,
-            bug=single,
-            title=CLASSES[single].title if single in CLASSES else single,
-            where=f"{where}: {', '.join(wrong or tensors)}",
-            confidence="high" if clear else "medium",
-            evidence=tuple(evidence),
-            look_at=told or (CLASSES[single].look_at if single in CLASSES else ""),
-            alternatives=tuple(others),
-            proof=_proof(question, parts[0], chosen[0]),
-        )
-        for single in name.split(" + ")
-    ]
+    finding = proofs.finding(
+        side,
+        name,
+        f"{where}: {', '.join(wrong or tensors)}",
+        "high" if clear else "medium",
+        evidence,
+        tuple(others),
+        look_at="; ".join(filter(None, told)),
+    )
+    return replace(finding, proof=_proof(question, parts[0], parts[0].best[name]))
+
+
+def _proved(part: _Part, one: Explained) -> str:
+    """How well a bug fits, in words."""
+    residual = max(one.fits[tensor].relative for tensor in part.tensors)
+    null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
+    form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
+    source = f", from {one.prediction.source}" if one.prediction.source else ""
+    leaves = f"The right computation leaves {null:.2g}."
+    if not math.isfinite(null):
+        leaves = "The right computation differs in which elements are finite, or not 0."
+    return (
+        f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
+        f"{', '.join(part.tensors)} agree{'s' * (len(part.tensors) == 1)} to {residual:.2g} of the "
+        f"size: {one.rms:.2g} times the noise of {part.verdict.precision}. {leaves}"
+    )
 
 
 def _in_numbers(question: Question, answers: Answers, wrong: Sequence[str]) -> bool:
@@ -387,7 +368,7 @@ def _in_numbers(question: Question, answers: Answers, wrong: Sequence[str]) -> b
 def _proof(question: Question, part: _Part, one: Explained) -> Proof:
     bug = one.prediction.bug
     return Proof(
-        form="" if " + " in bug.name else bug.variant,  # of two at once not told apart
+        form=bug.variant,
         must=mask_rule(question),
         agrees=max(one.fits[tensor].relative for tensor in part.tensors),
         differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),

@@ -12,24 +12,16 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
-    OWN_P,
-    Assuming,
-    Bug,
-    Floats,
-    assuming,
-    solve,
-)
+from rawattn.check.diagnose.engine.attention import NO_BUG, OWN_P, Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import (
     STAGES,
@@ -88,16 +80,14 @@ class Prediction:
 
 def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     """All bugs that a stage may have, in the order of preference where they look alike."""
+    found: list[Bug]
     if question.sparse:
-        found = [
-            *selection.bugs(question),
-            *first_order.bugs_anywhere(question),
-        ]
+        found = [*selection.bugs(question), *first_order.bugs_anywhere(question)]
     else:
         found = list(first_order.bugs(question))
     if stage in ("second", "jvp"):
         wide = [
-            bug if stage in bug.stages else bug.at(*bug.stages, stage)
+            bug.at(*bug.stages, stage)
             for bug in found
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
@@ -138,14 +128,13 @@ class SearchFailed(RuntimeWarning):
 
 
 @contextlib.contextmanager
-def _searching(question: Question) -> Iterator[None]:
-    """Let one search fail: silently on views that another bug has changed, else with a warning."""
+def _searching() -> Iterator[None]:
+    """Let one search fail, with a warning."""
     try:
         yield
     except (IndexError, ValueError) as error:
-        if not isinstance(question, Assuming):
-            text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
-            warnings.warn(text, SearchFailed, stacklevel=3)
+        text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
+        warnings.warn(text, SearchFailed, stacklevel=3)
 
 
 def predictions(
@@ -161,7 +150,7 @@ def _planted(
     question: Question, stage: str, bug: Bug, source: str, given: Given
 ) -> Prediction | None:
     """What the stage gives with a bug; None where it cannot be planted."""
-    with _searching(question):
+    with _searching():
         return Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
     return None
 
@@ -193,12 +182,13 @@ def with_other_inputs(
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
     """Whether an out and lse are other numbers than the right ones, by more than rounding."""
     right = solve(question, "forward")
-    for name, array in zip(("out", "lse"), given, strict=True):
-        found, wanted = (by_rows(name, x) for x in (array, right[name]))
-        rows = defined(question, name, right[name])
-        if relative_residual(found, wanted, rows) > 16 * eps_of(question.q):
-            return True
-    return False
+    off = (
+        relative_residual(
+            by_rows(name, array), by_rows(name, right[name]), defined(question, name, right[name])
+        )
+        for name, array in zip(("out", "lse"), given, strict=True)
+    )
+    return any(residual > 16 * eps_of(question.q) for residual in off)
 
 
 class Explained(NamedTuple):
@@ -275,9 +265,6 @@ class _Stage:
             *predictions(question, answers, stage, RIGHT if stage == "second" else RIGHT[:1]),
             *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
-        if not self.rights:  # what is assumed cannot be
-            self.tensors: tuple[str, ...] = ()
-            return
         truth = self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
@@ -312,7 +299,7 @@ class _Stage:
         a backward pass."""
         bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
         for of in INFERRED if not over(self.until) else ():
-            with _searching(self.question):
+            with _searching():
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
         given = self.question, self.answers, self.stage
@@ -448,35 +435,27 @@ def _explain(
 ) -> StageVerdict | None:
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
     wrong = tuple(name for name in work.tensors if name not in right)
-    near: list[Prediction] = []
-    for name in work.tensors:
-        ranked = sorted(guesses, key=lambda guess: work.relative(guess, name))
-        near += [guess for guess in ranked[:NEAREST] if work.relative(guess, name) < FAR]
-    whole_first = sorted(guesses, key=lambda guess: sum(_distances(work, guess)))
-    near += [guess for guess in whole_first[:NEAREST] if max(_distances(work, guess)) < FAR]
+    keys: list[Callable[[Prediction], float]] = [
+        partial(work.relative, name=name) for name in work.tensors
+    ]
+    keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
+    near = [
+        guess for key in keys for guess in sorted(guesses, key=key)[:NEAREST] if key(guess) < FAR
+    ]
     null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
     whole: list[Explained] = []
     parts: list[Explained] = []
     for guess in dict.fromkeys(near):
-        fits = {
-            name: work.fit(guess, name, precision)
-            for name in work.tensors
-            if work.relative(guess, name) < FAR
-        }
+        close = [name for name in work.tensors if work.relative(guess, name) < FAR]
+        fits = {name: work.fit(guess, name, precision) for name in close}
         fitting = good(fits)
-        computed = guess.bug.store is None  # tensors are stored each for itself
-        explained = tuple(
-            name
-            for name in wrong
-            if name in fitting and work.relative(guess, name) < BETTER * null_of[name]
-        )
+        better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]
+        explained = tuple(name for name in better if name in fitting)
+        # tensors are stored each for itself; what is computed for one is for others too
+        ruled_out = guess.bug.store is None and _ruled_out({*right} - {*fitting}, {*wrong})
         if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
-        elif (
-            explained
-            and not (computed and _ruled_out(set(right) - set(fitting), set(wrong)))
-            and work.leaves(guess, set(wrong) - set(explained))
-        ):
+        elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
@@ -486,52 +465,16 @@ def _explain(
     if not parts:
         return None
     parts.sort(key=lambda e: (-len(e.tensors), e.rms))
-    covered: set[str] = set()
+    left = set(wrong)
     chosen: list[Explained] = []
-    while set(wrong) - covered:
-        gains = [(len(set(e.tensors) - covered), e) for e in parts]
-        most = max(gain for gain, _ in gains)
-        if not most:
-            break
-        best = [e for gain, e in gains if gain == most]
-        tensors = set(best[0].tensors) - covered
-        chosen += [e for e in best if set(e.tensors) - covered == tensors]
-        covered |= tensors
-    left = tuple(name for name in wrong if name not in covered)
-    return replace(verdict, explained=tuple(chosen), unexplained=left)
+    while tensors := max((left & {*e.tensors} for e in parts), key=len):
+        chosen += [e for e in parts if left & {*e.tensors} == tensors]
+        left -= tensors
+    unexplained = tuple(name for name in wrong if name in left)
+    return replace(verdict, explained=tuple(chosen), unexplained=unexplained)
 
 
 def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
     """Whether a bug would change a tensor that is right, of a kernel that has a wrong one: dv is
     right, so that what is wrong with dk is not P."""
     return any(changed & kernel and wrong & kernel for kernel in KERNELS)
-
-
-def _distances(work: _Stage, guess: Prediction) -> list[float]:
-    return [work.relative(guess, name) for name in work.tensors]
-
-
-# ---- beside a bug that is known ------------------------------------------------------------------
-
-
-def beside(
-    question: Question, answers: Answers, verdict: StageVerdict, known: Bug, until: float
-) -> StageVerdict:
-    """The same verdict, with what explains more if ``known`` is there too, as in another stage."""
-    if verdict.stage not in known.stages or over(until):
-        return verdict
-    again = judge_stage(assuming(question, known), answers, verdict.stage, until=until)
-    if again is None or len(again.unexplained) >= len(verdict.unexplained):
-        return verdict
-    explained = []
-    alone = tuple(name for name in again.right if name not in verdict.right)
-    if alone:
-        fits = {name: again.null[name] for name in alone}
-        guess = predictions(question, answers, verdict.stage, [known])
-        explained = [Explained(one, alone, fits) for one in guess]
-    for one in again.explained:
-        bug = one.prediction.bug
-        name, variant = f"{known.name} + {bug.name}", f"{known.variant} + {bug.variant}"
-        both = replace(one.prediction, bug=replace(bug, name=name, variant=variant))
-        explained.append(one._replace(prediction=both))
-    return replace(verdict, explained=tuple(explained), unexplained=again.unexplained)

@@ -6,7 +6,7 @@ other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from rawattn.check.diagnose.judge.match import Prediction, StageVerdict, predict
 Call = Callable[[Question], Answers]
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
+OFTEN, SELDOM = 0.8, 0.02  # share of rows that are wrong, where a place in a tile decides
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
@@ -61,13 +62,11 @@ def finding(
 def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> list[Finding]:
     """Arrays of a shape or a dtype that they cannot have, because of ``bug`` if that is known."""
     where = ", ".join(names)
-    if not names:
-        return []
-    if bug:
-        return [finding(side, bug, where, "high", said)]
-    one = finding(side, "unknown", where, "proved", said)
+    if not names or bug:
+        return [finding(side, bug, where, "high", said)] if names else []
+    title = f"{where} has another form than it must have"
     look_at = "what the function returns, and in which order"
-    return [replace(one, title=f"{where} has another form than it must have", look_at=look_at)]
+    return [finding(side, "unknown", where, "proved", said, title=title, look_at=look_at)]
 
 
 @dataclass(frozen=True)
@@ -116,28 +115,25 @@ def of_race(
 ) -> tuple[list[Finding], Answers]:
     """Two equal calls that differ by more than the order of additions can explain; and the answers
     that can be judged: none where they do."""
-    if call is None:
-        return [], answers
-    first, second = call(question), call(question)
-    found: list[str] = []
-    names: list[str] = []
-    for name in first:
-        if name not in second or first[name].shape != second[name].shape:
+    first, second = ({}, {}) if call is None else (call(question), call(question))
+    found: dict[str, str] = {}
+    for name in first.keys() & second.keys():
+        if first[name].shape != second[name].shape:
             continue
         one, two = (by_rows(name, x[name]) for x in (first, second))
         rows = np.asarray(np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2))
         changed, eps = relative_residual(one, two, rows), eps_of(first[name])
         if changed > 16 * eps:
             bad = (np.abs(one - two).max(axis=2) > 16 * eps * np.abs(one).max(initial=0)) & rows
-            places = structure.where(question, name, bad)
-            names.append(name)
-            found.append(
+            found[name] = (
                 f"a second, equal call changes {name} by {changed:.2g} of its size; the order of "
-                f"additions explains about {eps:.1g}" + "".join(f"; {x}" for x in places[:1])
+                f"additions explains about {eps:.1g}"
+                + "".join(f"; {x}" for x in structure.where(question, name, bad)[:1])
             )
     if not found:
         return [], answers
-    return [finding(side, "race", ", ".join(names), "proved", found)], {}
+    said = [found[name] for name in first if name in found]
+    return [finding(side, "race", ", ".join(n for n in first if n in found), "proved", said)], {}
 
 
 # ---- numbers that say nothing of how they were made ---------------------------------------------
@@ -166,11 +162,11 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
         elif of:
             told.setdefault(f"a copy of {' and '.join(of)}", []).append(name)
     findings = []
+    look_at = "whether the kernel ran, what it was given, and which array was saved"
     for text, names in told.items():
-        where = ", ".join(names)
-        one = finding(side, "unknown", where, "proved", (f"{where}: {text}",))
-        look_at = "whether the kernel ran, what it was given, and which array was saved"
-        findings.append(replace(one, title=f"{where}: {text}", look_at=look_at))
+        title = f"{', '.join(names)}: {text}"
+        given = (side, "unknown", ", ".join(names), "proved", (title,))
+        findings.append(finding(*given, title=title, look_at=look_at))
     gone = {name for names in told.values() for name in names}
     return findings, {name: x for name, x in answers.items() if name not in gone}
 
@@ -233,9 +229,9 @@ def of_runs(side: str, failing: Sequence[Check]) -> list[Finding]:
     for check in failing:
         if check.name in RUNS:
             said = f"{check.name} fails ({check.text}), though the results themselves are right"
-            one = finding(side, RUNS[check.name], check.where, "proved", (said,))
-            title = f"{one.title}: seen where the function is asked another question"
-            found.append(replace(one, title=title))
+            title = f"{CLASSES[RUNS[check.name]].title}: seen where it is asked another question"
+            given = (side, RUNS[check.name], check.where, "proved", (said,))
+            found.append(finding(*given, title=title))
     return found
 
 
@@ -261,8 +257,7 @@ def of_structure(judged: Judged, side: str) -> Finding:
         )
         nan = [text] if (text := _first_nan(question, name, judged.answers[name])) else []
         said.append(f"{name}: " + "; ".join((*nan, *places[:1], fitted, *places[1:])))
-    told = finding(side, "unknown", where, "low", said)
-    return replace(told, look_at=_conclusion(verdict) or told.look_at)
+    return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
 
 
 def _first_nan(question: Question, name: str, found: np.ndarray) -> str:
@@ -404,22 +399,21 @@ def _dead(judged: Judged) -> Named:
 def _by_place_in_tile(judged: Judged) -> Named:
     """Which rows are wrong depends on their number modulo a tile, in all sequences and heads."""
     for name in judged.wrong:
-        bad = judged.bad(name)
-        within = np.full(len(bad), -1)
-        tokens = [k if name in OF_KEYS else q for _, q, k in sequences(judged.question)]
-        for rows in tokens:
-            within[rows] = np.arange(len(rows))
+        side, bad = structure.side_of(name), judged.bad(name).mean(axis=1)
+        sequence = judged.question.sequence_of(side)
+        starts = np.asarray(getattr(judged.question, f"cu_seqlens_{side}"))[sequence]
+        row = (np.arange(len(bad)) - starts)[sequence >= 0]
         for tile in TILES:
-            places = [bad[(within >= 0) & (within % tile == place)] for place in range(tile)]
-            share = np.array([here.mean() if here.size else np.nan for here in places])
-            known, wrong = share[~np.isnan(share)], np.nonzero(np.nan_to_num(share) > 0.8)[0]
+            count = np.bincount(row % tile, minlength=tile)
+            share = np.bincount(row % tile, bad[sequence >= 0], tile)[count > 0] / count[count > 0]
+            wrong = np.flatnonzero(count > 0)[share > OFTEN]
             # right rows between wrong ones: else it is no period, but a first or a last part
-            comes_back = any(np.isin(within[rows], wrong + tile).any() for rows in tokens)
-            clear = ((known > 0.8) | (known < 0.02)).all() and (known < 0.02).any()
-            if comes_back and len(wrong) and clear:
+            comes_back = np.isin(row, wrong + tile).any()
+            if comes_back and (share < SELDOM).any() and ((share > OFTEN) | (share < SELDOM)).all():
+                places = structure.named("", wrong).strip()
                 text = (
                     f"{name}: wrong are the rows whose number in the sequence, modulo {tile}, is "
-                    f"{structure.named('', wrong).strip()}, in every sequence, and no others"
+                    f"{places}, in every sequence, and no others"
                 )
                 return "tile-period", "medium", (text,)
     return None
