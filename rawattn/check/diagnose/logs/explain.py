@@ -128,26 +128,22 @@ def _agreement(pair: Pair, size: str) -> str:
 def _exactly_zero(figures: Sequence[Number], pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Printed errors of exactly 0, and nothing that shows that values are not 0."""
     errors = [f for f in figures if f.error and not REPEATED.search(f"{f.context} {f.label}")]
-    zero = [f for f in errors if not f.value and not f.unit]
+    zero = dict.fromkeys(f.label for f in errors if not f.value and not f.unit)
     sized = any(not f.error and f.value and not f.unit == 1.0 for f in figures)
     large = any(not f.value <= 2.0**-20 or (f.unit and not f.value) for f in errors)
-    if not zero or sized or large or any(pair.agrees and pair.size > 0 for pair in pairs):
-        return
-    named = ", ".join(dict.fromkeys(f"{f.label} {f.part}".rstrip() for f in zero))
-    yield finding(
-        "both",
-        "vacuous",
-        f"printed errors: {named}",
-        "medium",
-        [
-            f"{named}: exactly 0 between two implementations. Sums in another order differ in the "
-            "last bit somewhere, unless all results are 0, or one code ran twice",
+    if zero and not sized and not large and not any(x.agrees and x.size > 0 for x in pairs):
+        evidence = (
+            f"{', '.join(zero)}: exactly 0 between two implementations. Sums in another order "
+            "differ in the last bit somewhere, unless all results are 0, or one code ran twice",
             "the log prints errors without the size of what was compared",
-        ],
-        look_at="print max |reference| beside every error; make values of unit size, by a random "
-        "cotangent and a sum in place of a mean; then multiply one side by 0 and see that the "
-        "comparison fails",
-    )
+        )
+        look_at = (
+            "print max |reference| beside every error; make values of unit size, by a random "
+            "cotangent and a sum in place of a mean; then multiply one side by 0 and see that the "
+            "comparison fails"
+        )
+        where = f"printed errors: {', '.join(zero)}"
+        yield finding("both", "vacuous", where, "medium", evidence, look_at=look_at)
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -167,19 +163,14 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def _failed(check: Check) -> Finding:
     """An identity fails on a side of which nothing else is known."""
-    return finding(
-        check.side,
-        "unknown",
-        check.where,
-        "medium",
-        [f"{check.text} (rounding excuses {check.allowed:.1g}): off by {check.value:.3g}"],
-        {
-            "I1": ("padded-keys", "neighbour-leak", "not-normalised"),
-            "I2": ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p"),
-        }.get(check.name, ("mask-missing-in-backward", "causal-dropped")),
-        title=f"an identity fails: {check.text}",
-        look_at="P, lse and D of one row: they must be of one softmax, with one mask",
-    )
+    others = {
+        "I1": ("padded-keys", "neighbour-leak", "not-normalised"),
+        "I2": ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p"),
+    }.get(check.name, ("mask-missing-in-backward", "causal-dropped"))
+    said = f"{check.text} (rounding excuses {check.allowed:.1g}): off by {check.value:.3g}"
+    look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
+    given = (check.side, "unknown", check.where, "medium", (said,), others)
+    return finding(*given, title=f"an identity fails: {check.text}", look_at=look_at)
 
 
 def _nothing(
@@ -187,22 +178,18 @@ def _nothing(
 ) -> Iterator[Finding]:
     """No pair, no identity: errors alone say nothing without a size, unless they are small."""
     errors = [f for f in figures if f.error]
-    large = [f for f in errors if not abs(f.value) <= 1e-2]
+    large = [f"{f.label}: {f.value:.3g}" for f in errors if not abs(f.value) <= 1e-2]
     if errors and not large:
         facts.append("the errors are small, but nothing says how large the values are")
         return
-    evidence = [f"{f.label} {f.part}".strip() + f": {f.value:.3g}" for f in large]
-    evidence = evidence or [f"{p.title}: printed once" for p in printed] or ["no error is printed"]
-    yield finding(
-        "unknown",
-        "unknown",
-        "the whole log",
-        "low",
-        evidence[:8],
-        title="nothing can be compared: no tensor is printed by both sides",
-        look_at="print one tensor of both sides, with the side in its name (dq_reference, "
-        "dq_candidate), or say which two words name the sides",
+    evidence = large or [f"{p.title}: printed once" for p in printed] or ["no error is printed"]
+    title = "nothing can be compared: no tensor is printed by both sides"
+    look_at = (
+        "print one tensor of both sides, with the side in its name (dq_reference, dq_candidate), "
+        "or say which two words name the sides"
     )
+    given = ("unknown", "unknown", "the whole log", "low", evidence[:8])
+    yield finding(*given, title=title, look_at=look_at)
 
 
 def _counted(number: int, what: str) -> str:

@@ -52,12 +52,6 @@ UNKNOWN = {
         "each length, a forgotten factor one everywhere. Or say how long the sequences are "
         "(--lengths)",
     ),
-    "rows": (
-        "each row differs by a factor of its own",
-        ("padded-keys", "neighbour-leak", "not-normalised"),
-        "the denominator of the softmax: which keys one side counts and the other does not, and "
-        "how lse or row_sum is stored",
-    ),
     "nothing": (
         "the two sides differ, in no way that these entries explain",
         (),
@@ -82,7 +76,7 @@ def differs(pair: Pair, log: Log) -> Finding:
     found = _not_finite(pair) or _unmasked(pair, log) or _wrong_delta(pair, log)
     if found is None and fit and fit.constant and abs(fit.slope - 1) > CONSTANT:
         found = _constant_factor(pair, fit, log)
-    return found or _powers(pair) or _row_factors(pair) or _structure(pair, fit)
+    return found or _powers(pair) or _structure(pair, fit)
 
 
 def _not_finite(pair: Pair) -> Finding | None:
@@ -238,23 +232,6 @@ def _powers(pair: Pair) -> Finding | None:
     )
     look_at = f"softmax_scale, head_dim ** -0.5, once: {side} lacks it, or {other} applies it twice"
     return finding(side, "score-scale", pair.title, "medium", evidence, look_at=look_at)
-
-
-def _row_factors(pair: Pair) -> Finding | None:
-    """Every row has its own factor: the denominators of the softmax differ."""
-    fits = {name: fit for name, row in pair.rows.items() if (fit := pair.fit(row)) is not None}
-    slopes = np.array([fit.slope for fit in fits.values()])
-    if len(fits) < 3 or not all(fit.constant for fit in fits.values()) or (slopes <= 0).any():
-        return None
-    if np.abs(slopes - 1).max() <= 2 * CONSTANT:
-        return None
-    told = few([f"{label}: {fit.slope:.3f}" for label, fit in fits.items()])
-    evidence = [f"{pair.title} is constant within each row: {told}"]
-    side = pair.either
-    if (slopes > 1 - CONSTANT).all() or (slopes < 1 + CONSTANT).all():
-        side = pair.sides[int(slopes.mean() > 1)]
-        evidence.append(f"{side} has the smaller values in every row that differs")
-    return _unknown(pair, side, "rows", evidence)
 
 
 def _structure(pair: Pair, fit: Fit | None) -> Finding:

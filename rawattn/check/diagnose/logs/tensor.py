@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,18 +92,15 @@ class Printed:
         return f"d{letter}" if words & {"grad", "gradient", "d"} else letter
 
 
-@dataclass(frozen=True)
-class Number:
-    """A printed figure: "max abs err (q,k,v): [1e-3, 2e-3, 0.0]" is three, of parts q, k and v.
-
-    context: the headline above it. unit: the step of its last digit; 0 where it is exact.
+class Number(NamedTuple):
+    """A printed figure: "max abs err (q,k,v): [1e-3, 2e-3, 0.0]" is three, of labels that end in q,
+    k and v. context: the headline above it. unit: the step of its last digit, 1 of a count; 0 where
+    it is exact: "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
     """
 
     label: str
-    part: str
     value: float
     unit: float
-    line: int
     context: str = ""
 
     @property

@@ -208,38 +208,28 @@ def _name(before: str) -> str:
 
 
 def _read_figures(text: str, read: list[tuple[Printed, int]]) -> tuple[Number, ...]:
-    rest, last = [], 0
-    for printed, end in read:
-        if printed.values.ndim:
-            rest += [text[last : printed.start], "\n" * text.count("\n", printed.start, end)]
-            last = end
+    """The labelled numbers outside of tensors, but for times; of several in brackets each."""
+    for printed, end in reversed(read):
+        text = text[: printed.start] + text[end:] if printed.values.ndim else text
     found, context = [], ""
-    for line, words in enumerate("".join([*rest, text[last:]]).split("\n"), 1):
-        if re.match(r"\s*(==|--|##|\*\*)", words):
-            context = words.strip(" =-#*")
+    for line in text.split("\n"):
+        if re.match(r"\s*(==|--|##|\*\*)", line):
+            context = line.strip(" =-#*")
             continue
-        for match in FIGURE.finditer(words):
+        for match in FIGURE.finditer(line):
             if match["suffix"]:
                 continue
             label = match["label"].strip(" ,;\t|")
-            parts = re.search(r"\(([\w ,]+)\)$", label)
-            names = [name.strip() for name in parts[1].split(",")] if parts else []
             values = re.findall(NUMBER, match["value"], re.IGNORECASE)
-            if parts and len(names) == len(values):
-                label = label[: parts.start()].strip()
+            told = re.search(r"\(([\w ,]+)\)$", label)
+            names = told[1].replace(" ", "").split(",") if told else []
+            if told and len(names) == len(values):
+                label = label[: told.start()].strip()
             else:
                 names = [str(i) for i in range(len(values))] if len(values) > 1 else [""]
-            found += [
-                Number(label, name, float(value), _figure_unit(value), line, context)
-                for name, value in zip(names, values, strict=bool(values))
-            ]
+            for name, value in zip(names, values, strict=True):
+                unit = _unit(value, _decimals(value)) or 1.0  # whole numbers are counts
+                zero = not re.search("[1-9]", value) and ("e" in value.lower() or unit == 0.1)
+                given = float(value), 0.0 if zero else unit, context
+                found.append(Number(f"{label} {name}".strip(), *given))
     return tuple(found)
-
-
-def _figure_unit(string: str) -> float:
-    """Like ``_unit``; but "0.0" is how Python writes a zero, 0.0000e+00 is one too, and whole
-    numbers are counts."""
-    zero = not any(digit in string for digit in "123456789")
-    if zero and ("e" in string.lower() or _decimals(string) == 1):
-        return 0.0
-    return _unit(string, _decimals(string)) or 1.0
