@@ -97,8 +97,10 @@ class Trial:
     raised: str
 
     @property
-    def fooled(self) -> bool:
-        return self.due == "refuse" and self.verdict == "passes"
+    def wrong(self) -> bool:
+        """Whether the verdict is."""
+        passes = self.verdict == "passes"
+        return self.due != "either" and passes is not (self.due == "pass")
 
     @property
     def place(self) -> tuple[str, float, int]:
@@ -109,8 +111,8 @@ def name_causes(trials: Sequence[Trial], steps: Steps) -> Iterator[Finding]:
     """Gravest first. Every wrong that passes is in one of them."""
     right = [trial for trial in trials if trial.due == "pass"]
     broken = {trial.place for trial in right if trial.verdict == "raises"}
-    wrong = [trial for trial in trials if trial.due == "refuse" and trial.place not in broken]
-    causes = _causes(wrong, steps)
+    due = [trial for trial in trials if trial.due == "refuse" and trial.place not in broken]
+    causes = _causes(due, steps)
     causes["harness-raises"] = [trial for trial in right if trial.verdict == "raises"]
     causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
     for bug, known in HARNESS.items():
@@ -121,10 +123,10 @@ def name_causes(trials: Sequence[Trial], steps: Steps) -> Iterator[Finding]:
             yield Finding("harness", bug, known.title, where, "proved", tuple(lines), known.look_at)
 
 
-def _causes(wrong: Sequence[Trial], steps: Steps) -> dict[str, list[Trial]]:
+def _causes(due: Sequence[Trial], steps: Steps) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
-    fooled = [trial for trial in wrong if trial.fooled]
-    held = [trial for trial in wrong if not trial.fooled]
+    fooled = [trial for trial in due if trial.wrong]
+    held = [trial for trial in due if not trial.wrong]
     if not any(trial.kind in VALUES for trial in held):
         return {"harness-accepts-anything": [t for t in fooled if t.kind != "swapped"]}
     straight = {(trial.name + SWAPPED, trial.place) for trial in held}
