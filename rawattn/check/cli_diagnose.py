@@ -17,9 +17,9 @@ import numpy as np
 from rich.text import Text
 
 from rawattn.check import report
-from rawattn.check.candidate import Candidate, Unsupported, load
+from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump, read
 from rawattn.check.diagnose.files.pairs import Pair, load_two
@@ -51,27 +51,27 @@ LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def _integers(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
+class Integers(click.ParamType):  # type: ignore[type-arg]
     """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.strip("[]() ").split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from None
+
+    name = "integers"
+
+    def __init__(self, least: int = -1) -> None:
+        self.least = least
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            found = tuple(int(part) for part in value.strip("[]() ").split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of integers such as 448,1280")
+        if min(found) < self.least:
+            self.fail(f"{value!r} has a number below {self.least}")
+        return found
 
 
-def _lengths(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
-    """``_integers`` that count tokens."""
-    lengths = _integers(context, parameter, value)
-    if lengths is not None and min(lengths) < 0:
-        raise click.BadParameter(f"{value!r} has a negative number; tokens are counted from 0 on")
-    return lengths
-
+Lengths = Integers(least=0)
 
 framework_option = click.option(
     "--framework",
@@ -83,7 +83,7 @@ framework_option = click.option(
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--lengths", callback=_lengths, help="tokens of the sequences that the log is about.")
+@click.option("--lengths", type=Lengths, help="tokens of the sequences that the log is about.")
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
@@ -138,17 +138,15 @@ def explain_command(
 @click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", callback=_lengths, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", callback=_lengths, help="their keys, where these are other numbers.")
+@click.option("--lengths", type=Lengths, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", type=Lengths, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)
 @click.option("--head-dim-v", type=int, help="of v and out; the same by default.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
 @click.option("--causal", is_flag=True)
-@click.option(
-    "--window", callback=_integers, help="LEFT,RIGHT keys beside a query's own; -1 is open."
-)
+@click.option("--window", type=Integers(), help="LEFT,RIGHT keys beside a query's own; -1: open.")
 @click.option("--softmax-scale", type=float, help="head_dim ** -0.5 by default.")
 @rare_options
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
@@ -209,17 +207,19 @@ def dump_command(
         question = question_of(chosen, seed, clean=identify or bool(lengths))
         said = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
-        right = reference_answers(replace(question, out=None, lse=None))
+        question, given = replace(question, out=None, lse=None), question
+        answers = reference_answers(question)
         if candidate:
-            given = replace(question, out=right["out"], lse=right["lse"]) if identify else question
-            question, answers = given, _results(judged, given)
-        else:
-            question, answers = replace(question, out=None, lse=None), right
+            own = replace(question, out=answers["out"], lse=answers["lse"])
+            question = own if identify else given
+            answers = answers_of(judged, question)
         if sequence is not None:
             answers |= steps.intermediates(question, answers, sequence)
             said["sequence"] = sequence
-    except (Refused, ValueError) as error:
+    except (Refused, Unsupported, ValueError) as error:
         raise click.UsageError(str(error)) from error
+    except Exception as error:  # whatever a candidate throws
+        raise click.ClickException(f"{whose} raises {type(error).__name__}: {error}") from error
     path = file or Path(f"{chosen}.npz")
     dump(path, question, answers, **said)
     click.echo(f"{path}: {sizes_of(question)}")
@@ -316,12 +316,12 @@ def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
 
 
 def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:
-    sides = tuple(part.strip() for part in names.split(",")) if names else ()
-    if names and (len(sides) != 2 or not all(sides)):
+    sides = tuple(part.strip() for part in names.split(",")) if names else None
+    if sides is not None and (len(sides) != 2 or not all(sides)):
         raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        return explain_log(text, lengths=lengths, names=(sides[0], sides[1]) if sides else None)
+        return explain_log(text, lengths=lengths, names=sides)
     except ValueError as error:
         raise click.UsageError(f"{file}: {error}") from error
 
@@ -455,16 +455,6 @@ def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
         maps=shown.maps,
         facts=tuple(dict.fromkeys((*facts, *pair.notes))),
     )
-
-
-def _results(candidate: Candidate, question: Question) -> Answers:
-    try:
-        return answers_of(candidate, question)
-    except Unsupported as lack:
-        raise click.UsageError(f"{candidate.name} cannot do this case: {lack}") from lack
-    except Exception as error:  # whatever a candidate throws
-        text = f"{candidate.name} raises {type(error).__name__}: {error}"
-        raise click.ClickException(text) from error
 
 
 def _described(case: Case) -> str:
