@@ -23,7 +23,7 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump, read
 from rawattn.check.diagnose.files.pairs import Pair, load_two
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import comparison
 from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
@@ -429,32 +429,22 @@ def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
 
 
 def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of both sides, with the pictures of the first one that is wrong."""
-    found = list(judged.values())
-    shown = next((diagnosis for diagnosis in found if diagnosis.findings), found[0])
-    findings = [finding for diagnosis in found for finding in diagnosis.findings]
+    """One diagnosis of both sides; how their inputs differ, if they do, is its first finding."""
+    sides = dict(zip("AB", pair.sides, strict=False))
+    titles = [f"{name} ({sides[name].path})" for name in judged]
+    titles += ["the float64 reference"] if len(titles) == 1 else []
+    found = of_sides(" against ".join(titles), judged)
+    findings, facts = list(found.findings), list(found.facts)
     if pair.apart:
         title = "the two sides had different inputs, so that comparing their results says nothing"
         look_at = "what each side was given: save both from one run, with the very inputs of it"
         given = ("both", "vacuous", "the inputs of A and of B", "proved", pair.apart)
         findings.insert(0, finding(*given, title=title, look_at=look_at))
-    several = len({diagnosis.facts[0] for diagnosis in found}) > 1
-    facts = [f"{name}: " * several + one.facts[0] for name, one in judged.items()]
-    facts += [fact for diagnosis in found for fact in diagnosis.facts[1:]]
-    for name, saved in zip("AB", pair.sides, strict=False):
+    for name, saved in sides.items():
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
-    sides = zip("AB", pair.sides, strict=False)
-    titles = [f"{name} ({saved.path})" for name, saved in sides if name in judged]
-    titles += ["the float64 reference"] if len(titles) == 1 else []
-    return Diagnosis(
-        title=" against ".join(titles),
-        findings=tuple(findings),
-        checks=tuple(check for diagnosis in found for check in diagnosis.checks),
-        levels=shown.levels,
-        maps=shown.maps,
-        facts=tuple(dict.fromkeys((*facts, *pair.notes))),
-    )
+    facts += pair.notes
+    return replace(found, findings=tuple(findings), facts=tuple(dict.fromkeys(facts)))
 
 
 def _described(case: Case) -> str:

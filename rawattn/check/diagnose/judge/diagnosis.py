@@ -30,7 +30,6 @@ from rawattn.check.diagnose.judge.match import (
     StageVerdict,
     judge_stage,
 )
-from rawattn.check.diagnose.judge.unjudged import without
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
@@ -54,7 +53,6 @@ def diagnose(
     *,
     side: str = "candidate",
     call: Callable[[Question], Answers] | None = None,
-    against: tuple[str, Answers] | None = None,
     until: float | None = None,
     hints: Sequence[Bug] = (),
     told: Readings = UNREAD,
@@ -62,43 +60,27 @@ def diagnose(
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
-    inputs. against: the name and the answers of another side, judged in the same way. until: by
-    effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
-    hints: bugs that ``side`` may have, to be tried with these. told: what was read off it.
+    inputs. until: by effort.spent(), EFFORT from now by default; from then on only the usual bugs
+    are tried. hints: bugs that ``side`` may have, to be tried with these. told: what was read off
+    it.
     """
     until = spent() + EFFORT if until is None else until
-    sides = [(side, answers, None if call is None else _floating(call))]
-    if against is not None:
-        sides.append((*against, None))
-    findings: list[Finding] = []
-    checks: list[Check] = []
-    facts: list[str] = []
-    whole, shown = question, _numbers(answers, side)[0]
-    for name, given, again in sides:
-        given, strange = _numbers(given, name)
-        findings += strange
-        question, part, fact = cut(whole, _with_rows(given))
-        facts += [f"{name}: {fact}"] if fact else []
-        known = (told, hints) if name == side else (UNREAD, ())
-        found, held, said = _judge(question, part, name, again, until, *known)
-        if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
-            found += proofs.of_sinks(question, given, name)
-        if name == side or (found and not findings):
-            shown = part
-        findings += found
-        checks += held
-        facts += said
-    reference = reference_of(question, shown)
-    shown = {n: x for n, x in shown.items() if n not in reference or x.shape == reference[n].shape}
+    given, strange = _numbers(answers, side)
+    whole, again = question, None if call is None else _floating(call)
+    question, part, fact = cut(whole, _with_rows(given))
+    found, checks, facts = _judge(question, part, side, again, until, told, hints)
+    if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
+        found += proofs.of_sinks(question, given, side)
+    reference = reference_of(question, part)
+    shown = {n: x for n, x in part.items() if n not in reference or x.shape == reference[n].shape}
     reference = {name: x for name, x in reference.items() if name in shown}
-    facts.insert(0, sizes_of(whole))
     diagnosis = Diagnosis(
-        title=" against ".join(name for name, _, _ in sides),
-        findings=tuple(findings),
+        title=side,
+        findings=(*strange, *found),
         checks=tuple(checks),
         levels=structure.levels(question, shown, reference),
         maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
-        facts=tuple(facts),
+        facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
 
@@ -179,21 +161,25 @@ def _judge(
     answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
     empty_ones, answers = proofs.of_empty(question, answers, side)
-    judged, unjudged = without(question, answers)
     verdicts: list[StageVerdict] = []
     hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
     for stage in question.stages:
         known = {"hints": hints, "told": told.bugs}
-        verdict = judge_stage(question, judged, stage, until=until, **known)
+        verdict = judge_stage(question, answers, stage, until=until, **known)
         if verdict is not None:
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
     checks = list(invariants.checks(question, answers, side, call=call))
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
-    facts += [f"{side}: {fact}" for fact in unjudged]
+    facts += [
+        f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
+        "the lse that the backward pass had is far below the right one"
+        for verdict in verdicts
+        for name, count in verdict.too_large.items()
+    ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    findings += _resolve(question, judged, side, verdicts)
+    findings += _resolve(question, answers, side, verdicts)
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
         part = proofs.Judged.of(question, answers, verdict)

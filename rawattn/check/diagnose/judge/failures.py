@@ -27,7 +27,7 @@ from rawattn.check.diagnose.engine.question import (
     Answers,
     Question,
 )
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.read.name import Readings, read
@@ -204,30 +204,27 @@ def _asked(
 
     told: what was read off ``candidate``; bugs: others that it may have.
     """
-    sides = {SIDE: candidate} | ({} if other is None else {against: other})
-    findings: list[Finding] = []
-    given: list[tuple[str, Answers]] = []
-    for side, one in sides.items():
+    judged: dict[str, Diagnosis] = {}
+    for side, one in (SIDE, candidate), (against, other):
+        if one is None:
+            continue
+
+        def call(asked: Question, one: Candidate = one) -> Answers:
+            return _as_due(asked, answers_of(one, asked))
+
+        known: dict[str, Any] = {"hints": bugs, "told": told} if side == SIDE else {}
+        known |= {"side": side, "until": until, "call": None if SIDE in judged else call}
         try:
             answers = answers_of(one, question)
         except Unsupported as lack:
             return Diagnosis(f"{one.name}: {lack}", ())
         except Exception as error:  # whatever a candidate throws is its result
-            findings.append(_raised(side, error, question))
+            judged[side] = Diagnosis(one.name, (_raised(side, error, question),))
             continue
-        findings += _of_dtypes(side, question, answers)
-        given.append((side, _as_due(question, answers)))
-    if not given:
-        return Diagnosis(candidate.name, tuple(findings))
-    side, answers = given[0]
-    known: dict[str, Any] = {"hints": bugs, "told": told} if side == SIDE else {}
-    known |= {"against": given[1] if len(given) > 1 else None, "until": until}
-
-    def call(asked: Question) -> Answers:
-        return _as_due(asked, answers_of(sides[side], asked))
-
-    diagnosis = diagnose(question, answers, side=side, call=call, **known)
-    return replace(diagnosis, findings=(*findings, *diagnosis.findings))
+        found = diagnose(question, _as_due(question, answers), **known)
+        strange = _of_dtypes(side, question, answers)
+        judged[side] = replace(found, findings=(*strange, *found.findings))
+    return of_sides(" against ".join(judged), judged)
 
 
 def _read(candidate: Candidate, question: Question) -> Readings:

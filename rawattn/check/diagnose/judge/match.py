@@ -12,11 +12,12 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
@@ -212,7 +213,8 @@ class StageVerdict:
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
     wrong tensors together or for some. ``null``: how the right computation fits.
     ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
-    stage for which its right tensors are right. ``cut``: something was not tried."""
+    stage for which its right tensors are right. ``cut``: something was not tried. ``too_large``:
+    how many rows of which tensors were not judged."""
 
     stage: str
     precision: str
@@ -223,6 +225,7 @@ class StageVerdict:
     null: dict[str, Fit]
     source: str = ""
     cut: bool = False
+    too_large: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sound(self) -> bool:
@@ -269,6 +272,9 @@ class _Stage:
         self.tensors = tuple(n for n in self.found if n in truth)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
+        self.too_large: dict[str, int] = {}  # rows that nobody can judge
+        for name in self.rows.keys() & {"dq", "dk", "dv"} if self.rights[0].given else ():
+            self._leave_out_overflow(name, truth[name])
         self.finest = ladder(question.dtype)[0]
         self.sizes = sizes(question, stage, self.rights[0].given)
         self.telling = {name for name in self.tensors if self._tells(name)}
@@ -306,6 +312,17 @@ class _Stage:
         found = [*self.usual, *predictions(*given, bugs), *with_other_inputs(*given, bugs)]
         others = with_other_inputs(*given, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
+
+    def _leave_out_overflow(self, name: str, truth: Floats) -> None:
+        """Rows for which the lse that was given is so small that P = exp(S - lse) makes them more
+        than their dtype holds: the lse is what is wrong."""
+        found = self.found[name]
+        most = float(ml_dtypes.finfo(found.dtype).max)  # type: ignore[no-untyped-call]
+        rows = ~(np.abs(truth).max(axis=-1, initial=0.0) <= most) & self.rows[name]
+        rows &= ~np.isfinite(found).all(axis=-1)
+        if rows.any():
+            self.too_large[name] = int(rows.sum())
+            self.rows[name] = self.rows[name] & ~rows
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -398,7 +415,7 @@ def judge_stage(
     verdict = _verdict(work, ladder(question.dtype))
     sources = {work.sources[name] for name in verdict.right}
     source = sources.pop() if len(sources) == 1 else ""
-    return replace(verdict, source=source, cut=cuts() > before)
+    return replace(verdict, source=source, cut=cuts() > before, too_large=work.too_large)
 
 
 def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
