@@ -23,7 +23,7 @@ CLEARLY_MORE = 4  # tokens for each head, from which on an axis is taken for tha
 @dataclass(frozen=True)
 class Frame:
     """The sizes that all arrays of a problem share. ``letters``: how the file orders its axes, by
-    their number. pick_*: which of its batch * seqlen rows are tokens; None for all of them.
+    their number. pick: which of its batch * seqlen rows are tokens.
     """
 
     letters: dict[int, str]
@@ -33,12 +33,11 @@ class Frame:
     head_dim: int
     head_dim_v: int
     offsets: dict[str, np.ndarray]
-    pick: dict[str, np.ndarray | None]
+    pick: dict[str, np.ndarray]
 
     def total(self, side: str) -> int:
         """Rows of the packed arrays."""
-        picked = self.pick[side]
-        return self.batch * self.seqlen[side] if picked is None else len(picked)
+        return len(self.pick[side])
 
     def lengths(self, side: str) -> list[int]:
         return [int(n) for n in np.diff(self.offsets[side])]
@@ -47,8 +46,7 @@ class Frame:
         """(batch, seqlen, ...) as packed rows, or an entry for each sequence with rows of padding
         behind it; None if that is not what ``array`` begins with."""
         if array.shape[:2] == (self.batch, self.seqlen[side]):
-            flat = array.reshape(-1, *array.shape[2:])
-            return flat if self.pick[side] is None else flat[self.pick[side]]
+            return np.asarray(array.reshape(-1, *array.shape[2:])[self.pick[side]])
         if array.shape[:2] == (1, self.total(side)):
             return np.asarray(array[0])
         lengths = self.lengths(side)
@@ -134,7 +132,7 @@ def _reading(inputs: Arrays, letters: str) -> Frame:
     if ends["k"] is None:
         ends["k"] = ends["q"]
     offsets: Arrays = {}
-    pick: dict[str, np.ndarray | None] = {}
+    pick: Arrays = {}
     for side in "qk":
         rows, given = seqlen[side], ends[side]
         if given is None:
@@ -147,12 +145,9 @@ def _reading(inputs: Arrays, letters: str) -> Frame:
                 f"cu_seqlens_{side} ends at {given[-1]}, and {batch * rows} rows of {side} are "
                 f"there ({batch} x {rows})"
             )
-        offsets[side] = given.astype(np.int32)
-        pick[side] = None
-        if not packed:
-            picked = [b * rows + np.arange(n) for b, n in enumerate(lengths)]
-            offsets[side] = (given - given[0]).astype(np.int32)
-            pick[side] = np.concatenate(picked)
+        starts = [b * rows + np.arange(n) for b, n in enumerate(lengths)]
+        pick[side] = np.arange(batch * rows) if packed else np.concatenate(starts)
+        offsets[side] = (given if packed else given - given[0]).astype(np.int32)
     if len(offsets["q"]) != len(offsets["k"]):
         raise ValueError(
             f"cu_seqlens_q has {len(offsets['q'])} entries and cu_seqlens_k {len(offsets['k'])}; "
