@@ -305,7 +305,10 @@ def _found(
     """A bug, in all parts that it explains."""
     tensors = [tensor for part in parts for tensor in part.tensors]
     wrong = [n for part in parts for n in part.tensors if not part.verdict.null[n].good]
-    evidence = [_proved(part, part.best[name]) for part in parts]
+    proved = [_proof(question, part, part.best[name]) for part in parts]
+    evidence = [
+        _said(part, part.best[name], proof) for part, proof in zip(parts, proved, strict=True)
+    ]
     evidence += _places(question, answers, wrong)
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
     told = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
@@ -322,22 +325,31 @@ def _found(
         tuple(others),
         look_at="; ".join(filter(None, told)),
     )
-    return replace(finding, proof=_proof(question, parts[0], parts[0].best[name]))
+    return replace(finding, proof=proved[0])
 
 
-def _proved(part: _Part, one: Explained) -> str:
+def _proof(question: Question, part: _Part, one: Explained) -> Proof:
+    return Proof(
+        form=one.prediction.bug.variant,
+        must=mask_rule(question),
+        agrees=max(one.fits[tensor].relative for tensor in part.tensors),
+        differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),
+        precision=part.verdict.precision,
+        sight=sight_of(question, one.prediction.bug),
+    )
+
+
+def _said(part: _Part, one: Explained, proof: Proof) -> str:
     """How well a bug fits, in words."""
-    residual = max(one.fits[tensor].relative for tensor in part.tensors)
-    null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
-    form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
+    form = f" ({proof.form})" if proof.form else ""
     source = f", from {one.prediction.source}" if one.prediction.source else ""
-    leaves = f"The right computation leaves {null:.2g}."
-    if not math.isfinite(null):
+    leaves = f"The right computation leaves {proof.differs:.2g}."
+    if not math.isfinite(proof.differs):
         leaves = "The right computation differs in which elements are finite, or not 0."
     return (
         f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
-        f"{', '.join(part.tensors)} agree{'s' * (len(part.tensors) == 1)} to {residual:.2g} of the "
-        f"size: {one.rms:.2g} times the noise of {part.verdict.precision}. {leaves}"
+        f"{', '.join(part.tensors)} agree{'s' * (len(part.tensors) == 1)} to {proof.agrees:.2g} of "
+        f"the size: {one.rms:.2g} times the noise of {proof.precision}. {leaves}"
     )
 
 
@@ -349,18 +361,6 @@ def _in_numbers(question: Question, answers: Answers, wrong: Sequence[str]) -> b
     right = reference_of(question, {name: answers[name] for name in wrong})
     pairs = ((answers[name].astype(np.float64), right[name]) for name in wrong)
     return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
-
-
-def _proof(question: Question, part: _Part, one: Explained) -> Proof:
-    bug = one.prediction.bug
-    return Proof(
-        form=bug.variant,
-        must=mask_rule(question),
-        agrees=max(one.fits[tensor].relative for tensor in part.tensors),
-        differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),
-        precision=part.verdict.precision,
-        sight=sight_of(question, bug),
-    )
 
 
 def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> list[str]:

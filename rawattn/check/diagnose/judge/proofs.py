@@ -96,15 +96,12 @@ class Judged:
 
     def bad(self, name: str) -> np.ndarray:
         """Rows (tokens, heads) that are off by more than rounding of their size."""
-        a, b = self.pair(name)
-        rows = self.rows(name)
-        with np.errstate(invalid="ignore"):
-            error = np.where(a == b, 0.0, np.abs(a - b))
-        error = np.where(np.isnan(error), np.inf, error).max(axis=2)
-        size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
+        rows, right = self.rows(name), by_rows(name, self.right.answers[name])
+        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
         eps = 2.0**-6 if self.answers[name].dtype.itemsize == 2 else 1e-3
-        typical = size[rows].mean() if rows.any() else 0.0
-        return np.asarray(rows & (error > eps * np.maximum(size, typical)))
+        allowed = eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
+        given = name, self.answers[name], self.right.answers[name]
+        return np.asarray(structure.bad_rows(self.question, *given, allowed) & rows)
 
 
 # ---- asked twice ------------------------------------------------------------------------------

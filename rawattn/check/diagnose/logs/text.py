@@ -6,18 +6,15 @@ Long because a print has many small parts, each of them a line or two.
 
 import re
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.logs.tensor import Number, Printed
 
 NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-TOKEN = re.compile(
-    rf"\s*(?:(?P<open>\[)|(?P<close>\])|(?P<dots>\.\.\.)|(?P<comma>,)"
-    rf"|(?P<number>(?:true|false|{NUMBER})(?![\w.])))",
-    re.IGNORECASE,
-)
+TOKEN = rf"\[|\]|\.\.\.|(?:true|false|{NUMBER})(?![\w.])"
+CONTENTS = re.compile(rf"(?:{TOKEN}|[\s,])*", re.IGNORECASE)
 START = re.compile(
     rf"(?:\b(?:tf|torch|np|numpy|jnp|cp|mx)\.)?\b(?:tensor|array|asarray)\s*\(\s*(?P<factor>{NUMBER}\s*\*\s*)?"
     rf"(?P<call>\[|{NUMBER}(?=[\s,)]))"
@@ -111,42 +108,35 @@ def _data(text: str, at: int) -> tuple[list[str], Layout, int]:
         match = re.compile(NUMBER, re.IGNORECASE).match(text, at)
         assert match is not None
         return [match[0]], (), match.end()
-    stack: list[list[object]] = []
-    read = 0
-    while True:
-        token = TOKEN.match(text, at)
-        if token is None:
-            rest = text[at : at + 1000].split()
-            if rest:
-                reason = f"{rest[0][:20]!r} is neither a real number nor a bracket"
-                raise _Unreadable(reason, code=not re.match(r"[-+.\d]", rest[0]))
-            raise _Unreadable("it ends within its brackets", fatal=read > 1 and len(stack) > 1)
-        at = token.end()
-        if token["open"]:
+    run = CONTENTS.match(text, at)
+    assert run is not None
+    stack: list[list[Any]] = [[]]
+    for token in re.finditer(TOKEN, run[0], re.IGNORECASE):
+        if token[0] == "[":
             stack.append([])
-        elif token["number"]:
-            read += 1
-            stack[-1].append(token["number"])
-        elif token["dots"]:
-            stack[-1].append(...)
-        elif token["close"]:
-            done = stack.pop()
-            if not stack:
-                return *_flat(done), at
-            stack[-1].append(done)
+        elif token[0] == "]":
+            stack[-2].append(stack.pop())
+        else:
+            stack[-1].append(... if token[0] == "..." else token[0])
+        if len(stack) == 1:
+            return *_flat(stack[0][0]), at + token.end()
+    rest = text[run.end() : run.end() + 1000].split()
+    if not rest:
+        raise _Unreadable("it ends within its brackets", fatal=run[0].count("[") > 1)
+    reason = f"{rest[0][:20]!r} is neither a real number nor a bracket"
+    raise _Unreadable(reason, code=not re.match(r"[-+.\d]", rest[0]))
 
 
-def _flat(node: list[object]) -> tuple[list[str], Layout]:
+def _flat(node: Any) -> tuple[list[str], Layout]:
     """Nested lists as one list and the layout that all of a depth share."""
-    count = node.count(...)
-    if count > 1:
+    if node.count(...) > 1:
         raise _Unreadable("two elisions in one row")
-    front = node.index(...) if count else len(node)
+    front = node.index(...) if ... in node else len(node)
     items = [item for item in node if item is not ...]
-    here: Layout = ((front, len(items) - front if count else None),)
+    here: Layout = ((front, len(items) - front if ... in node else None),)
     inner = [_flat(item) for item in items if isinstance(item, list)]
     if not inner:
-        return [str(item) for item in items], here
+        return items, here
     if len(inner) < len(items) or any(layout != inner[0][1] for _, layout in inner):
         raise _Unreadable("its rows are of different lengths")
     return [string for strings, _ in inner for string in strings], here + inner[0][1]
