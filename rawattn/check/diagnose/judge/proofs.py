@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Bug, Floats, sequences, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Floats, sequences, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -201,16 +201,7 @@ def of_sinks(question: Question, answers: Answers, side: str) -> list[Finding]:
         off = np.abs(np.asarray(answers[name], dtype=np.float64) - right)
         if off.max() <= OF_SINKS_NOISE * noise:
             continue
-        without_dlse = Bug("", steps={"D": lambda c: (c.dO * c.O).sum(axis=-1)})
-        forms = {
-            "they are 0": np.zeros_like(right),
-            "their sign is the other one": -right,
-            "dlse is not in them": solve(question, stage, without_dlse, given=given)[name],
-        }
         said = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
-        for text, form in forms.items():
-            if np.abs(answers[name] - form).max() <= OF_SINKS_NOISE * noise:
-                said.append(f"{name}: {text}")
         found.append(finding(side, "sinks-gradient", name, "high", said))
     return found
 
@@ -283,12 +274,6 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
     ("dk", "dv"): "the sums over queries and over the heads of a group, and their stores: P and dS "
     "are right, since dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",
-    ("tout",): "what comes after the tangent of lse, which is right: P' V and P tv",
-    ("tout", "tlse"): "the sum of P o E: tlse is it, and tout has it too",
-    ("gq", "gk"): "dS' = P' o (dP - D) + P o (dP' - W): P' is right, since gv is",
-    ("gk", "gv"): "the sums over queries and over the heads of a group, and their stores: P' and "
-    "dS' are right, since gq is",
-    ("gv",): "the product P'^T dout and the store of gv",
 }
 
 
@@ -297,8 +282,7 @@ def _conclusion(verdict: StageVerdict) -> str:
     wrong, tensors = verdict.unexplained, set(verdict.tensors)
     if wrong not in CONCLUSIONS or set(wrong) | set(verdict.right) != tensors:
         return ""
-    whole = {"out": ("out", "lse"), "lse": ("out", "lse"), "gv": ("gq", "gk", "gv")}
-    needed = whole.get(wrong[0], ("dq", "dk", "dv") if wrong[0][0] == "d" else wrong)
+    needed = ("dq", "dk", "dv") if wrong[0][0] == "d" else ("out", "lse")
     return CONCLUSIONS[wrong] if tensors >= set(needed) else ""
 
 
