@@ -99,8 +99,7 @@ class Trial:
     @property
     def wrong(self) -> bool:
         """Whether the verdict is."""
-        passes = self.verdict == "passes"
-        return self.due != "either" and passes is not (self.due == "pass")
+        return (self.verdict == "passes") is not (self.due == "pass")
 
     @property
     def place(self) -> tuple[str, float, int]:

@@ -24,7 +24,6 @@ from rawattn.check.diagnose.harness.causes import (
     Steps,
     Trial,
     at_most,
-    lines_of,
     name_causes,
     where_of,
 )
@@ -200,8 +199,6 @@ def _facts(trials: Sequence[Trial], steps: Steps, framework: str, wide: bool) ->
     for dtype in dtypes:
         parts = (f"{at_most(c)} at size {s:g}" for (of, s), c in steps.items() if of == dtype)
         facts.append(f"{dtype}: x = (1 + c) ref passes up to c = {', '.join(parts)}")
-    either = [trial for trial in trials if trial.due == "either" and trial.verdict == "passes"]
-    facts += [f"not counted, since it can be meant: {line}" for line in lines_of(either, trials)]
     raised = [trial for trial in trials if trial.verdict == "raises"]
     if raised and all(trial.due == "refuse" for trial in raised):
         names = "; ".join(dict.fromkeys(trial.name for trial in raised))
