@@ -133,7 +133,7 @@ def test_one_cause_beats_two() -> None:
     two = [off("transposed", "dq"), off("tile-skipped", "dk", "dv")]
     answers = one.store(question, right) if one.store else right
     answers = {name: answers[name] for name in ("dq", "dk", "dv")}
-    work = match._Stage(question, answers, "backward", np.inf)
+    work = match.Stage(question, answers, "backward", np.inf)
     work.usual = match.predictions(question, answers, "backward", two)
     whole = match.predictions(question, answers, "backward", [one])
     work.every = [*work.usual, *whole]

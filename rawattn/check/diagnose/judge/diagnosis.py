@@ -8,7 +8,7 @@ evidence in words.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from rawattn.check.diagnose.judge.match import (
     GENERIC,
     LOOSE,
     Explained,
+    Stage,
     StageVerdict,
     judge_stage,
 )
@@ -176,14 +177,13 @@ def _judge(
         f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
         "the lse that the backward pass had is far below the right one"
         for verdict in verdicts
-        for name, count in verdict.too_large.items()
+        for name, count in verdict.work.too_large.items()
     ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    findings += _resolve(question, answers, side, verdicts)
+    findings += _resolve(question, side, verdicts)
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
-        part = proofs.Judged.of(question, answers, verdict)
-        findings += rounding.of_right(part, side, zeros=bool(zeros))
+        findings += rounding.of_right(verdict, side, zeros=bool(zeros))
     findings += [*zeros, *misshapen, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
@@ -258,9 +258,7 @@ class _Part:
         self.best = {one.name: one for one in explained[::-1]}  # the first of a name
 
 
-def _resolve(
-    question: Question, answers: Answers, side: str, verdicts: Sequence[StageVerdict]
-) -> list[Finding]:
+def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) -> list[Finding]:
     """One finding for each bug, the bugs as few as will do."""
     wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
     left: list[_Part] = []
@@ -269,8 +267,7 @@ def _resolve(
         tensors = dict.fromkeys(one.tensors for one in verdict.explained)
         left += [_Part(verdict, names) for names in tensors]
         if verdict.unexplained:
-            part = proofs.Judged.of(question, answers, verdict)
-            findings += rounding.of_wrong(part, side) or [proofs.of_structure(part, side)]
+            findings += rounding.of_wrong(verdict, side) or [proofs.of_structure(verdict, side)]
 
     def merit(name: str, here: Sequence[_Part]) -> tuple[float, ...]:
         """More parts first, then the order of classes, then bugs of the wrong stages alone."""
@@ -284,7 +281,7 @@ def _resolve(
         parts = {name: [part for part in left if name in part.best] for name in names}
         best = min(names, key=lambda name: merit(name, parts[name]))
         others = set.intersection(*(set(part.best) for part in parts[best])) - {best, *LOOSE}
-        found.append(_found(question, answers, side, best, parts[best], sorted(others, key=_order)))
+        found.append(_found(question, side, best, parts[best], sorted(others, key=_order)))
         left = [part for part in left if best not in part.best]
     return found + findings
 
@@ -296,7 +293,6 @@ def _order(name: str) -> int:
 
 def _found(
     question: Question,
-    answers: Answers,
     side: str,
     name: str,
     parts: Sequence[_Part],
@@ -304,18 +300,25 @@ def _found(
 ) -> Finding:
     """A bug, in all parts that it explains."""
     tensors = [tensor for part in parts for tensor in part.tensors]
-    wrong = [n for part in parts for n in part.tensors if not part.verdict.null[n].good]
+    wrong = {
+        n: part.verdict.work
+        for part in parts
+        for n in part.tensors
+        if not part.verdict.null[n].good
+    }
     proved = [_proof(question, part, part.best[name]) for part in parts]
     evidence = [
         _said(part, part.best[name], proof) for part, proof in zip(parts, proved, strict=True)
     ]
-    evidence += _places(question, answers, wrong)
+    for tensor, work in list(wrong.items())[:1]:
+        told = structure.where(question, tensor, work.bad(tensor))[:3]
+        evidence += [f"{tensor}: {text}" for text in told if not text.startswith("no pattern")]
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
-    told = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
+    look_at = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
     cut = any(part.verdict.cut for part in parts)
     evidence += [CUT] if cut else []
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
-    clear = clear and _in_numbers(question, answers, wrong)
+    clear = clear and _in_numbers(wrong)
     finding = proofs.finding(
         side,
         name,
@@ -323,7 +326,7 @@ def _found(
         "high" if clear else "medium",
         evidence,
         tuple(others),
-        look_at="; ".join(filter(None, told)),
+        look_at="; ".join(filter(None, look_at)),
     )
     return replace(finding, proof=proved[0])
 
@@ -353,25 +356,10 @@ def _said(part: _Part, one: Explained, proof: Proof) -> str:
     )
 
 
-def _in_numbers(question: Question, answers: Answers, wrong: Sequence[str]) -> bool:
+def _in_numbers(wrong: Mapping[str, Stage]) -> bool:
     """Whether numbers are wrong, and not just which NaN of the inputs came through."""
-    inputs = (question.q, question.k, question.v, question.dout)
-    if not wrong or not any(x is not None and np.isnan(x).any() for x in inputs):
+    inputs = [getattr(of.question, n) for of in wrong.values() for n in ("q", "k", "v", "dout")]
+    if not any(x is not None and np.isnan(x).any() for x in inputs):
         return True
-    right = reference_of(question, {name: answers[name] for name in wrong})
-    pairs = ((answers[name].astype(np.float64), right[name]) for name in wrong)
+    pairs = (of.pair(name) for name, of in wrong.items())
     return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
-
-
-def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> list[str]:
-    """Where the wrong rows of the first wrong tensor lie."""
-    if not tensors:
-        return []
-    name = tensors[0]
-    reference = reference_of(question, {name: answers[name]})
-    allowed = 8 * _allowances({name: answers[name]}, reference)[name]
-    if not math.isfinite(allowed):
-        return []
-    bad = structure.bad_rows(question, name, answers[name], reference[name], allowed)
-    told = structure.where(question, name, bad)[:3]
-    return [f"{name}: {sentence}" for sentence in told if not sentence.startswith("no pattern")]

@@ -12,8 +12,8 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -208,45 +208,12 @@ class Explained(NamedTuple):
         return max(self.fits[name].rms for name in self.tensors)
 
 
-@dataclass(frozen=True)
-class StageVerdict:
-    """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
-    wrong tensors together or for some. ``null``: how the right computation fits.
-    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
-    stage for which its right tensors are right. ``cut``: something was not tried. ``too_large``:
-    how many rows of which tensors were not judged."""
+class Stage:
+    """What a side says to one stage, what is right, and the fits, computed when asked for.
 
-    stage: str
-    precision: str
-    tensors: tuple[str, ...]
-    right: tuple[str, ...]
-    explained: tuple[Explained, ...]
-    unexplained: tuple[str, ...]
-    null: dict[str, Fit]
-    source: str = ""
-    cut: bool = False
-    too_large: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def sound(self) -> bool:
-        return len(self.right) == len(self.tensors)
-
-    @property
-    def stories(self) -> int:
-        """How many bugs it takes: of tensors that are explained apart, those in common once."""
-        groups: dict[tuple[str, ...], set[str]] = {}
-        for one in self.explained:
-            groups.setdefault(one.tensors, set()).add(one.name)
-        return 1 if groups and set.intersection(*groups.values()) else len(groups)
-
-    @property
-    def left(self) -> tuple[int, int]:
-        """What is not explained, and by how many bugs the rest is."""
-        return len(self.unexplained), self.stories
-
-
-class _Stage:
-    """The fits of one stage, computed when they are asked for."""
+    found: its arrays. rights: predictions without a bug, of other sources. rows: those that can be
+    judged. too_large: how many rows nobody can judge.
+    """
 
     def __init__(
         self,
@@ -268,15 +235,15 @@ class _Stage:
             *predictions(question, answers, stage, RIGHT if stage == "second" else RIGHT[:1]),
             *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
-        truth = self.rights[0].answers
+        self.given, truth = self.rights[0].given, self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
-        self.too_large: dict[str, int] = {}  # rows that nobody can judge
-        for name in self.rows.keys() & {"dq", "dk", "dv"} if self.rights[0].given else ():
+        self.too_large: dict[str, int] = {}
+        for name in self.rows.keys() & {"dq", "dk", "dv"} if self.given else ():
             self._leave_out_overflow(name, truth[name])
         self.finest = ladder(question.dtype)[0]
-        self.sizes = sizes(question, stage, self.rights[0].given)
+        self.sizes = sizes(question, stage, self.given)
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
@@ -323,6 +290,20 @@ class _Stage:
         if rows.any():
             self.too_large[name] = int(rows.sum())
             self.rows[name] = self.rows[name] & ~rows
+
+    def pair(self, name: str) -> tuple[Floats, Floats]:
+        """What was found and what is right, by rows."""
+        return by_rows(name, self.found[name]), by_rows(name, self.rights[0].answers[name])
+
+    def bad(self, name: str) -> np.ndarray:
+        """Rows (tokens, heads) that are off by more than rounding of their size."""
+        (found, right), rows = self.pair(name), self.rows[name]
+        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+        eps = 2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3
+        allowed = eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
+        with np.errstate(invalid="ignore"):
+            off = np.where(found == right, 0.0, np.abs(found - right))
+        return np.asarray(rows & (np.nan_to_num(off, nan=np.inf).max(axis=2) > allowed))
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -389,6 +370,48 @@ class _Stage:
         return best
 
 
+@dataclass(frozen=True)
+class StageVerdict:
+    """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
+    wrong tensors together or for some. ``null``: how the right computation fits.
+    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
+    stage for which its right tensors are right. ``cut``: something was not tried."""
+
+    work: "Stage"
+    precision: str
+    right: tuple[str, ...]
+    explained: tuple[Explained, ...]
+    unexplained: tuple[str, ...]
+    null: dict[str, Fit]
+    source: str = ""
+    cut: bool = False
+
+    @property
+    def stage(self) -> str:
+        return self.work.stage
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return self.work.tensors
+
+    @property
+    def sound(self) -> bool:
+        return len(self.right) == len(self.tensors)
+
+    @property
+    def stories(self) -> int:
+        """How many bugs it takes: of tensors that are explained apart, those in common once."""
+        groups: dict[tuple[str, ...], set[str]] = {}
+        for one in self.explained:
+            groups.setdefault(one.tensors, set()).add(one.name)
+        return 1 if groups and set.intersection(*groups.values()) else len(groups)
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """What is not explained, and by how many bugs the rest is."""
+        return len(self.unexplained), self.stories
+
+
 def good(fits: dict[str, Fit]) -> tuple[str, ...]:
     """The tensors that fit."""
     return tuple(name for name in fits if fits[name].good)
@@ -409,17 +432,16 @@ def judge_stage(
     other stages have. told: what was read of the function: nothing else is tried where that
     explains everything and has a name.
     """
-    before, work = cuts(), _Stage(question, answers, stage, until, hints, told)
+    before, work = cuts(), Stage(question, answers, stage, until, hints, told)
     if not work.tensors:
         return None
     verdict = _verdict(work, ladder(question.dtype))
     sources = {work.sources[name] for name in verdict.right}
     source = sources.pop() if len(sources) == 1 else ""
-    return replace(verdict, source=source, cut=cuts() > before, too_large=work.too_large)
+    return replace(verdict, source=source, cut=cuts() > before)
 
 
-def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
-    stage = work.stage
+def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
     first: dict[str, Fit] = {}
     best: StageVerdict | None = None
     for precision in steps:
@@ -427,7 +449,7 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         first = first or null
         right = good(null)
         if len(right) == len(work.tensors):
-            return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
+            return StageVerdict(work, precision.name, right, (), (), null)
         for guesses in work.tiers(precision):
             verdict = _explain(work, guesses, precision, null, right)
             if verdict is not None and not verdict.unexplained and verdict.stories == 1:
@@ -440,11 +462,11 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         return best
     right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
-    return StageVerdict(stage, steps[0].name, work.tensors, right, (), wrong, first)
+    return StageVerdict(work, steps[0].name, right, (), wrong, first)
 
 
 def _explain(
-    work: _Stage,
+    work: Stage,
     guesses: Sequence[Prediction],
     precision: Precision,
     null: dict[str, Fit],
@@ -475,7 +497,7 @@ def _explain(
         elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
-    verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
+    verdict = StageVerdict(work, precision.name, right, (), wrong, null)
     if whole:
         whole.sort(key=lambda e: e.rms)
         return replace(verdict, explained=tuple(whole), unexplained=())

@@ -6,7 +6,6 @@ other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from rawattn.check.diagnose.evidence.precision import (
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.inferred import stale_max
-from rawattn.check.diagnose.judge.match import Prediction, StageVerdict, predictions
+from rawattn.check.diagnose.judge.match import StageVerdict, predictions
 
 Call = Callable[[Question], Answers]
 FAR = 0.1  # residual of what may not be a copy, or NaN
@@ -67,41 +66,6 @@ def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> l
     title = f"{where} has another form than it must have"
     look_at = "what the function returns, and in which order"
     return [finding(side, "unknown", where, "proved", said, title=title, look_at=look_at)]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The answers of a side to a stage, with what the stage must give."""
-
-    question: Question
-    answers: Answers
-    right: Prediction
-    verdict: StageVerdict
-
-    @classmethod
-    def of(cls, question: Question, answers: Answers, verdict: StageVerdict) -> "Judged":
-        right = predictions(question, answers, verdict.stage, [NO_BUG])[0]
-        return cls(question, answers, right, verdict)
-
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        return self.verdict.unexplained
-
-    def pair(self, name: str) -> tuple[Floats, Floats]:
-        """What was found and what is right, by rows."""
-        return by_rows(name, self.answers[name]), by_rows(name, self.right.answers[name])
-
-    def rows(self, name: str) -> np.ndarray:
-        return defined(self.question, name, self.right.answers[name])
-
-    def bad(self, name: str) -> np.ndarray:
-        """Rows (tokens, heads) that are off by more than rounding of their size."""
-        rows, right = self.rows(name), by_rows(name, self.right.answers[name])
-        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
-        eps = 2.0**-6 if self.answers[name].dtype.itemsize == 2 else 1e-3
-        allowed = eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
-        given = name, self.answers[name], self.right.answers[name]
-        return np.asarray(structure.bad_rows(self.question, *given, allowed) & rows)
 
 
 # ---- asked twice ------------------------------------------------------------------------------
@@ -226,24 +190,24 @@ def of_runs(side: str, failing: Sequence[Check]) -> list[Finding]:
 # ---- structure --------------------------------------------------------------------------------
 
 
-def of_structure(judged: Judged, side: str) -> Finding:
+def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
-    question, verdict, names = judged.question, judged.verdict, judged.wrong
+    question, names = verdict.work.question, verdict.unexplained
     where = f"{verdict.stage}: {', '.join(names)}"
     for proof in (_stale_max, _unrelated, _constant_rows, _rearranged, _dead, _by_place_in_tile):
-        if (named := proof(judged)) is not None:
+        if (named := proof(verdict)) is not None:
             bug, confidence, evidence = named
             return finding(side, bug, where, confidence, evidence)
     said = [f"no bug of the catalogue reproduces {', '.join(names)} down to rounding"]
     given = " of the out and lse beside it" if verdict.source else ""
     for name in names:
-        places = structure.where(question, name, judged.bad(name))
-        finite = (np.where(np.isfinite(x), x, 0.0) for x in judged.pair(name))
+        places = structure.where(question, name, verdict.work.bad(name))
+        finite = (np.where(np.isfinite(x), x, 0.0) for x in verdict.work.pair(name))
         slope, residual, _ = structure.fit(*finite)
         fitted = (
             f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of the size"
         )
-        nan = [text] if (text := _first_nan(question, name, judged.answers[name])) else []
+        nan = [text] if (text := _first_nan(question, name, verdict.work.found[name])) else []
         said.append(f"{name}: " + "; ".join((*nan, *places[:1], fitted, *places[1:])))
     return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
 
@@ -289,21 +253,20 @@ def _conclusion(verdict: StageVerdict) -> str:
 Named = tuple[str, str, tuple[str, ...]] | None
 
 
-def _stale_max(judged: Judged) -> Named:
+def _stale_max(verdict: StageVerdict) -> Named:
     """Each row has a maximum of its own in it, or lacks it."""
-    return stale_max.of_forward(judged.question, judged.answers, judged.wrong)
+    return stale_max.of_forward(verdict.work.question, verdict.work.answers, verdict.unexplained)
 
 
-def _unrelated(judged: Judged) -> Named:
+def _unrelated(verdict: StageVerdict) -> Named:
     """No tensor of the stage has anything in common with the right one."""
-    verdict = judged.verdict
-    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(judged)):
+    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(verdict)):
         return None
     if verdict.stage != "forward" and len(verdict.tensors) == 1:  # a product may be at fault
         return None
     said = []
     for name in verdict.tensors:
-        a, b = (x[judged.rows(name)].ravel() for x in judged.pair(name))
+        a, b = (x[verdict.work.rows[name]].ravel() for x in verdict.work.pair(name))
         if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
             continue
         if not a.std() or not b.std():
@@ -317,28 +280,30 @@ def _unrelated(judged: Judged) -> Named:
     return ("other-data", "medium", tuple(said)) if said else None
 
 
-def _of_these_inputs(judged: Judged) -> bool:
+def _of_these_inputs(verdict: StageVerdict) -> bool:
     """Whether out or lse of the answers are near to the right ones."""
     near = {"out": 0.5, "lse": 2.0**-8}
-    names = [name for name in near if name in judged.answers]
-    return any(relative_residual(*judged.pair(n), judged.rows(n)) < near[n] for n in names)
+    names = [name for name in near if name in verdict.work.found]
+    return any(
+        relative_residual(*verdict.work.pair(n), verdict.work.rows[n]) < near[n] for n in names
+    )
 
 
-def _constant_rows(judged: Judged) -> Named:
+def _constant_rows(verdict: StageVerdict) -> Named:
     """dv of a sequence and head differs by the same row for every key."""
-    question, right = judged.question, judged.right
-    if judged.wrong != ("dv",) or question.sparse:
+    question = verdict.work.question
+    if verdict.unexplained != ("dv",) or question.sparse:
         return None
-    found, wanted = judged.pair("dv")
+    found, wanted = verdict.work.pair("dv")
     extra = np.zeros_like(found)
     for _, _, keys in sequences(question):
         extra[keys] = (found[keys] - wanted[keys]).mean(axis=0)
     if not np.isfinite(extra).all():
         return None
     precision = ladder(question.dtype)[-1]
-    noisy = solve(question, "backward", rounding=precision.rounding, given=right.given)["dv"]
-    given = (wanted + extra, noisy + extra, precision.factor, judged.rows("dv"))
-    if not fit(question, "dv", judged.answers["dv"], *given).good:
+    noisy = solve(question, "backward", rounding=precision.rounding, given=verdict.work.given)["dv"]
+    given = (wanted + extra, noisy + extra, precision.factor, verdict.work.rows["dv"])
+    if not fit(question, "dv", verdict.work.found["dv"], *given).good:
         return None
     size = float(np.abs(extra).max())
     text = (
@@ -348,26 +313,26 @@ def _constant_rows(judged: Judged) -> Named:
     return "padded-grad-out", "high", (text,)
 
 
-def _rearranged(judged: Judged) -> Named:
+def _rearranged(verdict: StageVerdict) -> Named:
     """The same numbers in another order."""
-    for name in judged.wrong:
-        a, b = (x.ravel() for x in judged.pair(name))
+    for name in verdict.unexplained:
+        a, b = (x.ravel() for x in verdict.work.pair(name))
         if a.shape != b.shape or not a.size or not np.isfinite([a, b]).all():
             return None
         size = np.sqrt(np.mean(b**2))
         moved = np.sqrt(np.mean((a - b) ** 2))
         sorted_ = np.sqrt(np.mean((np.sort(a) - np.sort(b)) ** 2))
-        if moved < 0.3 * size or sorted_ > max(2 * eps_of(judged.answers[name]), 1e-5) * size:
+        if moved < 0.3 * size or sorted_ > max(2 * eps_of(verdict.work.found[name]), 1e-5) * size:
             return None
     text = "sorted, its values are the right ones: only their places are wrong"
     return "transposed", "medium", (text,)
 
 
-def _dead(judged: Judged) -> Named:
+def _dead(verdict: StageVerdict) -> Named:
     """Wrong in the rows that see no key, and in no others."""
-    lse = solve(judged.question, "forward")["lse"].T
-    for name in judged.wrong:
-        bad = judged.bad(name)
+    lse = solve(verdict.work.question, "forward")["lse"].T
+    for name in verdict.unexplained:
+        bad = verdict.work.bad(name)
         if name in OF_KEYS or bad.shape != lse.shape:
             continue
         if not bad.any() or not np.isneginf(lse[bad]).all():
@@ -377,12 +342,12 @@ def _dead(judged: Judged) -> Named:
     return None
 
 
-def _by_place_in_tile(judged: Judged) -> Named:
+def _by_place_in_tile(verdict: StageVerdict) -> Named:
     """Which rows are wrong depends on their number modulo a tile, in all sequences and heads."""
-    for name in judged.wrong:
-        side, bad = structure.side_of(name), judged.bad(name).mean(axis=1)
-        sequence = judged.question.sequence_of(side)
-        starts = np.asarray(getattr(judged.question, f"cu_seqlens_{side}"))[sequence]
+    for name in verdict.unexplained:
+        side, bad = structure.side_of(name), verdict.work.bad(name).mean(axis=1)
+        sequence = verdict.work.question.sequence_of(side)
+        starts = np.asarray(getattr(verdict.work.question, f"cu_seqlens_{side}"))[sequence]
         row = (np.arange(len(bad)) - starts)[sequence >= 0]
         for tile in TILES:
             count = np.bincount(row % tile, minlength=tile)
