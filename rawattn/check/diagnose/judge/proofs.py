@@ -205,10 +205,15 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         finite = (np.where(np.isfinite(x), x, 0.0) for x in verdict.work.pair(name))
         slope, residual, _ = structure.fit(*finite)
         fitted = (
-            f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of the size"
+            f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
         )
-        nan = [text] if (text := _first_nan(question, name, verdict.work.found[name])) else []
-        said.append(f"{name}: " + "; ".join((*nan, *places[:1], fitted, *places[1:])))
+        told = (
+            _first_nan(question, name, verdict.work.found[name]),
+            *places[:1],
+            fitted,
+            *places[1:],
+        )
+        said.append(f"{name}: {'; '.join(filter(None, told))}")
     return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
 
 
