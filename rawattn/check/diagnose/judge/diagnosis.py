@@ -66,43 +66,51 @@ def diagnose(
     it.
     """
     until = spent() + EFFORT if until is None else until
-    given, strange = _numbers(answers, side)
-    whole, again = question, None if call is None else _floating(call)
+    given, strange = _well_formed(question, answers, side)
+    whole = question
+
+    def again(asked: Question) -> Answers:
+        return {} if call is None else _with_rows(_well_formed(asked, call(asked), "")[0])
+
     question, part, fact = cut(whole, _with_rows(given))
-    found, checks, facts = _judge(question, part, side, again, until, told, hints)
+    asked_again = None if call is None else again
+    found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
     if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
         found += proofs.of_sinks(question, given, side)
     reference = reference_of(question, part)
-    shown = {n: x for n, x in part.items() if n not in reference or x.shape == reference[n].shape}
-    reference = {name: x for name, x in reference.items() if name in shown}
     diagnosis = Diagnosis(
         title=side,
         findings=(*strange, *found),
         checks=tuple(checks),
-        levels=structure.levels(question, shown, reference),
-        maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
+        levels=structure.levels(question, part, reference),
+        maps=structure.maps(question, part, reference, _allowances(part, reference)),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
-
-
-def _floating(call: Callable[[Question], Answers]) -> Callable[[Question], Answers]:
-    """``call`` with the floating arrays of its answers alone, those that have rows."""
-    return lambda question: _with_rows(_numbers(call(question), "")[0])
 
 
 def _with_rows(answers: Answers) -> Answers:
     return {name: x for name, x in answers.items() if name not in OF_SINKS}
 
 
-def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
-    """The floating arrays among the answers, and what is to be said of others, None for one."""
+def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
+    """The floating arrays that have the shape of what they are called, and what is to be said of
+    others, None for one."""
+    shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
+    shapes |= {"delta": question.q.shape[1::-1]}
+    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
     found = {name: np.asarray(x) for name, x in answers.items()}
-    wrong = [name for name, x in found.items() if x.dtype not in FLOATING]
-    gate = wrong == ["dblock_scale"] and answers["dblock_scale"] is None
-    said = [f"{name} is {found[name].dtype}; it must be floating" for name in wrong]
-    told = proofs.of_form(side, wrong, said, "sparse-gate-gradient-missing" if gate else "")
-    return {name: x for name, x in found.items() if name not in wrong}, told
+    wrong = {n: x.shape for n, x in found.items() if shapes.get(n, x.shape) != x.shape}
+    said = {n: f"{n} has shape {shape}, not {shapes[n]}" for n, shape in wrong.items()}
+    gradients = {"dq", "dk", "dv", "gq", "gk", "gv"} >= wrong.keys()
+    swapped = gradients and sorted(shapes[n] for n in wrong) == sorted(wrong.values())
+    strange = {n: x.dtype for n, x in found.items() if x.dtype not in FLOATING}
+    said |= {n: f"{n} is {dtype}; it must be floating" for n, dtype in strange.items()}
+    bug = "gradients-swapped" if swapped and not strange else ""
+    if [*said] == ["dblock_scale"] and answers["dblock_scale"] is None:
+        bug = "sparse-gate-gradient-missing"
+    told = proofs.of_form(side, [*said], [*said.values()], bug)
+    return {name: x for name, x in found.items() if name not in said}, told
 
 
 def reference_of(question: Question, answers: Answers) -> Answers:
@@ -126,20 +134,16 @@ def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
 def sizes_of(question: Question) -> str:
     """What a question is about, in a line."""
     q = question
-    lengths = _few(q.lengths_q)
+    lengths = f"{_few(q.lengths_q)} tokens"
     if q.lengths_q != q.lengths_k:
-        lengths = f"{lengths} queries on {_few(q.lengths_k)} keys"
-    else:
-        lengths = f"{lengths} tokens"
+        lengths = f"{_few(q.lengths_q)} queries on {_few(q.lengths_k)} keys"
     heads = f"{q.num_heads_q} head{'s' if q.num_heads_q > 1 else ''} on {q.num_heads_kv}"
-    mask = "causal" if q.causal else "not causal"
-    window = "" if q.window == (-1, -1) else f", window {q.window}"
-    window += "".join(f", {name}" for name in q.rare)
-    kind = "block-sparse attention" if q.sparse else "attention"
+    mask = ["causal" if q.causal else "not causal", *q.rare]
+    mask += [] if q.window == (-1, -1) else [f"window {q.window}"]
     count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
     return (
-        f"{kind} of {count} ({lengths}), {heads}, head_dim {q.q.shape[2]}, {mask}{window}, "
-        f"{q.dtype.name}"
+        f"{'block-sparse ' * q.sparse}attention of {count} ({lengths}), {heads}, head_dim "
+        f"{q.q.shape[2]}, {', '.join(mask)}, {q.dtype.name}"
     )
 
 
@@ -159,7 +163,6 @@ def _judge(
     told: Readings = UNREAD,
     others: Sequence[Bug] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
-    answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
@@ -184,7 +187,7 @@ def _judge(
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=bool(zeros))
-    findings += [*zeros, *misshapen, *empty_ones]
+    findings += [*zeros, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
@@ -196,23 +199,6 @@ def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdic
     given = f" for {verdict.source}" if "forward" in wrong and verdict.source else ""
     names = ", ".join(verdict.tensors)
     return f"{side}: {names} right{given}, with rounding as of {verdict.precision}"
-
-
-def _of_right_shape(
-    question: Question, answers: Answers, side: str
-) -> tuple[Answers, list[Finding]]:
-    """The arrays that have the shape of what they are called, and what is to be said of others."""
-    shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
-    shapes |= {"delta": question.q.shape[1::-1]}
-    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
-    wrong = {n: x.shape for n, x in answers.items() if n in shapes and x.shape != shapes[n]}
-    said = [f"{name} has shape {shape}, not {shapes[name]}" for name, shape in wrong.items()]
-    taken = [n for n in ("dq", "dk", "dv", "gq", "gk", "gv") if n in wrong]
-    swapped = len(taken) == len(wrong) and sorted(shapes[n] for n in taken) == sorted(
-        wrong.values()
-    )
-    found = proofs.of_form(side, [*wrong], said, "gradients-swapped" if swapped else "")
-    return {name: x for name, x in answers.items() if name not in wrong}, found
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
