@@ -3,20 +3,16 @@
 Long by the list of the faults.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.harness.pairs import LARGEST, PLACES, SWAPPED, eps_of
+from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
 
 Claim = Callable[[list["Trial"]], list["Trial"]]
-Steps = dict[tuple[str, float], float]  # by dtype and size: the largest c that passes
 
-CLEARLY = 4.0  # times larger: no accident of rounding
-LADDER = tuple(2.0**-n for n in range(-2, 25))  # c of x = (1 + c) ref, largest first
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 VALUES = ("zeros", "scaled", "places", "part", "row", "element", "offset", "integers")
 
@@ -106,23 +102,21 @@ class Trial:
         return self.dtype, self.size, self.axes
 
 
-def name_causes(trials: Sequence[Trial], steps: Steps) -> Iterator[Finding]:
+def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     """Gravest first. Every wrong that passes is in one of them."""
     right = [trial for trial in trials if trial.due == "pass"]
     broken = {trial.place for trial in right if trial.verdict == "raises"}
     due = [trial for trial in trials if trial.due == "refuse" and trial.place not in broken]
-    causes = _causes(due, steps)
+    causes = _causes(due)
     causes["harness-raises"] = [trial for trial in right if trial.verdict == "raises"]
     causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
     for bug, known in HARNESS.items():
         if found := causes.get(bug):
-            lines = _absolute(found, steps) if bug == "harness-atol-only" else []
-            lines += lines_of(found, trials)
-            where = where_of(found, trials)
-            yield Finding("harness", bug, known.title, where, "proved", tuple(lines), known.look_at)
+            lines, where = tuple(lines_of(found, trials)), where_of(found, trials)
+            yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
 
 
-def _causes(due: Sequence[Trial], steps: Steps) -> dict[str, list[Trial]]:
+def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
     fooled = [trial for trial in due if trial.wrong]
     held = [trial for trial in due if not trial.wrong]
@@ -138,7 +132,7 @@ def _causes(due: Sequence[Trial], steps: Steps) -> dict[str, list[Trial]]:
     ):
         causes[bug] = _of_kind(fooled, kind)
     claims: tuple[tuple[str, Claim], ...] = (
-        ("harness-atol-only", lambda left: _by_absolute_tolerance(left, steps)),
+        ("harness-atol-only", lambda left: _by_absolute_tolerance(left, held)),
         ("harness-magnitude-only", lambda left: _all_where(left, PLACES, VALUES)),
         ("harness-ignores-scale", lambda left: _all_where(left, MULTIPLES, ("scaled", "part"))),
         ("harness-passes-zeros", lambda left: _of_kind(left, "zeros")),
@@ -164,20 +158,14 @@ def _all_where(left: Sequence[Trial], names: Iterable[str], kinds: Sequence[str]
     return [trial for trial in _of_kind(left, *kinds) if trial.place in where]
 
 
-def _by_absolute_tolerance(left: Iterable[Trial], steps: Steps) -> list[Trial]:
-    """What passes only at sizes where the error that passes does not shrink with the data."""
-    absolute: set[tuple[str, float]] = set()
-    for dtype in dict.fromkeys(dtype for dtype, _ in steps):
-        sizes = sorted(size for of, size in steps if of == dtype)
-        for (n, small), (m, large) in itertools.combinations(enumerate(sizes), 2):
-            if steps[dtype, small] >= CLEARLY * max(steps[dtype, large], eps_of(dtype)):
-                absolute |= {(dtype, small)} | ({(dtype, large)} if m == n + 1 else set())
-    elsewhere = {
-        (trial.name, trial.dtype, trial.axes)
-        for trial in left
-        if (trial.dtype, trial.size) not in absolute
-    }
-    return [t for t in left if (t.name, t.dtype, t.axes) not in elsewhere]
+def _by_absolute_tolerance(left: Sequence[Trial], held: Sequence[Trial]) -> list[Trial]:
+    """What passes of dtypes of which a multiple that passes is refused of larger data."""
+    refused: dict[tuple[str, str, int], float] = {}
+    for trial in _of_kind(held, "zeros", "scaled"):
+        what = trial.name, trial.dtype, trial.axes
+        refused[what] = max(trial.size, refused.get(what, 0.0))
+    absolute = {t.dtype for t in left if t.size < refused.get((t.name, t.dtype, t.axes), 0.0)}
+    return [trial for trial in left if trial.dtype in absolute]
 
 
 def _one_sided(left: Iterable[Trial], held: Iterable[Trial]) -> list[Trial]:
@@ -232,21 +220,3 @@ def where_of(trials: Sequence[Trial], among: Sequence[Trial]) -> str:
         dtype = "every dtype" if 1 < len(names) == every[0] else ", ".join(names)
         parts.append(f"{dtype}, {'every size' if 1 < len(found) == every[1] else some}")
     return "; ".join(parts)
-
-
-def _absolute(found: Iterable[Trial], steps: Steps) -> list[str]:
-    """Errors in numbers: they do not shrink with the data."""
-    lines = []
-    for dtype in dict.fromkeys(trial.dtype for trial in found):
-        parts = [
-            f"{at_most(step, size * LARGEST)} at size {size:g}"
-            for (of, size), step in steps.items()
-            if of == dtype
-        ]
-        lines.append(f"{dtype}: errors that pass, about: {', '.join(parts)}")
-    return lines
-
-
-def at_most(step: float, unit: float = 1.0) -> str:
-    """``step`` of LADDER in numbers; at its end more may pass."""
-    return f"{step * unit:.2g}" + (" or more" if step == LADDER[0] else "")

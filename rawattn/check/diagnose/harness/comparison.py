@@ -17,13 +17,9 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.candidate import load
-from rawattn.check.cases import dtype_of
 from rawattn.check.diagnose.findings import Check, Diagnosis
 from rawattn.check.diagnose.harness.causes import (
-    LADDER,
-    Steps,
     Trial,
-    at_most,
     name_causes,
     where_of,
 )
@@ -90,7 +86,6 @@ def examine(
                 f"{most:.2g}, so that the data is neither 0 nor inf"
             )
     trials: list[Trial] = []
-    steps: Steps = {}
     places = list(itertools.product(dtypes, sizes, shapes))
 
     def refused(wide: bool) -> int:
@@ -105,11 +100,9 @@ def examine(
                 verdict, raised = _ask(compare, pair, framework)
                 about = (dtype, size, len(shape), error_of(pair.x, pair.ref))
                 trials.append(Trial(pair.name, pair.kind, pair.due, *about, verdict, raised))
-            if shape == shapes[0]:
-                steps[dtype, size] = _sensitivity(compare, framework, right[0], dtype)
     name = getattr(compare, "__name__", type(compare).__name__)
-    facts = _facts(trials, steps, framework, wide)
-    found = tuple(name_causes(trials, steps))
+    facts = _facts(trials, dtypes, framework, wide)
+    found = tuple(name_causes(trials))
     counts = [
         f"{sum(t.wrong for t in trials if t.due == due)} of {sum(t.due == due for t in trials)}"
         for due in ("refuse", "pass")
@@ -166,15 +159,6 @@ def _truth(result: Any) -> bool:
     return bool(value)
 
 
-def _sensitivity(compare: Compare, framework: str, right: Pair, dtype: str) -> float:
-    """The largest c of LADDER for which x = (1 + c) ref passes; 0 where none does."""
-    for step in LADDER:
-        x = (right.ref.astype(np.float64) * (1 + step)).astype(dtype_of(dtype))
-        if _ask(compare, Pair("", "scaled", x, right.ref), framework)[0] == "passes":
-            return step
-    return 0.0
-
-
 def _checks(trials: Sequence[Trial]) -> Iterator[Check]:
     """A row for every right and wrong result: how often the verdict on it was wrong."""
     for due, letter, must in (("pass", "R", "passes"), ("refuse", "W", "is refused")):
@@ -188,17 +172,15 @@ def _checks(trials: Sequence[Trial]) -> Iterator[Check]:
             yield Check("harness", f"{letter}{number}", text, count, 0.0, verdict, where)
 
 
-def _facts(trials: Sequence[Trial], steps: Steps, framework: str, wide: bool) -> tuple[str, ...]:
-    dtypes = dict.fromkeys(dtype for dtype, _ in steps)
+def _facts(
+    trials: Sequence[Trial], dtypes: Sequence[str], framework: str, wide: bool
+) -> tuple[str, ...]:
     facts = [
         f"x was {', '.join(dtypes)}; ref was {'float64' if wide else 'of the same dtype'}; "
         f"arrays of {framework}",
         "size: the standard deviation of the data; wrong: an error above "
         f"{GENEROUS:g} eps of the dtype times the largest element",
     ]
-    for dtype in dtypes:
-        parts = (f"{at_most(c)} at size {s:g}" for (of, s), c in steps.items() if of == dtype)
-        facts.append(f"{dtype}: x = (1 + c) ref passes up to c = {', '.join(parts)}")
     raised = [trial for trial in trials if trial.verdict == "raises"]
     if raised and all(trial.due == "refuse" for trial in raised):
         names = "; ".join(dict.fromkeys(trial.name for trial in raised))
