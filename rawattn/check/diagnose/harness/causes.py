@@ -194,7 +194,7 @@ def _hidden(left: Sequence[Trial], held: Iterable[Trial]) -> list[Trial]:
 
 
 def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:
-    """What the comparison says where of which; a line for all that have this in common."""
+    """What the comparison says where of which: a line for all that have this in common."""
     named: dict[tuple[str, str, str], list[Trial]] = {}
     for trial in trials:
         named.setdefault((trial.name, trial.verdict, trial.raised), []).append(trial)
@@ -202,7 +202,8 @@ def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:
     for (name, verdict, raised), found in named.items():
         said = f"{verdict} {raised}".rstrip()
         lines.setdefault((said, where_of(found, among)), []).append(name)
-    return [f"{said} ({where}): {'; '.join(names)}" for (said, where), names in lines.items()]
+    most_first = sorted(lines.items(), key=lambda line: -len(line[1]))
+    return [f"{said} ({where}): {'; '.join(names)}" for (said, where), names in most_first]
 
 
 def where_of(trials: Sequence[Trial], among: Sequence[Trial]) -> str:

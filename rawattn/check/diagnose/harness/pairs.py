@@ -1,8 +1,7 @@
 """What a comparison is fed: right results, and wrong ones of every kind, each with its reference.
 
 What counts as wrong leaves room for rounding: an error above GENEROUS units of the dtype's
-rounding (eps) of the largest element. Long by the
-kinds.
+rounding (eps) of the largest element.
 """
 
 import math
