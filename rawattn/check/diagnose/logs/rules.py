@@ -32,8 +32,7 @@ UNKNOWN = {
     "broken": (
         "NaN or infinity where the other side has numbers",
         ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        "rows without an allowed key, tiles that are masked as a whole, exp of large scores: print "
-        "the scores of such a row and its maximum",
+        "rows without an allowed key, masked tiles, exp of large scores: print such a row's scores",
     ),
     "no gradient": (
         "dS is not the gradient of any softmax: its rows do not sum to 0",
@@ -48,15 +47,13 @@ UNKNOWN = {
     "padding": (
         "the two sides differ by a constant factor",
         ("padded-keys", "padded-grad-out"),
-        "the same ratio for a sequence of another length decides: padding gives another number for "
-        "each length, a forgotten factor one everywhere. Or say how long the sequences are "
-        "(--lengths)",
+        "the ratio for a sequence of another length: padding gives another number for each length, "
+        "a forgotten factor one everywhere; --lengths says how long the sequences are",
     ),
     "nothing": (
         "the two sides differ, in no way that these entries explain",
         (),
-        "print more: whole rows of a small case, dS and P beside the gradients, or save the arrays "
-        "and compare those",
+        "whole rows of a small case, dS and P beside the gradients; or save and compare arrays",
     ),
 }
 
