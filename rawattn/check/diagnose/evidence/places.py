@@ -5,7 +5,7 @@ Long by the table of features.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -21,16 +21,28 @@ PARTS = (2, 3, 4)
 PLACE = re.compile(r"\b[ip]\b")
 
 
-@dataclass(frozen=True, eq=False)
 class Places:
     """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
     too; i and j count in the query's own sequence, so that j may lie before or behind it.
 
-    selection: of block-sparse attention the head of the lists that say what is seen.
+    Of a query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in
+    use m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has
+    as many keys as queries, so that p is i. selection: of block-sparse attention the head of the
+    lists that say what is seen.
     """
 
-    question: Question
-    selection: int = 0
+    def __init__(self, question: Question, selection: int = 0) -> None:
+        q, self.question, self.selection = question, question, selection
+        self.query = np.arange(len(q.q))[:, None]
+        self.b = np.asarray(q.sequence_of("q")[self.query])
+        self.i = np.asarray(self.query - np.asarray(q.cu_seqlens_q)[self.b])
+        self.j = np.arange(len(q.k))[None, :] - np.asarray(q.cu_seqlens_k)[self.b]
+        self.n, self.m = (np.asarray(x)[self.b] for x in (q.lengths_q, q.lengths_k))
+        self.p = np.asarray(self.i + self.m - self.n)
+        self.own = np.asarray((self.j >= 0) & (self.j < self.m) & (self.b >= 0))
+        self.aligned = q.lengths_q == q.lengths_k
+        self._others: dict[int, Places] = {}
+        self._made: dict[str, Array] = {}
 
     def of(self, head: int) -> "Places":
         """The places of a query head: those of its lists."""
@@ -41,53 +53,8 @@ class Places:
         if selection == self.selection:
             return self
         if selection not in self._others:
-            self._others[selection] = replace(self, selection=selection)
+            self._others[selection] = Places(q, selection)
         return self._others[selection]
-
-    @cached_property
-    def _others(self) -> dict[int, "Places"]:
-        return {}
-
-    @cached_property
-    def query(self) -> Array:
-        """(total_q, 1) row of q."""
-        return np.arange(len(self.question.q))[:, None]
-
-    @cached_property
-    def b(self) -> Array:
-        """(total_q, 1) sequence of the query."""
-        return np.asarray(self.question.sequence_of("q")[self.query])
-
-    @cached_property
-    def i(self) -> Array:
-        """(total_q, 1)."""
-        return np.asarray(self.query - np.asarray(self.question.cu_seqlens_q)[self.b])
-
-    @cached_property
-    def j(self) -> Array:
-        """(total_q, total_k)."""
-        q = self.question
-        return np.asarray(np.arange(len(q.k))[None, :] - np.asarray(q.cu_seqlens_k)[self.b])
-
-    @cached_property
-    def n(self) -> Array:
-        """(total_q, 1) queries of the sequence."""
-        return np.array(np.asarray(self.question.lengths_q)[self.b])
-
-    @cached_property
-    def m(self) -> Array:
-        """(total_q, 1) its keys in use."""
-        return np.array(np.asarray(self.question.lengths_k)[self.b])
-
-    @cached_property
-    def p(self) -> Array:
-        """(total_q, 1) the key that a query stands at."""
-        return np.asarray(self.i + self.m - self.n)
-
-    @cached_property
-    def own(self) -> Array:
-        inside = (self.j >= 0) & (self.j < self.m)
-        return np.asarray(inside & (self.b >= 0))
 
     @cached_property
     def right(self) -> Array:
@@ -122,11 +89,6 @@ class Places:
         taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
         return np.where(self.slots >= 0, taken, 1.0)
 
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether every sequence has as many keys as queries, so that p is i."""
-        return self.question.lengths_q == self.question.lengths_k
-
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
@@ -136,10 +98,6 @@ class Places:
                 raise ValueError(f"there is no {name} here")
             self._made[name] = np.asarray(self.features[known]())
         return self._made[name]
-
-    @cached_property
-    def _made(self) -> dict[str, Array]:
-        return {}
 
     @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:
