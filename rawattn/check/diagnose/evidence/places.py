@@ -17,7 +17,6 @@ from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-PARTS = (2, 3, 4)
 PLACE = re.compile(r"\b[ip]\b")
 
 
@@ -103,7 +102,7 @@ class Places:
     def features(self) -> dict[str, Callable[[], Array]]:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
-        lengths, width = self.question.lengths_k, self.question.v.shape[2]
+        lengths = self.question.lengths_k
         key, query = np.arange(j.shape[1])[None], self.query
         of = "i" if self.aligned else "p"
         found: dict[str, Callable[[], Array]] = {
@@ -137,10 +136,7 @@ class Places:
             "the row in k - the query's first row in q": lambda: key - (query - i),
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
             "j - the row in q": lambda: j - query,
-            "the column of out": lambda: key % width,  # in which weights of this key are read
         }
-        for parts in PARTS:
-            found |= self._of_parts(parts)
         if self.question.sparse:
             found = self._of_lists() | found
         if self.question.group > 1:
@@ -166,26 +162,15 @@ class Places:
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:
-        q, size = self.question, self.question.block_size
+        q, size, slots = self.question, self.question.block_size, self.slots
         named = np.asarray(q.block_indices)[self.query[:, 0], self.selection]
         count = named.shape[1]
         if q.block_counts is not None:
             count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
         inside = (named >= 0) & (named < -(-self.m // size))
         held = inside & (np.arange(named.shape[1]) < count)
-        again = np.array(
-            [
-                inside[:, s] & (named[:, :s] == named[:, s, None]).any(axis=1)
-                for s in range(named.shape[1])
-            ]
-        ).T
-        block, slots = self.j // size, self.slots
-
-        def beside(by: int) -> Array:
-            """The slots of the blocks so many further."""
-            at = np.arange(slots.shape[1]) + by * size
-            there = (at >= 0) & (at < slots.shape[1]) & self.own
-            return np.where(there, slots[:, at.clip(0, slots.shape[1] - 1)], ABSENT)
+        negative = (named < 0).astype(int)
+        block = self.j // size
 
         def times(there: Array) -> Array:
             found = np.zeros(block.shape, dtype=int)
@@ -193,41 +178,24 @@ class Places:
                 found += (named[:, slot, None] == block) & there[:, slot, None] & self.own
             return found
 
-        def before(some: Array) -> Array:
-            """How many slots are of some kind, before the one that names the key's block."""
-            sums = np.cumsum(some, axis=1) - some
-            return np.where(slots >= 0, np.take_along_axis(sums, np.maximum(slots, 0), 1), -1)
+        def of_slot(x: Array, otherwise: int = -1) -> Array:
+            """What each slot has, for the one that names the key's block."""
+            x = np.broadcast_to(x, named.shape)
+            taken = np.take_along_axis(x, np.maximum(slots, 0), axis=1)
+            return np.where(slots >= 0, taken, otherwise)
 
+        number = np.arange(named.shape[1])
+        sums = inside.sum(axis=1)[:, None]
         return {
             "the slot of the key's block": lambda: slots,
-            "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
-            "slots behind it": lambda: np.where(slots >= 0, named.shape[1] - 1 - slots, -1),
+            "slots that count behind it": lambda: of_slot(count - 1 - number),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
-            "slots of the query past the last block": lambda: (~inside & (named >= 0)).sum(axis=1)[
-                :, None
-            ],
-            "slots before it that name no block": lambda: before(~inside),
-            "negative slots before it": lambda: before(named < 0),
-            "slots before it that repeat": lambda: before(again),
-            "the slot - slots that name a block": lambda: np.where(
-                slots >= 0, slots - inside.sum(axis=1)[:, None], -named.shape[1]
-            ),
+            "negative slots of the query": lambda: negative.sum(axis=1)[:, None],
+            "negative slots before it": lambda: of_slot(np.cumsum(negative, axis=1) - negative),
+            "the slot - slots that name a block": lambda: of_slot(number - sums, -len(number)),
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
-            "the slot of the block before": lambda: beside(-1),
-            "the slot of the block behind": lambda: beside(1),
-        }
-
-    def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
-        size = np.maximum(-(-self.m // parts), 1)
-        part = f"ceil(seqlen_k / {parts})"
-        return {
-            f"j // {part}": lambda: self.j // size,
-            f"j // {part} - {'i' if self.aligned else 'p'} // {part}": lambda: (
-                self.j // size - self.p // size
-            ),
         }
 
 
