@@ -4,7 +4,7 @@ Long by the forms that a wrong dS may have.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
@@ -44,7 +44,8 @@ IN_ANOTHER_WAY = "is wrong in another way"
 @dataclass(eq=False)
 class Change:
     """What is wrong with dS, in words, and its class. dY: what stands in the place of c.dY, None
-    where no step tells. masked: it is right, unlike P. times: by head, a factor.
+    where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is
+    all of dS, so that pairs where it happens to be 0 are not missed.
     """
 
     text: list[str] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Change:
     dY: Callable[[Context], Array] | None = None
     masked: bool = False
     times: Array | None = None
+    whole: bool = False
 
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
@@ -218,7 +220,8 @@ def _change_of(part: _Part, second: Callable[[], _Part | None], rows: int) -> Ch
     if not part.known.any():
         return Change(["is 0"] if part.there.any() else [])
     change = _form_of(part)
-    if not (part.gone.any() or part.wrongly.any()) or (change.text and change.dY is None):
+    known = change.whole or (change.text and change.dY is None)
+    if known or not (part.gone.any() or part.wrongly.any()):
         return change
     other = second()
     if other is None:
@@ -257,7 +260,7 @@ def _form_of(part: _Part) -> Change:
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
     if (found := _of_products(part)) is not None:
-        return found
+        return replace(found, whole=True)
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told = None
     if (f > 0)[logs.there].all():
