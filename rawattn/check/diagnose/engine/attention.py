@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.effort import spend
+from rawattn.check.diagnose.engine.lists import Lists, lists_of
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.reference.dense import allowed, capped, dead_to_inf
-from rawattn.reference.selection import Part, parts
 
 Floats = np.ndarray
 Context = Any  # SimpleNamespace of a view's arrays, by the names of steps
@@ -61,7 +61,8 @@ class View:
     """``rows`` (n,) of q and ``keys`` (m,) of k and v; a key of -1 is a row of zeros.
 
     weight (heads or 1, n, m): how often a query sees a key, 0 for not at all. slot, of the same
-    shape: which block_scale belongs to it, -1 for none. selections: the heads of block_indices.
+    shape: which block_scale belongs to it, -1 for none. selections: the heads of block_indices;
+    lists: what is walked of it.
     """
 
     sequence: int
@@ -72,6 +73,7 @@ class View:
     weight: Floats
     slot: np.ndarray | None = None
     selections: np.ndarray | None = None
+    lists: Lists | None = None
 
 
 See = Callable[[Question, tuple[View, ...]], Sequence[View]]
@@ -160,44 +162,25 @@ def dense_views(question: Question, window: tuple[int, int]) -> Iterator[View]:
             yield View(b, rows, keys, heads_of(question, head_kv), head_kv, weight)
 
 
-def parts_of(question: Question) -> Iterator[Part]:
-    """Who sees which blocks, by key/value head of every sequence."""
-    return parts(
-        np.asarray(question.block_indices),
-        question.num_heads_q,
-        question.num_heads_kv,
-        question.cu_seqlens_q,
-        question.cu_seqlens_k,
-        block_size=question.block_size,
-        block_counts=question.block_counts,
-        include_own_block=question.own,
-        causal=question.causal,
-    )
-
-
-def sparse_views(question: Question) -> Iterator[View]:
-    per = (
-        question.num_heads_q // np.asarray(question.block_indices).shape[1]
-    )  # heads of a selection
-    starts = np.asarray(question.cu_seqlens_q)
-    for part in parts_of(question):
-        rows, keys = (np.arange(s.start, s.stop) for s in (part.rows, part.keys))
-        heads = heads_of(question, part.head_kv)
-        selections = heads // per
-        ratio = part.mask.shape[0]
-        repeats = len(heads) // ratio
-        b = int(np.searchsorted(starts, part.rows.start, side="right")) - 1
-        slot = np.where(part.mask, part.slot[..., part.block_of_key], -1)
-        yield View(
-            b,
-            rows,
-            keys,
-            heads,
-            part.head_kv,
-            np.repeat(part.mask, repeats, axis=0).astype(np.float64),
-            np.repeat(slot, repeats, axis=0),
-            selections,
-        )
+def sparse_views(question: Question, lists: Lists | None = None) -> Iterator[View]:
+    """Those of block-sparse attention, whose queries walk ``lists``, by default the right ones."""
+    lists = lists_of(question) if lists is None else lists
+    width = np.asarray(question.block_indices).shape[2]
+    for b, rows, keys in sequences(question):
+        for head_kv in range(question.num_heads_kv):
+            heads = heads_of(question, head_kv)
+            of = heads * lists.named.shape[1] // question.num_heads_q
+            walked, weights, slots = [], [], []
+            for again, (entry, times) in enumerate(lists.keys(b, of)):
+                seen = times > 0
+                there = seen.any(axis=(0, 1)) | (not again)
+                walked.append(keys[there])
+                weights.append(times[..., there].astype(np.float64))
+                slots.append(np.where(seen & (entry < width), entry, -1)[..., there])
+            weight, slot = (np.concatenate(x, axis=2) for x in (weights, slots))
+            selections = of if lists.heads is None else lists.heads[heads]
+            keys_of = np.concatenate(walked)
+            yield View(b, rows, keys_of, heads, head_kv, weight, slot, selections, lists)
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

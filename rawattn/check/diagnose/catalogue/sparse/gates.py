@@ -2,13 +2,14 @@
 its gradient holds."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import of, with_values
-from rawattn.check.diagnose.catalogue.sparse.lists import OWN, Lists, Part, listed, readings
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, readings
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FORWARD,
@@ -21,6 +22,7 @@ from rawattn.check.diagnose.engine.attention import (
     changed,
     times,
 )
+from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 ALL = tuple(STAGES)
@@ -119,7 +121,7 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
 NUMBERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {  # slots, by the block's number
     "the last one for those behind": np.minimum,
     "modulo their number": lambda block, last: block % (last + 1),
-    "1 for those behind": lambda block, last: np.where(block <= last, block, OWN),
+    "1 for those behind": lambda block, last: np.where(block <= last, block, -1),
     "on in memory for those behind": lambda block, last: block,
 }
 
@@ -143,14 +145,11 @@ def _other_factors(question: Question, different: Callable[[See], bool]) -> Iter
             yield Bug("input-layout", f"block_scale, {text}", ALL, steps=_with_gate(read(x)))
 
 
-def _reordered(
-    order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists
-) -> Sequence[Part]:
+def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:
     """The blocks of the sorted list, and the factors of slots in the order that was given."""
     moved = np.argsort(order(x), axis=2, kind="stable")
-    named = np.take_along_axis(x.named, moved, 2)
-    counted = np.take_along_axis(x.counted, moved, 2) if counted_before else x.counted
-    return [Part({"block_indices": np.where(counted, named, -1), "block_counts": None})]
+    named, counted = (np.take_along_axis(of, moved, 2) for of in (x.named, x.counted))
+    return replace(x, named=named, counted=counted if counted_before else x.counted)
 
 
 def _with_gate(
