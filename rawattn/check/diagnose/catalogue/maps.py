@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Floats, Identity
+from rawattn.check.diagnose.engine.attention import Floats
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Question
 
 Ints = np.ndarray
@@ -73,15 +73,10 @@ class Geometry:
         return At(t, h, j)
 
 
+@lru_cache(maxsize=32)
 def geometry(question: Question, name: str) -> Geometry:
     """That of an input, a row statistic or a result, by its name; those of row statistics have one
     column."""
-    return _geometry(Identity(question), name)
-
-
-@lru_cache(maxsize=32)
-def _geometry(key: Identity, name: str) -> Geometry:
-    question = key.question
     sides = [np.asarray(x).astype(np.int64) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
     of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
     like = question.v if name in ("v", "tv", "out", "dout", "tout", "ddout", "dv", "gv") else None

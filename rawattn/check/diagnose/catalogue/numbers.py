@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.constants import constants
-from rawattn.check.diagnose.catalogue.reading import delta_of
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
@@ -20,6 +19,7 @@ from rawattn.check.diagnose.engine.attention import (
     Step,
     Store,
     changed,
+    deltas,
     times,
 )
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
@@ -221,7 +221,9 @@ def _of_another_out(by: int, heads: np.ndarray, c: Context) -> Floats:
 
 def _of_pack(by: int, c: Context) -> Floats:
     """D of rows further on, whatever their sequence, the last one before the first."""
-    return np.asarray(np.roll(delta_of(c), by, axis=1)[c.view.heads[:, None], c.view.rows])
+    return np.asarray(
+        np.roll(deltas(c.question, c.given), by, axis=1)[c.view.heads[:, None], c.view.rows]
+    )
 
 
 def _of_unmasked(c: Context) -> Floats:

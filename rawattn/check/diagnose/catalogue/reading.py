@@ -12,6 +12,7 @@ from rawattn.check.diagnose.engine.attention import (
     Step,
     Store,
     changed,
+    deltas,
 )
 
 OPERANDS = {  # the names of contexts for those of arrays
@@ -39,22 +40,13 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
 def array_of(c: Context, name: str) -> Floats:
     """All of an array that a context's stage is given."""
     if name == "delta":
-        return delta_of(c)
+        return deltas(c.question, c.given)
     given = {} if c.given is None else dict(zip(("out", "lse"), c.given, strict=True))
     return np.asarray(given[name] if name in given else getattr(c.question, name))
 
 
-def delta_of(c: Context) -> Floats:
-    """D of all rows, (num_heads_q, total_q)."""
-    question = c.question
-    dout, out = (np.asarray(x).astype(np.float64) for x in (question.dout, c.given[0]))
-    with np.errstate(invalid="ignore"):
-        found: Floats = (dout * out).sum(axis=-1).T
-    return found if question.dlse is None else found - question.dlse
-
-
 def right_delta(c: Context) -> Floats:
-    return of_view(c, "delta", delta_of(c))
+    return of_view(c, "delta", deltas(c.question, c.given))
 
 
 def of_view(c: Context, name: str, x: Floats, by: Map | None = None) -> Floats:

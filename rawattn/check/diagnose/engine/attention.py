@@ -21,7 +21,15 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.effort import spend
 from rawattn.check.diagnose.engine.lists import Lists, lists_of
-from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    OF_SINKS,
+    OF_SLOTS,
+    STAGES,
+    Answers,
+    Question,
+)
 from rawattn.reference.dense import allowed, capped, dead_to_inf
 
 Floats = np.ndarray
@@ -54,6 +62,16 @@ class Rounding:
 
 
 NONE = Rounding()
+
+
+class Same(tuple[Any, ...]):
+    """A key of a cache: equal to what has the same objects in it alone."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and tuple(map(id, self)) == tuple(map(id, other))
 
 
 @dataclass(frozen=True)
@@ -124,27 +142,9 @@ def _assumed(question: Question) -> Bug:
 # ---- who sees whom ----------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=8)
 def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     """The right views; ``sliding``: those of the second branch of block-sparse attention."""
-    return _views(Identity(question), sliding)
-
-
-class Identity:
-    """A question as a key of a cache: equal to itself alone."""
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
-
-    def __hash__(self) -> int:
-        return id(self.question)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.question is self.question
-
-
-@lru_cache(maxsize=8)
-def _views(key: Identity, sliding: bool) -> tuple[View, ...]:
-    question = key.question
     if isinstance(question, Assuming) and question.assumed.see is not None:
         plain = replace(question, assumed=NO_BUG)
         return tuple(question.assumed.see(plain, views_of(plain, sliding)))
@@ -313,6 +313,19 @@ PROGRAMS = {
     ),
 }
 
+RESULTS = {  # of a stage, and the steps that give them
+    "forward": {"out": "O", "lse": "L"},
+    "backward": {
+        **{"delta": "D", "dq": "dQ", "dk": "dK", "dv": "dV"},
+        **{"dblock_scale": "dG", "dsinks": "dsink"},
+    },
+    "jvp": {"jvp out": "O", "tout": "tO", "jvp lse": "L", "tlse": "tL"},
+    "second": {
+        **{"ddout": "tO", "ddlse": "tL", "gq": "gQ", "gk": "gK", "gv": "gV"},
+        **{"gblock_scale": "gG", "gsinks": "gsink"},
+    },
+}
+
 
 def changed(c: Context, **changes: Any) -> Context:
     """The same context with other arrays under some names."""
@@ -367,17 +380,15 @@ def contexts(
     question: Question, stage: str, given: tuple[Floats, Floats] | None = None
 ) -> list[Context]:
     """The views of a stage with the results of all its steps, and no bug in them."""
-    found, _ = _right(_Call(question, NONE, _given(question, stage, given)), stage, False)
+    found, _ = _right(question, stage, False, NONE, _given(question, stage, given))
     return [changed(c) for c in found]
 
 
-def _given(
-    question: Question, stage: str, given: tuple[Floats, Floats] | None
-) -> tuple[Floats, Floats] | None:
-    if given is not None or stage not in ("backward", "second"):
-        return given
-    right = solve(question, "forward")
-    return right["out"], right["lse"]
+def _given(question: Question, stage: str, given: tuple[Floats, Floats] | None) -> Same | None:
+    if given is None and stage in ("backward", "second"):
+        right = solve(question, "forward")
+        given = right["out"], right["lse"]
+    return None if given is None else Same(given)
 
 
 def _stage(
@@ -386,49 +397,31 @@ def _stage(
     bug: Bug,
     sliding: bool,
     rounding: Rounding,
-    given: tuple[Floats, Floats] | None,
+    given: Same | None,
     only: Only | None,
 ) -> Answers:
+    names = PROGRAMS[stage]
     if bug.see is not None:
         views = tuple(v for v in views_of(question, sliding) if only is None or only(v))
-        views = tuple(bug.see(question, views))
-        contexts: Iterable[Context] = (_context(question, v, rounding, given) for v in views)
-        return _run(question, stage, contexts, PROGRAMS[stage], bug, given)
-    contexts, answers = _right(_Call(question, rounding, given), stage, sliding)
-    if not bug.steps:
-        return dict(answers)
-    names = PROGRAMS[stage]
+        seen = bug.see(question, views)
+        contexts: Iterable[Context] = (_context(question, v, rounding, given) for v in seen)
+        return _run(question, stage, contexts, names, bug, given)
+    contexts, answers = _right(question, stage, sliding, rounding, given)
     replaced = [place for place, name in enumerate(names) if name in bug.steps]
     if not replaced:
         return dict(answers)
     here = (c for c in contexts if only is None or only(c.view))
-    again = (SimpleNamespace(**vars(c)) for c in here)  # all before the first one stays
+    again = (changed(c) for c in here)  # all before the first one stays
     return _run(question, stage, again, names[replaced[0] :], bug, given)
 
 
-class _Call:
-    """What a right stage is computed from, as a key of a cache: equal to the same objects alone."""
-
-    def __init__(
-        self, question: Question, rounding: Rounding, given: tuple[Floats, Floats] | None
-    ) -> None:
-        self.question, self.rounding, self.given = question, rounding, given
-        self.of = (question, rounding, *(given or ()))
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(id, self.of)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Call) and tuple(map(id, self.of)) == tuple(map(id, other.of))
-
-
 @lru_cache(maxsize=6)
-def _right(call: _Call, stage: str, sliding: bool) -> tuple[list[Context], Answers]:
+def _right(
+    question: Question, stage: str, sliding: bool, rounding: Rounding, given: Same | None
+) -> tuple[list[Context], Answers]:
     """All views with the results of all steps, and what the stage gives, without a bug."""
-    views = views_of(call.question, sliding)
-    contexts = [_context(call.question, view, call.rounding, call.given) for view in views]
-    answers = _run(call.question, stage, contexts, PROGRAMS[stage], NO_BUG, call.given)
-    return contexts, answers
+    contexts = [_context(question, view, rounding, given) for view in views_of(question, sliding)]
+    return contexts, _run(question, stage, contexts, PROGRAMS[stage], NO_BUG, given)
 
 
 def _run(
@@ -437,21 +430,21 @@ def _run(
     contexts: Iterable[Context],
     names: Sequence[str],
     bug: Bug,
-    given: tuple[Floats, Floats] | None,
+    given: Same | None,
 ) -> Answers:
     answers = empty(question, stage)
-    if stage == "backward":
-        answers["delta"] = _delta(_Call(question, NONE, given)).copy()
+    if stage == "backward" and given is not None:
+        answers["delta"] = deltas(question, given).copy()
     with np.errstate(over="ignore", invalid="ignore"):
         for c in contexts:
             run_steps(c, names, bug)
-            _store(answers, stage, c)
+            for name, step in RESULTS[stage].items():
+                if name in answers:
+                    _store(answers[name], name, getattr(c, step), c)
     return answers
 
 
-def _context(
-    question: Question, view: View, rounding: Rounding, given: tuple[Floats, Floats] | None
-) -> Context:
+def _context(question: Question, view: View, rounding: Rounding, given: Same | None) -> Context:
     rows, heads = view.rows[None, :], view.heads[:, None]
 
     def of_q(x: Floats | None) -> Floats | float:
@@ -492,98 +485,51 @@ def _context(
 
 def empty(question: Question, stage: str) -> Answers:
     """What a stage gives before any view has stored something."""
-    q = question
-    out, rows = (*q.q.shape[:2], q.v.shape[2]), q.q.shape[1::-1]
-    shapes = {
-        "forward": {"out": out, "lse": rows},
-        "backward": {"dq": q.q.shape, "dk": q.k.shape, "dv": q.v.shape},
-        "jvp": {"jvp out": out, "tout": out, "jvp lse": rows, "tlse": rows},
-        "second": {
-            **{"ddout": out, "ddlse": rows},
-            **{"gq": q.q.shape, "gk": q.k.shape, "gv": q.v.shape},
-        },
-    }[stage]
-    if q.block_scale is not None:
-        gates = {"backward": "dblock_scale", "second": "gblock_scale"}
-        shapes |= {gates[stage]: np.asarray(q.block_indices).shape} if stage in gates else {}
-    of_sinks = {"backward": "dsinks", "second": "gsinks"}
-    if q.sinks is not None and stage in of_sinks:
-        shapes[of_sinks[stage]] = (q.num_heads_q,)
-    arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
-    for name in ("lse", "jvp lse"):
-        if name in arrays:
-            arrays[name] -= np.inf
-    return arrays
-
-
-def _store(answers: Answers, stage: str, c: Context) -> None:
-    view = c.view
-    there = view.keys >= 0
-    keys = view.keys[there]
-
-    def rows(name: str, x: Floats) -> None:
-        answers[name][view.rows[:, None], view.heads] = x.swapaxes(0, 1)
-
-    def add_rows(name: str, x: Floats) -> None:
-        answers[name][view.rows[:, None], view.heads] += x.swapaxes(0, 1)
-
-    def numbers(name: str, x: Floats) -> None:
-        answers[name][view.heads[:, None], view.rows] = x
-
-    def of_keys(name: str, x: Floats) -> None:
-        summed = c.sum_heads(x)[there]
-        if (np.diff(keys) > 0).all():  # else keys may repeat
-            answers[name][keys, view.head_kv] += summed
+    q, rows = question, question.q.shape[1::-1]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in RESULTS[stage]:
+        if name in BY_ROW:
+            shapes[name] = rows
+        elif name in OF_SLOTS:
+            shapes |= {} if q.block_scale is None else {name: q.block_scale.shape}
+        elif name in OF_SINKS:
+            shapes |= {} if q.sinks is None else {name: rows[:1]}
+        elif "out" in name:
+            shapes[name] = (*q.q.shape[:2], q.v.shape[2])
         else:
-            np.add.at(answers[name], (keys, view.head_kv), summed)
+            shapes[name] = getattr(q, name[-1]).shape
+    of_no_key = ("lse", "jvp lse")
+    found = {name: np.zeros(x) for name, x in shapes.items() if name != "delta"}
+    return {name: x - np.inf if name in of_no_key else x for name, x in found.items()}
 
-    def slots(name: str, x: Floats) -> None:
-        if name not in answers:
-            return
+
+def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
+    """Put what a view has in its places, or add it."""
+    view, there = c.view, c.view.keys >= 0
+    keys = view.keys[there]
+    if name in BY_ROW:
+        array[view.heads[:, None], view.rows] = x
+    elif name in OF_SINKS:
+        array[view.heads] += x
+    elif name in OF_SLOTS:
         x = np.where(c.W > 0, x, 0.0)
-        _, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
-        head = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))[0]
+        head, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
         where = (view.rows[i], view.selections[head], view.slot[head, i, j])
-        np.add.at(answers[name], where, x[head, i, j])
-
-    def of_heads(name: str, x: Floats | float) -> None:
-        if name in answers:
-            answers[name][view.heads] += x
-
-    if stage in ("forward", "jvp"):
-        prefix = "jvp " if stage == "jvp" else ""
-        rows(f"{prefix}out", c.O)
-        numbers(f"{prefix}lse", c.L)
-    if stage == "backward":
-        numbers("delta", c.D)
-        add_rows("dq", c.dQ)
-        of_keys("dk", c.dK)
-        of_keys("dv", c.dV)
-        slots("dblock_scale", c.dG)
-        of_heads("dsinks", c.dsink)
-    elif stage == "jvp":
-        rows("tout", c.tO)
-        numbers("tlse", c.tL)
-    elif stage == "second":
-        rows("ddout", c.tO)
-        numbers("ddlse", c.tL)
-        add_rows("gq", c.gQ)
-        of_keys("gk", c.gK)
-        of_keys("gv", c.gV)
-        slots("gblock_scale", c.gG)
-        of_heads("gsinks", c.gsink)
+        np.add.at(array, where, x[head, i, j])
+    elif name not in OF_KEYS:
+        array[view.rows[:, None], view.heads] += x.swapaxes(0, 1)
+    elif (np.diff(keys) > 0).all():  # else keys may repeat
+        array[keys, view.head_kv] += c.sum_heads(x)[there]
+    else:
+        np.add.at(array, (keys, view.head_kv), c.sum_heads(x)[there])
 
 
 @lru_cache(maxsize=6)
-def _delta(call: _Call) -> Floats:
+def deltas(question: Question, given: Same) -> Floats:
     """D of every row, of those too that no view has; 0 where there is no sequence."""
-    question, given = call.question, call.given
-    if given is None:
-        raise ValueError("delta needs the out that the backward pass was given")
     inside = question.sequence_of("q") >= 0
     found = np.zeros(question.q.shape[1::-1])
-    dout = np.asarray(question.dout)[inside].astype(np.float64)
-    out = np.asarray(given[0])[inside].astype(np.float64)
+    dout, out = (np.asarray(x)[inside].astype(np.float64) for x in (question.dout, given[0]))
     with np.errstate(invalid="ignore", over="ignore"):
         found[:, inside] = (dout * out).sum(axis=-1).T
         if question.dlse is not None:

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows
 from rawattn.check.diagnose.engine.attention import (
     FORWARD,
     Bug,
-    Identity,
     See,
     View,
     views_of,
@@ -24,15 +23,10 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 ALL = tuple(STAGES)
 
 
+@lru_cache(maxsize=1)
 def bugs(question: Question) -> tuple[Bug, ...]:
     """Every bug of the catalogue that can matter for the question."""
-    key = Identity(question)
-    if not _kept or _kept[0][0] != key:
-        _kept[:] = [(key, tuple(_bugs(question)))]
-    return _kept[0][1]
-
-
-_kept: list[tuple[Identity, tuple[Bug, ...]]] = []  # those of the last question
+    return tuple(_bugs(question))
 
 
 def _bugs(question: Question) -> Iterator[Bug]:
