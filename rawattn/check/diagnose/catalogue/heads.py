@@ -9,7 +9,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.reading import array_of, of_view
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
-    FIRST,
+    FORWARD,
     STEPS,
     Bug,
     Context,
@@ -73,45 +73,23 @@ def heads_as_tokens(question: Question) -> Iterator[Bug]:
     """Attention of the heads of a token to each other, in place of the tokens."""
     if question.lengths_q != question.lengths_k:
         return
-    forms = ["", "causal"] if question.mask_window != (-1, -1) else [""]
-    for form in forms:
+    for causal in (False, True) if question.mask_window != (-1, -1) else (False,):
         for repeated in (False, True) if question.group > 1 else (False,):
-            text = ", ".join(("over the heads of a token", *[form] * bool(form)))
+            text = "over the heads of a token" + ", causal" * causal
             text += ", key/value heads repeated" * repeated
-            steps = _across_heads(form == "causal", repeated)
-            yield Bug("input-layout", text, FIRST, steps=steps)
+            steps = {name: partial(_across_heads, name, causal, repeated) for name in ("L", "O")}
+            yield Bug("input-layout", text, FORWARD, steps=steps)
 
 
-def _across_heads(causal: bool, repeated: bool) -> dict[str, Step]:
-    def of(c: Context, name: str) -> Floats:
-        """A step of the tokens of a view, (tokens, heads, columns)."""
-        question, r, rows = c.question, c.r, c.view.rows
-        q, k, v = (np.asarray(getattr(question, n)[rows]).astype(np.float64) for n in "qkv")
-        if repeated:
-            k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
-        S = r(question.scale * r(q @ k.swapaxes(1, 2)))
-        S = np.where(np.tri(*S.shape[1:]) > 0, S, -np.inf) if causal else S
-        L = np.logaddexp.reduce(S, axis=-1, keepdims=True)
-        P = r(np.exp(S - L))
-        if name in ("O", "L"):
-            return np.asarray(r(c.o(P) @ v) if name == "O" else L)
-        dout = np.asarray(question.dout[rows]).astype(np.float64)
-        dP = r(dout @ v.swapaxes(1, 2))
-        dS = question.scale * c.o(r(P * (dP - (P * dP).sum(axis=-1, keepdims=True))))
-        if name == "dQ":
-            return np.asarray(dS @ k)
-        found = dS.swapaxes(1, 2) @ q if name == "dK" else c.o(P).swapaxes(1, 2) @ dout
-        if repeated:
-            found = found.reshape(len(rows), -1, question.group, found.shape[2]).sum(axis=2)
-        return np.asarray(found)
-
-    def step(name: str, c: Context) -> Floats:
-        x = of(c, name)
-        if name in ("dK", "dV"):
-            heads = np.zeros((len(c.view.heads), len(c.view.keys), x.shape[2]))
-            heads[0] = x[:, c.view.head_kv]
-            return heads
-        x = np.asarray(x[:, c.view.heads].swapaxes(0, 1))
-        return x[..., 0] if name == "L" else x
-
-    return {name: partial(step, name) for name in ("L", "O", "dQ", "dK", "dV")}
+def _across_heads(name: str, causal: bool, repeated: bool, c: Context) -> Floats:
+    """L, or O, of the tokens of a view."""
+    question, rows = c.question, c.view.rows
+    q, k, v = (np.asarray(getattr(question, n)[rows]).astype(np.float64) for n in "qkv")
+    if repeated:
+        k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
+    S = c.r(question.scale * c.r(q @ k.swapaxes(1, 2)))
+    S = np.where(np.tri(*S.shape[1:]) > 0, S, -np.inf) if causal else S
+    L = np.logaddexp.reduce(S, axis=-1, keepdims=True)
+    if name == "L":
+        return np.asarray(L[:, c.view.heads, 0].T)
+    return np.asarray(c.r(c.o(c.r(np.exp(S - L))) @ v)[:, c.view.heads].swapaxes(0, 1))

@@ -25,7 +25,6 @@ from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
     FORWARD,
-    STEPS,
     Bug,
     Context,
     Floats,
@@ -76,10 +75,6 @@ SWIZZLED = (
     "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
     "formula and read by another, a layout of fragments"
 )
-FRAGMENTS = (
-    "the division of out at the end: which row of a fragment the row sum in a register belongs to "
-    "(lse itself is stored rightly)"
-)
 ALONG_KEYS = (
     "the transposed tile S^T of the kernel of dk and dv: lse and delta belong to its columns, the "
     "queries, and not to its rows, the keys"
@@ -114,8 +109,6 @@ def candidates(
     yield from _read(question, stage, wrong, right)
     if stage != "jvp":
         yield from _operands(question, stage, wrong, right)
-    if stage == "forward" and "lse" not in wrong:
-        yield from _other_sums(question)
 
 
 def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
@@ -128,16 +121,13 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
         if right - apart - {"delta"} or not wrong - apart:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
-        alone = len(names) == 1 and not numbers
-        for by in (*by_kind[numbers], *(maps.strides(question, names[0]) if alone else ())):
-            if not (alone or numbers or by.family == "layouts"):
+        for by in by_kind[numbers]:
+            if not (len(names) == 1 or numbers or by.family == "layouts"):
                 continue
             kind = "input-layout" if "dlse" in names or not numbers else "statistics-misplaced"
             kind = "offsets-shifted" if by.family == "ends" and not numbers else kind
-            steps, text = (
-                reading({name: name for name in names}, by),
-                f"{', '.join(names)}: {by.words}",
-            )
+            steps = reading({name: name for name in names}, by)
+            text = f"{', '.join(names)}: {by.words}"
             yield Bug(kind, text, (stage,), steps=steps)
             if "dout" in names:
                 but = {**steps, "D": right_delta}
@@ -255,22 +245,6 @@ def _renamed(names: Mapping[str, str]) -> Store:
 
 
 # ---- statistics in registers ------------------------------------------------------------------
-
-
-def _other_sums(question: Question) -> Iterator[Bug]:
-    """out divided by the row sum of another row, each relative to the maximum of its own."""
-    for by in maps.rows(question):
-        for name in ("row sum", "lse"):
-            text = f"out is divided by the {name} of another row: {by.words}"
-            steps = {"O": partial(_by_another, by, name == "lse")}
-            yield Bug("statistics-misplaced", text, FORWARD, None, steps, None, FRAGMENTS)
-
-
-def _by_another(by: Map, by_lse: bool, c: Context) -> Floats:
-    top = 0.0 if by_lse else np.nan_to_num(c.S.max(axis=-1, initial=-np.inf), neginf=0.0)
-    logarithm = (c.L - top)[..., None]
-    with np.errstate(invalid="ignore", over="ignore"):
-        return np.asarray(STEPS["O"](c) * np.exp(logarithm - in_sequence(c, logarithm, by)))
 
 
 def _along_keys(question: Question) -> Iterator[Bug]:

@@ -274,21 +274,6 @@ def _as(read: Order, written: Order) -> Callable[[Geometry, At], At]:
     return lambda g, at: written.at(g, read.number(g, at), at)
 
 
-def strides(question: Question, name: str) -> Iterator[Map]:
-    """The strides of another array: of another head_dim, or number of heads."""
-    columns = sorted({question.q.shape[2], question.v.shape[2]})
-    counts = sorted({question.num_heads_q, question.num_heads_kv})
-    _, own_heads, own = geometry(question, name).shape
-    for count, tokens, width in itertools.product(counts, columns, columns):
-        if (count, tokens, width) != (own_heads, own, own):
-            text = f"strides of {count} * {tokens} a token and {width} a head"
-            yield Map("strides", text, partial(_strided, (count * tokens, width)))
-
-
-def _strided(strides: tuple[int, int], g: Geometry, at: At) -> At:
-    return Order("thd").at(g, at.t * strides[0] + at.h * strides[1] + at.j, at)
-
-
 # ---- columns ----------------------------------------------------------------------------------
 
 Column = Callable[[Ints, Ints, int], Ints]  # of row i for column j of so many
@@ -352,7 +337,7 @@ def by_columns(question: Question) -> Iterator[Map]:
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
-    """All maps of row statistics, or of what has columns; but for strides, which are of one array,
-    and for rows in tiles of the latter, which are of one product."""
+    """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
+    one product."""
     found = [*layouts(statistics), *heads(question), *sequences(question)]
     return [*found, *(rows if statistics else columns)(question)]
