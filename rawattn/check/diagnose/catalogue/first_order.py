@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats, Store
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats
 from rawattn.check.diagnose.engine.question import Question
 
 Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
@@ -30,7 +30,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     yield from options.bugs(question)
     yield from masks(question)
-    yield from neighbours(question, list(TILES))
+    yield from neighbours(question)
     yield from bugs_anywhere(question)
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
@@ -50,30 +50,3 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
         for text, total in SUMS.items():
             steps = {"sum_heads": lambda c, total=total: total}
             yield Bug("gqa-group-not-summed", text, (*BACKWARD, "second"), steps=steps)
-
-    for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
-        text = "".join("thd"[axis] for axis in axes)
-        yield Bug("transposed", f"{text} as thd", FIRST, store=_as_layout(axes))
-    yield Bug("transposed", "columns reversed", FIRST, store=_reversed(1, -1))
-    if question.num_heads_q > 1:
-        yield Bug("transposed", "heads reversed", FIRST, store=_reversed(-1, 1))
-
-
-def _as_layout(axes: tuple[int, int, int]) -> Store:
-    """What was stored in another order of the axes."""
-
-    def moved(x: np.ndarray) -> np.ndarray:
-        if x.ndim == 3:
-            return x.transpose(axes).reshape(x.shape)
-        return x.T.reshape(x.shape) if axes[0] == 1 else x
-
-    return lambda question, answers: {name: moved(x) for name, x in answers.items()}
-
-
-def _reversed(heads: int, columns: int) -> Store:
-    """A step of -1 for what is stored backwards."""
-
-    def moved(x: np.ndarray) -> np.ndarray:
-        return x[:, ::heads, ::columns] if x.ndim == 3 else x[::heads]
-
-    return lambda question, answers: {name: moved(x) for name, x in answers.items()}

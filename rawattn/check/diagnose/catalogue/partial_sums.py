@@ -220,33 +220,6 @@ def _shares(lses: Floats) -> Floats:
     return _exp(lses - _finite(_whole(lses)))
 
 
-def _running(weights: Callable[[Floats, Floats], tuple[Floats, Floats]]) -> Weights:
-    """What the result so far and the part are multiplied by, by the lse of both."""
-
-    def of(parts: Parts) -> Floats:
-        lses = parts.lses
-        before = np.concatenate([np.full_like(lses[:1], -np.inf), lses[:-1]])
-        before = np.logaddexp.accumulate(before, axis=0)
-        old, new = weights(before, lses)
-        first = np.arange(len(lses))[:, None, None] == 0
-        return _in_turn(*(np.where(first, 1.0, np.nan_to_num(x)) for x in (old, new)))
-
-    return of
-
-
-def _stale(parts: Parts) -> tuple[Floats, Floats]:
-    """Weights, and lse, where the running lse stays that of the first part that has keys."""
-    lses = parts.lses
-    there = ~np.isneginf(lses)
-    begun = np.cumsum(there, axis=0) > there
-    first = np.where(there & ~begun, lses, 0.0).sum(axis=0)
-    whole = np.logaddexp(np.where(begun, first, -np.inf), lses)
-    old = np.where(begun, _exp(first - _finite(whole)), 1.0)
-    last = len(lses) - 1 - there[::-1].argmax(axis=0)
-    weights = _in_turn(old, _exp(lses - _finite(whole)))
-    return weights, np.take_along_axis(whole, last[None], axis=0)[0]
-
-
 def _normalised(x: Floats) -> Floats:
     total = x.sum(axis=0)
     return np.asarray(x / np.where(total == 0, 1.0, total))
@@ -269,16 +242,6 @@ WEIGHTS: dict[str, Weights] = {
         _exp(p.tops - _finite(p.tops.max(axis=0)))
     ),
     "an lse of 0 for a part without keys": lambda p: _shares(_finite(p.lses)),
-    "by an lse that is not updated after a merge": lambda p: _stale(p)[0],
-    "those of both exchanged": _running(
-        lambda a, b: (np.exp(b - np.logaddexp(a, b)), np.exp(a - np.logaddexp(a, b)))
-    ),
-    "the mean of the running result and the part": _running(
-        lambda a, b: (np.full_like(b, 0.5), np.full_like(b, 0.5))
-    ),
-    "the running result is not rescaled": _running(
-        lambda a, b: (np.ones_like(b), np.exp(b - np.logaddexp(a, b)))
-    ),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     RIGHT: lambda p: _whole(p.lses),
@@ -286,7 +249,6 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
     "that of the last part": lambda p: p.lses[-1],
     "that of the first part": lambda p: p.lses[0],
     "the sum of those of the parts": lambda p: p.lses.sum(axis=0),
-    "not updated after a merge": lambda p: _stale(p)[1],
     "log2 of sums of exp2 of natural units": lambda p: _whole(p.lses * LN_2) / LN_2,
     "the logarithm of sums of exp2 of natural units": lambda p: (
         p.lses.max(axis=0) * (1 - LN_2) + _whole(p.lses * LN_2)
