@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, options
-from rawattn.check.diagnose.catalogue.heads import by_map
+from rawattn.check.diagnose.catalogue import heads, options
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
@@ -35,7 +34,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
     yield from dead_rows(question)
-    yield from inputs.bugs(question)
+    yield from heads.bugs(question)
     yield from of_rings(question)
 
 
@@ -46,7 +45,7 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     if question.group > 1:
         if question.num_heads_kv > 1:
             of = np.arange(question.num_heads_q) % question.num_heads_kv
-            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, by_map(of))
+            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, heads.by_map(of))
         for text, total in SUMS.items():
             steps = {"sum_heads": lambda c, total=total: total}
             yield Bug("gqa-group-not-summed", text, (*BACKWARD, "second"), steps=steps)

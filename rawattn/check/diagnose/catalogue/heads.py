@@ -15,11 +15,20 @@ from rawattn.check.diagnose.engine.attention import (
     Context,
     Floats,
     See,
-    Step,
     View,
     changed,
 )
 from rawattn.check.diagnose.engine.question import Question
+
+
+def bugs(question: Question) -> Iterator[Bug]:
+    """Those of dense attention alone."""
+    if 1 < question.num_heads_kv and 1 < question.group:
+        yield _reduced(question)
+    yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
+    yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
+    if question.num_heads_q > 1:
+        yield from _heads_as_tokens(question)
 
 
 def by_map(head_kv: Sequence[int] | np.ndarray) -> See:
@@ -35,7 +44,7 @@ def by_map(head_kv: Sequence[int] | np.ndarray) -> See:
     return lambda question, views: [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def reduced(question: Question) -> Bug:
+def _reduced(question: Question) -> Bug:
     """dk and dv of key/value head a as sums over the heads h with h % num_heads_kv == a."""
     of = np.arange(question.num_heads_q) % question.num_heads_kv
     text, steps = "h % num_heads_kv", {"Y": _with_right_keys}
@@ -52,24 +61,21 @@ def _with_right_keys(c: Context) -> Floats:
 # ---- other axes -------------------------------------------------------------------------------
 
 
-def over_queries(where: str) -> dict[str, Step]:
-    """A softmax, or its derivative, whose sums run over queries in place of keys."""
-
-    def softmax(c: Context) -> tuple[Floats, Floats]:
-        top = np.nan_to_num(c.S.max(axis=1, keepdims=True), neginf=0.0)
-        weights = np.exp(c.S - top)
-        sums = weights.sum(axis=1, keepdims=True)
-        P = weights / np.where(sums == 0, 1.0, sums)
-        return STEPS["softmax"](c)[0], np.asarray(c.r(P))
-
-    def dS(c: Context) -> Floats:
-        D = (c.P * c.dP).sum(axis=1, keepdims=True)
-        return np.asarray(c.r(c.P * (c.dP - D)))
-
-    return {"softmax": softmax} if where == "forward" else {"dS": dS}
+def _over_queries(c: Context) -> tuple[Floats, Floats]:
+    """A softmax whose sums run over queries in place of keys."""
+    top = np.nan_to_num(c.S.max(axis=1, keepdims=True), neginf=0.0)
+    weights = np.exp(c.S - top)
+    sums = weights.sum(axis=1, keepdims=True)
+    P = weights / np.where(sums == 0, 1.0, sums)
+    return STEPS["softmax"](c)[0], np.asarray(c.r(P))
 
 
-def heads_as_tokens(question: Question) -> Iterator[Bug]:
+def _dS_over_queries(c: Context) -> Floats:
+    D = (c.P * c.dP).sum(axis=1, keepdims=True)
+    return np.asarray(c.r(c.P * (c.dP - D)))
+
+
+def _heads_as_tokens(question: Question) -> Iterator[Bug]:
     """Attention of the heads of a token to each other, in place of the tokens."""
     if question.lengths_q != question.lengths_k:
         return

@@ -1,8 +1,7 @@
 """Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics.
 
-``bugs`` is the catalogue: the commonest forms. ``candidates`` are all of them, the product of the
-places where something is read with the ``maps`` of what is read instead: ``inferred.inputs`` tries
-these on one sequence, and plants those that come near.
+``candidates`` are the product of the places where something is read with the ``maps`` of what is
+read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,20 +10,17 @@ from itertools import permutations
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import heads, maps
+from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.maps import Map
 from rawattn.check.diagnose.catalogue.reading import (
     in_product,
     in_sequence,
     reading,
-    returned,
     right_delta,
     stored,
 )
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
-    FIRST,
-    FORWARD,
     Bug,
     Context,
     Floats,
@@ -63,11 +59,8 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
     "gV": ("gv", ("tP", "dO"), {"gv"}),
 }
-ALIKE: tuple[tuple[str, ...], ...] = (
-    ("K", "V"),
-    ("Q", "dO", "O"),
-    ("P", "dY", "dP"),
-)  # operands of the same shape
+# operands of the same shape
+ALIKE: tuple[tuple[str, ...], ...] = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))
 ALIKE_BEYOND = (("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("P", "tP"), ("dY", "tdY"))
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'"}
@@ -79,22 +72,6 @@ ALONG_KEYS = (
     "the transposed tile S^T of the kernel of dk and dv: lse and delta belong to its columns, the "
     "queries, and not to its rows, the keys"
 )
-
-
-def bugs(question: Question) -> Iterator[Bug]:
-    """The commonest ones that can matter for the question, of dense attention."""
-    shapes = shapes_of(question)
-    for one, other in (("k", "v"), ("q", "k")):
-        if shapes[one] == shapes[other]:
-            yield _exchanged(one, other)
-    if question.dout is not None:
-        yield _exchanged("lse", "delta").at(*BACKWARD)
-    if 1 < question.num_heads_kv and 1 < question.group:
-        yield heads.reduced(question)
-    for axis, stages in (("forward", FORWARD), ("backward", BACKWARD)):
-        yield Bug("softmax-axis", axis, stages, steps=heads.over_queries(axis))
-    if question.num_heads_q > 1:
-        yield from heads.heads_as_tokens(question)
 
 
 def candidates(
@@ -173,27 +150,18 @@ def _named(name: str, c: Context) -> Floats:
     return np.asarray(getattr(c, name))
 
 
-def rearranged(question: Question, name: str) -> Iterator[tuple[Bug, Bug | None]]:
-    """One result in another layout, and what follows for the backward pass if it is out."""
+def rearranged(question: Question, name: str) -> Iterator[Bug]:
+    """One result in another layout."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
     for by in maps.families(question, name in BY_ROW):
         shifted = by.family in ("rows", "sequences", "ends")
         kind = "offsets-shifted" if shifted else "transposed"
         text = f"{name}: {by.words.replace('read', 'stored')}"
         look_at = SWIZZLED if by.family == "columns" else ""
-        then = None
-        if name == "out":
-            form = f"{text}, differentiated"
-            then = Bug("transposed", form, BACKWARD, steps=returned(by))
-        yield Bug(kind, text, stages, None, {}, stored(by, (name,)), look_at), then
+        yield Bug(kind, text, stages, None, {}, stored(by, (name,)), look_at)
 
 
 # ---- arrays in each other's place -------------------------------------------------------------
-
-
-def _exchanged(one: str, other: str) -> Bug:
-    steps = reading({one: other, other: one})
-    return Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
 
 
 def _given(question: Question, names: Iterable[str]) -> bool:

@@ -85,20 +85,3 @@ def stored(by: Map, names: Collection[str] = ()) -> Store:
         name: by.moved(geometry(question, name), x) if not names or name in names else x
         for name, x in answers.items()
     }
-
-
-def returned(by: Map) -> dict[str, Step]:
-    """A backward pass through a forward one whose out was stored by a map: dout comes back by the
-    inverse way."""
-
-    def Y(c: Context) -> Floats:
-        dout = np.asarray(c.question.dout).astype(np.float64)
-        g = geometry(c.question, "dout")
-        number = np.arange(1, dout.size + 1).reshape(dout.shape)
-        there = by.moved(g, number).astype(np.int64)
-        found = np.zeros(dout.size + 1)
-        found[there] = dout
-        c.dO = of_view(c, "dout", found[1:].reshape(dout.shape))
-        return np.asarray(STEPS["Y"](c))
-
-    return {"Y": Y, "D": lambda c: (c.P * c.dP).sum(axis=-1) - c.dL}

@@ -146,13 +146,11 @@ def _rearranged(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
     for name in wrong:
         known, here = False, {name: sample.truth[name]}
         most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
-        for bug, then in inputs.rearranged(sample.question, name):
+        for bug in inputs.rearranged(sample.question, name):
             assert bug.store is not None
             if sample.of_all(name, bug.store(sample.question, here)[name]) < most:
                 known = True
                 yield bug
-                if then is not None:
-                    yield then
         if not known or name in BY_ROW:
             yield from _moved(sample, name, max(8 * wrong[name], 1e-3))
 
