@@ -69,15 +69,6 @@ def _equal(count: int, of_tiles: int = 1) -> Cut:
     return lambda m: cut(-(-max(m, 1) // (count * of_tiles)) * of_tiles)(m)
 
 
-def _balanced(count: int) -> Cut:
-    """So many parts, the first of which have a key more."""
-    return lambda m: [
-        slice(int(keys[0]), int(keys[-1]) + 1)
-        for keys in np.array_split(np.arange(m), count)
-        if len(keys)
-    ]
-
-
 def tiles(question: Question) -> dict[str, Cut]:
     """Tiles of a loop over the keys, from the first on and from the last."""
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
@@ -88,7 +79,6 @@ def tiles(question: Question) -> dict[str, Cut]:
 def splits(question: Question) -> dict[str, Cut]:
     """Parts that are merged; each once, where several are the same for all sequences."""
     cuts = {f"{count} equal parts": _equal(count) for count in COUNTS}
-    cuts |= {f"{count} parts, the last ones a key shorter": _balanced(count) for count in COUNTS}
     cuts |= {f"parts of {tile} keys": cut(tile) for tile in TILES}
     cuts |= {
         f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)

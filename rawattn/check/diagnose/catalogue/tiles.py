@@ -1,24 +1,18 @@
-"""Bugs of loops over tiles, and of rows that see nothing.
-
-Long by the catalogue.
-"""
+"""Bugs of loops over tiles, and of rows that see nothing."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.numbers import by_tensor
-from rawattn.check.diagnose.catalogue.partial_sums import RESCALED, WAYS, cut, rescaled, steps
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
-    FORWARD,
     STEPS,
     TILES,
     Bug,
@@ -92,11 +86,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         for name in ("dQ", "dK"):
             form = f"{name}, inside of the loop from the {text}, {at}"
             yield Bug("output-scale", form, BACKWARD, steps={name: inside[name]})
-    for last_first, sums in product((False, True), RESCALED):
-        form = f"{' and '.join(sums)}, {at}{', from the last' if last_first else ''}"
-        of = partial(rescaled, wrong=sums, way=WAYS["not rescaled"])
-        planted = steps("forward", cut(tile, last_first), of)
-        yield Bug("no-rescale", form, FORWARD, steps=planted)
     for text, step in (("first", 1), ("last", -1)):
         store = _running_on(tile, step)
         yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)

@@ -170,17 +170,11 @@ def sparse_views(question: Question, lists: Lists | None = None) -> Iterator[Vie
         for head_kv in range(question.num_heads_kv):
             heads = heads_of(question, head_kv)
             of = heads * lists.named.shape[1] // question.num_heads_q
-            walked, weights, slots = [], [], []
-            for again, (entry, times) in enumerate(lists.keys(b, of)):
-                seen = times > 0
-                there = seen.any(axis=(0, 1)) | (not again)
-                walked.append(keys[there])
-                weights.append(times[..., there].astype(np.float64))
-                slots.append(np.where(seen & (entry < width), entry, -1)[..., there])
-            weight, slot = (np.concatenate(x, axis=2) for x in (weights, slots))
+            walked, entry, times = lists.keys(b, of)
+            slot = np.where((times > 0) & (entry < width), entry, -1)
             selections = of if lists.heads is None else lists.heads[heads]
-            keys_of = np.concatenate(walked)
-            yield View(b, rows, keys_of, heads, head_kv, weight, slot, selections, lists)
+            seen = rows, keys[walked], heads, head_kv, times.astype(np.float64)
+            yield View(b, *seen, slot, selections, lists)
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -207,13 +201,9 @@ def _per_key(c: Context, scale: Floats | None, elsewhere: float) -> Floats | flo
     view = c.view
     if scale is None or view.slot is None or not scale.shape[2]:
         return elsewhere
-    n = np.arange(len(view.rows))[:, None]
-    index = np.where(view.slot >= 0, view.slot, 0)
-    found = [
-        np.asarray(scale[view.rows, selection], dtype=np.float64)[n, of_head]
-        for selection, of_head in zip(view.selections, index, strict=True)
-    ]
-    return np.where(view.slot >= 0, np.stack(found), elsewhere)
+    rows, selections = view.rows[:, None], view.selections[:, None, None]
+    found = np.asarray(scale[rows, selections, np.maximum(view.slot, 0)], dtype=np.float64)
+    return np.where(view.slot >= 0, found, elsewhere)
 
 
 def _softmax(c: Context) -> tuple[Floats, Floats]:

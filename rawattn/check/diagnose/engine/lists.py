@@ -4,7 +4,6 @@ A list has an entry for every slot, and a last one for the query's own block. Bu
 entries name, which of them count and how often, and which are cut at the query's position.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -110,20 +109,26 @@ class Lists:
         block = np.concatenate([self.named, own], axis=2)
         return block, self.walked, self.cut, _before(block, self.walked > 0)
 
-    def keys(self, b: int, heads: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Of some heads of block_indices, for every key of sequence ``b``: its entry, -1 for none,
-        and how often it is seen, (heads, n, m). Blocks that are walked again have their own."""
+    def keys(self, b: int, heads: Ints) -> tuple[Ints, Ints, Ints]:
+        """Of some heads of block_indices, the keys of sequence ``b``, all of them and then those
+        of blocks that are walked again; of each its entry, -1 for none, and how often it is seen,
+        (heads, n, keys)."""
         n, m = self.question.lengths_q[b], self.question.lengths_k[b]
         rows = int(self.question.cu_seqlens_q[b]) + np.arange(n)
         block, times, cut, number = (x[rows][:, heads].swapaxes(0, 1) for x in self._entries)
         not_after = allowed(n, m, (-1, 0))
+        walked: list[tuple[Ints, Ints, Ints]] = []
         for again in range(1 + int(number[times > 0].max(initial=0))):
             h, i, entry = np.nonzero((times > 0) & (number == again))
             of_block = np.full((len(heads), n, -(-m // self.size)), -1)
             of_block[h, i, block[h, i, entry]] = entry
             found = of_block[..., np.arange(m) // self.size]
             often, late = (np.take_along_axis(x, np.maximum(found, 0), 2) for x in (times, cut))
-            yield found, np.where((found >= 0) & (not_after | ~late), often, 0)
+            often = np.where((found >= 0) & (not_after | ~late), often, 0)
+            there = np.flatnonzero((often > 0).any(axis=(0, 1)) | (not walked))
+            walked.append((there, found[..., there], often[..., there]))
+        key, entry, seen = (np.concatenate(x, axis=-1) for x in zip(*walked, strict=True))
+        return key, entry, seen
 
 
 def _by_token(question: Question, of_sequences: Array | tuple[int, ...]) -> Ints:

@@ -331,7 +331,7 @@ def _slots(q: Question) -> Array:
     found = np.full((heads, len(q.q), len(q.k)), ABSENT)
     lists = lists_of(q)
     for b, rows, keys in sequences(q):
-        entry, _ = next(lists.keys(b, np.arange(heads)))
+        _, entry, _ = lists.keys(b, np.arange(heads))
         behind = q.causal & (np.arange(len(keys)) // q.block_size > lists.own_block[rows, 0])
         slot = np.where((entry < 0) | behind, ABSENT, np.where(entry == width, OWN, entry))
         found[:, rows[:, None], keys] = slot

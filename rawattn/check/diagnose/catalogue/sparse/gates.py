@@ -187,22 +187,12 @@ def _through_p(c: Context) -> Floats:
     return np.asarray(c.P * times(c.dO, c.V.T))
 
 
-def _tangent_of_out(c: Context) -> Floats:
-    tP = c.G * c.P * (c.tY - c.e[..., None]) + c.tG * c.P
-    return np.asarray(c.r(times(c.o(tP), c.V) + times(c.o(c.G * c.P), c.tV)))
-
-
 def _scores(score: Step) -> Step:
     def S(c: Context) -> Floats:
         with np.errstate(divide="ignore"):
             return np.where(c.W > 0, c.r(score(c)) + np.log(c.W), -np.inf)
 
     return S
-
-
-def _added(c: Context) -> Floats | float:
-    slot = c.view.slot
-    return 0.0 if slot is None else np.where(np.asarray(slot) >= 0, c.G, 0.0)
 
 
 EXP = "P before the row sum"
@@ -212,7 +202,6 @@ P_V: dict[str, Step] = {
     "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
 }
 ALONE: dict[str, Step] = S | P_V | {"dY": lambda c: c.dS, "dG": _through_p}
-IN_JVP: dict[str, Step] = {"O": P_V["O"], "E": lambda c: c.tY, "tO": _tangent_of_out}
 GATED_LSE: dict[str, Step] = {"L": lambda c: STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0]}
 TWICE: dict[str, Step] = {
     "S": _scores(lambda c: c.G**2 * c.Y),
@@ -224,18 +213,11 @@ ON_EXP: dict[str, Step] = {
     "dY": lambda c: c.dS,
     "dG": lambda c: c.dS / c.G,
 }
-ADDED: dict[str, Step] = {
-    "S": _scores(lambda c: c.Y + _added(c)),
-    "dY": lambda c: c.dS,
-    "dG": lambda c: c.dS,
-}
 BOTH: dict[str, Step] = P_V | {"dG": lambda c: STEPS["dG"](c) + _through_p(c)}
 OTHERWISE: tuple[tuple[str, tuple[str, ...], Mapping[str, Step]], ...] = (
     ("P V alone", FIRST, ALONE),
-    ("P V alone", JVP, S | IN_JVP),
     ("P V alone, lse of gated scores", FORWARD, S | P_V | GATED_LSE),
     ("the scores and P V", FIRST, BOTH),
     ("twice", FIRST, TWICE),
     (EXP, FIRST, ON_EXP),
-    ("added to the scores", FIRST, ADDED),
 )
