@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.reading import array_of, of_view
+from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FORWARD,
@@ -54,7 +54,7 @@ def _reduced(question: Question) -> Bug:
 def _with_right_keys(c: Context) -> Floats:
     own = replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group)
     there = changed(c, view=own)
-    c.K, c.V = (of_view(there, name, array_of(c, name)) for name in ("k", "v"))
+    c.K, c.V = (of_view(there, name, getattr(c.question, name)) for name in ("k", "v"))
     return np.asarray(STEPS["Y"](c))
 
 
