@@ -1,9 +1,8 @@
 """The catalogue of bugs in the second derivatives and in forward mode: their terms.
 
-The equations (``engine.STEPS``) are sums of products, and a bug is mostly a product that reads
-another value for one of its operands: zeros for a term that is left out, a multiple for one that
-is scaled, P o E for a P' without e. ``SITES`` names the places that read, ``at`` plants other
-values there; ``tangents`` has those that are read elsewhere in memory, and loops over tiles.
+A bug is mostly a product that reads another value for one of its operands: zeros for a term that is
+left out, a multiple for one that is scaled, P o E for a P' without e. ``SITES`` names the places
+that read, ``at`` plants other values there.
 
 Many are what autograd makes of a first backward pass in which something is a constant to it that
 depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in <ddq, dq> + <ddk, dk> +

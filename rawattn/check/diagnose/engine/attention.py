@@ -196,10 +196,9 @@ def heads_of(question: Question, head_kv: int) -> np.ndarray:
 # ---- steps ------------------------------------------------------------------------------------
 
 
-def _per_key(c: Context, scale: Floats | None, elsewhere: float) -> Floats | float:
+def per_key(view: View, scale: Floats | None, elsewhere: float) -> Floats | float:
     """What ``scale``, shaped like block_indices, has for every key of a view."""
-    view = c.view
-    if scale is None or view.slot is None or not scale.shape[2]:
+    if scale is None or view.slot is None or view.selections is None or not scale.shape[2]:
         return elsewhere
     rows, selections = view.rows[:, None], view.selections[:, None, None]
     found = np.asarray(scale[rows, selections, np.maximum(view.slot, 0)], dtype=np.float64)
@@ -443,6 +442,9 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
     def of_row(x: Floats | None) -> Floats | float:
         return 0.0 if x is None else np.asarray(x[heads, rows], dtype=np.float64)
 
+    def of_head(x: Floats | None, none: float | None) -> Floats | float | None:
+        return none if x is None else np.asarray(x, dtype=np.float64)[view.heads, None]
+
     seen = (view.weight > 0).any(axis=(0, 1))
 
     def of_k(x: Floats | None, like: Floats) -> Floats:
@@ -461,12 +463,8 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
     c.dO, c.dL = of_q(q.dout), of_row(q.dlse)
     c.tQ = np.zeros_like(c.Q) if q.tq is None else of_q(q.tq)
     c.tK, c.tV = of_k(q.tk, q.k), of_k(q.tv, q.v)
-    c.G, c.tG = _per_key(c, q.block_scale, 1.0), _per_key(c, q.tblock_scale, 0.0)
-    c.sink, c.tsink = None, 0.0
-    if q.sinks is not None:
-        c.sink = np.asarray(q.sinks, dtype=np.float64)[view.heads, None]
-    if q.tsinks is not None:
-        c.tsink = np.asarray(q.tsinks, dtype=np.float64)[view.heads, None]
+    c.G, c.tG = per_key(view, q.block_scale, 1.0), per_key(view, q.tblock_scale, 0.0)
+    c.sink, c.tsink = of_head(q.sinks, None), of_head(q.tsinks, 0.0)
     c.given = given
     if given is not None:
         c.O, c.L = of_q(given[0]), of_row(given[1])

@@ -21,6 +21,7 @@ from rawattn.check.diagnose.engine.attention import (
     See,
     Step,
     changed,
+    per_key,
     times,
 )
 from rawattn.check.diagnose.engine.lists import Lists
@@ -122,11 +123,11 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
     "padding last": lambda x: np.where(x.is_block, 0, 1),
     "slots reversed": lambda x: -np.arange(x.named.shape[2]) + 0 * x.named,
 }
-NUMBERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {  # slots, by the block's number
+Place = Callable[[np.ndarray, int], np.ndarray]
+NUMBERS: dict[str, Place] = {  # slots, by the block's number
     "the last one for those behind": np.minimum,
     "modulo their number": lambda block, last: block % (last + 1),
     "1 for those behind": lambda block, last: np.where(block <= last, block, -1),
-    "on in memory for those behind": lambda block, last: block,
 }
 
 
@@ -156,25 +157,17 @@ def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Li
     return replace(x, named=named, counted=counted if counted_before else x.counted)
 
 
-def _with_gate(
-    scale: np.ndarray, place: Callable[[np.ndarray, int], np.ndarray] | None = None
-) -> dict[str, Step]:
+def _with_gate(scale: np.ndarray, place: Place | None = None) -> dict[str, Step]:
     """Another array for block_scale, or another slot by the number of the key's block, from the
     scores on."""
 
     def S(c: Context) -> Floats:
         view, question = c.view, c.question
-        if view.slot is None:  # of the sliding branch
-            return np.asarray(STEPS["S"](c))
-        slot = np.asarray(view.slot)
-        gated = (slot >= 0) & (view.keys >= 0)
-        if place is not None:
+        if place is not None and view.slot is not None:
             block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-            slot = np.broadcast_to(place(np.maximum(block, 0), scale.shape[2] - 1), slot.shape)
-        row = view.rows[:, None] * scale.shape[1] + np.asarray(view.selections)[:, None, None]
-        at = np.clip(row * scale.shape[2] + slot, 0, max(scale.size - 1, 0))
-        found = scale.reshape(-1)[at].astype(np.float64)
-        c.G = np.where(gated & (slot >= 0), found, 1.0)
+            slot = np.where(view.slot >= 0, place(np.maximum(block, 0), scale.shape[2] - 1), -1)
+            view = replace(view, slot=slot)
+        c.G = per_key(view, scale, 1.0)
         return np.asarray(STEPS["S"](c))
 
     return {"S": S}
@@ -187,14 +180,6 @@ def _through_p(c: Context) -> Floats:
     return np.asarray(c.P * times(c.dO, c.V.T))
 
 
-def _scores(score: Step) -> Step:
-    def S(c: Context) -> Floats:
-        with np.errstate(divide="ignore"):
-            return np.where(c.W > 0, c.r(score(c)) + np.log(c.W), -np.inf)
-
-    return S
-
-
 EXP = "P before the row sum"
 P_V: dict[str, Step] = {
     "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
@@ -204,12 +189,12 @@ P_V: dict[str, Step] = {
 ALONE: dict[str, Step] = S | P_V | {"dY": lambda c: c.dS, "dG": _through_p}
 GATED_LSE: dict[str, Step] = {"L": lambda c: STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0]}
 TWICE: dict[str, Step] = {
-    "S": _scores(lambda c: c.G**2 * c.Y),
+    "S": with_values("S", G=lambda c: c.G**2),
     "dY": lambda c: c.r(c.G**2 * c.dS),
     "dG": lambda c: 2 * c.G * c.dS * c.Y,
 }
 ON_EXP: dict[str, Step] = {
-    "S": _scores(lambda c: c.Y + np.log(c.G)),
+    "S": with_values("S", G=_one, cap=lambda c: (c.Y + np.log(c.G),)),
     "dY": lambda c: c.dS,
     "dG": lambda c: c.dS / c.G,
 }
