@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import heads, options
+from rawattn.check.diagnose.catalogue import heads, inputs, options
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
+from rawattn.check.diagnose.catalogue.reading import reading
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats
 from rawattn.check.diagnose.engine.question import Question
@@ -34,6 +35,11 @@ def bugs(question: Question) -> Iterator[Bug]:
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
     yield from dead_rows(question)
+    shapes = inputs.shapes_of(question)
+    for one, other in (("k", "v"), ("q", "k")):  # as ``inputs`` has them, and found at once
+        if shapes[one] == shapes[other]:
+            steps = reading({one: other, other: one})
+            yield Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
     yield from heads.bugs(question)
     yield from of_rings(question)
 
