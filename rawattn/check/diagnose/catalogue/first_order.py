@@ -14,8 +14,9 @@ from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
 from rawattn.check.diagnose.catalogue.reading import reading
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import Floats
 
 Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
 SUMS: dict[str, Of] = {

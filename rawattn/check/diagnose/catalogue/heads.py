@@ -7,18 +7,9 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FORWARD,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    See,
-    View,
-    changed,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, Bug, See, View
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 
 def bugs(question: Question) -> Iterator[Bug]:

@@ -19,15 +19,9 @@ from rawattn.check.diagnose.catalogue.reading import (
     right_delta,
     stored,
 )
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    Store,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
+from rawattn.check.diagnose.engine.steps import Context, Floats, Step
 
 # Arrays that are read alike, in any stage and in those that go backward.
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Floats
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Question
+from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
 TILES = (16, 32, 64, 128)

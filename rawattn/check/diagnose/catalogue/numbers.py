@@ -7,22 +7,9 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    LOG2_E,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    Store,
-    changed,
-    deltas,
-    times,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store, deltas
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.reference.dense import dead_to_inf
 
 # ---- scores and their softmax -----------------------------------------------------------------

@@ -7,18 +7,9 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import (
-    FORWARD,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    View,
-    changed,
-    views_of,
-)
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")

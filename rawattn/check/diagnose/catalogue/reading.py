@@ -7,17 +7,9 @@ from functools import lru_cache
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
-from rawattn.check.diagnose.engine.attention import (
-    STEPS,
-    Context,
-    Floats,
-    Same,
-    Step,
-    Store,
-    changed,
-    deltas,
-)
+from rawattn.check.diagnose.engine.attention import Same, Store, deltas
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},

@@ -22,19 +22,9 @@ from itertools import combinations
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    LOG2_E,
-    OWN_P,
-    PROGRAMS,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    View,
-    changed,
-)
+from rawattn.check.diagnose.engine.attention import Bug, View
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import LOG2_E, OWN_P, STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
@@ -309,8 +299,7 @@ def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:
             steps = at(sum(sites, ()), **{name: _zero(name) for name in names})
             for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
                 text = " and ".join(f"{prefix}{name}" for name in ignored)
-                if steps.keys() & set(PROGRAMS[stages[0]]):
-                    yield "direction-ignored", text, stages, steps, ""
+                yield "direction-ignored", text, stages, steps, ""
 
 
 # ---- masks ------------------------------------------------------------------------------------

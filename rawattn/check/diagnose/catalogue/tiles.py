@@ -13,20 +13,16 @@ from rawattn.check.diagnose.catalogue.numbers import by_tensor
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
-    STEPS,
     TILES,
     Bug,
-    Context,
-    Floats,
     See,
-    Step,
     Store,
     View,
-    changed,
     sequences,
     views_of,
 )
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 # ---- tiles ------------------------------------------------------------------------------------
 

@@ -10,22 +10,10 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, readings
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    See,
-    Step,
-    changed,
-    per_key,
-    times,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
 
 ALL = tuple(STAGES)
 SECOND, JVP = ("second",), ("jvp",)

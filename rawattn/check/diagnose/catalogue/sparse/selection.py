@@ -11,13 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.masks import distances, within
 from rawattn.check.diagnose.catalogue.sparse import gates
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows
-from rawattn.check.diagnose.engine.attention import (
-    FORWARD,
-    Bug,
-    See,
-    View,
-    views_of,
-)
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 ALL = tuple(STAGES)
