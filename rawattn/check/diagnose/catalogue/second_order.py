@@ -29,16 +29,8 @@ from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
-    "E": "tY",
-    "gated E": "E",
-    "gated dS'": "tdY",
-    "ddout": "tO",
-    "W": "w",
-    "dout ddv^T": "tdP",
-    "dS'": "tdS",
-    "gq": "gQ",
-    "gk": "gK",
-    "gv": "gV",
+    **{"E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
+    **{"dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
 }
 DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
     "q": ("tQ", ("E", "gk")),
@@ -65,8 +57,6 @@ READERS = {  # of P', together or some of them alone
     "in dS'": ("dS'",),
     "in gv": ("gv",),
 }
-
-
 Row = tuple[str, str, tuple[str, ...], Mapping[str, Step], str]  # the last: what must be given
 
 
