@@ -173,82 +173,63 @@ def _through_out(c: Context) -> Floats:
 
 # ---- the table --------------------------------------------------------------------------------
 
-NO_P, NO_ROWS = _zero("P"), _zero("L")
+NO_P, NO_ROWS, NO_TV = _zero("P"), _zero("L"), _zero("tV")
 GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 DELTA_AND_LSE = {"tP": _uncentred, "tdS": _through_exp}
-FROZEN_P: dict[str, Mapping[str, Step]] = {
-    "P of the first backward": {"tdS": NO_P},
-    "P of the first backward, out is none": {"tdS": _through_out},
-    "P and out of the first backward": {"tdS": NO_P} | GV,
-    "P and delta of the first backward": SAVED_P,
-    "P and delta of the first backward, ddlse = 0": SAVED_P | NO_DDLSE,
-    "lse of the first backward": {"tdS": _through_sum},
-    "lse and out of the first backward": {"tdS": _through_exp} | GV,
-}
-FROZEN_DELTA: dict[str, Mapping[str, Step]] = {
-    "delta": DELTA,
-    "delta, ddlse = 0": DELTA | NO_DDLSE,
-    "delta and lse": DELTA_AND_LSE,
-    "delta and lse, ddlse = 0": DELTA_AND_LSE | NO_DDLSE,
-    "out": {"tdS": _through_softmax} | GV,
-    "W = 0, no e in ddout": at(["ddout"], tP=_uncentred) | {"w": NO_ROWS},
-}
 OUT_IS_NONE: dict[str, Step] = {"tdS": lambda c: _through_exp(c) + _through_out(c)}
 BUT_FOR_DLSE = {"tP": _uncentred} | at(["W"], tP=STEPS["tP"])  # without dlse W = 0, and delta
-OTHER_E: dict[str, Mapping[str, Step]] = {
-    "e = 0": {"e": NO_ROWS},
-    "e added": {"tP": lambda c: c.r(c.P * (c.E + _row(c.e)))},
-    "e for e O": {"tO": lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)},
-}
-OTHER_W: dict[str, Mapping[str, Step]] = {
-    "W = 0": {"w": NO_ROWS},
-    "W added": {"w": lambda c: -STEPS["w"](c)},
-    "W from out": {"w": without_dlse},
-}
-OF_VALUE = {
-    "P ddv of ddout and W": ("ddout", "W"),
-    "P ddv of ddout": ("ddout",),
-    "P ddv of W": ("W",),
-    "dO ddv^T": ("dout ddv^T",),
-    "all of ddv": DIRECTIONS["v"][1],
-}
-DIRECT = ("dS ddk of gq", "dS^T ddq of gk", "direct terms")
+ADDED_E: dict[str, Step] = {"tP": lambda c: c.r(c.P * (c.E + _row(c.e)))}
+E_FOR_EO: dict[str, Step] = {"tO": lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)}
+DLSE_ADDED: dict[str, Step] = {"D": lambda c: without_dlse(c) + c.dL}
+DLSE_TWICE: dict[str, Step] = {"D": lambda c: STEPS["D"](c) - c.dL}
 NO_DLSE: dict[str, Step] = {"D": without_dlse}
-OTHER_D: dict[str, Mapping[str, Step]] = {
-    "D + dlse": {"D": lambda c: without_dlse(c) + c.dL},
-    "dlse counts twice: D = dout . out - 2 dlse": {"D": lambda c: STEPS["D"](c) - c.dL},
-}
 TLSE, LSE = {"tL": _times(LOG2_E, "e")}, {"L": lambda c: LOG2_E * c.softmax[0]}
-P, E, V = "second-frozen-p", "tangent-e-omitted", "value-term-dropped"
+P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
+W, DIRECT, V = "second-w-omitted", "second-direct-term-dropped", "value-term-dropped"
 TABLE: tuple[Row, ...] = (
-    *((P, words, SECOND, steps, "") for words, steps in FROZEN_P.items()),
+    (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
+    (P, "P of the first backward, out is none", SECOND, {"tdS": _through_out}, ""),
+    (P, "P and out of the first backward", SECOND, {"tdS": NO_P} | GV, ""),
+    (P, "P and delta of the first backward", SECOND, SAVED_P, ""),
+    (P, "P and delta of the first backward, ddlse = 0", SECOND, SAVED_P | NO_DDLSE, ""),
+    (P, "lse of the first backward", SECOND, {"tdS": _through_sum}, ""),
+    (P, "lse and out of the first backward", SECOND, {"tdS": _through_exp} | GV, ""),
     (P, "lse of the first backward, out is none", SECOND, OUT_IS_NONE, "dlse"),
-    *(("second-frozen-delta", words, SECOND, steps, "") for words, steps in FROZEN_DELTA.items()),
-    ("second-frozen-delta", "delta but for dlse", SECOND, BUT_FOR_DLSE, "dlse"),
-    *(
-        (name, f"{words} {text}", SECOND, at(sites, tP=value), "")
-        for text, sites in READERS.items()
-        for name, words, value in ((P, "P' = 0", NO_P), (E, "no e", _uncentred))
-    ),
-    *((E, words, stages, x, "") for stages in (SECOND, JVP) for words, x in OTHER_E.items()),
+    (D, "delta", SECOND, DELTA, ""),
+    (D, "delta, ddlse = 0", SECOND, DELTA | NO_DDLSE, ""),
+    (D, "delta and lse", SECOND, DELTA_AND_LSE, ""),
+    (D, "delta and lse, ddlse = 0", SECOND, DELTA_AND_LSE | NO_DDLSE, ""),
+    (D, "out", SECOND, {"tdS": _through_softmax} | GV, ""),
+    (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}, ""),
+    (D, "delta but for dlse", SECOND, BUT_FOR_DLSE, "dlse"),
+    *((P, f"P' = 0 {text}", SECOND, at(sites, tP=NO_P), "") for text, sites in READERS.items()),
+    *((E, f"no e {text}", SECOND, at(sites, tP=_uncentred), "") for text, sites in READERS.items()),
+    (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
+    (E, "e added", SECOND + JVP, ADDED_E, ""),
+    (E, "e for e O", SECOND + JVP, E_FOR_EO, ""),
     (E, "no e in tout", JVP, {"tP": _uncentred}, ""),
-    (P, "P' = 0, e = 0", SECOND, {"tP": NO_P, "e": NO_ROWS}, ""),
     (P, "P' = 0", JVP, {"tP": NO_P}, ""),
-    (P, "P' = 0, e = 0", JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
-    *(("second-w-omitted", words, SECOND, steps, "") for words, steps in OTHER_W.items()),
-    *(
-        ("second-direct-term-dropped", term, SECOND, at(TERMS[term][1], dY=NO_P), TERMS[term][2])
-        for term in DIRECT
-    ),
-    *((V, term, SECOND, at(sites, tV=_zero("tV")), "v") for term, sites in OF_VALUE.items()),
-    (V, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
+    (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
+    (W, "W = 0", SECOND, {"w": NO_ROWS}, ""),
+    (W, "W added", SECOND, {"w": lambda c: -STEPS["w"](c)}, ""),
+    (W, "W from out", SECOND, {"w": without_dlse}, ""),
+    (DIRECT, "dS ddk of gq", SECOND, at(["gq"], dY=NO_P), "k"),
+    (DIRECT, "dS^T ddq of gk", SECOND, at(["gk"], dY=NO_P), "q"),
+    (DIRECT, "direct terms", SECOND, at(["gq", "gk"], dY=NO_P), "q k"),
+    (V, "P ddv of ddout and W", SECOND, at(["ddout", "W"], tV=NO_TV), "v"),
+    (V, "P ddv of ddout", SECOND, at(["ddout"], tV=NO_TV), "v"),
+    (V, "P ddv of W", SECOND, at(["W"], tV=NO_TV), "v"),
+    (V, "dO ddv^T", SECOND, at(["dout ddv^T"], tV=NO_TV), "v"),
+    (V, "all of ddv", SECOND, at(DIRECTIONS["v"][1], tV=NO_TV), "v"),
+    (V, "P tv", JVP, at(["ddout"], tV=NO_TV), "v"),
     ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),
     ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
     ("lse-gradient-sign", "-ddlse", SECOND, {"tL": _times(-1, "e")}, ""),
+    ("lse-gradient-sign", "D + dlse", SECOND, DLSE_ADDED, "dlse"),
+    ("lse-gradient-sign", "dlse counts twice: D = dout . out - 2 dlse", SECOND, DLSE_TWICE, "dlse"),
     ("lse-gradient-dropped", "dlse of D", SECOND, NO_DLSE, "dlse"),
     ("lse-gradient-dropped", "dlse of D, ddlse = 0", SECOND, NO_DLSE | NO_DDLSE, "dlse"),
-    *(("lse-gradient-sign", words, SECOND, steps, "dlse") for words, steps in OTHER_D.items()),
     ("lse-base-2", "tlse", JVP, TLSE, ""),
     ("lse-base-2", "lse", JVP, LSE, ""),
     ("lse-base-2", "both", JVP, TLSE | LSE, ""),
