@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Question
 from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
-TILES = (16, 32, 64, 128)
 BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 LETTERS = {"b": "batch", "t": "tokens", "h": "heads", "d": "columns"}
 NOWHERE = 1 << 40  # tokens from here there is none
@@ -318,7 +318,7 @@ def columns(question: Question) -> Iterator[Map]:
 def by_columns(question: Question) -> Iterator[Map]:
     """Of a tile of pairs of rows and columns: rows by the number of the column."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sizes = [size for size in (8, *TILES) if size < 2 * longest]
+    sizes = [size for size in TILES if size < 2 * longest]
     for tile, period in itertools.product(sizes, sizes):
         if period <= tile:
             words = f"in tiles of {tile} rows row j % {period}"

@@ -28,13 +28,14 @@ MOST = 6000  # rows whose order is looked for
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs read off the answers of ``stage``; none where nothing can be read."""
-    if question.sparse:
-        return
     for given in _givens(question, answers, stage):
         sample = Sample(question, answers, stage, given)
         wrong = _wrong(sample, answers)
         if not wrong:
             return
+        if question.sparse:
+            yield from _rearranged(sample, wrong)
+            continue
         if stage == "backward" and "out" in answers:
             forward = Sample(question, answers, "forward")
             of_forward = _rearranged(forward, _wrong(forward, answers))
