@@ -406,7 +406,8 @@ unknown: wrong, in a way that no known bug reproduces
 """
 
 
-def _read(text: str) -> dict[str, BugClass]:
+def classes_of(text: str) -> dict[str, BugClass]:
+    """Classes by name, of four lines each."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     found = {}
     for of in zip(*(lines[i::4] for i in range(4)), strict=True):
@@ -415,4 +416,4 @@ def _read(text: str) -> dict[str, BugClass]:
     return found
 
 
-CLASSES = _read(TEXTS)
+CLASSES = classes_of(TEXTS)
