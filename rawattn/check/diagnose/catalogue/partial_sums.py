@@ -38,7 +38,8 @@ class Parts(NamedTuple):
 
     @property
     def lses(self) -> Floats:
-        return np.asarray(self.tops + np.log(self.row_sums))
+        with np.errstate(divide="ignore"):
+            return np.asarray(self.tops + np.log(self.row_sums))
 
     @property
     def outs(self) -> Floats:
