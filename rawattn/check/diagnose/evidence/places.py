@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Identity, parts_of
+from rawattn.check.diagnose.engine.attention import sequences
+from rawattn.check.diagnose.engine.lists import lists_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import capped, dead_to_inf
 from rawattn.reference.selection import ABSENT, OWN
@@ -76,7 +77,7 @@ class Places:
     def slots(self) -> Array:
         """(total_q, total_k), of block-sparse attention: which slot names the key's block; OWN of
         the query's own block where none does, ABSENT of others."""
-        return np.asarray(_slots(Identity(self.question))[self.selection][self.query[:, 0]])
+        return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
     @cached_property
     def gate(self) -> Array:
@@ -250,12 +251,16 @@ class Right:
 
 
 @lru_cache(maxsize=8)
-def _slots(key: Identity) -> Array:
+def _slots(q: Question) -> Array:
     """(num_heads_sel, total_q, total_k)."""
-    q = key.question
-    found = np.full((np.asarray(q.block_indices).shape[1], len(q.q), len(q.k)), ABSENT)
-    for part in parts_of(q):
-        found[part.selections, part.rows, part.keys] = part.slot[..., part.block_of_key]
+    heads, width = np.asarray(q.block_indices).shape[1:]
+    found = np.full((heads, len(q.q), len(q.k)), ABSENT)
+    lists = lists_of(q)
+    for b, rows, keys in sequences(q):
+        _, entry, _ = lists.keys(b, np.arange(heads))
+        behind = q.causal & (np.arange(len(keys)) // q.block_size > lists.own_block[rows, 0])
+        slot = np.where((entry < 0) | behind, ABSENT, np.where(entry == width, OWN, entry))
+        found[:, rows[:, None], keys] = slot
     return found
 
 

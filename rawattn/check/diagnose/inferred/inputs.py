@@ -24,13 +24,14 @@ MOST = 6000  # rows whose order is looked for
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs read off the answers of ``stage``; none where nothing can be read."""
-    if question.sparse:
-        return
     for given in _givens(question, answers, stage):
         sample = Sample(question, answers, stage, given)
         wrong = sample.wrong.keys()
         if not wrong:
             return
+        if question.sparse:
+            yield from _rearranged(sample, wrong)
+            continue
         if stage == "backward" and "out" in answers:
             of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
@@ -121,13 +122,11 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
     for name, noise in sample.wrong.items():
         known, here = False, {name: sample.truth[name]}
         most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
-        for bug, then in inputs.rearranged(sample.question, name):
+        for bug in inputs.rearranged(sample.question, name):
             assert bug.store is not None
             if sample.of_all(name, bug.store(sample.question, here)[name]) < most:
                 known = True
                 yield bug
-                if then is not None:
-                    yield then
         if not known or name in BY_ROW:
             yield from _moved(sample, name, max(8 * noise, 1e-3))
 
