@@ -30,7 +30,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         if not wrong:
             return
         if question.sparse:
-            yield from _rearranged(sample, wrong)
+            yield from _rearranged(sample)
             continue
         if stage == "backward" and "out" in answers:
             of_forward = _rearranged(Sample(question, answers, "forward"))
