@@ -14,27 +14,26 @@ from typing import Any, NoReturn
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rawattn.check import report
-from rawattn.check.candidate import Candidate, Unsupported, load
+from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump, read
 from rawattn.check.diagnose.files.pairs import Pair, load_two
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import comparison
 from rawattn.check.diagnose.judge import meant
-from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.failures import (
     answers_of,
     question_of,
     reference_answers,
     small,
 )
+from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused
@@ -52,42 +51,27 @@ LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def _integers(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
+class Integers(click.ParamType):  # type: ignore[type-arg]
     """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.strip("[]() ").split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from None
+
+    name = "integers"
+
+    def __init__(self, least: int = -1) -> None:
+        self.least = least
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            found = tuple(int(part) for part in value.strip("[]() ").split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of integers such as 448,1280")
+        if min(found) < self.least:
+            self.fail(f"{value!r} has a number below {self.least}")
+        return found
 
 
-def _lengths(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
-    """``_integers`` that count tokens."""
-    lengths = _integers(context, parameter, value)
-    if lengths is not None and min(lengths) < 0:
-        raise click.BadParameter(f"{value!r} has a negative number; tokens are counted from 0 on")
-    return lengths
-
-
-NOTHING = Finding("", "vacuous", "", "", "proved", (), "")  # shown by a comparison
-DIFFERENT = replace(
-    NOTHING,
-    side="both",
-    title="the two sides had different inputs, so that comparing their results says nothing",
-    where="the inputs of A and of B",
-    look_at="what each side was given: save both from one run, with the very inputs of it",
-)
-UNJUDGED = replace(
-    NOTHING,
-    evidence=("without the cotangent or direction that they are of they cannot be computed again",),
-    look_at="what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction",
-)
-NOT_SAID = replace(NOTHING, confidence="high", look_at="what was meant: save it too")
+Lengths = Integers(least=0)
 
 framework_option = click.option(
     "--framework",
@@ -99,7 +83,7 @@ framework_option = click.option(
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--lengths", callback=_lengths, help="tokens of the sequences that the log is about.")
+@click.option("--lengths", type=Lengths, help="tokens of the sequences that the log is about.")
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
@@ -154,17 +138,15 @@ def explain_command(
 @click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", callback=_lengths, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", callback=_lengths, help="their keys, where these are other numbers.")
+@click.option("--lengths", type=Lengths, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", type=Lengths, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)
 @click.option("--head-dim-v", type=int, help="of v and out; the same by default.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
 @click.option("--causal", is_flag=True)
-@click.option(
-    "--window", callback=_integers, help="LEFT,RIGHT keys beside a query's own; -1 is open."
-)
+@click.option("--window", type=Integers(), help="LEFT,RIGHT keys beside a query's own; -1: open.")
 @click.option("--softmax-scale", type=float, help="head_dim ** -0.5 by default.")
 @rare_options
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
@@ -204,7 +186,8 @@ def dump_command(
     kernel on the inputs, save its results under the same names, and let the two be explained.
     """
     if listing:
-        Console().print(_list())
+        for one in _standard():
+            click.echo(_described(one))
         return
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
@@ -224,22 +207,23 @@ def dump_command(
         question = question_of(chosen, seed, clean=identify or bool(lengths))
         said = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
-        right = reference_answers(replace(question, out=None, lse=None))
+        question, given = replace(question, out=None, lse=None), question
+        answers = reference_answers(question)
         if candidate:
-            given = replace(question, out=right["out"], lse=right["lse"]) if identify else question
-            question, answers = given, _results(judged, given)
-        else:
-            question, answers = replace(question, out=None, lse=None), right
+            own = replace(question, out=answers["out"], lse=answers["lse"])
+            question = own if identify else given
+            answers = answers_of(judged, question)
         if sequence is not None:
             answers |= steps.intermediates(question, answers, sequence)
             said["sequence"] = sequence
-    except (Refused, ValueError) as error:
+    except (Refused, Unsupported, ValueError) as error:
         raise click.UsageError(str(error)) from error
+    except Exception as error:  # whatever a candidate throws
+        raise click.ClickException(f"{whose} raises {type(error).__name__}: {error}") from error
     path = file or Path(f"{chosen}.npz")
     dump(path, question, answers, **said)
-    console = Console()
-    console.print(Text(f"{path}: {_sizes(question)}"))
-    console.print(Text(f"results of {whose}: {', '.join(answers)}"))
+    click.echo(f"{path}: {sizes_of(question)}")
+    click.echo(f"results of {whose}: {', '.join(answers)}")
 
 
 @click.command("harness")
@@ -332,12 +316,12 @@ def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
 
 
 def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:
-    sides = tuple(part.strip() for part in names.split(",")) if names else ()
-    if names and (len(sides) != 2 or not all(sides)):
+    sides = tuple(part.strip() for part in names.split(",")) if names else None
+    if sides is not None and (len(sides) != 2 or not all(sides)):
         raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        return explain_log(text, lengths=lengths, names=(sides[0], sides[1]) if sides else None)
+        return explain_log(text, lengths=lengths, names=sides)
     except ValueError as error:
         raise click.UsageError(f"{file}: {error}") from error
 
@@ -365,32 +349,33 @@ def _of_files(one: str, other: str | None = None) -> Diagnosis:
             f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
         )
     about = dict(item for saved in pair.sides for item in saved.about.items())
-    judged = {
-        name: _of_side(name, saved, question, about)
-        for name, saved, question in zip("AB", pair.sides, questions, strict=False)
-        if saved.answers
-    }
-    return _joined(pair, judged)
+    sides = zip("AB", pair.sides, questions, strict=False)
+    return _joined(pair, {side[0]: _of_side(*side, about) for side in sides if side[1].answers})
 
 
 def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any]) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding.
 
-    about: as in Saved, of this file or of the other.
+    about: as in Saved, of this file or of the other. A file of packed questions is judged by the
+    first of its sequences, with what the others tell of them.
     """
-    if about.get("identify"):
-        return _of_identified(name, saved, question, about["identify"])
+    if "identify" in about:
+        try:
+            here, answers, told = read_packed(question, saved.answers, about["identify"])
+        except ValueError as error:
+            raise click.UsageError(f"{saved.path}: {error}") from error
+        return diagnose(here, answers, side=name, told=told)
     diagnosis = diagnose(question, saved.answers, side=name)
-    if diagnosis.findings:
-        for changes in _left_out(saved, question):
-            other = diagnose(replace(question, **changes), saved.answers, side=name)
-            if other.sound:
-                title = f"right if {_meant(changes)} was meant, which is not said"
-                finding = replace(NOT_SAID, side=name, title=title, where=saved.path)
-                return replace(other, findings=(replace(finding, evidence=saved.notes),))
-            if _worse(other) < _worse(diagnosis):
-                fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
-                diagnosis = replace(other, facts=(*other.facts, fact))
+    for changes in _left_out(saved, question) if diagnosis.findings else ():
+        other = diagnose(replace(question, **changes), saved.answers, side=name)
+        if other.sound:
+            title = f"right if {_meant(changes)} was meant, which is not said"
+            look_at = "what was meant: save it too"
+            given = (name, "vacuous", saved.path, "high", saved.notes)
+            return replace(other, findings=(finding(*given, title=title, look_at=look_at),))
+        if _worse(other) < _worse(diagnosis):
+            fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
+            diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
     if found:
         found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
@@ -398,48 +383,33 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
         names = ", ".join(tensor for tensor in STAGES[stage] if tensor in saved.answers)
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
-            found.append(replace(UNJUDGED, side=name, title=title, where=saved.path))
-    diagnosis = replace(diagnosis, findings=tuple(found))
+            why = "without the cotangent or direction that they are of they cannot be computed"
+            look_at = (
+                "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
+            )
+            given = (name, "vacuous", saved.path, "proved", (f"{why} again",))
+            found.append(finding(*given, title=title, look_at=look_at))
+    facts = diagnosis.facts
     parting = steps.parting(question, saved.answers, about.get("sequence"))
-    return _with_steps(diagnosis, name, parting)
-
-
-def _with_steps(diagnosis: Diagnosis, side: str, parting: steps.Parting | None) -> Diagnosis:
-    """With where the intermediates part: as a fact, and a finding where there is no other."""
-    if parting is None:
-        return diagnosis
-    agree = f"{', '.join(parting.agree)} right" if parting.agree else ""
-    text = "; ".join(filter(None, (agree, parting.text)))
-    diagnosis = replace(diagnosis, facts=(*diagnosis.facts, f"{side}, step by step: {text}"))
-    if diagnosis.findings or not parting.step:
-        return diagnosis
-    title = f"{parting.step} is wrong, and no result shows it"
-    finding = Finding(side, "unknown", title, parting.step, "medium", (text,), parting.look_at)
-    return replace(diagnosis, findings=(finding,))
-
-
-def _of_identified(name: str, saved: Saved, question: Question, batch: int) -> Diagnosis:
-    """Of the first ``batch`` sequences, with what the others tell of them."""
-    try:
-        here, answers, told = read_packed(question, saved.answers, batch)
-    except ValueError as error:
-        raise click.UsageError(f"{saved.path}: {error}") from error
-    return diagnose(here, answers, side=name, told=told)
+    if parting is not None:
+        agree = f"{', '.join(parting.agree)} right" if parting.agree else ""
+        text = "; ".join(filter(None, (agree, parting.text)))
+        facts = (*facts, f"{name}, step by step: {text}")
+        if not found and parting.step:
+            title = f"{parting.step} is wrong, and no result shows it"
+            given = (name, "unknown", parting.step, "medium", (text,))
+            found.append(finding(*given, title=title, look_at=parting.look_at))
+    return replace(diagnosis, findings=tuple(found), facts=facts)
 
 
 def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:
     """What a file may have meant and does not say."""
     if saved.unsaid:
         yield saved.unsaid
-    if saved.left_out:
-        for changes in meant.options(question, saved.answers):
-            said = {n: x for n, x in changes.items() if not _same(x, getattr(question, n))}
-            if said and said.keys() <= {*saved.left_out}:
-                yield said
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(np.array_equal(one, other))
+    for changes in meant.options(question, saved.answers) if saved.left_out else ():
+        said = {n: x for n, x in changes.items() if not np.array_equal(x, getattr(question, n))}
+        if said and said.keys() <= {*saved.left_out}:
+            yield said
 
 
 def _meant(changes: dict[str, Any]) -> str:
@@ -459,65 +429,37 @@ def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
 
 
 def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of both sides, with the pictures of the first one that is wrong."""
-    found = list(judged.values())
-    shown = next((diagnosis for diagnosis in found if diagnosis.findings), found[0])
-    findings = [finding for diagnosis in found for finding in diagnosis.findings]
+    """One diagnosis of both sides; how their inputs differ, if they do, is its first finding."""
+    sides = dict(zip("AB", pair.sides, strict=False))
+    titles = [f"{name} ({sides[name].path})" for name in judged]
+    titles += ["the float64 reference"] if len(titles) == 1 else []
+    found = of_sides(" against ".join(titles), judged)
+    findings, facts = list(found.findings), list(found.facts)
     if pair.apart:
-        findings.insert(0, replace(DIFFERENT, evidence=pair.apart))
-    facts = [fact for diagnosis in found for fact in diagnosis.facts]
-    if len({diagnosis.facts[0] for diagnosis in found}) > 1:
-        facts = [f"{name}: {diagnosis.facts[0]}" for name, diagnosis in judged.items()]
-        facts += [fact for diagnosis in found for fact in diagnosis.facts[1:]]
-    titles = []
-    for name, saved in zip("AB", pair.sides, strict=False):
+        title = "the two sides had different inputs, so that comparing their results says nothing"
+        look_at = "what each side was given: save both from one run, with the very inputs of it"
+        given = ("both", "vacuous", "the inputs of A and of B", "proved", pair.apart)
+        findings.insert(0, finding(*given, title=title, look_at=look_at))
+    for name, saved in sides.items():
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
-        titles += [f"{name} ({saved.path})"] if name in judged else []
-    titles += ["the float64 reference"] if len(titles) == 1 else []
-    return Diagnosis(
-        title=" against ".join(titles),
-        findings=tuple(findings),
-        checks=tuple(check for diagnosis in found for check in diagnosis.checks),
-        levels=shown.levels,
-        maps=shown.maps,
-        facts=tuple(dict.fromkeys((*facts, *pair.notes))),
+    facts += pair.notes
+    return replace(found, findings=tuple(findings), facts=tuple(dict.fromkeys(facts)))
+
+
+def _described(case: Case) -> str:
+    """A case in a line."""
+    sizes = (
+        ("tokens", sum(case.lengths_q), sum(case.lengths_k)),
+        ("heads", case.num_heads_q, case.num_heads_kv),
+        ("numbers a head", case.head_dim, case.head_dim_v),
     )
-
-
-def _results(candidate: Candidate, question: Question) -> Answers:
-    try:
-        return answers_of(candidate, question)
-    except Unsupported as lack:
-        raise click.UsageError(f"{candidate.name} cannot do this case: {lack}") from lack
-    except Exception as error:  # whatever a candidate throws
-        text = f"{candidate.name} raises {type(error).__name__}: {error}"
-        raise click.ClickException(text) from error
-
-
-def _list() -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("case", "tokens", "heads", "head_dim", "mask"):
-        table.add_column(column, no_wrap=column == "case", overflow="fold")
-    for case in _standard():
-        window = f", window {case.window}" if case.window != (-1, -1) else ""
-        table.add_row(
-            str(case),
-            _one_or_two(sum(case.lengths_q), sum(case.lengths_k)),
-            _one_or_two(case.num_heads_q, case.num_heads_kv),
-            _one_or_two(case.head_dim, case.head_dim_v),
-            ("causal" if case.causal else "not causal") + window + _rare(case),
-        )
-    return table
-
-
-def _rare(case: Case) -> str:
-    cap = "" if case.softcap is None else f", softcap {case.softcap:g}"
-    return cap + ", sinks" * case.sinks + ", seqused_k" * (case.seqused_k is not None)
-
-
-def _one_or_two(of_queries: int, of_keys: int) -> str:
-    return str(of_queries) if of_queries == of_keys else f"{of_queries}/{of_keys}"
+    parts = [f"{a} {what}" + (f" ({b} of keys)" if a != b else "") for what, a, b in sizes]
+    parts += ["causal" if case.causal else "not causal"]
+    parts += [f"window {case.window}"] if case.window != (-1, -1) else []
+    parts += [] if case.softcap is None else [f"softcap {case.softcap:g}"]
+    parts += ["sinks"] * case.sinks + ["seqused_k"] * (case.seqused_k is not None)
+    return f"{case}: {', '.join(parts)}"
 
 
 def _standard() -> tuple[Case, ...]:
@@ -563,11 +505,3 @@ def _random_case(
         sizes |= {"block_size": int(block_size), "num_selected": num_selected}
         sizes["sliding"] = window is not None
     return kind("random", **sizes, **same)
-
-
-def _sizes(question: Question) -> str:
-    q, k = question.q.shape, question.k.shape
-    return (
-        f"{question.batch} sequences, q {q}, k {k}, {question.dtype}, "
-        f"{'causal' if question.causal else 'not causal'}"
-    )

@@ -12,6 +12,7 @@ import pytest
 
 from rawattn.check.cases import dtype_of, standard
 from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.findings import of_sides
 from rawattn.check.diagnose.judge.cut import SCORES, cost, cut
 from rawattn.check.diagnose.judge.diagnosis import diagnose, reference_of
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, small
@@ -71,7 +72,8 @@ def test_both_sides_are_judged() -> None:
     question = packed(dtype=FLOAT64)
     right = solve(question, "forward") | solve(question, "backward")
     wrong = right | {"dk": right["dk"] / question.scale}
-    found = diagnose(question, right, side="A", against=("B", wrong))
+    sides = {"A": right, "B": wrong}
+    found = of_sides("", {name: diagnose(question, x, side=name) for name, x in sides.items()})
     assert [(finding.side, finding.bug) for finding in found.findings] == [("B", "output-scale")]
     assert any(level.tensor == "dk" and level.slope == pytest.approx(4) for level in found.levels)
 

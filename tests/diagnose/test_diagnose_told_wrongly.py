@@ -17,7 +17,7 @@ import pytest
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import standard
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, assuming
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge import failures, match
@@ -133,7 +133,7 @@ def test_one_cause_beats_two() -> None:
     two = [off("transposed", "dq"), off("tile-skipped", "dk", "dv")]
     answers = one.store(question, right) if one.store else right
     answers = {name: answers[name] for name in ("dq", "dk", "dv")}
-    work = match._Stage(question, answers, "backward", np.inf)
+    work = match.Stage(question, answers, "backward", np.inf)
     work.usual = match.predictions(question, answers, "backward", two)
     whole = match.predictions(question, answers, "backward", [one])
     work.every = [*work.usual, *whole]
@@ -393,15 +393,15 @@ def test_nan_of_a_neighbour_is_no_proof_of_offsets() -> None:
     assert findings and all(one.confidence not in ("high", "proved") for one in findings)
 
 
-def test_what_cannot_be_assumed_is_no_crash() -> None:
+def test_what_cannot_be_planted_is_no_crash() -> None:
     def see(question: Question, views: Any) -> Any:
         raise ValueError("read on other lengths")
 
     question = packed()
-    answers = computed(question)
-    assert (
-        match.judge_stage(assuming(question, Bug("unknown", see=see)), answers, "forward") is None
-    )
+    wrong = computed(question, {"Y": by(1.7)})
+    with pytest.warns(match.SearchFailed, match="read on other lengths"):
+        found = match.judge_stage(question, wrong, "forward", told=[Bug("wrong-keys", see=see)])
+    assert found is not None and not found.sound
 
 
 def test_rows_that_are_stored_elsewhere_are_no_offsets() -> None:

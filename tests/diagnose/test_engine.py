@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, assuming, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.judge import match
 from rawattn.check.diagnose.judge.diagnosis import diagnose
@@ -127,21 +127,6 @@ def test_constants_are_what_autograd_makes_of_them(variant: str) -> None:
         finding = diagnose(question, told | {"ddlse": told["ddlse"][..., 0].T}).findings[0]
         assert finding.bug in ("second-frozen-p", "second-frozen-delta")
         assert "held constant" in finding.title
-
-
-@pytest.mark.parametrize("one", [0, 1])
-def test_two_bugs_of_the_selection_are_those_of_a_question_with_both(one: int) -> None:
-    blocks = {"own": True, "counts": True, "sliding": False}
-    question = draw(replace(KINDS["gate"], blocks=blocks), np.random.default_rng(1), FLOAT64)
-    bugs = {(bug.name, bug.variant): bug for bug in beyond(question)}
-    pair = bugs["sparse-own-block-missing", ""], bugs["sparse-counts-ignored", ""]
-    beside = assuming(question, pair[one])
-    changed = replace(question, own=False, block_counts=None)
-    for stage in question.stages:
-        given = tuple(solve(changed, "forward")[name] for name in ("out", "lse"))
-        found, wanted = solve(beside, stage, pair[1 - one], given=given), solve(changed, stage)
-        for name, x in wanted.items():
-            np.testing.assert_allclose(found[name], x, 1e-12, 1e-12, err_msg=name)
 
 
 # ---- odd shapes and odd answers ---------------------------------------------------------------

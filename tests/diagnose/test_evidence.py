@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -181,24 +182,23 @@ def test_rows(sentence: str) -> None:
     bad = wrong(i, np.repeat(LENGTHS, LENGTHS))[:, None]
     question = packed(LENGTHS, FLOAT64, dim=8, **{"causal": False} | changes)
     said = where(question, tensor, np.repeat(bad, 2 if tensor == "dv" else 4, axis=1))
-    assert f"of every sequence, {sentence}" in said, said
+    assert sentence in said, said
 
 
 def test_sequences_and_heads() -> None:
     question = packed(LENGTHS, FLOAT64, dim=8, causal=False)
 
-    def of(*sequences: int) -> str:
-        wrong = np.isin(question.sequence_of("q"), sequences)
-        return where(question, "out", np.repeat(wrong[:, None], 4, axis=1))[1]
+    def of(wrong: Any) -> tuple[str, ...]:
+        sequence, head = question.sequence_of("q")[:, None], np.arange(4)
+        return where(question, "out", wrong(sequence, head) & np.ones((161, 4), dtype=bool))[1:]
 
-    assert of(0, 2, 3).startswith("only sequences 0, 2, 3 (all but the longest; ")
-    assert of(2, 3) == "only sequences 2, 3 (all from number 2 on)"
-    assert of(0, 2) == "only sequences 0, 2 (those of length 30 or less)"
-    for heads, sentence in (
-        ((1, 2), "those that head % num_heads_kv gives another key/value head"),
-        ((1, 3), "all but the first of every group; the last of every group"),
-    ):
-        wrong = np.zeros((161, 4), dtype=bool)
-        wrong[:, heads] = True
-        said = where(question, "out", wrong)
-        assert said[1] == f"only {named('head', heads)} of 4 ({sentence})"
+    some = "only sequences 0, 2, 3 of 4", "the rows with keys seen <= 47"
+    assert of(lambda b, h: b != 1) == some
+    assert of(lambda b, h: b > 1) == (
+        *("only sequences 2, 3 of 4", "the rows with 30 <= keys seen <= 47"),
+    )
+    for heads, sentence in (((1, 2), "whether h % 2 is not h // 2 = 1"), ((1, 3), "h % 2 = 1")):
+        told = f"only {named('head', heads)} of 4", f"the rows with {sentence}"
+        assert of(partial(lambda some, b, h: np.isin(h, some), heads)) == told
+    told = "only head 3 of 4", "only sequence 1 of 4", "every row of these"
+    assert of(lambda b, h: (b == 1) & (h == 3)) == told

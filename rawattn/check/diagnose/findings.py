@@ -1,5 +1,6 @@
 """What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -146,3 +147,19 @@ class Diagnosis:
     @property
     def sound(self) -> bool:
         return not self.findings
+
+
+def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
+    """One diagnosis of several sides, with the pictures of the first one that is wrong. The first
+    fact of each is what it was asked."""
+    found = list(sides.values())
+    shown = next((diagnosis for diagnosis in found if diagnosis.findings), found[0])
+    several = len({diagnosis.facts[:1] for diagnosis in found}) > 1
+    facts = [f"{name}: " * several + fact for name, one in sides.items() for fact in one.facts[:1]]
+    return replace(
+        shown,
+        title=title,
+        findings=tuple(finding for diagnosis in found for finding in diagnosis.findings),
+        checks=tuple(check for diagnosis in found for check in diagnosis.checks),
+        facts=(*dict.fromkeys(facts), *(fact for one in found for fact in one.facts[1:])),
+    )

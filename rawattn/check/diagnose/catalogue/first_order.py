@@ -4,19 +4,23 @@ Masks, numbers and tiles have modules of their own. Bugs that no planted computa
 because nobody knows the numbers that came in, are found by their structure, in ``judge.proofs``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, options
-from rawattn.check.diagnose.catalogue.heads import by_map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
+from rawattn.check.diagnose.catalogue.reading import of_view, reading
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, Floats, Store
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
+BY_REMAINDER = "h % num_heads_kv"
 Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
 SUMS: dict[str, Of] = {
     "the last": lambda x: x[-1],
@@ -30,12 +34,23 @@ def bugs(question: Question) -> Iterator[Bug]:
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     yield from options.bugs(question)
     yield from masks(question)
-    yield from neighbours(question, list(TILES))
+    yield from neighbours(question)
     yield from bugs_anywhere(question)
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
     yield from dead_rows(question)
-    yield from inputs.bugs(question)
+    shapes = inputs.shapes_of(question)
+    for one, other in (("k", "v"), ("q", "k")):  # as ``inputs`` has them, and found at once
+        if shapes[one] == shapes[other]:
+            steps = reading({one: other, other: one})
+            yield Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
+    if 1 < question.num_heads_kv and 1 < question.group:
+        steps = {"Y": _with_right_keys}
+        yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, steps)
+    yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
+    yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
+    if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
+        yield from _heads_as_tokens(question)
     yield from of_rings(question)
 
 
@@ -45,35 +60,72 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     yield from of_backward(question)
     if question.group > 1:
         if question.num_heads_kv > 1:
-            of = np.arange(question.num_heads_q) % question.num_heads_kv
-            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, by_map(of))
+            yield Bug("gqa-head-map", BY_REMAINDER, FIRST, _by_remainder)
         for text, total in SUMS.items():
             steps = {"sum_heads": lambda c, total=total: total}
             yield Bug("gqa-group-not-summed", text, (*BACKWARD, "second"), steps=steps)
 
-    for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
-        text = "".join("thd"[axis] for axis in axes)
-        yield Bug("transposed", f"{text} as thd", FIRST, store=_as_layout(axes))
-    yield Bug("transposed", "columns reversed", FIRST, store=_reversed(1, -1))
-    if question.num_heads_q > 1:
-        yield Bug("transposed", "heads reversed", FIRST, store=_reversed(-1, 1))
+
+# ---- heads ------------------------------------------------------------------------------------
 
 
-def _as_layout(axes: tuple[int, int, int]) -> Store:
-    """What was stored in another order of the axes."""
+def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    """Query head h with key/value head h % num_heads_kv."""
 
-    def moved(x: np.ndarray) -> np.ndarray:
-        if x.ndim == 3:
-            return x.transpose(axes).reshape(x.shape)
-        return x.T.reshape(x.shape) if axes[0] == 1 else x
+    def one(view: View, i: int) -> View:
+        own, heads = slice(i, i + 1), view.heads[i : i + 1]
+        weight = view.weight[own] if len(view.weight) > 1 else view.weight
+        slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
+        found = replace(view, heads=heads, head_kv=int(heads[0]) % question.num_heads_kv)
+        return replace(found, weight=weight, slot=slot, selections=selections)
 
-    return lambda question, answers: {name: moved(x) for name, x in answers.items()}
+    return [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def _reversed(heads: int, columns: int) -> Store:
-    """A step of -1 for what is stored backwards."""
+def _with_right_keys(c: Context) -> Floats:
+    """Where dk and dv alone go to other heads, as sums over the h of one remainder."""
+    own = replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group)
+    there = changed(c, view=own)
+    c.K, c.V = (of_view(there, name, getattr(c.question, name)) for name in ("k", "v"))
+    return np.asarray(STEPS["Y"](c))
 
-    def moved(x: np.ndarray) -> np.ndarray:
-        return x[:, ::heads, ::columns] if x.ndim == 3 else x[::heads]
 
-    return lambda question, answers: {name: moved(x) for name, x in answers.items()}
+# ---- other axes -------------------------------------------------------------------------------
+
+
+def _over_queries(c: Context) -> tuple[Floats, Floats]:
+    """A softmax whose sums run over queries in place of keys."""
+    top = np.nan_to_num(c.S.max(axis=1, keepdims=True), neginf=0.0)
+    weights = np.exp(c.S - top)
+    sums = weights.sum(axis=1, keepdims=True)
+    P = weights / np.where(sums == 0, 1.0, sums)
+    return STEPS["softmax"](c)[0], np.asarray(c.r(P))
+
+
+def _dS_over_queries(c: Context) -> Floats:
+    D = (c.P * c.dP).sum(axis=1, keepdims=True)
+    return np.asarray(c.r(c.P * (c.dP - D)))
+
+
+def _heads_as_tokens(question: Question) -> Iterator[Bug]:
+    """Attention of the heads of a token to each other, in place of the tokens."""
+    for causal in (False, True) if question.mask_window != (-1, -1) else (False,):
+        for repeated in (False, True) if question.group > 1 else (False,):
+            text = "over the heads of a token" + ", causal" * causal
+            text += ", key/value heads repeated" * repeated
+            steps = {name: partial(_across_heads, name, causal, repeated) for name in ("L", "O")}
+            yield Bug("input-layout", text, FORWARD, steps=steps)
+
+
+def _across_heads(name: str, causal: bool, repeated: bool, c: Context) -> Floats:
+    """L, or O, of the tokens of a view."""
+    question, rows = c.question, c.view.rows
+    q, k, v = (np.asarray(getattr(question, n)[rows]).astype(np.float64) for n in "qkv")
+    if repeated:
+        k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
+    S = c.r(question.scale * c.r(q @ k.swapaxes(1, 2)))
+    S = np.where(np.tri(*S.shape[1:]) > 0, S, -np.inf) if causal else S
+    L = np.logaddexp.reduce(S, axis=-1, keepdims=True)
+    if name == "L":
+        return np.asarray(L[:, c.view.heads, 0].T)
+    return np.asarray(c.r(c.o(c.r(np.exp(S - L))) @ v)[:, c.view.heads].swapaxes(0, 1))

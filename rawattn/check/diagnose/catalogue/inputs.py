@@ -1,8 +1,7 @@
 """Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics.
 
-``bugs`` is the catalogue: the commonest forms. ``candidates`` are all of them, the product of the
-places where something is read with the ``maps`` of what is read instead: ``inferred.inputs`` tries
-these on one sequence, and plants those that come near.
+``candidates`` are the product of the places where something is read with the ``maps`` of what is
+read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,28 +10,18 @@ from itertools import permutations
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import heads, maps
+from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.maps import Map
 from rawattn.check.diagnose.catalogue.reading import (
     in_product,
     in_sequence,
     reading,
-    returned,
     right_delta,
     stored,
 )
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    Store,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
+from rawattn.check.diagnose.engine.steps import Context, Floats, Step
 
 # Arrays that are read alike, in any stage and in those that go backward.
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
@@ -64,11 +53,8 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
     "gV": ("gv", ("tP", "dO"), {"gv"}),
 }
-ALIKE: tuple[tuple[str, ...], ...] = (
-    ("K", "V"),
-    ("Q", "dO", "O"),
-    ("P", "dY", "dP"),
-)  # operands of the same shape
+# operands of the same shape
+ALIKE: tuple[tuple[str, ...], ...] = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))
 ALIKE_BEYOND = (("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("P", "tP"), ("dY", "tdY"))
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'"}
@@ -76,30 +62,10 @@ SWIZZLED = (
     "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
     "formula and read by another, a layout of fragments"
 )
-FRAGMENTS = (
-    "the division of out at the end: which row of a fragment the row sum in a register belongs to "
-    "(lse itself is stored rightly)"
-)
 ALONG_KEYS = (
     "the transposed tile S^T of the kernel of dk and dv: lse and delta belong to its columns, the "
     "queries, and not to its rows, the keys"
 )
-
-
-def bugs(question: Question) -> Iterator[Bug]:
-    """The commonest ones that can matter for the question, of dense attention."""
-    shapes = shapes_of(question)
-    for one, other in (("k", "v"), ("q", "k")):
-        if shapes[one] == shapes[other]:
-            yield _exchanged(one, other)
-    if question.dout is not None:
-        yield _exchanged("lse", "delta").at(*BACKWARD)
-    if 1 < question.num_heads_kv and 1 < question.group:
-        yield heads.reduced(question)
-    for axis, stages in (("forward", FORWARD), ("backward", BACKWARD)):
-        yield Bug("softmax-axis", axis, stages, steps=heads.over_queries(axis))
-    if question.num_heads_q > 1:
-        yield from heads.heads_as_tokens(question)
 
 
 def candidates(
@@ -114,8 +80,6 @@ def candidates(
     yield from _read(question, stage, wrong, right)
     if stage != "jvp":
         yield from _operands(question, stage, wrong, right)
-    if stage == "forward" and "lse" not in wrong:
-        yield from _other_sums(question)
 
 
 def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
@@ -128,16 +92,13 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
         if right - apart - {"delta"} or not wrong - apart:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
-        alone = len(names) == 1 and not numbers
-        for by in (*by_kind[numbers], *(maps.strides(question, names[0]) if alone else ())):
-            if not (alone or numbers or by.family == "layouts"):
+        for by in by_kind[numbers]:
+            if not (len(names) == 1 or numbers or by.family == "layouts"):
                 continue
             kind = "input-layout" if "dlse" in names or not numbers else "statistics-misplaced"
             kind = "offsets-shifted" if by.family == "ends" and not numbers else kind
-            steps, text = (
-                reading({name: name for name in names}, by),
-                f"{', '.join(names)}: {by.words}",
-            )
+            steps = reading({name: name for name in names}, by)
+            text = f"{', '.join(names)}: {by.words}"
             yield Bug(kind, text, (stage,), steps=steps)
             if "dout" in names:
                 but = {**steps, "D": right_delta}
@@ -183,27 +144,18 @@ def _named(name: str, c: Context) -> Floats:
     return np.asarray(getattr(c, name))
 
 
-def rearranged(question: Question, name: str) -> Iterator[tuple[Bug, Bug | None]]:
-    """One result in another layout, and what follows for the backward pass if it is out."""
+def rearranged(question: Question, name: str) -> Iterator[Bug]:
+    """One result in another layout."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
     for by in maps.families(question, name in BY_ROW):
         shifted = by.family in ("rows", "sequences", "ends")
         kind = "offsets-shifted" if shifted else "transposed"
         text = f"{name}: {by.words.replace('read', 'stored')}"
         look_at = SWIZZLED if by.family == "columns" else ""
-        then = None
-        if name == "out":
-            form = f"{text}, differentiated"
-            then = Bug("transposed", form, BACKWARD, steps=returned(by))
-        yield Bug(kind, text, stages, None, {}, stored(by, (name,)), look_at), then
+        yield Bug(kind, text, stages, None, {}, stored(by, (name,)), look_at)
 
 
 # ---- arrays in each other's place -------------------------------------------------------------
-
-
-def _exchanged(one: str, other: str) -> Bug:
-    steps = reading({one: other, other: one})
-    return Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
 
 
 def _given(question: Question, names: Iterable[str]) -> bool:
@@ -255,22 +207,6 @@ def _renamed(names: Mapping[str, str]) -> Store:
 
 
 # ---- statistics in registers ------------------------------------------------------------------
-
-
-def _other_sums(question: Question) -> Iterator[Bug]:
-    """out divided by the row sum of another row, each relative to the maximum of its own."""
-    for by in maps.rows(question):
-        for name in ("row sum", "lse"):
-            text = f"out is divided by the {name} of another row: {by.words}"
-            steps = {"O": partial(_by_another, by, name == "lse")}
-            yield Bug("statistics-misplaced", text, FORWARD, None, steps, None, FRAGMENTS)
-
-
-def _by_another(by: Map, by_lse: bool, c: Context) -> Floats:
-    top = 0.0 if by_lse else np.nan_to_num(c.S.max(axis=-1, initial=-np.inf), neginf=0.0)
-    logarithm = (c.L - top)[..., None]
-    with np.errstate(invalid="ignore", over="ignore"):
-        return np.asarray(STEPS["O"](c) * np.exp(logarithm - in_sequence(c, logarithm, by)))
 
 
 def _along_keys(question: Question) -> Iterator[Bug]:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Floats, Identity
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Question
+from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
-TILES = (16, 32, 64, 128)
 BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 LETTERS = {"b": "batch", "t": "tokens", "h": "heads", "d": "columns"}
 NOWHERE = 1 << 40  # tokens from here there is none
@@ -33,7 +33,7 @@ class At(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Row ``i`` of ``n`` of sequence ``b``, which begins at token ``start``."""
+    """Of tokens (total, 1, 1): row ``i`` of ``n`` of sequence ``b``, which begins at ``start``."""
 
     b: Ints
     start: Ints
@@ -56,32 +56,23 @@ class Geometry:
         return int(np.diff(self.offsets).max(initial=0))
 
     @cached_property
-    def _rows(self) -> Row:
-        """Of all tokens; those outside of sequences count as of the one before."""
-        t = np.arange(self.shape[0])
-        last = len(self.offsets) - 2
-        b = np.clip(np.searchsorted(self.offsets, t, side="right") - 1, 0, last)
-        start = self.offsets[b]
-        return Row(b, start, t - start, self.offsets[b + 1] - start)
-
-    def row(self, t: Ints) -> Row:
-        return Row(*(x[t] for x in self._rows))
-
-    @cached_property
     def everywhere(self) -> At:
         t, h, j = np.ogrid[tuple(slice(size) for size in self.shape)]
         return At(t, h, j)
 
-
-def geometry(question: Question, name: str) -> Geometry:
-    """That of an input, a row statistic or a result, by its name; those of row statistics have one
-    column."""
-    return _geometry(Identity(question), name)
+    @cached_property
+    def row(self) -> Row:
+        """Of all tokens; those outside of sequences count as of the one before."""
+        t, last = self.everywhere.t, len(self.offsets) - 2
+        b = np.clip(np.searchsorted(self.offsets, t, side="right") - 1, 0, last)
+        start = self.offsets[b]
+        return Row(b, start, t - start, self.offsets[b + 1] - start)
 
 
 @lru_cache(maxsize=32)
-def _geometry(key: Identity, name: str) -> Geometry:
-    question = key.question
+def geometry(question: Question, name: str) -> Geometry:
+    """That of an input, a row statistic or a result, by its name; those of row statistics have one
+    column."""
     sides = [np.asarray(x).astype(np.int64) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
     of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
     like = question.v if name in ("v", "tv", "out", "dout", "tout", "ddout", "dv", "gv") else None
@@ -93,21 +84,20 @@ def _geometry(key: Identity, name: str) -> Geometry:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """``words`` for it; ``of`` the places that are taken for others."""
+    """``words`` for it; ``of`` the places that are taken for all of an array."""
 
     family: str
     words: str
-    of: Callable[[Geometry, At], At]
+    of: Callable[[Geometry], At]
 
     def moved(self, g: Geometry, x: Floats) -> Floats:
         """All of an array, (tokens, heads, columns) or (heads, tokens), as it is found there."""
         if x.ndim == 3:
-            return taken(x, self.of(g, g.everywhere))
-        whole = np.asarray(x).T[..., None]
-        return taken(whole, self.of(g, g.everywhere))[..., 0].T
+            return _taken(x, self.of(g))
+        return _taken(np.asarray(x).T[..., None], self.of(g))[..., 0].T
 
 
-def taken(x: Floats, at: At) -> Floats:
+def _taken(x: Floats, at: At) -> Floats:
     """``x`` (tokens, heads, columns) at these places, 0 where there is nothing."""
     there = [(i >= 0) & (i < n) for i, n in zip(at, x.shape, strict=True)]
     t, h, j = (np.where(inside, i, 0) for i, inside in zip(at, there, strict=True))
@@ -170,17 +160,16 @@ def _inside(row: Row, i: Ints) -> Ints:
     return np.where((i >= 0) & (i < row.n), row.start + i, -1)
 
 
-def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry, at: At) -> At:
-    row = g.row(at.t)
-    return at._replace(t=row.start + index(row.i, by, row.n))
+def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
+    return g.everywhere._replace(t=g.row.start + index(g.row.i, by, g.row.n))
 
 
-def _tokens(token: Callable[[Geometry, Row], Ints], g: Geometry, at: At) -> At:
-    return at._replace(t=token(g, g.row(at.t)))
+def _tokens(token: Callable[[Geometry, Row], Ints], g: Geometry) -> At:
+    return g.everywhere._replace(t=token(g, g.row))
 
 
-def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry, at: At) -> At:
-    return at._replace(h=head(at.h, g.shape[1], g.group))
+def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
+    return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
 
 def rows(question: Question) -> Iterator[Map]:
@@ -216,36 +205,26 @@ class Order(NamedTuple):
     letters: str
     each: bool = False
 
-    def sizes(self, g: Geometry, n: Ints) -> dict[str, Ints | int]:
-        tokens: Ints | int = n if self.each else g.shape[0]
-        tokens = g.longest if "b" in self.letters else tokens
-        return {"b": len(g.offsets) - 1, "t": tokens, "h": g.shape[1], "d": g.shape[2]}
-
-    def number(self, g: Geometry, at: At) -> Ints:
-        """Of these places the number in memory."""
-        row = g.row(at.t)
-        local = self.each or "b" in self.letters
-        of = {"b": row.b, "t": row.i if local else at.t, "h": at.h, "d": at.j}
-        sizes, stride = self.sizes(g, row.n), np.ones((), dtype=np.int64)
-        found = row.start * g.shape[1] * g.shape[2] * self.each
+    def numbers(self, g: Geometry) -> Ints:
+        """Where everything of an array lies in memory; -1 for what is in no sequence."""
+        (t, h, j), row, local = g.everywhere, g.row, self.each or "b" in self.letters
+        tokens = g.longest if "b" in self.letters else row.n if self.each else g.shape[0]
+        sizes = {"b": len(g.offsets) - 1, "t": tokens, "h": g.shape[1], "d": g.shape[2]}
+        of = {"b": row.b, "t": row.i if local else t, "h": h, "d": j}
+        found, stride = row.start * g.shape[1] * g.shape[2] * self.each, np.ones_like(row.n)
         for letter in reversed(self.letters):
             found, stride = found + of[letter] * stride, stride * sizes[letter]
-        return found
+        return np.where(local & (row.i >= row.n), -1, found)
 
-    def at(self, g: Geometry, index: Ints, of: At) -> At:
-        """What is at this number in memory; of the sequence of ``of`` where it is of each."""
-        row = g.row(of.t)
-        sizes, found = self.sizes(g, row.n), {"d": np.zeros((), dtype=np.int64)}
-        index = index - row.start * g.shape[1] * g.shape[2] if self.each else index
-        for letter in reversed(self.letters):
-            size = np.maximum(sizes[letter], 1)
-            index, found[letter] = index // size, index % size
-        t = found["t"]
-        if "b" in found:
-            row = g.row(g.offsets[found["b"]])
-        if self.each or "b" in found:
-            t = _inside(row._replace(i=t), t)
-        return At(np.where(index == 0, t, -1), found["h"], found["d"])
+
+def _at(g: Geometry, written: Ints, read: Ints) -> At:
+    """What is found at the numbers ``read`` in memory that was ``written`` at others."""
+    size, inside = written.size, written >= 0
+    memory = np.full(1 + max(written.max(initial=0), read.max(initial=0)), -1)
+    memory[written[inside]] = np.arange(size).reshape(g.shape)[inside]
+    found = np.where(read >= 0, memory[read], -1)
+    t, h, j = np.unravel_index(np.maximum(found, 0), g.shape) if size else g.everywhere
+    return At(np.where(found < 0, -1, t), h, j)
 
 
 def layouts(statistics: bool) -> Iterator[Map]:
@@ -267,7 +246,7 @@ def layouts(statistics: bool) -> Iterator[Map]:
         of_each = _as(Order(memory, each=True), Order(memory))
         yield Map("layouts", _words(memory, memory) + " of each sequence", of_each)
         words = "(heads, longest) in place of (heads, tokens)"
-        yield Map("layouts", words, lambda g, at: Order("ht").at(g, at.h * g.longest + at.t, at))
+        yield Map("layouts", words, _by_longest)
 
 
 def _words(written: str, read: str) -> str:
@@ -275,23 +254,13 @@ def _words(written: str, read: str) -> str:
     return "({}) read as ({})".format(*of)
 
 
-def _as(read: Order, written: Order) -> Callable[[Geometry, At], At]:
-    return lambda g, at: written.at(g, read.number(g, at), at)
+def _as(read: Order, written: Order) -> Callable[[Geometry], At]:
+    return lambda g: _at(g, written.numbers(g), read.numbers(g))
 
 
-def strides(question: Question, name: str) -> Iterator[Map]:
-    """The strides of another array: of another head_dim, or number of heads."""
-    columns = sorted({question.q.shape[2], question.v.shape[2]})
-    counts = sorted({question.num_heads_q, question.num_heads_kv})
-    _, own_heads, own = geometry(question, name).shape
-    for count, tokens, width in itertools.product(counts, columns, columns):
-        if (count, tokens, width) != (own_heads, own, own):
-            text = f"strides of {count} * {tokens} a token and {width} a head"
-            yield Map("strides", text, partial(_strided, (count * tokens, width)))
-
-
-def _strided(strides: tuple[int, int], g: Geometry, at: At) -> At:
-    return Order("thd").at(g, at.t * strides[0] + at.h * strides[1] + at.j, at)
+def _by_longest(g: Geometry) -> At:
+    t, h, j = g.everywhere
+    return _at(g, Order("ht").numbers(g), h * g.longest + t + 0 * j)
 
 
 # ---- columns ----------------------------------------------------------------------------------
@@ -314,19 +283,19 @@ def _swizzled(chunk: int, modulus: int, shift: int, i: Ints, j: Ints, n: int) ->
     return np.asarray(j ^ ((i >> shift) % modulus * chunk))
 
 
-def _columns(column: Column, g: Geometry, at: At) -> At:
-    return at._replace(j=column(g.row(at.t).i, at.j, g.shape[2]))
+def _columns(column: Column, g: Geometry) -> At:
+    return g.everywhere._replace(j=column(g.row.i, g.everywhere.j, g.shape[2]))
 
 
-def _by_column(tile: int, period: int, g: Geometry, at: At) -> At:
-    row = g.row(at.t)
-    return at._replace(t=row.start + row.i - row.i % tile + at.j % period)
+def _by_column(tile: int, period: int, g: Geometry) -> At:
+    row, j = g.row, g.everywhere.j
+    return g.everywhere._replace(t=row.start + row.i - row.i % tile + j % period)
 
 
-def _blocks(size: int, g: Geometry, at: At) -> At:
-    row = g.row(at.t)
-    t = row.start + row.i - row.i % size + at.j % size
-    return at._replace(t=t, j=at.j - at.j % size + row.i % size)
+def _blocks(size: int, g: Geometry) -> At:
+    row, j = g.row, g.everywhere.j
+    t = row.start + row.i - row.i % size + j % size
+    return g.everywhere._replace(t=t, j=j - j % size + row.i % size)
 
 
 def columns(question: Question) -> Iterator[Map]:
@@ -349,7 +318,7 @@ def columns(question: Question) -> Iterator[Map]:
 def by_columns(question: Question) -> Iterator[Map]:
     """Of a tile of pairs of rows and columns: rows by the number of the column."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sizes = [size for size in (8, *TILES) if size < 2 * longest]
+    sizes = [size for size in TILES if size < 2 * longest]
     for tile, period in itertools.product(sizes, sizes):
         if period <= tile:
             words = f"in tiles of {tile} rows row j % {period}"
@@ -357,7 +326,7 @@ def by_columns(question: Question) -> Iterator[Map]:
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
-    """All maps of row statistics, or of what has columns; but for strides, which are of one array,
-    and for rows in tiles of the latter, which are of one product."""
+    """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
+    one product."""
     found = [*layouts(statistics), *heads(question), *sequences(question)]
     return [*found, *(rows if statistics else columns)(question)]

@@ -1,25 +1,15 @@
-"""Bugs of who sees whom: masks, windows, padding and neighbours.
-
-Long by the catalogue.
-"""
+"""Bugs of who sees whom: masks, windows, padding and neighbours."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    OWN_P,
-    TILES,
-    Bug,
-    See,
-    View,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import OWN_P
 
 # ---- masks ------------------------------------------------------------------------------------
 
@@ -117,8 +107,8 @@ def masks(question: Question) -> Iterator[Bug]:
 # ---- padding and neighbours -------------------------------------------------------------------
 
 
-def longer(
-    question: Question, view: View, before: int, after: int, zeros: bool, filled: bool = False
+def _longer(
+    question: Question, view: View, before: int, after: int, zeros: bool, filled: bool
 ) -> View:
     """A view with more keys on both sides: rows of zeros, or what lies there in memory; past the
     end of that nothing, or rows of zeros where it is ``filled`` with them, as by TMA."""
@@ -132,54 +122,43 @@ def longer(
     inside = (keys >= start) & (keys < (len(question.k) if filled else stop))
     distance = (keys - start)[None, :] - (view.rows - question.cu_seqlens_q[b])[:, None]
     distance = distance - (question.lengths_k[b] - question.lengths_q[b])
-    weight = within(distance, *bounds(question))
     kept = inside | (not (zeros or filled))
+    weight = within(distance, *bounds(question))
     return replace(view, keys=np.where(kept, keys, -1), weight=weight)
 
 
 def _more_keys(
-    after: Callable[[Question, int], int],
-    before: int = 0,
-    zeros: bool = False,
-    filled: bool = False,
+    after: int = 0, before: int = 0, tile: int = 1, zeros: bool = False, filled: bool = False
 ) -> See:
+    """So many more; ``tile``: after the last one up to a whole tile; ``after`` of -1: up to the
+    longest sequence."""
+
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        lengths = question.lengths_k
-        return [
-            longer(question, v, before, after(question, lengths[v.sequence]), zeros, filled)
-            for v in views
-        ]
+        found = []
+        for view in views:
+            length = question.lengths_k[view.sequence]
+            more = max(question.lengths_k) - length if after < 0 else after + -length % tile
+            found.append(_longer(question, view, before, more, zeros, filled))
+        return found
 
     return see
 
 
-def _to_tile(tile: int) -> Callable[[Question, int], int]:
-    return lambda question, length: -length % tile
-
-
-def _exactly(count: int) -> Callable[[Question, int], int]:
-    return lambda question, length: count
-
-
-def neighbours(question: Question, tiles: list[int]) -> Iterator[Bug]:
+def neighbours(question: Question) -> Iterator[Bug]:
+    """Bugs of keys beyond the ends of sequences."""
     if len(set(question.lengths_k)) > 1:
-        longest = _more_keys(lambda q, length: max(q.lengths_k) - length, zeros=True)
-        yield Bug("padded-keys", "longest", FIRST, longest)
+        yield Bug("padded-keys", "longest", FIRST, _more_keys(after=-1, zeros=True))
     for tile in TILES:
-        yield Bug("padded-keys", f"tile of {tile}", FIRST, _more_keys(_to_tile(tile), zeros=True))
+        yield Bug("padded-keys", f"tile of {tile}", FIRST, _more_keys(tile=tile, zeros=True))
     if question.batch > 1 or len(question.k) > question.cu_seqlens_k[-1]:
-        for text, before, after in (
-            ("after the end", 0, 1),
-            ("before", 1, 0),
-            ("on each side", 1, 1),
-        ):
-            see = _more_keys(_exactly(after), before)
-            yield Bug("neighbour-leak", f"one key {text}", FIRST, see)
-        for tile in tiles:
-            yield Bug("neighbour-leak", f"tile of {tile}", FIRST, _more_keys(_to_tile(tile)))
+        ends = (("after the end", 1, 0), ("before", 0, 1), ("on each side", 1, 1))
+        for text, after, before in ends:
+            yield Bug("neighbour-leak", f"one key {text}", FIRST, _more_keys(after, before))
+        for tile in TILES:
+            yield Bug("neighbour-leak", f"tile of {tile}", FIRST, _more_keys(tile=tile))
         for tile in TILES:
             text = f"tile of {tile}, zeros past the end of all"
-            yield Bug("neighbour-leak", text, FIRST, _more_keys(_to_tile(tile), filled=True))
+            yield Bug("neighbour-leak", text, FIRST, _more_keys(tile=tile, filled=True))
     if question.batch > 1:
         yield Bug("offsets-shifted", "the first entry left out", FIRST, _without_first)
 

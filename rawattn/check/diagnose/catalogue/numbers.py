@@ -6,32 +6,14 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.constants import constants
-from rawattn.check.diagnose.catalogue.reading import delta_of
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    LOG2_E,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    Store,
-    changed,
-    times,
-)
+from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store, deltas
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.reference.dense import dead_to_inf
 
 # ---- scores and their softmax -----------------------------------------------------------------
 
-# what softmax_scale may be instead
-SCALES = (
-    *("1", "1 / d", "1 / sqrt(d)", "1 / sqrt(head_dim_v)", "sqrt(d)", "s * s", "s * log2(e)"),
-    *("s * ln 2", "log2(e)", "2 s", "s / 2", "1 / sqrt(num_heads_q * d)"),
-)
 Lse = Callable[[Floats, Floats, float], Floats]
 # another lse: of the right one, the largest score and softmax_scale
 LSES: tuple[tuple[str, str, Lse], ...] = (
@@ -44,12 +26,20 @@ LSES: tuple[tuple[str, str, Lse], ...] = (
 UNSCALED = "the maximum in lse: it is that of q . k, not yet multiplied by softmax_scale"
 
 
+def _scales(question: Question) -> dict[str, float]:
+    """What softmax_scale may be instead; s is the right one, d the head_dim of q and k."""
+    s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
+    found = {"1": 1.0, "1 / d": 1 / d, "1 / sqrt(d)": d**-0.5, "1 / sqrt(head_dim_v)": d_v**-0.5}
+    found |= {"sqrt(d)": d**0.5, "s * s": s * s, "s * log2(e)": s * LOG2_E, "s * ln 2": s / LOG2_E}
+    found |= {"log2(e)": LOG2_E, "2 s": 2 * s, "s / 2": s / 2}
+    return found | {"1 / sqrt(num_heads_q * d)": (d * question.num_heads_q) ** -0.5}
+
+
 def of_scores(question: Question) -> Iterator[Bug]:
-    of = constants(question)
-    for text in SCALES:
-        if not math.isclose(of[text], question.scale, rel_tol=1e-3):
-            alone = {"Y": partial(_scaled, x=of[text], everywhere=False)}
-            yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=of[text])})
+    for text, scale in _scales(question).items():
+        if not math.isclose(scale, question.scale, rel_tol=1e-3):
+            alone = {"Y": partial(_scaled, x=scale, everywhere=False)}
+            yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
             yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
     for bug, text, lse in LSES:
         look_at = UNSCALED if text == "unscaled maximum" else ""
@@ -154,35 +144,31 @@ BASE = (
 
 
 def of_backward(question: Question) -> Iterator[Bug]:
-    factors: dict[str, Callable[[Context], Floats | float]] = {
-        "without": lambda c: 1 / c.s,
-        "twice": lambda c: c.s,
-        "by log2(e)": lambda c: LOG2_E,
-        "by ln 2": lambda c: 1 / LOG2_E,
-    }
+    factors = {"without": 1 / question.scale, "twice": question.scale}
+    factors |= {"by log2(e)": LOG2_E, "by ln 2": 1 / LOG2_E}
     for text, factor in factors.items():
-        for tensors, steps in by_tensor({n: _times(n, factor) for n in ("dQ", "dK")}):
+        for tensors, steps in by_tensor({n: partial(_times, n, factor) for n in ("dQ", "dK")}):
             look_at = BASE if text.startswith("by ") else ""
             form = f"{tensors}, {text}"
             yield Bug("output-scale", form, BACKWARD, steps=steps, look_at=look_at)
-    deltas: dict[tuple[str, str], Step] = {
+    others: dict[tuple[str, str], Step] = {
         ("delta-omitted", ""): lambda c: np.zeros(c.dO.shape[:2]) - c.dL
     }
     if question.dlse is not None:
-        deltas |= {
+        others |= {
             ("delta-omitted", "dlse too"): lambda c: 0.0 * c.L,
             ("lse-gradient-dropped", ""): lambda c: (c.dO * c.O).sum(axis=-1),
         }
         factors_of = {"": -1.0, "twice": 2.0, "times log2(e)": LOG2_E, "times ln 2": 1 / LOG2_E}
         for text, x in factors_of.items():
-            deltas["lse-gradient-sign", text] = partial(_with_dlse, x)
+            others["lse-gradient-sign", text] = partial(_with_dlse, x)
     for text, rows, heads in _other_outs(question):
-        deltas["delta-of-another-out", text] = partial(_of_another_out, rows, heads)
+        others["delta-of-another-out", text] = partial(_of_another_out, rows, heads)
     for text, by in (("of the next row of the pack", -1), ("of the row before in the pack", 1)):
-        deltas["statistics-misplaced", f"D {text}"] = partial(_of_pack, by)
+        others["statistics-misplaced", f"D {text}"] = partial(_of_pack, by)
     if question.mask_window != (-1, -1):
-        deltas["delta-of-another-out", "of unmasked attention"] = _of_unmasked
-    for (bug, text), D in deltas.items():
+        others["delta-of-another-out", "of unmasked attention"] = _of_unmasked
+    for (bug, text), D in others.items():
         yield Bug(bug, text, BACKWARD, steps={"D": D})
     masked: Step = lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))  # noqa: E731
     yield Bug("softmax-backward-without-p", "", BACKWARD, steps={"dS": masked})
@@ -199,16 +185,12 @@ def _with_dlse(factor: float, c: Context) -> Floats:
 
 def _other_outs(question: Question) -> Iterator[tuple[str, int, np.ndarray]]:
     """Rows that an out is read further on, and the heads that it is read of."""
-    count = question.num_heads_q
-    own = np.arange(count)
+    count, own = question.num_heads_q, np.arange(question.num_heads_q)
     yield "of the next row", 1, own
     yield "of the row before", -1, own
-    if count > 1:
-        yield "of the next head", 0, (own + 1) % count
-        yield "of the head before", 0, own - 1
-        yield "of the first head", 0, 0 * own
-        yield "of the heads reversed", 0, own[::-1]
-        yield "of head h // group", 0, own // question.group
+    names = ("the next head", "the head before", "the first head", "heads reversed")
+    for words in (*names, "head h // group") if count > 1 else ():
+        yield f"of {words}", 0, np.asarray(maps.HEADS[words](own, count, question.group))
 
 
 def _of_another_out(by: int, heads: np.ndarray, c: Context) -> Floats:
@@ -221,7 +203,9 @@ def _of_another_out(by: int, heads: np.ndarray, c: Context) -> Floats:
 
 def _of_pack(by: int, c: Context) -> Floats:
     """D of rows further on, whatever their sequence, the last one before the first."""
-    return np.asarray(np.roll(delta_of(c), by, axis=1)[c.view.heads[:, None], c.view.rows])
+    return np.asarray(
+        np.roll(deltas(c.question, c.given), by, axis=1)[c.view.heads[:, None], c.view.rows]
+    )
 
 
 def _of_unmasked(c: Context) -> Floats:
@@ -239,8 +223,8 @@ def by_tensor(steps: Mapping[str, Step]) -> Iterator[tuple[str, dict[str, Step]]
             yield " and ".join(names), {name: steps[name] for name in names}
 
 
-def _times(step: str, factor: Callable[[Context], Floats | float]) -> Step:
-    return lambda c: factor(c) * STEPS[step](c)
+def _times(step: str, factor: float, c: Context) -> Floats:
+    return np.asarray(factor * STEPS[step](c))
 
 
 def _swapped(one: str, other: str) -> Store:

@@ -7,18 +7,9 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import (
-    FORWARD,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Step,
-    View,
-    changed,
-    views_of,
-)
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
@@ -28,25 +19,18 @@ def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that is about them."""
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
-        yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
-        yield Bug(
-            "softcap-slope-omitted",
-            "1 - S^2, not divided by the cap",
-            DERIVED,
-            None,
-            {"cap": _square},
-        )
-        constant = {"cap": _slope(None)}
-        yield Bug("softcap-slope-omitted", "as if it were constant", ("second",), steps=constant)
+        name = "softcap-slope-omitted"
+        yield Bug(name, "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
+        yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
+        yield Bug(name, "as if it were constant", ("second",), steps={"cap": _slope(None)})
     if question.sinks is not None:
-        L: Step = lambda c: _without_sinks(c)[0]  # noqa: E731
-        P: Step = lambda c: _without_sinks(c)[1]  # noqa: E731
-        whole: dict[str, Step] = {"softmax": _without_sinks, "P0": lambda c: 0.0}
-        own: dict[str, Step] = {"bP": P, "P0": lambda c: 0.0}
-        yield Bug("sinks-dropped", "", ("forward", "jvp"), steps=whole)
-        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
-        yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
-        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own)
+        none = partial(_with, lambda c: None)
+        L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))
+        P0, own = {"P0": lambda c: 0.0}, {"bP": P["P"]}
+        yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
+        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps=L)
+        yield Bug("sinks-dropped", "in out alone", FORWARD, steps=P)
+        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=_every_key)
@@ -71,9 +55,8 @@ def _square(c: Context) -> tuple[Floats, Floats, Floats]:
     return S, 1 - S**2, -2 * S * slope
 
 
-def _without_sinks(c: Context) -> tuple[Floats, Floats]:
-    L, P = STEPS["softmax"](changed(c, sink=None))
-    return np.asarray(L), np.asarray(P)
+def _part(softmax: Step, i: int, c: Context) -> Floats:
+    return np.asarray(softmax(c)[i])
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Context, Floats, Step, times
+from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
@@ -37,7 +38,8 @@ class Parts(NamedTuple):
 
     @property
     def lses(self) -> Floats:
-        return np.asarray(self.tops + np.log(self.row_sums))
+        with np.errstate(divide="ignore"):
+            return np.asarray(self.tops + np.log(self.row_sums))
 
     @property
     def outs(self) -> Floats:
@@ -69,15 +71,6 @@ def _equal(count: int, of_tiles: int = 1) -> Cut:
     return lambda m: cut(-(-max(m, 1) // (count * of_tiles)) * of_tiles)(m)
 
 
-def _balanced(count: int) -> Cut:
-    """So many parts, the first of which have a key more."""
-    return lambda m: [
-        slice(int(keys[0]), int(keys[-1]) + 1)
-        for keys in np.array_split(np.arange(m), count)
-        if len(keys)
-    ]
-
-
 def tiles(question: Question) -> dict[str, Cut]:
     """Tiles of a loop over the keys, from the first on and from the last."""
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
@@ -88,7 +81,6 @@ def tiles(question: Question) -> dict[str, Cut]:
 def splits(question: Question) -> dict[str, Cut]:
     """Parts that are merged; each once, where several are the same for all sequences."""
     cuts = {f"{count} equal parts": _equal(count) for count in COUNTS}
-    cuts |= {f"{count} parts, the last ones a key shorter": _balanced(count) for count in COUNTS}
     cuts |= {f"parts of {tile} keys": cut(tile) for tile in TILES}
     cuts |= {
         f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)
@@ -220,33 +212,6 @@ def _shares(lses: Floats) -> Floats:
     return _exp(lses - _finite(_whole(lses)))
 
 
-def _running(weights: Callable[[Floats, Floats], tuple[Floats, Floats]]) -> Weights:
-    """What the result so far and the part are multiplied by, by the lse of both."""
-
-    def of(parts: Parts) -> Floats:
-        lses = parts.lses
-        before = np.concatenate([np.full_like(lses[:1], -np.inf), lses[:-1]])
-        before = np.logaddexp.accumulate(before, axis=0)
-        old, new = weights(before, lses)
-        first = np.arange(len(lses))[:, None, None] == 0
-        return _in_turn(*(np.where(first, 1.0, np.nan_to_num(x)) for x in (old, new)))
-
-    return of
-
-
-def _stale(parts: Parts) -> tuple[Floats, Floats]:
-    """Weights, and lse, where the running lse stays that of the first part that has keys."""
-    lses = parts.lses
-    there = ~np.isneginf(lses)
-    begun = np.cumsum(there, axis=0) > there
-    first = np.where(there & ~begun, lses, 0.0).sum(axis=0)
-    whole = np.logaddexp(np.where(begun, first, -np.inf), lses)
-    old = np.where(begun, _exp(first - _finite(whole)), 1.0)
-    last = len(lses) - 1 - there[::-1].argmax(axis=0)
-    weights = _in_turn(old, _exp(lses - _finite(whole)))
-    return weights, np.take_along_axis(whole, last[None], axis=0)[0]
-
-
 def _normalised(x: Floats) -> Floats:
     total = x.sum(axis=0)
     return np.asarray(x / np.where(total == 0, 1.0, total))
@@ -269,16 +234,6 @@ WEIGHTS: dict[str, Weights] = {
         _exp(p.tops - _finite(p.tops.max(axis=0)))
     ),
     "an lse of 0 for a part without keys": lambda p: _shares(_finite(p.lses)),
-    "by an lse that is not updated after a merge": lambda p: _stale(p)[0],
-    "those of both exchanged": _running(
-        lambda a, b: (np.exp(b - np.logaddexp(a, b)), np.exp(a - np.logaddexp(a, b)))
-    ),
-    "the mean of the running result and the part": _running(
-        lambda a, b: (np.full_like(b, 0.5), np.full_like(b, 0.5))
-    ),
-    "the running result is not rescaled": _running(
-        lambda a, b: (np.ones_like(b), np.exp(b - np.logaddexp(a, b)))
-    ),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     RIGHT: lambda p: _whole(p.lses),
@@ -286,7 +241,6 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
     "that of the last part": lambda p: p.lses[-1],
     "that of the first part": lambda p: p.lses[0],
     "the sum of those of the parts": lambda p: p.lses.sum(axis=0),
-    "not updated after a merge": lambda p: _stale(p)[1],
     "log2 of sums of exp2 of natural units": lambda p: _whole(p.lses * LN_2) / LN_2,
     "the logarithm of sums of exp2 of natural units": lambda p: (
         p.lses.max(axis=0) * (1 - LN_2) + _whole(p.lses * LN_2)

@@ -1,18 +1,15 @@
 """How a bug reads or stores arrays at other places than it should, or reads others."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.maps import STATISTICS, At, Map, geometry, taken
-from rawattn.check.diagnose.engine.attention import (
-    STEPS,
-    Context,
-    Floats,
-    Step,
-    Store,
-    changed,
-)
+from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
+from rawattn.check.diagnose.engine.attention import Same, Store, deltas
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
@@ -25,9 +22,9 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
     """``moved``: which array is read for which, each by a map."""
 
     def Y(c: Context) -> Floats:
-        found = [(to, of_view(c, to, array_of(c, of), by)) for to, of in moved.items()]
-        for to, x in found:
-            setattr(c, OPERANDS[to], x)
+        found = {to: _whole(c.question, c.given, to, of, by) for to, of in moved.items()}
+        for to, x in found.items():
+            setattr(c, OPERANDS[to], of_view(c, to, x))
         return np.asarray(STEPS["Y"](c))
 
     def D(c: Context) -> Floats:
@@ -36,39 +33,35 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
     return {"Y": Y, "D": D}
 
 
-def array_of(c: Context, name: str) -> Floats:
-    """All of an array that a context's stage is given."""
+@lru_cache(maxsize=16)
+def _whole(question: Question, given: Same | None, to: str, of: str, by: Map | None) -> Floats:
+    """All of the array ``of`` as it is read for ``to``."""
+    x = array_of(question, given, of)
+    return x if by is None else by.moved(geometry(question, to), x)
+
+
+def array_of(question: Question, given: Same | None, name: str) -> Floats:
+    """All of an array that a stage is given."""
     if name == "delta":
-        return delta_of(c)
-    given = {} if c.given is None else dict(zip(("out", "lse"), c.given, strict=True))
-    return np.asarray(given[name] if name in given else getattr(c.question, name))
-
-
-def delta_of(c: Context) -> Floats:
-    """D of all rows, (num_heads_q, total_q)."""
-    question = c.question
-    dout, out = (np.asarray(x).astype(np.float64) for x in (question.dout, c.given[0]))
-    with np.errstate(invalid="ignore"):
-        found: Floats = (dout * out).sum(axis=-1).T
-    return found if question.dlse is None else found - question.dlse
+        return deltas(question, given)
+    found = {} if given is None else dict(zip(("out", "lse"), given, strict=True))
+    return np.asarray(found[name] if name in found else getattr(question, name))
 
 
 def right_delta(c: Context) -> Floats:
-    return of_view(c, "delta", delta_of(c))
+    return of_view(c, "delta", deltas(c.question, c.given))
 
 
-def of_view(c: Context, name: str, x: Floats, by: Map | None = None) -> Floats:
-    """A view's part of an array that is read as ``name``, by a map."""
-    view, of_keys, number = c.view, name in ("k", "v", "tk", "tv"), name in STATISTICS
-    rows, heads = (view.keys, np.array([view.head_kv])) if of_keys else (view.rows, view.heads)
-    x = x.T[..., None] if number else x
-    at = At(rows[:, None, None], heads[:, None], np.arange(x.shape[2]))
-    found = taken(x, at if by is None else by.of(geometry(c.question, name), at))
-    if of_keys:  # others may hold anything
-        found[~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)] = 0.0
-        return np.asarray(c.r(found[:, 0]))
-    found = found.swapaxes(0, 1)
-    return found[..., 0] if number else np.asarray(c.r(found))
+def of_view(c: Context, name: str, x: Floats) -> Floats:
+    """A view's part of an array that is read as ``name``."""
+    view, heads = c.view, c.view.heads[:, None]
+    if name in STATISTICS:
+        return np.asarray(x[heads, view.rows], dtype=np.float64)
+    if name not in ("k", "v", "tk", "tv"):
+        return np.asarray(c.r(x[view.rows, heads].astype(np.float64)))
+    found = x[view.keys, view.head_kv].astype(np.float64)
+    found[~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)] = 0.0  # may hold anything
+    return np.asarray(c.r(found))
 
 
 def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict[str, Step]:
@@ -79,11 +72,12 @@ def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict
 def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     """Rows of a view's sequence, (..., rows, columns), by a map of rows or columns; 0 where these
     rows have nothing."""
-    rows = (c.view.keys if operand in ("K", "V") else c.view.rows)[:, None]
+    rows, shape = c.view.keys if operand in ("K", "V") else c.view.rows, x.shape[-2:]
     g = geometry(c.question, LIKE.get(operand, "q"))
-    at = by.of(g, At(rows, np.zeros((1, 1), dtype=int), np.arange(x.shape[-1])))
-    i, j = np.broadcast_arrays(at.t - g.row(rows).start, at.j)
-    inside = (i >= 0) & (i < len(rows)) & (j >= 0) & (j < x.shape[-1])
+    at = by.of(replace(g, shape=(g.shape[0], 1, shape[1])))
+    t, j = (np.broadcast_to(of, (g.shape[0], 1, shape[1]))[rows, 0] for of in (at.t, at.j))
+    i = t - rows[0]
+    inside = (i >= 0) & (i < shape[0]) & (j >= 0) & (j < shape[1])
     return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
 
 
@@ -93,20 +87,3 @@ def stored(by: Map, names: Collection[str] = ()) -> Store:
         name: by.moved(geometry(question, name), x) if not names or name in names else x
         for name, x in answers.items()
     }
-
-
-def returned(by: Map) -> dict[str, Step]:
-    """A backward pass through a forward one whose out was stored by a map: dout comes back by the
-    inverse way."""
-
-    def Y(c: Context) -> Floats:
-        dout = np.asarray(c.question.dout).astype(np.float64)
-        g = geometry(c.question, "dout")
-        number = np.arange(1, dout.size + 1).reshape(dout.shape)
-        there = by.moved(g, number).astype(np.int64)
-        found = np.zeros(dout.size + 1)
-        found[there] = dout
-        c.dO = of_view(c, "dout", found[1:].reshape(dout.shape))
-        return np.asarray(STEPS["Y"](c))
-
-    return {"Y": Y, "D": lambda c: (c.P * c.dP).sum(axis=-1) - c.dL}

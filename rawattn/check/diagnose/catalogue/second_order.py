@@ -1,19 +1,16 @@
 """The catalogue of bugs in the second derivatives and in forward mode: their terms.
 
-The equations (``engine.STEPS``) are sums of products, and a bug is mostly a product that reads
-another value for one of its operands: zeros for a term that is left out, a multiple for one that
-is scaled, P o E for a P' without e. ``SITES`` names the places that read, ``at`` plants other
-values there; ``tangents`` has those that are read elsewhere in memory, and loops over tiles.
+A bug is mostly a product that reads another value for one of its operands: zeros for a term that is
+left out, a multiple for one that is scaled, P o E for a P' without e. ``SITES`` names the places
+that read, ``at`` plants other values there.
 
 Many are what autograd makes of a first backward pass in which something is a constant to it that
-depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in f = <ddq, dq> + <ddk, dk> +
-<ddv, dv>, and P o E that of dP as far as D does not hold it, such a double backward has
+depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in <ddq, dq> + <ddk, dk> +
+<ddv, dv>, such a double backward has
 
     P constant                 tdS = 0               lse constant       tdS = P o (X - e dP)
     P constant, out is not     tdS = -e o P o (dP - rowsum(dO o O))
     delta (or out) constant    tdS = P o (X - rowsum(P o X)), gV = (P o E)^T dO
-
-where a D that is summed up from P o dP adds -e P to the gradient of dP: the right gV and ddout.
 
 Long by the tables.
 """
@@ -25,34 +22,15 @@ from itertools import combinations
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    LOG2_E,
-    OWN_P,
-    PROGRAMS,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    See,
-    Step,
-    View,
-    changed,
-)
+from rawattn.check.diagnose.engine.attention import Bug, View
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import LOG2_E, OWN_P, STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
-    "E": "tY",
-    "gated E": "E",
-    "gated dS'": "tdY",
-    "ddout": "tO",
-    "W": "w",
-    "dout ddv^T": "tdP",
-    "dS'": "tdS",
-    "gq": "gQ",
-    "gk": "gK",
-    "gv": "gV",
+    **{"E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
+    **{"dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
 }
 DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
     "q": ("tQ", ("E", "gk")),
@@ -68,7 +46,7 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "terms of dS'": ("tdY", ("gq", "gk"), ""),
     "dS ddk of gq": ("dY", ("gq",), "k"),
     "dS^T ddq of gk": ("dY", ("gk",), "q"),
-    "direct terms": ("dY", ("gq", "gk"), "qk"),
+    "direct terms": ("dY", ("gq", "gk"), "q k"),
 }
 READERS = {  # of P', together or some of them alone
     "everywhere": ("ddout", "W", "dS'", "gv"),
@@ -79,30 +57,19 @@ READERS = {  # of P', together or some of them alone
     "in dS'": ("dS'",),
     "in gv": ("gv",),
 }
+Row = tuple[str, str, tuple[str, ...], Mapping[str, Step], str]  # the last: what must be given
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    yield from _frozen(question)
-    yield from _other_tangents_of_p()
-    yield from _scales(question)
-    yield from _terms_of_the_direction(question)
-    yield from _ignored_directions(question)
-    yield from _lse(question)
+    directions = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
+    given = {*directions, *(["dlse"] if question.dlse is not None else [])}
+    rows = [*TABLE, *_scales(question), *_ignored_directions(directions)]
+    for name, variant, stages, steps, needs in rows:
+        if set(needs.split()) <= given:
+            yield Bug(name, variant, stages, steps=steps)
     if not question.sparse and question.mask_window != (-1, -1):
-        yield from _masks(question)
-
-
-def of(
-    name: str, stages: tuple[str, ...], variants: Mapping[str, Mapping[str, Step]]
-) -> Iterator[Bug]:
-    for variant, steps in variants.items():
-        yield Bug(name, variant, stages, steps=steps)
-
-
-def given_directions(question: Question) -> list[str]:
-    """Of DIRECTIONS."""
-    return [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
+        yield from _masks()
 
 
 # ---- other values -----------------------------------------------------------------------------
@@ -148,21 +115,13 @@ def _times(factor: float, name: str) -> Step:
     return lambda c: factor * getattr(c, name)
 
 
+def _zero(like: str) -> Step:
+    return lambda c: np.zeros_like(getattr(c, like))
+
+
 def _row(x: Floats) -> Floats:
     """A number of each row beside its scores."""
     return np.asarray(x)[..., None]
-
-
-def _zeros(c: Context) -> Floats:
-    return np.zeros_like(c.P)
-
-
-def _zero_rows(c: Context) -> Floats:
-    return np.zeros(c.P.shape[:2])
-
-
-def _zeros_for(name: str) -> Step:
-    return lambda c: np.zeros_like(getattr(c, name))
 
 
 def _uncentred(c: Context) -> Floats:
@@ -170,8 +129,18 @@ def _uncentred(c: Context) -> Floats:
     return np.asarray(c.r(c.P * c.E))
 
 
-def _added_e(c: Context) -> Floats:
-    return np.asarray(c.r(c.P * (c.E + _row(c.e))))
+def _without_e(c: Context) -> Context:
+    return changed(c, tP=_uncentred(c))
+
+
+def by_given_out(c: Context) -> Floats:
+    """The tangent of out as (P o E) V + P tV - e O."""
+    return np.asarray(STEPS["tO"](_without_e(c)) - _row(c.e) * c.O)
+
+
+def without_dlse(c: Context) -> Floats:
+    """D of out alone."""
+    return np.asarray((c.dO * c.O).sum(axis=-1))
 
 
 # ---- constants that are none ------------------------------------------------------------------
@@ -199,100 +168,83 @@ def _through_softmax(c: Context) -> Floats:
 
 def _through_out(c: Context) -> Floats:
     """What flows to S through an out that D was made of: -e dO, through the first backward."""
-    return np.asarray(-_row(c.e) * c.P * (c.dP - _row(_without_dlse(c))))
+    return np.asarray(-_row(c.e) * c.P * (c.dP - _row(without_dlse(c))))
 
 
-def _frozen(question: Question) -> Iterator[Bug]:
-    saved_p: dict[str, Step] = {"tP": _uncentred, "tdS": _zeros}
-    delta: dict[str, Step] = {"tP": _uncentred, "tdS": _through_softmax}
-    with_lse: dict[str, Step] = {"tP": _uncentred, "tdS": _through_exp}
-    gV, no_dlse = at(["gv"], tP=_uncentred), {"tL": _zero_rows}
-    of_p: dict[str, Mapping[str, Step]] = {
-        "P of the first backward": {"tdS": _zeros},
-        "P of the first backward, out is none": {"tdS": _through_out},
-        "P and out of the first backward": {"tdS": _zeros} | gV,
-        "P and delta of the first backward": saved_p,
-        "P and delta of the first backward, ddlse = 0": saved_p | no_dlse,
-        "lse of the first backward": {"tdS": _through_sum},
-        "lse and out of the first backward": {"tdS": _through_exp} | gV,
-    }
-    of_delta: dict[str, Mapping[str, Step]] = {
-        "delta": delta,
-        "delta, ddlse = 0": delta | no_dlse,
-        "delta and lse": with_lse,
-        "delta and lse, ddlse = 0": with_lse | no_dlse,
-        "out": {"tdS": _through_softmax} | gV,
-        "W = 0, no e in ddout": at(["ddout"], tP=_uncentred) | {"w": _zero_rows},
-    }
-    if question.dlse is not None:  # else these are W = 0, and delta
-        out_is_none: dict[str, Step] = {"tdS": lambda c: _through_exp(c) + _through_out(c)}
-        of_p["lse of the first backward, out is none"] = out_is_none
-        in_w = at(["W"], tP=STEPS["tP"])
-        of_delta["delta but for dlse"] = {"tP": _uncentred} | in_w
-    yield from of("second-frozen-p", SECOND, of_p)
-    yield from of("second-frozen-delta", SECOND, of_delta)
+# ---- the table --------------------------------------------------------------------------------
+
+NO_P, NO_ROWS, NO_TV = _zero("P"), _zero("L"), _zero("tV")
+GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
+SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
+DELTA_AND_LSE = {"tP": _uncentred, "tdS": _through_exp}
+OUT_IS_NONE: dict[str, Step] = {"tdS": lambda c: _through_exp(c) + _through_out(c)}
+BUT_FOR_DLSE = {"tP": _uncentred} | at(["W"], tP=STEPS["tP"])  # without dlse W = 0, and delta
+ADDED_E: dict[str, Step] = {"tP": lambda c: c.r(c.P * (c.E + _row(c.e)))}
+E_FOR_EO: dict[str, Step] = {"tO": lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)}
+DLSE_ADDED: dict[str, Step] = {"D": lambda c: without_dlse(c) + c.dL}
+DLSE_TWICE: dict[str, Step] = {"D": lambda c: STEPS["D"](c) - c.dL}
+NO_DLSE: dict[str, Step] = {"D": without_dlse}
+TLSE, LSE = {"tL": _times(LOG2_E, "e")}, {"L": lambda c: LOG2_E * c.softmax[0]}
+P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
+W, DIRECT, V = "second-w-omitted", "second-direct-term-dropped", "value-term-dropped"
+TABLE: tuple[Row, ...] = (
+    (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
+    (P, "P of the first backward, out is none", SECOND, {"tdS": _through_out}, ""),
+    (P, "P and out of the first backward", SECOND, {"tdS": NO_P} | GV, ""),
+    (P, "P and delta of the first backward", SECOND, SAVED_P, ""),
+    (P, "P and delta of the first backward, ddlse = 0", SECOND, SAVED_P | NO_DDLSE, ""),
+    (P, "lse of the first backward", SECOND, {"tdS": _through_sum}, ""),
+    (P, "lse and out of the first backward", SECOND, {"tdS": _through_exp} | GV, ""),
+    (P, "lse of the first backward, out is none", SECOND, OUT_IS_NONE, "dlse"),
+    (D, "delta", SECOND, DELTA, ""),
+    (D, "delta, ddlse = 0", SECOND, DELTA | NO_DDLSE, ""),
+    (D, "delta and lse", SECOND, DELTA_AND_LSE, ""),
+    (D, "delta and lse, ddlse = 0", SECOND, DELTA_AND_LSE | NO_DDLSE, ""),
+    (D, "out", SECOND, {"tdS": _through_softmax} | GV, ""),
+    (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}, ""),
+    (D, "delta but for dlse", SECOND, BUT_FOR_DLSE, "dlse"),
+    *((P, f"P' = 0 {text}", SECOND, at(sites, tP=NO_P), "") for text, sites in READERS.items()),
+    *((E, f"no e {text}", SECOND, at(sites, tP=_uncentred), "") for text, sites in READERS.items()),
+    (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
+    (E, "e added", SECOND + JVP, ADDED_E, ""),
+    (E, "e for e O", SECOND + JVP, E_FOR_EO, ""),
+    (E, "no e in tout", JVP, {"tP": _uncentred}, ""),
+    (P, "P' = 0", JVP, {"tP": NO_P}, ""),
+    (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
+    (W, "W = 0", SECOND, {"w": NO_ROWS}, ""),
+    (W, "W added", SECOND, {"w": lambda c: -STEPS["w"](c)}, ""),
+    (W, "W from out", SECOND, {"w": without_dlse}, ""),
+    (DIRECT, "dS ddk of gq", SECOND, at(["gq"], dY=NO_P), "k"),
+    (DIRECT, "dS^T ddq of gk", SECOND, at(["gk"], dY=NO_P), "q"),
+    (DIRECT, "direct terms", SECOND, at(["gq", "gk"], dY=NO_P), "q k"),
+    (V, "P ddv of ddout and W", SECOND, at(["ddout", "W"], tV=NO_TV), "v"),
+    (V, "P ddv of ddout", SECOND, at(["ddout"], tV=NO_TV), "v"),
+    (V, "P ddv of W", SECOND, at(["W"], tV=NO_TV), "v"),
+    (V, "dO ddv^T", SECOND, at(["dout ddv^T"], tV=NO_TV), "v"),
+    (V, "all of ddv", SECOND, at(DIRECTIONS["v"][1], tV=NO_TV), "v"),
+    (V, "P tv", JVP, at(["ddout"], tV=NO_TV), "v"),
+    ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),
+    ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
+    ("lse-gradient-sign", "-ddlse", SECOND, {"tL": _times(-1, "e")}, ""),
+    ("lse-gradient-sign", "D + dlse", SECOND, DLSE_ADDED, "dlse"),
+    ("lse-gradient-sign", "dlse counts twice: D = dout . out - 2 dlse", SECOND, DLSE_TWICE, "dlse"),
+    ("lse-gradient-dropped", "dlse of D", SECOND, NO_DLSE, "dlse"),
+    ("lse-gradient-dropped", "dlse of D, ddlse = 0", SECOND, NO_DLSE | NO_DDLSE, "dlse"),
+    ("lse-base-2", "tlse", JVP, TLSE, ""),
+    ("lse-base-2", "lse", JVP, LSE, ""),
+    ("lse-base-2", "both", JVP, TLSE | LSE, ""),
+)
 
 
-# ---- P', e and W ------------------------------------------------------------------------------
-
-
-def _other_tangents_of_p() -> Iterator[Bug]:
-    for text, sites in READERS.items():
-        for name, value, words in (
-            ("second-frozen-p", _zeros, "P' = 0"),
-            ("tangent-e-omitted", _uncentred, "no e"),
-        ):
-            yield Bug(name, f"{words} {text}", SECOND, steps=at(sites, tP=value))
-    nowhere = {"tP": _zeros, "e": _zero_rows}
-    no_out: Step = lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)  # noqa: E731
-    of_e: dict[str, Mapping[str, Step]] = {
-        "e = 0": {"e": _zero_rows},
-        "e added": {"tP": _added_e},
-        "e for e O": {"tO": no_out},
-    }
-    yield from of("tangent-e-omitted", SECOND, of_e)
-    yield from of("tangent-e-omitted", JVP, of_e | {"no e in tout": {"tP": _uncentred}})
-    yield from of("second-frozen-p", SECOND, {"P' = 0, e = 0": nowhere})
-    yield from of("second-frozen-p", JVP, {"P' = 0": {"tP": _zeros}, "P' = 0, e = 0": nowhere})
-    yield from of(
-        "second-w-omitted",
-        SECOND,
-        {
-            "W = 0": {"w": _zero_rows},
-            "W added": {"w": lambda c: -STEPS["w"](c)},
-            "W from out": {"w": lambda c: (c.dO * c.O).sum(axis=-1)},
-        },
-    )
-
-
-def _without_e(c: Context) -> Context:
-    return changed(c, tP=_uncentred(c))
-
-
-def by_given_out(c: Context) -> Floats:
-    """The tangent of out as (P o E) V + P tV - e O."""
-    return np.asarray(STEPS["tO"](_without_e(c)) - _row(c.e) * c.O)
-
-
-# ---- factors ----------------------------------------------------------------------------------
-
-
-def _scales(question: Question) -> Iterator[Bug]:
+def _scales(question: Question) -> Iterator[Row]:
     """softmax_scale that is missing or there twice, and log2(e) from exponents in base 2."""
     factors = {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
     if not math.isclose(question.scale, 1.0):
         factors |= {"without s": 1 / question.scale, "with s twice": question.scale}
-    given = given_directions(question)
-    terms = {term: row for term, row in TERMS.items() if set(row[2]) <= set(given)}
+    name = "tangent-scale"
     for text, factor in factors.items():
         E, of_e = _scaled(factor, "tY"), _scaled(factor, "e")
         tP = with_values("tP", E=_times(factor, "E"))
-        of_terms = {
-            f"{term} {text}": at(sites, **{operand: _times(factor, operand)})
-            for term, (operand, sites, _) in terms.items()
-        }
-        of_E = {of: steps for of, steps in of_terms.items() if "of E" in of}
-        yield from of("tangent-scale", JVP, {f"E {text}": E} | of_E)
         found: dict[str, Mapping[str, Step]] = {
             f"E {text}": E,
             f"gq {text}": _scaled(factor, "gQ"),
@@ -302,85 +254,33 @@ def _scales(question: Question) -> Iterator[Bug]:
             f"E {text} in ddout and ddlse": of_e | at(["ddout", "W"], tP=tP),
             f"E {text} in dS' and gv": at(["dS'", "gv"], tP=tP),
         }
-        yield from of("tangent-scale", SECOND, found | of_terms)
+        yield name, f"E {text}", JVP, E, ""
+        yield from ((name, words, SECOND, steps, "") for words, steps in found.items())
+        for term, (operand, sites, needs) in TERMS.items():
+            steps = at(sites, **{operand: _times(factor, operand)})
+            for stages in (SECOND, JVP) if "of E" in term else (SECOND,):
+                yield name, f"{term} {text}", stages, steps, needs
 
 
-# ---- terms that are not there -----------------------------------------------------------------
-
-
-def _terms_of_the_direction(question: Question) -> Iterator[Bug]:
-    given = given_directions(question)
-    for term, needs in (("dS ddk of gq", "k"), ("dS^T ddq of gk", "q"), ("direct terms", "qk")):
-        if set(needs) <= set(given):
-            steps = at(TERMS[term][1], dY=_zeros)
-            yield Bug("second-direct-term-dropped", term, SECOND, steps=steps)
-    if "v" not in given:
-        return
-    of_value = {
-        "P ddv of ddout and W": ("ddout", "W"),
-        "P ddv of ddout": ("ddout",),
-        "P ddv of W": ("W",),
-        "dO ddv^T": ("dout ddv^T",),
-        "all of ddv": DIRECTIONS["v"][1],
-    }
-    for term, sites in of_value.items():
-        steps = at(sites, tV=_zeros_for("tV"))
-        yield Bug("value-term-dropped", term, SECOND, steps=steps)
-    steps = at(["ddout"], tV=_zeros_for("tV"))
-    yield Bug("value-term-dropped", "P tv", JVP, steps=steps)
-
-
-def _ignored_directions(question: Question) -> Iterator[Bug]:
+def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:
     """One direction is taken for zeros, or all but one, or all of them."""
-    given = given_directions(question)
-    for count in range(1, len(given) + 1):
-        if 1 < count < len(given) - 1:
-            continue
+    for count in {1, len(given) - 1, len(given)} - {0, -1}:
         for ignored in combinations(given, count):
             names, sites = zip(*(DIRECTIONS[name] for name in ignored), strict=True)
-            steps = at(sum(sites, ()), **{name: _zeros_for(name) for name in names})
-            text = " and ".join(f"~{name}" for name in ignored)
-            yield from in_both("direction-ignored", text, steps)
+            steps = at(sum(sites, ()), **{name: _zero(name) for name in names})
+            for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
+                text = " and ".join(f"{prefix}{name}" for name in ignored)
+                yield "direction-ignored", text, stages, steps, ""
 
 
-def in_both(
-    name: str, text: str, steps: Mapping[str, Step], see: See | None = None
-) -> Iterator[Bug]:
-    """A bug of directions, "~" in its text, in the second derivatives and in forward mode."""
-    for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
-        if steps.keys() & set(PROGRAMS[stages[0]]):
-            yield Bug(name, text.replace("~", prefix), stages, see, steps)
-
-
-# ---- lse and masks --------------------------------------------------------------------
-
-
-def _lse(question: Question) -> Iterator[Bug]:
-    name, without = "lse-gradient-dropped", {"D": _without_dlse}
-    for stages, text in ((SECOND, "ddlse = 0"), (JVP, "tlse = 0")):
-        yield Bug("tangent-lse-missing", text, stages, steps={"tL": _zero_rows})
-    yield from of("lse-gradient-sign", SECOND, {"-ddlse": {"tL": lambda c: -c.e}})
-    if question.dlse is not None:
-        both = without | {"tL": _zero_rows}
-        yield from of(name, SECOND, {"dlse of D": without, "dlse of D, ddlse = 0": both})
-        plus = {"D": lambda c: _without_dlse(c) + c.dL}
-        twice = {"D": lambda c: STEPS["D"](c) - c.dL}
-        text = "dlse counts twice: D = dout . out - 2 dlse"
-        yield from of("lse-gradient-sign", SECOND, {"D + dlse": plus, text: twice})
-    in_base_2: dict[str, Step] = {"tL": lambda c: LOG2_E * c.e}
-    L: dict[str, Step] = {"L": lambda c: LOG2_E * c.softmax[0]}
-    yield from of("lse-base-2", JVP, {"tlse": in_base_2, "lse": L, "both": in_base_2 | L})
-
-
-def _without_dlse(c: Context) -> Floats:
-    return np.asarray((c.dO * c.O).sum(axis=-1))
+# ---- masks ------------------------------------------------------------------------------------
 
 
 def _all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     return [replace(view, weight=np.ones_like(view.weight)) for view in views]
 
 
-def _masks(question: Question) -> Iterator[Bug]:
+def _masks() -> Iterator[Bug]:
     """A P over all keys in both passes or in one of them.
 
     With it, P' V is not (P o E) V - e O with the O that was given: kernels compute either.

@@ -1,38 +1,28 @@
-"""Bugs of loops over tiles, and of rows that see nothing.
-
-Long by the catalogue.
-"""
+"""Bugs of loops over tiles, and of rows that see nothing."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.numbers import by_tensor
-from rawattn.check.diagnose.catalogue.partial_sums import RESCALED, WAYS, cut, rescaled, steps
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
-    FORWARD,
-    STEPS,
     TILES,
     Bug,
-    Context,
-    Floats,
     See,
-    Step,
     Store,
     View,
-    changed,
     sequences,
     views_of,
 )
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 # ---- tiles ------------------------------------------------------------------------------------
 
@@ -92,11 +82,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         for name in ("dQ", "dK"):
             form = f"{name}, inside of the loop from the {text}, {at}"
             yield Bug("output-scale", form, BACKWARD, steps={name: inside[name]})
-    for last_first, sums in product((False, True), RESCALED):
-        form = f"{' and '.join(sums)}, {at}{', from the last' if last_first else ''}"
-        of = partial(rescaled, wrong=sums, way=WAYS["not rescaled"])
-        planted = steps("forward", cut(tile, last_first), of)
-        yield Bug("no-rescale", form, FORWARD, steps=planted)
     for text, step in (("first", 1), ("last", -1)):
         store = _running_on(tile, step)
         yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)
@@ -119,42 +104,40 @@ def _often(part: Part, tile: int, factor: float) -> See:
     return lambda question, views: [of(view) for view in views]
 
 
-def _by_places(change: Callable[[Floats, Floats, np.ndarray], None]) -> Store:
-    """What ``change(found, right, places)`` does to the rows of every sequence, in place."""
-
-    def store(question: Question, answers: Answers) -> Answers:
-        found = {}
-        for name, x in answers.items():
-            source = np.moveaxis(x, int(name in BY_ROW), 0)
-            y = source.copy()
-            for _, rows, keys in sequences(question):
-                change(y, source, keys if name in OF_KEYS else rows)
-            found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
-        return found
-
-    return store
+def _by_places(question: Question, answers: Answers, change: Callable[[Floats], None]) -> Answers:
+    """What ``change`` does in place to the rows of every sequence."""
+    found = {}
+    for name, x in answers.items():
+        y = np.moveaxis(x, int(name in BY_ROW), 0).copy()
+        for _, rows, keys in sequences(question):
+            places = keys if name in OF_KEYS else rows
+            here = y[places]
+            change(here)
+            y[places] = here
+        found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
+    return found
 
 
 def _zero_tail(tile: int) -> Store:
     """The last rows of each sequence, as many as do not fill a tile, are never stored."""
 
-    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
-        y[places[len(places) // tile * tile :]] = 0
+    def change(x: Floats) -> None:
+        x[len(x) // tile * tile :] = 0
 
-    return _by_places(change)
+    return partial(_by_places, change=change)
 
 
 def _running_on(tile: int, step: int) -> Store:
     """Every tile of rows holds the sums of those before it in its sequence too."""
 
-    def change(y: Floats, source: Floats, places: np.ndarray) -> None:
-        count = -(-len(places) // tile)
-        rows = np.zeros((count * tile, *source.shape[1:]))
-        rows[: len(places)] = source[places]
-        sums = rows.reshape(count, tile, *rows.shape[1:])[::step].cumsum(axis=0)[::step]
-        y[places] = sums.reshape(rows.shape)[: len(places)]
+    def change(x: Floats) -> None:
+        count = -(-len(x) // tile)
+        rows = np.zeros((count * tile, *x.shape[1:]))
+        rows[: len(x)] = x
+        sums = rows.reshape(count, tile, *x.shape[1:])[::step].cumsum(axis=0)[::step]
+        x[:] = sums.reshape(rows.shape)[: len(x)]
 
-    return _by_places(change)
+    return partial(_by_places, change=change)
 
 
 def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
@@ -188,26 +171,17 @@ def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
 
 def _dead(question: Question) -> np.ndarray:
     """(total_q, num_heads_q): rows of sequences that see no key."""
-    found: np.ndarray = np.zeros(question.q.shape[:2], dtype=bool)
-    for b, rows in enumerate(_rows(question)):
-        if not question.lengths_k[b]:
-            found[rows] = True
-    return np.asarray(found | _row_mask(question, lambda seen: np.asarray(~seen.any(axis=2))))
+    alive = _row_mask(question, lambda seen: np.asarray(seen.any(axis=2)))
+    return ~alive & (question.sequence_of("q") >= 0)[:, None]
 
 
 def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """What ``of`` makes (heads, n) of who sees whom (heads, n, m), as (total_q, num_heads_q)."""
     found = np.zeros(question.q.shape[:2], dtype=bool)
     for view in views_of(question):
-        rows = of(view.weight > 0)
         shape = len(view.heads), len(view.rows)
-        found[view.rows[:, None], view.heads] = np.broadcast_to(rows, shape).T
+        found[view.rows[:, None], view.heads] = np.broadcast_to(of(view.weight > 0), shape).T
     return found
-
-
-def _rows(question: Question) -> Iterator[np.ndarray]:
-    for b in range(question.batch):
-        yield np.arange(question.cu_seqlens_q[b], question.cu_seqlens_q[b + 1])
 
 
 def _meets_first_tile(seen: np.ndarray, tile: int, rows: int) -> np.ndarray:
@@ -256,7 +230,7 @@ def dead_rows(question: Question) -> Iterator[Bug]:
         return
     yield Bug("dead-rows", "NaN", FIRST, store=_nan_dead)
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
-    yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps=_dv_of_dead())
+    yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
 
 
 def _nan_dead(question: Question, answers: Answers) -> Answers:
@@ -265,19 +239,14 @@ def _nan_dead(question: Question, answers: Answers) -> Answers:
 
 def _zero_dead(c: Context) -> Floats:
     """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
-    found = STEPS["S"](c)
-    return np.where((c.W > 0).any(axis=2, keepdims=True), found, 0.0)
+    return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
+
+
+def _dv_of_dead(c: Context) -> Floats:
+    P = _uniform_dead(changed(c, S=_zero_dead(c)))
+    return np.asarray(P.swapaxes(1, 2) @ c.dO)
 
 
 def _uniform_dead(c: Context) -> Floats:
     L = np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)
     return np.asarray(c.r(np.exp(c.S - L[..., None])))
-
-
-def _dv_of_dead() -> dict[str, Step]:
-    def dV(c: Context) -> Floats:
-        S = _zero_dead(c)
-        P = _uniform_dead(changed(c, S=S))
-        return np.asarray(P.swapaxes(1, 2) @ c.dO)
-
-    return {"dV": dV}

@@ -3,16 +3,13 @@
 A problem falls into views: the queries of one key/value head of one sequence, the keys that they
 look at, and how often each query sees each key. A bug changes the views (who sees whom), replaces
 steps (how something is computed), or rearranges what a stage has stored; with none of these the
-results are those of ``rawattn.reference``, to which tests hold it. Steps bear the names of
-``reference.second`` and ``reference.sparse``: X = Q K^T, Y = s X, S = G Y, t for tangents. ``cap``
-is Y behind a softcap, with its two derivatives, P0 the weight of a sink.
+results are those of ``rawattn.reference``, to which tests hold it.
 
-Long, since the derivatives up to the second share the steps that a bug may replace.
+Long, since all stages are made of the same views and contexts.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +17,31 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.effort import spend
-from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
-from rawattn.reference.dense import allowed, capped, dead_to_inf
-from rawattn.reference.selection import Part, parts
+from rawattn.check.diagnose.engine.lists import Lists, lists_of
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    OF_SINKS,
+    OF_SLOTS,
+    STAGES,
+    Answers,
+    Question,
+)
+from rawattn.check.diagnose.engine.steps import (
+    LOG2_E,
+    OWN_P,
+    PROGRAMS,
+    RESULTS,
+    STEPS,
+    Context,
+    Floats,
+    Step,
+    changed,
+    times,
+)
+from rawattn.reference.dense import allowed
 
-Floats = np.ndarray
-Context = Any  # SimpleNamespace of a view's arrays, by the names of steps
-Step = Callable[[Context], Any]
+__all__ = ["LOG2_E", "OWN_P", "STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
 
 
 def exact(x: Floats) -> Floats:
@@ -34,7 +49,6 @@ def exact(x: Floats) -> Floats:
     return x
 
 
-LOG2_E = 1 / math.log(2)
 TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
@@ -56,12 +70,23 @@ class Rounding:
 NONE = Rounding()
 
 
+class Same(tuple[Any, ...]):
+    """A key of a cache: equal to what has the same objects in it alone."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and tuple(map(id, self)) == tuple(map(id, other))
+
+
 @dataclass(frozen=True)
 class View:
     """``rows`` (n,) of q and ``keys`` (m,) of k and v; a key of -1 is a row of zeros.
 
     weight (heads or 1, n, m): how often a query sees a key, 0 for not at all. slot, of the same
-    shape: which block_scale belongs to it, -1 for none. selections: the heads of block_indices.
+    shape: which block_scale belongs to it, -1 for none. selections: the heads of block_indices;
+    lists: what is walked of it.
     """
 
     sequence: int
@@ -72,6 +97,7 @@ class View:
     weight: Floats
     slot: np.ndarray | None = None
     selections: np.ndarray | None = None
+    lists: Lists | None = None
 
 
 See = Callable[[Question, tuple[View, ...]], Sequence[View]]
@@ -102,50 +128,12 @@ class Bug:
 NO_BUG = Bug("right")
 
 
-@dataclass(frozen=True, eq=False)
-class Assuming(Question):
-    """A question whose right answers have ``assumed`` in them: a bug that is known to be there,
-    so that others are looked for beside it."""
-
-    assumed: Bug = NO_BUG
-
-
-def assuming(question: Question, bug: Bug) -> Assuming:
-    """``question`` with ``bug`` in what counts as right."""
-    return Assuming(**{f.name: getattr(question, f.name) for f in fields(Question)}, assumed=bug)
-
-
-def _assumed(question: Question) -> Bug:
-    return question.assumed if isinstance(question, Assuming) else NO_BUG
-
-
 # ---- who sees whom ----------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=8)
 def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     """The right views; ``sliding``: those of the second branch of block-sparse attention."""
-    return _views(Identity(question), sliding)
-
-
-class Identity:
-    """A question as a key of a cache: equal to itself alone."""
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
-
-    def __hash__(self) -> int:
-        return id(self.question)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.question is self.question
-
-
-@lru_cache(maxsize=8)
-def _views(key: Identity, sliding: bool) -> tuple[View, ...]:
-    question = key.question
-    if isinstance(question, Assuming) and question.assumed.see is not None:
-        plain = replace(question, assumed=NO_BUG)
-        return tuple(question.assumed.see(plain, views_of(plain, sliding)))
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
@@ -160,44 +148,19 @@ def dense_views(question: Question, window: tuple[int, int]) -> Iterator[View]:
             yield View(b, rows, keys, heads_of(question, head_kv), head_kv, weight)
 
 
-def parts_of(question: Question) -> Iterator[Part]:
-    """Who sees which blocks, by key/value head of every sequence."""
-    return parts(
-        np.asarray(question.block_indices),
-        question.num_heads_q,
-        question.num_heads_kv,
-        question.cu_seqlens_q,
-        question.cu_seqlens_k,
-        block_size=question.block_size,
-        block_counts=question.block_counts,
-        include_own_block=question.own,
-        causal=question.causal,
-    )
-
-
-def sparse_views(question: Question) -> Iterator[View]:
-    per = (
-        question.num_heads_q // np.asarray(question.block_indices).shape[1]
-    )  # heads of a selection
-    starts = np.asarray(question.cu_seqlens_q)
-    for part in parts_of(question):
-        rows, keys = (np.arange(s.start, s.stop) for s in (part.rows, part.keys))
-        heads = heads_of(question, part.head_kv)
-        selections = heads // per
-        ratio = part.mask.shape[0]
-        repeats = len(heads) // ratio
-        b = int(np.searchsorted(starts, part.rows.start, side="right")) - 1
-        slot = np.where(part.mask, part.slot[..., part.block_of_key], -1)
-        yield View(
-            b,
-            rows,
-            keys,
-            heads,
-            part.head_kv,
-            np.repeat(part.mask, repeats, axis=0).astype(np.float64),
-            np.repeat(slot, repeats, axis=0),
-            selections,
-        )
+def sparse_views(question: Question, lists: Lists | None = None) -> Iterator[View]:
+    """Those of block-sparse attention, whose queries walk ``lists``, by default the right ones."""
+    lists = lists_of(question) if lists is None else lists
+    width = np.asarray(question.block_indices).shape[2]
+    for b, rows, keys in sequences(question):
+        for head_kv in range(question.num_heads_kv):
+            heads = heads_of(question, head_kv)
+            of = heads * lists.named.shape[1] // question.num_heads_q
+            walked, entry, times = lists.keys(b, of)
+            slot = np.where((times > 0) & (entry < width), entry, -1)
+            selections = of if lists.heads is None else lists.heads[heads]
+            seen = rows, keys[walked], heads, head_kv, times.astype(np.float64)
+            yield View(b, *seen, slot, selections, lists)
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -216,134 +179,14 @@ def heads_of(question: Question, head_kv: int) -> np.ndarray:
     return np.arange(head_kv * question.group, (head_kv + 1) * question.group)
 
 
-# ---- steps ------------------------------------------------------------------------------------
-
-
-def _per_key(c: Context, scale: Floats | None, elsewhere: float) -> Floats | float:
-    """What ``scale``, shaped like block_indices, has for every key of a view."""
-    view = c.view
-    if scale is None or view.slot is None or not scale.shape[2]:
-        return elsewhere
-    n = np.arange(len(view.rows))[:, None]
-    index = np.where(view.slot >= 0, view.slot, 0)
-    found = [
-        np.asarray(scale[view.rows, selection], dtype=np.float64)[n, of_head]
-        for selection, of_head in zip(view.selections, index, strict=True)
-    ]
-    return np.where(view.slot >= 0, np.stack(found), elsewhere)
-
-
-def _softmax(c: Context) -> tuple[Floats, Floats]:
-    """L and P of the rows of S; -inf and zeros for a row that sees nothing."""
-    top = c.S.max(axis=-1, initial=-np.inf)
-    top = np.where(np.isneginf(top), 0.0, top)
-    sums = np.exp(c.S - top[..., None]).sum(axis=-1)
-    with np.errstate(divide="ignore"):
-        L = np.log(sums) + top
-    L = L if c.sink is None else np.logaddexp(L, c.sink)
-    return L, c.r(np.exp(c.S - dead_to_inf(np, L)[..., None]))
-
-
-def _weighted(c: Context) -> Floats:
-    with np.errstate(divide="ignore"):
-        return np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
-
-
-def _e(c: Context) -> Floats:
-    e: Floats = (c.P * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1)
-    return e if c.sink is None else e + c.P0 * c.tsink
-
-
-def _tdY(c: Context) -> Floats:
-    tdY = c.r(c.G * c.cap[1] * c.tdS) + c.r(c.tG * c.dS)
-    bent = 0.0 if c.question.softcap is None else c.r(c.cap[2] * c.tY * c.dS)
-    return np.asarray(c.r(tdY + bent))
-
-
-def _sunk(value: Step) -> Step:
-    """What there is of sinks alone; 0 without."""
-    return lambda c: 0.0 if c.sink is None else value(c)
-
-
-def _tP(c: Context) -> Floats:
-    return np.asarray(c.r(c.P * (c.E - c.e[..., None])))
-
-
-def times(a: Floats, b: Floats) -> Floats:
-    """a (heads, n, x) times b (x, y) as one product, which is many times faster than one a head."""
-    product: Floats = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) @ b
-    return product.reshape(*a.shape[:-1], b.shape[1])
-
-
-STEPS: dict[str, Step] = {
-    "Y": lambda c: c.r(c.s * c.r(times(c.Q, c.K.T))),
-    "cap": lambda c: capped(np, c.Y, c.question.softcap, c.r),
-    "S": _weighted,
-    "softmax": _softmax,
-    "L": lambda c: c.softmax[0],
-    "P": lambda c: c.softmax[1],
-    "O": lambda c: c.r(times(c.o(c.P), c.V)),
-    # backward, with the L and the O that it is given
-    "bP": lambda c: c.r(np.exp(c.S - dead_to_inf(np, c.L)[..., None])),
-    "dP": lambda c: c.r(times(c.dO, c.V.T)),
-    "D": lambda c: (c.dO * c.O).sum(axis=-1) - c.dL,
-    "dS": lambda c: c.r(c.P * (c.dP - c.D[..., None])),
-    "P0": _sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
-    "dY": lambda c: c.r(c.G * c.cap[1] * c.dS),
-    "dQ": lambda c: c.r(c.s * c.r(times(c.o(c.dY), c.K))),
-    "dK": lambda c: c.s * c.r(c.o(c.dY).swapaxes(1, 2) @ c.Q),
-    "dV": lambda c: c.r(c.o(c.P).swapaxes(1, 2) @ c.dO),
-    "sum_heads": lambda c: lambda x: c.r(x.sum(axis=0)),
-    "dG": lambda c: c.dS * c.Y,
-    "dsink": _sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
-    # tangents in the direction (tQ, tK, tV, tG)
-    "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.T)) + c.r(times(c.Q, c.tK.T)))),
-    "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
-    "e": _e,
-    "tP": _tP,
-    "tO": lambda c: c.r(c.r(times(c.o(c.tP), c.V)) + c.r(times(c.o(c.P), c.tV))),
-    "tL": lambda c: c.e,
-    # second derivatives
-    "tdP": lambda c: c.r(times(c.dO, c.tV.T)),
-    "w": lambda c: (c.dO * c.tO).sum(axis=-1),
-    "tdS": lambda c: c.r(c.r(c.tP * (c.dP - c.D[..., None])) + c.r(c.P * (c.tdP - c.w[..., None]))),
-    "tdY": _tdY,
-    "gQ": lambda c: c.r(c.s * c.r(c.r(times(c.o(c.tdY), c.K)) + c.r(times(c.o(c.dY), c.tK)))),
-    "gK": lambda c: (
-        c.s * c.r(c.r(c.o(c.tdY).swapaxes(1, 2) @ c.Q) + c.r(c.o(c.dY).swapaxes(1, 2) @ c.tQ))
-    ),
-    "gV": lambda c: c.r(c.o(c.tP).swapaxes(1, 2) @ c.dO),
-    "gG": lambda c: c.tdS * c.Y + c.dS * c.tY,
-    "gsink": _sunk(lambda c: -(c.P0 * ((c.tsink - c.e) * c.D + c.w)).sum(axis=-1)),
-}
-OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}  # not from lse
-SCORES = ("Y", "cap", "S")
-PROGRAMS = {
-    "forward": (*SCORES, "softmax", "L", "P", "O"),
-    "backward": (
-        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
-    ),
-    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
-    "second": (
-        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
-        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
-    ),
-}
-
-
-def changed(c: Context, **changes: Any) -> Context:
-    """The same context with other arrays under some names."""
-    return SimpleNamespace(**(vars(c) | changes))
+# ---- stages -----------------------------------------------------------------------------------
 
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
     """Set every step's result under its name; "bP" is P."""
     for name in names:
-        step = bug.steps.get(name) or c.assumed.get(name, STEPS[name])
+        step = bug.steps.get(name, STEPS[name])
         setattr(c, "P" if name == "bP" else name, step(c))
-
-
-# ---- stages -----------------------------------------------------------------------------------
 
 
 def solve(
@@ -367,16 +210,13 @@ def solve(
     effort *= OF_LISTS if question.sparse and planted.see is not None else 1
     spend(OF_A_CALL + (effort if only is None else effort / max(float(views), 1.0)))
     given = _given(question, stage, given)
-    only = None if planted.store or _assumed(question).store else only  # all may be moved
+    only = None if planted.store else only  # all may be moved
     answers = _stage(question, stage, planted, False, rounding, given, only)
     if stage == "forward" and question.sliding is not None:
         found = _stage(question, stage, planted, True, rounding, None, only)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
     of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
-    for one in (planted, _assumed(question)):
-        if stage not in one.stages:
-            continue
-        answers = one.store(question, answers) if one.store else answers
+    answers = planted.store(question, answers) if planted.store else answers
     return answers | of_sinks
 
 
@@ -384,17 +224,15 @@ def contexts(
     question: Question, stage: str, given: tuple[Floats, Floats] | None = None
 ) -> list[Context]:
     """The views of a stage with the results of all its steps, and no bug in them."""
-    found, _ = _right(_Call(question, NONE, _given(question, stage, given)), stage, False)
+    found, _ = _right(question, stage, False, NONE, _given(question, stage, given))
     return [changed(c) for c in found]
 
 
-def _given(
-    question: Question, stage: str, given: tuple[Floats, Floats] | None
-) -> tuple[Floats, Floats] | None:
-    if given is not None or stage not in ("backward", "second"):
-        return given
-    right = solve(question, "forward")
-    return right["out"], right["lse"]
+def _given(question: Question, stage: str, given: tuple[Floats, Floats] | None) -> Same | None:
+    if given is None and stage in ("backward", "second"):
+        right = solve(question, "forward")
+        given = right["out"], right["lse"]
+    return None if given is None else Same(given)
 
 
 def _stage(
@@ -403,49 +241,31 @@ def _stage(
     bug: Bug,
     sliding: bool,
     rounding: Rounding,
-    given: tuple[Floats, Floats] | None,
+    given: Same | None,
     only: Only | None,
 ) -> Answers:
+    names = PROGRAMS[stage]
     if bug.see is not None:
         views = tuple(v for v in views_of(question, sliding) if only is None or only(v))
-        views = tuple(bug.see(question, views))
-        contexts: Iterable[Context] = (_context(question, v, rounding, given) for v in views)
-        return _run(question, stage, contexts, PROGRAMS[stage], bug, given)
-    contexts, answers = _right(_Call(question, rounding, given), stage, sliding)
-    if not bug.steps:
-        return dict(answers)
-    names = PROGRAMS[stage]
+        seen = bug.see(question, views)
+        contexts: Iterable[Context] = (_context(question, v, rounding, given) for v in seen)
+        return _run(question, stage, contexts, names, bug, given)
+    contexts, answers = _right(question, stage, sliding, rounding, given)
     replaced = [place for place, name in enumerate(names) if name in bug.steps]
     if not replaced:
         return dict(answers)
     here = (c for c in contexts if only is None or only(c.view))
-    again = (SimpleNamespace(**vars(c)) for c in here)  # all before the first one stays
+    again = (changed(c) for c in here)  # all before the first one stays
     return _run(question, stage, again, names[replaced[0] :], bug, given)
 
 
-class _Call:
-    """What a right stage is computed from, as a key of a cache: equal to the same objects alone."""
-
-    def __init__(
-        self, question: Question, rounding: Rounding, given: tuple[Floats, Floats] | None
-    ) -> None:
-        self.question, self.rounding, self.given = question, rounding, given
-        self.of = (question, rounding, *(given or ()))
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(id, self.of)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Call) and tuple(map(id, self.of)) == tuple(map(id, other.of))
-
-
 @lru_cache(maxsize=6)
-def _right(call: _Call, stage: str, sliding: bool) -> tuple[list[Context], Answers]:
+def _right(
+    question: Question, stage: str, sliding: bool, rounding: Rounding, given: Same | None
+) -> tuple[list[Context], Answers]:
     """All views with the results of all steps, and what the stage gives, without a bug."""
-    views = views_of(call.question, sliding)
-    contexts = [_context(call.question, view, call.rounding, call.given) for view in views]
-    answers = _run(call.question, stage, contexts, PROGRAMS[stage], NO_BUG, call.given)
-    return contexts, answers
+    contexts = [_context(question, view, rounding, given) for view in views_of(question, sliding)]
+    return contexts, _run(question, stage, contexts, PROGRAMS[stage], NO_BUG, given)
 
 
 def _run(
@@ -454,21 +274,30 @@ def _run(
     contexts: Iterable[Context],
     names: Sequence[str],
     bug: Bug,
-    given: tuple[Floats, Floats] | None,
+    given: Same | None,
 ) -> Answers:
     answers = empty(question, stage)
-    if stage == "backward":
-        answers["delta"] = _delta(_Call(question, NONE, given)).copy()
+    if stage == "backward" and given is not None:
+        answers["delta"] = deltas(question, given).copy()
     with np.errstate(over="ignore", invalid="ignore"):
         for c in contexts:
             run_steps(c, names, bug)
-            _store(answers, stage, c)
+            for name, step in RESULTS[stage].items():
+                if name in answers:
+                    _store(answers[name], name, getattr(c, step), c)
     return answers
 
 
-def _context(
-    question: Question, view: View, rounding: Rounding, given: tuple[Floats, Floats] | None
-) -> Context:
+def per_key(view: View, scale: Floats | None, elsewhere: float) -> Floats | float:
+    """What ``scale``, shaped like block_indices, has for every key of a view."""
+    if scale is None or view.slot is None or view.selections is None or not scale.shape[2]:
+        return elsewhere
+    rows, selections = view.rows[:, None], view.selections[:, None, None]
+    found = np.asarray(scale[rows, selections, np.maximum(view.slot, 0)], dtype=np.float64)
+    return np.where(view.slot >= 0, found, elsewhere)
+
+
+def _context(question: Question, view: View, rounding: Rounding, given: Same | None) -> Context:
     rows, heads = view.rows[None, :], view.heads[:, None]
 
     def of_q(x: Floats | None) -> Floats | float:
@@ -476,6 +305,9 @@ def _context(
 
     def of_row(x: Floats | None) -> Floats | float:
         return 0.0 if x is None else np.asarray(x[heads, rows], dtype=np.float64)
+
+    def of_head(x: Floats | None, none: float | None) -> Floats | float | None:
+        return none if x is None else np.asarray(x, dtype=np.float64)[view.heads, None]
 
     seen = (view.weight > 0).any(axis=(0, 1))
 
@@ -489,18 +321,13 @@ def _context(
 
     q = question
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
-    c.assumed = _assumed(q).steps
     c.r, c.o = rounding.operation, rounding.operand
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
     c.dO, c.dL = of_q(q.dout), of_row(q.dlse)
     c.tQ = np.zeros_like(c.Q) if q.tq is None else of_q(q.tq)
     c.tK, c.tV = of_k(q.tk, q.k), of_k(q.tv, q.v)
-    c.G, c.tG = _per_key(c, q.block_scale, 1.0), _per_key(c, q.tblock_scale, 0.0)
-    c.sink, c.tsink = None, 0.0
-    if q.sinks is not None:
-        c.sink = np.asarray(q.sinks, dtype=np.float64)[view.heads, None]
-    if q.tsinks is not None:
-        c.tsink = np.asarray(q.tsinks, dtype=np.float64)[view.heads, None]
+    c.G, c.tG = per_key(view, q.block_scale, 1.0), per_key(view, q.tblock_scale, 0.0)
+    c.sink, c.tsink = of_head(q.sinks, None), of_head(q.tsinks, 0.0)
     c.given = given
     if given is not None:
         c.O, c.L = of_q(given[0]), of_row(given[1])
@@ -509,98 +336,51 @@ def _context(
 
 def empty(question: Question, stage: str) -> Answers:
     """What a stage gives before any view has stored something."""
-    q = question
-    out, rows = (*q.q.shape[:2], q.v.shape[2]), q.q.shape[1::-1]
-    shapes = {
-        "forward": {"out": out, "lse": rows},
-        "backward": {"dq": q.q.shape, "dk": q.k.shape, "dv": q.v.shape},
-        "jvp": {"jvp out": out, "tout": out, "jvp lse": rows, "tlse": rows},
-        "second": {
-            **{"ddout": out, "ddlse": rows},
-            **{"gq": q.q.shape, "gk": q.k.shape, "gv": q.v.shape},
-        },
-    }[stage]
-    if q.block_scale is not None:
-        gates = {"backward": "dblock_scale", "second": "gblock_scale"}
-        shapes |= {gates[stage]: np.asarray(q.block_indices).shape} if stage in gates else {}
-    of_sinks = {"backward": "dsinks", "second": "gsinks"}
-    if q.sinks is not None and stage in of_sinks:
-        shapes[of_sinks[stage]] = (q.num_heads_q,)
-    arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
-    for name in ("lse", "jvp lse"):
-        if name in arrays:
-            arrays[name] -= np.inf
-    return arrays
-
-
-def _store(answers: Answers, stage: str, c: Context) -> None:
-    view = c.view
-    there = view.keys >= 0
-    keys = view.keys[there]
-
-    def rows(name: str, x: Floats) -> None:
-        answers[name][view.rows[:, None], view.heads] = x.swapaxes(0, 1)
-
-    def add_rows(name: str, x: Floats) -> None:
-        answers[name][view.rows[:, None], view.heads] += x.swapaxes(0, 1)
-
-    def numbers(name: str, x: Floats) -> None:
-        answers[name][view.heads[:, None], view.rows] = x
-
-    def of_keys(name: str, x: Floats) -> None:
-        summed = c.sum_heads(x)[there]
-        if (np.diff(keys) > 0).all():  # else keys may repeat
-            answers[name][keys, view.head_kv] += summed
+    q, rows = question, question.q.shape[1::-1]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in RESULTS[stage]:
+        if name in BY_ROW:
+            shapes[name] = rows
+        elif name in OF_SLOTS:
+            shapes |= {} if q.block_scale is None else {name: q.block_scale.shape}
+        elif name in OF_SINKS:
+            shapes |= {} if q.sinks is None else {name: rows[:1]}
+        elif "out" in name:
+            shapes[name] = (*q.q.shape[:2], q.v.shape[2])
         else:
-            np.add.at(answers[name], (keys, view.head_kv), summed)
+            shapes[name] = getattr(q, name[-1]).shape
+    of_no_key = ("lse", "jvp lse")
+    found = {name: np.zeros(x) for name, x in shapes.items() if name != "delta"}
+    return {name: x - np.inf if name in of_no_key else x for name, x in found.items()}
 
-    def slots(name: str, x: Floats) -> None:
-        if name not in answers:
-            return
+
+def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
+    """Put what a view has in its places, or add it."""
+    view, there = c.view, c.view.keys >= 0
+    keys = view.keys[there]
+    if name in BY_ROW:
+        array[view.heads[:, None], view.rows] = x
+    elif name in OF_SINKS:
+        array[view.heads] += x
+    elif name in OF_SLOTS:
         x = np.where(c.W > 0, x, 0.0)
-        _, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
-        head = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))[0]
+        head, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
         where = (view.rows[i], view.selections[head], view.slot[head, i, j])
-        np.add.at(answers[name], where, x[head, i, j])
-
-    def of_heads(name: str, x: Floats | float) -> None:
-        if name in answers:
-            answers[name][view.heads] += x
-
-    if stage in ("forward", "jvp"):
-        prefix = "jvp " if stage == "jvp" else ""
-        rows(f"{prefix}out", c.O)
-        numbers(f"{prefix}lse", c.L)
-    if stage == "backward":
-        numbers("delta", c.D)
-        add_rows("dq", c.dQ)
-        of_keys("dk", c.dK)
-        of_keys("dv", c.dV)
-        slots("dblock_scale", c.dG)
-        of_heads("dsinks", c.dsink)
-    elif stage == "jvp":
-        rows("tout", c.tO)
-        numbers("tlse", c.tL)
-    elif stage == "second":
-        rows("ddout", c.tO)
-        numbers("ddlse", c.tL)
-        add_rows("gq", c.gQ)
-        of_keys("gk", c.gK)
-        of_keys("gv", c.gV)
-        slots("gblock_scale", c.gG)
-        of_heads("gsinks", c.gsink)
+        np.add.at(array, where, x[head, i, j])
+    elif name not in OF_KEYS:
+        array[view.rows[:, None], view.heads] += x.swapaxes(0, 1)
+    elif (np.diff(keys) > 0).all():  # else keys may repeat
+        array[keys, view.head_kv] += c.sum_heads(x)[there]
+    else:
+        np.add.at(array, (keys, view.head_kv), c.sum_heads(x)[there])
 
 
 @lru_cache(maxsize=6)
-def _delta(call: _Call) -> Floats:
+def deltas(question: Question, given: Same) -> Floats:
     """D of every row, of those too that no view has; 0 where there is no sequence."""
-    question, given = call.question, call.given
-    if given is None:
-        raise ValueError("delta needs the out that the backward pass was given")
     inside = question.sequence_of("q") >= 0
     found = np.zeros(question.q.shape[1::-1])
-    dout = np.asarray(question.dout)[inside].astype(np.float64)
-    out = np.asarray(given[0])[inside].astype(np.float64)
+    dout, out = (np.asarray(x)[inside].astype(np.float64) for x in (question.dout, given[0]))
     with np.errstate(invalid="ignore", over="ignore"):
         found[:, inside] = (dout * out).sum(axis=-1).T
         if question.dlse is not None:

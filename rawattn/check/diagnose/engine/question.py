@@ -26,7 +26,7 @@ OF_SLOTS = ("dblock_scale", "gblock_scale")  # like block_indices
 OF_SINKS = ("dsinks", "gsinks")  # (num_heads_q,), judged apart: they have no rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Question:
     """One packed problem as NumPy arrays, with the names and shapes of rawattn's functions.
 

@@ -12,14 +12,10 @@ the weights that out was made with, seen in the range of out. I2 is about the su
 keys, which is softmax_scale times that of dlse q; I3 about every row whose results are known
 without a softmax; I10 also stands for the derivatives of I2 to I6 in the given direction. All hold
 for block-sparse attention, except that with a gate (block_scale) there is no I2. With a softcap,
-sinks or seqused_k the sums are others, and none is checked.
-
-Long by the list of identities; those between runs are in ``runs``.
+sinks or seqused_k the sums are others, and none is checked. Those between runs are in ``runs``.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -29,12 +25,6 @@ from rawattn.check.diagnose.evidence.runs import Call, Runs
 from rawattn.check.diagnose.evidence.side import Side
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Check
-
-# what a question about the sliding branch alone does not have
-NOT_SLIDING = (
-    *("block_indices", "block_counts", "block_scale", "tblock_scale", "sliding"),
-    *("dout", "dlse", "tq", "tk", "tv", "out", "lse"),
-)
 
 
 def checks(
@@ -49,14 +39,7 @@ def checks(
     if question.rare:
         return ()
     with np.errstate(all="ignore"):
-        found = list(_alone(Side.of(question, answers, side)))
-        near = {n: answers[f"sliding {n}"] for n in ("out", "lse") if f"sliding {n}" in answers}
-        if question.sliding is not None:
-            left, right = question.sliding
-            changes: dict[str, Any] = dict.fromkeys(NOT_SLIDING)
-            changes["window"] = left, 0 if question.causal else right
-            branch = Side.of(replace(question, **changes), near, side)
-            found += _forward(branch, "out", "lse", "sliding ")
+        found = list(_alone(Side(question, answers, side)))
         if call is not None:
             found += Runs(question, side, call).checks()
     return tuple(found)
@@ -64,15 +47,15 @@ def checks(
 
 def _alone(one: Side) -> Iterator[Check]:
     """The identities that need no other run."""
-    q = one.question
+    stages = one.question.stages
     yield from _forward(one, "out", "lse")
     if not one.lacks("jvp out") or not one.lacks("jvp lse"):
         yield from _forward(one, "jvp out", "jvp lse")
-    if "backward" in q.stages:
+    if "backward" in stages:
         yield from _first_order(one)
     if not one.lacks("tout"):
         yield from _tangents(one, "tout", "tlse")
-    if "second" in q.stages:
+    if "second" in stages:
         yield from _tangents(one, "ddout", "ddlse")
         yield from _second_order(one)
 
@@ -80,25 +63,23 @@ def _alone(one: Side) -> Iterator[Check]:
 # ---- the forward, and rows whose results are known --------------------------------------------
 
 
-def _forward(one: Side, out: str, lse: str, of: str = "") -> Iterator[Check]:
-    """``of``: what goes before the names, in words."""
-    y = one.answers
-    text = f"exp(scores - {of}{lse}) sums to 1 over the keys of a row"
-    yield one.missing("I1 lse", text, why) if (why := one.lacks(lse)) else _mass(one, text, lse)
-    text = f"{of}{out} lies between the smallest and the largest v of its sequence"
+def _forward(one: Side, out: str, lse: str) -> Iterator[Check]:
+    text = f"exp(scores - {lse}) sums to 1 over the keys of a row"
+    why = one.lacks(lse)
+    yield one.missing("I1 lse", text, why) if why else _mass(one, text, lse, one.answers[lse])
+    text = f"{out} lies between the smallest and the largest v of its sequence"
     if why := one.lacks(out):
         yield one.missing("I1 out", text, why)
         return
-    low, high = _range_of_v(one)
-    beyond = np.maximum(np.maximum(low - y[out], y[out] - high), 0.0)  # NaN stays NaN
-    noise = one.off_by(out, one.alive) + (one.unit * y[out]) ** 2
-    yield one.rows("I1 out", text, beyond, noise, np.abs(y[out]), one.alive)
-    yield from _known(one, f"a query with one key: {of}{out} is its v", out, _of_key(one, "v"))
+    y, (low, high) = one.answers[out], _range_of_v(one)
+    beyond = np.maximum(np.maximum(low - y, y - high), 0.0)  # NaN stays NaN
+    noise = one.off_by(out, one.alive) + (one.unit * y) ** 2
+    yield one.rows("I1 out", text, beyond, noise, np.abs(y), one.alive)
+    yield from _known(one, f"a query with one key: {out} is its v", out, _of_key(one, "v"))
 
 
-def _mass(one: Side, text: str, tensor: str, lse: Float64 | None = None) -> Check:
+def _mass(one: Side, text: str, tensor: str, lse: Float64) -> Check:
     """I1 of an lse (total_q, num_heads_q, 1)."""
-    lse = one.answers[tensor] if lse is None else lse
     exact = one.right[tensor]
     looked = one.alive & ~np.isnan(exact[..., 0])
     noise = one.off_by(tensor, looked)
@@ -108,8 +89,7 @@ def _mass(one: Side, text: str, tensor: str, lse: Float64 | None = None) -> Chec
 def _range_of_v(one: Side) -> tuple[Float64, Float64]:
     """The smallest and the largest v of the sequence of a row: both like out."""
     q, seen = one.question, one.reach.seen[..., None]
-    shape = (len(q.q), q.num_heads_q, q.v.shape[2])
-    low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
+    low, high = (np.full((len(q.q), q.num_heads_q, q.v.shape[2]), by) for by in (np.inf, -np.inf))
     for rows, keys in sequences(q):
         v = one.x["v"][keys]
         least = np.where(seen[keys], v, np.inf).min(axis=0, initial=np.inf)
@@ -146,24 +126,22 @@ def _known(one: Side, text: str, tensor: str, wanted: Float64, why: str = "") ->
 # ---- gradients --------------------------------------------------------------------------------
 
 
-def _total(one: Side, name: str, tensor: str, text: str, wanted: Float64, why: str) -> Check:
-    if why := one.lacks(tensor) or why:
-        return one.missing(name, text, why)
-    return one.total_is(name, text, tensor, wanted)
+def _sums_of_dS(one: Side, dq: str, dk: str, q: str, k: str, larger: str = "") -> Iterator[Check]:
+    """I2, and I3 of dq: of gradients, or with a direction for q and k of their tangents."""
+    x, s, zero = one.x, one.question.scale, one.question.dlse is None
+    why = larger if one.question.block_scale is None else "a gate"
+    text = f"sum of {dk} over the keys is " + ("0" if zero else f"that of softmax_scale dlse {q}")
+    wanted = s * one.total(x["dlse"] * x[q], "q")
+    yield one.balance("I2" if q == "q" else "I10", text, [(1.0, dk)], (), why, wanted)
+    text = f"a query with one key: {dq} is " + ("0" if zero else f"softmax_scale dlse {k}")
+    yield from _known(one, text, dq, s * x["dlse"] * _of_key(one, k), why)
 
 
 def _first_order(one: Side) -> Iterator[Check]:
-    q, x, s = one.question, one.x, one.question.scale
-    larger, zero = _larger(one), q.dlse is None
-    gate = "a gate" if q.block_scale is not None else ""
-    text = "sum of dk over the keys is " + ("0" if zero else "softmax_scale times that of dlse q")
-    wanted = s * one.total(x["dlse"] * x["q"], "q")
-    yield _total(one, "I2", "dk", text, wanted, gate or larger)
-    text = f"a query with one key: dq is {'0' if zero else 'softmax_scale dlse k'}"
-    factor = s * one.reach.gate(q.block_scale, 1.0)
-    yield from _known(one, text, "dq", factor * x["dlse"] * _of_key(one, "k"), larger)
+    q, x, larger = one.question, one.x, _larger(one)
+    yield from _sums_of_dS(one, "dq", "dk", "q", "k", larger)
     text = "sum of dv over the keys is that of dout over the queries that see any"
-    yield _total(one, "I4", "dv", text, one.total(x["dout"], "q"), larger)
+    yield one.balance("I4", text, [(1.0, "dv")], (), larger, one.total(x["dout"], "q"))
     # a gate does not matter here: q times c and k over c leave the scores as they are
     of_q = [(x["q"], "dq")]
     yield one.balance("I5", "<q, dq> = <k, dk>", of_q, [(x["k"], "dk")])
@@ -190,12 +168,8 @@ def _tangents(one: Side, tout: str, tlse: str) -> Iterator[Check]:
     yield from _known(one, text, tout, _of_key(one, "tv"))
     if "backward" not in q.stages:
         return
-    direction = {"tq": "dq", "tk": "dk", "tv": "dv", "tblock_scale": "dblock_scale"}
-    moved = [
-        (x.get(part, x["tgate"]), name)
-        for part, name in direction.items()
-        if getattr(q, part) is not None
-    ]
+    moved = [(x[f"t{n}"], f"d{n}") for n in "qkv" if getattr(q, f"t{n}") is not None]
+    moved += [(x["tgate"], "dblock_scale")] * (q.tblock_scale is not None)
     tangents = [(x["dout"], tout)] + [(x["dlse"], tlse)] * (q.dlse is not None)
     text = f"<direction, gradients> = <dout, {tout}>"
     text += "" if q.dlse is None else f" + <dlse, {tlse}>"
@@ -204,16 +178,9 @@ def _tangents(one: Side, tout: str, tlse: str) -> Iterator[Check]:
 
 def _second_order(one: Side) -> Iterator[Check]:
     """The derivatives of I2 to I6, which are H w for those w that leave scores or out alone."""
-    q, x, s, zero = one.question, one.x, one.question.scale, one.question.dlse is None
-    nothing = np.zeros((q.batch, q.num_heads_kv, q.v.shape[2]))
-    yield _total(one, "I10", "gv", "sum of gv over the keys is 0", nothing, "")
-    gate = "" if q.block_scale is None else "a gate"
-    text = "sum of gk over the keys is " + ("0" if zero else "softmax_scale times that of dlse tq")
-    yield _total(one, "I10", "gk", text, s * one.total(x["dlse"] * x["tq"], "q"), gate)
-    text = f"a query with one key: gq is {'0' if zero else 'softmax_scale dlse tk'}"
-    one_gate, tangent = one.reach.gate(q.block_scale, 1.0), one.reach.gate(q.tblock_scale, 0.0)
-    of_key = one_gate * _of_key(one, "tk") + tangent * _of_key(one, "k")
-    yield from _known(one, text, "gq", s * x["dlse"] * of_key)
+    x, none = one.x, np.zeros(one.total(one.x["v"], "k").shape)
+    yield one.balance("I10", "sum of gv over the keys is 0", [(1.0, "gv")], wanted=none)
+    yield from _sums_of_dS(one, "gq", "gk", "tq", "tk")
     left, right = [(x["tq"], "dq"), (x["q"], "gq")], [(x["tk"], "dk"), (x["k"], "gk")]
     yield one.balance("I10", "<tq, dq> + <q, gq> = <tk, dk> + <k, gk>", left, right)
     left, right = [(x["tv"], "dv"), (x["v"], "gv")], [(x["dout"], "ddout")]

@@ -5,32 +5,44 @@ Long by the table of features.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Identity, parts_of
+from rawattn.check.diagnose.engine.attention import sequences
+from rawattn.check.diagnose.engine.lists import lists_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import capped, dead_to_inf
 from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-PARTS = (2, 3, 4)
 PLACE = re.compile(r"\b[ip]\b")
 
 
-@dataclass(frozen=True, eq=False)
 class Places:
     """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
     too; i and j count in the query's own sequence, so that j may lie before or behind it.
 
-    selection: of block-sparse attention the head of the lists that say what is seen.
+    Of a query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in
+    use m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has
+    as many keys as queries, so that p is i. selection: of block-sparse attention the head of the
+    lists that say what is seen.
     """
 
-    question: Question
-    selection: int = 0
+    def __init__(self, question: Question, selection: int = 0) -> None:
+        q, self.question, self.selection = question, question, selection
+        self.query = np.arange(len(q.q))[:, None]
+        self.b = np.asarray(q.sequence_of("q")[self.query])
+        self.i = np.asarray(self.query - np.asarray(q.cu_seqlens_q)[self.b])
+        self.j = np.arange(len(q.k))[None, :] - np.asarray(q.cu_seqlens_k)[self.b]
+        self.n, self.m = (np.asarray(x)[self.b] for x in (q.lengths_q, q.lengths_k))
+        self.p = np.asarray(self.i + self.m - self.n)
+        self.own = np.asarray((self.j >= 0) & (self.j < self.m) & (self.b >= 0))
+        self.aligned = q.lengths_q == q.lengths_k
+        self._others: dict[int, Places] = {}
+        self._made: dict[str, Array] = {}
 
     def of(self, head: int) -> "Places":
         """The places of a query head: those of its lists."""
@@ -41,53 +53,8 @@ class Places:
         if selection == self.selection:
             return self
         if selection not in self._others:
-            self._others[selection] = replace(self, selection=selection)
+            self._others[selection] = Places(q, selection)
         return self._others[selection]
-
-    @cached_property
-    def _others(self) -> dict[int, "Places"]:
-        return {}
-
-    @cached_property
-    def query(self) -> Array:
-        """(total_q, 1) row of q."""
-        return np.arange(len(self.question.q))[:, None]
-
-    @cached_property
-    def b(self) -> Array:
-        """(total_q, 1) sequence of the query."""
-        return np.asarray(self.question.sequence_of("q")[self.query])
-
-    @cached_property
-    def i(self) -> Array:
-        """(total_q, 1)."""
-        return np.asarray(self.query - np.asarray(self.question.cu_seqlens_q)[self.b])
-
-    @cached_property
-    def j(self) -> Array:
-        """(total_q, total_k)."""
-        q = self.question
-        return np.asarray(np.arange(len(q.k))[None, :] - np.asarray(q.cu_seqlens_k)[self.b])
-
-    @cached_property
-    def n(self) -> Array:
-        """(total_q, 1) queries of the sequence."""
-        return np.array(np.asarray(self.question.lengths_q)[self.b])
-
-    @cached_property
-    def m(self) -> Array:
-        """(total_q, 1) its keys in use."""
-        return np.array(np.asarray(self.question.lengths_k)[self.b])
-
-    @cached_property
-    def p(self) -> Array:
-        """(total_q, 1) the key that a query stands at."""
-        return np.asarray(self.i + self.m - self.n)
-
-    @cached_property
-    def own(self) -> Array:
-        inside = (self.j >= 0) & (self.j < self.m)
-        return np.asarray(inside & (self.b >= 0))
 
     @cached_property
     def right(self) -> Array:
@@ -110,7 +77,7 @@ class Places:
     def slots(self) -> Array:
         """(total_q, total_k), of block-sparse attention: which slot names the key's block; OWN of
         the query's own block where none does, ABSENT of others."""
-        return np.asarray(_slots(Identity(self.question))[self.selection][self.query[:, 0]])
+        return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
     @cached_property
     def gate(self) -> Array:
@@ -121,11 +88,6 @@ class Places:
         of_query = np.asarray(scale[self.query[:, 0], self.selection], dtype=np.float64)
         taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
         return np.where(self.slots >= 0, taken, 1.0)
-
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether every sequence has as many keys as queries, so that p is i."""
-        return self.question.lengths_q == self.question.lengths_k
 
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
@@ -138,14 +100,10 @@ class Places:
         return self._made[name]
 
     @cached_property
-    def _made(self) -> dict[str, Array]:
-        return {}
-
-    @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
-        lengths, width = self.question.lengths_k, self.question.v.shape[2]
+        lengths = self.question.lengths_k
         key, query = np.arange(j.shape[1])[None], self.query
         of = "i" if self.aligned else "p"
         found: dict[str, Callable[[], Array]] = {
@@ -179,10 +137,7 @@ class Places:
             "the row in k - the query's first row in q": lambda: key - (query - i),
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
             "j - the row in q": lambda: j - query,
-            "the column of out": lambda: key % width,  # in which weights of this key are read
         }
-        for parts in PARTS:
-            found |= self._of_parts(parts)
         if self.question.sparse:
             found = self._of_lists() | found
         if self.question.group > 1:
@@ -208,26 +163,15 @@ class Places:
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:
-        q, size = self.question, self.question.block_size
+        q, size, slots = self.question, self.question.block_size, self.slots
         named = np.asarray(q.block_indices)[self.query[:, 0], self.selection]
         count = named.shape[1]
         if q.block_counts is not None:
             count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
         inside = (named >= 0) & (named < -(-self.m // size))
         held = inside & (np.arange(named.shape[1]) < count)
-        again = np.array(
-            [
-                inside[:, s] & (named[:, :s] == named[:, s, None]).any(axis=1)
-                for s in range(named.shape[1])
-            ]
-        ).T
-        block, slots = self.j // size, self.slots
-
-        def beside(by: int) -> Array:
-            """The slots of the blocks so many further."""
-            at = np.arange(slots.shape[1]) + by * size
-            there = (at >= 0) & (at < slots.shape[1]) & self.own
-            return np.where(there, slots[:, at.clip(0, slots.shape[1] - 1)], ABSENT)
+        negative = (named < 0).astype(int)
+        block = self.j // size
 
         def times(there: Array) -> Array:
             found = np.zeros(block.shape, dtype=int)
@@ -235,41 +179,24 @@ class Places:
                 found += (named[:, slot, None] == block) & there[:, slot, None] & self.own
             return found
 
-        def before(some: Array) -> Array:
-            """How many slots are of some kind, before the one that names the key's block."""
-            sums = np.cumsum(some, axis=1) - some
-            return np.where(slots >= 0, np.take_along_axis(sums, np.maximum(slots, 0), 1), -1)
+        def of_slot(x: Array, otherwise: int = -1) -> Array:
+            """What each slot has, for the one that names the key's block."""
+            x = np.broadcast_to(x, named.shape)
+            taken = np.take_along_axis(x, np.maximum(slots, 0), axis=1)
+            return np.where(slots >= 0, taken, otherwise)
 
+        number = np.arange(named.shape[1])
+        sums = inside.sum(axis=1)[:, None]
         return {
             "the slot of the key's block": lambda: slots,
-            "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
-            "slots behind it": lambda: np.where(slots >= 0, named.shape[1] - 1 - slots, -1),
+            "slots that count behind it": lambda: of_slot(count - 1 - number),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
-            "slots of the query past the last block": lambda: (~inside & (named >= 0)).sum(axis=1)[
-                :, None
-            ],
-            "slots before it that name no block": lambda: before(~inside),
-            "negative slots before it": lambda: before(named < 0),
-            "slots before it that repeat": lambda: before(again),
-            "the slot - slots that name a block": lambda: np.where(
-                slots >= 0, slots - inside.sum(axis=1)[:, None], -named.shape[1]
-            ),
+            "negative slots of the query": lambda: negative.sum(axis=1)[:, None],
+            "negative slots before it": lambda: of_slot(np.cumsum(negative, axis=1) - negative),
+            "the slot - slots that name a block": lambda: of_slot(number - sums, -len(number)),
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
-            "the slot of the block before": lambda: beside(-1),
-            "the slot of the block behind": lambda: beside(1),
-        }
-
-    def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
-        size = np.maximum(-(-self.m // parts), 1)
-        part = f"ceil(seqlen_k / {parts})"
-        return {
-            f"j // {part}": lambda: self.j // size,
-            f"j // {part} - {'i' if self.aligned else 'p'} // {part}": lambda: (
-                self.j // size - self.p // size
-            ),
         }
 
 
@@ -324,12 +251,16 @@ class Right:
 
 
 @lru_cache(maxsize=8)
-def _slots(key: Identity) -> Array:
+def _slots(q: Question) -> Array:
     """(num_heads_sel, total_q, total_k)."""
-    q = key.question
-    found = np.full((np.asarray(q.block_indices).shape[1], len(q.q), len(q.k)), ABSENT)
-    for part in parts_of(q):
-        found[part.selections, part.rows, part.keys] = part.slot[..., part.block_of_key]
+    heads, width = np.asarray(q.block_indices).shape[1:]
+    found = np.full((heads, len(q.q), len(q.k)), ABSENT)
+    lists = lists_of(q)
+    for b, rows, keys in sequences(q):
+        _, entry, _ = lists.keys(b, np.arange(heads))
+        behind = q.causal & (np.arange(len(keys)) // q.block_size > lists.own_block[rows, 0])
+        slot = np.where((entry < 0) | behind, ABSENT, np.where(entry == width, OWN, entry))
+        found[:, rows[:, None], keys] = slot
     return found
 
 

@@ -27,6 +27,7 @@ from rawattn.check.diagnose.evidence.structure import by_rows
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 Given = tuple[Floats, Floats] | None
+Rows = np.ndarray | slice
 
 
 # ---- precision --------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def defined(question: Question, name: str, right: Floats) -> np.ndarray:
     return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
 
 
-def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
+def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
     """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
 
     A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
@@ -127,7 +128,7 @@ def residual(found: Floats, wanted: Floats, rows: np.ndarray) -> Floats:
     return np.where(np.isnan(difference), np.inf, difference)
 
 
-def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray) -> float:
+def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
     """Root mean square of the residual over that of what was found."""
     difference = residual(found, wanted, rows)
     if not np.isfinite(difference).all():

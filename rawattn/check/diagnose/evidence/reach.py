@@ -62,20 +62,3 @@ class Reach:
             self.seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
             self.apart |= view.slot is not None and bool((weight & (view.slot < 0)).any())
         self.key = np.where(self.count == 1, self.first, -1)
-
-    def gate(self, scale: Any, elsewhere: float) -> Float64:
-        """What ``scale``, like block_indices, has for the only key of a row: (total_q,
-        num_heads_q, 1)."""
-        found = np.full((*self.count.shape, 1), elsewhere)
-        for view in views_of(self.question) if scale is not None else ():
-            if view.slot is None or view.selections is None:
-                continue
-            at = np.maximum(view.weight, 0).argmax(axis=2)[..., None]
-            at = np.broadcast_to(at, (len(view.heads), *at.shape[1:]))
-            slot = np.broadcast_to(view.slot, (len(view.heads), *view.slot.shape[1:]))
-            slot = np.take_along_axis(slot, at, axis=2)[..., 0]
-            there = np.asarray(scale)[view.rows, view.selections[:, None], np.maximum(slot, 0)]
-            found[np.ix_(view.rows, view.heads)] = np.where(slot >= 0, there, elsewhere).T[
-                ..., None
-            ]
-        return found

@@ -1,7 +1,7 @@
 """Where one side differs from the other: slopes by part, the pattern of the wrong rows, pictures.
 
 A row is a token with one head: arrays are brought to (tokens, heads, width), numbers by row too.
-Longer than other modules by the facts that wrong rows are compared with.
+Longer than other modules by the features that wrong rows are told by.
 """
 
 import math
@@ -88,7 +88,7 @@ def bad_rows(question: Question, tensor: str, found: Any, wanted: Any, noise: An
 
 def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
     """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
-    return tuple(_Pattern(question, tensor, bad).sentences())
+    return tuple(_sentences(question, tensor, bad))
 
 
 def maps(
@@ -127,21 +127,6 @@ def named(what: str, indices: Any) -> str:
         pieces = [*pieces[:6], f"... ({len(numbers)} of them)"]
     plural = "s" if what and len(numbers) > 1 else ""
     return f"{what}{plural} {', '.join(pieces)}".strip()
-
-
-def places(bad: Bools, looked: Bools, head: str) -> str:
-    """Which of the sequences and heads that were ``looked`` at are ``bad``, both (batch, heads)."""
-    bad = bad & looked
-    if bad[looked].all():
-        return "all"
-    parts = []
-    for what, axis in (("sequence", 1), (head, 0)):
-        if (bad.any(axis=axis) != looked.any(axis=axis)).any():
-            parts.append(named(what, np.flatnonzero(bad.any(axis=axis))))
-    product = np.logical_and.outer(bad.any(axis=1), bad.any(axis=0)) & looked
-    if (bad != product).any():
-        parts.append(f"{bad.sum()} of {looked.sum()} pairs of sequence and {head}")
-    return ", ".join(parts)
 
 
 def _shared(answers: Answers, reference: Answers, tensors: Sequence[str] | None) -> list[str]:
@@ -197,139 +182,76 @@ def _head_word(question: Question, tensor: str, heads: int) -> str:
     return "selection head" if tensor in OF_SLOTS else "head"
 
 
-def _lengths(question: Question, side: str) -> tuple[int, ...]:
-    return question.lengths_q if side == "q" else question.lengths_k
-
-
 def _starts(question: Question, side: str) -> list[int]:
     offsets = question.cu_seqlens_q if side == "q" else question.cu_seqlens_k
     return [int(i) for i in np.asarray(offsets)[:-1]]
 
 
-class _Pattern:
-    """The wrong rows of one tensor and the facts that they may follow."""
-
-    def __init__(self, question: Question, tensor: str, bad: Bools) -> None:
-        self.question, self.side, self.row = question, side_of(tensor), ROWS[side_of(tensor)]
-        self.head = _head_word(question, tensor, bad.shape[1])
-        within = question.sequence_of(self.side)
-        self.there = within >= 0
-        self.bad = bad & self.there[:, None]
-        self.within = np.where(self.there, within, 0)
-        lengths = np.array([*_lengths(question, self.side), 0])
-        starts = np.array([*_starts(question, self.side), 0])
-        self.n = lengths[self.within]
-        self.i = np.arange(len(bad)) - starts[self.within]
-        others = np.array([*_lengths(question, "k" if self.side == "q" else "q"), 0])
-        self.other = others[self.within]
-        self.bad_heads = np.asarray(self.bad.any(axis=0))
-        self.bad_sequences = np.zeros(question.batch, dtype=bool)
-        self.bad_sequences[self.within[self.bad.any(axis=1)]] = True
-        self.sequences = np.zeros(question.batch, dtype=bool)
-        self.sequences[self.within[self.there]] = True
-
-    def sentences(self) -> Iterator[str]:
-        wrong, tokens, heads = int(self.bad.sum()), int(self.there.sum()), self.bad.shape[1]
-        if not wrong:
+def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
+    side, within = side_of(tensor), _within(question, tensor)
+    row, head, there = ROWS[side], _head_word(question, tensor, bad.shape[1]), within >= 0
+    bad = bad & there[:, None]
+    tokens, heads, sequences = int(there.sum()), bad.shape[1], len(np.unique(within[there]))
+    of_heads = np.flatnonzero(bad.any(axis=0))
+    of_sequences = np.unique(within[bad.any(axis=1)])
+    if not bad.any():
+        return
+    if bad[there].all():
+        counts = {"sequence": sequences, "head": heads}
+        several = " and ".join(word for word, count in counts.items() if count > 1)
+        yield f"every {row} is wrong" + (f", in every {several}" if several else "")
+        return
+    product = f" ({tokens} tokens in {heads} {head}s)" if heads > 1 else ""
+    yield f"{bad.sum()} of {tokens * heads} {row}s are wrong{product}"
+    if len(of_heads) < heads:
+        yield f"only {named(head, of_heads)} of {heads}"
+    if len(of_sequences) < sequences:
+        yield f"only {named('sequence', of_sequences)} of {sequences}"
+    features = _features(question, tensor, bad.shape[1])
+    whole = np.broadcast_to(there[:, None], bad.shape)
+    touched = np.isin(within, of_sequences)[:, None] & np.isin(np.arange(heads), of_heads)[None]
+    for domain, words in ((whole, ""), (touched, "of these, ")):
+        rule = rule_of(Shown(_Rows(features, domain), domain, bad))
+        if rule is not None and 0 < len(rule.spans) < SPANS:
+            yield f"{words}the {row}s with {rule}"
             return
-        if wrong == tokens * heads:
-            counts = {"sequence": self.sequences.sum(), "head": heads}
-            several = " and ".join(word for word, count in counts.items() if count > 1)
-            there = f", in every {several}" if several else ""
-            yield f"every {self.row} is wrong{there}"
-            return
-        product = f" ({tokens} tokens in {heads} {self.head}s)" if heads > 1 else ""
-        yield f"{wrong} of {tokens * heads} {self.row}s are wrong{product}"
-        yield from self.heads()
-        yield from self.in_sequences()
-        yield from self.rows()
+    if bad.sum() < COVERED * touched.sum():
+        token = int(np.flatnonzero(bad.any(axis=1))[0])
+        i = token - _starts(question, side)[within[token]]
+        yield (
+            "no pattern of rows, tiles or lengths fits; the first wrong one is "
+            f"{row} {i} of sequence {within[token]}"
+        )
+    elif not touched[there].all():  # else it would say what the count has said
+        yield f"{'nearly ' * bool((bad != touched).any())}every {row} of these"
 
-    def heads(self) -> Iterator[str]:
-        """Which heads, and what they have in common."""
-        q, heads = self.question, np.arange(self.bad.shape[1])
-        if self.bad_heads.all():
-            return
-        place, facts = heads % q.group, {}
-        if self.head == "head" and q.group > 1:
-            facts = {
-                "those that head % num_heads_kv gives another key/value head": (
-                    heads % q.num_heads_kv != heads // q.group
-                ),
-                "all but the first of every group": place > 0,
-                "all but the last of every group": place < q.group - 1,
-                "the first of every group": place == 0,
-                "the last of every group": place == q.group - 1,
-            }
-        text = f"{named(self.head, np.flatnonzero(self.bad_heads))} of {len(heads)}"
-        yield _only(text, facts, self.bad_heads, np.ones_like(self.bad_heads))
 
-    def in_sequences(self) -> Iterator[str]:
-        """Which sequences, and what they have in common."""
-        bad, there = self.bad_sequences, self.sequences
-        if (bad == there).all():
-            return
-        lengths = np.array(_lengths(self.question, self.side))
-        lengths_q, lengths_k = (np.array(_lengths(self.question, side)) for side in "qk")
-        number, first, last = (np.arange(len(bad)), *np.flatnonzero(there)[[0, -1]])
-        begin = np.flatnonzero(bad)[0]
-        shortest, longest = lengths[bad].min(), lengths[bad].max()
-        facts = {
-            "all but the longest": lengths_k < lengths_k.max(),
-            "those with unequal numbers of queries and keys": lengths_q != lengths_k,
-            "all but the first": number > first,
-            "all but the last": number < last,
-            f"all from number {begin} on": (number >= begin) & (begin > first + 1),
-            **{f"those whose length is no multiple of {t}": lengths % t > 0 for t in TILES},
-            **{f"those with more than {t} keys": lengths_k > t for t in TILES},
-            f"those of length {shortest} or more": lengths >= shortest,
-            f"those of length {longest} or less": lengths <= longest,
-        }
-        yield _only(named("sequence", np.flatnonzero(bad)), facts, bad, there)
-
-    def rows(self) -> Iterator[str]:
-        """Which rows, by a rule that holds in all sequences, or in those that are touched."""
-        touched = self.there & self.bad_sequences[self.within]
-        all_sequences = "of every sequence, " if self.sequences.sum() > 1 else ""
-        these = f"of {_those('sequence', self.bad_sequences)}, "
-        features = self.features()
-        for scope, words in ((self.there, all_sequences), (touched, these)):
-            domain = np.broadcast_to(scope[:, None] & self.bad_heads, self.bad.shape)
-            if (domain == self.bad).all():
-                break
-            rule = rule_of(Shown(_Rows(features, domain), domain, self.bad))
-            if rule is not None and len(rule.spans) < SPANS:
-                yield f"{words}the {self.row}s with {rule}"
-                return
-        if self.bad.sum() >= COVERED * (touched[:, None] & self.bad_heads).sum():
-            those = []
-            if (touched != self.there).any():
-                those.append(_those("sequence", self.bad_sequences))
-            if not self.bad_heads.all():
-                those.append(_those(self.head, self.bad_heads))
-            if those:  # else it would say what the count has said
-                yield f"nearly every {self.row} of {' in '.join(those)}"
-            return
-        token = int(np.flatnonzero(self.bad.any(axis=1))[0])
-        first = f"{self.row} {self.i[token]} of sequence {self.within[token]}"
-        yield f"no pattern of rows, tiles or lengths fits; the first wrong one is {first}"
-
-    def features(self) -> dict[str, Callable[[], Any]]:
-        """What a rule of rows may be about, (tokens, 1 or heads), the plainest first."""
-        at, n = ("i", "seqlen_q") if self.side == "q" else ("j", "seqlen_k")
-        i, size, reach = self.i[:, None], self.n[:, None], Reach(self.question)
-        found: dict[str, Callable[[], Any]] = {at: lambda: i}
-        found[f"{n} - 1 - {at}"] = lambda: size - 1 - i
-        if self.side == "k":
-            found["whether a query sees it"] = lambda: reach.seen.astype(np.int64)
-        elif reach.count.shape == self.bad.shape:
-            first = reach.first - np.array([*_starts(self.question, "k"), 0])[self.within][:, None]
-            found["keys seen"] = lambda: reach.count
-            found["keys not seen"] = lambda: self.other[:, None] - reach.count
-            found["first key seen"] = lambda: first
-        for tile in TILES:
-            found[f"{at} - {n} // {tile} * {tile}"] = partial(_minus, i, size // tile * tile)
-            found[f"{at} % {tile}"] = partial(np.remainder, i, tile)
-        return found
+def _features(question: Question, tensor: str, heads: int) -> dict[str, Callable[[], Any]]:
+    """What a rule of rows may be about, (tokens or 1, 1 or heads), the plainest first."""
+    side, q, reach = side_of(tensor), question, Reach(question)
+    b = np.maximum(_within(q, tensor), 0)[:, None]
+    lengths = {"q": np.asarray(q.lengths_q)[b], "k": np.asarray(q.lengths_k)[b]}
+    at, n, size = ("i" if side == "q" else "j"), f"seqlen_{side}", lengths[side]
+    i = np.arange(len(b))[:, None] - np.asarray(_starts(q, side))[b]
+    found: dict[str, Callable[[], Any]] = {at: lambda: i, f"{n} - 1 - {at}": lambda: size - 1 - i}
+    if side == "k":
+        found["whether a query sees it"] = lambda: reach.seen.astype(np.int64)
+    elif reach.count.shape == (len(b), heads):
+        found["keys seen"] = lambda: reach.count
+        found["keys not seen"] = lambda: lengths["k"] - reach.count
+        found["first key seen"] = lambda: reach.first - np.asarray(_starts(q, "k"))[b]
+    found |= {f"seqlen_{of}": partial(np.asarray, x) for of, x in lengths.items()}
+    found["seqlen_k - seqlen_q"] = lambda: lengths["k"] - lengths["q"]
+    found["the sequence"] = lambda: b
+    if heads == q.num_heads_q and q.group > 1:
+        h = np.arange(heads)[None]
+        found[f"h % {q.group}"] = lambda: h % q.group
+        other = f"whether h % {q.num_heads_kv} is not h // {q.group}"
+        found[other] = lambda: (h % q.num_heads_kv != h // q.group).astype(np.int64)
+    for tile in TILES:
+        found[f"{at} - {n} // {tile} * {tile}"] = partial(np.subtract, i, size // tile * tile)
+        found[f"{at} % {tile}"] = partial(np.remainder, i, tile)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,20 +263,6 @@ class _Rows:
 
     def feature(self, name: str) -> Any:
         return self.features[name]()
-
-
-def _minus(a: Any, b: Any) -> Any:
-    return a - b
-
-
-def _those(word: str, chosen: Bools) -> str:
-    return f"that {word}" if chosen.sum() == 1 else f"those {word}s"
-
-
-def _only(what: str, facts: Mapping[str, Bools], bad: Bools, there: Bools) -> str:
-    """Which places are bad, with the first two facts that hold for them and for no others."""
-    same = [fact for fact, mask in facts.items() if ((mask & there) == bad).all()]
-    return f"only {what}" + (f" ({'; '.join(same[:2])})" if same else "")
 
 
 def _decades(error: Float64, allowance: Any) -> Float64:

@@ -23,11 +23,11 @@ class Part:
     heads: tuple[int, ...]
     rule: Rule | None
 
-    def text(self, heads: int, right: str) -> str:
-        """In words, of so many heads."""
+    def text(self, heads: int, verb: str = "") -> str:
+        """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
         rule = "by no plain rule" if self.rule is None else str(self.rule)
-        return f"a query {self.kind}{who}: {rule}" + right * (self.kind in (MORE, LESS))
+        return f"{verb or f'a query {self.kind}'}{who}: {rule}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,7 @@ class Support:
 
     def inside(self, kind: str) -> Array:
         """Pairs of the places that are wrong in this way."""
-        everything = np.ones((1, 1), dtype=bool)
-        return _inside(kind, self.places, self.seen, everything)
+        return _inside(kind, self.places, self.seen)
 
     def at(self, places: Places) -> Array:
         """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
@@ -93,27 +92,23 @@ class Support:
         return see
 
 
-def support_of(
-    places: Places, seen: Array, alive: Array, again: tuple[Places, Array, Array]
-) -> Support:
-    """The difference from the mask in rules that hold on a second problem, ``again``, too.
+def support_of(*read: tuple[Places, Array, Array]) -> Support:
+    """The difference from the mask in rules that hold on both problems that were ``read``.
 
-    seen as in Support; alive (num_heads_q, total_q): rows that were read.
+    Of each its places, seen as in Support, and known, like it: pairs that were read.
     """
     parts: list[Part] = []
-    other, seen_there, alive_there = again
+    (places, seen, _), _ = read
     for kind in KINDS:
-        here, there = (
-            _inside(kind, *of) for of in ((places, seen, alive), (other, seen_there, alive_there))
-        )
+        here, there = (_inside(kind, *of) for of in read)
         groups: dict[bytes, list[int]] = {}
         for head, inside in enumerate(here):
             if inside.any() or there[head].any():
                 groups.setdefault(inside.tobytes() + there[head].tobytes(), []).append(head)
         for heads in groups.values():
             shown = [
-                Shown(of, _domain(of, kind) & live[heads[0]][:, None], inside[heads[0]])
-                for of, live, inside in ((places, alive, here), (other, alive_there, there))
+                Shown(of, _domain(of, kind) & known[heads[0]], inside[heads[0]])
+                for (of, _, known), inside in zip(read, (here, there), strict=True)
             ]
             parts.append(Part(kind, tuple(heads), rule_of(*shown)))
         unknown = [part for part in parts if part.kind == kind and part.rule is None]
@@ -121,29 +116,26 @@ def support_of(
             heads = sorted(head for part in unknown for head in part.heads)
             parts = [part for part in parts if part not in unknown]
             parts.append(Part(kind, tuple(heads), None))
-    several = {part.kind for part in parts} > {LESS} and all(
-        len(part.heads) == len(seen) for part in parts
-    )
-    return Support(
-        places, seen, tuple(parts), _whole((places, seen, alive), again) if several else None
-    )
+    several = {part.kind for part in parts} > {LESS}
+    several = several and all(len(part.heads) == len(seen) for part in parts)
+    return Support(places, seen, tuple(parts), _whole(*read) if several else None)
 
 
 def _whole(*read: tuple[Places, Array, Array]) -> Rule | None:
     """A rule for what all heads see."""
     shown = []
-    for places, seen, alive in read:
+    for places, seen, known in read:
         if (seen != seen[:1]).any():
             return None
-        domain = alive[0][:, None] & (places.b >= 0) & np.ones(places.j.shape, dtype=bool)
+        domain = known[0] & (places.b >= 0) & np.ones(places.j.shape, dtype=bool)
         shown.append(Shown(places, domain, domain & (seen[0] > 0)))
     return rule_of(*shown)
 
 
-def _inside(kind: str, places: Places, seen: Array, alive: Array) -> Array:
+def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) -> Array:
     """(num_heads_q, total_q, total_k)."""
     wrong = ~seen if kind == LESS else seen
-    return np.asarray(wrong & _domain(places, kind) & alive[..., None])
+    return np.asarray(wrong & _domain(places, kind) & known)
 
 
 def _domain(places: Places, kind: str) -> Array:

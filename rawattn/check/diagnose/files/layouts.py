@@ -23,7 +23,7 @@ CLEARLY_MORE = 4  # tokens for each head, from which on an axis is taken for tha
 @dataclass(frozen=True)
 class Frame:
     """The sizes that all arrays of a problem share. ``letters``: how the file orders its axes, by
-    their number. pick_*: which of its batch * seqlen rows are tokens; None for all of them.
+    their number. pick: which of its batch * seqlen rows are tokens.
     """
 
     letters: dict[int, str]
@@ -33,12 +33,11 @@ class Frame:
     head_dim: int
     head_dim_v: int
     offsets: dict[str, np.ndarray]
-    pick: dict[str, np.ndarray | None]
+    pick: dict[str, np.ndarray]
 
     def total(self, side: str) -> int:
         """Rows of the packed arrays."""
-        picked = self.pick[side]
-        return self.batch * self.seqlen[side] if picked is None else len(picked)
+        return len(self.pick[side])
 
     def lengths(self, side: str) -> list[int]:
         return [int(n) for n in np.diff(self.offsets[side])]
@@ -47,8 +46,7 @@ class Frame:
         """(batch, seqlen, ...) as packed rows, or an entry for each sequence with rows of padding
         behind it; None if that is not what ``array`` begins with."""
         if array.shape[:2] == (self.batch, self.seqlen[side]):
-            flat = array.reshape(-1, *array.shape[2:])
-            return flat if self.pick[side] is None else flat[self.pick[side]]
+            return np.asarray(array.reshape(-1, *array.shape[2:])[self.pick[side]])
         if array.shape[:2] == (1, self.total(side)):
             return np.asarray(array[0])
         lengths = self.lengths(side)
@@ -81,35 +79,27 @@ def frame_of(inputs: Arrays, layout: str, notes: list[str]) -> Frame:
             f"q, k and v have shapes {q.shape}, {k.shape} and {v.shape}; they must have three axes "
             "(tokens, heads, head_dim), or four with a batch; flat ones need a reshape"
         )
-    tried = (layout,) if len(layout) == dims else GUESSED[dims]
     found, refused = [], []
-    for letters in tried:
+    for letters in (layout,) if len(layout) == dims else GUESSED[dims]:
         try:
             found.append(_reading(inputs, letters))
         except ValueError as error:
             refused.append(f"as {letters}: {error}")
-    if not found and dims == 2:
-        raise ValueError(
-            f"q, k and v have shapes {q.shape}, {k.shape} and {v.shape}, not those of one head; "
-            "if heads are side by side, reshape to (tokens, heads, head_dim)"
-        )
     if not found:
-        raise ValueError("; ".join(refused))
+        heads = "; not those of one head; if heads are side by side, reshape to (tokens, heads, "
+        raise ValueError("; ".join(refused) + f"{heads}head_dim)" * (dims == 2))
     if dims == 2:
         notes.append(f"the heads are not said: q of shape {q.shape} is read as one head")
-    if len(found) == 1:
-        _note_rows(found[0], inputs, notes)
-        return found[0]
     clear = [f for f in found if f.heads["q"] * CLEARLY_MORE <= f.seqlen["k"]]
-    if len(clear) != 1 and dims == 4:
+    if len(found) > 1 and len(clear) != 1 and dims == 4:
         raise ValueError(
-            f"q of shape {q.shape} may be {' or '.join(tried)}; say which in an entry "
+            f"q of shape {q.shape} may be {' or '.join(GUESSED[dims])}; say which in an entry "
             "layout='bthd' (batch, tokens, heads, head_dim) or 'bhtd', or another such as 'tbhd'"
         )
     chosen = clear[0] if len(clear) == 1 else found[0]
-    letters = chosen.letters[dims]
-    size = f"{chosen.heads['q']} heads, {chosen.seqlen['q']} tokens"
-    notes.append(f"layout is not said: {letters} is assumed ({size})")
+    if len(found) > 1:
+        size = f"{chosen.heads['q']} heads, {chosen.seqlen['q']} tokens"
+        notes.append(f"layout is not said: {chosen.letters[dims]} is assumed ({size})")
     _note_rows(chosen, inputs, notes)
     return chosen
 
@@ -122,14 +112,12 @@ def _note_rows(frame: Frame, inputs: Arrays, notes: list[str]) -> None:
             notes.append(f"cu_seqlens_{side} begins at {first}: is a 0 in front missing?")
         if last < frame.total(side):
             notes.append(f"cu_seqlens_{side} ends at {last}: {side} has {frame.total(side)} rows")
-    if frame.letters.keys() != {4} or any(name in inputs for name in LENGTHS):
-        return
-    rows = np.any(_ordered(inputs["k"], frame.letters[4]) != 0, axis=(2, 3))
-    lengths = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in rows]
-    if min(lengths, default=0) < frame.seqlen["k"]:
-        notes.append(
-            f"lengths are not said, and k ends in zeros: if padded, save lengths={lengths}"
-        )
+    if 4 in frame.letters and not any(name in inputs for name in LENGTHS):
+        rows = np.any(_ordered(inputs["k"], frame.letters[4]) != 0, axis=(2, 3))
+        lengths = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in rows]
+        if min(lengths, default=0) < frame.seqlen["k"]:
+            text = "lengths are not said, and k ends in zeros: if padded, save lengths="
+            notes.append(f"{text}{lengths}")
 
 
 def _reading(inputs: Arrays, letters: str) -> Frame:
@@ -144,7 +132,7 @@ def _reading(inputs: Arrays, letters: str) -> Frame:
     if ends["k"] is None:
         ends["k"] = ends["q"]
     offsets: Arrays = {}
-    pick: dict[str, np.ndarray | None] = {}
+    pick: Arrays = {}
     for side in "qk":
         rows, given = seqlen[side], ends[side]
         if given is None:
@@ -157,12 +145,9 @@ def _reading(inputs: Arrays, letters: str) -> Frame:
                 f"cu_seqlens_{side} ends at {given[-1]}, and {batch * rows} rows of {side} are "
                 f"there ({batch} x {rows})"
             )
-        offsets[side] = given.astype(np.int32)
-        pick[side] = None
-        if not packed:
-            picked = [b * rows + np.arange(n) for b, n in enumerate(lengths)]
-            offsets[side] = (given - given[0]).astype(np.int32)
-            pick[side] = np.concatenate(picked)
+        starts = [b * rows + np.arange(n) for b, n in enumerate(lengths)]
+        pick[side] = np.arange(batch * rows) if packed else np.concatenate(starts)
+        offsets[side] = (given if packed else given - given[0]).astype(np.int32)
     if len(offsets["q"]) != len(offsets["k"]):
         raise ValueError(
             f"cu_seqlens_q has {len(offsets['q'])} entries and cu_seqlens_k {len(offsets['k'])}; "
@@ -196,8 +181,8 @@ def _ordered(array: np.ndarray, letters: str) -> np.ndarray:
     return np.expand_dims(array.transpose(there), missing)
 
 
-def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray | None:
-    """``array`` in rawattn's shape; None for what is of no use, ValueError if it does not fit."""
+def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray:
+    """``array`` in rawattn's shape; ValueError if it does not fit."""
     if any(name in names for names in MATRICES.values()):
         return _matrix(name, array, frame, notes)
     if name in OF_EACH:
@@ -207,24 +192,21 @@ def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.nd
         if array.size != count:
             raise ValueError(f"{name} has shape {array.shape}; it must be ({count},), by {what}")
         return np.ascontiguousarray(array.ravel())
-    side, width, heads = _SHAPES.get(name, ("q", "v", ("q",)))
-    if name in BY_ROW or name in ("dlse", "given lse"):
-        forms, expected = _rows(array, frame), (frame.heads["q"], frame.total("q"))
-    else:
-        allowed_heads = [frame.heads[h] for h in heads]
-        dim = {"k": frame.head_dim, "v": frame.head_dim_v}.get(width)
-        dim = (array.shape[-1] if array.ndim else 1) if dim is None else dim
-        forms = _tokens(name, array, frame, side, allowed_heads, dim)
-        expected = (frame.total(side), *allowed_heads[-1:], *(() if width == "none" else (dim,)))
-    for form in forms:
-        return np.ascontiguousarray(form)
-    hint, heads_k = "", frame.heads["k"]
-    if side == "k" and frame.heads["q"] != frame.heads["k"] and frame.heads["q"] in array.shape:
-        group = frame.heads["q"] // frame.heads["k"]
+    by_row = name in BY_ROW or name in ("dlse", "given lse")
+    side, width, heads = ("q", "none", "q") if by_row else _SHAPES.get(name, ("q", "v", "q"))
+    widths = {"k": frame.head_dim, "v": frame.head_dim_v, "none": 1}
+    dim = widths.get(width, array.shape[-1] if array.ndim else 1)
+    allowed = [frame.heads[h] for h in heads]
+    for form in _forms(array, frame, side, allowed, None if width == "none" else dim, by_row):
+        form = form[..., 0] if width == "none" else form
+        return np.ascontiguousarray(form.T if by_row else form)
+    expected = (frame.total(side), *allowed[-1:], *(() if width == "none" else (dim,)))
+    expected = expected[::-1] if by_row else expected
+    hint, group = "", frame.heads["q"] // frame.heads["k"]
+    if side == "k" and group > 1 and frame.heads["q"] in array.shape:
         hint = f". It has a head for each query head: sum over the {group} heads of a group"
-    elif side == "k" and name not in ("k", "v") and array.ndim > 2:
-        if any(0 < n < heads_k and heads_k % n == 0 for n in array.shape[-3:-1]):
-            hint = ". It has fewer heads than k: save k and v as they were before the repeat"
+    elif side == "k" and any(0 < n < frame.heads["k"] for n in array.shape[-3:-1]):
+        hint = ". It has fewer heads than k: save k and v as they were before the repeat"
     raise ValueError(
         f"{name} has shape {array.shape}; it must be {expected}, or that of the batched q with "
         f"batch {frame.batch} and {frame.seqlen[side]} rows each{hint}"
@@ -232,72 +214,51 @@ def place(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.nd
 
 
 # side of the rows, what the last axis is like, whose heads there may be
-_SHAPES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    **dict.fromkeys(("q", "dq", "tq", "gq"), ("q", "k", ("q",))),
-    **dict.fromkeys(("k", "dk", "tk", "gk"), ("k", "k", ("k",))),
-    **dict.fromkeys(("v", "dv", "tv", "gv"), ("k", "v", ("k",))),
+_SHAPES: dict[str, tuple[str, str, str]] = {
+    **dict.fromkeys(("q", "dq", "tq", "gq"), ("q", "k", "q")),
+    **dict.fromkeys(("k", "dk", "tk", "gk"), ("k", "k", "k")),
+    **dict.fromkeys(("v", "dv", "tv", "gv"), ("k", "v", "k")),
     **dict.fromkeys(
         ("block_indices", "block_scale", "tblock_scale", "dblock_scale", "gblock_scale"),
-        ("q", "any", ("q", "k")),
+        ("q", "any", "qk"),
     ),
-    "block_counts": ("q", "none", ("q", "k")),
+    "block_counts": ("q", "none", "qk"),
 }
 
 
-def _tokens(
-    name: str, array: np.ndarray, frame: Frame, side: str, heads: list[int], dim: int
+def _forms(
+    array: np.ndarray, frame: Frame, side: str, heads: list[int], dim: int | None, by_row: bool
 ) -> Iterator[np.ndarray]:
-    """What ``array`` may be as (total, heads, dim), the likeliest first."""
-    counts = name == "block_counts"
-    array = array[..., None] if counts else array
-    dim = 1 if counts else dim
-    said = frame.letters.get(array.ndim)
-    for letters in dict.fromkeys((*((said,) if said else ()), *GUESSED.get(array.ndim, ()))):
-        ordered = _ordered(array, letters)
-        if ordered.shape[2] in heads and ordered.shape[3] == dim:
-            packed = frame.pack(side, ordered)
-            if packed is not None:
-                yield packed[..., 0] if counts else packed
-    if array.ndim in (2, 3) and array.shape[-1] == heads[0] * dim:  # heads side by side
+    """What ``array`` may be as (total, heads, dim), the likeliest first. dim: None for numbers,
+    with or without an axis of 1; ``by_row``: of which heads usually come before tokens."""
+    wide = [array] if dim is not None or array.shape[-1:] == (1,) else []
+    wide += [array[..., None]] if dim is None else []
+    for given in wide:
+        said, usual = frame.letters.get(given.ndim), GUESSED.get(given.ndim, ())
+        tried = usual[::-1] if by_row else ((said,) if said else ()) + usual
+        for letters in dict.fromkeys(tried):
+            ordered = _ordered(given, letters)
+            if ordered.shape[2] in heads and ordered.shape[3] == (dim or 1):
+                packed = frame.pack(side, ordered)
+                if packed is not None:
+                    yield packed
+    if dim and array.ndim in (2, 3) and array.shape[-1] == heads[0] * dim:  # heads side by side
         joined = array.reshape(*array.shape[:-1], heads[0], dim)
         packed = frame.pack(side, joined if array.ndim == 3 else joined[None])
         if packed is not None:
             yield packed
 
 
-def _rows(array: np.ndarray, frame: Frame) -> Iterator[np.ndarray]:
-    """What ``array`` may be as (num_heads_q, total_q), the likeliest first."""
-    heads, seqlen = frame.heads["q"], frame.seqlen["q"]
-    if array.ndim > 2 and array.shape[-1] == 1 and array.shape[-2:] != (heads, seqlen):
-        array = array[..., 0]
-    if array.ndim == 1 and heads == 1:
-        array = array[None]
-    if array.ndim == 2:
-        array = array[None]
-    if array.ndim != 3:
-        return
-    for by_token in (array.swapaxes(1, 2), array):  # (batch, heads, tokens) is the custom
-        if by_token.shape[2] == heads:
-            packed = frame.pack("q", by_token)
-            if packed is not None:
-                yield packed.T
-
-
-def _matrix(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray | None:
+def _matrix(name: str, array: np.ndarray, frame: Frame, notes: list[str]) -> np.ndarray:
     """An intermediate of one sequence; of the first one where there is a batch of them."""
     found, heads = array, frame.heads["q"]
     lengths = list(zip(frame.lengths("q"), frame.lengths("k"), strict=True))
-    if found.ndim == 4 and len(found) == 1 and found.shape[2:] in lengths:
-        found = found[0]
-    elif found.ndim == 4 and lengths:
+    if found.ndim == 4 and lengths:
         if len(found) > 1:
             notes.append(f"{name} of {len(found)} sequences: only that of the first one is read")
-        found = found[0, :, : lengths[0][0], : lengths[0][1]]
-    elif found.ndim == 2 and heads == 1:
-        found = found[None]
-    if found.ndim == 2:
-        notes.append(f"{name} is not read: it is of one head, and there are {heads}")
-        return None
+        whole = len(found) == 1 and found.shape[2:] in lengths
+        found = found[0] if whole else found[0, :, : lengths[0][0], : lengths[0][1]]
+    found = found[None] if found.ndim == 2 else found
     if found.ndim != 3 or found.shape[0] != heads or found.shape[1:] not in lengths:
         sizes = " or ".join(str((heads, *pair)) for pair in dict.fromkeys(lengths))
         raise ValueError(f"{name} has shape {array.shape}; of one sequence it must be {sizes}")

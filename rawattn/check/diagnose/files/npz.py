@@ -85,17 +85,6 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
         np.savez(file, **stored)
 
 
-def _sliding(arrays: Arrays, options: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The window of sliding results that come without one: `window`, else that of a block."""
-    if options.get("sliding") or not {"sliding out", "sliding lse"} & arrays.keys():
-        return {}
-    window = options.get("window", (-1, -1))
-    if window == (-1, -1):
-        window = (options.get("block_size", 64) - 1, 0)
-        notes.append(f"the sliding window is not said: {window} is assumed")
-    return {"sliding": window, "window": (-1, -1)}
-
-
 def load(path: str | Path) -> tuple[Question | None, Answers]:
     """What ``path`` holds. Without q, k and v the question is None, and answers are as they were.
 
@@ -111,7 +100,6 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     try:
         arrays = named(raw, notes)
         options = options_of(about.get("options", {}) | arrays)
-        options |= _sliding(arrays, options, notes)
         layout = layout_of(arrays.pop("layout", about.get("layout")))
         restore(arrays, arrays.pop("dtype", None), notes)
         inputs = {name: arrays.pop(name) for name in list(arrays) if name not in RESULTS}
@@ -125,19 +113,19 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
         if frame is None:
             return Saved(str(path), options, arrays, tuple(notes), None)
         said = {*options, *inputs, *(OFFSETS if set(LENGTHS) & inputs.keys() else ())}
-        of_lengths = {f"cu_seqlens_{side}": offsets_of(inputs, side) for side in "qk"}
-        if {"q", "k", "v"} <= inputs.keys():
-            of_lengths = {f"cu_seqlens_{side}": frame.offsets[side] for side in "qk"}
-        inputs = {name: array for name, array in inputs.items() if name not in LENGTHS}
-        placed = {n: place(n, array, frame, notes) for n, array in (inputs | arrays).items()}
-        found = {n: a for n, a in (placed | of_lengths).items() if a is not None}
+        whole = {"q", "k", "v"} <= inputs.keys()
+        given = {x: frame.offsets[x] if whole else offsets_of(inputs, x) for x in "qk"}
+        found = {f"cu_seqlens_{x}": offsets for x, offsets in given.items() if offsets is not None}
+        for name, array in (inputs | arrays).items():
+            if name not in LENGTHS:
+                found[name] = place(name, array, frame, notes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     called = {entry: name for name, entry in GIVEN.items()}
-    given = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
     answers = {n: array for n, array in found.items() if n in RESULTS}
+    fields_of = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
     unsaid = {"causal": True} if NO_MASK in notes else {}
     left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
     told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
-    given |= options
-    return Saved(str(path), given, answers, tuple(notes), frame, unsaid, left_out, told)
+    fields_of |= options
+    return Saved(str(path), fields_of, answers, tuple(notes), frame, unsaid, left_out, told)

@@ -1,6 +1,7 @@
 """Two files of one comparison: what each side is judged by, and how their inputs differ."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.reach import Bools
 from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS
 from rawattn.check.diagnose.files.layouts import OF_EACH
 from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read
@@ -20,7 +20,7 @@ OF_ITS_OWN = ("dlse", *GIVEN)  # what a run had none of where none was saved
 ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
 DEFAULTS = {field.name: field.default for field in fields(Question)}
 ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
-SHORT = 9  # offsets that are shown
+OF_BLOCKS = ("block_size", "own", "sliding")
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,17 @@ def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], t
             there, not_there = paths if other is None else paths[::-1]
             text = f"only in {there}; {not_there} is judged as a run that had none"
             alike.setdefault(text, []).append(called)
-    if a.mask_window != b.mask_window:
-        name = "causal" if a.causal != b.causal else "window"
-        apart.append(f"{name} is {getattr(a, name)} and {getattr(b, name)}")
-    if not math.isclose(a.scale, b.scale, rel_tol=1e-6):
-        apart.append(f"softmax_scale is {a.scale:g} and {b.scale:g}")
-    for name in ("softcap", "block_size", "own", "sliding"):
-        both = name == "softcap" or (a.sparse and b.sparse)
-        if both and getattr(a, name) != getattr(b, name):
-            apart.append(f"{name} is {getattr(a, name)} and {getattr(b, name)}")
+    both_sparse = a.sparse and b.sparse
+    differ = {
+        "causal" if a.causal != b.causal else "window": a.mask_window != b.mask_window,
+        "softmax_scale": not math.isclose(a.scale, b.scale, rel_tol=1e-6),
+        "softcap": a.softcap != b.softcap,
+        **{n: both_sparse and getattr(a, n) != getattr(b, n) for n in OF_BLOCKS},
+    }
+    for name in (name for name, apart_there in differ.items() if apart_there):
+        values = (a.scale, b.scale) if name == "softmax_scale" else (vars(a)[name], vars(b)[name])
+        said = (f"{x:g}" if isinstance(x, float) else str(x) for x in values)
+        apart.append(f"{name} is {' and '.join(said)}")
     return tuple(apart), tuple(f"{', '.join(names)}: {text}" for text, names in alike.items())
 
 
@@ -132,14 +134,8 @@ def _difference(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Differ
     """How an input of two sides differs; None where it has the same numbers."""
     one, other = a[name], b[name]
     if name.startswith("cu_seqlens"):
-        if np.array_equal(one, other):
-            return None
-        if len(one) == len(other) > SHORT:
-            first = int((one != other).argmax())
-            return Difference(f"differs from entry {first} on ({one[first]} and {other[first]})")
-        if max(len(one), len(other)) > SHORT:
-            return Difference(f"is of {len(one) - 1} sequences and of {len(other) - 1}")
-        return Difference(f"is {one.tolist()} and {other.tolist()}")
+        shown = (reprlib.repr(x.tolist()) for x in (one, other))
+        return None if np.array_equal(one, other) else Difference(f"is {' and '.join(shown)}")
     if one.shape != other.shape:
         return Difference(f"has shape {one.shape} and {other.shape}")
     if name not in OF_EACH:
@@ -148,30 +144,28 @@ def _difference(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Differ
         rows = slice(min(int(x[0]) for x in ends), max(int(x[-1]) for x in ends))
         one, other = (x[:, rows] if name in ("dlse", "lse") else x[rows] for x in (one, other))
     first, second = one.astype(np.float64), other.astype(np.float64)
-    same = (first == second) | (np.isnan(first) & np.isnan(second))
-    if same.all():
+    with np.errstate(invalid="ignore"):
+        off = np.where(first == second, 0.0, np.abs(first - second))
+    off = np.where(np.isnan(first) & np.isnan(second), 0.0, off)
+    if not off.any():
         return None
-    count = f"in {(~same).sum()} of {same.size} numbers"
+    count = f"in {np.count_nonzero(off)} of {off.size} numbers"
     if one.dtype.kind in "iu":
         return Difference(f"differs {count}")
-    if (same | _rounded(one, other)).all():
+    if _rounded(one, other, off):
         dtypes = " and ".join(dict.fromkeys(x.dtype.name for x in (one, other)))
         return Difference(f"the same but for rounding ({dtypes})", rounding=True)
-    with np.errstate(invalid="ignore"):
-        off = np.abs(first - second)
     largest = off[np.isfinite(off)].max(initial=0.0)
     how = f"differs by up to {largest:.3g}" if largest else "is NaN or inf at other places"
     return Difference(f"{how}, {count}")
 
 
-def _rounded(one: np.ndarray, other: np.ndarray) -> Bools:
-    """Where the difference is no more than both dtypes' rounding, to inf too."""
+def _rounded(one: np.ndarray, other: np.ndarray, off: np.ndarray) -> bool:
+    """Whether the difference is no more than both dtypes' rounding, to inf too."""
     infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
-    coarse = max(infos, key=lambda info: float(info.eps)).dtype
+    coarse = max(infos, key=lambda info: float(info.eps))
     with np.errstate(all="ignore"):
-        allowed = sum(
-            float(info.eps) * np.abs(x.astype(np.float64)) + float(info.smallest_subnormal)
-            for info, x in zip(infos, (one, other), strict=True)
-        )
-        off = np.abs(one.astype(np.float64) - other.astype(np.float64))
-        return np.asarray((one.astype(coarse) == other.astype(coarse)) | (off <= allowed))
+        allowed = 2 * float(coarse.eps) * np.abs(other.astype(np.float64))
+        allowed = allowed + 2 * float(coarse.smallest_subnormal)
+        same = one.astype(coarse.dtype) == other.astype(coarse.dtype)
+    return bool((same | (off <= allowed)).all())

@@ -3,118 +3,84 @@
 Long by the list of the faults.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rawattn.check.diagnose.catalogue.classes import BugClass
+from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.harness.pairs import LARGEST, PLACES, SWAPPED, eps_of
+from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
 
-Steps = dict[tuple[str, float], float]  # by dtype and size: the largest c that passes
+Claim = Callable[[list["Trial"]], list["Trial"]]
 
-CLEARLY = 4.0  # times larger: no accident of rounding
-LADDER = tuple(2.0**-n for n in range(-2, 25))  # c of x = (1 + c) ref, largest first
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
-VALUES = ("scaled", "places", "part", "row", "element", "offset", "integers")
+VALUES = ("zeros", "scaled", "places", "part", "row", "element", "offset", "integers")
 
-HARNESS: dict[str, BugClass] = {
-    "harness-accepts-anything": BugClass(
-        "no wrong value is noticed",
-        "whether the function returns or asserts what it computed: None means equal here",
-        "a forgotten return or assert",
-        "nothing that it is fed is refused, whatever the size of the error",
-    ),
-    "harness-raises": BugClass(
-        "the comparison breaks down on right results",
-        "the message: arrays that it does not take (--framework), dtypes that it cannot mix "
-        "(--reference), or an array where one verdict is due (.all())",
-        "a comparison that was written for one framework or dtype",
-        "an exception where a verdict is due",
-    ),
-    "harness-magnitude-only": BugClass(
-        "only the size of the values is compared, not the values",
-        "where x and ref are reduced: subtract first, (x - ref).abs().max(); neither a tolerance "
-        "subtracted from each side nor two means or maxima can see that x is another array",
-        "two statistics that are compared in place of two arrays",
-        "shuffled results and other signs pass",
-    ),
-    "harness-ignores-scale": BugClass(
-        "a result that is a multiple of the right one passes",
-        "a cosine similarity or correlation: compare |x - ref| as well",
-        "a similarity that divides by both norms",
-        "twice the right result passes",
-    ),
-    "harness-passes-zeros": BugClass(
-        "an all-zero result passes",
-        "the tolerance: it must be smaller than the data, so assert that zeros would fail",
-        "an absolute tolerance that is larger than the data, a division by max|x|",
-        "a kernel that writes nothing passes",
-    ),
-    "harness-atol-only": BugClass(
-        "the tolerance is absolute: too large for small data",
-        "atol: take a share of max|ref|, such as twice the error of a same-dtype reference",
-        "allclose with its defaults, a constant for all tensors",
-        "gradients of a mean loss pass whatever they are",
-    ),
-    "harness-ignores-nan": BugClass(
-        "NaN or inf in the result passes",
-        "a comparison with NaN is False: assert error <= allowed, not that none is above it; "
-        "nan_to_num, nanmax and masks by isfinite hide it too",
-        "max and > answer False where NaN is",
-        "a kernel that overflows passes",
-    ),
-    "harness-one-sided": BugClass(
-        "errors of one sign pass",
-        "a missing abs around the difference",
-        "(x - ref).max() without abs",
-        "results that are too small pass",
-    ),
-    "harness-averages": BugClass(
-        "a few wrong elements hide in an average",
-        "a mean, a norm or a share of mismatches: compare the largest error too",
-        "a norm or a mean over millions of elements",
-        "a wrong row or tile passes",
-    ),
-    "harness-too-loose": BugClass(
-        "errors above the dtype's rounding pass",
-        "rtol: compare with the error that a same-dtype reference has against a float64 one",
-        "tolerances that were widened until the test passed",
-        "errors of a wrong tile edge, a percent or so, pass",
-    ),
-    "harness-broadcasts": BugClass(
-        "a result of another shape passes",
-        "assert x.shape == ref.shape first: a shape (1, ...) broadcasts, and zip stops early",
-        "NumPy's and torch's broadcasting",
-        "a result of one row passes for all rows",
-    ),
-    "harness-not-symmetric": BugClass(
-        "wrong results pass where the arguments are swapped",
-        "which of the two is the reference at every call: the allowance grows with it",
-        "allclose(a, b) allows a share of b",
-        "what is refused one way passes the other way",
-    ),
-    "harness-refuses-right": BugClass(
-        "right results are refused",
-        "a tolerance below the rounding of the dtype, or of sums that come out near 0: allow a "
-        "share of max|ref| that fits the dtype",
-        "a tolerance for float32 that is used for 16 bits",
-        "a test that fails now and then, or on another GPU",
-    ),
-    "vacuous": BugClass(
-        "two all-zero arrays pass",
-        "a result that underflows to 0 on both sides proves nothing: assert that ref is not 0",
-    ),
-}
+TEXTS = """
+harness-raises: the comparison breaks down on right results
+    the message: arrays or dtypes that it does not take, or an array where one verdict is due
+    a comparison that was written for one framework or dtype
+    an exception where a verdict is due
+harness-accepts-anything: no wrong value is noticed
+    whether the function returns or asserts what it computed: None means equal here
+    a forgotten return or assert
+    nothing that it is fed is refused, whatever the size of the error
+harness-magnitude-only: only the size of the values is compared, not the values
+    where x and ref are reduced: subtract first, (x - ref).abs().max()
+    two statistics that are compared in place of two arrays
+    shuffled results and other signs pass
+harness-ignores-scale: a result that is a multiple of the right one passes
+    a cosine similarity or correlation: compare |x - ref| as well
+    a similarity that divides by both norms
+    twice the right result passes
+harness-passes-zeros: an all-zero result passes
+    the tolerance: it must be smaller than the data, so assert that zeros would fail
+    an absolute tolerance that is larger than the data, a division by max|x|
+    a kernel that writes nothing passes
+harness-atol-only: the tolerance is absolute: too large for small data
+    atol: take a share of max|ref|, such as twice the error of a same-dtype reference
+    allclose with its defaults, a constant for all tensors
+    gradients of a mean loss pass whatever they are
+harness-ignores-nan: NaN or inf in the result passes
+    a comparison with NaN is False: assert error <= allowed, not that none is above it
+    max and > answer False where NaN is; nan_to_num, nanmax and masks by isfinite hide it
+    a kernel that overflows passes
+harness-one-sided: errors of one sign pass
+    a missing abs around the difference
+    (x - ref).max() without abs
+    results that are too small pass
+harness-averages: a few wrong elements hide in an average
+    a mean, a norm or a share of mismatches: compare the largest error too
+    a norm or a mean over millions of elements
+    a wrong row or tile passes
+harness-too-loose: errors above the dtype's rounding pass
+    rtol: compare with the error that a same-dtype reference has against a float64 one
+    tolerances that were widened until the test passed
+    errors of a wrong tile edge, a percent or so, pass
+harness-broadcasts: a result of another shape passes
+    assert x.shape == ref.shape first: a shape (1, ...) broadcasts, and zip stops early
+    NumPy's and torch's broadcasting
+    a result of one row passes for all rows
+harness-not-symmetric: wrong results pass where the arguments are swapped
+    which of the two is the reference at every call: the allowance grows with it
+    allclose(a, b) allows a share of b
+    what is refused one way passes the other way
+vacuous: two all-zero arrays pass
+    a result that underflows to 0 on both sides proves nothing: assert that ref is not 0
+    gradients that underflow, a mask that hides everything
+    an all-zero result would pass as well
+harness-refuses-right: right results are refused
+    a tolerance below the rounding of sums near 0: allow a share of max|ref| that fits the dtype
+    a tolerance for float32 that is used for 16 bits
+    a test that fails now and then, or on another GPU
+"""
+HARNESS = classes_of(TEXTS)  # the gravest first
 
 
 @dataclass(frozen=True)
 class Trial:
     """What a comparison said of a pair: "passes", "is refused" or "raises", and what it raised.
-
-    error: the largest, in units of the largest element.
-    """
+    error: the largest, in units of the largest element."""
 
     name: str
     kind: str
@@ -127,62 +93,58 @@ class Trial:
     raised: str
 
     @property
-    def fooled(self) -> bool:
-        return self.due == "refuse" and self.verdict == "passes"
+    def wrong(self) -> bool:
+        """Whether the verdict is."""
+        return (self.verdict == "passes") is not (self.due == "pass")
 
     @property
     def place(self) -> tuple[str, float, int]:
         return self.dtype, self.size, self.axes
 
 
-def name_causes(trials: Sequence[Trial], steps: Steps) -> Iterator[Finding]:
+def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     """Gravest first. Every wrong that passes is in one of them."""
     right = [trial for trial in trials if trial.due == "pass"]
     broken = {trial.place for trial in right if trial.verdict == "raises"}
-    wrong = [trial for trial in trials if trial.due == "refuse" and trial.place not in broken]
-    causes = [
-        ("harness-raises", [trial for trial in right if trial.verdict == "raises"]),
-        *_causes(wrong, steps),
-        ("harness-refuses-right", [trial for trial in right if trial.verdict == "is refused"]),
-    ]
-    for bug, found in causes:
-        if not found:
-            continue
-        lines = _absolute(found, steps) if bug == "harness-atol-only" else []
-        lines += lines_of(found, trials)
-        known, where = HARNESS[bug], where_of(found, trials)
-        yield Finding("harness", bug, known.title, where, "proved", tuple(lines), known.look_at)
+    due = [trial for trial in trials if trial.due == "refuse" and trial.place not in broken]
+    causes = _causes(due)
+    causes["harness-raises"] = [trial for trial in right if trial.verdict == "raises"]
+    causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
+    for bug, known in HARNESS.items():
+        if found := causes.get(bug):
+            lines, where = tuple(lines_of(found, trials)), where_of(found, trials)
+            yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
 
 
-def _causes(wrong: Sequence[Trial], steps: Steps) -> Iterator[tuple[str, list[Trial]]]:
+def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
-    fooled = [trial for trial in wrong if trial.fooled]
-    held = [trial for trial in wrong if not trial.fooled]
+    fooled = [trial for trial in due if trial.wrong]
+    held = [trial for trial in due if not trial.wrong]
     if not any(trial.kind in VALUES for trial in held):
-        yield "harness-accepts-anything", [t for t in fooled if t.kind != "swapped"]
-        return
-    left = _of_kind(fooled, *VALUES)
-
-    def explained(found: list[Trial]) -> list[Trial]:
-        known = set(found)
-        left[:] = [trial for trial in left if trial not in known]
-        return found
-
-    absolute = explained(_by_absolute_tolerance(left, steps))
-    yield "harness-magnitude-only", explained(_all_where(left, PLACES, VALUES))
-    multiples = _all_where(left, MULTIPLES, ("scaled", "part"))
-    yield "harness-ignores-scale", explained([t for t in multiples if t.name != "x = 0"])
-    yield "harness-passes-zeros", explained([t for t in left if t.name == "x = 0"])
-    yield "harness-atol-only", absolute
-    yield "harness-ignores-nan", _of_kind(fooled, "nan")
-    yield "harness-one-sided", explained(_one_sided(left, held))
-    yield "harness-averages", explained(_hidden(left, held))
-    yield "harness-too-loose", left
-    yield "harness-broadcasts", _of_kind(fooled, "shape")
+        return {"harness-accepts-anything": [t for t in fooled if t.kind != "swapped"]}
     straight = {(trial.name + SWAPPED, trial.place) for trial in held}
     swapped = [t for t in _of_kind(fooled, "swapped") if (t.name, t.place) in straight]
-    yield "harness-not-symmetric", swapped
-    yield "vacuous", _of_kind(fooled, "vacuous")
+    causes = {"harness-not-symmetric": swapped}
+    for bug, kind in (
+        ("harness-ignores-nan", "nan"),
+        ("harness-broadcasts", "shape"),
+        ("vacuous", "vacuous"),
+    ):
+        causes[bug] = _of_kind(fooled, kind)
+    claims: tuple[tuple[str, Claim], ...] = (
+        ("harness-atol-only", lambda left: _by_absolute_tolerance(left, held)),
+        ("harness-magnitude-only", lambda left: _all_where(left, PLACES, VALUES)),
+        ("harness-ignores-scale", lambda left: _all_where(left, MULTIPLES, ("scaled", "part"))),
+        ("harness-passes-zeros", lambda left: _of_kind(left, "zeros")),
+        ("harness-one-sided", lambda left: _one_sided(left, held)),
+        ("harness-averages", lambda left: _hidden(left, held)),
+        ("harness-too-loose", lambda left: left),
+    )
+    left = _of_kind(fooled, *VALUES)
+    for bug, claim in claims:  # each of what those before it leave
+        causes[bug] = claim(left)
+        left = [trial for trial in left if trial not in causes[bug]]
+    return causes
 
 
 def _of_kind(trials: Iterable[Trial], *kinds: str) -> list[Trial]:
@@ -196,20 +158,14 @@ def _all_where(left: Sequence[Trial], names: Iterable[str], kinds: Sequence[str]
     return [trial for trial in _of_kind(left, *kinds) if trial.place in where]
 
 
-def _by_absolute_tolerance(left: Iterable[Trial], steps: Steps) -> list[Trial]:
-    """What passes only at sizes where the error that passes does not shrink with the data."""
-    absolute: set[tuple[str, float]] = set()
-    for dtype in dict.fromkeys(dtype for dtype, _ in steps):
-        sizes = sorted(size for of, size in steps if of == dtype)
-        for (n, small), (m, large) in itertools.combinations(enumerate(sizes), 2):
-            if steps[dtype, small] >= CLEARLY * max(steps[dtype, large], eps_of(dtype)):
-                absolute |= {(dtype, small)} | ({(dtype, large)} if m == n + 1 else set())
-    elsewhere = {
-        (trial.name, trial.dtype, trial.axes)
-        for trial in left
-        if (trial.dtype, trial.size) not in absolute
-    }
-    return [t for t in left if (t.name, t.dtype, t.axes) not in elsewhere]
+def _by_absolute_tolerance(left: Sequence[Trial], held: Sequence[Trial]) -> list[Trial]:
+    """What passes of dtypes of which a multiple that passes is refused of larger data."""
+    refused: dict[tuple[str, str, int], float] = {}
+    for trial in _of_kind(held, "zeros", "scaled"):
+        what = trial.name, trial.dtype, trial.axes
+        refused[what] = max(trial.size, refused.get(what, 0.0))
+    absolute = {t.dtype for t in left if t.size < refused.get((t.name, t.dtype, t.axes), 0.0)}
+    return [trial for trial in left if trial.dtype in absolute]
 
 
 def _one_sided(left: Iterable[Trial], held: Iterable[Trial]) -> list[Trial]:
@@ -238,7 +194,7 @@ def _hidden(left: Sequence[Trial], held: Iterable[Trial]) -> list[Trial]:
 
 
 def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:
-    """What the comparison says where of which; a line for all that have this in common."""
+    """What the comparison says where of which: a line for all that have this in common."""
     named: dict[tuple[str, str, str], list[Trial]] = {}
     for trial in trials:
         named.setdefault((trial.name, trial.verdict, trial.raised), []).append(trial)
@@ -246,7 +202,8 @@ def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:
     for (name, verdict, raised), found in named.items():
         said = f"{verdict} {raised}".rstrip()
         lines.setdefault((said, where_of(found, among)), []).append(name)
-    return [f"{said} ({where}): {'; '.join(names)}" for (said, where), names in lines.items()]
+    most_first = sorted(lines.items(), key=lambda line: -len(line[1]))
+    return [f"{said} ({where}): {'; '.join(names)}" for (said, where), names in most_first]
 
 
 def where_of(trials: Sequence[Trial], among: Sequence[Trial]) -> str:
@@ -257,31 +214,10 @@ def where_of(trials: Sequence[Trial], among: Sequence[Trial]) -> str:
     dtypes: dict[tuple[float, ...], list[str]] = {}
     for dtype, seen in sizes.items():
         dtypes.setdefault(tuple(sorted(seen, reverse=True)), []).append(dtype)
-    every = [len({trial.place[n] for trial in among}) for n in range(3)]
+    every = [len({trial.place[n] for trial in among}) for n in range(2)]
     parts = []
     for found, names in dtypes.items():
         some = f"size {', '.join(f'{size:g}' for size in found)}"
         dtype = "every dtype" if 1 < len(names) == every[0] else ", ".join(names)
         parts.append(f"{dtype}, {'every size' if 1 < len(found) == every[1] else some}")
-    axes = sorted({trial.axes for trial in trials})
-    if len(axes) < every[2] and any(t.name == trials[0].name and t.axes not in axes for t in among):
-        parts[-1] += f", arrays of {' and '.join(map(str, axes))} axes"
     return "; ".join(parts)
-
-
-def _absolute(found: Iterable[Trial], steps: Steps) -> list[str]:
-    """Errors in numbers: they do not shrink with the data."""
-    lines = []
-    for dtype in dict.fromkeys(trial.dtype for trial in found):
-        parts = [
-            f"{at_most(step, size * LARGEST)} at size {size:g}"
-            for (of, size), step in steps.items()
-            if of == dtype
-        ]
-        lines.append(f"{dtype}: errors that pass, about: {', '.join(parts)}")
-    return lines
-
-
-def at_most(step: float, unit: float = 1.0) -> str:
-    """``step`` of LADDER in numbers; at its end more may pass."""
-    return f"{step * unit:.2g}" + (" or more" if step == LADDER[0] else "")

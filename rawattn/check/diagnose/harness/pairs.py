@@ -1,8 +1,7 @@
 """What a comparison is fed: right results, and wrong ones of every kind, each with its reference.
 
 What counts as wrong leaves room for rounding: an error above GENEROUS units of the dtype's
-rounding (eps) of the largest element. What people may want either way is not counted. Long by the
-kinds.
+rounding (eps) of the largest element.
 """
 
 import math
@@ -29,7 +28,7 @@ PLACES = ("rows shifted by one", "transposed at equal size")
 
 @dataclass(frozen=True)
 class Pair:
-    """What a comparison is fed, and what is due: "refuse", "pass", or "either"."""
+    """What a comparison is fed, and what is due: "refuse" or "pass"."""
 
     name: str
     kind: str
@@ -38,11 +37,9 @@ class Pair:
     due: str = "refuse"
 
 
-def rights(
-    shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False, seed: int = 0
-) -> list[Pair]:
+def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -> list[Pair]:
     """Right results of ``dtype`` with their references, float64 where ``wide``; mildest first."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     exact = _draw(shape, rng, size)
     kind = dtype_of(dtype)
     ref = exact if wide else exact.astype(kind)
@@ -50,23 +47,23 @@ def rights(
     rounded = exact + 0.25 * ulps * rng.uniform(-1, 1, shape)
     accumulator = min(eps_of(dtype), eps_of("float32"))
     summed = exact + accumulator * np.abs(exact).max() * rng.uniform(-1, 1, shape)
-    same = "the reference rounded to x's dtype" if wide else "the same array"
-    noisy = f"the result of another rounding, off by at most {'0.75' if wide else '1'} ulp"
     return [
         Pair(name, "right", x.astype(kind), ref, "pass")
-        for name, x in ((same, exact), (noisy, rounded), ("the same sums in another order", summed))
+        for name, x in (
+            ("the reference, rounded to x's dtype", exact),
+            ("the result of another rounding, off by at most an ulp", rounded),
+            ("the same sums in another order", summed),
+        )
     ]
 
 
-def wrongs(
-    shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False, seed: int = 0
-) -> list[Pair]:
-    """Wrong results of ``dtype``, each made of a right one; and some that may be meant (either).
+def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -> list[Pair]:
+    """Wrong results of ``dtype``, each made of a right one.
 
     ``shape``: (tokens, width), (tokens, heads, width), or (batch, heads, tokens, width) with
     sequences of one length; else there are three sequences.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     exact = _draw(shape, rng, size)
     kind = dtype_of(dtype)
 
@@ -81,11 +78,14 @@ def wrongs(
             pairs.append(Pair(name, group, wrong, ref))
             if name in PAIRED:
                 pairs.append(Pair(name + SWAPPED, "swapped", ref, wrong))
-    one_nan, one_inf, all_nan = x.copy(), x.copy(), np.full_like(x, np.nan)
-    middle = tuple(n // 2 for n in shape)
-    one_nan[middle], one_inf[middle] = np.nan, np.inf
-    nans = (("one NaN", one_nan), ("one inf", one_inf), ("all NaN", all_nan))
-    pairs += [Pair(name, "nan", wrong, ref) for name, wrong in nans]
+    middle = np.zeros(shape, dtype=bool)
+    middle[tuple(n // 2 for n in shape)] = True
+    for name, where, value in (
+        ("one NaN", middle, np.nan),
+        ("one inf", middle, np.inf),
+        ("all NaN", True, np.nan),
+    ):
+        pairs.append(Pair(name, "nan", np.where(where, kind.type(value), x), ref))
     equal = np.broadcast_to(exact[:1], shape)
     shapes = (
         ("x of shape (1, ...) where ref repeats it", x[:1], typed(equal)),
@@ -97,14 +97,6 @@ def wrongs(
     pairs += [Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape]
     zeros = np.zeros_like(exact)
     pairs.append(Pair("x and ref both 0", "vacuous", zeros.astype(kind), typed(zeros)))
-    nan_ref = ref.copy()
-    nan_ref[middle] = np.nan
-    pairs += [
-        Pair("NaN at the same place of both", "either", one_nan, nan_ref, "either"),
-        Pair("x and ref both empty", "either", x[:0], ref[:0], "either"),
-    ]
-    if not wide:
-        pairs.append(Pair("x of dtype float64", "either", x.astype(np.float64), ref, "either"))
     return pairs
 
 
@@ -125,7 +117,7 @@ def _changed(
 
     for factor in (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0):
         name = {0.0: "0", -1.0: "-ref"}.get(factor, f"{factor:g} ref")
-        yield f"x = {name}", "scaled", exact * factor
+        yield f"x = {name}", "scaled" if factor else "zeros", exact * factor
     yield PLACES[0], "places", back(np.roll(rows, 1, axis=0))
     axes = (1, 0, 2) if heads > 1 else (2, 1, 0)
     yield PLACES[1], "places", back(rows.transpose(axes).reshape(rows.shape))
@@ -154,12 +146,8 @@ def _changed(
 def _packed(array: Float64) -> tuple[Float64, Callable[[Float64], Float64]]:
     """``array`` as (tokens, heads, width), and the way back."""
     shape = array.shape
-    if array.ndim == 2:
-        return array[:, None], lambda rows: rows.reshape(shape)
-    if array.ndim == 3:
-        return array, lambda rows: rows
-    if array.ndim != 4:
-        raise ValueError(f"shape {shape} has {array.ndim} axes, expected 2, 3 or 4")
+    if array.ndim < 4:
+        return array.reshape(shape[0], -1, shape[-1]), lambda rows: rows.reshape(shape)
     batch, heads, tokens, width = shape
     rows = array.swapaxes(1, 2).reshape(batch * tokens, heads, width)
     return rows, lambda rows: rows.reshape(batch, tokens, heads, width).swapaxes(1, 2)

@@ -2,22 +2,18 @@
 sequence; constants and orders of rows, which are too many to list, are read off."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs
-from rawattn.check.diagnose.engine.attention import (
-    Bug,
-    Floats,
-    solve,
-)
+from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
+from rawattn.check.diagnose.evidence.precision import Given, relative_residual
 from rawattn.check.diagnose.evidence.structure import by_rows
-from rawattn.check.diagnose.inferred.sample import Given, Sample, residual
+from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
@@ -28,33 +24,21 @@ MOST = 6000  # rows whose order is looked for
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs read off the answers of ``stage``; none where nothing can be read."""
-    if question.sparse:
-        return
     for given in _givens(question, answers, stage):
         sample = Sample(question, answers, stage, given)
-        wrong = _wrong(sample, answers)
+        wrong = sample.wrong.keys()
         if not wrong:
             return
+        if question.sparse:
+            yield from _rearranged(sample)
+            continue
         if stage == "backward" and "out" in answers:
-            forward = Sample(question, answers, "forward")
-            of_forward = _rearranged(forward, _wrong(forward, answers))
+            of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
-        yield from _constants(sample, wrong)
-        yield from _rearranged(sample, wrong)
-        listed = inputs.candidates(question, stage, wrong.keys(), sample.found.keys() - wrong)
-        yield from (bug for _, bug in sample.near(listed, YIELDED, spent() + EFFORT))
-
-
-def _wrong(sample: Sample, answers: Answers) -> dict[str, float]:
-    """Which answers are, all of them, and what rounding may leave of each."""
-    found = {}
-    for name in sorted(sample.found):
-        dtype = answers[name].dtype
-        eps = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-        noise = max(4 * eps, 1e-5) if dtype.itemsize > 2 else 4 * eps
-        if sample.of_all(name, sample.truth[name]) > noise:
-            found[name] = noise
-    return found
+        yield from _constants(sample)
+        yield from _rearranged(sample)
+        listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
+        yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 
 def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:
@@ -67,34 +51,33 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
         right, own = solve(question, "forward"), {"out", "lse"} <= answers.keys()
         if own:
             yield answers["out"], answers["lse"]
-        pairs = [[by_rows(n, x[n]) for x in (answers, right)] for n in ("out", "lse") if own]
-        if not own or any(residual(*pair) > 1e-2 for pair in pairs):
+        off = [
+            relative_residual(by_rows(name, answers[name]), by_rows(name, right[name]), WHOLE)
+            for name in ("out", "lse")
+            if own
+        ]
+        if not own or max(off) > 1e-2:
             yield right["out"], right["lse"]
 
 
 # ---- constants --------------------------------------------------------------------------------
 
 
-def _constants(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
+def _constants(sample: Sample) -> Iterator[Bug]:
     """A tensor that is the right one times a number, or times one for each head or column."""
-    for name in wrong:
+    for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
         sequence = sample.sequences(name)[:, None, None]
         finite = np.isfinite(a) & np.isfinite(b) & (sequence >= 0)
         a, b = (np.where(finite, x, 0.0) for x in (a, b))
         heads, columns = (np.arange(count) for count in a.shape[1:])
-        parts = {
-            "": np.zeros(1, dtype=int),
-            "head": heads[:, None],
-            "column": columns,
-        }
-        for of, number in parts.items():
+        for of, number in (("", np.zeros(1, int)), ("head", heads[:, None]), ("column", columns)):
             part = np.broadcast_to(number, a.shape)
             if of and len(np.unique(part[finite])) < 2:
                 continue
             above, below = (np.bincount(part.ravel(), (x * b).ravel()) for x in (a, b))
             factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
-            left = residual(a, factors[part] * b)
+            left = relative_residual(a, factors[part] * b, WHOLE)
             if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
                 store = partial(_times, name, factors[part])
                 form = f"{name} times {_by_part(of, factors)}"
@@ -117,21 +100,14 @@ def _by_part(of: str, factors: Floats) -> str:
 
 def _in_words(x: float) -> str:
     """A number, and what it is near to."""
-    for text, value in _named(x):
-        if math.isclose(x, value, rel_tol=CLOSE):
-            return text if text == f"{x:.4g}" else f"{x:.4g} = {text}"
-    return f"{x:.4g}"
-
-
-def _named(x: float) -> Iterator[tuple[str, float]]:
     if x == 0 or not math.isfinite(x):
-        return
-    yield f"{round(x)}", float(round(x))
-    tenth = round(x, 1)
-    yield f"{tenth:g}", tenth
+        return f"{x:.4g}"
     power = round(math.log2(abs(x)))
-    yield f"{'-' if x < 0 else ''}2^{power}", math.copysign(2.0**power, x)
-    yield from (("ln 2", math.log(2)), ("log2(e)", 1 / math.log(2)))
+    known = {f"{round(x)}": float(round(x)), f"{round(x, 1):g}": round(x, 1)}
+    known |= {f"{'-' if x < 0 else ''}2^{power}": math.copysign(2.0**power, x)}
+    known |= {"ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
+    text = next((text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)), "")
+    return f"{x:.4g}" if text in ("", f"{x:.4g}") else f"{x:.4g} = {text}"
 
 
 def _times(name: str, factors: Floats, question: Question, answers: Answers) -> Answers:
@@ -141,20 +117,18 @@ def _times(name: str, factors: Floats, question: Question, answers: Answers) -> 
 # ---- places of results ------------------------------------------------------------------------
 
 
-def _rearranged(sample: Sample, wrong: Mapping[str, float]) -> Iterator[Bug]:
+def _rearranged(sample: Sample) -> Iterator[Bug]:
     """A result whose rows, or numbers, are in other places."""
-    for name in wrong:
+    for name, noise in sample.wrong.items():
         known, here = False, {name: sample.truth[name]}
         most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
-        for bug, then in inputs.rearranged(sample.question, name):
+        for bug in inputs.rearranged(sample.question, name):
             assert bug.store is not None
             if sample.of_all(name, bug.store(sample.question, here)[name]) < most:
                 known = True
                 yield bug
-                if then is not None:
-                    yield then
         if not known or name in BY_ROW:
-            yield from _moved(sample, name, max(8 * wrong[name], 1e-3))
+            yield from _moved(sample, name, max(8 * noise, 1e-3))
 
 
 UNITS = {"heads": (1, 0), "tokens": (0,), "rows": (0, 1)}  # by the first axes

@@ -7,25 +7,24 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Bug, Floats, Store, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
-    OF_KEYS,
     OF_SLOTS,
     STAGES,
     Answers,
     Question,
 )
-from rawattn.check.diagnose.evidence.structure import by_rows, named
+from rawattn.check.diagnose.evidence.structure import by_rows, side_of, where
 from rawattn.check.diagnose.inferred.sample import given_to
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
-FEW = 4  # sequences that are told of
+Found = dict[str, tuple[np.ndarray, float]]  # of tensors the rows, and what they hold
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """One with all rows of the tensors of ``stage`` that hold a constant and should not."""
     names = [n for n in STAGES[stage] if n in answers and n not in OF_SLOTS and n != "delta"]
     right = solve(question, stage, given=given_to(question, answers, stage))
-    found: dict[str, tuple[np.ndarray, float]] = {}
+    found: Found = {}
     for name in names:
         if name in right and np.shape(answers[name]) == right[name].shape:
             of_out = found.get(name.replace("lse", "out")) if "lse" in name else None
@@ -50,7 +49,7 @@ def _constant(
     """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
     that it must be 0, or in the rows ``of_out``."""
     x, wanted = by_rows(name, np.asarray(found, dtype=np.float64)), by_rows(name, right)
-    inside = question.sequence_of("k" if name in OF_KEYS else "q") >= 0
+    inside = question.sequence_of(side_of(name)) >= 0
     finite = np.isfinite(wanted).all(axis=2) & inside[:, None]
     if not finite.any() or not x.shape[2]:
         return None
@@ -68,7 +67,7 @@ def _constant(
     return (rows, number) if rows.sum() < SHARE * finite.sum() else None
 
 
-def _see_nothing(answers: Answers, found: dict[str, tuple[np.ndarray, float]]) -> bool:
+def _see_nothing(answers: Answers, found: Found) -> bool:
     """Whether the rows of out are those of queries that see no key, as their lse says."""
     for out, lse in (("out", "lse"), ("sliding out", "sliding lse"), ("jvp out", "jvp lse")):
         if out in found and lse in answers:
@@ -80,7 +79,7 @@ def _see_nothing(answers: Answers, found: dict[str, tuple[np.ndarray, float]]) -
     return False
 
 
-def _whole_sequences(question: Question, found: dict[str, tuple[np.ndarray, float]]) -> bool:
+def _whole_sequences(question: Question, found: Found) -> bool:
     """Whether the rows of out are all those of some sequences that see a key."""
     if "out" not in found:
         return False
@@ -90,9 +89,7 @@ def _whole_sequences(question: Question, found: dict[str, tuple[np.ndarray, floa
     return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
-def _at_ends(
-    question: Question, found: dict[str, tuple[np.ndarray, float]], answers: Answers
-) -> bool:
+def _at_ends(question: Question, found: Found, answers: Answers) -> bool:
     """Whether lse tells nothing, and the rows of out do not lie at the ends of sequences."""
     if "out" not in found or "lse" in answers or "dq" in found:
         return True
@@ -100,7 +97,7 @@ def _at_ends(
     return bool(np.isin(rows, [*(rows - 1), *question.cu_seqlens_q[1:]]).all())
 
 
-def _store(found: dict[str, tuple[np.ndarray, float]]) -> Store:
+def _store(found: Found) -> Store:
     def store(question: Question, answers: Answers) -> Answers:
         stored = {name: x.copy() for name, x in answers.items()}
         for name, (rows, number) in found.items():
@@ -111,34 +108,9 @@ def _store(found: dict[str, tuple[np.ndarray, float]]) -> Store:
     return store
 
 
-# ---- in words ---------------------------------------------------------------------------------
-
-
-def _in_words(question: Question, found: dict[str, tuple[np.ndarray, float]]) -> str:
-    said = []
+def _in_words(question: Question, found: Found) -> str:
+    texts: dict[str, list[str]] = {}
     for name, (rows, number) in found.items():
-        keys = name in OF_KEYS
-        text = _places(question, rows, keys)
-        heads = np.flatnonzero(rows.any(axis=0))
-        if len(heads) < rows.shape[1]:
-            text += f", {named('heads', heads)}"
-        said.append((f"is {number:g} in {text}", name))
-    texts = dict.fromkeys(text for text, _ in said)
-    return "; ".join(
-        f"{' and '.join(name for other, name in said if other == text)} {text}" for text in texts
-    )
-
-
-def _places(question: Question, rows: np.ndarray, keys: bool) -> str:
-    sequence = question.sequence_of("k" if keys else "q")
-    offsets = np.asarray(question.cu_seqlens_k if keys else question.cu_seqlens_q)
-    lengths = question.lengths_k if keys else question.lengths_q
-    tokens = np.flatnonzero(rows.any(axis=1))
-    told = []
-    of = np.unique(sequence[tokens])
-    for b in of[:FEW]:
-        here = tokens[sequence[tokens] == b] - int(offsets[b])
-        words = "key" if keys else "row"
-        told.append(f"{named(words, here)} of sequence {b} ({lengths[b]} long)")
-    more = f" and {len(of) - FEW} more" if len(of) > FEW else ""
-    return ", ".join(told) + more
+        places = ", ".join(where(question, name, rows)[1:]).replace("only ", "of ")
+        texts.setdefault(f"is {number:g} in some rows, {places}", []).append(name)
+    return "; ".join(f"{' and '.join(names)} {text}" for text, names in texts.items())

@@ -10,6 +10,8 @@ from rawattn.check.diagnose.engine.question import BY_ROW, MATRICES, OF_KEYS, An
 from rawattn.check.diagnose.evidence.reach import by_tokens
 from rawattn.check.diagnose.evidence.structure import side_of
 
+OF_Q, OF_KV = ("q", "dout", "tq", "out"), ("k", "v", "tk", "tv", *OF_KEYS)
+BY_HEAD = ("dlse", "sinks", "tsinks", *BY_ROW)
 SCORES = 1_200_000  # of all heads
 
 
@@ -72,18 +74,13 @@ def _sequences(
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
     """The first ``count`` key/value heads."""
-    heads = count * question.group
-    of_kv = ("k", "v", "tk", "tv")
-    by_head = ("dlse", "lse", "sinks", "tsinks")
-    changes: dict[str, object] = {}
-    for name in ("q", "dout", "tq", "out", *of_kv, *by_head):
-        x = getattr(question, name)
-        if x is None:
-            continue
-        kept = count if name in of_kv else heads
-        changes[name] = x[:kept] if name in by_head else x[:, :kept]
-    part = {}
-    for name, x in answers.items():
-        kept = count if name in OF_KEYS else heads
-        part[name] = x[:kept] if name in BY_ROW else x[:, :kept]
-    return replace(question, **changes), part  # type: ignore[arg-type]
+
+    def part(name: str, x: Any) -> Any:
+        kept = count if name in OF_KV else count * question.group
+        return x[:kept] if name in BY_HEAD else x[:, :kept]
+
+    there = {
+        n: x for n in (*OF_Q, *OF_KV[:4], *BY_HEAD) if (x := getattr(question, n, None)) is not None
+    }
+    changes: dict[str, Any] = {name: part(name, x) for name, x in there.items()}
+    return replace(question, **changes), {name: part(name, x) for name, x in answers.items()}

@@ -8,7 +8,7 @@ evidence in words.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +27,10 @@ from rawattn.check.diagnose.judge.match import (
     GENERIC,
     LOOSE,
     Explained,
+    Stage,
     StageVerdict,
-    beside,
     judge_stage,
 )
-from rawattn.check.diagnose.judge.unjudged import without
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
@@ -55,7 +54,6 @@ def diagnose(
     *,
     side: str = "candidate",
     call: Callable[[Question], Answers] | None = None,
-    against: tuple[str, Answers] | None = None,
     until: float | None = None,
     hints: Sequence[Bug] = (),
     told: Readings = UNREAD,
@@ -63,64 +61,56 @@ def diagnose(
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
-    inputs. against: the name and the answers of another side, judged in the same way. until: by
-    effort.spent(), EFFORT from now by default; from then on only the usual bugs are tried.
-    hints: bugs that ``side`` may have, to be tried with these. told: what was read off it.
+    inputs. until: by effort.spent(), EFFORT from now by default; from then on only the usual bugs
+    are tried. hints: bugs that ``side`` may have, to be tried with these. told: what was read off
+    it.
     """
     until = spent() + EFFORT if until is None else until
-    sides = [(side, answers, None if call is None else _floating(call))]
-    if against is not None:
-        sides.append((*against, None))
-    findings: list[Finding] = []
-    checks: list[Check] = []
-    facts: list[str] = []
-    whole, shown = question, _numbers(answers, side)[0]
-    for name, given, again in sides:
-        given, strange = _numbers(given, name)
-        findings += strange
-        question, part, fact = cut(whole, _with_rows(given))
-        facts += [f"{name}: {fact}"] if fact else []
-        known = (told, hints) if name == side else (UNREAD, ())
-        found, held, said = _judge(question, part, name, again, until, *known)
-        if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
-            found += proofs.of_sinks(question, given, name)
-        if name == side or (found and not findings):
-            shown = part
-        findings += found
-        checks += held
-        facts += said
-    reference = reference_of(question, shown)
-    shown = {n: x for n, x in shown.items() if n not in reference or x.shape == reference[n].shape}
-    reference = {name: x for name, x in reference.items() if name in shown}
-    facts.insert(0, _sizes(whole))
+    given, strange = _well_formed(question, answers, side)
+    whole = question
+
+    def again(asked: Question) -> Answers:
+        return {} if call is None else _with_rows(_well_formed(asked, call(asked), "")[0])
+
+    question, part, fact = cut(whole, _with_rows(given))
+    asked_again = None if call is None else again
+    found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
+    if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
+        found += proofs.of_sinks(question, given, side)
+    reference = reference_of(question, part)
     diagnosis = Diagnosis(
-        title=" against ".join(name for name, _, _ in sides),
-        findings=tuple(findings),
+        title=side,
+        findings=(*strange, *found),
         checks=tuple(checks),
-        levels=structure.levels(question, shown, reference),
-        maps=structure.maps(question, shown, reference, _allowances(shown, reference)),
-        facts=tuple(facts),
+        levels=structure.levels(question, part, reference),
+        maps=structure.maps(question, part, reference, _allowances(part, reference)),
+        facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
-
-
-def _floating(call: Callable[[Question], Answers]) -> Callable[[Question], Answers]:
-    """``call`` with the floating arrays of its answers alone, those that have rows."""
-    return lambda question: _with_rows(_numbers(call(question), "")[0])
 
 
 def _with_rows(answers: Answers) -> Answers:
     return {name: x for name, x in answers.items() if name not in OF_SINKS}
 
 
-def _numbers(answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
-    """The floating arrays among the answers, and what is to be said of others, None for one."""
+def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
+    """The floating arrays that have the shape of what they are called, and what is to be said of
+    others, None for one."""
+    shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
+    shapes |= {"delta": question.q.shape[1::-1]}
+    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
     found = {name: np.asarray(x) for name, x in answers.items()}
-    wrong = [name for name, x in found.items() if x.dtype not in FLOATING]
-    gate = wrong == ["dblock_scale"] and answers["dblock_scale"] is None
-    said = [f"{name} is {found[name].dtype}; it must be floating" for name in wrong]
-    told = proofs.of_form(side, wrong, said, "sparse-gate-gradient-missing" if gate else "")
-    return {name: x for name, x in found.items() if name not in wrong}, told
+    wrong = {n: x.shape for n, x in found.items() if shapes.get(n, x.shape) != x.shape}
+    said = {n: f"{n} has shape {shape}, not {shapes[n]}" for n, shape in wrong.items()}
+    gradients = {"dq", "dk", "dv", "gq", "gk", "gv"} >= wrong.keys()
+    swapped = gradients and sorted(shapes[n] for n in wrong) == sorted(wrong.values())
+    strange = {n: x.dtype for n, x in found.items() if x.dtype not in FLOATING}
+    said |= {n: f"{n} is {dtype}; it must be floating" for n, dtype in strange.items()}
+    bug = "gradients-swapped" if swapped and not strange else ""
+    if [*said] == ["dblock_scale"] and answers["dblock_scale"] is None:
+        bug = "sparse-gate-gradient-missing"
+    told = proofs.of_form(side, [*said], [*said.values()], bug)
+    return {name: x for name, x in found.items() if name not in said}, told
 
 
 def reference_of(question: Question, answers: Answers) -> Answers:
@@ -141,22 +131,19 @@ def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
     }
 
 
-def _sizes(question: Question) -> str:
+def sizes_of(question: Question) -> str:
+    """What a question is about, in a line."""
     q = question
-    lengths = _few(q.lengths_q)
+    lengths = f"{_few(q.lengths_q)} tokens"
     if q.lengths_q != q.lengths_k:
-        lengths = f"{lengths} queries on {_few(q.lengths_k)} keys"
-    else:
-        lengths = f"{lengths} tokens"
+        lengths = f"{_few(q.lengths_q)} queries on {_few(q.lengths_k)} keys"
     heads = f"{q.num_heads_q} head{'s' if q.num_heads_q > 1 else ''} on {q.num_heads_kv}"
-    mask = "causal" if q.causal else "not causal"
-    window = "" if q.window == (-1, -1) else f", window {q.window}"
-    window += "".join(f", {name}" for name in q.rare)
-    kind = "block-sparse attention" if q.sparse else "attention"
+    mask = ["causal" if q.causal else "not causal", *q.rare]
+    mask += [] if q.window == (-1, -1) else [f"window {q.window}"]
     count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
     return (
-        f"{kind} of {count} ({lengths}), {heads}, head_dim {q.q.shape[2]}, {mask}{window}, "
-        f"{q.dtype.name}"
+        f"{'block-sparse ' * q.sparse}attention of {count} ({lengths}), {heads}, head_dim "
+        f"{q.q.shape[2]}, {', '.join(mask)}, {q.dtype.name}"
     )
 
 
@@ -176,32 +163,31 @@ def _judge(
     told: Readings = UNREAD,
     others: Sequence[Bug] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
-    answers, misshapen = _of_right_shape(question, answers, side)
     findings, answers = proofs.of_race(question, answers, side, call)
     empty_ones, answers = proofs.of_empty(question, answers, side)
-    judged, unjudged = without(question, answers)
     verdicts: list[StageVerdict] = []
     hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
     for stage in question.stages:
         known = {"hints": hints, "told": told.bugs}
-        verdict = judge_stage(question, judged, stage, until=until, **known)
+        verdict = judge_stage(question, answers, stage, until=until, **known)
         if verdict is not None:
-            here = [one.prediction.bug for one in verdict.explained[:1]]
-            for bug in (*hints, *here) if verdict.unexplained else ():
-                verdict = beside(question, judged, verdict, bug, until)
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
     checks = list(invariants.checks(question, answers, side, call=call))
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
-    facts += [f"{side}: {fact}" for fact in unjudged]
+    facts += [
+        f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
+        "the lse that the backward pass had is far below the right one"
+        for verdict in verdicts
+        for name, count in verdict.work.too_large.items()
+    ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    findings += _resolve(question, judged, side, verdicts)
+    findings += _resolve(question, side, verdicts)
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
-        part = proofs.Judged.of(question, answers, verdict)
-        findings += rounding.of_right(part, side, zeros=bool(zeros))
-    findings += [*zeros, *misshapen, *empty_ones]
+        findings += rounding.of_right(verdict, side, zeros=bool(zeros))
+    findings += [*zeros, *empty_ones]
     failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
@@ -213,23 +199,6 @@ def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdic
     given = f" for {verdict.source}" if "forward" in wrong and verdict.source else ""
     names = ", ".join(verdict.tensors)
     return f"{side}: {names} right{given}, with rounding as of {verdict.precision}"
-
-
-def _of_right_shape(
-    question: Question, answers: Answers, side: str
-) -> tuple[Answers, list[Finding]]:
-    """The arrays that have the shape of what they are called, and what is to be said of others."""
-    shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
-    shapes |= {"delta": question.q.shape[1::-1]}
-    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
-    wrong = {n: x.shape for n, x in answers.items() if n in shapes and x.shape != shapes[n]}
-    said = [f"{name} has shape {shape}, not {shapes[name]}" for name, shape in wrong.items()]
-    taken = [n for n in ("dq", "dk", "dv", "gq", "gk", "gv") if n in wrong]
-    swapped = len(taken) == len(wrong) and sorted(shapes[n] for n in taken) == sorted(
-        wrong.values()
-    )
-    found = proofs.of_form(side, [*wrong], said, "gradients-swapped" if swapped else "")
-    return {name: x for name, x in answers.items() if name not in wrong}, found
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -269,141 +238,114 @@ def _about(check: Check) -> set[str]:
 class _Part:
     """Wrong tensors of one stage that one bug has to explain."""
 
-    def __init__(self, verdict: StageVerdict, explained: Sequence[Explained]) -> None:
-        self.verdict, self.tensors = verdict, explained[0].tensors
-        self.best: dict[str, Explained] = {}
-        for one in explained:
-            self.best.setdefault(one.name, one)
+    def __init__(self, verdict: StageVerdict, tensors: tuple[str, ...]) -> None:
+        self.verdict, self.tensors = verdict, tensors
+        explained = [one for one in verdict.explained if one.tensors == tensors]
+        self.best = {one.name: one for one in explained[::-1]}  # the first of a name
 
 
-def _resolve(
-    question: Question, answers: Answers, side: str, verdicts: Sequence[StageVerdict]
-) -> list[Finding]:
+def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) -> list[Finding]:
     """One finding for each bug, the bugs as few as will do."""
     wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
-    parts: list[_Part] = []
+    left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
-        groups: dict[tuple[str, ...], list[Explained]] = {}
-        for one in verdict.explained:
-            groups.setdefault(one.tensors, []).append(one)
-        parts += [_Part(verdict, group) for group in groups.values()]
+        tensors = dict.fromkeys(one.tensors for one in verdict.explained)
+        left += [_Part(verdict, names) for names in tensors]
         if verdict.unexplained:
-            part = proofs.Judged.of(question, answers, verdict)
-            findings += rounding.of_wrong(part, side) or [proofs.of_structure(part, side)]
+            findings += rounding.of_wrong(verdict, side) or [proofs.of_structure(verdict, side)]
 
-    def merit(name: str, left: Sequence[_Part]) -> tuple[float, ...]:
+    def merit(name: str, here: Sequence[_Part]) -> tuple[float, ...]:
         """More parts first, then the order of classes, then bugs of the wrong stages alone."""
-        here = [part for part in left if name in part.best]
         own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
         worst = max(part.best[name].rms for part in here)
         return -len(here), worst > 1.5, _order(name), not own, worst
 
-    left = list(parts)
     found: list[Finding] = []
     while left:
         names = {name for part in left for name in part.best}
-        best = min(names, key=lambda name: merit(name, left))
-        here = [part for part in left if best in part.best]
-        others = set.intersection(*(set(part.best) for part in here)) - {best, *LOOSE}
-        found += _findings(question, answers, side, best, here, sorted(others, key=_order))
+        parts = {name: [part for part in left if name in part.best] for name in names}
+        best = min(names, key=lambda name: merit(name, parts[name]))
+        others = set.intersection(*(set(part.best) for part in parts[best])) - {best, *LOOSE}
+        found.append(_found(question, side, best, parts[best], sorted(others, key=_order)))
         left = [part for part in left if best not in part.best]
     return found + findings
 
 
 def _order(name: str) -> int:
-    """The place of a class; of two at once that of the later one, behind all classes."""
-    single = name.split(" + ")
-    return max(ORDER.get(one, len(ORDER)) for one in single) + len(ORDER) * (len(single) - 1)
+    """The place of a class."""
+    return ORDER.get(name, len(ORDER))
 
 
-def _findings(
+def _found(
     question: Question,
-    answers: Answers,
     side: str,
     name: str,
     parts: Sequence[_Part],
     others: Sequence[str],
-) -> list[Finding]:
-    """The findings of a bug, or of two at once, in all parts that it explains."""
-    chosen = [part.best[name] for part in parts]
+) -> Finding:
+    """A bug, in all parts that it explains."""
     tensors = [tensor for part in parts for tensor in part.tensors]
-    wrong = [
-        tensor for part in parts for tensor in part.tensors if not part.verdict.null[tensor].good
+    wrong = {
+        n: part.verdict.work
+        for part in parts
+        for n in part.tensors
+        if not part.verdict.null[n].good
+    }
+    proved = [_proof(question, part, part.best[name]) for part in parts]
+    evidence = [
+        _said(part, part.best[name], proof) for part, proof in zip(parts, proved, strict=True)
     ]
-    stages = list(dict.fromkeys(part.verdict.stage for part in parts))
-    evidence: list[str] = []
-    for part, one in zip(parts, chosen, strict=True):
-        residual = max(one.fits[tensor].relative for tensor in part.tensors)
-        null = max(part.verdict.null[tensor].relative for tensor in part.tensors)
-        form = f" ({one.prediction.bug.variant})" if one.prediction.bug.variant else ""
-        source = f", from {one.prediction.source}" if one.prediction.source else ""
-        leaves = (
-            f"The right computation leaves {null:.2g}."
-            if math.isfinite(null)
-            else "The right computation differs in which elements are finite, or not 0."
-        )
-        agree = "agrees" if len(part.tensors) == 1 else "agree"
-        evidence.append(
-            f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
-            f"{', '.join(part.tensors)} {agree} to {residual:.2g} of the size: {one.rms:.2g} "
-            f"times the noise of {part.verdict.precision}. {leaves}"
-        )
-    evidence += _places(question, answers, wrong)
-    where = " and ".join(WORDS[stage] for stage in stages)
-    told = "; ".join(dict.fromkeys(filter(None, (one.prediction.bug.look_at for one in chosen))))
+    for tensor, work in list(wrong.items())[:1]:
+        told = structure.where(question, tensor, work.bad(tensor))[:3]
+        evidence += [f"{tensor}: {text}" for text in told if not text.startswith("no pattern")]
+    where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
+    look_at = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
     cut = any(part.verdict.cut for part in parts)
-    if cut:
-        evidence.append(CUT)
+    evidence += [CUT] if cut else []
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
-    clear = clear and _in_numbers(question, answers, wrong)
-    return [
-        Finding(
-            side=side,
-            bug=single,
-            title=CLASSES[single].title if single in CLASSES else single,
-            where=f"{where}: {', '.join(wrong or tensors)}",
-            confidence="high" if clear else "medium",
-            evidence=tuple(evidence),
-            look_at=told or (CLASSES[single].look_at if single in CLASSES else ""),
-            alternatives=tuple(others),
-            proof=_proof(question, parts[0], chosen[0]),
-        )
-        for single in name.split(" + ")
-    ]
-
-
-def _in_numbers(question: Question, answers: Answers, wrong: Sequence[str]) -> bool:
-    """Whether numbers are wrong, and not just which NaN of the inputs came through."""
-    inputs = (question.q, question.k, question.v, question.dout)
-    if not wrong or not any(x is not None and np.isnan(x).any() for x in inputs):
-        return True
-    right = reference_of(question, {name: answers[name] for name in wrong})
-    pairs = ((answers[name].astype(np.float64), right[name]) for name in wrong)
-    return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
+    clear = clear and _in_numbers(wrong)
+    finding = proofs.finding(
+        side,
+        name,
+        f"{where}: {', '.join(wrong or tensors)}",
+        "high" if clear else "medium",
+        evidence,
+        tuple(others),
+        look_at="; ".join(filter(None, look_at)),
+    )
+    return replace(finding, proof=proved[0])
 
 
 def _proof(question: Question, part: _Part, one: Explained) -> Proof:
-    bug = one.prediction.bug
     return Proof(
-        form="" if " + " in bug.name else bug.variant,  # of two at once not told apart
+        form=one.prediction.bug.variant,
         must=mask_rule(question),
         agrees=max(one.fits[tensor].relative for tensor in part.tensors),
         differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),
         precision=part.verdict.precision,
-        sight=sight_of(question, bug),
+        sight=sight_of(question, one.prediction.bug),
     )
 
 
-def _places(question: Question, answers: Answers, tensors: Sequence[str]) -> list[str]:
-    """Where the wrong rows of the first wrong tensor lie."""
-    if not tensors:
-        return []
-    name = tensors[0]
-    reference = reference_of(question, {name: answers[name]})
-    allowed = 8 * _allowances({name: answers[name]}, reference)[name]
-    if not math.isfinite(allowed):
-        return []
-    bad = structure.bad_rows(question, name, answers[name], reference[name], allowed)
-    told = structure.where(question, name, bad)[:3]
-    return [f"{name}: {sentence}" for sentence in told if not sentence.startswith("no pattern")]
+def _said(part: _Part, one: Explained, proof: Proof) -> str:
+    """How well a bug fits, in words."""
+    form = f" ({proof.form})" if proof.form else ""
+    source = f", from {one.prediction.source}" if one.prediction.source else ""
+    leaves = f"The right computation leaves {proof.differs:.2g}."
+    if not math.isfinite(proof.differs):
+        leaves = "The right computation differs in which elements are finite, or not 0."
+    return (
+        f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
+        f"{', '.join(part.tensors)} agree{'s' * (len(part.tensors) == 1)} to {proof.agrees:.2g} of "
+        f"the size: {one.rms:.2g} times the noise of {proof.precision}. {leaves}"
+    )
+
+
+def _in_numbers(wrong: Mapping[str, Stage]) -> bool:
+    """Whether numbers are wrong, and not just which NaN of the inputs came through."""
+    inputs = [getattr(of.question, n) for of in wrong.values() for n in ("q", "k", "v", "dout")]
+    if not any(x is not None and np.isnan(x).any() for x in inputs):
+        return True
+    pairs = (of.pair(name) for name, of in wrong.items())
+    return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)

@@ -27,9 +27,9 @@ from rawattn.check.diagnose.engine.question import (
     Answers,
     Question,
 )
-from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.judge import proofs
+from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
@@ -59,20 +59,18 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all.
 
     Cases of the same small problem, but for its dtype, are of one kind; kinds are looked at until
-    AGREEING of them say the same, but none begins after ``seconds``, counted as
-    ``effort`` counts them. ``other`` is what
-    ``candidate`` was compared with, called ``against``; None is the float64 reference.
+    AGREEING of them say the same, but none begins after ``seconds``, counted as ``effort`` counts
+    them. ``other`` is what it was compared with, called ``against``; None is the reference.
     """
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
     found: list[Kind] = []
-    hints: Hints = {}
+    given: dict[str, Any] = {"against": against, "until": until, "hints": {}}
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
-        given: dict[str, Any] = {"against": against, "until": until, "hints": hints}
         found.append((kind, explain_failure(candidate, kind[0], other, **given)))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
     return _joined(f"{candidate.name} against {against}", found, left)
@@ -90,31 +88,28 @@ def explain_failure(
     """What is wrong with ``candidate``, which fails on ``case``.
 
     The case itself is looked at where the small problem shows no bug that has a name, unless it is
-    ``until`` by effort.spent(). hints: what was read off ``candidate`` on other cases;
-    more is added.
+    ``until`` by effort.spent(). hints: what was read off ``candidate`` on other cases; more is
+    added.
     """
-    alike, itself = small(case), candidate.fit(case)
-    asked = question_of(candidate.fit(alike), clean=True)
+    asked = question_of(candidate.fit(small(case)), clean=True)
     told = _read(candidate, asked) if spent() < until else Readings()
     like = asked.num_heads_q, asked.num_heads_kv, asked.lengths_q == asked.lengths_k
     others = ({} if hints is None else hints).setdefault(like, [])
     best = _asked(candidate, asked, other, against, until, told, others)
     others += told.general
-    tried = ["a small problem of its kind"]
+    tried = "a small problem of its kind"
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
-        tried.append("the case itself")
-        own = _asked(candidate, question_of(itself), other, against, until, told, others)
+        tried += ", the case itself"
+        itself = question_of(candidate.fit(case))
+        own = _asked(candidate, itself, other, against, until, told, others)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
-    nothing = Finding(
-        SIDE,
-        "unknown",
-        "it fails, but no bug is to be seen",
-        str(case),
-        "low",
-        (f"looked at: {', '.join(tried)}",),
-        "what the case has besides: its lengths, NaN in other sequences and past the end, strides",
+    nothing = finding(
+        *(SIDE, "unknown", str(case), "low", (f"looked at: {tried}",)),
+        title="it fails, but no bug is to be seen",
+        look_at="what the case has besides: its lengths, NaN in other sequences and past the end, "
+        "strides",
     )
     return replace(best, findings=(nothing,))
 
@@ -209,38 +204,27 @@ def _asked(
 
     told: what was read off ``candidate``; bugs: others that it may have.
     """
-    sides = {SIDE: candidate} | ({} if other is None else {against: other})
-    findings: list[Finding] = []
-    given: list[tuple[str, Answers]] = []
-    for side, one in sides.items():
+    judged: dict[str, Diagnosis] = {}
+    for side, one in (SIDE, candidate), (against, other):
+        if one is None:
+            continue
+
+        def call(asked: Question, one: Candidate = one) -> Answers:
+            return _as_due(asked, answers_of(one, asked))
+
+        known: dict[str, Any] = {"hints": bugs, "told": told} if side == SIDE else {}
+        known |= {"side": side, "until": until, "call": None if SIDE in judged else call}
         try:
             answers = answers_of(one, question)
         except Unsupported as lack:
             return Diagnosis(f"{one.name}: {lack}", ())
         except Exception as error:  # whatever a candidate throws is its result
-            findings.append(_raised(side, error, question))
+            judged[side] = Diagnosis(one.name, (_raised(side, error, question),))
             continue
-        findings += _of_dtypes(side, question, answers)
-        given.append((side, _as_due(question, answers)))
-    if not given:
-        return Diagnosis(candidate.name, tuple(findings))
-    (side, answers), *rest = given
-    rival = rest[0] if rest else None
-
-    def call(asked: Question) -> Answers:
-        return _as_due(asked, answers_of(sides[side], asked))
-
-    known: dict[str, Any] = {"hints": bugs, "told": told} if side == SIDE else {}
-    diagnosis = diagnose(
-        question,
-        answers,
-        side=side,
-        call=call,
-        against=rival,
-        until=until,
-        **known,
-    )
-    return replace(diagnosis, findings=(*findings, *diagnosis.findings))
+        found = diagnose(question, _as_due(question, answers), **known)
+        strange = _of_dtypes(side, question, answers)
+        judged[side] = replace(found, findings=(*strange, *found.findings))
+    return of_sides(" against ".join(judged), judged)
 
 
 def _read(candidate: Candidate, question: Question) -> Readings:
@@ -258,15 +242,11 @@ def _read(candidate: Candidate, question: Question) -> Readings:
 
 def _raised(side: str, error: Exception, question: Question) -> Finding:
     lengths = f"lengths {question.lengths_q} and {question.lengths_k}"
-    return Finding(
-        side,
-        "unknown",
-        f"it raises {type(error).__name__}",
-        f"{lengths}, {question.num_heads_q} heads, {question.dtype}",
-        "proved",
-        (f"{type(error).__name__}: {error}",),
-        "the function itself, called with these lengths",
-    )
+    where = f"{lengths}, {question.num_heads_q} heads, {question.dtype}"
+    kind = type(error).__name__
+    given = (side, "unknown", where, "proved", (f"{kind}: {error}",))
+    look_at = "the function itself, called with these lengths"
+    return finding(*given, title=f"it raises {kind}", look_at=look_at)
 
 
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
@@ -274,7 +254,7 @@ def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]
     due = {name: _dtype(question, name) for name, x in answers.items() if _real(x)}
     wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
     said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
-    return [proofs.finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
+    return [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
 
 
 def _as_due(question: Question, answers: Answers) -> Answers:
@@ -300,24 +280,25 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
     """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
     said: dict[tuple[str, str, str], list[tuple[Finding, Kind]]] = {}
     for kind in found:
-        for finding in kind[1].findings:
-            what = finding.title if finding.bug == "unknown" else ""
-            said.setdefault((finding.side, finding.bug, what), []).append((finding, kind))
+        for one in kind[1].findings:
+            what = one.title if one.bug == "unknown" else ""
+            said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
     def rank(alike: list[tuple[Finding, Kind]]) -> tuple[bool, int, int]:
         """Bugs before what has no name, then by confidence, then by how often they are shown."""
         return alike[0][0].bug in NAMELESS, min(one.rank for one, _ in alike), -len(alike)
 
-    findings, shown = [], [diagnosis for _, diagnosis in found]
+    findings: list[Finding] = []
+    shown = [diagnosis for _, diagnosis in found] or [Diagnosis(title, ())]
     for alike in sorted(said.values(), key=rank):
         best, (cases, diagnosis) = min(alike, key=lambda one: one[0].rank)
+        shown = shown if findings else [diagnosis]
         more = f"shown by {_few([str(case) for _, kind in alike for case in kind[0]])}"
-        told = tuple(str(case) for case in cases)
+        told = tuple(map(str, cases))
         findings.append(replace(best, evidence=(*best.evidence, more), cases=told))
-        shown = shown if len(findings) > 1 else [diagnosis]
-    first = shown[0] if shown else Diagnosis(title, ())
     unseen = (f"failing cases that were not looked at: {_few(left)}",) if left else ()
-    return replace(first, title=title, findings=tuple(findings), facts=first.facts + unseen)
+    facts = shown[0].facts + unseen
+    return replace(shown[0], title=title, findings=tuple(findings), facts=facts)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -327,8 +308,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _named(diagnosis: Diagnosis) -> bool:
     """Whether a bug has a name, or was read off and gives the same numbers when it is planted."""
-    named = (f.bug not in NAMELESS or f.confidence == "high" for f in diagnosis.findings)
-    return any(named)
+    return any(f.bug not in NAMELESS or f.confidence == "high" for f in diagnosis.findings)
 
 
 def _plainness(case: Case) -> tuple[bool, bool, int]:
@@ -354,10 +334,14 @@ def _expected(question: Question) -> Expected:
         right = solve(question, "forward")
         given = right["out"], right["lse"]
     out, lse = (given[i].astype(_dtype(q, n), copy=False) for i, n in enumerate(("out", "lse")))
+    direction = replace(q, tq=q.q, dout=np.zeros(0), sliding=None)
+    shapes = {n: x.shape for stage in direction.stages for n, x in empty(direction, stage).items()}
+    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
     targets = {}
-    for name, shape in _shapes(q).items():
+    for name, shape in shapes.items():
         zeros = np.broadcast_to(0.0, shape)
-        targets[name] = Target(zeros, zeros, _dtype(q, name), _NOWHERE, (), None, 0, 1)
+        nowhere = np.zeros(0, dtype=np.int64)
+        targets[name] = Target(zeros, zeros, _dtype(q, name), nowhere, (), None, 0, 1)
     inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
     for name in (*OFFSETS, "seqused_k"):
         if inputs[name] is not None:
@@ -366,9 +350,6 @@ def _expected(question: Question) -> Expected:
     if q.sparse:
         tensors = SparseTensors(**inputs, **{name: getattr(q, name) for name in OF_BLOCKS})
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
-
-
-_NOWHERE = np.zeros(0, dtype=np.int64)
 
 
 def _case(question: Question) -> Case:
@@ -406,10 +387,3 @@ def _dtype(question: Question, name: str) -> np.dtype:
     """The dtype of a right result called ``name``."""
     wide = name in (*BY_ROW, *OF_SLOTS, *OF_SINKS)
     return lse_dtype(question.dtype.name) if wide else question.dtype
-
-
-def _shapes(question: Question) -> dict[str, tuple[int, ...]]:
-    """The shapes of right results, as far as there are any."""
-    direction = replace(question, tq=question.q, dout=np.zeros(0), sliding=None)
-    found = {n: x.shape for stage in direction.stages for n, x in empty(direction, stage).items()}
-    return found | {f"sliding {name}": found[name] for name in ("out", "lse")}

@@ -12,24 +12,17 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
-    OWN_P,
-    Assuming,
-    Bug,
-    Floats,
-    assuming,
-    solve,
-)
+from rawattn.check.diagnose.engine.attention import NO_BUG, OWN_P, Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import (
     STAGES,
@@ -88,16 +81,14 @@ class Prediction:
 
 def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     """All bugs that a stage may have, in the order of preference where they look alike."""
+    found: list[Bug]
     if question.sparse:
-        found = [
-            *selection.bugs(question),
-            *first_order.bugs_anywhere(question),
-        ]
+        found = [*selection.bugs(question), *first_order.bugs_anywhere(question)]
     else:
         found = list(first_order.bugs(question))
     if stage in ("second", "jvp"):
         wide = [
-            bug if stage in bug.stages else bug.at(*bug.stages, stage)
+            bug.at(*bug.stages, stage)
             for bug in found
             if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
         ]
@@ -138,14 +129,13 @@ class SearchFailed(RuntimeWarning):
 
 
 @contextlib.contextmanager
-def _searching(question: Question) -> Iterator[None]:
-    """Let one search fail: silently on views that another bug has changed, else with a warning."""
+def _searching() -> Iterator[None]:
+    """Let one search fail, with a warning."""
     try:
         yield
     except (IndexError, ValueError) as error:
-        if not isinstance(question, Assuming):
-            text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
-            warnings.warn(text, SearchFailed, stacklevel=3)
+        text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
+        warnings.warn(text, SearchFailed, stacklevel=3)
 
 
 def predictions(
@@ -161,7 +151,7 @@ def _planted(
     question: Question, stage: str, bug: Bug, source: str, given: Given
 ) -> Prediction | None:
     """What the stage gives with a bug; None where it cannot be planted."""
-    with _searching(question):
+    with _searching():
         return Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
     return None
 
@@ -193,12 +183,13 @@ def with_other_inputs(
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
     """Whether an out and lse are other numbers than the right ones, by more than rounding."""
     right = solve(question, "forward")
-    for name, array in zip(("out", "lse"), given, strict=True):
-        found, wanted = (by_rows(name, x) for x in (array, right[name]))
-        rows = defined(question, name, right[name])
-        if relative_residual(found, wanted, rows) > 16 * eps_of(question.q):
-            return True
-    return False
+    off = (
+        relative_residual(
+            by_rows(name, array), by_rows(name, right[name]), defined(question, name, right[name])
+        )
+        for name, array in zip(("out", "lse"), given, strict=True)
+    )
+    return any(residual > 16 * eps_of(question.q) for residual in off)
 
 
 class Explained(NamedTuple):
@@ -217,43 +208,12 @@ class Explained(NamedTuple):
         return max(self.fits[name].rms for name in self.tensors)
 
 
-@dataclass(frozen=True)
-class StageVerdict:
-    """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
-    wrong tensors together or for some. ``null``: how the right computation fits.
-    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
-    stage for which its right tensors are right. ``cut``: something was not tried."""
+class Stage:
+    """What a side says to one stage, what is right, and the fits, computed when asked for.
 
-    stage: str
-    precision: str
-    tensors: tuple[str, ...]
-    right: tuple[str, ...]
-    explained: tuple[Explained, ...]
-    unexplained: tuple[str, ...]
-    null: dict[str, Fit]
-    source: str = ""
-    cut: bool = False
-
-    @property
-    def sound(self) -> bool:
-        return len(self.right) == len(self.tensors)
-
-    @property
-    def stories(self) -> int:
-        """How many bugs it takes: of tensors that are explained apart, those in common once."""
-        groups: dict[tuple[str, ...], set[str]] = {}
-        for one in self.explained:
-            groups.setdefault(one.tensors, set()).add(one.name)
-        return 1 if groups and set.intersection(*groups.values()) else len(groups)
-
-    @property
-    def left(self) -> tuple[int, int]:
-        """What is not explained, and by how many bugs the rest is."""
-        return len(self.unexplained), self.stories
-
-
-class _Stage:
-    """The fits of one stage, computed when they are asked for."""
+    found: its arrays. rights: predictions without a bug, of other sources. rows: those that can be
+    judged. too_large: how many rows nobody can judge.
+    """
 
     def __init__(
         self,
@@ -275,15 +235,15 @@ class _Stage:
             *predictions(question, answers, stage, RIGHT if stage == "second" else RIGHT[:1]),
             *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
-        if not self.rights:  # what is assumed cannot be
-            self.tensors: tuple[str, ...] = ()
-            return
-        truth = self.rights[0].answers
+        self.given, truth = self.rights[0].given, self.rights[0].answers
         self.tensors = tuple(n for n in self.found if n in truth)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
+        self.too_large: dict[str, int] = {}
+        for name in self.rows.keys() & {"dq", "dk", "dv"} if self.given else ():
+            self._leave_out_overflow(name, truth[name])
         self.finest = ladder(question.dtype)[0]
-        self.sizes = sizes(question, stage, self.rights[0].given)
+        self.sizes = sizes(question, stage, self.given)
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
@@ -312,13 +272,38 @@ class _Stage:
         a backward pass."""
         bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
         for of in INFERRED if not over(self.until) else ():
-            with _searching(self.question):
+            with _searching():
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
         given = self.question, self.answers, self.stage
         found = [*self.usual, *predictions(*given, bugs), *with_other_inputs(*given, bugs)]
         others = with_other_inputs(*given, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
+
+    def _leave_out_overflow(self, name: str, truth: Floats) -> None:
+        """Rows for which the lse that was given is so small that P = exp(S - lse) makes them more
+        than their dtype holds: the lse is what is wrong."""
+        found = self.found[name]
+        most = float(ml_dtypes.finfo(found.dtype).max)  # type: ignore[no-untyped-call]
+        rows = ~(np.abs(truth).max(axis=-1, initial=0.0) <= most) & self.rows[name]
+        rows &= ~np.isfinite(found).all(axis=-1)
+        if rows.any():
+            self.too_large[name] = int(rows.sum())
+            self.rows[name] = self.rows[name] & ~rows
+
+    def pair(self, name: str) -> tuple[Floats, Floats]:
+        """What was found and what is right, by rows."""
+        return by_rows(name, self.found[name]), by_rows(name, self.rights[0].answers[name])
+
+    def bad(self, name: str) -> np.ndarray:
+        """Rows (tokens, heads) that are off by more than rounding of their size."""
+        (found, right), rows = self.pair(name), self.rows[name]
+        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+        eps = 2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3
+        allowed = eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
+        with np.errstate(invalid="ignore"):
+            off = np.where(found == right, 0.0, np.abs(found - right))
+        return np.asarray(rows & (np.nan_to_num(off, nan=np.inf).max(axis=2) > allowed))
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -385,6 +370,48 @@ class _Stage:
         return best
 
 
+@dataclass(frozen=True)
+class StageVerdict:
+    """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
+    wrong tensors together or for some. ``null``: how the right computation fits.
+    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
+    stage for which its right tensors are right. ``cut``: something was not tried."""
+
+    work: "Stage"
+    precision: str
+    right: tuple[str, ...]
+    explained: tuple[Explained, ...]
+    unexplained: tuple[str, ...]
+    null: dict[str, Fit]
+    source: str = ""
+    cut: bool = False
+
+    @property
+    def stage(self) -> str:
+        return self.work.stage
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return self.work.tensors
+
+    @property
+    def sound(self) -> bool:
+        return len(self.right) == len(self.tensors)
+
+    @property
+    def stories(self) -> int:
+        """How many bugs it takes: of tensors that are explained apart, those in common once."""
+        groups: dict[tuple[str, ...], set[str]] = {}
+        for one in self.explained:
+            groups.setdefault(one.tensors, set()).add(one.name)
+        return 1 if groups and set.intersection(*groups.values()) else len(groups)
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """What is not explained, and by how many bugs the rest is."""
+        return len(self.unexplained), self.stories
+
+
 def good(fits: dict[str, Fit]) -> tuple[str, ...]:
     """The tensors that fit."""
     return tuple(name for name in fits if fits[name].good)
@@ -405,7 +432,7 @@ def judge_stage(
     other stages have. told: what was read of the function: nothing else is tried where that
     explains everything and has a name.
     """
-    before, work = cuts(), _Stage(question, answers, stage, until, hints, told)
+    before, work = cuts(), Stage(question, answers, stage, until, hints, told)
     if not work.tensors:
         return None
     verdict = _verdict(work, ladder(question.dtype))
@@ -414,8 +441,7 @@ def judge_stage(
     return replace(verdict, source=source, cut=cuts() > before)
 
 
-def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
-    stage = work.stage
+def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
     first: dict[str, Fit] = {}
     best: StageVerdict | None = None
     for precision in steps:
@@ -423,7 +449,7 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         first = first or null
         right = good(null)
         if len(right) == len(work.tensors):
-            return StageVerdict(stage, precision.name, work.tensors, right, (), (), null)
+            return StageVerdict(work, precision.name, right, (), (), null)
         for guesses in work.tiers(precision):
             verdict = _explain(work, guesses, precision, null, right)
             if verdict is not None and not verdict.unexplained and verdict.stories == 1:
@@ -436,11 +462,11 @@ def _verdict(work: _Stage, steps: Sequence[Precision]) -> StageVerdict:
         return best
     right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
-    return StageVerdict(stage, steps[0].name, work.tensors, right, (), wrong, first)
+    return StageVerdict(work, steps[0].name, right, (), wrong, first)
 
 
 def _explain(
-    work: _Stage,
+    work: Stage,
     guesses: Sequence[Prediction],
     precision: Precision,
     null: dict[str, Fit],
@@ -448,90 +474,46 @@ def _explain(
 ) -> StageVerdict | None:
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
     wrong = tuple(name for name in work.tensors if name not in right)
-    near: list[Prediction] = []
-    for name in work.tensors:
-        ranked = sorted(guesses, key=lambda guess: work.relative(guess, name))
-        near += [guess for guess in ranked[:NEAREST] if work.relative(guess, name) < FAR]
-    whole_first = sorted(guesses, key=lambda guess: sum(_distances(work, guess)))
-    near += [guess for guess in whole_first[:NEAREST] if max(_distances(work, guess)) < FAR]
+    keys: list[Callable[[Prediction], float]] = [
+        partial(work.relative, name=name) for name in work.tensors
+    ]
+    keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
+    near = [
+        guess for key in keys for guess in sorted(guesses, key=key)[:NEAREST] if key(guess) < FAR
+    ]
     null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
     whole: list[Explained] = []
     parts: list[Explained] = []
     for guess in dict.fromkeys(near):
-        fits = {
-            name: work.fit(guess, name, precision)
-            for name in work.tensors
-            if work.relative(guess, name) < FAR
-        }
+        close = [name for name in work.tensors if work.relative(guess, name) < FAR]
+        fits = {name: work.fit(guess, name, precision) for name in close}
         fitting = good(fits)
-        computed = guess.bug.store is None  # tensors are stored each for itself
-        explained = tuple(
-            name
-            for name in wrong
-            if name in fitting and work.relative(guess, name) < BETTER * null_of[name]
-        )
+        better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]
+        explained = tuple(name for name in better if name in fitting)
+        # tensors are stored each for itself; what is computed for one is for others too
+        ruled_out = guess.bug.store is None and _ruled_out({*right} - {*fitting}, {*wrong})
         if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
-        elif (
-            explained
-            and not (computed and _ruled_out(set(right) - set(fitting), set(wrong)))
-            and work.leaves(guess, set(wrong) - set(explained))
-        ):
+        elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
-    verdict = StageVerdict(work.stage, precision.name, work.tensors, right, (), wrong, null)
+    verdict = StageVerdict(work, precision.name, right, (), wrong, null)
     if whole:
         whole.sort(key=lambda e: e.rms)
         return replace(verdict, explained=tuple(whole), unexplained=())
     if not parts:
         return None
     parts.sort(key=lambda e: (-len(e.tensors), e.rms))
-    covered: set[str] = set()
+    left = set(wrong)
     chosen: list[Explained] = []
-    while set(wrong) - covered:
-        gains = [(len(set(e.tensors) - covered), e) for e in parts]
-        most = max(gain for gain, _ in gains)
-        if not most:
-            break
-        best = [e for gain, e in gains if gain == most]
-        tensors = set(best[0].tensors) - covered
-        chosen += [e for e in best if set(e.tensors) - covered == tensors]
-        covered |= tensors
-    left = tuple(name for name in wrong if name not in covered)
-    return replace(verdict, explained=tuple(chosen), unexplained=left)
+    while tensors := max((left & {*e.tensors} for e in parts), key=len):
+        chosen += [e for e in parts if left & {*e.tensors} == tensors]
+        left -= tensors
+    unexplained = tuple(name for name in wrong if name in left)
+    return replace(verdict, explained=tuple(chosen), unexplained=unexplained)
 
 
 def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
     """Whether a bug would change a tensor that is right, of a kernel that has a wrong one: dv is
     right, so that what is wrong with dk is not P."""
     return any(changed & kernel and wrong & kernel for kernel in KERNELS)
-
-
-def _distances(work: _Stage, guess: Prediction) -> list[float]:
-    return [work.relative(guess, name) for name in work.tensors]
-
-
-# ---- beside a bug that is known ------------------------------------------------------------------
-
-
-def beside(
-    question: Question, answers: Answers, verdict: StageVerdict, known: Bug, until: float
-) -> StageVerdict:
-    """The same verdict, with what explains more if ``known`` is there too, as in another stage."""
-    if verdict.stage not in known.stages or over(until):
-        return verdict
-    again = judge_stage(assuming(question, known), answers, verdict.stage, until=until)
-    if again is None or len(again.unexplained) >= len(verdict.unexplained):
-        return verdict
-    explained = []
-    alone = tuple(name for name in again.right if name not in verdict.right)
-    if alone:
-        fits = {name: again.null[name] for name in alone}
-        guess = predictions(question, answers, verdict.stage, [known])
-        explained = [Explained(one, alone, fits) for one in guess]
-    for one in again.explained:
-        bug = one.prediction.bug
-        name, variant = f"{known.name} + {bug.name}", f"{known.variant} + {bug.variant}"
-        both = replace(one.prediction, bug=replace(bug, name=name, variant=variant))
-        explained.append(one._replace(prediction=both))
-    return replace(verdict, explained=tuple(explained), unexplained=again.unexplained)

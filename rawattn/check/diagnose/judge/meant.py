@@ -14,6 +14,7 @@ from rawattn.check.diagnose.engine.attention import (
     Floats,
     View,
     contexts,
+    sequences,
     solve,
     times,
     views_of,
@@ -93,7 +94,7 @@ def _intervals(x: Floats) -> Floats:
 def _of_seen(question: Question, wanted: np.ndarray | None) -> Changes:
     if wanted is None or not wanted.any():
         return {}
-    tried: list[Changes] = [_window(question, wanted), *_offsets(question, wanted)]
+    tried: list[Changes] = [_window(question, wanted), *_offsets(wanted)]
     for changes in tried:
         other = replace(question, **changes)
         if np.array_equal(np.asarray(_seen(other, views_of(other))), wanted):
@@ -118,12 +119,11 @@ def _seen(question: Question, views: tuple[View, ...]) -> np.ndarray | None:
 
 def _window(question: Question, wanted: np.ndarray) -> Changes:
     """The window of the farthest keys that are seen."""
-    away = []
-    for view in views_of(question)[:: question.num_heads_kv]:
-        place = np.arange(len(view.keys))[None] - np.arange(len(view.rows))[:, None]
-        place = place - (len(view.keys) - len(view.rows))
-        away.append(place[wanted[view.rows[:, None], view.keys]])
-    distance = np.concatenate([np.zeros(1, np.int64), *away])
+    away = [np.zeros(1, np.int64)]
+    for _, rows, keys in sequences(question):
+        place = np.arange(len(keys))[None] - np.arange(len(rows))[:, None] + len(rows) - len(keys)
+        away.append(place[wanted[rows[:, None], keys]])
+    distance = np.concatenate(away)
     longest = max((*question.lengths_q, *question.lengths_k))
     left, right = -int(distance.min()), int(distance.max())
     left, right = (-1 if n >= longest - 1 else n for n in (left, right))
@@ -131,17 +131,14 @@ def _window(question: Question, wanted: np.ndarray) -> Changes:
     return {"causal": causal, "window": (left, -1 if causal else right)}
 
 
-def _offsets(question: Question, wanted: np.ndarray) -> list[Changes]:
+def _offsets(wanted: np.ndarray) -> list[Changes]:
     """Sequences that begin where no token sees one on the other side."""
-    if wanted.shape[0] != wanted.shape[1]:
+    n = len(wanted)
+    if wanted.shape != (n, n):
         return []
-    n, place = len(wanted), np.arange(len(wanted))
-    first = np.where(wanted.any(axis=1), wanted.argmax(axis=1), place)
-    last = np.where(wanted.any(axis=1), n - 1 - wanted[:, ::-1].argmax(axis=1), place)
-    begins = np.minimum.accumulate(np.minimum(first, place)[::-1])[::-1] >= place
-    ends = np.maximum.accumulate(np.maximum(last, place)) < np.append(place[1:], n)
-    starts = np.flatnonzero(begins & np.append(True, ends[:-1]))
-    offsets = np.append(starts, n)
+    linked = wanted | wanted.T | np.eye(n, dtype=bool)
+    farthest = np.maximum.accumulate(n - 1 - linked[:, ::-1].argmax(axis=1))
+    offsets = np.append(0, np.flatnonzero(farthest == np.arange(n)) + 1)
     return [{"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}]
 
 

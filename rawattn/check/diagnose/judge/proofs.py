@@ -6,12 +6,11 @@ other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Bug, Floats, sequences, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Floats, sequences, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -33,67 +32,40 @@ from rawattn.check.diagnose.evidence.precision import (
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.inferred import stale_max
-from rawattn.check.diagnose.judge.match import Prediction, StageVerdict, predictions
+from rawattn.check.diagnose.judge.match import StageVerdict, predictions
 
 Call = Callable[[Question], Answers]
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
+OFTEN, SELDOM = 0.8, 0.02  # share of rows that are wrong, where a place in a tile decides
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
-def finding(side: str, bug: str, where: str, confidence: str, evidence: Sequence[str]) -> Finding:
+def finding(
+    side: str,
+    bug: str,
+    where: str,
+    confidence: str,
+    evidence: Sequence[str],
+    alternatives: tuple[str, ...] = (),
+    *,
+    title: str = "",
+    look_at: str = "",
+) -> Finding:
+    """Of a class, in its words where there are no others."""
     known = CLASSES[bug]
-    return Finding(side, bug, known.title, where, confidence, tuple(evidence), known.look_at)
+    title, look_at = title or known.title, look_at or known.look_at
+    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
 def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> list[Finding]:
     """Arrays of a shape or a dtype that they cannot have, because of ``bug`` if that is known."""
     where = ", ".join(names)
-    if not names:
-        return []
-    if bug:
-        return [finding(side, bug, where, "high", said)]
-    one = finding(side, "unknown", where, "proved", said)
+    if not names or bug:
+        return [finding(side, bug, where, "high", said)] if names else []
+    title = f"{where} has another form than it must have"
     look_at = "what the function returns, and in which order"
-    return [replace(one, title=f"{where} has another form than it must have", look_at=look_at)]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The answers of a side to a stage, with what the stage must give."""
-
-    question: Question
-    answers: Answers
-    right: Prediction
-    verdict: StageVerdict
-
-    @classmethod
-    def of(cls, question: Question, answers: Answers, verdict: StageVerdict) -> "Judged":
-        right = predictions(question, answers, verdict.stage, [NO_BUG])[0]
-        return cls(question, answers, right, verdict)
-
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        return self.verdict.unexplained
-
-    def pair(self, name: str) -> tuple[Floats, Floats]:
-        """What was found and what is right, by rows."""
-        return by_rows(name, self.answers[name]), by_rows(name, self.right.answers[name])
-
-    def rows(self, name: str) -> np.ndarray:
-        return defined(self.question, name, self.right.answers[name])
-
-    def bad(self, name: str) -> np.ndarray:
-        """Rows (tokens, heads) that are off by more than rounding of their size."""
-        a, b = self.pair(name)
-        rows = self.rows(name)
-        with np.errstate(invalid="ignore"):
-            error = np.where(a == b, 0.0, np.abs(a - b))
-        error = np.where(np.isnan(error), np.inf, error).max(axis=2)
-        size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
-        eps = 2.0**-6 if self.answers[name].dtype.itemsize == 2 else 1e-3
-        typical = size[rows].mean() if rows.any() else 0.0
-        return np.asarray(rows & (error > eps * np.maximum(size, typical)))
+    return [finding(side, "unknown", where, "proved", said, title=title, look_at=look_at)]
 
 
 # ---- asked twice ------------------------------------------------------------------------------
@@ -104,28 +76,25 @@ def of_race(
 ) -> tuple[list[Finding], Answers]:
     """Two equal calls that differ by more than the order of additions can explain; and the answers
     that can be judged: none where they do."""
-    if call is None:
-        return [], answers
-    first, second = call(question), call(question)
-    found: list[str] = []
-    names: list[str] = []
-    for name in first:
-        if name not in second or first[name].shape != second[name].shape:
+    first, second = ({}, {}) if call is None else (call(question), call(question))
+    found: dict[str, str] = {}
+    for name in first.keys() & second.keys():
+        if first[name].shape != second[name].shape:
             continue
         one, two = (by_rows(name, x[name]) for x in (first, second))
         rows = np.asarray(np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2))
         changed, eps = relative_residual(one, two, rows), eps_of(first[name])
         if changed > 16 * eps:
             bad = (np.abs(one - two).max(axis=2) > 16 * eps * np.abs(one).max(initial=0)) & rows
-            places = structure.where(question, name, bad)
-            names.append(name)
-            found.append(
+            found[name] = (
                 f"a second, equal call changes {name} by {changed:.2g} of its size; the order of "
-                f"additions explains about {eps:.1g}" + "".join(f"; {x}" for x in places[:1])
+                f"additions explains about {eps:.1g}"
+                + "".join(f"; {x}" for x in structure.where(question, name, bad)[:1])
             )
     if not found:
         return [], answers
-    return [finding(side, "race", ", ".join(names), "proved", found)], {}
+    said = [found[name] for name in first if name in found]
+    return [finding(side, "race", ", ".join(n for n in first if n in found), "proved", said)], {}
 
 
 # ---- numbers that say nothing of how they were made ---------------------------------------------
@@ -154,11 +123,11 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
         elif of:
             told.setdefault(f"a copy of {' and '.join(of)}", []).append(name)
     findings = []
+    look_at = "whether the kernel ran, what it was given, and which array was saved"
     for text, names in told.items():
-        where = ", ".join(names)
-        one = finding(side, "unknown", where, "proved", (f"{where}: {text}",))
-        look_at = "whether the kernel ran, what it was given, and which array was saved"
-        findings.append(replace(one, title=f"{where}: {text}", look_at=look_at))
+        title = f"{', '.join(names)}: {text}"
+        given = (side, "unknown", ", ".join(names), "proved", (title,))
+        findings.append(finding(*given, title=title, look_at=look_at))
     gone = {name for names in told.values() for name in names}
     return findings, {name: x for name, x in answers.items() if name not in gone}
 
@@ -196,16 +165,7 @@ def of_sinks(question: Question, answers: Answers, side: str) -> list[Finding]:
         off = np.abs(np.asarray(answers[name], dtype=np.float64) - right)
         if off.max() <= OF_SINKS_NOISE * noise:
             continue
-        without_dlse = Bug("", steps={"D": lambda c: (c.dO * c.O).sum(axis=-1)})
-        forms = {
-            "they are 0": np.zeros_like(right),
-            "their sign is the other one": -right,
-            "dlse is not in them": solve(question, stage, without_dlse, given=given)[name],
-        }
         said = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
-        for text, form in forms.items():
-            if np.abs(answers[name] - form).max() <= OF_SINKS_NOISE * noise:
-                said.append(f"{name}: {text}")
         found.append(finding(side, "sinks-gradient", name, "high", said))
     return found
 
@@ -221,36 +181,40 @@ def of_runs(side: str, failing: Sequence[Check]) -> list[Finding]:
     for check in failing:
         if check.name in RUNS:
             said = f"{check.name} fails ({check.text}), though the results themselves are right"
-            one = finding(side, RUNS[check.name], check.where, "proved", (said,))
-            title = f"{one.title}: seen where the function is asked another question"
-            found.append(replace(one, title=title))
+            title = f"{CLASSES[RUNS[check.name]].title}: seen where it is asked another question"
+            given = (side, RUNS[check.name], check.where, "proved", (said,))
+            found.append(finding(*given, title=title))
     return found
 
 
 # ---- structure --------------------------------------------------------------------------------
 
 
-def of_structure(judged: Judged, side: str) -> Finding:
+def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
-    question, verdict, names = judged.question, judged.verdict, judged.wrong
+    question, names = verdict.work.question, verdict.unexplained
     where = f"{verdict.stage}: {', '.join(names)}"
     for proof in (_stale_max, _unrelated, _constant_rows, _rearranged, _dead, _by_place_in_tile):
-        if (named := proof(judged)) is not None:
+        if (named := proof(verdict)) is not None:
             bug, confidence, evidence = named
             return finding(side, bug, where, confidence, evidence)
     said = [f"no bug of the catalogue reproduces {', '.join(names)} down to rounding"]
     given = " of the out and lse beside it" if verdict.source else ""
     for name in names:
-        places = structure.where(question, name, judged.bad(name))
-        finite = (np.where(np.isfinite(x), x, 0.0) for x in judged.pair(name))
+        places = structure.where(question, name, verdict.work.bad(name))
+        finite = (np.where(np.isfinite(x), x, 0.0) for x in verdict.work.pair(name))
         slope, residual, _ = structure.fit(*finite)
         fitted = (
-            f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of the size"
+            f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
         )
-        nan = [text] if (text := _first_nan(question, name, judged.answers[name])) else []
-        said.append(f"{name}: " + "; ".join((*nan, *places[:1], fitted, *places[1:])))
-    told = finding(side, "unknown", where, "low", said)
-    return replace(told, look_at=_conclusion(verdict) or told.look_at)
+        told = (
+            _first_nan(question, name, verdict.work.found[name]),
+            *places[:1],
+            fitted,
+            *places[1:],
+        )
+        said.append(f"{name}: {'; '.join(filter(None, told))}")
+    return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
 
 
 def _first_nan(question: Question, name: str, found: np.ndarray) -> str:
@@ -279,12 +243,6 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
     ("dk", "dv"): "the sums over queries and over the heads of a group, and their stores: P and dS "
     "are right, since dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",
-    ("tout",): "what comes after the tangent of lse, which is right: P' V and P tv",
-    ("tout", "tlse"): "the sum of P o E: tlse is it, and tout has it too",
-    ("gq", "gk"): "dS' = P' o (dP - D) + P o (dP' - W): P' is right, since gv is",
-    ("gk", "gv"): "the sums over queries and over the heads of a group, and their stores: P' and "
-    "dS' are right, since gq is",
-    ("gv",): "the product P'^T dout and the store of gv",
 }
 
 
@@ -293,29 +251,27 @@ def _conclusion(verdict: StageVerdict) -> str:
     wrong, tensors = verdict.unexplained, set(verdict.tensors)
     if wrong not in CONCLUSIONS or set(wrong) | set(verdict.right) != tensors:
         return ""
-    whole = {"out": ("out", "lse"), "lse": ("out", "lse"), "gv": ("gq", "gk", "gv")}
-    needed = whole.get(wrong[0], ("dq", "dk", "dv") if wrong[0][0] == "d" else wrong)
+    needed = ("dq", "dk", "dv") if wrong[0][0] == "d" else ("out", "lse")
     return CONCLUSIONS[wrong] if tensors >= set(needed) else ""
 
 
 Named = tuple[str, str, tuple[str, ...]] | None
 
 
-def _stale_max(judged: Judged) -> Named:
+def _stale_max(verdict: StageVerdict) -> Named:
     """Each row has a maximum of its own in it, or lacks it."""
-    return stale_max.of_forward(judged.question, judged.answers, judged.wrong)
+    return stale_max.of_forward(verdict.work.question, verdict.work.answers, verdict.unexplained)
 
 
-def _unrelated(judged: Judged) -> Named:
+def _unrelated(verdict: StageVerdict) -> Named:
     """No tensor of the stage has anything in common with the right one."""
-    verdict = judged.verdict
-    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(judged)):
+    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(verdict)):
         return None
     if verdict.stage != "forward" and len(verdict.tensors) == 1:  # a product may be at fault
         return None
     said = []
     for name in verdict.tensors:
-        a, b = (x[judged.rows(name)].ravel() for x in judged.pair(name))
+        a, b = (x[verdict.work.rows[name]].ravel() for x in verdict.work.pair(name))
         if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
             continue
         if not a.std() or not b.std():
@@ -329,28 +285,30 @@ def _unrelated(judged: Judged) -> Named:
     return ("other-data", "medium", tuple(said)) if said else None
 
 
-def _of_these_inputs(judged: Judged) -> bool:
+def _of_these_inputs(verdict: StageVerdict) -> bool:
     """Whether out or lse of the answers are near to the right ones."""
     near = {"out": 0.5, "lse": 2.0**-8}
-    names = [name for name in near if name in judged.answers]
-    return any(relative_residual(*judged.pair(n), judged.rows(n)) < near[n] for n in names)
+    names = [name for name in near if name in verdict.work.found]
+    return any(
+        relative_residual(*verdict.work.pair(n), verdict.work.rows[n]) < near[n] for n in names
+    )
 
 
-def _constant_rows(judged: Judged) -> Named:
+def _constant_rows(verdict: StageVerdict) -> Named:
     """dv of a sequence and head differs by the same row for every key."""
-    question, right = judged.question, judged.right
-    if judged.wrong != ("dv",) or question.sparse:
+    question = verdict.work.question
+    if verdict.unexplained != ("dv",) or question.sparse:
         return None
-    found, wanted = judged.pair("dv")
+    found, wanted = verdict.work.pair("dv")
     extra = np.zeros_like(found)
     for _, _, keys in sequences(question):
         extra[keys] = (found[keys] - wanted[keys]).mean(axis=0)
     if not np.isfinite(extra).all():
         return None
     precision = ladder(question.dtype)[-1]
-    noisy = solve(question, "backward", rounding=precision.rounding, given=right.given)["dv"]
-    given = (wanted + extra, noisy + extra, precision.factor, judged.rows("dv"))
-    if not fit(question, "dv", judged.answers["dv"], *given).good:
+    noisy = solve(question, "backward", rounding=precision.rounding, given=verdict.work.given)["dv"]
+    given = (wanted + extra, noisy + extra, precision.factor, verdict.work.rows["dv"])
+    if not fit(question, "dv", verdict.work.found["dv"], *given).good:
         return None
     size = float(np.abs(extra).max())
     text = (
@@ -360,26 +318,26 @@ def _constant_rows(judged: Judged) -> Named:
     return "padded-grad-out", "high", (text,)
 
 
-def _rearranged(judged: Judged) -> Named:
+def _rearranged(verdict: StageVerdict) -> Named:
     """The same numbers in another order."""
-    for name in judged.wrong:
-        a, b = (x.ravel() for x in judged.pair(name))
+    for name in verdict.unexplained:
+        a, b = (x.ravel() for x in verdict.work.pair(name))
         if a.shape != b.shape or not a.size or not np.isfinite([a, b]).all():
             return None
         size = np.sqrt(np.mean(b**2))
         moved = np.sqrt(np.mean((a - b) ** 2))
         sorted_ = np.sqrt(np.mean((np.sort(a) - np.sort(b)) ** 2))
-        if moved < 0.3 * size or sorted_ > max(2 * eps_of(judged.answers[name]), 1e-5) * size:
+        if moved < 0.3 * size or sorted_ > max(2 * eps_of(verdict.work.found[name]), 1e-5) * size:
             return None
     text = "sorted, its values are the right ones: only their places are wrong"
     return "transposed", "medium", (text,)
 
 
-def _dead(judged: Judged) -> Named:
+def _dead(verdict: StageVerdict) -> Named:
     """Wrong in the rows that see no key, and in no others."""
-    lse = solve(judged.question, "forward")["lse"].T
-    for name in judged.wrong:
-        bad = judged.bad(name)
+    lse = solve(verdict.work.question, "forward")["lse"].T
+    for name in verdict.unexplained:
+        bad = verdict.work.bad(name)
         if name in OF_KEYS or bad.shape != lse.shape:
             continue
         if not bad.any() or not np.isneginf(lse[bad]).all():
@@ -389,25 +347,24 @@ def _dead(judged: Judged) -> Named:
     return None
 
 
-def _by_place_in_tile(judged: Judged) -> Named:
+def _by_place_in_tile(verdict: StageVerdict) -> Named:
     """Which rows are wrong depends on their number modulo a tile, in all sequences and heads."""
-    for name in judged.wrong:
-        bad = judged.bad(name)
-        within = np.full(len(bad), -1)
-        tokens = [k if name in OF_KEYS else q for _, q, k in sequences(judged.question)]
-        for rows in tokens:
-            within[rows] = np.arange(len(rows))
+    for name in verdict.unexplained:
+        side, bad = structure.side_of(name), verdict.work.bad(name).mean(axis=1)
+        sequence = verdict.work.question.sequence_of(side)
+        starts = np.asarray(getattr(verdict.work.question, f"cu_seqlens_{side}"))[sequence]
+        row = (np.arange(len(bad)) - starts)[sequence >= 0]
         for tile in TILES:
-            places = [bad[(within >= 0) & (within % tile == place)] for place in range(tile)]
-            share = np.array([here.mean() if here.size else np.nan for here in places])
-            known, wrong = share[~np.isnan(share)], np.nonzero(np.nan_to_num(share) > 0.8)[0]
+            count = np.bincount(row % tile, minlength=tile)
+            share = np.bincount(row % tile, bad[sequence >= 0], tile)[count > 0] / count[count > 0]
+            wrong = np.flatnonzero(count > 0)[share > OFTEN]
             # right rows between wrong ones: else it is no period, but a first or a last part
-            comes_back = any(np.isin(within[rows], wrong + tile).any() for rows in tokens)
-            clear = ((known > 0.8) | (known < 0.02)).all() and (known < 0.02).any()
-            if comes_back and len(wrong) and clear:
+            comes_back = np.isin(row, wrong + tile).any()
+            if comes_back and (share < SELDOM).any() and ((share > OFTEN) | (share < SELDOM)).all():
+                places = structure.named("", wrong).strip()
                 text = (
                     f"{name}: wrong are the rows whose number in the sequence, modulo {tile}, is "
-                    f"{structure.named('', wrong).strip()}, in every sequence, and no others"
+                    f"{places}, in every sequence, and no others"
                 )
                 return "tile-period", "medium", (text,)
     return None

@@ -26,7 +26,8 @@ from rawattn.check.diagnose.engine.question import Answers
 from rawattn.check.diagnose.evidence.precision import ladder, relative_residual, to_dtype
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.judge.proofs import Judged, finding
+from rawattn.check.diagnose.judge.match import StageVerdict
+from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
@@ -36,18 +37,18 @@ NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.flo
 Rounded = Callable[[Floats], Floats]
 
 
-def of_right(judged: Judged, side: str, *, zeros: bool) -> list[Finding]:
+def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     """What the errors of a right stage are. zeros: there are tensors of nothing but zeros."""
-    verdict, stage = judged.verdict, judged.verdict.stage
+    stage = verdict.stage
     if not verdict.sound:
         return []
-    finest = ladder(judged.question.dtype)[0].name
+    finest = ladder(verdict.work.question.dtype)[0].name
     coarse = verdict.precision != finest
     noise = {name: verdict.null[name].rms for name in verdict.tensors}
     enough = max(LARGE, UNEVEN * min(noise.values()))
-    fine = judged.question.dtype.itemsize == 2
+    fine = verdict.work.question.dtype.itemsize == 2
     asked = [name for name in noise if coarse or (fine and noise[name] > enough)]
-    found = in_16_bits(judged, side, asked, fine=not coarse) if asked and not zeros else []
+    found = in_16_bits(verdict, side, asked, fine=not coarse) if asked and not zeros else []
     if not coarse:
         return found
     off = max((verdict.null[name].relative, name) for name in verdict.tensors)
@@ -55,32 +56,32 @@ def of_right(judged: Judged, side: str, *, zeros: bool) -> list[Finding]:
         f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
         f"{verdict.precision}, not to that of {finest}: {off[1]} is off by {off[0]:.1g} of its size"
     )
-    told = narrowed(judged, verdict.tensors)
+    told = narrowed(verdict, verdict.tensors)
     return [*found, finding(side, "rounding", stage, "high", (said, *told))]
 
 
-def of_wrong(judged: Judged, side: str) -> list[Finding]:
+def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     """The same of tensors that are off by more than any rounding of single operations."""
-    found = in_16_bits(judged, side, judged.wrong)
-    where = f"{judged.verdict.stage}: {', '.join(judged.wrong)}"
-    if not found and (said := narrowed(judged, judged.wrong)):
+    found = in_16_bits(verdict, side, verdict.unexplained)
+    where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
+    if not found and (said := narrowed(verdict, verdict.unexplained)):
         found = [finding(side, "narrow-intermediate", where, "high", said)]
     return found
 
 
-def narrowed(judged: Judged, tensors: Sequence[str]) -> list[str]:
+def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> list[str]:
     """Which intermediate in which narrow dtype leaves hardly an error of those that it changes."""
-    question, answers, stage = judged.question, judged.answers, judged.verdict.stage
+    question, answers, stage = verdict.work.question, verdict.work.found, verdict.stage
     if stage not in FIRST or question.dtype == np.float64:
         return []
 
     def stored(bug: Bug, how: Rounding) -> Answers:
-        found = solve(question, stage, bug, rounding=how, given=judged.right.given)
+        found = solve(question, stage, bug, rounding=how, given=verdict.work.given)
         return {name: found[name].astype(answers[name].dtype) for name in tensors}
 
     def apart(one: Answers, other: Answers) -> dict[str, float]:
         pairs = {n: (by_rows(n, one[n]), by_rows(n, other[n])) for n in tensors}
-        return {n: relative_residual(*pairs[n], judged.rows(n)) for n in tensors}
+        return {n: relative_residual(*pairs[n], verdict.work.rows[n]) for n in tensors}
 
     best = (0, NARROWS, "")  # how many tensors, what is left of their errors
     for how in (ladder(question.dtype)[0].rounding, NONE)[: 4 // question.dtype.itemsize]:
@@ -99,13 +100,12 @@ def narrowed(judged: Judged, tensors: Sequence[str]) -> list[str]:
 
 
 def _roundings(stage: str) -> Iterator[Bug]:
-    """A stage with one intermediate, or one operand, in fewer bits: slope 1, and an error that is
-    the same on every run."""
-    ways = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW}
-    for name, r in (ways | {"float16, subnormal numbers as 0": _flushed}).items():
+    """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
+    ways: dict[str, Rounded] = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW}
+    ways["float16, subnormal numbers as 0"] = _flushed
+    for name, r in ways.items():
         for words, steps in _kept_in(r, stage):
-            form = f"{words} in {name}"
-            yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+            yield Bug("narrow-intermediate", f"{words} in {name}", (stage,), steps=steps)
 
 
 def _flushed(x: Floats) -> Floats:
@@ -114,53 +114,43 @@ def _flushed(x: Floats) -> Floats:
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
-    def after(step: str) -> dict[str, Step]:
-        return {step: lambda c: r(STEPS[step](c))}
-
-    def of(step: str, *operands: str) -> dict[str, Step]:
-        return {step: lambda c: STEPS[step](changed(c, **{x: r(getattr(c, x)) for x in operands}))}
-
     def unnormalised(c: Context) -> Floats:
         with np.errstate(all="ignore"):
             size = np.exp(np.where(c.W > 0, c.S, -np.inf).max(axis=2, initial=-np.inf) - c.L)
         size = np.where(size > 0, size, 1.0)[..., None]
         return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
 
+    def after(step: str) -> dict[str, Step]:
+        return {step: lambda c: r(STEPS[step](c))}
+
     yield "S", after("Y")
-    yield "q and k", of("Y", "Q", "K")
     if stage == "forward":
-        yield "P", of("O", "P")
+        yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "exp(S - row maximum)", {"O": unnormalised}
-        yield "v", of("O", "V")
     else:
-        yield "P", after("bP")
-        yield "P, as an operand alone,", of("dV", "P")
-        yield "lse", of("bP", "L")
-        yield "D", after("D")
-        yield "dP", after("dP")
-        yield "dS", after("dY")
-        yield "dout and v", of("dP", "dO", "V")
-        yield "dout", of("dV", "dO") | of("dP", "dO")
+        yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
+        for words, step in {"P": "bP", "D": "D", "dP": "dP", "dS": "dY"}.items():
+            yield words, after(step)
 
 
 def in_16_bits(
-    judged: Judged, side: str, tensors: Sequence[str], *, fine: bool = False
+    verdict: StageVerdict, side: str, tensors: Sequence[str], *, fine: bool = False
 ) -> list[Finding]:
     """Errors that follow those of a running sum in 16 bits; ``fine``: beside the rounding that
     right results have too."""
-    question, stage = judged.question, judged.verdict.stage
+    question, stage = verdict.work.question, verdict.stage
     if question.dtype.itemsize > 4:
         return []
     best: tuple[float, str, str] = (FOLLOWS, "", "")
     how = ladder(question.dtype)[0].rounding if fine else NONE
-    right = solve(question, stage, rounding=how, given=judged.right.given)
+    right = solve(question, stage, rounding=how, given=verdict.work.given)
     for dtype in (np.float16, ml_dtypes.bfloat16):
         for chunk in CHUNKS:
             bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
-            planted = solve(question, stage, bug, rounding=how, given=judged.right.given)
+            planted = solve(question, stage, bug, rounding=how, given=verdict.work.given)
             form = f"{np.dtype(dtype).name}, {chunk} at a time"
             for name in (name for name in tensors if name in planted):
-                best = max(best, (_follows(judged, name, right, planted, fine), name, form))
+                best = max(best, (_follows(verdict, name, right, planted, fine), name, form))
     follows, name, form = best
     if not name:
         return []
@@ -172,12 +162,14 @@ def in_16_bits(
     return [finding(side, "accumulates-in-16-bit", f"{stage}: {name}", confidence, (evidence,))]
 
 
-def _follows(judged: Judged, name: str, right: Answers, planted: Answers, fine: bool) -> float:
+def _follows(
+    verdict: StageVerdict, name: str, right: Answers, planted: Answers, fine: bool
+) -> float:
     """Correlation of an error with the planted one, if their sizes are alike; else 0, as of what is
     nearer to exact values than right results in fewer bits are."""
-    rows, dtype = judged.rows(name), judged.answers[name].dtype
+    rows, dtype = verdict.work.rows[name], verdict.work.found[name].dtype
     stored = to_dtype(dtype.type) if fine else np.asarray
-    x, exact = (a[rows] for a in judged.pair(name))
+    x, exact = (a[rows] for a in verdict.work.pair(name))
     base, other = (stored(by_rows(name, of[name])[rows]) for of in (right, planted))
     with np.errstate(invalid="ignore"):
         error, wrong = x - base, other - base

@@ -10,15 +10,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
-from rawattn.check.diagnose.logs.pairs import Pair, by_given_names, paired
+from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.diagnose.logs.pairs import Pair, labels_of, paired
 from rawattn.check.diagnose.logs.rows import Rows, identities, rows_of
-from rawattn.check.diagnose.logs.rules import Log, differs, finding_of
+from rawattn.check.diagnose.logs.rules import Log, differs
 from rawattn.check.diagnose.logs.tensor import SIXTEEN_BIT, Number, Printed
 from rawattn.check.diagnose.logs.text import read_log
 
+MOST_ROWS = 64  # that have slopes of their own
 REPEATED = re.compile(r"repeat|rerun|run.to.run|bitwise|determin|same", re.IGNORECASE)
 
 
@@ -46,17 +46,17 @@ def explain_log(
         raise ValueError(f"lengths must be counts of tokens, not all of them 0; were {lengths}")
     rows = {p.start: rows for p in printed if (rows := rows_of(p)) is not None}
     log = Log(lengths or (), rows, _causal(text, rows.values()))
-    pairs = [replace(pair, causal=_causal_of(pair, log)) for pair in paired(printed, names)]
+    pairs = paired(printed, names)
     sides = {p.start: "_".join(p.side) or p.title for p in printed}
     if names is not None:
-        sides |= {p.start: name for p, name, _ in by_given_names(printed, names)}
+        sides |= {start: name for start, (name, _) in labels_of(printed, names).items()}
     checks = tuple(identities(printed, rows, log.causal, sides))
     compared = {p.start for pair in pairs for p in (pair.a, pair.b)}
     findings, facts = _judged(pairs, log)
     for start, own in rows.items():  # a dS on its own proves what needs no other side
         if own.masked_delta and start not in compared:
             given = (sides[start], "mask-missing-in-backward", own.where, "proved", own.evidence)
-            findings.append(finding_of(*given))
+            findings.append(finding(*given))
     findings = _merged([*findings, *_exactly_zero(figures, pairs)])
     blamed = {side for f in findings for side in f.side.split(" or ")}
     findings += [_failed(c) for c in checks if c.verdict == "FAIL" and c.side not in blamed]
@@ -80,31 +80,19 @@ def _causal(text: str, rows: Iterable[Rows]) -> bool | None:
     return said == {"true"} if len(said) == 1 else None
 
 
-def _causal_of(pair: Pair, log: Log) -> bool | None:
-    told = {value for p in (pair.a, pair.b) for key, value in p.settings if key == "causal"}
-    return told == {"True"} if told else log.causal
-
-
 def _levels(pair: Pair) -> Iterator[Level]:
     """Slopes of the first side over the second, of all and of every printed row; where a mask is
     evident, of the entries that it leaves, and then the error of the others."""
-    parts: list[tuple[str, str, tuple[int, ...]]] = [("all", "", ())]
-    if len(pair.rows) <= 64:
-        parts += [("row", label, index) for label, index in pair.rows]
-    seen = np.ones(pair.finite.shape, dtype=np.bool_)
-    if pair.masked and pair.visible is not None:
-        seen = pair.visible
-    for level, label, index in parts:
-        chosen = np.zeros_like(seen)
-        chosen[index] = seen[index]
+    parts = {"printed entries" if pair.seen.all() else "visible entries": pair.seen}
+    parts |= pair.rows if len(pair.rows) <= MOST_ROWS else {}
+    for n, (label, chosen) in enumerate(parts.items()):
         fit = pair.fit(chosen)
         slope, residual = (fit.slope, fit.residual) if fit else (math.nan, math.nan)
         error = float(pair.difference[chosen].max(initial=0.0))
-        key = label or ("printed entries" if seen.all() else "visible entries")
-        yield Level(pair.title, level, key, slope, residual, error)
-        masked = float(pair.difference[~seen].max(initial=0.0))
-        if level == "all" and masked:
-            yield Level(pair.title, level, "masked entries", math.nan, math.nan, masked)
+        yield Level(pair.title, "row" if n else "all", label, slope, residual, error)
+        masked = float(pair.difference[~pair.seen].max(initial=0.0))
+        if masked and not n:
+            yield Level(pair.title, "all", "masked entries", math.nan, math.nan, masked)
 
 
 def _judged(pairs: Sequence[Pair], log: Log) -> tuple[list[Finding], list[str]]:
@@ -123,7 +111,7 @@ def _judged(pairs: Sequence[Pair], log: Log) -> tuple[list[Finding], list[str]]:
         exact = all(pair.a.full and not pair.digits.any() for pair in pairs)
         evidence = ("every printed entry of both sides is 0",)
         sure = "high" if exact else "medium"
-        findings.append(finding_of("both", "vacuous", where, sure, evidence))
+        findings.append(finding("both", "vacuous", where, sure, evidence))
     return findings, facts
 
 
@@ -140,62 +128,49 @@ def _agreement(pair: Pair, size: str) -> str:
 def _exactly_zero(figures: Sequence[Number], pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Printed errors of exactly 0, and nothing that shows that values are not 0."""
     errors = [f for f in figures if f.error and not REPEATED.search(f"{f.context} {f.label}")]
-    zero = [f for f in errors if not f.value and not f.unit]
+    zero = dict.fromkeys(f.label for f in errors if not f.value and not f.unit)
     sized = any(not f.error and f.value and not f.unit == 1.0 for f in figures)
     large = any(not f.value <= 2.0**-20 or (f.unit and not f.value) for f in errors)
-    if not zero or sized or large or any(pair.agrees and pair.size > 0 for pair in pairs):
-        return
-    named = ", ".join(dict.fromkeys(f"{f.label} {f.part}".rstrip() for f in zero))
-    yield finding_of(
-        "both",
-        "vacuous",
-        f"printed errors: {named}",
-        "medium",
-        [
-            f"{named}: exactly 0 between two implementations. Sums in another order differ in the "
-            "last bit somewhere, unless all results are 0, or one code ran twice",
+    if zero and not sized and not large and not any(x.agrees and x.size > 0 for x in pairs):
+        evidence = (
+            f"{', '.join(zero)}: exactly 0 between two implementations. Sums in another order "
+            "differ in the last bit somewhere, unless all results are 0, or one code ran twice",
             "the log prints errors without the size of what was compared",
-        ],
-        look_at="print max |reference| beside every error; make values of unit size, by a random "
-        "cotangent and a sum in place of a mean; then multiply one side by 0 and see that the "
-        "comparison fails",
-    )
+        )
+        look_at = (
+            "print max |reference| beside every error; make values of unit size, by a random "
+            "cotangent and a sum in place of a mean; then multiply one side by 0 and see that the "
+            "comparison fails"
+        )
+        where = f"printed errors: {', '.join(zero)}"
+        yield finding("both", "vacuous", where, "medium", evidence, look_at=look_at)
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for a side and bug; what is unknown joins the proof that explains its side."""
-    known: dict[tuple[str, str], Finding] = {}
-    for finding in (f for f in findings if f.bug != "unknown"):
-        before = known.setdefault((finding.side, finding.bug), finding)
-        if before is not finding:
-            known[finding.side, finding.bug] = before.joined(finding)
-    unknown = [f for f in findings if f.bug == "unknown"]
-    result = []
-    for finding in known.values():
-        if finding.confidence == "proved":
-            joined = [f for f in unknown if {finding.side} & {*f.side.split(" or ")}]
-            unknown = [f for f in unknown if f not in joined]
-            more = tuple(line for f in joined for line in f.evidence)
-            finding = replace(finding, evidence=finding.evidence + more)
-        result.append(finding)
-    return sorted([*result, *unknown], key=lambda finding: finding.rank)
+    known: dict[tuple[str, str, str], Finding] = {}
+    for one in sorted(findings, key=lambda one: (one.bug == "unknown", one.rank)):
+        sides = one.side.split(" or ")
+        proof = next((x for x in known.values() if x.rank == 0 and x.side in sides), None)
+        if one.bug == "unknown" and proof is not None:
+            one = replace(proof, evidence=proof.evidence + one.evidence)
+            known[one.side, one.bug, one.title] = one
+        else:
+            before = known.get((one.side, one.bug, one.title))
+            known[one.side, one.bug, one.title] = before.joined(one) if before else one
+    return sorted(known.values(), key=lambda one: one.rank)
 
 
 def _failed(check: Check) -> Finding:
     """An identity fails on a side of which nothing else is known."""
-    return finding_of(
-        check.side,
-        "unknown",
-        check.where,
-        "medium",
-        [f"{check.text} (rounding excuses {check.allowed:.1g}): off by {check.value:.3g}"],
-        {
-            "I1": ("padded-keys", "neighbour-leak", "not-normalised"),
-            "I2": ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p"),
-        }.get(check.name, ("mask-missing-in-backward", "causal-dropped")),
-        title=f"an identity fails: {check.text}",
-        look_at="P, lse and D of one row: they must be of one softmax, with one mask",
-    )
+    others = {
+        "I1": ("padded-keys", "neighbour-leak", "not-normalised"),
+        "I2": ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p"),
+    }.get(check.name, ("mask-missing-in-backward", "causal-dropped"))
+    said = f"{check.text} (rounding excuses {check.allowed:.1g}): off by {check.value:.3g}"
+    look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
+    given = (check.side, "unknown", check.where, "medium", (said,), others)
+    return finding(*given, title=f"an identity fails: {check.text}", look_at=look_at)
 
 
 def _nothing(
@@ -203,22 +178,18 @@ def _nothing(
 ) -> Iterator[Finding]:
     """No pair, no identity: errors alone say nothing without a size, unless they are small."""
     errors = [f for f in figures if f.error]
-    large = [f for f in errors if not abs(f.value) <= 1e-2]
+    large = [f"{f.label}: {f.value:.3g}" for f in errors if not abs(f.value) <= 1e-2]
     if errors and not large:
         facts.append("the errors are small, but nothing says how large the values are")
         return
-    evidence = [f"{f.label} {f.part}".strip() + f": {f.value:.3g}" for f in large]
-    evidence = evidence or [f"{p.title}: printed once" for p in printed] or ["no error is printed"]
-    yield finding_of(
-        "unknown",
-        "unknown",
-        "the whole log",
-        "low",
-        evidence[:8],
-        title="nothing can be compared: no tensor is printed by both sides",
-        look_at="print one tensor of both sides, with the side in its name (dq_reference, "
-        "dq_candidate), or say which two words name the sides",
+    evidence = large or [f"{p.title}: printed once" for p in printed] or ["no error is printed"]
+    title = "nothing can be compared: no tensor is printed by both sides"
+    look_at = (
+        "print one tensor of both sides, with the side in its name (dq_reference, dq_candidate), "
+        "or say which two words name the sides"
     )
+    given = ("unknown", "unknown", "the whole log", "low", evidence[:8])
+    yield finding(*given, title=title, look_at=look_at)
 
 
 def _counted(number: int, what: str) -> str:

@@ -4,14 +4,14 @@ A pair is cut to the entries that both sides print.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import Flags, Float64, Integers, Printed
+from rawattn.check.diagnose.logs.tensor import Flags, Float64, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 
@@ -39,7 +39,6 @@ class Pair:
     b: Printed
     sides: tuple[str, str]
     kind: str
-    causal: bool | None = None
 
     @property
     def title(self) -> str:
@@ -58,16 +57,19 @@ class Pair:
         return np.asarray(np.where(self.finite, np.abs(self.a.values - self.b.values), 0.0))
 
     @cached_property
+    def entries(self) -> Float64:
+        """The larger size of each entry; 0 where one is not finite."""
+        size = np.maximum(np.abs(self.a.values), np.abs(self.b.values))
+        return np.asarray(np.where(self.finite, size, 0.0))
+
+    @cached_property
     def digits(self) -> Float64:
         """How far two prints of one number may lie apart."""
-        size = np.maximum(np.abs(self.a.values), np.abs(self.b.values))
-        return np.asarray(0.5005 * (self.a.units + self.b.units) + 2.0**-23 * size)
+        return np.asarray(0.5005 * (self.a.units + self.b.units) + 2.0**-23 * self.entries)
 
     @cached_property
     def size(self) -> float:
         """The larger side's root mean square."""
-        if not self.finite.any():
-            return 0.0
         return max(_rms(side.values[self.finite]) for side in (self.a, self.b))
 
     @cached_property
@@ -86,20 +88,14 @@ class Pair:
         same |= self.a.values == self.b.values
         return np.asarray(same | (self.finite & (self.difference <= self.digits + allowed)))
 
-    @cached_property
-    def scale(self) -> Float64:
-        """What an error of 1 means for each entry: its own size and that of the tensor."""
-        entry = np.maximum(np.abs(self.a.values), np.abs(self.b.values))
-        return np.asarray(self.size + np.where(self.finite, entry, 0.0))
-
     @property
     def agrees(self) -> bool:
         """Whether rounding explains every difference."""
         spread = math.sqrt(max(0.0, _rms(self.difference) ** 2 - _rms(self.digits) ** 2))
         if self.kind in ("", "dS", "dQ", "dK"):  # dP - D goes in, and cancels where D is rounded
-            factor, entry = 8, 16 * (self.scale.max(initial=0.0) - self.size)
+            factor, entry = 8, 16 * self.entries.max(initial=0.0)
         else:
-            factor, entry = 4, 6 * self.scale
+            factor, entry = 4, 6 * (self.size + self.entries)
         alike = self.within(self.noise * entry).all()
         return bool(alike) and spread <= factor * self.noise * self.size
 
@@ -113,8 +109,7 @@ class Pair:
         if size_rows is not None and size_columns is not None:
             shown = columns <= rows[:, None] + size_columns - size_rows
         elif size_rows is None and size_columns is None and np.array_equal(rows, columns):
-            order = np.arange(rows.size)
-            shown = order <= order[:, None]
+            shown = np.tri(rows.size, dtype=bool)
         else:
             return None
         return np.asarray(np.broadcast_to(shown, self.a.values.shape))
@@ -123,7 +118,7 @@ class Pair:
     def hidden(self) -> tuple[float, float] | None:
         """The largest entry of each side where a causal mask would give 0; None where it may not,
         or nothing tells where it would."""
-        if self.kind not in ("dS", "P") or self.causal is False or self.visible is None:
+        if self.kind not in ("dS", "P") or self.visible is None:
             return None
         above = ~self.visible
         one, other = (float(np.abs(p.values[above]).max(initial=0.0)) for p in (self.a, self.b))
@@ -135,11 +130,17 @@ class Pair:
         sides = zip((self.a, self.b), self.hidden or (), strict=False)
         return any(hidden <= 2 * p.units.max() for p, hidden in sides)
 
-    def fit(self, where: Flags | tuple[int, ...] = ()) -> Fit | None:
+    @cached_property
+    def seen(self) -> Flags:
+        """The entries that an evident mask leaves."""
+        whole = np.ones(self.finite.shape, dtype=np.bool_)
+        return self.visible if self.masked and self.visible is not None else whole
+
+    def fit(self, where: Flags | None = None) -> Fit | None:
         """None where one side is zero or little more than the last printed digit."""
-        chosen = self.finite[where]
+        chosen = self.finite if where is None else self.finite & where
         (a, a_units), (b, b_units) = (
-            (side.values[where][chosen], side.units[where][chosen]) for side in (self.a, self.b)
+            (side.values[chosen], side.units[chosen]) for side in (self.a, self.b)
         )
         if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
             return None
@@ -150,138 +151,106 @@ class Pair:
         return Fit(slope, left / size, beyond / size, a.size)
 
     @cached_property
-    def rows(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Label and index of every printed row; none of a single number or a line of numbers."""
+    def rows(self) -> dict[str, Flags]:
+        """The entries of every printed row that a mask leaves; none of a line of numbers."""
         axes = self.a.values.shape[:-1]
-        if not axes:
-            return []
         long = [axis for axis, size in enumerate(axes) if size > 1] or [len(axes) - 1]
-        labels = []
-        for index in product(*map(range, axes)):
+        found = {}
+        for index in product(*map(range, axes)) if axes else ():
             at = [str(self.a.places[axis][index[axis]]) for axis in long]
-            labels.append((at[0] if len(at) == 1 else f"[{', '.join(at)}]", index))
-        return labels
+            row = np.zeros_like(self.seen)
+            row[index] = self.seen[index]
+            found[at[0] if len(at) == 1 else f"[{', '.join(at)}]"] = row
+        return found
 
 
 def _rms(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
+# ---- which two ----------------------------------------------------------------------------------
+
+Labels = dict[int, tuple[str, tuple[str, ...]]]  # by ``start``: whose, and which quantity
+
+
 def paired(found: Sequence[Printed], names: tuple[str, str] | None) -> list[Pair]:
-    """Pairs by name: one quantity, two sides; by order where a name is printed more than once."""
-    if names is not None:
-        labelled = by_given_names(found, names)
-    else:
-        labelled = [(p, " ".join(p.side), _quantity(p)) for p in found if p.name and p.kind]
-    matches: list[tuple[Printed, Printed]] = []
-    for quantity in dict.fromkeys(quantity for _, _, quantity in labelled):
-        of_side: dict[str, list[Printed]] = {name: [] for name in names or ()}
-        for p, side, other in labelled:
-            if other == quantity:
-                of_side.setdefault(side, []).append(p)
-        first, *others = (of for of in of_side.values() if of)
-        matches += [match for other in others for match in _matched(first, other)]
+    """Pairs by name, of one quantity and of two sides; by order where a name is printed more than
+    once."""
+    labels = labels_of(found, names)
+    used: set[object] = set()  # tensors, and of the first of several sides those that have one
+    pairs: list[Pair] = []
+    for a, b in combinations(found, 2):
+        if not {a.start, b.start} <= labels.keys() or not _alike(a, b, labels):
+            continue
+        both = a.start, labels[b.start][0]
+        pair = None if {a.start, b.start, both} & used else _pair(a, b)
+        if pair is not None:
+            used |= {b.start, both}
+            sides = labels[a.start][0], labels[b.start][0]
+            pairs.append(pair if names is None else replace(pair, sides=sides))
+    if not pairs and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
+        pairs = [pair for pair in [_pair(*found)] if pair is not None]
+    return pairs
+
+
+def labels_of(found: Sequence[Printed], names: tuple[str, str] | None) -> Labels:
+    """Which of ``names`` a tensor has in its own, and the other words; without names what its own
+    says besides a quantity, and that."""
     if names is None:
-        matches += _one_word_apart([p for p in found if p.name and not p.kind])
-    if not matches and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
-        matches += _matched(found[:1], found[1:])
-    return [pair for a, b in matches if (pair := _pair(a, b, names)) is not None]
-
-
-def _quantity(p: Printed) -> tuple[str, ...]:
-    return p.kind, *(word for word in p.words if word.isdigit())
-
-
-def _pair(a: Printed, b: Printed, names: tuple[str, str] | None) -> Pair | None:
-    cut = _common(a, b)
-    if cut is None:
-        return None
-    own = ["_".join(w for w in p.side if w not in o.side) for p, o in ((a, b), (b, a))]
-    sides = names or (own[0] or a.title, own[1] or b.title)
-    kinds = {a.kind, b.kind} - {""}
-    return Pair(*cut, sides, kinds.pop() if len(kinds) == 1 else "")
-
-
-Labelled = tuple[Printed, str, tuple[str, ...]]
-
-
-def by_given_names(found: Sequence[Printed], names: tuple[str, str]) -> list[Labelled]:
-    """The tensors that have one of ``names`` in theirs, that, and the other words."""
-    for name in names:
-        if not any(name in p.name for p in found):
+        return {p.start: (" ".join(p.side), p.quantity) for p in found if p.name}
+    labels: Labels = {}
+    for name in sorted(names, key=len):
+        there = [p for p in found if name in p.name]
+        if not there:
             shown = ", ".join(sorted({p.name for p in found if p.name})) or "none"
             raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
-    labelled = []
-    for p in found:
-        name = next((n for n in sorted(names, key=len, reverse=True) if n in p.name), "")
-        if name:
-            labelled.append((p, name, replace(p, name=p.name.replace(name, " ", 1)).words))
-    return labelled
+        rest = (replace(p, name=p.name.replace(name, " ", 1)) for p in there)
+        labels |= {p.start: (name, ("", *p.words)) for p in rest}
+    return labels
 
 
-def _matched(first: Sequence[Printed], second: Sequence[Printed]) -> list[tuple[Printed, Printed]]:
-    """One to one, in order; equal settings first, then such that do not contradict."""
-    pairs: list[tuple[Printed, Printed]] = []
-    used: set[int] = set()
-    for strict, a, b in product((True, False), first, second):
-        settings = dict(b.settings)
-        equal = a.settings == b.settings or not strict
-        equal &= all(settings.get(key, value) == value for key, value in a.settings)
-        if equal and not {id(a), id(b)} & used and _common(a, b) is not None:
-            used |= {id(a), id(b)}
-            pairs.append((a, b))
-    return sorted(pairs, key=lambda pair: pair[0].start)
+def _alike(a: Printed, b: Printed, labels: Labels) -> bool:
+    """Whether two tensors are one quantity of two sides; names that say no quantity must differ in
+    one word."""
+    (side, quantity), (other, same) = labels[a.start], labels[b.start]
+    if side == other or quantity != same:
+        return False
+    unlike = [one for one in zip(a.words, b.words, strict=False) if one[0] != one[1]]
+    telling = all(len(word) > 2 and not word.isdigit() for one in unlike for word in one)
+    apart = len(a.words) == len(b.words) > 1 and len(unlike) == 1 and telling
+    return bool(quantity) or apart
 
 
-def _one_word_apart(found: Sequence[Printed]) -> Iterator[tuple[Printed, Printed]]:
-    """Names that say no quantity, and differ in one word: whose it is."""
-    used: set[int] = set()
-    for i, a in enumerate(found):
-        for b in found[i + 1 :]:
-            if len(a.words) != len(b.words) or len(a.words) < 2 or {id(a), id(b)} & used:
-                continue
-            unlike = [pair for pair in zip(a.words, b.words, strict=True) if pair[0] != pair[1]]
-            if len(unlike) != 1 or any(len(w) < 3 or w.isdigit() for w in unlike[0]):
-                continue
-            if _common(a, b) is not None:
-                used |= {id(a), id(b)}
-                yield a, b
-
-
-def _common(a: Printed, b: Printed) -> tuple[Printed, Printed] | None:
+def _pair(a: Printed, b: Printed) -> Pair | None:
     """Both cut to the entries that both print; None where the shapes differ."""
+    own = ["_".join(w for w in p.side if w not in o.side) for p, o in ((a, b), (b, a))]
+    sides, kinds = (own[0] or a.title, own[1] or b.title), {a.kind, b.kind} - {""}
     a, b = _thin(a, b.values.ndim), _thin(b, a.values.ndim)
     if a.values.ndim != b.values.ndim or not (a.floating and b.floating):
         return None
-    cuts_a, cuts_b, sizes = [], [], []
-    for axis, (size_a, size_b) in enumerate(zip(a.sizes, b.sizes, strict=True)):
-        if size_a is not None and size_b is not None and size_a != size_b:
-            return None
-        size = size_a if size_a is not None else size_b
-        if size is not None and max(a.values.shape[axis], b.values.shape[axis]) > size:
-            return None
-        at_a, at_b = (_absolute(p.places[axis], size) for p in (a, b))
-        _, cut_a, cut_b = np.intersect1d(at_a, at_b, return_indices=True)
-        order = np.argsort(cut_a)
-        cuts_a.append(cut_a[order])
-        cuts_b.append(cut_b[order])
-        sizes.append(size)
-    if any(not cut.size for cut in cuts_a):
+    sizes = tuple(n if m is None else m for n, m in zip(a.sizes, b.sizes, strict=True))
+    known = zip((*a.sizes, *b.sizes), sizes * 2, strict=True)
+    shown = zip((*a.values.shape, *b.values.shape), sizes * 2, strict=True)
+    if any(n not in (None, m) for n, m in known) or any(m is not None and n > m for n, m in shown):
         return None
-    return _cut(a, cuts_a, tuple(sizes)), _cut(b, cuts_b, tuple(sizes))
-
-
-def _absolute(places: Integers, size: int | None) -> Integers:
-    return places if size is None else np.where(places < 0, places + size, places)
-
-
-def _cut(printed: Printed, cuts: Sequence[Integers], sizes: tuple[int | None, ...]) -> Printed:
-    grid = np.ix_(*cuts) if cuts else ()
-    places = tuple(
-        _absolute(at[cut], size) for at, cut, size in zip(printed.places, cuts, sizes, strict=True)
-    )
-    values, units = np.asarray(printed.values[grid]), np.asarray(printed.units[grid])
-    return replace(printed, values=values, units=units, places=places, sizes=sizes)
+    at = [
+        [np.where(x < 0, x + (n or 0), x) for x, n in zip(p.places, sizes, strict=True)]
+        for p in (a, b)
+    ]
+    shared = [x[np.isin(x, y)] for x, y in zip(*at, strict=True)]
+    if not all(x.size for x in shared):
+        return None
+    cut = []
+    for p, places in zip((a, b), at, strict=True):
+        grid = np.ix_(
+            *(
+                [int(np.flatnonzero(x == n)[0]) for n in some]
+                for x, some in zip(places, shared, strict=True)
+            )
+        )
+        values, units = np.asarray(p.values[grid]), np.asarray(p.units[grid])
+        cut.append(replace(p, values=values, units=units, places=tuple(shared), sizes=sizes))
+    return Pair(cut[0], cut[1], sides, kinds.pop() if len(kinds) == 1 else "")
 
 
 def _thin(printed: Printed, dimensions: int) -> Printed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,18 +15,35 @@ SHOWN = 12
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of one printed dS, summed over all keys, and over those that a causal mask allows.
-
-    allowed: what the digits and the dtype excuse. _size: sums of magnitudes.
-    """
+    """The whole rows of one printed dS, (matrices, queries, keys)."""
 
     printed: Printed
-    sums: Float64
-    allowed: Float64
-    inside: Float64
-    inside_allowed: Float64
-    inside_size: Float64
-    outside_size: Float64
+    values: Float64
+
+    @cached_property
+    def causal(self) -> np.ndarray:
+        """Who sees whom under a causal mask: the last query sees every key."""
+        _, rows, keys = self.values.shape
+        return np.tri(rows, keys, keys - rows, dtype=bool)
+
+    @cached_property
+    def sums(self) -> Float64:
+        return np.asarray(self.values.sum(axis=2))
+
+    @cached_property
+    def inside(self) -> Float64:
+        """Sums over the keys that a causal mask allows."""
+        return np.asarray(np.where(self.causal, self.values, 0.0).sum(axis=2))
+
+    def excused(self, relative: float) -> Float64:
+        """What the digits excuse, and a share of the largest row: a row's own size may be that of a
+        small difference, dP - D."""
+        digits = 0.505 * self.printed.units.reshape(self.values.shape).sum(axis=2)
+        return np.asarray(digits + relative * np.abs(self.values).sum(axis=2).max())
+
+    @cached_property
+    def allowed(self) -> Float64:
+        return self.excused(2.0**-6)
 
     @property
     def sound(self) -> bool:
@@ -34,16 +52,18 @@ class Rows:
     @property
     def masked(self) -> bool:
         """Sound, square, of more than one row, with nothing above the diagonal."""
-        square = self.printed.values.shape[-1] == self.printed.values.shape[-2] > 1
-        zeros = not self.outside_size.any() and bool(self.inside_size.any())
+        square = self.values.shape[1] == self.values.shape[2] > 1
+        zeros = not self.values[:, ~self.causal].any() and bool(self.values.any())
         return self.sound and square and zeros
 
     @property
     def masked_delta(self) -> bool:
         """P of all keys with D of the masked output: rows sum to 0 over the causal keys alone."""
-        least = 10 * self.inside_allowed
-        telling = (self.inside_size > least) & (self.outside_size > least)
-        inside = (np.abs(self.inside) <= self.inside_allowed).all()
+        fine = self.excused(SIXTEEN_BIT.get(self.printed.dtype, 2.0**-11))
+        size = np.abs(self.values)
+        parts = (np.where(seen, size, 0.0).sum(axis=2) for seen in (self.causal, ~self.causal))
+        telling = np.logical_and(*(part > 10 * fine for part in parts))
+        inside = (np.abs(self.inside) <= fine).all()
         return not self.sound and bool(telling.any() and inside)
 
     @property
@@ -67,22 +87,7 @@ def rows_of(printed: Printed) -> Rows | None:
     """None where the print does not hold whole rows of dS."""
     if printed.kind != "dS" or not _whole(printed) or not np.isfinite(printed.values).all():
         return None
-    shape = (-1, *printed.values.shape[-2:])
-    values, units = printed.values.reshape(shape), printed.units.reshape(shape)
-    # who sees whom under a causal mask: the last query sees every key
-    inside = np.arange(shape[2]) <= np.arange(shape[1])[:, None] + shape[2] - shape[1]
-    size, digits = np.abs(values), 0.505 * units.sum(axis=2)
-    largest = size.sum(axis=2).max()  # a row's own size may be a small difference, dP - D
-    relative = SIXTEEN_BIT.get(printed.dtype, 2.0**-11)
-    return Rows(
-        printed,
-        values.sum(axis=2),
-        digits + 2.0**-6 * largest,
-        np.where(inside, values, 0.0).sum(axis=2),
-        digits + relative * largest,
-        np.where(inside, size, 0.0).sum(axis=2),
-        np.where(inside, 0.0, size).sum(axis=2),
-    )
+    return Rows(printed, printed.values.reshape(-1, *printed.values.shape[-2:]))
 
 
 def _whole(p: Printed) -> bool:
@@ -95,17 +100,16 @@ def identities(
 ) -> Iterator[Check]:
     """Identities of each side alone, as far as whole rows are printed; ``rows`` by ``start``."""
     for p in printed:
-        side = sides[p.start]
-        if p.kind == "P" and _whole(p):
-            if ((p.values >= 0) & (p.values <= 1.01)).all():  # else only the name says P
-                off = np.where(p.values.any(axis=-1), np.abs(p.values.sum(axis=-1) - 1), 0.0)
-                allowed = 0.505 * p.units.sum(axis=-1) + 2.0**-7
-                yield _worst(side, "I1", "rows of P sum to 1", p, off, allowed)
-        if (own := rows.get(p.start)) is None:
-            continue
-        yield _worst(side, "I2", "rows of dS sum to 0", p, np.abs(own.sums), own.allowed)
-        square = p.values.shape[-1] == p.values.shape[-2]
-        if square and dict(p.settings).get("causal", str(causal)) == "True":
+        side, own = sides[p.start], rows.get(p.start)
+        # with other numbers in it only the name says P
+        if p.kind == "P" and _whole(p) and ((p.values >= 0) & (p.values <= 1.01)).all():
+            off = np.where(p.values.any(axis=-1), np.abs(p.values.sum(axis=-1) - 1), 0.0)
+            allowed = 0.505 * p.units.sum(axis=-1) + 2.0**-7
+            yield _worst(side, "I1", "rows of P sum to 1", p, off, allowed)
+        if own is not None:
+            yield _worst(side, "I2", "rows of dS sum to 0", p, np.abs(own.sums), own.allowed)
+        square = own is not None and p.values.shape[-1] == p.values.shape[-2]
+        if square and causal:
             beyond, unit = float(np.abs(np.triu(p.values, 1)).max()), float(p.units.max())
             verdict = "FAIL" if beyond > unit else "pass"
             yield Check(side, "mask", "dS is 0 above the diagonal", beyond, unit, verdict, p.title)

@@ -1,7 +1,4 @@
-"""Two prints that differ: the first rule that applies names why.
-
-Long by its rules and by what each has to say as evidence.
-"""
+"""Two prints that differ: the first rule that applies names why. Long by what each has to say."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import CONSTANT, Fit, Pair
 from rawattn.check.diagnose.logs.rows import Rows, few, listed, rows_named
 
@@ -30,29 +27,12 @@ class Log:
     causal: bool | None
 
 
-def finding_of(
-    side: str,
-    bug: str,
-    where: str,
-    confidence: str,
-    evidence: Sequence[str],
-    alternatives: tuple[str, ...] = (),
-    *,
-    title: str = "",
-    look_at: str = "",
-) -> Finding:
-    known = CLASSES[bug]
-    title, look_at = title or known.title, look_at or known.look_at
-    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
-
-
 # What has no name: its title, the bugs that it may be, and where to look.
 UNKNOWN = {
     "broken": (
         "NaN or infinity where the other side has numbers",
         ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        "rows without an allowed key, tiles that are masked as a whole, exp of large scores: print "
-        "the scores of such a row and its maximum",
+        "rows without an allowed key, masked tiles, exp of large scores: print such a row's scores",
     ),
     "no gradient": (
         "dS is not the gradient of any softmax: its rows do not sum to 0",
@@ -67,21 +47,13 @@ UNKNOWN = {
     "padding": (
         "the two sides differ by a constant factor",
         ("padded-keys", "padded-grad-out"),
-        "the same ratio for a sequence of another length decides: padding gives another number for "
-        "each length, a forgotten factor one everywhere. Or say how long the sequences are "
-        "(--lengths)",
-    ),
-    "rows": (
-        "each row differs by a factor of its own",
-        ("padded-keys", "neighbour-leak", "not-normalised"),
-        "the denominator of the softmax: which keys one side counts and the other does not, and "
-        "how lse or row_sum is stored",
+        "the ratio for a sequence of another length: padding gives another number for each length, "
+        "a forgotten factor one everywhere; --lengths says how long the sequences are",
     ),
     "nothing": (
         "the two sides differ, in no way that these entries explain",
         (),
-        "print more: whole rows of a small case, dS and P beside the gradients, or save the arrays "
-        "and compare those",
+        "whole rows of a small case, dS and P beside the gradients; or save and compare arrays",
     ),
 }
 
@@ -92,7 +64,7 @@ def _unknown(
     title, alternatives, look_at = UNKNOWN[what]
     sure = "low" if what == "nothing" else "medium"
     given = (side, "unknown", where or pair.title, sure, evidence, alternatives)
-    return finding_of(*given, title=title + by, look_at=look_at)
+    return finding(*given, title=title + by, look_at=look_at)
 
 
 def differs(pair: Pair, log: Log) -> Finding:
@@ -100,9 +72,8 @@ def differs(pair: Pair, log: Log) -> Finding:
     fit = pair.fit()
     found = _not_finite(pair) or _unmasked(pair, log) or _wrong_delta(pair, log)
     if found is None and fit and fit.constant and abs(fit.slope - 1) > CONSTANT:
-        found = _constant_factor(pair, fit, log.lengths)
-    found = found or _transposed(pair) or _powers(pair)
-    return found or _row_factors(pair) or _structure(pair, fit)
+        found = _constant_factor(pair, fit, log)
+    return found or _powers(pair) or _structure(pair, fit)
 
 
 def _not_finite(pair: Pair) -> Finding | None:
@@ -111,7 +82,7 @@ def _not_finite(pair: Pair) -> Finding | None:
         return None
     worse = int(broken[1].sum() > broken[0].sum())
     title = (pair.a, pair.b)[worse].title
-    rows = [label for label, index in pair.rows if broken[worse][index].any()]
+    rows = [label for label, row in pair.rows.items() if broken[worse][row].any()]
     where = f"{title}, {rows_named(rows)}" if rows else title
     count = f"{broken[worse].sum()} printed entries of {title} are NaN or infinite"
     evidence = (count, f"{broken[1 - worse].sum()} of the other side are")
@@ -120,63 +91,49 @@ def _not_finite(pair: Pair) -> Finding | None:
 
 def _unmasked(pair: Pair, log: Log) -> Finding | None:
     """One side masks dS (or P), the other one does not."""
-    inside, hidden = pair.visible, pair.hidden
-    if inside is None or hidden is None or not pair.masked:
+    hidden = pair.hidden
+    if hidden is None or not pair.masked or log.causal is False:
         return None
     bad = int(hidden[1] > hidden[0])
     p, other = (pair.b, pair.a) if bad else (pair.a, pair.b)
     if hidden[bad] <= 2 * p.units.max():
         return None
     side, own, right = pair.sides[bad], log.rows.get(p.start), log.rows.get(other.start)
-    shares = _shares(pair, bad)
     evidence = [
         f"{p.title} above the diagonal: up to {hidden[bad]:.3g}, where masked keys must give 0; "
         f"{other.title}: 0",
     ]
+    shares = _shares(pair, bad)
     if shares:
         evidence.append(
             f"{p.title} / {other.title} on the visible entries is constant in each row "
             f"({listed(shares, 3)}): the share of the softmax that falls on visible keys"
         )
     bug = "mask-missing-in-backward"
-    if own is not None and own.masked_delta:
-        if right is not None and right.sound:
+    if own is not None and not own.sound:
+        proved = own.masked_delta
+        if proved and right is not None and right.sound:
             sums = listed(right.sums.ravel())
             evidence.append(f"{other.title} is right: its rows sum to {sums}, and it is masked")
-        return finding_of(side, bug, own.where, "proved", [*own.evidence, *evidence])
-    if own is not None and not own.sound:
-        return finding_of(side, bug, own.where, "medium", (own.evidence[0], *evidence))
+        said = own.evidence if proved else own.evidence[:1]
+        return finding(side, bug, own.where, "proved" if proved else "medium", [*said, *evidence])
     if own is None and pair.kind == "dS" and shares:
         evidence.append("rows are elided: their sums cannot be taken")
-        return finding_of(side, bug, p.title, "high", evidence, ("causal-dropped",))
+        return finding(side, bug, p.title, "high", evidence, ("causal-dropped",))
     if own is not None:
         evidence.append(f"rows of {p.title} sum to 0 over all keys: its P and D agree")
-    return finding_of(
-        side,
-        "causal-dropped",
-        p.title,
-        "medium",
-        evidence,
-        ("causal-off-by-one", "neighbour-leak"),
-        look_at="which of the two is meant: one side masks where the other one does not",
-    )
+    others = "causal-off-by-one", "neighbour-leak"
+    look_at = "which of the two is meant: one side masks where the other one does not"
+    return finding(side, "causal-dropped", p.title, "medium", evidence, others, look_at=look_at)
 
 
 def _shares(pair: Pair, bad: int) -> list[float]:
     """The unmasked side over the other one on visible keys, by row, if that is a constant of each
     row, as where only the denominator of P differs, and 1 in the row that sees all."""
-    ratios = []
-    for _, index in pair.rows:
-        chosen = np.zeros(pair.finite.shape, np.bool_)
-        chosen[index] = True if pair.visible is None else pair.visible[index]
-        fit = pair.fit(chosen)
-        if fit is None:
-            continue
-        if fit.beyond > CONSTANT:
-            return []
-        ratios.append(1 / fit.slope if bad else fit.slope)
+    fits = [fit for row in pair.rows.values() if (fit := pair.fit(row)) is not None]
+    ratios = [1 / fit.slope if bad else fit.slope for fit in fits]
     likely = ratios and max(ratios) <= 1 + CONSTANT and abs(ratios[-1] - 1) <= CONSTANT
-    return ratios if likely else []
+    return ratios if likely and all(fit.beyond <= CONSTANT for fit in fits) else []
 
 
 def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
@@ -190,70 +147,59 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
     gap = own.printed.values - right.printed.values
     total = gap.sum(axis=-1, keepdims=True)
     slack = 2 * pair.digits + 2.0**-7 * np.abs(total)
-    if (gap * np.sign(total) >= -slack).all():
-        evidence.append(
-            "the difference of the two sides has one sign in each row, so it is P times a number "
-            "of that row: P agrees, D does not"
-        )
-        other = ("delta-of-another-out", "lse-gradient-dropped")
-        return finding_of(side, "delta-omitted", title, "medium", evidence, other)
-    return _unknown(pair, side, "no gradient", evidence, title)
+    if not (gap * np.sign(total) >= -slack).all():
+        return _unknown(pair, side, "no gradient", evidence, title)
+    evidence.append(
+        "the difference of the two sides has one sign in each row, so it is P times a number of "
+        "that row: P agrees, D does not"
+    )
+    others = "delta-of-another-out", "lse-gradient-dropped"
+    return finding(side, "delta-omitted", title, "medium", evidence, others)
 
 
-def _constant_factor(pair: Pair, fit: Fit, lengths: Sequence[int]) -> Finding:
+def _constant_factor(pair: Pair, fit: Fit, log: Log) -> Finding:
     """One factor between two sides: which one, and whether padding explains it.
 
     Zero keys up to the longest sequence add a weight of e^0 = 1 each to the denominator.
     """
     larger = int(abs(fit.slope) < 1)  # the side with the larger values
     ratio = 1 / fit.slope if larger else fit.slope
-    measured = (
+    side, other = pair.sides[larger], pair.sides[1 - larger]
+    evidence = [
         f"{pair.title} = {fit.slope:.4g} on the {fit.count} entries that both print (residual "
         f"{fit.residual:.1%}), so a constant"
-    )
+    ]
 
     def near(value: float) -> bool:
         return abs(ratio - value) <= CONSTANT / 4 * value
 
     if pair.kind == "lse" and near(LOG2_E):
-        evidence = [measured, f"log2(e) = {LOG2_E:.4f}"]
-        return finding_of(pair.sides[larger], "lse-base-2", pair.title, "high", evidence)
+        evidence.append(f"log2(e) = {LOG2_E:.4f}")
+        return finding(side, "lse-base-2", pair.title, "high", evidence)
     head_dim = (pair.a.sizes[-1] if pair.a.sizes else None) or 1
     if pair.kind in ("dQ", "dK") and head_dim > 1 and near(math.sqrt(head_dim)):
-        words = f"sqrt(head_dim) = sqrt({head_dim}): {pair.sides[larger]} lacks softmax_scale there"
-        evidence = [measured, f"{words}, or {pair.sides[1 - larger]} applies it twice"]
-        return finding_of(pair.sides[larger], "output-scale", pair.title, "medium", evidence)
-    by = f" of {ratio:.4g}"
-    if pair.causal is True or ratio < 1 or pair.kind not in SHRUNK:
-        return _unknown(pair, pair.either, "factor", [measured], by=by)
+        words = f"sqrt(head_dim) = sqrt({head_dim}): {side} lacks softmax_scale there"
+        evidence.append(f"{words}, or {other} applies it twice")
+        return finding(side, "output-scale", pair.title, "medium", evidence)
+    lengths, may_pad = log.lengths, not log.causal and ratio >= 1 and pair.kind in SHRUNK
     longest = max(lengths, default=0)
     rows = {size for size in pair.a.sizes[:-1] if size in lengths}
     tried = sorted({n for n in lengths if 0 < n < longest and (not rows or n in rows)})
-    means = {n: (longest - n) / (n * (ratio - 1)) for n in tried}
+    means = {n: (longest - n) / (n * (ratio - 1)) for n in tried if may_pad}
     possible = [n for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]]
     if not possible:
-        return _unknown(pair, pair.either, "padding", [measured], by=by)
-    law = "zero keys up to the longest sequence divide by r(n) = 1 + (longest - n) / (n m), m the "
-    law += "mean of exp(score): 1 for the longest, another number for each other length"
-    told = [f"{n} tokens would have m = {means[n]:.3g}" for n in possible]
-    side = pair.sides[1 - larger]
-    evidence = [measured, f"{law}; longest is {longest}, {few(told)}"]
-    evidence.append(f"{side} has the smaller values: it is the side that attends to padding")
+        what = "padding" if may_pad else "factor"
+        return _unknown(pair, pair.either, what, evidence, by=f" of {ratio:.4g}")
+    told = few([f"{n} tokens would have m = {means[n]:.3g}" for n in possible])
+    evidence += [
+        "zero keys up to the longest sequence divide by r(n) = 1 + (longest - n) / (n m), m the "
+        "mean of exp(score): 1 for the longest, another number for each other length; longest is "
+        f"{longest}, {told}",
+        f"{other} has the smaller values: it is the side that attends to padding",
+    ]
     where = f"{pair.title}, the sequence of {' or '.join(map(str, possible))} tokens"
     sure = "medium" if len(possible) == 1 else "low"
-    return finding_of(side, "padded-keys", where, sure, evidence, ("padded-grad-out",))
-
-
-def _transposed(pair: Pair) -> Finding | None:
-    a, b, places = pair.a.values, pair.b.values, pair.a.places
-    slack = float(pair.digits.max()) + 8 * pair.noise * pair.size
-    for one, other in [(-1, -2), (-2, -3)][: max(0, a.ndim - 1)]:
-        turned = np.swapaxes(b, one, other)
-        alike = a.shape == turned.shape and np.array_equal(places[one], places[other])
-        if alike and a.shape[one] > 1 and (np.abs(a - turned) <= slack).all():
-            evidence = (f"{pair.title}: equal once axes {one} and {other} are exchanged",)
-            return finding_of(pair.either, "transposed", pair.title, "medium", evidence)
-    return None
+    return finding(other, "padded-keys", where, sure, evidence, ("padded-grad-out",))
 
 
 def _powers(pair: Pair) -> Finding | None:
@@ -267,8 +213,7 @@ def _powers(pair: Pair) -> Finding | None:
     if there.sum() < 4:
         return None
     logs = [np.log(np.where(there, x, 1.0)) for x in (a, b)]
-    x, y = (z - z.sum(axis=-1, keepdims=True) / np.maximum(several, 1) for z in logs)
-    x, y = x[there], y[there]
+    x, y = ((z - z.sum(-1, keepdims=True) / np.maximum(several, 1))[there] for z in logs)
     slope = float(x @ y / (y @ y)) if y.any() else 0.0
     left = float(np.linalg.norm(x - slope * y)) / max(float(np.linalg.norm(x)), 1e-30)
     if slope <= 0 or left > CONSTANT or abs(slope - 1) <= CONSTANT:
@@ -282,28 +227,8 @@ def _powers(pair: Pair) -> Finding | None:
         f"log P of {side} is {ratio:.4g}{named} times that of {other} in every row (residual "
         f"{left:.1%}): so are its scores",
     )
-    look_at = f"softmax_scale: {side} lacks it, or {other} applies it twice; it is "
-    look_at += "head_dim ** -0.5, once"
-    return finding_of(side, "score-scale", pair.title, "medium", evidence, look_at=look_at)
-
-
-def _row_factors(pair: Pair) -> Finding | None:
-    """Every row has its own factor: the denominators of the softmax differ."""
-    fits = [(label, fit) for label, index in pair.rows if (fit := pair.fit(index)) is not None]
-    slopes = np.array([fit.slope for _, fit in fits])
-    if len(fits) < 3 or not all(fit.constant for _, fit in fits) or (slopes <= 0).any():
-        return None
-    if np.abs(slopes - 1).max() <= 2 * CONSTANT:
-        return None
-    evidence = [
-        f"{pair.title} is constant within each row: "
-        + few([f"{label}: {fit.slope:.3f}" for label, fit in fits])
-    ]
-    side = pair.either
-    if (slopes > 1 - CONSTANT).all() or (slopes < 1 + CONSTANT).all():
-        side = pair.sides[int(slopes.mean() > 1)]
-        evidence.append(f"{side} has the smaller values in every row that differs")
-    return _unknown(pair, side, "rows", evidence)
+    look_at = f"softmax_scale, head_dim ** -0.5, once: {side} lacks it, or {other} applies it twice"
+    return finding(side, "score-scale", pair.title, "medium", evidence, look_at=look_at)
 
 
 def _structure(pair: Pair, fit: Fit | None) -> Finding:
@@ -313,9 +238,9 @@ def _structure(pair: Pair, fit: Fit | None) -> Finding:
     empty = [p.title for p in (pair.a, pair.b) if not p.values.any()]
     if empty:
         evidence.append(f"{empty[0]} is 0 in all printed entries, the other side is not")
-    alike = pair.within(4 * pair.noise * pair.scale)
-    equal = [label for label, index in pair.rows if alike[index].all()]
-    unlike = [label for label, index in pair.rows if not alike[index].all()]
+    alike = pair.within(4 * pair.noise * (pair.size + pair.entries))
+    equal = [label for label, row in pair.rows.items() if alike[row].all()]
+    unlike = [label for label in pair.rows if label not in equal]
     if equal:
         differ = f"different in {rows_named(unlike)}"
         evidence.append(f"{pair.title}: equal in {rows_named(equal)}, {differ}")

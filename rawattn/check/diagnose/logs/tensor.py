@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ class Printed:
     units: the step of the last printed digit of each, 0 where the print is exact. places: the
     indices along each axis of the printed entries; counted from the back, so negative, where they
     stand behind "...". sizes: the length of each axis, None where it is elided and nothing tells.
-    dtype: "" where nothing tells. settings: (("causal", "False"),) of a name "dS (causal=False)".
+    dtype: "" where nothing tells.
     """
 
     name: str
@@ -43,7 +44,6 @@ class Printed:
     sizes: tuple[int | None, ...]
     dtype: str = ""
     decimals: int = 0
-    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def full(self) -> bool:
@@ -52,8 +52,7 @@ class Printed:
 
     @property
     def title(self) -> str:
-        told = ", ".join(f"{key}={value}" for key, value in self.settings)
-        return (self.name or f"tensor of line {self.line}") + (f" ({told})" if told else "")
+        return self.name or f"tensor of line {self.line}"
 
     @property
     def floating(self) -> bool:
@@ -69,6 +68,11 @@ class Printed:
     def side(self) -> tuple[str, ...]:
         """The words of the name that say no quantity: whose it is."""
         return tuple(word for word in self.words if word not in QUANTITIES and not word.isdigit())
+
+    @property
+    def quantity(self) -> tuple[str, ...]:
+        """What it is, with numbers in its name; () where that does not tell."""
+        return (self.kind, *filter(str.isdigit, self.words)) if self.kind else ()
 
     @property
     def kind(self) -> str:
@@ -88,18 +92,15 @@ class Printed:
         return f"d{letter}" if words & {"grad", "gradient", "d"} else letter
 
 
-@dataclass(frozen=True)
-class Number:
-    """A printed figure: "max abs err (q,k,v): [1e-3, 2e-3, 0.0]" is three, of parts q, k and v.
-
-    context: the headline above it. unit: the step of its last digit; 0 where it is exact.
+class Number(NamedTuple):
+    """A printed figure: "max abs err (q,k,v): [1e-3, 2e-3, 0.0]" is three, of labels that end in q,
+    k and v. context: the headline above it. unit: the step of its last digit, 1 of a count; 0 where
+    it is exact: "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
     """
 
     label: str
-    part: str
     value: float
     unit: float
-    line: int
     context: str = ""
 
     @property

@@ -5,20 +5,16 @@ Long because a print has many small parts, each of them a line or two.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.logs.tensor import Number, Printed
 
 NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-TOKEN = re.compile(
-    rf"\s*(?:(?P<open>\[)|(?P<close>\])|(?P<dots>\.\.\.)|(?P<comma>,)"
-    rf"|(?P<number>(?:true|false|{NUMBER})(?![\w.])))",
-    re.IGNORECASE,
-)
+TOKEN = rf"\[|\]|\.\.\.|(?:true|false|{NUMBER})(?![\w.])"
+CONTENTS = re.compile(rf"(?:{TOKEN}|[\s,])*", re.IGNORECASE)
 START = re.compile(
     rf"(?:\b(?:tf|torch|np|numpy|jnp|cp|mx)\.)?\b(?:tensor|array|asarray)\s*\(\s*(?P<factor>{NUMBER}\s*\*\s*)?"
     rf"(?P<call>\[|{NUMBER}(?=[\s,)]))"
@@ -27,10 +23,6 @@ START = re.compile(
 )
 TRAILER = re.compile(
     r"(?:\s*,\s*\w+\s*=\s*(?:'[^']*'|<[^<>]*>|\([^()]*\)|[\w.]+(?:\([^()]*\)|\[[^\[\]]*\])?))*\s*\)?"
-)
-SIZE = re.compile(
-    r"(?:(?P<name>[A-Za-z_][\w.]*?)(?:\.shape|\.size\(\))?[ \t]*[:=]?[ \t]*)?"
-    r"(?:torch\.Size\(\[(?P<torch>[\d, ]*)\]\)|(?<=shape)[ \t]*[:=]?[ \t]*\((?P<numpy>[\d, ]*)\))"
 )
 FIGURE = re.compile(
     rf"(?P<label>[A-Za-z_|][^:=\[\]]*?)"
@@ -58,7 +50,7 @@ def read_log(text: str) -> Contents:
     """
     text = _clean(text)
     read = _read_tensors(text)
-    return Contents(text, _with_sizes(text, read), _read_figures(text, read))
+    return Contents(text, tuple(printed for printed, _ in read), _read_figures(text, read))
 
 
 def _clean(text: str) -> str:
@@ -90,12 +82,11 @@ def _read_tensors(text: str) -> list[tuple[Printed, int]]:
         trailer = ""
         if start["call"] and (match := TRAILER.match(text, end)):
             trailer, end = match[0], match.end()
-        name, settings = _name(text[max(after, start.start() - 2000) : start.start()])
+        name = _name(text[max(after, start.start() - 2000) : start.start()])
         factor = float(start["factor"].rstrip("* \t\n")) if start["factor"] else 1.0
         form = start[0].split("(")[0].strip().lower().rpartition(".")[2]
         printed = _printed(strings, layout, factor, form, trailer)
-        placed = replace(printed, name=name, line=line, start=start.start(), settings=settings)
-        found.append((placed, end))
+        found.append((replace(printed, name=name, line=line, start=start.start()), end))
         after = at = end
     return found
 
@@ -117,42 +108,35 @@ def _data(text: str, at: int) -> tuple[list[str], Layout, int]:
         match = re.compile(NUMBER, re.IGNORECASE).match(text, at)
         assert match is not None
         return [match[0]], (), match.end()
-    stack: list[list[object]] = []
-    read = 0
-    while True:
-        token = TOKEN.match(text, at)
-        if token is None:
-            rest = text[at : at + 1000].split()
-            if rest:
-                reason = f"{rest[0][:20]!r} is neither a real number nor a bracket"
-                raise _Unreadable(reason, code=not re.match(r"[-+.\d]", rest[0]))
-            raise _Unreadable("it ends within its brackets", fatal=read > 1 and len(stack) > 1)
-        at = token.end()
-        if token["open"]:
+    run = CONTENTS.match(text, at)
+    assert run is not None
+    stack: list[list[Any]] = [[]]
+    for token in re.finditer(TOKEN, run[0], re.IGNORECASE):
+        if token[0] == "[":
             stack.append([])
-        elif token["number"]:
-            read += 1
-            stack[-1].append(token["number"])
-        elif token["dots"]:
-            stack[-1].append(...)
-        elif token["close"]:
-            done = stack.pop()
-            if not stack:
-                return *_flat(done), at
-            stack[-1].append(done)
+        elif token[0] == "]":
+            stack[-2].append(stack.pop())
+        else:
+            stack[-1].append(... if token[0] == "..." else token[0])
+        if len(stack) == 1:
+            return *_flat(stack[0][0]), at + token.end()
+    rest = text[run.end() : run.end() + 1000].split()
+    if not rest:
+        raise _Unreadable("it ends within its brackets", fatal=run[0].count("[") > 1)
+    reason = f"{rest[0][:20]!r} is neither a real number nor a bracket"
+    raise _Unreadable(reason, code=not re.match(r"[-+.\d]", rest[0]))
 
 
-def _flat(node: list[object]) -> tuple[list[str], Layout]:
+def _flat(node: Any) -> tuple[list[str], Layout]:
     """Nested lists as one list and the layout that all of a depth share."""
-    count = node.count(...)
-    if count > 1:
+    if node.count(...) > 1:
         raise _Unreadable("two elisions in one row")
-    front = node.index(...) if count else len(node)
+    front = node.index(...) if ... in node else len(node)
     items = [item for item in node if item is not ...]
-    here: Layout = ((front, len(items) - front if count else None),)
+    here: Layout = ((front, len(items) - front if ... in node else None),)
     inner = [_flat(item) for item in items if isinstance(item, list)]
     if not inner:
-        return [str(item) for item in items], here
+        return items, here
     if len(inner) < len(items) or any(layout != inner[0][1] for _, layout in inner):
         raise _Unreadable("its rows are of different lengths")
     return [string for strings, _ in inner for string in strings], here + inner[0][1]
@@ -198,78 +182,44 @@ def _unit(string: str, decimals: int) -> float:
     return float(f"1e{int(exponent or 0) - decimals}")
 
 
-def _name(before: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _name(before: str) -> str:
     """The name that stands before a tensor, on its line or the nearest one above."""
     lines = before.split("\n")
     words = lines.pop().strip(" \t([{")
     if not words:
         words = next((line.strip() for line in lines[:-4:-1] if line.strip()), "")
         if not words.endswith((":", "=")) and len(words.split()) > 2:
-            return "", ()
-    words = words.rstrip(" \t:=([{")
-    told = re.search(r"\(([^()]*=[^()]*)\)$", words)
-    settings: tuple[tuple[str, str], ...] = ()
-    if told:
-        words = words[: told.start()].rstrip()
-        settings = tuple(re.findall(r"(\w+)\s*=\s*([\w.+-]+)", told[1]))
+            return ""
+    words = re.sub(r"\([^()]*=[^()]*\)$", "", words.rstrip(" \t:=([{"))
     words = re.split(r"[:!?;,|>]\s+|\.\s+", words)[-1].strip(" \t'\"`*([{,")
-    if not re.search("[A-Za-z]", words):
-        return "", settings
     parts = words.split()
-    return (words if len(parts) <= 4 else parts[-1]), settings
+    named = re.search("[A-Za-z]", words) is not None
+    return (words if len(parts) <= 4 else parts[-1]) if named else ""
 
 
-def _with_sizes(text: str, read: Iterable[tuple[Printed, int]]) -> tuple[Printed, ...]:
-    """Elided axes get their length where the log prints the size of that name."""
-    told: dict[str, tuple[int, ...]] = {}
-    for match in SIZE.finditer(text):
-        digits = re.findall(r"\d+", match["torch"] or match["numpy"] or "")
-        name = (match["name"] or "").removesuffix(".shape").removesuffix(".size")
-        told[name] = tuple(int(size) for size in digits)
-    whole = []
-    for printed, _ in read:
-        shape = told.get(printed.name, ()) if printed.name else ()
-        fits = len(shape) == len(printed.sizes) and all(
-            size == known if known is not None else size >= shown
-            for size, known, shown in zip(shape, printed.sizes, printed.values.shape, strict=True)
-        )
-        whole.append(replace(printed, sizes=shape) if fits and shape else printed)
-    return tuple(whole)
-
-
-def _read_figures(text: str, read: Iterable[tuple[Printed, int]]) -> tuple[Number, ...]:
-    rest, last = [], 0
-    for printed, end in read:
-        if printed.values.ndim:
-            rest += [text[last : printed.start], "\n" * text.count("\n", printed.start, end)]
-            last = end
+def _read_figures(text: str, read: list[tuple[Printed, int]]) -> tuple[Number, ...]:
+    """The labelled numbers outside of tensors, but for times; of several in brackets each."""
+    for printed, end in reversed(read):
+        text = text[: printed.start] + text[end:] if printed.values.ndim else text
     found, context = [], ""
-    for line, words in enumerate("".join([*rest, text[last:]]).split("\n"), 1):
-        if re.match(r"\s*(==|--|##|\*\*)", words):
-            context = words.strip(" =-#*")
+    for line in text.split("\n"):
+        if re.match(r"\s*(==|--|##|\*\*)", line):
+            context = line.strip(" =-#*")
             continue
-        for match in FIGURE.finditer(words):
+        for match in FIGURE.finditer(line):
             if match["suffix"]:
                 continue
             label = match["label"].strip(" ,;\t|")
-            parts = re.search(r"\(([\w ,]+)\)$", label)
-            names = [name.strip() for name in parts[1].split(",")] if parts else []
             values = re.findall(NUMBER, match["value"], re.IGNORECASE)
-            if parts and len(names) == len(values):
-                label = label[: parts.start()].strip()
+            told = re.search(r"\(([\w ,]+)\)$", label)
+            names = told[1].replace(" ", "").split(",") if told else []
+            if told and len(names) == len(values):
+                label = label[: told.start()].strip()
             else:
                 names = [str(i) for i in range(len(values))] if len(values) > 1 else [""]
-            found += [
-                Number(label, name, float(value), _figure_unit(value), line, context)
-                for name, value in zip(names, values, strict=bool(values))
-            ]
+            for name, value in zip(names, values, strict=True):
+                unit = _unit(value, _decimals(value)) or 1.0  # whole numbers are counts
+                zero = not re.search("[1-9]", value) and ("e" in value.lower() or unit == 0.1)
+                given = float(value), 0.0 if zero else unit, context
+                found.append(Number(f"{label} {name}".strip(), *given))
     return tuple(found)
-
-
-def _figure_unit(string: str) -> float:
-    """Like ``_unit``; but "0.0" is how Python writes a zero, 0.0000e+00 is one too, and whole
-    numbers are counts."""
-    zero = not any(digit in string for digit in "123456789")
-    if zero and ("e" in string.lower() or _decimals(string) == 1):
-        return 0.0
-    return _unit(string, _decimals(string)) or 1.0

@@ -1,4 +1,4 @@
-"""Scores of other heads of q or k: which ones."""
+"""Other heads of q, k or v than a query head's own: which ones."""
 
 from dataclasses import dataclass
 
@@ -13,24 +13,36 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """of: "k" or "q". heads (num_heads_q,): the head of it that each query head takes."""
+    """of: "k", "q" or "v". heads (num_heads_q,): the head of it that each query head takes."""
 
     of: str
     heads: Array
 
     @property
     def text(self) -> str:
-        what = "keys" if self.of == "k" else "queries"
+        what = {"k": "keys", "q": "queries", "v": "values"}[self.of]
         return f"query head h takes the {what} of head {of_heads(self.heads)}"
+
+    def taken(self, c: Context, name: str) -> Array:
+        """q, k or v of a view, by query head, with these heads of it, else with those it must."""
+        rows, heads = (
+            (c.view.rows, c.view.heads) if name == "q" else (c.view.keys, [c.view.head_kv])
+        )
+        heads = self.heads[c.view.heads] if name == self.of else heads
+        array = np.asarray(getattr(c.question, name))[rows][:, heads]
+        return np.asarray(array.astype(np.float64).swapaxes(0, 1))
 
     def Y(self, c: Context) -> Array:
         """The step with these heads."""
-        q, k = (x.astype(np.float64) for x in (c.question.q, c.question.k))
-        found = []
-        for h in c.view.heads:
-            of_q, of_k = (self.heads[h], c.view.head_kv) if self.of == "q" else (h, self.heads[h])
-            found.append(c.s * (q[c.view.rows, of_q] @ k[c.view.keys, of_k].T))
-        return np.stack(found)
+        return np.asarray(c.s * (self.taken(c, "q") @ self.taken(c, "k").swapaxes(1, 2)))
+
+    def O(self, c: Context) -> Array:  # noqa: E743
+        """The step with these heads."""
+        return np.asarray(c.P @ self.taken(c, "v"))
+
+    def dP(self, c: Context) -> Array:
+        """The step with these heads."""
+        return np.asarray(c.dO @ self.taken(c, "v").swapaxes(1, 2))
 
 
 def map_of(field: Field, places: Places, S: Array) -> Map | None:
@@ -40,14 +52,13 @@ def map_of(field: Field, places: Places, S: Array) -> Map | None:
         return None
     Q = q.scale * q.q.astype(np.float64).swapaxes(0, 1)
     K = q.k.astype(np.float64).swapaxes(0, 1)
-    logs = np.where(field.there, field.x + S, 0.0)
-    of_keys = np.einsum("hnd,kmd->hknm", Q, K)
+    of_keys = np.einsum("hnd,kmd->khnm", Q, K)
     own = np.arange(q.num_heads_q) // q.group
-    of_queries = of_keys[:, own].swapaxes(0, 1)
+    of_queries = of_keys[own].swapaxes(0, 1)
     for of, scores in (("k", of_keys), ("q", of_queries)):
-        heads = _best(field, logs, scores)
-        if heads is not None:
-            return Map(of, heads)
+        left = np.array([field.left_by_head(other - S) for other in scores])
+        if (left.min(axis=0) <= 1).all():
+            return Map(of, left.argmin(axis=0))
     return None
 
 
@@ -61,15 +72,3 @@ def of_heads(heads: Array) -> str:
     known |= {f"{len(heads) - 1} - h": len(heads) - 1 - h}
     text = next((name for name, x in known.items() if np.array_equal(x, heads)), "")
     return text or ", ".join(map(str, heads))
-
-
-def _best(field: Field, logs: Array, scores: Array) -> Array | None:
-    """For every head the other head whose scores (heads, others, total_q, total_k) are in it."""
-    found = []
-    for h in range(len(logs)):
-        part = Field(logs[h : h + 1], field.there[h : h + 1], field.by_row, field.noise)
-        left = [part.left(other[None]) for other in scores[h]]
-        if min(left) > 1:
-            return None
-        found.append(int(np.argmin(left)))
-    return np.array(found)

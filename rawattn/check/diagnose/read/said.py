@@ -108,14 +108,33 @@ def in_words(term: Term) -> str:
     return f"{term.text} (head 0, nearest first: {told}, ...)"
 
 
+def of_scale(factors: Array, places: Places) -> str:
+    """What the factors by head of scores or of their gradients are, in brackets."""
+    q = places.question
+    known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
+    known |= {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
+    known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
+    told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
+    text = next((name for name in told if abs(known[name] - 1) > 1e-2), "")
+    return f" ({text})" if text else ""
+
+
+def of_view(c: Context, whole: Array) -> Array:
+    """Of (num_heads_q, total_q, total_k) the part of a view."""
+    return np.asarray(whole[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))])
+
+
+def of_term(term: Term, c: Context) -> Array:
+    """The term, where it does not depend on the scores, of a view."""
+    places = Places(c.question)
+    return of_view(c, term.of(places, np.zeros((c.question.num_heads_q, *places.j.shape))))
+
+
 def biased(term: Term) -> Step:
     """The scores with the term, which is a constant for every derivative."""
 
     def cap(c: Context) -> Any:
-        places = Places(c.question)
-        whole = term.of(places, np.zeros((c.question.num_heads_q, *places.j.shape)))
-        here = whole[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))]
         value, *derivatives = STEPS["cap"](c)
-        return (value + here, *derivatives)
+        return (value + of_term(term, c), *derivatives)
 
     return cap

@@ -4,19 +4,26 @@ Long by the forms that a wrong dS may have.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.rules import Shown, rule_of
-from rawattn.check.diagnose.evidence.support import Support
-from rawattn.check.diagnose.read.change import Change
+from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
-from rawattn.check.diagnose.read.maps import of_heads
+from rawattn.check.diagnose.read.maps import Map, of_heads
 from rawattn.check.diagnose.read.probe import Backward, Slopes
-from rawattn.check.diagnose.read.said import COARSE, TINY, Said, noise_of
+from rawattn.check.diagnose.read.said import (
+    COARSE,
+    TINY,
+    Said,
+    noise_of,
+    of_scale,
+    of_term,
+    of_view,
+)
 from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
@@ -30,6 +37,23 @@ TERMS: dict[str, tuple[Of, Of]] = {  # the two terms of dS, with parentheses tha
     "a dP - b D": (lambda P, dP, D: dP, lambda P, dP, D: D + 0 * P),
 }
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
+VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
+IN_ANOTHER_WAY = "is wrong in another way"
+
+
+@dataclass(eq=False)
+class Change:
+    """What is wrong with dS, in words, and its class. dY: what stands in the place of c.dY, None
+    where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is
+    all of dS, so that pairs where it happens to be 0 are not missed.
+    """
+
+    text: list[str] = field(default_factory=list)
+    name: str = ""
+    dY: Callable[[Context], Array] | None = None
+    masked: bool = False
+    times: Array | None = None
+    whole: bool = False
 
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
@@ -61,14 +85,14 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     changes = {}
     for name, slopes in read.slopes.items():
         if said.see is not None and _by_the_mask(_Part(said, places, slopes, places.rights)):
-            changes[name] = Change(["sees whom it must"], masked=True, instead=_masked)
+            changes[name] = Change(["sees whom it must"], "", _masked, masked=True)
             continue
         part = _Part(said, places, slopes)
         rows = -1 if name == "dq" else -2
         changes[name] = _change_of(part, partial(_elsewhere, said, second, name), rows)
     dq, dk = changes["dq"], changes["dk"]
     if _delta(dq) != _delta(dk) and dq.text and dk.text:  # dq has the cotangents of all heads
-        dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out", None)
+        dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
     if [_plain(text) for text in dq.text] == [_plain(text) for text in dk.text]:
         _say(said, dq, "dS", "")
     else:
@@ -81,17 +105,19 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
 
 def _by_the_mask(part: "_Part") -> bool:
     """Whether dS is right, for all that P is not."""
-    wrong = part.gone.any() or part.wrongly.any()
-    return not wrong and part.field(part.f - 1, 3 * noise_of(part.places)).zero
+    return not (part.gone.any() or part.wrongly.any()) and part.field(part.f - 1).zero
 
 
 def _masked(c: Context) -> Array:
     """dY over the pairs of the mask, whatever the views are."""
-    right = Places(c.question).rights
-    here = right[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))]
+    return np.where(of_view(c, Places(c.question).rights), _unmasked(c), 0.0)
+
+
+def _unmasked(c: Context) -> Array:
+    """dY of all pairs, whatever the views are."""
     with np.errstate(over="ignore"):
         P = np.exp(c.G * c.cap[0] - dead_to_inf(np, c.L)[..., None])
-    return np.asarray(np.where(here, c.G * c.cap[1] * P * (c.dP - c.D[..., None]), 0.0))
+    return np.asarray(c.G * c.cap[1] * P * (c.dP - c.D[..., None]))
 
 
 def _plain(text: str) -> str:
@@ -125,19 +151,17 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         return
     told = said.wrong if change.name else said.right if change.masked else said.unread
     told.extend(f"dS{of} {text}" for text in change.text)
-    if change.factor is None:
-        said.names += [change.name] if change.name else []
-        return
     scale = said.term.values if said.term is not None and said.term.kind == "factor" else ()
     if change.times is not None and scale and np.allclose(change.times, scale, rtol=1e-2):
         said.names[:] = ["score-scale"]  # everywhere
-    elif not change.masked:
-        said.names.append(change.name or "unknown")
-    if change.planted:
-        if step == "dS":
-            said.steps["dY"] = lambda c: change.dY(changed(c, dY=STEPS["dY"](c)))
-        else:
-            said.steps[step] = lambda c: STEPS[step](changed(c, dY=change.dY(c)))
+    elif change.name:
+        said.names.append(change.name)
+    if (dY := change.dY) is None:
+        return
+    if step == "dS":
+        said.steps["dY"] = lambda c: dY(changed(c, dY=STEPS["dY"](c)))
+    else:
+        said.steps[step] = lambda c: STEPS[step](changed(c, dY=dY(c)))
 
 
 class _Part:
@@ -149,7 +173,7 @@ class _Part:
     def __init__(
         self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
     ) -> None:
-        self.places, self.slopes = places, slopes
+        self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
         self.seen = said.support.at(places) if seen is None else seen
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
@@ -161,9 +185,22 @@ class _Part:
         self.f = np.where(self.there, slopes.dS / due, 1.0)
         self.gone = self.there & (np.abs(self.f) < 1e-3)
         self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
+        self.known = self.there & ~self.gone
 
-    def field(self, x: Array, noise: float) -> Field:
-        return Field(x, self.there & ~self.gone, False, noise)
+    def field(self, x: Array) -> Field:
+        return Field(x, self.known, False, self.noise)
+
+    def fits(self, due: Array) -> bool:
+        """Whether that is dS."""
+        size = np.where(self.known, self.P * np.abs(self.slopes.dP - self.slopes.D), 1.0)
+        return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
+
+    @property
+    def pairs(self) -> tuple[Places, Array, Array]:
+        """Which pairs dS has, beside those of P, as ``support_of`` takes it."""
+        x = self.places
+        known = np.where(x.right, self.there, ~self.seen & x.own)
+        return x, (x.right & ~self.gone) | (self.wrongly & ~x.right), known
 
 
 def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> _Part | None:
@@ -176,45 +213,63 @@ def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> _Part |
 
 
 def _change_of(part: _Part, second: Callable[[], _Part | None], rows: int) -> Change:
-    """What is wrong with one of the two ways to dS."""
-    places, slopes = part.places, part.slopes
-    noise, change = 3 * noise_of(places), Change()
-    if not np.isfinite(slopes.dS).all():
-        return Change(["is not finite"], factor=None)
-    if (part.gone == part.there).all():
-        return Change(["is 0"], factor=None) if part.there.any() else change
-    if part.gone.any() or part.wrongly.any():
-        other = second()
-        if other is None:
-            return Change(["is wrong in another way"], factor=None)
-        _say_pairs(change, part, other, rows)
-    f = part.f
-    if part.field(f - 1, noise).zero:
+    """What is wrong with one of the two ways to dS; ``rows``: the axis that a row of its gradient
+    is summed over."""
+    if not np.isfinite(part.slopes.dS).all():
+        return Change(["is not finite"])
+    if not part.known.any():
+        return Change(["is 0"] if part.there.any() else [])
+    change = _form_of(part)
+    known = change.whole or (change.text and change.dY is None)
+    if known or not (part.gone.any() or part.wrongly.any()):
         return change
-    known = part.there & ~part.gone
-    values = np.array([np.median(f[h][known[h]]) if known[h].any() else 1.0 for h in range(len(f))])
-    by = values[:, None, None]
-    if part.field((f - by) / np.where(np.abs(by) > 1e-3, by, 1.0), noise).zero:
-        scale = _of_scale(values, places)
-        change.text.append(f"is multiplied by {by_head(values)}{scale}")
-        change.name = change.name or ("output-scale" if scale else "constant-factor")
-        change.factor, change.times = (lambda c: by[c.view.heads]), values
-        return change
-    delta = _of_delta(part, noise)
-    if delta is not None:
-        return delta
-    logs = part.field(np.log(np.where(f > 0, f, 1.0)), noise)
+    other = second()
+    if other is None:
+        return Change([IN_ANOTHER_WAY])
+    pairs = support_of(part.pairs, other.pairs)
+    told = [one.text(len(part.f), VERBS.get(one.kind, "")) for one in pairs.parts]
+    if any(one.kind == LESS for one in pairs.parts):
+        lines = np.broadcast_to(part.gone.any(axis=rows, keepdims=True), part.gone.shape)
+        whole = not part.known[lines].any()
+        name = "rows-not-written" if whole else of_pairs(part.places, part.gone, part.there)
+    else:
+        name = BACKWARD_ONLY if told else ""
+    dY = partial(_with_pairs, pairs, change.dY) if pairs.named else None
+    return Change([*told, *change.text], name or change.name, dY, times=change.times)
+
+
+def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Context) -> Array:
+    """dY of these pairs alone."""
+    places, found = Places(c.question), c.dY if dY is None else dY(c)
+    seen, right = (of_view(c, x) for x in (pairs.at(places), places.rights))
+    return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
+
+
+def _form_of(part: _Part) -> Change:
+    """What stands there in place of dS."""
+    f, places, S = part.f, part.places, part.slopes.S
+    if part.field(f - 1).zero:
+        return Change()
+    values = [
+        np.median(x[there]) if there.any() else 1.0 for x, there in zip(f, part.known, strict=True)
+    ]
+    by = np.array(values)[:, None, None]
+    if part.field((f - by) / np.where(np.abs(by) > 1e-3, by, 1.0)).zero:
+        scale = of_scale(by.ravel(), places)
+        name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
+        text = f"is multiplied by {by_head(by)}{scale}"
+        return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
+    if (found := _of_products(part)) is not None:
+        return replace(found, whole=True)
+    logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told = None
     if (f > 0)[logs.there].all():
-        told = term_of(logs, places, slopes.S) or term_of(logs, places, slopes.S, table=True)
-    if told is None and part.field(f - 1, COARSE).zero:
-        return change
-    if told is None:
-        return Change(["is wrong in another way"], factor=None)
-    change.text.append(f"is multiplied by {_power(told)}")
-    change.factor = _planted(told)
-    change.name = "unknown"
-    return change
+        told = term_of(logs, places, S) or term_of(logs, places, S, table=True)
+    if told is not None:
+        text = f"is multiplied by {_power(told)}"
+        return Change([text], "unknown", lambda c: np.exp(of_term(told, c)) * c.dY)
+    coarse = Field(f - 1, logs.there, False, COARSE).zero
+    return Change([] if coarse else [IN_ANOTHER_WAY])
 
 
 def _power(term: Term) -> str:
@@ -227,77 +282,37 @@ def _power(term: Term) -> str:
     return f"exp({term.text})"
 
 
-def _planted(term: Term) -> Callable[[Context], Array]:
-    def factor(c: Context) -> Array:
-        places = Places(c.question)
-        whole = term.of(places, np.zeros((c.question.num_heads_q, *places.j.shape)))
-        return np.asarray(
-            np.exp(whole[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))])
-        )
-
-    return factor
-
-
-def _of_scale(values: Array, places: Places) -> str:
-    s = places.question.scale
-    known = {"softmax_scale is missing": 1 / s, "softmax_scale is there twice": s}
-    close = (
-        name for name, x in known.items() if np.allclose(values, x, rtol=5e-3) and abs(x - 1) > 1e-2
-    )
-    text = next(close, "")
-    return f" ({text})" if text else ""
-
-
-def _of_delta(part: _Part, noise: float) -> Change | None:
+def _of_products(part: _Part) -> Change | None:
     """A wrong D, or none; a derivative of a softcap that is not there; no factor P."""
-    slopes, there = part.slopes, part.there & ~part.gone
+    slopes, there = part.slopes, part.known
     dP, D, slope = slopes.dP, slopes.D, slopes.slope
-
-    def fits(due: Array) -> bool:
-        off = np.where(there, slopes.dS - due, 0.0) / np.where(there, part.P * np.abs(dP - D), 1.0)
-        return Field(off, there, False, noise).zero
-
-    if fits(part.P * (dP - D)):
-        gates = part.places.question.block_scale is not None
-        what, name = (
-            ("block_scale", "sparse-gate-ignored")
-            if gates
-            else ("the derivative of the softcap", "softcap-slope-omitted")
-        )
-        return Change([f"lacks {what}"], name, instead=lambda c: np.asarray(c.dS))
-    if (heads := _of_values(part, fits)) is not None:
+    if part.fits(part.P * (dP - D)):
+        if part.places.question.block_scale is not None:
+            return Change(["lacks block_scale"], "sparse-gate-ignored", lambda c: c.dS)
+        text = "lacks the derivative of the softcap"
+        return Change([text], "softcap-slope-omitted", lambda c: c.dS)
+    due = part.P * slope * (slopes.others - D)  # (num_heads_kv, num_heads_q, ...)
+    heads = np.where(there, np.abs(due - slopes.dS), 0.0).sum(axis=(2, 3)).argmin(axis=0)
+    if len(due) > 1 and part.fits(due[heads, np.arange(len(heads))]):
         text = f"takes dP of query head h with v of head {of_heads(heads)}"
-        return Change([text], "gqa-head-map", instead=partial(_with_values, heads))
+        dP_of = Map("v", heads).dP
+        return Change(
+            [text],
+            "gqa-head-map",
+            lambda c: np.asarray(c.G * c.cap[1] * c.P * (dP_of(c) - c.D[..., None])),
+        )
     for form, terms in TERMS.items():
         one, other = (slope * of(part.P, dP, D) for of in terms)
         size = np.where(there, part.P * np.abs(dP - D), 1.0)[there]
         both = np.stack([one[there], -other[there]], axis=1) / size[:, None]
         a, b = np.linalg.lstsq(both, slopes.dS[there] / size, rcond=None)[0]
-        a, b = (float(np.rint(x)) if abs(x - np.rint(x)) < noise else float(x) for x in (a, b))
-        if fits(a * one - b * other):
-            return Change(*_of_terms(form, a, b), instead=partial(_with_terms, terms, a, b))
-    of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, noise)
+        a, b = (float(np.rint(x)) if abs(x - np.rint(x)) < part.noise else float(x) for x in (a, b))
+        if part.fits(a * one - b * other):
+            return Change(*_of_terms(form, a, b), partial(_with_terms, terms, a, b))
+    of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, part.noise)
     if of_row.zero and not np.ptp(D, axis=-1).any():
-        return Change(["has another row term than D = dout . out"], "delta-of-another-out", None)
+        return Change(["has another row term than D = dout . out"], "delta-of-another-out")
     return None
-
-
-def _of_values(part: _Part, fits: Callable[[Array], bool]) -> Array | None:
-    """Other heads of v, by the query head, that dP is of."""
-    slopes, q = part.slopes, part.places.question
-    if q.num_heads_kv == 1:
-        return None
-    due = part.P * slopes.slope * (slopes.others - slopes.D)  # (num_heads_kv, num_heads_q, ...)
-    off = np.where(part.there & ~part.gone, np.abs(due - slopes.dS), 0.0).sum(axis=(2, 3))
-    heads = off.argmin(axis=0)
-    taken = np.take_along_axis(due, heads[None, :, None, None], axis=0)[0]
-    return np.asarray(heads) if fits(taken) else None
-
-
-def _with_values(heads: Array, c: Context) -> Array:
-    v = np.asarray(c.question.v)[c.view.keys][:, heads[c.view.heads]].astype(np.float64)
-    dP = np.einsum("hnd,mhd->hnm", c.dO, v)
-    return np.asarray(c.G * c.cap[1] * c.P * (dP - c.D[..., None]))
 
 
 def _of_terms(form: str, a: float, b: float) -> tuple[list[str], str]:
@@ -316,29 +331,3 @@ def _with_terms(terms: tuple[Of, Of], a: float, b: float, c: Context) -> Array:
     """dY of these terms."""
     one, other = (np.asarray(of(c.P, c.dP, c.D[..., None])) for of in terms)
     return np.asarray((c.W > 0) * c.G * c.cap[1] * (a * one - b * other))
-
-
-def _say_pairs(change: Change, part: _Part, other: _Part, rows: int) -> None:
-    """Pairs of which dS is 0 by mistake, or is not; ``rows``: the axis that a row of the gradient
-    is summed over."""
-    for kind, verb in (("gone", "misses pairs"), ("wrongly", "has pairs that must not be")):
-        here, there = (getattr(of, kind) for of in (part, other))
-        told: dict[str, list[int]] = {}
-        for head in np.flatnonzero(here.any(axis=(1, 2)) | there.any(axis=(1, 2))):
-            shown = []
-            for of, inside in ((part, here), (other, there)):
-                domain = of.there if kind == "gone" else ~of.seen & of.places.own
-                shown.append(Shown(of.places, domain[head], inside[head] & domain[head]))
-            rule = rule_of(*shown)
-            (change.less if kind == "gone" else change.more).append((int(head), rule))
-            told.setdefault("by no plain rule" if rule is None else str(rule), []).append(int(head))
-        for text, heads in told.items():
-            who = "" if len(heads) == len(here) else f" (head {', '.join(map(str, heads))})"
-            change.text.append(f"{verb}{who}: {text}")
-        if kind == "gone" and told:
-            whole = not (part.there & ~here)[
-                np.broadcast_to(here.any(axis=rows, keepdims=True), here.shape)
-            ].any()
-            change.name = "rows-not-written" if whole else of_pairs(part.places, here, part.there)
-        elif told:
-            change.name = BACKWARD_ONLY

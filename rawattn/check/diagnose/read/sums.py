@@ -10,7 +10,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
-from rawattn.check.diagnose.read.maps import of_heads
+from rawattn.check.diagnose.read.maps import Map
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
 from rawattn.check.diagnose.read.terms import Term, by_head, number
 
@@ -209,7 +209,6 @@ def say_values(said: Said) -> None:
     if found is None:
         return
     q = said.weights.places.question
-    own = np.arange(q.num_heads_q) // q.group
     known = [row[np.isfinite(row)] for row in found]
     heads = np.array([np.median(row) if len(row) else np.nan for row in known])
     there = np.abs(found - heads[:, None]) < 0.1
@@ -217,12 +216,8 @@ def say_values(said: Said) -> None:
         return
     taken = np.rint(heads).astype(int)
     there = (np.abs(taken - heads) < 0.1) & (taken >= 0) & (taken < q.num_heads_kv)
-    if not np.array_equal(taken, own) and there.all():
-        said.wrong.append(f"query head h takes the values of head {of_heads(taken)}")
+    if not np.array_equal(taken, np.arange(q.num_heads_q) // q.group) and there.all():
+        values = Map("v", taken)
+        said.wrong.append(values.text)
         said.names.append("gqa-head-map")
-
-        def O(c: Context) -> Array:  # noqa: E743
-            v = c.question.v[c.view.keys][:, taken[c.view.heads]].astype(np.float64)
-            return np.asarray(c.P @ v.swapaxes(0, 1))
-
-        said.steps["O"] = O
+        said.steps["O"] = values.O

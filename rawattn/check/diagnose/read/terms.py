@@ -60,15 +60,19 @@ class Field:
         count = np.maximum(self.there.sum(axis=-1, keepdims=True), 1)
         return np.where(self.there, x - x.sum(axis=-1, keepdims=True) / count, 0.0)
 
-    def left(self, x: Array) -> float:
-        """What ``x`` leaves in units of the noise: of the worst head, or of the worst entry, which
-        may be PEAK times as far off; inf for what is no number."""
+    def left_by_head(self, x: Array) -> Array:
+        """What ``x`` leaves in units of the noise, or of the worst entry, which may be PEAK times
+        as far off; inf for what is no number."""
         with np.errstate(invalid="ignore", over="ignore"):
             off = np.abs(self.centred() - self.centred(x))
             count = np.maximum(self.there.sum(axis=(1, 2)), 1)
             rms = np.sqrt((off**2).sum(axis=(1, 2)) / count)
-        worst = max(float(rms.max(initial=0.0)), float(off.max(initial=0.0)) / PEAK)
-        return worst / self.noise if np.isfinite(worst) else np.inf
+        worst = np.maximum(rms, off.max(axis=(1, 2), initial=0.0) / PEAK) / self.noise
+        return np.where(np.isfinite(worst), worst, np.inf)
+
+    def left(self, x: Array) -> float:
+        """The same of the worst head."""
+        return float(self.left_by_head(x).max(initial=0.0))
 
     def fits(self, x: Array) -> bool:
         return self.left(x) <= 1

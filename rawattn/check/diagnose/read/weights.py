@@ -8,7 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.evidence.support import LESS, Support, support_of
+from rawattn.check.diagnose.evidence.support import LESS, OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of, of_pairs
 from rawattn.check.diagnose.read.maps import map_of
 from rawattn.check.diagnose.read.probe import Weights
@@ -20,6 +20,7 @@ from rawattn.check.diagnose.read.said import (
     in_words,
     least_of,
     noise_of,
+    of_scale,
     seen_of,
 )
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
@@ -70,8 +71,8 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
             seen_there, alive_there = seen_of(there)
             alive_there = alive_there & _telling(there, passed)
             seen_there = seen_there | _too_small(said, there, seen_there)
-            again_seen = there.places, seen_there, alive_there
-            said.support = support_of(places, seen, alive, again_seen)
+            there_read = there.places, seen_there, alive_there[..., None]
+            said.support = support_of((places, seen, alive[..., None]), there_read)
         if said.unread and not said.support.named:
             said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
         else:
@@ -122,7 +123,7 @@ def _say_support(said: Said, alive: Array, passed: bool) -> None:
     due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
     due = "the keys of its blocks" if places.question.sparse else due
     if rules.of_rows:
-        told = "; ".join(part.text(heads, "").partition(": ")[2] for part in rules.parts)
+        told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
         what = "add nothing to dv" if passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
         if passed:
@@ -133,7 +134,8 @@ def _say_support(said: Said, alive: Array, passed: bool) -> None:
     if rules.whole is not None:
         said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
     else:
-        said.wrong.extend(part.text(heads, f" (it must see {due})") for part in rules.parts)
+        must = f" (it must see {due})"
+        said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
     said.names.append(
         class_of(rules, np.broadcast_to(alive, rules.seen.shape[:2]), backward=passed)
     )
@@ -144,7 +146,7 @@ def _say_term(said: Said, term: Term) -> None:
     said.term = term
     if term.kind == "factor":
         factors = np.array(term.values)
-        said.wrong.append(term.text + _of_scale(factors, said.support.places))
+        said.wrong.append(term.text + of_scale(factors, said.support.places))
         said.steps["Y"] = lambda c: STEPS["Y"](c) * factors[c.view.heads][:, None, None]
         said.names.append("score-scale")
     elif term.kind == "gate":
@@ -166,17 +168,6 @@ def _gated(form: Callable[[Array, Array], Array], c: Context) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         Y = form(c.G * c.cap[0], np.broadcast_to(c.G, c.Y.shape))
     return np.asarray(STEPS["S"](changed(c, G=1.0, cap=(Y,))))
-
-
-def _of_scale(factors: Array, places: Places) -> str:
-    q = places.question
-    known = {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
-    known |= {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
-    known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
-    told = ((name, x) for name, x in known.items() if abs(x - 1) > 1e-2)
-    close = (name for name, x in told if np.allclose(factors, x, rtol=5e-3))
-    text = next(close, "")
-    return f" ({text})" if text else ""
 
 
 def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted | None:

@@ -1,6 +1,5 @@
 """What a class of bugs is: its sentence, where it comes from, what it looks like, where to look."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 
 import numpy as np
@@ -14,6 +13,8 @@ from rawattn.check.diagnose.harness.causes import HARNESS
 
 KNOWN = HARNESS | CLASSES
 NEAR = 5
+# of pictures: queries, keys, whether causal, the window
+EXAMPLES = ((6, 6, True, (-1, -1)), (4, 7, True, (-1, -1)), (7, 7, False, (2, 1)))
 
 
 def meaning(name: str) -> BugClass:
@@ -28,21 +29,12 @@ def meaning(name: str) -> BugClass:
 
 def drawn(name: str) -> tuple[str, Sight] | None:
     """The form of a mask that a class may have, with who sees whom then, of a few tokens."""
-    for question in _small():
+    for rows, keys, causal, window in EXAMPLES:
+        q, k = np.zeros((rows, 1, 1)), np.zeros((keys, 1, 1))
+        ends = np.array([0, rows]), np.array([0, keys])
+        question = Question(q, k, k, *ends, causal=causal, window=window)
         for bug in masks.masks(question):
             sight = sight_of(question, bug) if bug.name == name else None
             if sight is not None:
                 return f"{bug.variant or 'no mask'}, where it must be {mask_rule(question)}", sight
     return None
-
-
-def _small() -> Iterator[Question]:
-    for rows, keys, causal, window in ((6, 6, True, (-1, -1)), (4, 7, True, (-1, -1))):
-        yield _question(rows, keys, causal, window)
-    yield _question(7, 7, False, (2, 1))
-
-
-def _question(rows: int, keys: int, causal: bool, window: tuple[int, int]) -> Question:
-    q, k = np.zeros((rows, 1, 1)), np.zeros((keys, 1, 1))
-    ends = np.array([0, rows]), np.array([0, keys])
-    return Question(q, k, k, *ends, causal=causal, window=window)

@@ -2,21 +2,18 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.structure import off
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
+from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.report import glossary, words
-from rawattn.check.diagnose.report.words import readable
 
-COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "-": "dim"}
+COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
 LEAST, MOST = 60, 100  # columns of what is told in sentences
 LINES = 15  # of a finding in short
@@ -79,9 +76,8 @@ def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None
     told = full or words.nothing_wrong(diagnosis)
     console.print()
     for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
-        if RIGHT.search(fact) and not told:
-            continue
-        console.print(Text(fact, "dim"))
+        if told or not RIGHT.search(fact):
+            console.print(Text(fact, "dim"))
 
 
 def _alone(diagnosis: Diagnosis, about: About) -> bool:
@@ -175,7 +171,7 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
         number = f"{n}. " if len(diagnosis.findings) > 1 else ""
         side = f"{finding.side}: " if finding.side else ""
         console.print(Text(f"\n{number}{side}{finding.title}", "italic"))
-        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid = Table.grid(padding=(0, 2, 0, 3))
         grid.add_column(no_wrap=True, style="dim")
         grid.add_column(overflow="fold")
         parts = (
@@ -186,60 +182,29 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
         )
         for name, lines in parts:
             for m, line in enumerate(dict.fromkeys(filter(None, lines))):
-                listed = Table.grid(padding=(0, 1, 0, 0))
-                listed.add_row(*(("-",) if len(lines) > 1 else ()), Text(line))
-                grid.add_row("" if m else name, listed)
-        console.print(Padding(grid, (0, 0, 0, 3), expand=False))
-    if diagnosis.checks:
-        fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
-        title = "what it was fed, and how often its verdict was wrong"
-        title = title if fed else "identities that must hold on a side alone"
-        console.print(Text(f"\n{title}", "italic"), _ladder(diagnosis.checks))
-    if diagnosis.levels:
-        title = "slope of one over the other (least squares), and the residual that it leaves"
-        console.print(Text(f"\n{title}", "italic"), _slopes(diagnosis.levels))
+                grid.add_row("" if m else name, Text(line))
+        console.print(grid)
+    fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
+    title = "what it was fed, and how often its verdict was wrong"
+    title = title if fed else "identities that must hold on a side alone"
+    _print(console, title, words.CHECKS, words.of_checks(diagnosis.checks))
+    title = "slope of one over the other (least squares), and the residual that it leaves"
+    _print(console, title, words.LEVELS, words.of_levels(diagnosis.levels))
 
 
-def _ladder(checks: Iterable[Check]) -> Table:
-    table = _table()
-    for column in ("name", "side"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("what must hold", overflow="fold")
-    for column in ("error", "allowed"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for check in sorted(checks, key=lambda check: _rank(check.name)):
-        where = check.place
-        text = f"{check.text} ({where})" if where else check.text
-        numbers = ("", "") if check.verdict == "-" else map(readable, (check.value, check.allowed))
-        verdict = Text(check.verdict, COLOURS.get(check.verdict, ""))
-        table.add_row(Text(check.name), Text(check.side), Text(text), *numbers, verdict)
-    return table
-
-
-def _slopes(levels: Sequence[Level]) -> Table:
-    table = _table()
-    for column in ("tensor", "part"):
-        table.add_column(column, no_wrap=True)
-    for column in ("slope", "residual", "largest error"):
-        table.add_column(column, justify="right", no_wrap=True)
-    last = ""
-    for level in levels:
-        part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
-        part = level.key or "all" if level.level == "all" else part
-        form = ".4f" if abs(level.slope) < 100 else ".5g"
-        slope = Text(readable(level.slope, form), "red" if off(level) else "green")
-        numbers = (readable(level.residual, ".1%"), readable(level.error))
-        table.add_row(Text("" if level.tensor == last else level.tensor), part, slope, *numbers)
-        last = level.tensor
-    return table
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-
-
-def _rank(name: str) -> tuple[str, int, str]:
-    """I2 before I10, and R2 before W1."""
-    digits = "".join(filter(str.isdigit, name))
-    return name[0] if TRIAL.fullmatch(name) else "", int(digits or 0), name
+def _print(console: Console, title: str, heads: Sequence[str], rows: Sequence[words.Cells]) -> None:
+    """A table; verdicts in colour."""
+    if not rows:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    for head in heads:
+        number = head in words.FIGURES
+        table.add_column(
+            head,
+            justify="right" if number else "left",
+            no_wrap=head != "what must hold",
+            overflow="fold",
+        )
+    for first, *others in rows:
+        table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
+    console.print(Text(f"\n{title}", "italic"), table)

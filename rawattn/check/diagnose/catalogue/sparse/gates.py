@@ -2,105 +2,100 @@
 its gradient holds."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.second_order import of, with_values
-from rawattn.check.diagnose.catalogue.sparse.lists import OWN, Lists, Part, listed, readings
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FORWARD,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    See,
-    Step,
-    changed,
-    times,
-)
+from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, readings
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, per_key
+from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
 
 ALL = tuple(STAGES)
 SECOND, JVP = ("second",), ("jvp",)
-GRADIENTS = ("dG", "gG")  # of the gate, by the names of steps
+BEYOND = BACKWARD + SECOND
+MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
+Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    yield from _gradients(question)
-    if np.any(np.asarray(question.block_scale) != 1):
-        yield from _ungated()
+    scale = np.asarray(question.block_scale)
+    rows = [*GRADIENTS, *(DIRECTIONS if question.tblock_scale is not None else ())]
+    rows += [*_shares(question), *(LEFT_OUT if np.any(scale != 1) else ())]
+    yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     yield from _other_factors(question, different)
-    yield from _on_p(question)
+    for words, stages, steps in OTHERWISE:
+        if words != EXP or (scale.size and (scale > 0).all()):
+            yield Bug(ON_P, words, stages, steps=steps)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
 
 
-def _gradients(question: Question) -> Iterator[Bug]:
-    name, none = "sparse-gate-gradient-missing", {name: _nothing for name in GRADIENTS}
-    for stages in (BACKWARD, SECOND):  # each alone, too
-        yield Bug(name, "", stages, steps=none)
-    if question.tblock_scale is not None:
-        text = "its direction ignored"
-        E, tdY = ({step: with_values(step, tG=lambda c: 0.0)} for step in ("E", "tdY"))
-        yield Bug(name, text, JVP, steps=E)
-        yield from of(
-            name,
-            SECOND,
-            {
-                text: E | tdY,
-                f"{text}, gblock_scale = 0": E | tdY | {"gG": _nothing},
-                f"{text} in E": E,
-                f"{text} in the tangent of dY": tdY,
-                "dS o tY of gblock_scale": {"gG": lambda c: c.tdS * c.Y},
-                "tdS o Y of gblock_scale": {"gG": lambda c: c.dS * c.tY},
-            },
-        )
-    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
-    if heads > 1:
-        for text, share in {
-            "the last head": np.arange(heads) == heads - 1,
-            "the first head": np.arange(heads) == 0,
-            "the mean": np.full(heads, 1 / heads),
-        }.items():
-            steps = {name: _shared(name, share) for name in GRADIENTS}
-            yield Bug("sparse-gate-not-summed", text, BACKWARD + SECOND, steps=steps)
-    if not math.isclose(question.scale, 1.0):
-        for text, factor in (("without", 1 / question.scale), ("twice", question.scale)):
-            scaled = {name: _shared(name, np.array([factor])) for name in GRADIENTS}
-            yield Bug("output-scale", f"dblock_scale, {text}", BACKWARD + SECOND, steps=scaled)
+def _one(c: Context) -> float:
+    return 1.0
 
 
-def _nothing(c: Context) -> Floats:
+def _nothing(c: Context) -> float:
+    return 0.0
+
+
+def _zeros(c: Context) -> Floats:
     return np.zeros_like(c.P)
 
 
-def _shared(name: str, share: np.ndarray) -> Step:
-    """Of the heads of a selection these shares of the gradient."""
+NO_GRADIENT = {"dG": _zeros, "gG": _zeros}
+S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in ("S", "dY", "E", "tdY"))
+STILL_E, STILL_TDY = ({name: with_values(name, tG=_nothing)} for name in ("E", "tdY"))
+STILL, AS_IF_1 = STILL_E | STILL_TDY, S | DY
+AS_IF_1 |= {name: with_values(name, G=_one, tG=_nothing) for name in ("E", "tdY")}
+GRADIENTS: tuple[Row, ...] = (
+    (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
+    (MISSING, "", SECOND, NO_GRADIENT),
+)
+DIRECTIONS: tuple[Row, ...] = (
+    (MISSING, "its direction ignored", JVP, STILL_E),
+    (MISSING, "its direction ignored", SECOND, STILL),
+    (MISSING, "its direction ignored, gblock_scale = 0", SECOND, STILL | {"gG": _zeros}),
+    (MISSING, "its direction ignored in E", SECOND, STILL_E),
+    (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
+    (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
+    (MISSING, "tdS o Y of gblock_scale", SECOND, {"gG": lambda c: c.dS * c.tY}),
+)
+LEFT_OUT: tuple[Row, ...] = (
+    (IGNORED, "everywhere", ALL, AS_IF_1),
+    (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
+    (IGNORED, "in the scores alone", BEYOND + JVP, S),
+    (IGNORED, "in dY alone", BEYOND, DY | TDY),
+    (IGNORED, "in E alone", SECOND + JVP, E),
+    (IGNORED, "in the tangent of dY alone", SECOND, TDY),
+)
 
-    def step(c: Context) -> Floats:
+
+def _shares(question: Question) -> Iterator[Row]:
+    """Of the heads of a selection some shares of the gradient, or more of it."""
+    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    number = np.arange(heads)
+    shares = {"the last head": number == heads - 1, "the first head": number == 0}
+    shares |= {"the mean": np.full(heads, 1 / heads)}
+    for text, share in shares.items() if heads > 1 else ():
+        yield "sparse-gate-not-summed", text, BEYOND, _shared(share)
+    if not math.isclose(question.scale, 1.0):
+        for text, factor in (("without", 1 / question.scale), ("twice", question.scale)):
+            yield "output-scale", f"dblock_scale, {text}", BEYOND, _shared(np.array([factor]))
+
+
+def _shared(share: np.ndarray) -> dict[str, Step]:
+    def step(name: str, c: Context) -> Floats:
         of_head = share[c.view.heads % len(share)]
         return np.asarray(of_head[:, None, None] * STEPS[name](c))
 
-    return step
-
-
-def _ungated() -> Iterator[Bug]:
-    S, dY, E, tdY = ({name: with_values(name, G=lambda c: 1.0)} for name in ("S", "dY", "E", "tdY"))
-    fixed = {name: with_values(name, G=lambda c: 1.0, tG=lambda c: 0.0) for name in ("E", "tdY")}
-    everywhere, nothing = S | dY | fixed, {name: _nothing for name in GRADIENTS}
-    name, beyond = "sparse-gate-ignored", BACKWARD + SECOND + JVP
-    yield Bug(name, "everywhere", ALL, steps=everywhere)
-    text = "everywhere, and its gradient is 0"
-    yield Bug(name, text, BACKWARD + SECOND, steps=everywhere | nothing)
-    yield Bug(name, "in the scores alone", beyond, steps=S)
-    yield Bug(name, "in dY alone", BACKWARD + SECOND, steps=dY | tdY)
-    yield Bug(name, "in E alone", SECOND + JVP, steps=E)
-    yield Bug(name, "in the tangent of dY alone", SECOND, steps=tdY)
+    return {name: partial(step, name) for name in ("dG", "gG")}
 
 
 # ---- which slot -------------------------------------------------------------------------------
@@ -116,11 +111,11 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
     "padding last": lambda x: np.where(x.is_block, 0, 1),
     "slots reversed": lambda x: -np.arange(x.named.shape[2]) + 0 * x.named,
 }
-NUMBERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {  # slots, by the block's number
+Place = Callable[[np.ndarray, int], np.ndarray]
+NUMBERS: dict[str, Place] = {  # slots, by the block's number
     "the last one for those behind": np.minimum,
     "modulo their number": lambda block, last: block % (last + 1),
-    "1 for those behind": lambda block, last: np.where(block <= last, block, OWN),
-    "on in memory for those behind": lambda block, last: block,
+    "1 for those behind": lambda block, last: np.where(block <= last, block, -1),
 }
 
 
@@ -143,35 +138,24 @@ def _other_factors(question: Question, different: Callable[[See], bool]) -> Iter
             yield Bug("input-layout", f"block_scale, {text}", ALL, steps=_with_gate(read(x)))
 
 
-def _reordered(
-    order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists
-) -> Sequence[Part]:
+def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:
     """The blocks of the sorted list, and the factors of slots in the order that was given."""
     moved = np.argsort(order(x), axis=2, kind="stable")
-    named = np.take_along_axis(x.named, moved, 2)
-    counted = np.take_along_axis(x.counted, moved, 2) if counted_before else x.counted
-    return [Part({"block_indices": np.where(counted, named, -1), "block_counts": None})]
+    named, counted = (np.take_along_axis(of, moved, 2) for of in (x.named, x.counted))
+    return replace(x, named=named, counted=counted if counted_before else x.counted)
 
 
-def _with_gate(
-    scale: np.ndarray, place: Callable[[np.ndarray, int], np.ndarray] | None = None
-) -> dict[str, Step]:
+def _with_gate(scale: np.ndarray, place: Place | None = None) -> dict[str, Step]:
     """Another array for block_scale, or another slot by the number of the key's block, from the
     scores on."""
 
     def S(c: Context) -> Floats:
         view, question = c.view, c.question
-        if view.slot is None:  # of the sliding branch
-            return np.asarray(STEPS["S"](c))
-        slot = np.asarray(view.slot)
-        gated = (slot >= 0) & (view.keys >= 0)
-        if place is not None:
+        if place is not None and view.slot is not None:
             block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-            slot = np.broadcast_to(place(np.maximum(block, 0), scale.shape[2] - 1), slot.shape)
-        row = view.rows[:, None] * scale.shape[1] + np.asarray(view.selections)[:, None, None]
-        at = np.clip(row * scale.shape[2] + slot, 0, max(scale.size - 1, 0))
-        found = scale.reshape(-1)[at].astype(np.float64)
-        c.G = np.where(gated & (slot >= 0), found, 1.0)
+            slot = np.where(view.slot >= 0, place(np.maximum(block, 0), scale.shape[2] - 1), -1)
+            view = replace(view, slot=slot)
+        c.G = per_key(view, scale, 1.0)
         return np.asarray(STEPS["S"](c))
 
     return {"S": S}
@@ -180,67 +164,33 @@ def _with_gate(
 # ---- what it multiplies -----------------------------------------------------------------------
 
 
-def _on_p(question: Question) -> Iterator[Bug]:
-    """block_scale as a factor of P, and otherwise than as a factor of the scores."""
-    name, both = "sparse-gate-on-p", FORWARD + BACKWARD
-    ungated = {"S": with_values("S", G=lambda c: 1.0)}
-    in_tangent: dict[str, Step] = {"E": lambda c: c.tY, "tO": _tangent_of_out}
-    alone: dict[str, Step] = {"dY": lambda c: c.dS, "dG": _through_p}
-    yield Bug(name, "P V alone", both, steps=ungated | ON_P | alone)
-    yield Bug(name, "P V alone", JVP, steps=ungated | {"O": ON_P["O"]} | in_tangent)
-    lse: dict[str, Step] = {"L": lambda c: STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0]}
-    yield Bug(name, "P V alone, lse of gated scores", FORWARD, steps=ungated | ON_P | lse)
-    too: dict[str, Step] = {"dG": lambda c: STEPS["dG"](c) + _through_p(c)}
-    yield Bug(name, "the scores and P V", both, steps=ON_P | too)
-    scale = np.asarray(question.block_scale)
-    for text, steps in SCORES.items():
-        if text != "P before the row sum" or (scale.size and (scale > 0).all()):
-            yield Bug(name, text, both, steps=steps)
-
-
 def _through_p(c: Context) -> Floats:
     return np.asarray(c.P * times(c.dO, c.V.T))
 
 
-def _tangent_of_out(c: Context) -> Floats:
-    tP = c.G * c.P * (c.tY - c.e[..., None]) + c.tG * c.P
-    return np.asarray(c.r(times(c.o(tP), c.V) + times(c.o(c.G * c.P), c.tV)))
-
-
-ON_P: dict[str, Step] = {
+EXP = "P before the row sum"
+P_V: dict[str, Step] = {
     "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
     "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
     "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
 }
-
-
-def _scores(score: Step) -> Step:
-    def S(c: Context) -> Floats:
-        with np.errstate(divide="ignore"):
-            return np.where(c.W > 0, c.r(score(c)) + np.log(c.W), -np.inf)
-
-    return S
-
-
-def _added(c: Context) -> Floats | float:
-    slot = c.view.slot
-    return 0.0 if slot is None else np.where(np.asarray(slot) >= 0, c.G, 0.0)
-
-
-SCORES: dict[str, dict[str, Step]] = {
-    "twice": {
-        "S": _scores(lambda c: c.G**2 * c.Y),
-        "dY": lambda c: c.r(c.G**2 * c.dS),
-        "dG": lambda c: 2 * c.G * c.dS * c.Y,
-    },
-    "P before the row sum": {
-        "S": _scores(lambda c: c.Y + np.log(c.G)),
-        "dY": lambda c: c.dS,
-        "dG": lambda c: c.dS / c.G,
-    },
-    "added to the scores": {
-        "S": _scores(lambda c: c.Y + _added(c)),
-        "dY": lambda c: c.dS,
-        "dG": lambda c: c.dS,
-    },
+ALONE: dict[str, Step] = S | P_V | {"dY": lambda c: c.dS, "dG": _through_p}
+GATED_LSE: dict[str, Step] = {"L": lambda c: STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0]}
+TWICE: dict[str, Step] = {
+    "S": with_values("S", G=lambda c: c.G**2),
+    "dY": lambda c: c.r(c.G**2 * c.dS),
+    "dG": lambda c: 2 * c.G * c.dS * c.Y,
 }
+ON_EXP: dict[str, Step] = {
+    "S": with_values("S", G=_one, cap=lambda c: (c.Y + np.log(c.G),)),
+    "dY": lambda c: c.dS,
+    "dG": lambda c: c.dS / c.G,
+}
+BOTH: dict[str, Step] = P_V | {"dG": lambda c: STEPS["dG"](c) + _through_p(c)}
+OTHERWISE: tuple[tuple[str, tuple[str, ...], Mapping[str, Step]], ...] = (
+    ("P V alone", FIRST, ALONE),
+    ("P V alone, lse of gated scores", FORWARD, S | P_V | GATED_LSE),
+    ("the scores and P V", FIRST, BOTH),
+    ("twice", FIRST, TWICE),
+    (EXP, FIRST, ON_EXP),
+)

@@ -1,249 +1,93 @@
-"""Bugs of the lists of blocks in block-sparse attention: other questions, and who sees whom there.
+"""Bugs of the lists of blocks in block-sparse attention: other lists, and who sees whom by them."""
 
-A kernel that reads its lists wrongly sees what a right one sees of other lists. So a bug is a sum
-of questions, each with another block_indices, block_counts, own or causal (a ``Part``): the first
-in the place of the right one, the views of all others beside it. Long by the table.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import Floats, See, View, sparse_views
+from rawattn.check.diagnose.engine.attention import See, View, sparse_views
+from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import Question
 
-OWN = -1  # slot of the own block
 TILES = (4, 6, 8, 16, 32)
-Ints = np.ndarray
+Of = Callable[[Lists], Any]
+Change = Callable[[Lists], Lists]
 
 
-@dataclass(frozen=True)
-class Lists:
-    """The lists of a question, (total_q, num_heads_sel, slots), or (total_q, 1, 1) of a token: its
-    ``own`` block, how many ``blocks`` its sequence has, its ``place`` among the keys."""
-
-    question: Question
-
-    @cached_property
-    def named(self) -> Ints:
-        return np.asarray(self.question.block_indices).astype(np.int64)
-
-    @property
-    def slots(self) -> Ints:
-        return np.arange(self.named.shape[2])
-
-    @cached_property
-    def limit(self) -> Ints:
-        """block_counts (total_q, num_heads_sel, 1)"""
-        heads, width = self.named.shape[1:]
-        if self.question.block_counts is None:
-            return np.full((len(self.named), heads, 1), width)
-        counts = np.clip(self.question.block_counts, 0, width)
-        return np.asarray(counts[:, np.arange(heads) * counts.shape[1] // heads, None])
-
-    @property
-    def counted(self) -> Ints:
-        return np.asarray(self.slots < self.limit)
-
-    @cached_property
-    def start(self) -> Ints:
-        """(total_q,) where the sequence of a token begins."""
-        starts = np.array([*np.asarray(self.question.cu_seqlens_q)[:-1], 0])
-        return np.asarray(starts[self.question.sequence_of("q")])
-
-    def _of_sequence(self, lengths: Sequence[int]) -> Ints:
-        found = np.array([*lengths, 0])[self.question.sequence_of("q")]
-        return np.asarray(found[:, None, None])
-
-    @property
-    def row(self) -> Ints:
-        return np.asarray((np.arange(len(self.start)) - self.start)[:, None, None])
-
-    @cached_property
-    def place(self) -> Ints:
-        q = self.question
-        shift = self._of_sequence(q.lengths_k) - self._of_sequence(q.lengths_q)
-        return np.asarray(self.row + shift)
-
-    @property
-    def own(self) -> Ints:
-        return np.asarray(np.where(self.place >= 0, self.place // self.question.block_size, -1))
-
-    @cached_property
-    def blocks(self) -> Ints:
-        return np.asarray(
-            -(-self._of_sequence(self.question.lengths_k) // self.question.block_size)
-        )
-
-    @property
-    def is_block(self) -> Ints:
-        """A block of the sequence, counted or not."""
-        return np.asarray((self.named >= 0) & (self.named < self.blocks))
-
-    @cached_property
-    def exists(self) -> Ints:
-        """A block of the sequence that counts."""
-        return np.asarray(self.is_block & self.counted)
-
-    @cached_property
-    def number(self) -> Ints:
-        """How many slots before name the same block."""
-        found = np.zeros(self.named.shape, dtype=np.int64)
-        for slot in self.slots[1:]:
-            same = self.named[..., :slot] == self.named[..., slot : slot + 1]
-            found[..., slot] = (same & self.exists[..., :slot]).sum(axis=2)
-        return np.where(self.exists, found, 0)
-
-
-class Part(NamedTuple):
-    """What of a question is another; which tokens have it (total_q, num_heads_sel), all by default;
-    heads (num_heads_q,): whose factors a query head has, where lists are by query heads."""
-
-    changes: Mapping[str, Any]
-    tokens: Ints | None = None
-    heads: Ints | None = None
-
-
-Change = Callable[[Lists], Sequence[Part]]
-
-
-class Row(NamedTuple):
-    """A class, words, and other lists."""
-
-    name: str
-    words: str
-    change: Change
-
-
-@dataclass(frozen=True)
-class Listed(View):
-    """A view of other lists: those of ``asked``, which the next bug changes."""
-
-    asked: Question | None = None
+Row = tuple[str, str, Change]  # a class, words, and other lists
 
 
 def listed(change: Change) -> See:
-    """The views of other lists; those of the sliding branch, which have no slots, stay."""
+    """The views of other lists; those of the sliding branch, which have no lists, stay."""
 
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        if not views or views[0].slot is None:
+        if not views or views[0].lists is None:
             return views
-        width = np.asarray(question.block_indices).shape[2]
-        asked = getattr(views[0], "asked", None) or question
-        parts = change(Lists(asked))
-        first, *more = (_views(asked, part, width) for part in parts)
-        for others in more:
-            first = [
-                with_keys(view, other.keys, other.weight, np.asarray(other.slot))
-                for view, other in zip(first, others, strict=True)
-            ]
-        asked = replace(asked, **parts[0].changes)
-        return [Listed(**vars(view), asked=asked) for view in first]
+        lists = change(replace(views[0].lists, times=None))
+        return list(sparse_views(question, lists))
 
     return see
 
 
-def _views(question: Question, part: Part, width: int) -> list[View]:
-    found = []
-    for view in sparse_views(replace(question, **part.changes)):
-        weight, slot = view.weight, np.asarray(view.slot)
-        selections = np.asarray(view.selections)
-        if part.tokens is not None:
-            weight = weight * part.tokens[view.rows][:, selections].T[..., None]
-        selections = selections if part.heads is None else part.heads[view.heads]
-        slot = np.where(slot < width, slot, OWN)
-        found.append(replace(view, weight=weight, slot=slot, selections=selections))
-    return found
-
-
-def with_keys(view: View, keys: Ints, weight: Floats, slot: Ints) -> View:
-    """``view`` with more keys."""
-    there = np.flatnonzero((weight > 0).any(axis=(0, 1)))
-    return replace(
-        view,
-        keys=np.concatenate([view.keys, keys[there]]),
-        weight=np.concatenate([view.weight, weight[..., there]], axis=2),
-        slot=np.concatenate([np.asarray(view.slot), slot[..., there]], axis=2),
-    )
-
-
 # ---- ways to change lists ---------------------------------------------------------------------
 
-Of = Callable[[Lists], Ints]
 
-
-def holding(named: Of) -> Change:
-    """Slots that hold something else."""
-    return lambda x: [Part({"block_indices": named(x)})]
+def where(**changes: Of) -> Change:
+    """Lists with other fields than they had."""
+    return lambda x: replace(x, **{name: of(x) for name, of in changes.items()})
 
 
 def _counting(counted: Of) -> Change:
-    """Other slots that count, those that did or not."""
-    return lambda x: [Part(_only(x, counted(x)))]
-
-
-def _only(x: Lists, counted: Ints) -> dict[str, Any]:
-    return _no_counts(np.where(counted, x.named, -1))
-
-
-def _no_counts(named: Ints) -> dict[str, Any]:
-    return {"block_indices": named, "block_counts": None}
+    return where(counted=counted)
 
 
 def _ending(stop: Of) -> Change:
-    """Lists that end at the first slot that counts where ``stop``."""
+    """They end at the first slot that counts where ``stop``."""
     return _counting(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _with(**changes: Any) -> Change:
-    return lambda x: [Part(changes)]
+def _again(repeated: Of | None = None, own: Of | None = None) -> Change:
+    """Blocks count once more for every slot that is ``repeated``, and the own block, if it is
+    walked, so often as ``own`` says (total_q, num_heads_sel, 1), though slots name it too."""
+
+    def change(x: Lists) -> Lists:
+        times = x.walked.copy()
+        if repeated is not None:
+            times[..., :-1] |= repeated(x) & (x.number > 0)
+        if own is not None:
+            times[..., -1:] = np.maximum(own(x) * x.has_own, times[..., -1:])
+        return replace(x, times=times)
+
+    return change
 
 
-def _again(repeated: Of | None, own: Of | None) -> Change:
-    """Blocks that count once more for every slot that is ``repeated``, and the own block so often
-    as ``own`` says (total_q, num_heads_sel, 1), where slots name it too."""
+def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
+    """Entries that are not cut at the query: by whether they are slots, and name the own block."""
 
-    def change(x: Lists) -> Sequence[Part]:
-        parts, alone = [Part({})], {"own": False}
-        there = np.zeros_like(x.exists) if repeated is None else repeated(x) & (x.number > 0)
-        for slot in x.slots[there.any(axis=(0, 1))]:
-            parts.append(Part(_only(x, there & (x.slots == slot)) | alone))
-        if own is not None and x.question.own:
-            seen = ((x.named == x.own) & x.exists).any(axis=2)
-            more = own(x)[..., 0] - ~seen
-            parts += [Part(_only(x, x.exists & False), more > n) for n in range(max(more.max(), 0))]
-        return parts
+    def change(x: Lists) -> Lists:
+        entry, names = np.arange(x.named.shape[2] + 1), x.named == x.own_block
+        own = np.concatenate([names, x.own | True], axis=2)
+        return replace(x, cut=x.cut & np.logical_not(free(entry < entry[-1], own)))
 
     return change
 
 
 def _own_where(kept: Of) -> Change:
     """The own block for some tokens alone (total_q, 1, 1), whether slots name it or not."""
-
-    def change(x: Lists) -> Sequence[Part]:
-        own = (x.named == x.own) & x.exists
-        alone = Part(_only(x, x.exists & False), kept(x)[..., 0] & ~own.any(axis=2))
-        return [Part(_only(x, x.counted & (~own | kept(x))) | {"own": False}), alone]
-
-    return change
+    return where(
+        counted=lambda x: x.counted & (~x.names_own | kept(x)),
+        own=lambda x: kept(x) | (x.own & False),
+    )
 
 
-def _other_own(place: Of) -> Change:
-    """The own block by another place of the query."""
-
-    def change(x: Lists) -> Sequence[Part]:
-        block = np.broadcast_to(place(x) // x.question.block_size, (*x.named.shape[:2], 1))
-        named = ((x.named == block) & x.exists).any(axis=2, keepdims=True)
-        own = np.where(named | (place(x) < 0), -1, block)  # in a slot behind all that have factors
-        alone = np.concatenate([np.full(x.named.shape, -1), own], axis=2)
-        cut = {"own": False, "causal": True}  # as the own block is, whatever the others are
-        return [Part({"own": False}), Part(_no_counts(alone) | cut)]
-
-    return change
+def _differs_from_last(x: Lists) -> Ints:
+    """Slots that hold another block than the last one before them that exists."""
+    at = np.maximum.accumulate(np.where(x.exists, x.slots, -1), axis=2)
+    before = np.concatenate([np.full_like(at[..., :1], -1), at[..., :-1]], axis=2)
+    return np.asarray(np.take_along_axis(x.named, np.maximum(before, 0), 2) != x.named)
 
 
 def _padding(value: Of, negative: bool = False) -> Change:
@@ -251,160 +95,113 @@ def _padding(value: Of, negative: bool = False) -> Change:
         there = ~x.is_block & (x.blocks > 0) & ((x.named < 0) | (not negative))
         return np.where(there, value(x), x.named)
 
-    return holding(named)
+    return where(named=named)
 
 
-def _reset(own_first: bool) -> Change:
-    """What stands before a block that is masked is lost, of the own block too if it is first."""
-
-    def change(x: Lists) -> Sequence[Part]:
-        first = x.exists & (x.number == 0)
-        masked = first & (x.named > x.own) & x.question.causal
-        kept = first & (np.cumsum(masked[..., ::-1], axis=2)[..., ::-1] == 0)
-        if not own_first or not x.question.own:
-            return [Part(_only(x, kept))]
-        named = ((x.named == x.own) & x.exists).any(axis=2)
-        alone = Part(_only(x, x.exists & False), ~masked.any(axis=2) & ~named)
-        return [Part(_only(x, kept) | {"own": False}), alone]
-
-    return change
+def _is_last(x: Lists) -> Ints:
+    return np.asarray((x.place + 1) % x.size == 0)
 
 
-def _last_block(x: Lists) -> Ints:
-    """Slots that name the block that was named last before them."""
-    found, last = np.zeros_like(x.exists), np.full(x.named.shape[:2], -1)
-    for slot in x.slots:
-        there, block = x.exists[..., slot], x.named[..., slot]
-        found[..., slot] = there & (block == last)
-        last = np.where(there, block, last)
-    return found
+def _is_behind(x: Lists) -> Ints:
+    return np.asarray(x.exists & (x.named > x.own_block))
 
 
-def _union(size: int, packed: bool, x: Lists) -> Sequence[Part]:
+def _as_named(x: Lists) -> Ints:
+    return np.asarray(np.cumsum(x.is_block, axis=2) <= x.limit)
+
+
+def _as_many(x: Lists) -> Ints:
+    return np.asarray(x.counted & (x.slots < _count(x.exists)))
+
+
+def _count(slots: Ints) -> Ints:
+    return np.asarray(slots.sum(axis=2, keepdims=True))
+
+
+def _reset(own_first: bool, x: Lists) -> Lists:
+    """What stands before a block that is masked is lost, the own block too if it is first."""
+    masked = x.exists & (x.number == 0) & (x.named > x.own_block) & x.question.causal
+    kept = x.exists & (x.number == 0) & (np.cumsum(masked[..., ::-1], axis=2)[..., ::-1] == 0)
+    lost = masked.any(axis=2, keepdims=True) & own_first
+    return replace(x, counted=kept, own=x.own & ~lost)
+
+
+def _union(size: int, packed: bool, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries, of its sequence or of the packed array."""
-    token, count = np.arange(len(x.start)), int(x.blocks.max(initial=0))
-    tile = token // size * size if packed else x.start + (token - x.start) // size * size
-    tile = np.where(x.question.sequence_of("q") < 0, token, np.maximum(tile, x.start))
-    block = np.arange(count)
-    seen = (np.where(x.exists, x.named, -1)[..., None] == block).any(axis=2)
-    seen |= (block == x.own) & x.question.own
+    token, start = np.arange(len(x.named)), x.start[:, 0, 0]
+    tile = token // size * size if packed else start + (token - start) // size * size
+    tile = np.where(x.question.sequence_of("q") < 0, token, np.maximum(tile, start))
+    block = np.arange(int(x.blocks.max(initial=0)))
+    named = np.where(x.exists, x.named, -1)
+    seen = (named[..., None] == block).any(axis=2) | ((block == x.own_block) & x.own)
     united = np.zeros_like(seen)
     np.logical_or.at(united, tile, seen)
-    more = np.where(united[tile], block, -1)
-    named = np.where(x.exists, x.named, -1)
-    every = np.concatenate([named, more], axis=2)
-    return [Part(_no_counts(every))]
+    every = np.concatenate([named, np.where(united[tile], block, -1)], axis=2)
+    cut = np.concatenate([np.full(every.shape, x.question.causal), x.cut[..., -1:]], axis=2)
+    return replace(x, named=every, counted=every >= 0, cut=cut)
 
 
 def _leading(size: int, x: Lists) -> Ints:
     """The slots of the first query of a tile."""
-    first = x.start + (np.arange(len(x.start)) - x.start) // size * size
-    return np.asarray(x.named[first])
-
-
-def _of_heads(of_head: Ints, factors: Ints, x: Lists) -> Sequence[Part]:
-    """Lists by query heads, of other heads."""
-    counts = x.question.block_counts
-    changes: dict[str, Any] = {"block_indices": x.named[:, of_head]}
-    if counts is not None and counts.shape[1] > 1:
-        changes["block_counts"] = counts[:, of_head]
-    return [Part(changes, heads=factors)]
+    start = x.start[:, 0, 0]
+    return np.asarray(x.named[start + (np.arange(len(start)) - start) // size * size])
 
 
 # ---- the table --------------------------------------------------------------------------------
 
-TABLE: tuple[tuple[str, Mapping[str, Change]], ...] = (
-    ("sparse-not-causal", {"everywhere": _with(causal=False)}),
-    (
-        "sparse-own-block-missing",
-        {
-            "": _with(own=False),
-            "where the query is its first one": _own_where(
-                lambda x: x.place % x.question.block_size > 0
-            ),
-            "but where the query is its last one": _own_where(
-                lambda x: (x.place + 1) % x.question.block_size == 0
-            ),
-            "of the query's number, without seqlen_k - seqlen_q": _other_own(lambda x: x.row),
-            "of the next query": _other_own(lambda x: x.place + 1),
-        },
-    ),
-    (
-        "sparse-duplicate-twice",
-        {
-            "of the selection": _again(lambda x: x.exists, None),
-            "compared with the one before alone": _again(lambda x: ~_last_block(x), None),
-            "compared with the first slot alone": _again(
-                lambda x: x.named != x.named[..., :1], None
-            ),
-            "the own block": _again(None, lambda x: 1 + 0 * x.own),
-            "the own block once for every slot": _again(
-                None, lambda x: x.counted.sum(axis=2, keepdims=True)
-            ),
-            "all": _again(lambda x: x.exists, lambda x: 1 + 0 * x.own),
-        },
-    ),
-    (
-        "sparse-padding-read",
-        {
-            "as the first block": _padding(lambda x: 0 * x.named),
-            "as the last block": _padding(lambda x: x.blocks - 1),
-            "as the own block": _padding(lambda x: x.own),
-            "as the nearest block": _padding(lambda x: np.clip(x.named, 0, x.blocks - 1)),
-            "if negative as the first block": _padding(lambda x: 0 * x.named, True),
-            "if negative from the end": _padding(lambda x: x.named + x.blocks, True),
-        },
-    ),
-    (
-        "sparse-last-slot-dropped",
-        {
-            "the last one": _counting(lambda x: x.counted & (x.slots < x.slots[-1:])),
-            "the first one": _counting(lambda x: x.counted & (x.slots > 0)),
-            "the last one that counts": _counting(lambda x: x.slots < x.limit - 1),
-        },
-    ),
-    (
-        "sparse-counts-ignored",
-        {
-            "": _with(block_counts=None),
-            "one slot too many": _counting(lambda x: x.slots < x.limit + 1),
-            "it counts named blocks, not slots": _counting(
-                lambda x: np.cumsum(x.is_block, 2) <= x.limit
-            ),
-        },
-    ),
-    (
-        "sparse-list-cut",
-        {
-            "at the first -1": _ending(lambda x: x.named < 0),
-            "at the first that is no block of the sequence": _ending(lambda x: ~x.exists),
-            "at the first repeat": _ending(lambda x: x.number > 0),
-            "at the first block behind the query's own": _ending(
-                lambda x: x.exists & (x.named > x.own)
-            ),
-            "at the query's own block": _ending(lambda x: x.named == x.own),
-            "after as many slots as there are named blocks": _counting(
-                lambda x: x.counted & (x.slots < x.exists.sum(axis=2, keepdims=True))
-            ),
-        },
-    ),
-    (
-        "sparse-masked-block-resets",
-        {"the own block first": _reset(True), "the own block last": _reset(False)},
-    ),
+MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
+READ, DROPPED, COUNTS = "sparse-padding-read", "sparse-last-slot-dropped", "sparse-counts-ignored"
+OPEN, OPEN_OWN = "sparse-not-causal", "sparse-own-block-not-causal"
+TABLE: tuple[Row, ...] = (
+    (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
+    (MISSING, "", where(own=lambda x: x.own & False)),
+    (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
+    (MISSING, "but where the query is its last one", _own_where(_is_last)),
+    (MISSING, "of the query's number, without seqlen_k - seqlen_q", where(place=lambda x: x.row)),
+    (MISSING, "of the next query", where(place=lambda x: x.place + 1)),
+    (TWICE, "of the selection", _again(lambda x: x.exists)),
+    (TWICE, "compared with the one before alone", _again(_differs_from_last)),
+    (TWICE, "compared with the first slot alone", _again(lambda x: x.named != x.named[..., :1])),
+    (TWICE, "the own block", _again(own=lambda x: 1)),
+    (TWICE, "the own block once for every slot", _again(own=lambda x: _count(x.counted))),
+    (TWICE, "all", _again(lambda x: x.exists, lambda x: 1)),
+    (READ, "as the first block", _padding(lambda x: 0)),
+    (READ, "as the last block", _padding(lambda x: x.blocks - 1)),
+    (READ, "as the own block", _padding(lambda x: x.own_block)),
+    (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
+    (READ, "if negative as the first block", _padding(lambda x: 0, True)),
+    (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks, True)),
+    (DROPPED, "the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
+    (DROPPED, "the first one", _counting(lambda x: x.counted & (x.slots > 0))),
+    (DROPPED, "the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
+    (COUNTS, "", _counting(lambda x: x.named >= 0)),
+    (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
+    (COUNTS, "it counts named blocks, not slots", _counting(_as_named)),
+    (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
+    (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
+    (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
+    (CUT, "at the first block behind the query's own", _ending(_is_behind)),
+    (CUT, "at the query's own block", _ending(lambda x: x.named == x.own_block)),
+    (CUT, "after as many slots as there are named blocks", _counting(_as_many)),
+    ("sparse-masked-block-resets", "the own block first", partial(_reset, True)),
+    ("sparse-masked-block-resets", "the own block last", partial(_reset, False)),
+    (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
+    (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
+    (OPEN_OWN, "", _uncut(lambda slot, own: own)),
+    (OPEN_OWN, "unless it is selected", _uncut(lambda slot, own: own & ~slot)),
+    (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
 
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    for name, changes in TABLE:
-        if question.own or name != "sparse-own-block-missing":
-            yield from (Row(name, words, change) for words, change in changes.items())
+    yield from (row for row in TABLE if question.own or "own-block" not in row[0])
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
-        yield Row("wrong-keys", words, _with(block_size=size))
+        yield ("wrong-keys", words, partial(replace, size=size))
     for words, read in readings(question).items():
-        yield Row("input-layout", f"block_indices, {words}", holding(partial(_read, read)))
+        change = where(named=partial(_read, read))
+        yield ("input-layout", f"block_indices, {words}", change)
     selections = np.asarray(question.block_indices).shape[1]
     heads, group = np.arange(question.num_heads_q), question.group
     right = heads * selections // question.num_heads_q
@@ -417,16 +214,22 @@ def rows(question: Question) -> Iterator[Row]:
         "of the kv head's number": np.minimum(heads // group, selections - 1),
         "of the group's first head": heads // group * group % selections,
     }
-    for words, of_head in others.items() if selections > 1 else ():
-        for factors, own in ((of_head, ""), (right, ", with its own gate")):
-            change = partial(_of_heads, of_head, factors)
-            yield Row("sparse-other-heads-selection", words + own, change)
+    for words, of in others.items() if selections > 1 else ():
+        for factors, own in ((of, ""), (right, ", with its own gate")):
+            change = partial(_of_heads, of, factors)
+            yield ("sparse-other-heads-selection", words + own, change)
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
         for packed, words in ((False, ""), (True, " of the packed array")):
             change = partial(_union, size, packed)
-            yield Row("sparse-tile-union", f"of {size} queries{words}", change)
-        words = f"of the first one of {size} queries"
-        yield Row("sparse-tile-union", words, holding(partial(_leading, size)))
+            yield ("sparse-tile-union", f"of {size} queries{words}", change)
+        leading = where(named=partial(_leading, size))
+        yield ("sparse-tile-union", f"of the first one of {size} queries", leading)
+
+
+def _of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
+    """Lists by query heads, of other heads."""
+    moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
+    return replace(x, **moved, heads=factors)
 
 
 def _read(read: Callable[[Ints], Ints], x: Lists) -> Ints:

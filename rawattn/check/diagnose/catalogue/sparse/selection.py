@@ -2,56 +2,31 @@
 (``lists``), who sees what of a block, factors (``gates``), and the sliding branch."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import distances, within
 from rawattn.check.diagnose.catalogue.sparse import gates
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows, with_keys
-from rawattn.check.diagnose.engine.attention import (
-    FORWARD,
-    Bug,
-    Identity,
-    See,
-    View,
-    sparse_views,
-    views_of,
-)
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 ALL = tuple(STAGES)
-Open = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of slots, and whether it is the own block
-OPEN: dict[tuple[str, str], Open] = {  # selected pairs behind the query that are seen
-    ("sparse-not-causal", "in the block around the query"): lambda slot, own: (slot >= 0) & own,
-    ("sparse-not-causal", "in later blocks"): lambda slot, own: (slot >= 0) & ~own,
-    ("sparse-own-block-not-causal", ""): lambda slot, own: own,
-    ("sparse-own-block-not-causal", "unless it is selected"): lambda slot, own: own & (slot < 0),
-    ("sparse-not-causal", "everywhere, the own block too"): lambda slot, own: (slot >= 0) | own,
-}
 
 
+@lru_cache(maxsize=1)
 def bugs(question: Question) -> tuple[Bug, ...]:
     """Every bug of the catalogue that can matter for the question."""
-    key = Identity(question)
-    if not _kept or _kept[0][0] != key:
-        _kept[:] = [(key, tuple(_bugs(question)))]
-    return _kept[0][1]
-
-
-_kept: list[tuple[Identity, tuple[Bug, ...]]] = []  # those of the last question
+    return tuple(_bugs(question))
 
 
 def _bugs(question: Question) -> Iterator[Bug]:
     different = Different(question)
     for name, words, change in rows(question):
         if different(see := listed(change)):
-            yield Bug(name, words, ALL, see=see)
-    for (name, words), opens in OPEN.items():
-        there = question.own if "own" in name else question.causal
-        if there and different(see := partial(_opened, opens)):
             yield Bug(name, words, ALL, see=see)
     for text, zeros in (("zeros", True), ("up to the end of the last block", False)):
         name = "sparse-partial-block-zeros" if zeros else "neighbour-leak"
@@ -89,39 +64,28 @@ class Different:
         return b"".join(np.asarray(x, dtype=np.float64).tobytes() for x in found)
 
 
-def _opened(opens: Open, question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """Keys behind the query that are seen too."""
-    if not views or views[0].slot is None:
-        return views
-    found = []
-    uncut = sparse_views(replace(question, causal=False))
-    for view, free in zip(sparse_views(question), uncut, strict=True):
-        key, size = np.arange(len(free.keys)), question.block_size
-        place = np.arange(len(view.rows))[:, None] + len(key) - len(view.rows)
-        own, slot = key // size == place // size, np.asarray(free.slot)
-        more = opens(slot, np.broadcast_to(own, slot.shape)) & ((free.weight > 0) | own)
-        weight = np.where(more, 1.0, view.weight)
-        found.append(replace(view, weight=weight, slot=np.where(more, slot, np.asarray(view.slot))))
-    return found
-
-
 def _completed(
     zeros: bool, own: bool, question: Question, views: tuple[View, ...]
 ) -> Sequence[View]:
     """Keys that complete the last block of a sequence: zeros, or what lies there."""
-    if not views or views[0].slot is None:
-        return views
     found, size = [], question.block_size
-    for view in sparse_views(question):
-        count = len(view.keys)
-        first, slot = (count - 1) // size * size, np.asarray(view.slot)
-        stop = int(view.keys[-1]) + 1
+    for view in views:
+        count = question.lengths_k[view.sequence]
+        if view.slot is None or not count:
+            return views
+        first = (count - 1) // size * size
+        stop = int(view.keys[count - 1]) + 1
         keys = np.arange(stop, stop - count % -size)
         keys = np.where(zeros | (keys >= len(question.k)), -1, keys)
-        seen = view.weight[..., first : first + 1] * (own | (slot[..., first : first + 1] >= 0))
-        shape = (*seen.shape[:2], len(keys))
-        of = np.broadcast_to(slot[..., first : first + 1], shape)
-        found.append(with_keys(view, keys, np.broadcast_to(seen, shape), of))
+        weight, slot = (
+            np.repeat(x[..., first : first + 1], len(keys), 2) for x in (view.weight, view.slot)
+        )
+        weight = weight * (own | (slot >= 0))
+        there = (weight > 0).any(axis=(0, 1))
+        of_keys = np.concatenate([view.keys, keys[there]])
+        weight = np.concatenate([view.weight, weight[..., there]], axis=2)
+        slot = np.concatenate([view.slot, slot[..., there]], axis=2)
+        found.append(replace(view, keys=of_keys, weight=weight, slot=slot))
     return found
 
 

@@ -1,0 +1,135 @@
+"""The equations of attention and its derivatives, a step each: what a bug may replace.
+
+They bear the names of ``reference.second`` and ``reference.sparse``: X = Q K^T, Y = s X, S = G Y,
+t for tangents. ``cap`` is Y behind a softcap, with its two derivatives, P0 the weight of a sink.
+"""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rawattn.reference.dense import capped, dead_to_inf
+
+Floats = np.ndarray
+Context = Any  # SimpleNamespace of a view's arrays, by the names of steps
+Step = Callable[[Context], Any]
+LOG2_E = 1 / math.log(2)
+
+
+def _softmax(c: Context) -> tuple[Floats, Floats]:
+    """L and P of the rows of S; -inf and zeros for a row that sees nothing."""
+    top = c.S.max(axis=-1, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0.0, top)
+    sums = np.exp(c.S - top[..., None]).sum(axis=-1)
+    with np.errstate(divide="ignore"):
+        L = np.log(sums) + top
+    L = L if c.sink is None else np.logaddexp(L, c.sink)
+    return L, c.r(np.exp(c.S - dead_to_inf(np, L)[..., None]))
+
+
+def _weighted(c: Context) -> Floats:
+    with np.errstate(divide="ignore"):
+        return np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
+
+
+def _e(c: Context) -> Floats:
+    e: Floats = (c.P * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1)
+    return e if c.sink is None else e + c.P0 * c.tsink
+
+
+def _tdY(c: Context) -> Floats:
+    tdY = c.r(c.G * c.cap[1] * c.tdS) + c.r(c.tG * c.dS)
+    bent = 0.0 if c.question.softcap is None else c.r(c.cap[2] * c.tY * c.dS)
+    return np.asarray(c.r(tdY + bent))
+
+
+def _sunk(value: Step) -> Step:
+    """What there is of sinks alone; 0 without."""
+    return lambda c: 0.0 if c.sink is None else value(c)
+
+
+def _tP(c: Context) -> Floats:
+    return np.asarray(c.r(c.P * (c.E - c.e[..., None])))
+
+
+def times(a: Floats, b: Floats) -> Floats:
+    """a (heads, n, x) times b (x, y) as one product, which is many times faster than one a head."""
+    product: Floats = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) @ b
+    return product.reshape(*a.shape[:-1], b.shape[1])
+
+
+STEPS: dict[str, Step] = {
+    "Y": lambda c: c.r(c.s * c.r(times(c.Q, c.K.T))),
+    "cap": lambda c: capped(np, c.Y, c.question.softcap, c.r),
+    "S": _weighted,
+    "softmax": _softmax,
+    "L": lambda c: c.softmax[0],
+    "P": lambda c: c.softmax[1],
+    "O": lambda c: c.r(times(c.o(c.P), c.V)),
+    # backward, with the L and the O that it is given
+    "bP": lambda c: c.r(np.exp(c.S - dead_to_inf(np, c.L)[..., None])),
+    "dP": lambda c: c.r(times(c.dO, c.V.T)),
+    "D": lambda c: (c.dO * c.O).sum(axis=-1) - c.dL,
+    "dS": lambda c: c.r(c.P * (c.dP - c.D[..., None])),
+    "P0": _sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
+    "dY": lambda c: c.r(c.G * c.cap[1] * c.dS),
+    "dQ": lambda c: c.r(c.s * c.r(times(c.o(c.dY), c.K))),
+    "dK": lambda c: c.s * c.r(c.o(c.dY).swapaxes(1, 2) @ c.Q),
+    "dV": lambda c: c.r(c.o(c.P).swapaxes(1, 2) @ c.dO),
+    "sum_heads": lambda c: lambda x: c.r(x.sum(axis=0)),
+    "dG": lambda c: c.dS * c.Y,
+    "dsink": _sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
+    # tangents in the direction (tQ, tK, tV, tG)
+    "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.T)) + c.r(times(c.Q, c.tK.T)))),
+    "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
+    "e": _e,
+    "tP": _tP,
+    "tO": lambda c: c.r(c.r(times(c.o(c.tP), c.V)) + c.r(times(c.o(c.P), c.tV))),
+    "tL": lambda c: c.e,
+    # second derivatives
+    "tdP": lambda c: c.r(times(c.dO, c.tV.T)),
+    "w": lambda c: (c.dO * c.tO).sum(axis=-1),
+    "tdS": lambda c: c.r(c.r(c.tP * (c.dP - c.D[..., None])) + c.r(c.P * (c.tdP - c.w[..., None]))),
+    "tdY": _tdY,
+    "gQ": lambda c: c.r(c.s * c.r(c.r(times(c.o(c.tdY), c.K)) + c.r(times(c.o(c.dY), c.tK)))),
+    "gK": lambda c: (
+        c.s * c.r(c.r(c.o(c.tdY).swapaxes(1, 2) @ c.Q) + c.r(c.o(c.dY).swapaxes(1, 2) @ c.tQ))
+    ),
+    "gV": lambda c: c.r(c.o(c.tP).swapaxes(1, 2) @ c.dO),
+    "gG": lambda c: c.tdS * c.Y + c.dS * c.tY,
+    "gsink": _sunk(lambda c: -(c.P0 * ((c.tsink - c.e) * c.D + c.w)).sum(axis=-1)),
+}
+OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}  # not from lse
+SCORES = ("Y", "cap", "S")
+PROGRAMS = {
+    "forward": (*SCORES, "softmax", "L", "P", "O"),
+    "backward": (
+        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
+    ),
+    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
+    "second": (
+        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
+        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
+    ),
+}
+
+RESULTS = {  # of a stage, and the steps that give them
+    "forward": {"out": "O", "lse": "L"},
+    "backward": {
+        **{"delta": "D", "dq": "dQ", "dk": "dK", "dv": "dV"},
+        **{"dblock_scale": "dG", "dsinks": "dsink"},
+    },
+    "jvp": {"jvp out": "O", "tout": "tO", "jvp lse": "L", "tlse": "tL"},
+    "second": {
+        **{"ddout": "tO", "ddlse": "tL", "gq": "gQ", "gk": "gK", "gv": "gV"},
+        **{"gblock_scale": "gG", "gsinks": "gsink"},
+    },
+}
+
+
+def changed(c: Context, **changes: Any) -> Context:
+    """The same context with other arrays under some names."""
+    return SimpleNamespace(**(vars(c) | changes))
