@@ -135,8 +135,8 @@ class PeerMemory:
 
     def send(self, loads: Sequence[Any]) -> list[Arrival]:
         """The loads under way; what ``reserve`` was told of."""
-        sizes = [
-            (peer, r, *(size_of([getattr(load, way)[r] for load in loads]) for way in WAYS))
+        sizes: list[tuple[Peer, int, int, int]] = [
+            (peer, r, size_of([load.to[r] for load in loads]), size_of([x.into[r] for x in loads]))
             for r, peer in self.peers.items()
         ]
         if not any(out or into for _, _, out, into in sizes):
