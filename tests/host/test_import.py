@@ -67,11 +67,12 @@ OF_CONTEXT_PARALLEL = {
     "rows": set(),
     "dealing": set(),
     "layout": {"dealing"},
-    "exchange": {"rows"},
+    "agreement": set(),
+    "peer_memory": {"agreement"},
+    "exchange": {"peer_memory", "rows"},
     "first_order": set(),
     "stages": {"layout"},
     "estimate": {"stages"},
-    "agreement": set(),
     "attention": {"exchange", "first_order", "rows", "stages"},
     "ulysses": {"exchange", "first_order", "rows", "stages"},
     "plans": {
@@ -94,7 +95,7 @@ OF_DIAGNOSE = {
     "read": {"catalogue", "engine", "evidence", "findings"},
     "judge": {"catalogue", "engine", "evidence", "findings", "inferred", "read"},
     "files": {"engine", "evidence"},
-    "logs": {"catalogue", "findings"},
+    "logs": {"catalogue", "findings", "judge"},
     "harness": {"catalogue", "findings"},
     "report": {"catalogue", "engine", "evidence", "findings", "harness"},
 }
