@@ -33,7 +33,7 @@ from rawattn.check.diagnose.judge.failures import (
     reference_answers,
     small,
 )
-from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.diagnose.judge.proofs import finding, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused
@@ -364,7 +364,11 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
             here, answers, told = read_packed(question, saved.answers, about["identify"])
         except ValueError as error:
             raise click.UsageError(f"{saved.path}: {error}") from error
-        return diagnose(here, answers, side=name, told=told)
+        diagnosis = diagnose(here, answers, side=name, told=told)
+        if all(one.bug == "rounding" for one in diagnosis.findings):  # else they follow from it
+            of_all = of_sinks(question, saved.answers, name)
+            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *of_all))
+        return diagnosis
     diagnosis = diagnose(question, saved.answers, side=name)
     for changes in _left_out(saved, question) if diagnosis.findings else ():
         other = diagnose(replace(question, **changes), saved.answers, side=name)

@@ -356,12 +356,14 @@ def test_diff_names_what_is_forgotten(option: str, candidate) -> None:
     assert again.count(" ".join(map(str, flag[option]))) == 2, "the commands have the same options"
 
 
-def test_what_is_dumped_is_explained_as_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [("--lengths", "20,31,9"), ("--identify", "--head-dim", 16)])
+def test_what_is_dumped_is_explained_as_right(tmp_path: Path, how: tuple[Any, ...]) -> None:
+    """The gradients of sinks are sums over all sequences, also where few are judged."""
     file = tmp_path / "a.npz"
     options = ("--softcap", 2, "--sinks", "--seqused", "--causal", "--dtype", "float64")
-    result = call("dump", "--lengths", "20,31,9", "--heads-kv", 2, *options, "--out", file)
+    result = call("dump", *how, "--heads-kv", 2, *options, "--out", file)
     assert result.exit_code == 0, result.output
-    assert "dsinks" in result.output and "gsinks" in result.output
+    assert "dsinks" in result.output and ("gsinks" in result.output) == ("--lengths" in how)
     assert call("explain", file).exit_code == 0
     arrays = dict(np.load(file))
     arrays["dsinks"] = arrays["dsinks"] * 2

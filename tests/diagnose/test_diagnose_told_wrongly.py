@@ -17,7 +17,7 @@ import pytest
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import standard
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge import failures, match
@@ -433,3 +433,18 @@ def test_a_coarse_row_sum_is_no_mass_of_another_row() -> None:
         answers["lse"] + np.log(sums),
     )
     assert "denominator" not in names(diagnose(question, answers))
+
+
+# ---- what a fifth set showed -------------------------------------------------------------------
+
+
+def test_a_sequence_without_keys_has_no_nearest_score() -> None:
+    """With a sink its rows have a sum and an lse."""
+    question = packed(lengths_k=(20, 0, 46), causal=False, sinks=np.zeros(4, FLOAT32))
+    answers = only(computed(question), "out", "lse")
+    for view in views_of(question):
+        for head in view.heads:
+            scores = question.q[view.rows, head] @ question.k[view.keys, view.head_kv].T
+            m = question.scale * scores.max(axis=1, initial=-99)
+            answers["lse"][head, view.rows] = m + np.exp(answers["lse"][head, view.rows] - m)
+    assert first(diagnose(question, answers)).where == "forward: lse"

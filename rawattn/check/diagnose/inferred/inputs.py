@@ -124,7 +124,8 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
         most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
         for bug in inputs.rearranged(sample.question, name):
             assert bug.store is not None
-            if sample.of_all(name, bug.store(sample.question, here)[name]) < most:
+            moved = bug.store(sample.question, here)[name]
+            if moved.shape == here[name].shape and sample.of_all(name, moved) < most:
                 known = True
                 yield bug
         if not known or name in BY_ROW:

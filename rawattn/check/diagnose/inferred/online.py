@@ -47,7 +47,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs of partial sums that fit the view with the largest errors."""
     if stage not in TENSORS:
         return
-    views = contexts(question, stage)
+    views = [c for c in contexts(question, stage) if c.S.shape[2]]
     names = {of: name for of, name in TENSORS[stage].items() if name in answers}
     rights = [
         Results(c.O, c.L, c.tL, c.tO) if stage == "jvp" else Results(c.O, c.L, c.L, c.O)

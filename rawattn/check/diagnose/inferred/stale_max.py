@@ -91,7 +91,7 @@ def _share(
         with np.errstate(invalid="ignore"):
             bad = np.abs(error[head, tokens]) > fine
             bad &= np.isfinite(lse[head, tokens]) & np.isfinite(maximum[head, tokens])
-            distance = np.abs(maximum[head, tokens, None] - scores).min(axis=1)
+            distance = np.abs(maximum[head, tokens, None] - scores).min(axis=1, initial=np.inf)
         near = distance <= fine * (1 + np.abs(lse[head, tokens]))
         rows, hits = rows + int(bad.sum()), hits + int((bad & near).sum())
     if rows < ROWS or hits < SHARE * rows:

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    OF_SINKS,
+    STAGES,
+    Answers,
+    Question,
+)
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.diagnose.read.probe import (
     OF_DERIVATIVES,
@@ -135,7 +142,7 @@ def _joined(parts: list[Question]) -> Question:
 
 
 def _part(question: Question, answers: Answers, first: int, count: int) -> tuple[Question, Answers]:
-    """``count`` sequences from ``first`` on."""
+    """``count`` sequences from ``first`` on; without what is summed over all of them."""
     of = {side: np.asarray(getattr(question, f"cu_seqlens_{side}")) for side in "qk"}
     rows, keys = (slice(int(x[first]), int(x[first + count])) for x in of.values())
     changes: dict[str, Any] = {
@@ -150,6 +157,8 @@ def _part(question: Question, answers: Answers, first: int, count: int) -> tuple
         changes["seqused_k"] = question.seqused_k[first : first + count]
     found = {}
     for name, x in answers.items():
+        if name in OF_SINKS:
+            continue
         where = keys if name in OF_KEYS else rows
         found[name] = x[:, where] if name in BY_ROW else x[where]
     return replace(question, **changes), found
