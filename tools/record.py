@@ -150,6 +150,16 @@ def dumps(record: Record) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def pytest_counts(arguments: list[str]) -> dict[str, int]:
+    """passed, failed and skipped of a run of pytest."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", *arguments, f"--junitxml={junit}"]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
+        return count_tests(junit)
+
+
 def count_tests(junit: Path) -> dict[str, int]:
     """passed, failed and skipped of a junit file."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
@@ -169,29 +179,20 @@ def run_tests(workers: int, shard: str = "") -> Record:
     """
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     part = ["-p", "measure.shard", "--shard", shard] if shard else []
-    path = os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path}
     for marks, processes in (("gpu and not slow", workers), ("gpu and slow", 0)):
-        with tempfile.TemporaryDirectory() as folder:
-            junit = Path(folder) / "junit.xml"
-            command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}"]
-            command += ["-n", str(processes), "--dist", "load", *part]
-            subprocess.run(command, cwd=ROOT, env=environment)
-            for outcome, number in count_tests(junit).items():
-                counts[outcome] += number
+        found = pytest_counts(["-m", marks, "-n", str(processes), "--dist", "load", *part])
+        for outcome, number in found.items():
+            counts[outcome] += number
     return add_up({shard: counts}) if shard else counts
 
 
 def run_several(memory: int) -> Record:
     """Of context parallelism on all GPUs here: its tests, times beside other libraries, and memory
     of one document of so many tokens."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    counts = pytest_counts(["tests/gpu/test_gpu_context_parallel.py", "-m", "gpu", "-n", "0"])
     result: Record = {"rows": []}
     with tempfile.TemporaryDirectory() as folder:
-        junit, measured = Path(folder) / "junit.xml", Path(folder) / "parallel.json"
-        tests = ["tests/gpu/test_gpu_context_parallel.py", "-m", "gpu", "-n", "0"]
-        subprocess.run([sys.executable, "-m", "pytest", *tests, f"--junitxml={junit}"], cwd=ROOT)
-        counts |= count_tests(junit)
+        measured = Path(folder) / "parallel.json"
         tool = [*TORCHRUN, str(ROOT / "tools" / "bench_parallel.py"), "--json", str(measured)]
         for options in ([], ["--memory", str(memory), "--only", "zigzag gather"]):
             subprocess.run([*tool, *options], cwd=ROOT, check=True)

@@ -365,10 +365,8 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
         except ValueError as error:
             raise click.UsageError(f"{saved.path}: {error}") from error
         diagnosis = diagnose(here, answers, side=name, told=told)
-        if all(one.bug == "rounding" for one in diagnosis.findings):  # else they follow from it
-            of_all = of_sinks(question, saved.answers, name)
-            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *of_all))
-        return diagnosis
+        of_all = of_sinks(question, saved.answers, name, diagnosis.findings)
+        return replace(diagnosis, findings=(*diagnosis.findings, *of_all))
     diagnosis = diagnose(question, saved.answers, side=name)
     for changes in _left_out(saved, question) if diagnosis.findings else ():
         other = diagnose(replace(question, **changes), saved.answers, side=name)

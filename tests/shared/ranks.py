@@ -68,9 +68,8 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    for n, seconds in enumerate(
-        (TIMEOUT, timeout)
-    ):  # first until all are there, which takes a while
+    # the first group waits until all are there, which takes a while
+    for n, seconds in enumerate((TIMEOUT, timeout)):
         if n:
             dist.destroy_process_group()
         dist.init_process_group(

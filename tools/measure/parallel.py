@@ -1,7 +1,8 @@
 """Attention over several ranks beside one rank alone and beside other libraries, in one run.
 
 Others compute with rawattn's kernels too, by flash-attn's names, so that what differs is who sends
-what when. Every time is that of the slowest rank, of a forward and its backward.
+what when. Every time is that of the slowest rank, of a forward and its backward. Long, since all
+contenders stand beside what takes their time.
 """
 
 import itertools

@@ -134,19 +134,11 @@ class Job:
         return out.to(q.dtype), lse
 
     def gradients(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *none: Tensor,
+        self, dout: Tensor, dlse: Tensor | None, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv; what comes of foreign keys is on its way home while the next are
         computed."""
-        del none
+        q, k, v, out, lse = saved
         wide = at_least_float32(q.dtype)
         blank = q.new_empty if self.all_rows else q.new_zeros
         dq = blank(q.shape, dtype=q.dtype if self.once else wide)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rawattn.torch.context_parallel.peer_memory import WAYS, peer_memory, size_of
+from rawattn.torch.context_parallel.peer_memory import peer_memory
 from rawattn.torch.context_parallel.rows import Moves, Tokens, at_least_float32
 
 
@@ -56,15 +56,7 @@ def reserve(fleet: Sequence[Sequence[Load]], group: dist.ProcessGroup) -> None:
     """Memory for what is under way at one time; every rank calls it."""
     memory = peer_memory(group, fleet[0][0].to[0].device) if fleet else None
     if memory is not None:
-        memory.reserve(
-            {
-                r: [
-                    sum(size_of([getattr(load, way)[r] for load in loads]) for loads in fleet)
-                    for way in WAYS
-                ]
-                for r in memory.peers
-            }
-        )
+        memory.reserve(fleet)
 
 
 def send(loads: Sequence[Load], group: dist.ProcessGroup) -> list[Any]:

@@ -1,8 +1,9 @@
 """Attention between ranks for autograd: what a job computes in first order, fast, and what is
 beyond, composed of differentiable pieces.
 
-A job has ``computed``, which gives out, lse and whatever else its ``gradients`` want, and
-``composed``, out and lse as any function of q, k, v and sinks that autograd knows.
+A job has ``computed``, which gives out, lse and whatever else its ``gradients`` want of what was
+saved after q, k, v, out and lse, and ``composed``, out and lse as any function of q, k, v and sinks
+that autograd knows.
 """
 
 import inspect
@@ -39,15 +40,7 @@ class Job(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
     def gradients(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *kept: Tensor,
+        self, dout: Tensor, dlse: Tensor | None, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def composed(

@@ -30,7 +30,6 @@ from rawattn.torch.context_parallel.agreement import of_hosts
 ALIGNED, LEAST = 512, 1 << 21  # bytes: where a tensor begins; of an outbox
 LINE = 64  # bytes of a rank's flags: what has come of it, and what it has taken
 TAKEN = LINE // 2
-WAYS = "to", "into"  # of a load: what goes to each rank, and where what comes from it belongs
 HANDLE = 64  # bytes that CUDA IPC gives for a memory
 
 
@@ -103,9 +102,10 @@ class PeerMemory:
             if r != self.rank:
                 self.peers[r] = Peer(_mapped(handle, self.device))
 
-    def reserve(self, sizes: dict[int, list[int]]) -> None:
-        """Outboxes for messages under way at one time, of so many bytes to and from each rank. Both
-        ends grow at the same message; their hosts wait for each other then."""
+    def reserve(self, fleet: Sequence[Sequence[Any]]) -> None:
+        """Outboxes for loads that are under way at one time. Both ends grow at the same message;
+        their hosts wait for each other then."""
+        sizes = {r: sizes_of([load for loads in fleet for load in loads], r) for r in self.peers}
         sending: list[Any] = []
         grown: list[tuple[int, Tensor | None]] = []
         for r, (out, _) in sizes.items():
@@ -135,10 +135,7 @@ class PeerMemory:
 
     def send(self, loads: Sequence[Any]) -> list[Arrival]:
         """The loads under way; what ``reserve`` was told of."""
-        sizes: list[tuple[Peer, int, int, int]] = [
-            (peer, r, size_of([load.to[r] for load in loads]), size_of([x.into[r] for x in loads]))
-            for r, peer in self.peers.items()
-        ]
+        sizes = [(peer, r, *sizes_of(loads, r)) for r, peer in self.peers.items()]
         if not any(out or into for _, _, out, into in sizes):
             return []
         main = torch.cuda.current_stream(self.device)
@@ -162,9 +159,13 @@ class PeerMemory:
         return [Arrival(self.watch.see(self.stream.record_event()))]
 
 
-def size_of(messages: Sequence[Tensor]) -> int:
-    """Bytes of tensors one after the other in an outbox."""
-    return sum(_aligned(x.numel() * x.element_size()) for x in messages)
+def sizes_of(loads: Sequence[Any], r: int) -> tuple[int, int]:
+    """Bytes in an outbox, one after the other, of what goes to a rank and of what comes from it."""
+    out, into = (
+        sum(_aligned(x.numel() * x.element_size()) for x in of)
+        for of in ([load.to[r] for load in loads], [load.into[r] for load in loads])
+    )
+    return out, into
 
 
 def _aligned(size: int) -> int:

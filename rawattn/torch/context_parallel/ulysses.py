@@ -165,17 +165,9 @@ class AllTokens:
         return out, lse, *kept
 
     def gradients(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *kept: Tensor,
+        self, dout: Tensor, dlse: Tensor | None, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        del out, lse
+        q, k, v, _, _, *kept = saved
         totals = self.of_q.total(q), self.of_k.total(k), self.of_k.total(v)
         home: list[Flight] = []
         cotangents = [dout] if dlse is None else [dout, dlse.t()]

@@ -2,7 +2,7 @@
 
 Of every class its name with a title, which completes "the bug: ...", and three lines: where to
 look, as an instruction, where it comes from, and what it looks like in the results. Where two
-classes explain the same numbers, the earlier one is named.
+classes explain the same numbers, the earlier one is named. Long by their number.
 """
 
 from typing import NamedTuple

@@ -75,8 +75,8 @@ def diagnose(
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
     found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
-    if not fact and all(one.bug == "rounding" for one in found):  # else they follow from it
-        found += proofs.of_sinks(question, given, side)
+    if not fact:
+        found += proofs.of_sinks(question, given, side, found)
     reference = reference_of(question, part)
     diagnosis = Diagnosis(
         title=side,

@@ -151,8 +151,13 @@ def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
 # ---- sinks ------------------------------------------------------------------------------------
 
 
-def of_sinks(question: Question, answers: Answers, side: str) -> list[Finding]:
-    """Gradients of sinks that are off by more than rounding: the sums of all rows of a head."""
+def of_sinks(
+    question: Question, answers: Answers, side: str, others: Sequence[Finding]
+) -> list[Finding]:
+    """Gradients of sinks that are off by more than rounding: the sums of all rows of a head. Where
+    ``others`` say that more is wrong, these follow from it and are not told."""
+    if any(one.bug != "rounding" for one in others):
+        return []
     found = []
     for name, stage in zip(OF_SINKS, ("backward", "second"), strict=True):
         if name not in answers or stage not in question.stages or question.sinks is None:
