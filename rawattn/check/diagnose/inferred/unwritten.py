@@ -11,8 +11,9 @@ from rawattn.check.diagnose.engine.question import (
     STAGES,
     Answers,
     Question,
+    by_rows,
 )
-from rawattn.check.diagnose.evidence.structure import by_rows, side_of, where
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import given_to
 
 OFF = 1e-3  # of the size: what a row must be off by
@@ -49,7 +50,7 @@ def _constant(
     """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
     that it must be 0, or in the rows ``of_out``."""
     x, wanted = by_rows(name, np.asarray(found, dtype=np.float64)), by_rows(name, right)
-    inside = question.sequence_of(side_of(name)) >= 0
+    inside = question.sequence_of(name) >= 0
     finite = np.isfinite(wanted).all(axis=2) & inside[:, None]
     if not finite.any() or not x.shape[2]:
         return None

@@ -22,9 +22,8 @@ from rawattn.check.diagnose.engine.attention import (
     solve,
     times,
 )
-from rawattn.check.diagnose.engine.question import Answers
+from rawattn.check.diagnose.engine.question import Answers, by_rows
 from rawattn.check.diagnose.evidence.precision import ladder, relative_residual, to_dtype
-from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict
 from rawattn.check.diagnose.judge.proofs import finding
