@@ -31,11 +31,6 @@ LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
 WHOLE = slice(None)
 
 
-def given_to(question: Question, answers: Answers, stage: str) -> Given:
-    """The out and lse that a stage was given, as far as they are known."""
-    return None if stage in ("forward", "jvp") else given_to_backward(question, answers)
-
-
 class Sample:
     """The sequence whose answers are the most wrong, of those that are not too long; of it the
     query heads of one key/value head, unless heads differ.
@@ -48,7 +43,8 @@ class Sample:
         self, question: Question, answers: Answers, stage: str, given: Given = None
     ) -> None:
         self.question, self.stage = question, stage
-        self.given = given or given_to(question, answers, stage)
+        of_forward = stage in ("forward", "jvp")
+        self.given = None if of_forward else given or given_to_backward(question, answers)
         right = solve(question, stage, given=self.given)
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
