@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -134,12 +135,33 @@ class Question:
         }
         return tuple(stage for stage in STAGES if there[stage])
 
-    def sequence_of(self, side: str) -> np.ndarray:
-        """For every row of side "q" or "k" the index of its sequence, -1 past the last one."""
-        offsets = np.asarray(self.cu_seqlens_q if side == "q" else self.cu_seqlens_k)
-        found = np.full(len(self.q if side == "q" else self.k), -1, dtype=np.int64)
+    def offsets(self, of: str) -> np.ndarray:
+        """Where the sequences begin, and the last one ends, of a side or a tensor."""
+        return np.asarray(self.cu_seqlens_q if side_of(of) == "q" else self.cu_seqlens_k)
+
+    def sequence_of(self, of: str) -> np.ndarray:
+        """For every row of side "q" or "k", or of a tensor, the index of its sequence, -1 past the
+        last one."""
+        offsets = self.offsets(of)
+        found = np.full(len(self.q if side_of(of) == "q" else self.k), -1, dtype=np.int64)
         found[offsets[0] : offsets[-1]] = np.repeat(np.arange(self.batch), np.diff(offsets))
         return found
+
+    def place_of(self, of: str) -> np.ndarray:
+        """For every row its number in its sequence."""
+        sequence = self.sequence_of(of)
+        return np.asarray(np.arange(len(sequence)) - self.offsets(of)[sequence])
+
+
+def side_of(tensor: str) -> str:
+    """Whether ``tensor`` has rows like "q" or like "k"."""
+    return "k" if tensor in ("k", *OF_KEYS) else "q"
+
+
+def by_rows(tensor: str, array: Any) -> np.ndarray:
+    """``array`` in float64 as (tokens, heads, width); not to be written to."""
+    wide = np.asarray(array, dtype=np.float64)
+    return wide.T[..., None] if tensor in BY_ROW else wide
 
 
 def given_to_backward(question: Question, answers: Answers) -> tuple[Array, Array] | None:

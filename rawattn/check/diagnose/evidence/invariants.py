@@ -19,11 +19,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.reach import Float64, sequences
+from rawattn.check.diagnose.engine.parts import sequences
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.evidence.reach import Float64
 from rawattn.check.diagnose.evidence.runs import Call, Runs
 from rawattn.check.diagnose.evidence.side import Side
-from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Check
 
 

@@ -22,8 +22,7 @@ from rawattn.check.diagnose.engine.attention import (
     solve,
     times,
 )
-from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
-from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 Given = tuple[Floats, Floats] | None
@@ -104,7 +103,7 @@ def smallest_of(x: np.ndarray) -> float:
 
 def defined(question: Question, name: str, right: Floats) -> np.ndarray:
     """Rows (tokens, heads) of a sequence, whose right value does not come from NaN inputs."""
-    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    sequence = question.sequence_of(name)
     inside = sequence >= 0
     if name == "delta":  # what D is without keys, no bug knows
         inside &= np.array([*question.lengths_k, 0])[sequence] > 0
@@ -199,7 +198,7 @@ def fit(
     size = _row_rms(b)
     with np.errstate(invalid="ignore"):
         error = factor * _row_rms(c - b)
-    sequence = question.sequence_of("k" if name in OF_KEYS else "q")
+    sequence = question.sequence_of(name)
     typical, scale = np.zeros_like(error), np.zeros_like(error)
     for b_index in np.unique(sequence):
         here = sequence == b_index

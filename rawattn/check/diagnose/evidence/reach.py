@@ -1,8 +1,5 @@
 """Who sees whom, of every row: how many keys, and which one where it is one alone."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,32 +9,6 @@ from rawattn.check.diagnose.engine.question import Question
 Float64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-
-
-def sequences(question: Question) -> Iterator[tuple[slice, slice]]:
-    """Rows of q and rows of k of every sequence, empty ones too."""
-    bounds = (np.asarray(c).tolist() for c in (question.cu_seqlens_q, question.cu_seqlens_k))
-    bounds_q, bounds_k = bounds
-    for b in range(question.batch):
-        yield slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
-
-
-BY_TOKENS = {  # what a question has by rows of q and of k
-    "q": (
-        *("q", "dout", "tq", "out", "dlse", "lse"),
-        *("block_indices", "block_counts", "block_scale", "tblock_scale"),
-    ),
-    "k": ("k", "v", "tk", "tv"),
-}
-
-
-def by_tokens(
-    q: Question, of: str, change: Callable[[Any], Any], but: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What ``q`` has by rows of q or k, changed with the tokens as the first axis."""
-    names = [n for n in BY_TOKENS[of] if n not in but and getattr(q, n) is not None]
-    arrays = {n: np.asarray(getattr(q, n)) for n in names}
-    return {n: change(x.T).T if n in ("dlse", "lse") else change(x) for n, x in arrays.items()}
 
 
 class Reach:

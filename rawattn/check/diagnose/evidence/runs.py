@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.reach import Bools, Float64, by_tokens, sequences
+from rawattn.check.diagnose.engine.parts import by_tokens, sequences
+from rawattn.check.diagnose.engine.question import Answers, Question, side_of
+from rawattn.check.diagnose.evidence.reach import Bools, Float64
 from rawattn.check.diagnose.evidence.side import Side
-from rawattn.check.diagnose.evidence.structure import named, side_of
+from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Check
 from rawattn.check.transfer import Array
 
@@ -64,12 +65,11 @@ class Runs:
         q = self.question
         order = {}
         changes: dict[str, Any] = {}
-        for at, of in enumerate("qk"):
-            spans = [pair[at] for pair in sequences(q)]
-            index = np.arange(len(q.q if of == "q" else q.k))
-            turned = [index[span] for span in reversed(spans)]
-            offsets = np.asarray(q.cu_seqlens_q if of == "q" else q.cu_seqlens_k)
-            index = np.concatenate([index[: offsets[0]], *turned, index[offsets[-1] :]])
+        for of in "qk":
+            offsets, sequence = q.offsets(of), q.sequence_of(of)
+            index = np.arange(len(sequence))
+            turned = index[sequence >= 0][np.argsort(-sequence[sequence >= 0], kind="stable")]
+            index[sequence >= 0] = turned
             changes |= by_tokens(q, of, itemgetter(index))
             back = np.cumsum(np.append(offsets[:1], np.diff(offsets)[::-1]))
             changes[f"cu_seqlens_{of}"] = back.astype(offsets.dtype)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import NONE, Rounding, empty, exact, solve
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.parts import sequences
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import (
     HELD_TO,
     TINY,
@@ -20,8 +21,8 @@ from rawattn.check.diagnose.evidence.precision import (
     narrowest,
     ways_to_round,
 )
-from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach, sequences
-from rawattn.check.diagnose.evidence.structure import by_rows, named, side_of
+from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach
+from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Check
 
 # an array, of whose inner product with an answer it is, or 1.0 for each column on its own

@@ -5,16 +5,22 @@ Longer than other modules by the features that wrong rows are told by.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.evidence.reach import Bools, Float64, Reach
+from rawattn.check.diagnose.engine.question import (
+    OF_KEYS,
+    OF_SLOTS,
+    Answers,
+    Question,
+    by_rows,
+    side_of,
+)
+from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.findings import Level, Map
 
@@ -28,31 +34,11 @@ LOWEST, HIGHEST = -4.0, 8.0  # of a map
 ROWS = {"q": "row", "k": "key"}
 
 
-def side_of(tensor: str) -> str:
-    """Whether ``tensor`` has rows like "q" or like "k"."""
-    return "k" if tensor in OF_KEYS else "q"
-
-
-def by_rows(tensor: str, array: Any) -> Float64:
-    """``array`` in float64 as (tokens, heads, width); not to be written to."""
-    wide = np.asarray(array, dtype=np.float64)
-    return wide.T[..., None] if tensor in BY_ROW else wide
-
-
-def levels(
-    question: Question,
-    answers: Answers,
-    reference: Answers,
-    tensors: Sequence[str] | None = None,
-) -> tuple[Level, ...]:
+def levels(question: Question, answers: Answers, reference: Answers) -> tuple[Level, ...]:
     """Slope, residual and error of ``answers`` over ``reference``: all, by sequence, by head, and
     of the few rows with the largest errors."""
     with np.errstate(all="ignore"):
-        return tuple(
-            level
-            for tensor in _shared(answers, reference, tensors)
-            for level in _levels_of(question, tensor, answers[tensor], reference[tensor])
-        )
+        return tuple(level for x in _pairs(question, answers, reference) for level in _levels_of(x))
 
 
 def fit(found: Float64, wanted: Float64) -> tuple[float, float, float]:
@@ -76,16 +62,6 @@ def off(level: Level) -> bool:
     return not (abs(level.slope - 1) < CLOSE and level.residual < CLOSE)
 
 
-def bad_rows(question: Question, tensor: str, found: Any, wanted: Any, noise: Any) -> Bools:
-    """Which rows of ``found`` are further from ``wanted`` than ``noise``: (tokens, heads).
-
-    noise: a number, or an array that fits (tokens, heads). Rows of no sequence are never bad.
-    """
-    with np.errstate(all="ignore"):
-        error = _error(by_rows(tensor, found), by_rows(tensor, wanted)).max(axis=2, initial=0.0)
-    return np.asarray((error > noise) & (_within(question, tensor) >= 0)[:, None])
-
-
 def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
     """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
     return tuple(_sentences(question, tensor, bad))
@@ -99,16 +75,10 @@ def maps(
     allowances: by tensor, a number or an array that fits (tokens, heads). Values are between LOWEST
     and HIGHEST.
     """
-    found: list[tuple[float, Map]] = []
     with np.errstate(all="ignore"):
-        for tensor in _shared(answers, reference, tuple(allowances)):
-            x, y = by_rows(tensor, answers[tensor]), by_rows(tensor, reference[tensor])
-            picture = _decades(_error(x, y).max(axis=2, initial=0.0), allowances[tensor])
-            picture[_within(question, tensor) < 0] = np.nan
-            if np.isfinite(picture).any():
-                found.append((float(np.nanmax(picture)), _token_map(question, tensor, picture)))
-    found.sort(key=lambda pair: -pair[0])
-    return tuple(picture for _, picture in found[:FEW])
+        drawn = [_map(x, allowances[x.tensor]) for x in _pairs(question, answers, reference)]
+    found = [one for one in drawn if np.isfinite(one.values).any()]
+    return tuple(sorted(found, key=lambda one: -float(np.nanmax(one.values)))[:FEW])
 
 
 def named(what: str, indices: Any) -> str:
@@ -129,17 +99,35 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def _shared(answers: Answers, reference: Answers, tensors: Sequence[str] | None) -> list[str]:
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """A tensor of both sides, (tokens, heads, width): found, wanted, and the error of every row, 0
+    in rows of no sequence."""
+
+    question: Question
+    tensor: str
+    found: Float64
+    wanted: Float64
+
+    @cached_property
+    def sequence(self) -> Ints:
+        return np.asarray(self.question.sequence_of(self.tensor))
+
+    @cached_property
+    def error(self) -> Float64:
+        error = _error(self.found, self.wanted).max(axis=2, initial=0.0)
+        return np.where((self.sequence >= 0)[:, None], error, 0.0)
+
+    @property
+    def head(self) -> str:
+        return _head_word(self.question, self.tensor, self.found.shape[1])
+
+
+def _pairs(question: Question, answers: Answers, reference: Answers) -> Iterator[_Pair]:
     """Tensors of both sides in equal shape."""
-    return [
-        name
-        for name in (answers if tensors is None else tensors)
-        if name in answers and name in reference and answers[name].shape == reference[name].shape
-    ]
-
-
-def _within(question: Question, tensor: str) -> npt.NDArray[np.int64]:
-    return question.sequence_of(side_of(tensor))
+    for name, x in answers.items():
+        if name in reference and x.shape == reference[name].shape:
+            yield _Pair(question, name, by_rows(name, x), by_rows(name, reference[name]))
 
 
 def _error(found: Float64, wanted: Float64) -> Float64:
@@ -149,22 +137,18 @@ def _error(found: Float64, wanted: Float64) -> Float64:
     return np.where(np.isnan(error), np.inf, error)
 
 
-def _levels_of(question: Question, tensor: str, found: Any, wanted: Any) -> Iterator[Level]:
-    x, y, within = by_rows(tensor, found), by_rows(tensor, wanted), _within(question, tensor)
-    side, there = side_of(tensor), within >= 0
-    yield Level(tensor, "all", "all", *fit(x[there], y[there]))
-    for b in np.unique(within[there]):
-        here = within == b
-        yield Level(tensor, "sequence", f"sequence {b}", *fit(x[here], y[here]))
-    head = _head_word(question, tensor, x.shape[1])
-    for h in range(x.shape[1]):
-        yield Level(tensor, "head", f"{head} {h}", *fit(x[there, h], y[there, h]))
-    error = np.where(there[:, None], _error(x, y).max(axis=2, initial=0.0), 0.0)
-    starts = _starts(question, side)
-    for token, h in _worst(error):
-        b = within[token]
-        key = f"sequence {b}, {ROWS[side]} {token - starts[b]}, {head} {h}"
-        yield Level(tensor, "row", key, *fit(x[token, h], y[token, h]))
+def _levels_of(pair: _Pair) -> Iterator[Level]:
+    x, y, of = pair.found, pair.wanted, pair.sequence
+    parts: list[tuple[str, str, Any]] = [("all", "all", of >= 0)]
+    parts += [("sequence", f"sequence {b}", of == b) for b in np.unique(of[of >= 0])]
+    heads = range(x.shape[1])
+    parts += [("head", f"{pair.head} {h}", (np.flatnonzero(of >= 0), h)) for h in heads]
+    place, row = pair.question.place_of(pair.tensor), ROWS[side_of(pair.tensor)]
+    for token, h in _worst(pair.error):
+        key = f"sequence {of[token]}, {row} {place[token]}, {pair.head} {h}"
+        parts.append(("row", key, (token, h)))
+    for level, key, here in parts:
+        yield Level(pair.tensor, level, key, *fit(x[here], y[here]))
 
 
 def _worst(error: Float64) -> list[tuple[int, int]]:
@@ -182,14 +166,13 @@ def _head_word(question: Question, tensor: str, heads: int) -> str:
     return "selection head" if tensor in OF_SLOTS else "head"
 
 
-def _starts(question: Question, side: str) -> list[int]:
-    offsets = question.cu_seqlens_q if side == "q" else question.cu_seqlens_k
-    return [int(i) for i in np.asarray(offsets)[:-1]]
-
-
 def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
-    side, within = side_of(tensor), _within(question, tensor)
-    row, head, there = ROWS[side], _head_word(question, tensor, bad.shape[1]), within >= 0
+    within = question.sequence_of(tensor)
+    there, row, head = (
+        within >= 0,
+        ROWS[side_of(tensor)],
+        _head_word(question, tensor, bad.shape[1]),
+    )
     bad = bad & there[:, None]
     tokens, heads, sequences = int(there.sum()), bad.shape[1], len(np.unique(within[there]))
     of_heads = np.flatnonzero(bad.any(axis=0))
@@ -217,11 +200,8 @@ def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
             return
     if bad.sum() < COVERED * touched.sum():
         token = int(np.flatnonzero(bad.any(axis=1))[0])
-        i = token - _starts(question, side)[within[token]]
-        yield (
-            "no pattern of rows, tiles or lengths fits; the first wrong one is "
-            f"{row} {i} of sequence {within[token]}"
-        )
+        first = f"{row} {question.place_of(tensor)[token]} of sequence {within[token]}"
+        yield f"no pattern of rows, tiles or lengths fits; the first wrong one is {first}"
     elif not touched[there].all():  # else it would say what the count has said
         yield f"{'nearly ' * bool((bad != touched).any())}every {row} of these"
 
@@ -229,17 +209,17 @@ def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
 def _features(question: Question, tensor: str, heads: int) -> dict[str, Callable[[], Any]]:
     """What a rule of rows may be about, (tokens or 1, 1 or heads), the plainest first."""
     side, q, reach = side_of(tensor), question, Reach(question)
-    b = np.maximum(_within(q, tensor), 0)[:, None]
+    b = np.maximum(q.sequence_of(tensor), 0)[:, None]
     lengths = {"q": np.asarray(q.lengths_q)[b], "k": np.asarray(q.lengths_k)[b]}
     at, n, size = ("i" if side == "q" else "j"), f"seqlen_{side}", lengths[side]
-    i = np.arange(len(b))[:, None] - np.asarray(_starts(q, side))[b]
+    i = np.arange(len(b))[:, None] - q.offsets(side)[b]
     found: dict[str, Callable[[], Any]] = {at: lambda: i, f"{n} - 1 - {at}": lambda: size - 1 - i}
     if side == "k":
         found["whether a query sees it"] = lambda: reach.seen.astype(np.int64)
     elif reach.count.shape == (len(b), heads):
         found["keys seen"] = lambda: reach.count
         found["keys not seen"] = lambda: lengths["k"] - reach.count
-        found["first key seen"] = lambda: reach.first - np.asarray(_starts(q, "k"))[b]
+        found["first key seen"] = lambda: reach.first - q.offsets("k")[b]
     found |= {f"seqlen_{of}": partial(np.asarray, x) for of, x in lengths.items()}
     found["seqlen_k - seqlen_q"] = lambda: lengths["k"] - lengths["q"]
     found["the sequence"] = lambda: b
@@ -265,25 +245,16 @@ class _Rows:
         return self.features[name]()
 
 
-def _decades(error: Float64, allowance: Any) -> Float64:
-    """log10 of error over allowance, within the bounds of a map."""
-    ratio = np.where(error == 0, 0.0, error / np.asarray(allowance, dtype=np.float64))
+def _map(pair: _Pair, allowance: Any) -> Map:
+    """log10 of errors over what is allowed."""
+    ratio = np.where(pair.error == 0, 0.0, pair.error / np.asarray(allowance, dtype=np.float64))
     ratio = np.nan_to_num(ratio, nan=np.inf, posinf=10.0**HIGHEST)
-    return np.asarray(np.clip(np.log10(np.maximum(ratio, 10.0**LOWEST)), LOWEST, HIGHEST))
-
-
-def _token_map(question: Question, tensor: str, picture: Float64) -> Map:
-    side = side_of(tensor)
-    step = -(-len(picture) // PIXELS)
-    head = _head_word(question, tensor, picture.shape[1])
+    picture = np.clip(np.log10(np.maximum(ratio, 10.0**LOWEST)), LOWEST, HIGHEST)
+    picture[pair.sequence < 0] = np.nan
+    step = -(-max(len(picture), 1) // PIXELS)
     rows = "token" if step == 1 else f"line of {step} tokens"
-    starts = tuple(sorted({start // step for start in _starts(question, side)}))
-    return Map(tensor, "errors by token and head", _pooled(picture, step, 1), rows, head, starts)
-
-
-def _pooled(picture: Float64, *steps: int) -> Float64:
-    """The largest of every ``steps`` values; NaN only where all are."""
-    for axis, step in enumerate(steps):
-        starts = np.arange(0, picture.shape[axis], step)
-        picture = np.fmax.reduceat(picture, starts, axis=axis) if len(starts) else picture
-    return picture
+    starts = sorted({int(start) // step for start in pair.question.offsets(pair.tensor)[:-1]})
+    caption, pooled = "errors by token and head", picture
+    if len(picture):
+        pooled = np.fmax.reduceat(picture, np.arange(0, len(picture), step), axis=0)
+    return Map(pair.tensor, caption, pooled, rows, pair.head, tuple(starts))

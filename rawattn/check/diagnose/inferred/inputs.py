@@ -10,9 +10,9 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import inputs
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
+from rawattn.check.diagnose.engine.parts import sequences
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
-from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
@@ -36,6 +36,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
+        yield from _same_row_added(sample)
         yield from _rearranged(sample)
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
@@ -112,6 +113,23 @@ def _in_words(x: float) -> str:
 
 def _times(name: str, factors: Floats, question: Question, answers: Answers) -> Answers:
     return answers | {name: answers[name] * (factors[..., 0].T if name in BY_ROW else factors)}
+
+
+def _same_row_added(sample: Sample) -> Iterator[Bug]:
+    """dv of a sequence and head is the right one and one row more, the same for all keys: what
+    queries of 0, whose P is uniform, add with their cotangent."""
+    if "dv" in sample.wrong:
+        more = np.asarray(sample.found["dv"] - sample.truth["dv"])
+        for _, keys in sequences(sample.question):
+            more[keys] = more[keys].mean(axis=0) if more[keys].size else 0.0
+        if np.isfinite(more).all() and sample.of_all("dv", sample.truth["dv"] + more) < FAR:
+            size = np.abs(more).max(initial=0.0)
+            form = f"one row more in every sequence and head of dv, up to {size:.3g}"
+
+            def store(question: Question, answers: Answers) -> Answers:
+                return answers | {"dv": answers["dv"] + more}
+
+            yield Bug("padded-grad-out", form, (sample.stage,), store=store)
 
 
 # ---- places of results ------------------------------------------------------------------------

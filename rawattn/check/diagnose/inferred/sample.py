@@ -10,10 +10,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Bug, Floats, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
     STAGES,
     Answers,
     Question,
+    by_rows,
     given_to_backward,
 )
 from rawattn.check.diagnose.evidence.precision import (
@@ -23,18 +23,12 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     residual,
 )
-from rawattn.check.diagnose.evidence.structure import by_rows
 
 MOST = 80 * 80 * 2  # scores of a sample: what is longer is taken where it shows much more
 CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
 WHOLE = slice(None)
-
-
-def given_to(question: Question, answers: Answers, stage: str) -> Given:
-    """The out and lse that a stage was given, as far as they are known."""
-    return None if stage in ("forward", "jvp") else given_to_backward(question, answers)
 
 
 class Sample:
@@ -49,7 +43,8 @@ class Sample:
         self, question: Question, answers: Answers, stage: str, given: Given = None
     ) -> None:
         self.question, self.stage = question, stage
-        self.given = given or given_to(question, answers, stage)
+        of_forward = stage in ("forward", "jvp")
+        self.given = None if of_forward else given or given_to_backward(question, answers)
         right = solve(question, stage, given=self.given)
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
@@ -73,7 +68,7 @@ class Sample:
 
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
         """What a prediction leaves of an answer of a sequence, relative to its size, by head."""
-        offsets = getattr(self.question, "cu_seqlens_k" if name in OF_KEYS else "cu_seqlens_q")
+        offsets = self.question.offsets(name)
         rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
         left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
         size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
@@ -122,7 +117,7 @@ class Sample:
 
     def sequences(self, name: str) -> np.ndarray:
         """For every row of an answer its sequence, -1 past the last one."""
-        return self.question.sequence_of("k" if name in OF_KEYS else "q")
+        return self.question.sequence_of(name)
 
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""

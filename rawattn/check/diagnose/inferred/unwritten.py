@@ -4,16 +4,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Floats, Store, solve
+from rawattn.check.diagnose.engine.attention import Bug, Store, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_SLOTS,
     STAGES,
     Answers,
     Question,
+    by_rows,
 )
-from rawattn.check.diagnose.evidence.structure import by_rows, side_of, where
-from rawattn.check.diagnose.inferred.sample import given_to
+from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.inferred.sample import Sample
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
@@ -22,15 +23,12 @@ Found = dict[str, tuple[np.ndarray, float]]  # of tensors the rows, and what the
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """One with all rows of the tensors of ``stage`` that hold a constant and should not."""
-    names = [n for n in STAGES[stage] if n in answers and n not in OF_SLOTS and n != "delta"]
-    right = solve(question, stage, given=given_to(question, answers, stage))
-    found: Found = {}
-    for name in names:
-        if name in right and np.shape(answers[name]) == right[name].shape:
-            of_out = found.get(name.replace("lse", "out")) if "lse" in name else None
-            constant = _constant(question, name, answers[name], right[name], of_out)
-            if constant is not None:
-                found[name] = constant
+    sample, found = Sample(question, answers, stage), Found()
+    for name in (n for n in STAGES[stage] if n in sample.wrong and n not in (*OF_SLOTS, "delta")):
+        of_out = found.get(name.replace("lse", "out"))
+        constant = _constant(sample, name, False if of_out is None else of_out[0])
+        if constant is not None:
+            found[name] = constant
     if not found:
         return
     elsewhere = _see_nothing(answers, found) or not _at_ends(question, found, answers)
@@ -40,25 +38,19 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
 
 
 def _constant(
-    question: Question,
-    name: str,
-    found: np.ndarray,
-    right: Floats,
-    of_out: tuple[np.ndarray, float] | None,
+    sample: Sample, name: str, of_out: np.ndarray | bool
 ) -> tuple[np.ndarray, float] | None:
     """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
     that it must be 0, or in the rows ``of_out``."""
-    x, wanted = by_rows(name, np.asarray(found, dtype=np.float64)), by_rows(name, right)
-    inside = question.sequence_of(side_of(name)) >= 0
-    finite = np.isfinite(wanted).all(axis=2) & inside[:, None]
+    x, wanted = sample.found[name], by_rows(name, sample.truth[name])
+    finite = np.isfinite(wanted).all(axis=2) & (sample.sequences(name) >= 0)[:, None]
     if not finite.any() or not x.shape[2]:
         return None
     size = float(np.sqrt(np.mean(wanted[finite] ** 2)))
     with np.errstate(invalid="ignore"):
         off = np.abs(x - wanted).max(axis=2) > OFF * size
-    flat = (x == x[..., :1]).all(axis=2) & finite & off & ~np.isnan(x[..., 0])
-    if x.shape[2] == 1:
-        flat &= (x[..., 0] == 0) | (False if of_out is None else of_out[0])
+    flat = (x == x[..., :1]).all(axis=2) & finite & off
+    flat &= (x.shape[2] > 1) | (x[..., 0] == 0) | of_out
     if not flat.any():
         return None
     numbers, counts = np.unique(x[flat, 0], return_counts=True)

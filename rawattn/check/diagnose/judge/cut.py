@@ -1,17 +1,15 @@
 """A part of a large problem that is small enough to be computed hundreds of times."""
 
-from dataclasses import replace
-from operator import itemgetter
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, MATRICES, OF_KEYS, Answers, Question
-from rawattn.check.diagnose.evidence.reach import by_tokens
-from rawattn.check.diagnose.evidence.structure import side_of
+from rawattn.check.diagnose.engine.parts import BY_HEADS, part
+from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question
 
-OF_Q, OF_KV = ("q", "dout", "tq", "out"), ("k", "v", "tk", "tv", *OF_KEYS)
-BY_HEAD = ("dlse", "sinks", "tsinks", *BY_ROW)
+OF_KV = ("k", "v", "tk", "tv", *OF_KEYS)
+BY_HEAD = ("q", "dout", "tq", "out", *OF_KV, *BY_HEADS, "sinks", "tsinks")
 SCORES = 1_200_000  # of all heads
 
 
@@ -28,10 +26,10 @@ def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
     costs = [cost(question, b) for b in range(question.batch)]
     if sum(costs) <= SCORES:
         return question, answers, ""
-    first, last = _run(costs)
-    question, answers = _sequences(question, answers, first, last)
-    text = f"sequences {first} to {last - 1} of {len(costs)} were judged"
-    total = sum(costs[first:last])
+    first, stop = _run(costs)
+    question, answers = part(question, answers, first, stop)
+    text = f"sequences {first} to {stop - 1} of {len(costs)} were judged"
+    total = sum(costs[first:stop])
     if total > SCORES and question.num_heads_kv > 1 and not question.sparse:
         heads = max(1, question.num_heads_kv * SCORES // total)
         question, answers = _heads(question, answers, heads)
@@ -43,44 +41,21 @@ def _run(costs: list[int]) -> tuple[int, int]:
     """The longest run of sequences within the budget; the cheapest single one if none is."""
     best = (int(np.argmin(costs)), int(np.argmin(costs)) + 1)
     for first in range(len(costs)):
-        for last in range(first + 1, len(costs) + 1):
-            if sum(costs[first:last]) > SCORES:
+        for stop in range(first + 1, len(costs) + 1):
+            if sum(costs[first:stop]) > SCORES:
                 break
-            if last - first > best[1] - best[0] or sum(costs[best[0] : best[1]]) == 0:
-                best = (first, last)
+            if stop - first > best[1] - best[0] or sum(costs[best[0] : best[1]]) == 0:
+                best = (first, stop)
     return best
-
-
-def _sequences(
-    question: Question, answers: Answers, first: int, last: int
-) -> tuple[Question, Answers]:
-    changes: dict[str, Any] = {}
-    rows = {}
-    for of in "qk":
-        offsets = np.asarray(getattr(question, f"cu_seqlens_{of}"))
-        rows[of] = part = slice(int(offsets[first]), int(offsets[last]))
-        changes |= by_tokens(question, of, itemgetter(part))
-        changes[f"cu_seqlens_{of}"] = offsets[first : last + 1] - offsets[first]
-    if question.seqused_k is not None:
-        changes["seqused_k"] = question.seqused_k[first:last]
-    matrices = {name for names in MATRICES.values() for name in names}  # of one sequence each
-    kept = {
-        name: x[:, rows["q"]] if name in BY_ROW else x[rows[side_of(name)]]
-        for name, x in answers.items()
-        if name not in matrices
-    }
-    return replace(question, **changes), kept
 
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
     """The first ``count`` key/value heads."""
 
-    def part(name: str, x: Any) -> Any:
-        kept = count if name in OF_KV else count * question.group
-        return x[:kept] if name in BY_HEAD else x[:, :kept]
+    def kept(name: str, x: np.ndarray) -> np.ndarray:
+        heads = slice(count if name in OF_KV else count * question.group)
+        return x[heads] if x.ndim < 3 else x[:, heads]
 
-    there = {
-        n: x for n in (*OF_Q, *OF_KV[:4], *BY_HEAD) if (x := getattr(question, n, None)) is not None
-    }
-    changes: dict[str, Any] = {name: part(name, x) for name, x in there.items()}
-    return replace(question, **changes), {name: part(name, x) for name, x in answers.items()}
+    given = {f.name: getattr(question, f.name) for f in fields(question) if f.name in BY_HEAD}
+    changes: dict[str, Any] = {name: kept(name, x) for name, x in given.items() if x is not None}
+    return replace(question, **changes), {name: kept(name, x) for name, x in answers.items()}

@@ -28,6 +28,7 @@ from rawattn.check.diagnose.engine.question import (
     STAGES,
     Answers,
     Question,
+    by_rows,
     given_to_backward,
 )
 from rawattn.check.diagnose.evidence.precision import (
@@ -41,7 +42,6 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     sizes,
 )
-from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.inferred import inputs, online, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor

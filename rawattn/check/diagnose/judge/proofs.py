@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Floats, sequences, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Floats, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -18,18 +18,17 @@ from rawattn.check.diagnose.engine.question import (
     STAGES,
     Answers,
     Question,
+    by_rows,
     given_to_backward,
 )
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import (
     defined,
     eps_of,
-    fit,
     ladder,
     relative_residual,
     smallest_of,
 )
-from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.inferred import stale_max
 from rawattn.check.diagnose.judge.match import StageVerdict, predictions
@@ -199,7 +198,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     question, names = verdict.work.question, verdict.unexplained
     where = f"{verdict.stage}: {', '.join(names)}"
-    for proof in (_stale_max, _unrelated, _constant_rows, _rearranged, _dead, _by_place_in_tile):
+    for proof in (_stale_max, _unrelated, _rearranged, _dead, _by_place_in_tile):
         if (named := proof(verdict)) is not None:
             bug, confidence, evidence = named
             return finding(side, bug, where, confidence, evidence)
@@ -224,15 +223,13 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
 
 def _first_nan(question: Question, name: str, found: np.ndarray) -> str:
     """How many rows have NaN, and where they begin."""
-    side = structure.side_of(name)
-    bad = np.isnan(by_rows(name, found)).any(axis=2)
-    bad &= (question.sequence_of(side) >= 0)[:, None]
-    if not bad.any():
+    sequence, place = question.sequence_of(name), question.place_of(name)
+    bad = np.argwhere(np.isnan(by_rows(name, found)).any(axis=2) & (sequence >= 0)[:, None])
+    if not len(bad):
         return ""
-    row, head = (int(n) for n in np.argwhere(bad)[0])
-    b = int(question.sequence_of(side)[row])
-    within = row - int(getattr(question, f"cu_seqlens_{side}")[b])
-    return f"{int(bad.sum())} rows have NaN, from row {within} of sequence {b}, head {head}, on"
+    row, head = bad[0]
+    at = f"row {place[row]} of sequence {sequence[row]}, head {head}"
+    return f"{len(bad)} rows have NaN, from {at}, on"
 
 
 CONCLUSIONS: dict[tuple[str, ...], str] = {
@@ -299,30 +296,6 @@ def _of_these_inputs(verdict: StageVerdict) -> bool:
     )
 
 
-def _constant_rows(verdict: StageVerdict) -> Named:
-    """dv of a sequence and head differs by the same row for every key."""
-    question = verdict.work.question
-    if verdict.unexplained != ("dv",) or question.sparse:
-        return None
-    found, wanted = verdict.work.pair("dv")
-    extra = np.zeros_like(found)
-    for _, _, keys in sequences(question):
-        extra[keys] = (found[keys] - wanted[keys]).mean(axis=0)
-    if not np.isfinite(extra).all():
-        return None
-    precision = ladder(question.dtype)[-1]
-    noisy = solve(question, "backward", rounding=precision.rounding, given=verdict.work.given)["dv"]
-    given = (wanted + extra, noisy + extra, precision.factor, verdict.work.rows["dv"])
-    if not fit(question, "dv", verdict.work.found["dv"], *given).good:
-        return None
-    size = float(np.abs(extra).max())
-    text = (
-        f"dv of every sequence and head is the right one plus one and the same row for all its "
-        f"keys (up to {size:.3g}): what queries of 0, whose P is uniform, add with their cotangent"
-    )
-    return "padded-grad-out", "high", (text,)
-
-
 def _rearranged(verdict: StageVerdict) -> Named:
     """The same numbers in another order."""
     for name in verdict.unexplained:
@@ -355,21 +328,19 @@ def _dead(verdict: StageVerdict) -> Named:
 def _by_place_in_tile(verdict: StageVerdict) -> Named:
     """Which rows are wrong depends on their number modulo a tile, in all sequences and heads."""
     for name in verdict.unexplained:
-        side, bad = structure.side_of(name), verdict.work.bad(name).mean(axis=1)
-        sequence = verdict.work.question.sequence_of(side)
-        starts = np.asarray(getattr(verdict.work.question, f"cu_seqlens_{side}"))[sequence]
-        row = (np.arange(len(bad)) - starts)[sequence >= 0]
+        inside = verdict.work.question.sequence_of(name) >= 0
+        row = verdict.work.question.place_of(name)[inside]
+        bad = verdict.work.bad(name).mean(axis=1)[inside]
         for tile in TILES:
             count = np.bincount(row % tile, minlength=tile)
-            share = np.bincount(row % tile, bad[sequence >= 0], tile)[count > 0] / count[count > 0]
+            share = np.bincount(row % tile, bad, tile)[count > 0] / count[count > 0]
             wrong = np.flatnonzero(count > 0)[share > OFTEN]
             # right rows between wrong ones: else it is no period, but a first or a last part
             comes_back = np.isin(row, wrong + tile).any()
             if comes_back and (share < SELDOM).any() and ((share > OFTEN) | (share < SELDOM)).all():
-                places = structure.named("", wrong).strip()
                 text = (
                     f"{name}: wrong are the rows whose number in the sequence, modulo {tile}, is "
-                    f"{places}, in every sequence, and no others"
+                    f"{structure.named('', wrong)}, in every sequence, and no others"
                 )
                 return "tile-period", "medium", (text,)
     return None

@@ -3,6 +3,8 @@
 The slope to the right values is 1: such a computation is right, but coarser than it need be.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import ml_dtypes
@@ -22,9 +24,8 @@ from rawattn.check.diagnose.engine.attention import (
     solve,
     times,
 )
-from rawattn.check.diagnose.engine.question import Answers
-from rawattn.check.diagnose.evidence.precision import ladder, relative_residual, to_dtype
-from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.engine.question import Answers, by_rows
+from rawattn.check.diagnose.evidence.precision import ladder, to_dtype
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict
 from rawattn.check.diagnose.judge.proofs import finding
@@ -69,32 +70,42 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     return found
 
 
+def _stored(
+    verdict: StageVerdict, names: Sequence[str], how: Rounding, bug: Bug = NO_BUG
+) -> Answers:
+    """The rows of what a stage gives, in the dtypes of the answers."""
+    work = verdict.work
+    found = solve(work.question, work.stage, bug, rounding=how, given=work.given)
+    kept = {n: found[n].astype(work.found[n].dtype) for n in names if n in found}
+    return {n: by_rows(n, x)[work.rows[n]] for n, x in kept.items()}
+
+
+def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
+    """The correlation of an error with a predicted one, and how large that is beside it; zeros
+    where there is none."""
+    size, of = (float(np.sqrt(np.mean(x**2))) if x.size else 0.0 for x in (error, predicted))
+    if not (0 < size < np.inf and 0 < of < np.inf):
+        return 0.0, 0.0
+    return float(np.mean(error * predicted) / (size * of)), of / size
+
+
 def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> list[str]:
     """Which intermediate in which narrow dtype leaves hardly an error of those that it changes."""
-    question, answers, stage = verdict.work.question, verdict.work.found, verdict.stage
+    question, stage = verdict.work.question, verdict.stage
     if stage not in FIRST or question.dtype == np.float64:
         return []
-
-    def stored(bug: Bug, how: Rounding) -> Answers:
-        found = solve(question, stage, bug, rounding=how, given=verdict.work.given)
-        return {name: found[name].astype(answers[name].dtype) for name in tensors}
-
-    def apart(one: Answers, other: Answers) -> dict[str, float]:
-        pairs = {n: (by_rows(n, one[n]), by_rows(n, other[n])) for n in tensors}
-        return {n: relative_residual(*pairs[n], verdict.work.rows[n]) for n in tensors}
-
+    found = {n: verdict.work.pair(n)[0][verdict.work.rows[n]] for n in tensors}
     best = (0, NARROWS, "")  # how many tensors, what is left of their errors
     for how in (ladder(question.dtype)[0].rounding, NONE)[: 4 // question.dtype.itemsize]:
-        null = stored(NO_BUG, how)
-        start = apart(answers, null)
+        null = _stored(verdict, tensors, how)
         for bug in _roundings(stage):
-            planted = stored(bug, how)
-            changed = [n for n, x in apart(planted, null).items() if x > start[n] / 4 > 0]
-            left = apart(answers, planted)
-            share = max((left[n] / start[n] for n in changed), default=1.0)
+            planted = _stored(verdict, tensors, how, bug)
+            of = {n: _follows(found[n] - x, planted[n] - x) for n, x in null.items()}
+            left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
+            share = math.sqrt(max(0.0, *left.values())) if left else 1.0
             if share < NARROWS:
-                text = f"{', '.join(changed)}: the error is that of {bug.variant}"
-                best = min(best, (-len(changed), share, text))
+                text = f"{', '.join(left)}: the error is that of {bug.variant}"
+                best = min(best, (-len(left), share, text))
     _, share, text = best
     return [f"{text}, which leaves {share:.2g} of it; the slope is 1"] if text else []
 
@@ -137,20 +148,26 @@ def in_16_bits(
     verdict: StageVerdict, side: str, tensors: Sequence[str], *, fine: bool = False
 ) -> list[Finding]:
     """Errors that follow those of a running sum in 16 bits; ``fine``: beside the rounding that
-    right results have too."""
-    question, stage = verdict.work.question, verdict.stage
+    right results have too, and of nothing that is nearer to exact values than these are."""
+    question, stage, rows = verdict.work.question, verdict.stage, verdict.work.rows
     if question.dtype.itemsize > 4:
         return []
-    best: tuple[float, str, str] = (FOLLOWS, "", "")
     how = ladder(question.dtype)[0].rounding if fine else NONE
-    right = solve(question, stage, rounding=how, given=verdict.work.given)
-    for dtype in (np.float16, ml_dtypes.bfloat16):
-        for chunk in CHUNKS:
-            bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
-            planted = solve(question, stage, bug, rounding=how, given=verdict.work.given)
-            form = f"{np.dtype(dtype).name}, {chunk} at a time"
-            for name in (name for name in tensors if name in planted):
-                best = max(best, (_follows(verdict, name, right, planted, fine), name, form))
+    right = _stored(verdict, tensors, how)
+    best: tuple[float, str, str] = (FOLLOWS, "", "")
+    off: dict[str, Floats] = {}
+    for name, x in right.items():
+        found, exact = (a[rows[name]] for a in verdict.work.pair(name))
+        if not fine or np.mean((found - exact) ** 2) >= np.mean((found - x) ** 2):
+            off[name] = found - x
+    for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS):
+        bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
+        planted = _stored(verdict, [*off], how, bug)
+        for name, error in off.items():
+            like, by = _follows(error, planted[name] - right[name])
+            if 1 / 4 < by < 4:
+                form = f"{np.dtype(dtype).name}, {chunk} at a time"
+                best = max(best, (like, name, form))
     follows, name, form = best
     if not name:
         return []
@@ -160,28 +177,6 @@ def in_16_bits(
     )
     confidence = "high" if follows > 0.8 else "medium"
     return [finding(side, "accumulates-in-16-bit", f"{stage}: {name}", confidence, (evidence,))]
-
-
-def _follows(
-    verdict: StageVerdict, name: str, right: Answers, planted: Answers, fine: bool
-) -> float:
-    """Correlation of an error with the planted one, if their sizes are alike; else 0, as of what is
-    nearer to exact values than right results in fewer bits are."""
-    rows, dtype = verdict.work.rows[name], verdict.work.found[name].dtype
-    stored = to_dtype(dtype.type) if fine else np.asarray
-    x, exact = (a[rows] for a in verdict.work.pair(name))
-    base, other = (stored(by_rows(name, of[name])[rows]) for of in (right, planted))
-    with np.errstate(invalid="ignore"):
-        error, wrong = x - base, other - base
-    error, predicted = error.ravel(), wrong.ravel()
-    if not error.size or not np.isfinite(error).all() or not np.isfinite(predicted).all():
-        return 0.0
-    sizes = float(np.sqrt(np.mean(error**2))), float(np.sqrt(np.mean(predicted**2)))
-    if not sizes[0] or not 0.25 < sizes[1] / sizes[0] < 4:
-        return 0.0
-    if fine and np.mean((x - exact) ** 2) < sizes[0] ** 2:
-        return 0.0
-    return float(np.mean(error * predicted) / (sizes[0] * sizes[1]))
 
 
 def _running(dtype: type, chunk: int) -> dict[str, Step]:

@@ -1,7 +1,7 @@
 """What a function does, in words: the fields that were read of its two passes, as readings."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -31,48 +31,10 @@ NAMELESS = ("unknown", "vacuous", "rounding")
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """What was read of a stage. right, wrong: sentences, the latter what the bug is; unread: what
-    no sentence describes. ``bug`` plants what they say, None where they do not say all;
-    general: on sequences of other lengths too. name: the class, "" where it is not one.
-    """
-
-    stage: str
-    calls: int
-    right: tuple[str, ...]
-    wrong: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    picture: str = ""
-    bug: Bug | None = None
-    general: bool = True
-    name: str = ""
-
-    @property
-    def sound(self) -> bool:
-        return not (self.wrong or self.unread)
-
-    @property
-    def title(self) -> str:
-        """What is wrong first, without the values of a table."""
-        return self.wrong[0].partition(" (head 0, nearest")[0]
-
-    @property
-    def evidence(self) -> tuple[str, ...]:
-        """What a finding says of it."""
-        lines = [f"read off entry by entry, {self.calls} calls: {HOW[self.stage]}"]
-        lines += [f"{word}: {', '.join(told)}" for word, told in (("right", self.right),) if told]
-        lines += [f"wrong: {text}" for text in self.wrong]
-        lines += [f"not understood: {text}" for text in self.unread]
-        if any(" p " in line for line in self.wrong):
-            lines.append("p is the key that query i stands at, i + seqlen_k - seqlen_q")
-        return (*lines, *([self.picture] if self.picture else []))
-
-
-@dataclass(frozen=True, eq=False)
 class Readings:
     """Of all stages that could be asked; ``facts``: why others were not, and what is right."""
 
-    of: tuple[Reading, ...] = ()
+    of: tuple[Said, ...] = ()
     facts: tuple[str, ...] = ()
 
     @property
@@ -82,7 +44,7 @@ class Readings:
     @property
     def general(self) -> list[Bug]:
         """Those that can be planted in problems of other lengths."""
-        return [one.bug for one in self.of if one.bug is not None and one.general]
+        return [one.bug for one in self.of if one.bug is not None and one.support.plain]
 
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
         """``diagnosis`` of the same function, with what was read of it.
@@ -91,18 +53,18 @@ class Readings:
         reading, and is as sure as its planting made it.
         """
         findings = list(diagnosis.findings)
-        for reading in self.of:
+        for said in self.of:
             here = [
                 n
-                for n, finding in enumerate(findings)
-                if finding.side == side and _is_of(finding, reading.stage)
+                for n, one in enumerate(findings)
+                if one.side == side and one.bug != "rounding" and _is_of(one, said.stage)
             ]
-            here = [n for n in here if findings[n].bug != "rounding"]
-            here.sort(key=lambda n: findings[n].bug in NAMELESS)
             if here:
-                findings[here[0]] = _with(findings[here[0]], reading)
-            elif not findings and reading.wrong:
-                findings.append(_finding(side, reading))
+                first = min(here, key=lambda n: findings[n].bug in NAMELESS)
+                findings[first] = _with(findings[first], said)
+            elif not findings and said.wrong:
+                given = side, "unknown", said.title, PASSES[said.stage], "medium"
+                findings.append(Finding(*given, evidence_of(said), LOOK_AT[said.stage]))
         return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
 
 
@@ -114,35 +76,33 @@ def _is_of(finding: Finding, stage: str) -> bool:
     return PASSES[stage] in finding.where or finding.where.startswith(f"{stage}:")
 
 
-def _with(finding: Finding, reading: Reading) -> Finding:
+def evidence_of(said: Said) -> tuple[str, ...]:
+    """What a finding says of what was read."""
+    lines = [f"read off entry by entry, {said.calls} calls: {HOW[said.stage]}"]
+    lines += [f"right: {', '.join(said.right)}"] * bool(said.right)
+    lines += [f"wrong: {text}" for text in said.wrong]
+    lines += [f"not understood: {text}" for text in said.unread]
+    if any(" p " in line for line in said.wrong):
+        lines.append("p is the key that query i stands at, i + seqlen_k - seqlen_q")
+    if not said.support.right:  # a part of the mask that is not as it must be
+        sight = sight_of(said.support.places.question, Bug("unknown", see=said.see))
+        lines += [] if sight is None else ["\n".join(picture(sight))]
+    return tuple(lines)
+
+
+def _with(finding: Finding, said: Said) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
-    evidence = dict.fromkeys((*reading.evidence, *finding.evidence))
+    evidence = dict.fromkeys((*evidence_of(said), *finding.evidence))
     finding = replace(finding, evidence=tuple(evidence))
-    if finding.bug == "unknown" and reading.name not in ("", "unknown") and not reading.unread:
-        confidence = "low" if reading.name in PLAIN else "medium"
-        return replace(finding, bug=reading.name, title=reading.title, confidence=confidence)
-    if finding.bug not in PLAIN or not reading.wrong:
+    if finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread:
+        confidence = "low" if said.name in PLAIN else "medium"
+        return replace(finding, bug=said.name, title=said.title, confidence=confidence)
+    if finding.bug not in PLAIN or not said.wrong:
         return finding
-    sure = reading.bug is not None and finding.confidence in ("high", "medium")
     proof = finding.proof and replace(finding.proof, form="")  # which is the title
-    finding = replace(finding, title=reading.title, proof=proof)
-    return (
-        replace(finding, look_at=LOOK_AT[reading.stage])
-        if finding.bug == "unknown" and sure
-        else finding
-    )
-
-
-def _finding(side: str, reading: Reading) -> Finding:
-    return Finding(
-        side,
-        "unknown",
-        reading.title,
-        PASSES[reading.stage],
-        "medium",
-        reading.evidence,
-        LOOK_AT[reading.stage],
-    )
+    if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
+        finding = replace(finding, look_at=LOOK_AT[said.stage])
+    return replace(finding, title=said.title, proof=proof)
 
 
 def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
@@ -150,26 +110,26 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
 
     ``ask(stage)`` is None where the function has no such pass.
     """
-    found: list[Reading] = []
+    found: list[Said] = []
     facts: list[str] = []
     for stage in PASSES:
         asked = ask(stage)
         if asked is None:
             continue
         try:
-            reading = _read(question, stage, asked)
+            said = _read(question, stage, asked)
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue
-        found += [] if reading.sound else [reading]
-        if reading.sound:
-            told = f"the {PASSES[stage]}, read off entry by entry ({reading.calls} calls)"
+        found += [] if said.sound else [said]
+        if said.sound:
+            told = f"the {PASSES[stage]}, read off entry by entry ({said.calls} calls)"
             lists = " (with lists alike for all heads)" if question.sparse else ""
-            facts.append(f"{told}: {', '.join(reading.right)} are right{lists}")
+            facts.append(f"{told}: {', '.join(said.right)} are right{lists}")
     return Readings(tuple(found), tuple(facts))
 
 
-def _read(question: Question, stage: str, ask: Ask) -> Reading:
+def _read(question: Question, stage: str, ask: Ask) -> Said:
     calls = 0
 
     def counted(asked: Question) -> Answers:
@@ -179,16 +139,15 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
 
     here = problem(question, 0)
     if stage == "forward":
-        said = said_of(
-            read_forward(counted, here), partial(_elsewhere, read_forward, counted, here)
-        )
+        again = partial(_elsewhere, read_forward, counted, here)
+        said = said_of(read_forward(counted, here), again)
     else:
-        again = partial(_elsewhere, read_backward, counted, here)
-        said = said_of_backward(read_backward(counted, here), again)
-    right, wrong = (tuple(dict.fromkeys(told)) for told in (said.right, said.wrong))
-    bug = None if said.unread else _planted(stage, said, wrong)
-    unread, shown = tuple(said.unread), _picture(said)
-    return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.plain, _name(said))
+        elsewhere = partial(_elsewhere, read_backward, counted, here)
+        said = said_of_backward(read_backward(counted, here), elsewhere)
+    said.stage, said.calls = stage, calls
+    for told in (said.right, said.wrong):
+        told[:] = dict.fromkeys(told)
+    return said
 
 
 def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -> T:
@@ -200,27 +159,3 @@ def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -
         return of(
             ask, problem(question, 1, other=math.gcd(*question.lengths_q, *question.lengths_k))
         )
-
-
-def _picture(said: Said) -> str:
-    """Of a part of the mask that is not as it must be."""
-    if said.support.right:
-        return ""
-    sight = sight_of(said.support.places.question, Bug("unknown", see=said.see))
-    return "" if sight is None else "\n".join(picture(sight))
-
-
-def _planted(stage: str, said: Said, wrong: Sequence[str]) -> Bug | None:
-    """What was read as a bug of the engine; classes and steps are those of its parts."""
-    see = said.see
-    if see is None and not said.steps:
-        return None
-    stages = ("forward", "backward") if stage == "forward" else ("backward",)
-    return Bug(_name(said) or "unknown", "; ".join(wrong), stages, see, said.steps)
-
-
-def _name(said: Said) -> str:
-    """The class of what was read, "" where it is of several. Row sums that are off beside a wrong
-    mask are those of what else is seen."""
-    names = set(said.names) - (set() if said.support.right else {"denominator"})
-    return names.pop() if len(names) == 1 else ""

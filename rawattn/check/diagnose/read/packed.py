@@ -11,14 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_KEYS,
-    OF_SINKS,
-    STAGES,
-    Answers,
-    Question,
-)
+from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.diagnose.read.probe import (
     OF_DERIVATIVES,
@@ -30,8 +24,6 @@ from rawattn.check.diagnose.read.probe import (
 )
 
 Array = np.ndarray
-OF_ROWS, OF_OWN_KEYS = ("q", "dout"), ("k", "v")
-OF_LISTS = ("block_indices", "block_counts", "block_scale")  # of rows, where there are any
 ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 READERS = {"forward": read_forward, "backward": read_backward}
 
@@ -52,7 +44,7 @@ def read_packed(
     A backward pass that had the out and lse of a wrong forward pass tells nothing. Raises
     ValueError where the other sequences are not those of ``packed``.
     """
-    here, given = _part(question, answers, 0, batch)
+    here, given = part(question, answers, 0, batch)
     told = read(_shorter(here), _asked(question, answers, here))
     forward = tuple(reading for reading in told.of if reading.stage == "forward")
     if forward and question.passed is None:
@@ -68,8 +60,9 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
             f"{question.batch} sequences, and `dump --identify` writes {batch * (1 + len(due))} of "
             "them: write its file anew, as this version does"
         )
-    parts = [_part(question, answers, batch * n, batch) for n in range(1, 1 + len(due))]
-    if not all(_same(one, part) for one, (part, _) in zip(due, parts, strict=True)):
+    firsts = range(batch, question.batch, batch)
+    parts = [part(question, answers, first, first + batch) for first in firsts]
+    if not all(_same(one, other) for one, (other, _) in zip(due, parts, strict=True)):
         raise ValueError("its inputs are not those that `dump --identify` has written")
 
     def ask(stage: str, wanted: Question) -> Answers:
@@ -97,10 +90,10 @@ def _shorter(question: Question) -> Question:
     """What the questions are like: with the longer of their lengths, which the reader adds, none is
     longer than the longest of ``question``, which a function may pad all of them to."""
     changes: dict[str, Any] = {}
-    for side in "qk":
-        lengths = np.diff(getattr(question, f"cu_seqlens_{side}"))
+    for of in "qk":
+        lengths = np.diff(question.offsets(of))
         lengths = np.where(lengths > 2 * ADDED, lengths - ADDED, lengths)
-        changes[f"cu_seqlens_{side}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        changes[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
     if question.seqused_k is not None:
         changes["seqused_k"] = np.minimum(question.seqused_k, lengths).astype(np.int32)
     return replace(_plain(question), **changes)
@@ -122,50 +115,18 @@ def _questions(like: Question) -> list[Question]:
     return [_plain(question) for question in found]
 
 
-def _of_rows(question: Question) -> tuple[str, ...]:
-    return (*OF_ROWS, *(name for name in OF_LISTS if getattr(question, name) is not None))
-
-
 def _joined(parts: list[Question]) -> Question:
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in (*_of_rows(parts[0]), *OF_OWN_KEYS)
-    }
-    used = [part.seqused_k for part in parts if part.seqused_k is not None]
-    if used:
-        arrays["seqused_k"] = np.concatenate(used)
-    for side in "qk":
-        name = f"cu_seqlens_{side}"
-        lengths = np.concatenate([np.diff(getattr(part, name)) for part in parts])
-        arrays[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return replace(parts[0], **arrays)
-
-
-def _part(question: Question, answers: Answers, first: int, count: int) -> tuple[Question, Answers]:
-    """``count`` sequences from ``first`` on; without what is summed over all of them."""
-    of = {side: np.asarray(getattr(question, f"cu_seqlens_{side}")) for side in "qk"}
-    rows, keys = (slice(int(x[first]), int(x[first + count])) for x in of.values())
-    changes: dict[str, Any] = {
-        f"cu_seqlens_{side}": (x[first : first + count + 1] - x[first]).astype(np.int32)
-        for side, x in of.items()
-    }
-    changes |= {name: getattr(question, name)[rows] for name in _of_rows(question)}
-    changes |= {name: getattr(question, name)[keys] for name in OF_OWN_KEYS}
-    if question.passed is not None:
-        changes |= {"out": question.passed[0][rows], "lse": question.passed[1][:, rows]}
-    if question.seqused_k is not None:
-        changes["seqused_k"] = question.seqused_k[first : first + count]
-    found = {}
-    for name, x in answers.items():
-        if name in OF_SINKS:
-            continue
-        where = keys if name in OF_KEYS else rows
-        found[name] = x[:, where] if name in BY_ROW else x[where]
-    return replace(question, **changes), found
+    names = [n for of in BY_TOKENS.values() for n in of if getattr(parts[0], n) is not None]
+    names += ["seqused_k"] * (parts[0].seqused_k is not None)
+    given: dict[str, Any] = {n: np.concatenate([getattr(x, n) for x in parts]) for n in names}
+    for of in "qk":
+        lengths = np.concatenate([np.diff(x.offsets(of)) for x in parts])
+        given[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    return replace(parts[0], **given)
 
 
 def _same(one: Question, other: Question) -> bool:
     """Whether what a function is given is the same, but for out and lse, which are its own."""
-    names = (part.name for part in fields(Question) if part.name not in ("out", "lse"))
+    names = (field.name for field in fields(Question) if field.name not in ("out", "lse"))
     given = ((getattr(_plain(one), name), getattr(_plain(other), name)) for name in names)
     return all(a is b or (np.shape(a) == np.shape(b) and np.array_equal(a, b)) for a, b in given)

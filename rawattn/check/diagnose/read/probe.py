@@ -9,6 +9,7 @@ Long, since the two passes share how a function is asked.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ class Weights:
     P: Array
     lse: Array | None
     value_head: Array | None
-    calls: int
 
     @property
     def places(self) -> Places:
@@ -77,14 +77,13 @@ class Backward:
     weights: Weights
     slopes: dict[str, Slopes]
     adds: dict[str, Array]
-    calls: int
 
 
 def problem(question: Question, seed: int, *, other: int = 0) -> Question:
     """Like ``question``, without what is about derivatives; ``other``: with other lengths, more by
     multiples of that."""
     rng = np.random.default_rng([seed, 77])
-    lengths = [np.diff(x).astype(int) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
+    lengths = [np.diff(question.offsets(of)).astype(int) for of in "qk"]
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence
         more = [other * (3 + 5 * b % 7) for b in range(question.batch)]
         lengths = [np.where(x > 0, x + more, 0)[::-1] for x in lengths]
@@ -93,20 +92,20 @@ def problem(question: Question, seed: int, *, other: int = 0) -> Question:
     if used is not None and other:
         used = np.array(in_use(tuple(int(n) for n in lengths[1])), dtype=np.int32)
     size = float(np.sqrt(SPREAD / max(abs(question.scale) * question.q.shape[2] ** 0.5, 1e-6)))
-    rows = [int(x[-1]) for x in offsets]
-
-    def draw(like: Array, count: int, factor: float) -> Array:
-        shape = (count, *like.shape[1:])
-        return np.asarray((factor * rng.standard_normal(shape)).astype(like.dtype))
-
-    q, k = draw(question.q, rows[0], size), draw(question.k, rows[1], size)
-    out = np.zeros((*q.shape[:2], question.v.shape[2]), dtype=q.dtype)
+    (n, m), of_v = (int(x[-1]) for x in offsets), question.v.shape[2]
+    q, k = _drawn(rng, question.q, size, n), _drawn(rng, question.k, size, m)
     given: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
-    given |= {"q": q, "k": k, "v": draw(question.v, rows[1], 1.0), "seqused_k": used}
+    given |= {"q": q, "k": k, "v": _drawn(rng, question.v, 1.0, m), "seqused_k": used}
     given |= {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
-    given |= {"out": out, "lse": np.zeros(q.shape[1::-1])}
+    given |= {"out": np.zeros((*q.shape[:2], of_v), q.dtype), "lse": np.zeros(q.shape[1::-1])}
     found = replace(question, **given)
     return replace(found, **_lists(found, rng)) if question.sparse else found
+
+
+def _drawn(rng: np.random.Generator, like: Array, size: float, rows: int | None = None) -> Array:
+    """Normal numbers in the form of an array, or with so many rows."""
+    shape = like.shape if rows is None else (rows, *like.shape[1:])
+    return np.asarray((size * rng.standard_normal(shape)).astype(like.dtype))
 
 
 def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
     shape = (len(question.q), like.shape[2])
     b = question.sequence_of("q")
     lengths_q, lengths_k = (np.asarray(x)[b] for x in (question.lengths_q, question.lengths_k))
-    place = np.arange(shape[0]) - np.asarray(question.cu_seqlens_q)[b] + lengths_k - lengths_q
+    place = question.place_of("q") + lengths_k - lengths_q
     blocks, own = -(-lengths_k // size), np.maximum(place // size, -1)
     top = np.where(rng.random(shape) < 0.8, own[:, None], blocks[:, None])
     named = np.floor(rng.random(shape) * (top + 1)).astype(like.dtype)
@@ -126,22 +125,21 @@ def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
     if question.block_counts is not None:
         counts = rng.integers(0, shape[1] + 1, shape[0])
         found["block_counts"] = counts.astype(question.block_counts.dtype)
-    for scale in (question.block_scale,) if question.block_scale is not None else ():
-        found["block_scale"] = rng.uniform(0.5, 1.5, shape).astype(scale.dtype)
+    if question.block_scale is not None:
+        gates = rng.uniform(0.5, 1.5, shape)
+        found["block_scale"] = gates.astype(question.block_scale.dtype)
     return {name: np.repeat(x[:, None], like.shape[1], axis=1) for name, x in found.items()}
 
 
 class _Caller:
-    """Calls the function, and counts."""
+    """Calls the function for its results in float64; those named have these shapes."""
 
     def __init__(self, ask: Ask, wanted: int) -> None:
         if wanted > CALLS:
             raise Refused(f"it would take {wanted} calls, and {CALLS} are the limit")
-        self.ask, self.calls = ask, 0
+        self.ask = ask
 
     def __call__(self, question: Question, **shapes: tuple[int, ...]) -> Answers:
-        """The results in float64; those named have these shapes."""
-        self.calls += 1
         try:
             answers = self.ask(question)
         except Exception as error:  # whatever a candidate throws: it takes no such inputs
@@ -169,13 +167,13 @@ def read_forward(ask: Ask, question: Question) -> Weights:
     sums = P.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         value_head = np.where(np.abs(sums) > 0.1, out[..., 0].T / sums - 1, np.nan)
-    lse = given[0] if given else None
+    lse = given[0]
     for other in given:
         if lse is None or other is None or other.shape != P.shape[:2]:
             lse = None
         elif not np.allclose(other, lse, 1e-3, 1e-3, equal_nan=True):
             lse = None  # it depends on v
-    return Weights(Right(places), P, lse, value_head, call.calls)
+    return Weights(Right(places), P, lse, value_head)
 
 
 def read_backward(ask: Ask, question: Question) -> Backward:
@@ -188,12 +186,9 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     call = _Caller(ask, -(-m // depth) + group * -(-n // width) + 1)
     rng = np.random.default_rng([n, m, 78])
     size = SPREAD / (abs(question.scale) or 1.0)
-
-    def draw(like: Array, factor: float) -> Array:
-        return np.asarray((factor * rng.standard_normal(like.shape)).astype(like.dtype))
-
-    q, k, v = draw(question.q, size), draw(question.k, size), draw(question.v, 1.0)
-    dout = draw(np.asarray(question.out), 1.0)
+    normal = partial(_drawn, rng)
+    q, k, v = normal(question.q, size), normal(question.k, size), normal(question.v, 1.0)
+    dout = normal(np.asarray(question.out), 1.0)
     shapes = [(H, n, m)] * 6 + [(question.num_heads_kv, H, n, m)]
     of_q, of_k = (Slopes(*map(np.zeros, shapes)) for _ in range(2))
     for block in _blocks(m, depth):
@@ -215,8 +210,8 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     _, asked = _with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
     answers = call(asked, dk=k.shape, dv=v.shape)
     adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
-    weights = Weights(_Passed(places, of_k.S, lse), P, lse, None, call.calls)
-    return Backward(weights, {"dq": of_q, "dk": of_k}, adds, call.calls)
+    weights = Weights(_Passed(places, of_k.S, lse), P, lse, None)
+    return Backward(weights, {"dq": of_q, "dk": of_k}, adds)
 
 
 class _Passed(Right):

@@ -1,11 +1,20 @@
 """What is said of weights that were read, and what is known of them."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import STEPS, Context, See, Step
+from rawattn.check.diagnose.engine.attention import (
+    BACKWARD,
+    FIRST,
+    STEPS,
+    Bug,
+    Context,
+    See,
+    Step,
+)
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import Support
@@ -17,6 +26,7 @@ Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
 TINY = 1e-30
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
+TABLE = " (head 0, nearest first: "  # before its values
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 
 
@@ -46,7 +56,8 @@ class Counted:
 
 @dataclass(eq=False)
 class Said:
-    """What was read of weights. right, wrong: sentences; unread: what no sentence describes.
+    """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
+    bug is; unread: what no sentence describes.
 
     names: classes of bugs; steps: as of engine.Bug. term, map, counted: what the sentences are
     about.
@@ -62,6 +73,32 @@ class Said:
     unread: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     steps: dict[str, Step] = field(default_factory=dict)
+    stage: str = ""
+    calls: int = 0
+
+    @property
+    def sound(self) -> bool:
+        return not (self.wrong or self.unread)
+
+    @property
+    def title(self) -> str:
+        """What is wrong first, without the values of a table."""
+        return self.wrong[0].partition(TABLE)[0]
+
+    @property
+    def name(self) -> str:
+        """The class of what was read, "" where it is of several. Row sums that are off beside a
+        wrong mask are those of what else is seen."""
+        names = set(self.names) - (set() if self.support.right else {"denominator"})
+        return names.pop() if len(names) == 1 else ""
+
+    @cached_property
+    def bug(self) -> Bug | None:
+        """What was read as a bug of the engine, None where it does not say all."""
+        if self.unread or (self.see is None and not self.steps):
+            return None
+        stages = FIRST if self.stage == "forward" else BACKWARD
+        return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
 
     def scores(self, places: Places, S: Array, *, once: bool = False) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones;
@@ -105,7 +142,7 @@ def in_words(term: Term) -> str:
     if term.kind != "place":
         return term.text
     told = ", ".join(f"{value - term.values[0]:.4g}" for value in term.values)
-    return f"{term.text} (head 0, nearest first: {told}, ...)"
+    return f"{term.text}{TABLE}{told}, ...)"
 
 
 def of_scale(factors: Array, places: Places) -> str:

@@ -12,87 +12,79 @@ from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.maps import Map
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
-from rawattn.check.diagnose.read.terms import Term, by_head, number
+from rawattn.check.diagnose.read.terms import by_head, number
 
 Array = np.ndarray
 
 
-def say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
-    """Whether weights are exp(score - lse), with the lse that was given."""
+def say_sums(said: Said, logs: Array, seen: Array, alive: Array, *, passed: bool) -> None:
+    """What the weights are divided by, and lse; ``passed``: it must be the lse that was given."""
     read = said.weights
-    if read.lse is None:
-        return
-    noise, rows, total = _totals(said, said.scores(read.places, read.right.S), logs, seen, alive)
-    off, names = total - read.lse, [*said.names]
-    if _say_dropped(said, off, rows, noise):
-        return
-    if np.abs(off[rows]).max(initial=0.0) > 8 * noise:
-        _say_mass(said, np.exp(total) - np.exp(read.lse), off, rows, noise)
-        if "softmax" not in said.steps:
-            said.names[:] = names  # it may be the lse that was read
-        else:
-            own = said.steps.pop("softmax")
-            said.steps["bP"] = lambda c: own(c)[1]
-
-
-def _totals(
-    said: Said, S: Array, logs: Array, seen: Array, alive: Array
-) -> tuple[float, Array, Array]:
-    """The noise of a row; (num_heads_q, total_q) rows that tell the logarithm of what their weights
-    are divided by, and that."""
-    right = said.weights.places.right & seen
-    count = np.maximum(right.sum(axis=-1), 1)
-    total = np.where(right, S - logs, 0.0).sum(axis=-1) / count
-    return 3 * noise_of(said.weights.places), right.any(axis=-1) & alive, total
-
-
-def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
-    """What the weights are divided by, and lse."""
-    read = said.weights
-    places, q = read.places, read.places.question
+    places, noise = read.places, 3 * noise_of(read.places)
     S = said.scores(places, read.right.S)
-    noise, rows, total = _totals(said, S, logs, seen, alive)
-    wrongly = seen & ~places.right & alive[..., None] & rows[..., None]
-    level = logs + total[..., None]  # of which weights are exp
-    usual = np.abs(level - S)[wrongly].max(initial=0.0) < 8 * noise
-    if not usual:
-        filled, added = level[wrongly], (level - S)[wrongly]
-        text = "weights of keys that must not be seen are not those of their scores"
-        if min(np.ptp(filled), np.ptp(added)) < 8 * noise:
-            said.names[:] = ["mask-fill"]
-            text = f"masked scores are {filled.mean():.4g}, not -inf"
-            if np.ptp(added) < np.ptp(filled):
-                text = f"{added.mean():.4g} is added to masked scores, not -inf"
-        said.wrong.append(text)
-        S = np.where(wrongly, level, S)
-    due = log_sum(np.where(seen, S, -np.inf))
+    right = places.right & seen
+    rows = right.any(axis=-1) & alive
+    total = np.where(right, S - logs, 0.0).sum(axis=-1) / np.maximum(right.sum(axis=-1), 1)
+    if not passed:
+        S = _filled(said, S, logs + total[..., None], seen & (alive & rows)[..., None], noise)
     if _say_dropped(said, total - read.right.lse, rows, noise):
         return
-    sinks = None if q.sinks is None else np.asarray(q.sinks, dtype=np.float64)[:, None]
-    with_sinks = due if sinks is None else np.logaddexp(due, sinks)
-    off = np.abs(total - with_sinks)[rows].max(initial=0.0)
-    if off < noise:
-        said.right.append("row sums")
-    elif sinks is not None and np.abs(total - due)[rows].max() < noise:
-        said.wrong.append("the sinks are not in the row sums")
-        said.names.append("sinks-dropped")
-    else:
-        _say_mass(said, np.exp(total) - np.exp(with_sinks), total - with_sinks, rows, noise)
-    if read.lse is None:
-        return
-    lse, wanted = read.lse[rows], total[rows]
-    if said.term is not None and said.term.kind == "place" and np.ptp(lse - wanted) < 8 * noise:
-        said.term = _raised(said.term, float(np.mean(lse - wanted)))
-        said.steps["cap"], wanted = biased(said.term), lse
-    close = partial(np.allclose, lse, rtol=0, atol=8 * noise)
-    if close(wanted):
+    if passed and read.lse is not None:
+        if np.abs((total - read.lse)[rows]).max(initial=0.0) > 8 * noise:
+            names = [*said.names]
+            _say_mass(said, total, read.lse, rows, noise)
+            if "softmax" not in said.steps:
+                said.names[:] = names  # it may be the lse that was read
+            else:
+                own = said.steps.pop("softmax")
+                said.steps["bP"] = lambda c: own(c)[1]
+    elif not passed:
+        due = log_sum(np.where(seen, S, -np.inf))
+        sinks = places.question.sinks
+        with_sinks = (
+            due if sinks is None else np.logaddexp(due, np.asarray(sinks, np.float64)[:, None])
+        )
+        if np.abs(total - with_sinks)[rows].max(initial=0.0) < noise:
+            said.right.append("row sums")
+        elif sinks is not None and np.abs(total - due)[rows].max() < noise:
+            said.wrong.append("the sinks are not in the row sums")
+            said.names.append("sinks-dropped")
+        else:
+            _say_mass(said, total, with_sinks, rows, noise)
+        if read.lse is not None:
+            _say_lse(said, read.lse[rows], total[rows], with_sinks[rows], 8 * noise)
+
+
+def _filled(said: Said, S: Array, level: Array, seen: Array, noise: float) -> Array:
+    """The scores with those of keys that are seen by mistake as they are; level: of which the
+    weights are exp."""
+    wrongly = seen & ~said.weights.places.right
+    if np.abs(level - S)[wrongly].max(initial=0.0) < 8 * noise:
+        return S
+    filled, added = level[wrongly], (level - S)[wrongly]
+    text = "weights of keys that must not be seen are not those of their scores"
+    if min(np.ptp(filled), np.ptp(added)) < 8 * noise:
+        said.names[:] = ["mask-fill"]
+        text = f"masked scores are {filled.mean():.4g}, not -inf"
+        if np.ptp(added) < np.ptp(filled):
+            text = f"{added.mean():.4g} is added to masked scores, not -inf"
+    said.wrong.append(text)
+    return np.where(wrongly, level, S)
+
+
+def _say_lse(said: Said, lse: Array, total: Array, due: Array, noise: float) -> None:
+    """Whether lse is what the weights are divided by, or what is due."""
+    if said.term is not None and said.term.kind == "place" and np.ptp(lse - total) < noise:
+        by, term = float(np.mean(lse - total)), said.term  # a table is known up to a number
+        said.term = replace(term, of=lambda places, S: term.of(places, S) + by)
+        said.steps["cap"], total = biased(said.term), lse
+    close = partial(np.allclose, lse, rtol=0, atol=noise)
+    if close(total) or close(due):
         said.right.append("lse")
-    elif close(with_sinks[rows]):
-        said.right.append("lse")
-        if "softmax" in said.steps:
+        if not close(total) and "softmax" in said.steps:
             own = said.steps["softmax"]
             said.steps["softmax"] = lambda c: (STEPS["softmax"](c)[0], own(c)[1])
-    elif close(wanted / np.log(2)):
+    elif close(total / np.log(2)):
         said.wrong.append("lse is in base 2")
         said.names.append("lse-base-2")
     else:
@@ -117,14 +109,10 @@ def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:
     return True
 
 
-def _raised(term: Term, by: float) -> Term:
-    """A table is known up to a number, which lse tells."""
-    return replace(term, of=lambda places, S: term.of(places, S) + by)
-
-
-def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) -> None:
-    """What is in the row sums beside the keys that are seen; mass (num_heads_q, total_q)."""
-    places = said.weights.places
+def _say_mass(said: Said, total: Array, due: Array, rows: Array, noise: float) -> None:
+    """What is in the row sums beside the keys that are seen; of sums the logarithms (num_heads_q,
+    total_q), as they are and as they must be."""
+    places, mass, ratio = said.weights.places, np.exp(total) - np.exp(due), total - due
     if np.ptp(ratio[rows]) < 8 * noise:
         mean = float(np.exp(-ratio[rows].mean()))
         said.wrong.append(f"the weights of a row sum to {number(mean)}, not 1")

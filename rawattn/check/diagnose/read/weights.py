@@ -23,7 +23,7 @@ from rawattn.check.diagnose.read.said import (
     of_scale,
     seen_of,
 )
-from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
+from rawattn.check.diagnose.read.sums import say_sums, say_values
 from rawattn.check.diagnose.read.terms import GATES, Field, Term, term_of
 from rawattn.reference.dense import capped
 
@@ -78,7 +78,7 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         else:
             _say_support(said, alive, passed)
     if not said.unread and said.map is None:
-        (say_passed if passed else say_sums)(said, logs, seen_of(read)[0], alive)
+        say_sums(said, logs, seen_of(read)[0], alive, passed=passed)
     say_values(said)
     return said
 

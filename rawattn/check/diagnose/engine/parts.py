@@ -1,0 +1,59 @@
+"""What a packed problem has by tokens, by which it is changed, and taken apart."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    MATRICES,
+    OF_SINKS,
+    Answers,
+    Question,
+    side_of,
+)
+
+BY_TOKENS = {  # what a question has by rows of q and of k
+    "q": (
+        *("q", "dout", "tq", "out", "dlse", "lse"),
+        *("block_indices", "block_counts", "block_scale", "tblock_scale"),
+    ),
+    "k": ("k", "v", "tk", "tv"),
+}
+BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
+OTHER_ROWS = {*OF_SINKS, *(name for names in MATRICES.values() for name in names)}
+
+
+def sequences(question: Question) -> Iterator[tuple[slice, slice]]:
+    """Rows of q and rows of k of every sequence, empty ones too."""
+    bounds_q, bounds_k = (question.offsets(of).tolist() for of in "qk")
+    for b in range(question.batch):
+        yield slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+
+
+def by_tokens(
+    q: Question, of: str, change: Callable[[Any], Any], but: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What ``q`` has by rows of q or k, changed with the tokens as the first axis."""
+    arrays = {n: x for n in BY_TOKENS[of] if n not in but and (x := getattr(q, n)) is not None}
+    return {n: change(x.T).T if n in BY_HEADS else change(x) for n, x in arrays.items()}
+
+
+def part(question: Question, answers: Answers, first: int, stop: int) -> tuple[Question, Answers]:
+    """The sequences from ``first`` on; without what is summed over all of them, or of one alone."""
+    changes: dict[str, Any] = {}
+    rows = {}
+    for of in "qk":
+        offsets = question.offsets(of)[first : stop + 1]
+        rows[of] = slice(int(offsets[0]), int(offsets[-1]))
+        changes |= by_tokens(question, of, itemgetter(rows[of]))
+        changes[f"cu_seqlens_{of}"] = offsets - offsets[0]
+    if question.seqused_k is not None:
+        changes["seqused_k"] = question.seqused_k[first:stop]
+    found = {
+        name: x[:, rows["q"]] if name in BY_ROW else x[rows[side_of(name)]]
+        for name, x in answers.items()
+        if name not in OTHER_ROWS
+    }
+    return replace(question, **changes), found
