@@ -299,7 +299,7 @@ def finish(
     if diagnosis.findings and not full:
         console.print(Text("--full shows all evidence, identities and slopes", "dim"))
     if html_file is not None:
-        html_file.write_text(page(diagnosis, full=full), encoding="utf-8")
+        html_file.write_text(page(diagnosis, about), encoding="utf-8")
     if json_file is not None:
         text = json.dumps(words.as_json(diagnosis), indent=1, allow_nan=False)
         json_file.write_text(text, encoding="utf-8")
