@@ -4,14 +4,14 @@ A pair is cut to the entries that both sides print.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import Flags, Float64, Printed
+from rawattn.check.diagnose.logs.tensor import FAR, Flags, Float64, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 
@@ -27,8 +27,20 @@ class Fit:
     count: int
 
     @property
-    def constant(self) -> bool:
-        return self.count >= 4 and self.beyond <= CONSTANT
+    def factor(self) -> bool:
+        """Whether it is a constant other than 1."""
+        constant = self.count >= 4 and self.beyond <= CONSTANT
+        return constant and abs(self.slope - 1) > CONSTANT
+
+
+def fit(a: Float64, b: Float64, a_units: Float64, b_units: Float64) -> Fit | None:
+    """None where one side is zero or little more than the last printed digit."""
+    if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
+        return None
+    slope = float(a @ b) / float(b @ b)
+    left, size = _rms(a - slope * b), _rms(a)
+    digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
+    return Fit(slope, left / size, math.sqrt(max(0.0, left**2 - digits)) / size, a.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +50,20 @@ class Pair:
     a: Printed
     b: Printed
     sides: tuple[str, str]
-    kind: str
 
     @property
     def title(self) -> str:
         return f"{self.a.title} / {self.b.title}"
 
     @property
-    def either(self) -> str:
-        return " or ".join(self.sides)
+    def both(self) -> tuple[Printed, Printed]:
+        return self.a, self.b
+
+    @property
+    def kind(self) -> str:
+        """As of one of the two, where that tells; "" else."""
+        kinds = {p.kind for p in self.both} - {""}
+        return kinds.pop() if len(kinds) == 1 else ""
 
     @cached_property
     def finite(self) -> Flags:
@@ -70,7 +87,7 @@ class Pair:
     @cached_property
     def size(self) -> float:
         """The larger side's root mean square."""
-        return max(_rms(side.values[self.finite]) for side in (self.a, self.b))
+        return max(_rms(side.values[self.finite]) for side in self.both)
 
     @cached_property
     def noise(self) -> float:
@@ -100,55 +117,29 @@ class Pair:
         return bool(alike) and spread <= factor * self.noise * self.size
 
     @cached_property
-    def visible(self) -> Flags | None:
-        """Which printed entries a causal mask allows; matrices elided alike are taken as square."""
-        if self.a.values.ndim < 2:
-            return None
-        rows, columns = self.a.places[-2:]
-        size_rows, size_columns = self.a.sizes[-2:]
-        if size_rows is not None and size_columns is not None:
-            shown = columns <= rows[:, None] + size_columns - size_rows
-        elif size_rows is None and size_columns is None and np.array_equal(rows, columns):
-            shown = np.tri(rows.size, dtype=bool)
-        else:
-            return None
-        return np.asarray(np.broadcast_to(shown, self.a.values.shape))
+    def hidden(self) -> tuple[float, float]:
+        """The largest entry of each side where a causal mask would give 0; NaN where none may."""
+        if self.kind not in ("dS", "P") or self.a.values.ndim < 2:
+            return math.nan, math.nan
+        hidden = ~self.a.causal
+        return self.a.largest(hidden), self.b.largest(hidden)
 
     @cached_property
-    def hidden(self) -> tuple[float, float] | None:
-        """The largest entry of each side where a causal mask would give 0; None where it may not,
-        or nothing tells where it would."""
-        if self.kind not in ("dS", "P") or self.visible is None:
-            return None
-        above = ~self.visible
-        one, other = (float(np.abs(p.values[above]).max(initial=0.0)) for p in (self.a, self.b))
-        return one, other
-
-    @property
     def masked(self) -> bool:
         """Whether a mask is evident: one side at least is 0 where a causal one hides the key."""
-        sides = zip((self.a, self.b), self.hidden or (), strict=False)
+        sides = zip(self.both, self.hidden, strict=True)
         return any(hidden <= 2 * p.units.max() for p, hidden in sides)
 
     @cached_property
     def seen(self) -> Flags:
         """The entries that an evident mask leaves."""
         whole = np.ones(self.finite.shape, dtype=np.bool_)
-        return self.visible if self.masked and self.visible is not None else whole
+        return whole & self.a.causal if self.masked else whole
 
     def fit(self, where: Flags | None = None) -> Fit | None:
-        """None where one side is zero or little more than the last printed digit."""
+        """a = slope * b on some entries, or on all."""
         chosen = self.finite if where is None else self.finite & where
-        (a, a_units), (b, b_units) = (
-            (side.values[chosen], side.units[chosen]) for side in (self.a, self.b)
-        )
-        if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
-            return None
-        slope = float(a @ b) / float(b @ b)
-        left, size = _rms(a - slope * b), _rms(a)
-        digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
-        beyond = math.sqrt(max(0.0, left**2 - digits))
-        return Fit(slope, left / size, beyond / size, a.size)
+        return fit(*(p.values[chosen] for p in self.both), *(p.units[chosen] for p in self.both))
 
     @cached_property
     def rows(self) -> dict[str, Flags]:
@@ -179,25 +170,24 @@ def paired(found: Sequence[Printed], names: tuple[str, str] | None) -> list[Pair
     labels = labels_of(found, names)
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs: list[Pair] = []
-    for a, b in combinations(found, 2):
-        if not {a.start, b.start} <= labels.keys() or not _alike(a, b, labels):
-            continue
+    for a, b in combinations([p for p in found if p.start in labels], 2):
         both = a.start, labels[b.start][0]
-        pair = None if {a.start, b.start, both} & used else _pair(a, b)
-        if pair is not None:
+        alike = not {a.start, b.start, both} & used and _alike(a, b, labels)
+        for one in _pair(a, b) if alike else ():
             used |= {b.start, both}
             sides = labels[a.start][0], labels[b.start][0]
-            pairs.append(pair if names is None else replace(pair, sides=sides))
+            pairs.append(one if names is None else replace(one, sides=sides))
     if not pairs and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
-        pairs = [pair for pair in [_pair(*found)] if pair is not None]
+        pairs = list(_pair(*found))
     return pairs
 
 
 def labels_of(found: Sequence[Printed], names: tuple[str, str] | None) -> Labels:
     """Which of ``names`` a tensor has in its own, and the other words; without names what its own
-    says besides a quantity, and that."""
+    says besides a quantity, and that, with the numbers in the name."""
     if names is None:
-        return {p.start: (" ".join(p.side), p.quantity) for p in found if p.name}
+        of = {p: (p.kind, *filter(str.isdigit, p.words)) if p.kind else () for p in found}
+        return {p.start: (" ".join(p.side), quantity) for p, quantity in of.items() if p.name}
     labels: Labels = {}
     for name in sorted(names, key=len):
         there = [p for p in found if name in p.name]
@@ -221,43 +211,23 @@ def _alike(a: Printed, b: Printed, labels: Labels) -> bool:
     return bool(quantity) or apart
 
 
-def _pair(a: Printed, b: Printed) -> Pair | None:
-    """Both cut to the entries that both print; None where the shapes differ."""
+def _pair(a: Printed, b: Printed) -> Iterator[Pair]:
+    """Nothing where other entries are printed."""
     own = ["_".join(w for w in p.side if w not in o.side) for p, o in ((a, b), (b, a))]
-    sides, kinds = (own[0] or a.title, own[1] or b.title), {a.kind, b.kind} - {""}
+    sides = own[0] or a.title, own[1] or b.title
     a, b = _thin(a, b.values.ndim), _thin(b, a.values.ndim)
-    if a.values.ndim != b.values.ndim or not (a.floating and b.floating):
-        return None
-    sizes = tuple(n if m is None else m for n, m in zip(a.sizes, b.sizes, strict=True))
-    known = zip((*a.sizes, *b.sizes), sizes * 2, strict=True)
-    shown = zip((*a.values.shape, *b.values.shape), sizes * 2, strict=True)
-    if any(n not in (None, m) for n, m in known) or any(m is not None and n > m for n, m in shown):
-        return None
-    at = [
-        [np.where(x < 0, x + (n or 0), x) for x, n in zip(p.places, sizes, strict=True)]
-        for p in (a, b)
-    ]
-    shared = [x[np.isin(x, y)] for x, y in zip(*at, strict=True)]
-    if not all(x.size for x in shared):
-        return None
-    cut = []
-    for p, places in zip((a, b), at, strict=True):
-        grid = np.ix_(
-            *(
-                [int(np.flatnonzero(x == n)[0]) for n in some]
-                for x, some in zip(places, shared, strict=True)
-            )
-        )
-        values, units = np.asarray(p.values[grid]), np.asarray(p.units[grid])
-        cut.append(replace(p, values=values, units=units, places=tuple(shared), sizes=sizes))
-    return Pair(cut[0], cut[1], sides, kinds.pop() if len(kinds) == 1 else "")
+    places = zip(a.places, b.places, strict=False)
+    alike = a.values.shape == b.values.shape and all(np.array_equal(*both) for both in places)
+    sizes = tuple(map(min, a.sizes, b.sizes))
+    alike &= all(set(both) <= {n, FAR} for n, *both in zip(sizes, a.sizes, b.sizes, strict=False))
+    if alike and a.floating and b.floating and a.values.size:
+        yield Pair(replace(a, sizes=sizes), replace(b, sizes=sizes), sides)
 
 
-def _thin(printed: Printed, dimensions: int) -> Printed:
+def _thin(p: Printed, dimensions: int) -> Printed:
     """Without leading axes of length 1, as far as the other side has none."""
-    while printed.values.ndim > dimensions and printed.sizes[0] == 1:
-        values, units = printed.values[0], printed.units[0]
-        printed = replace(
-            printed, values=values, units=units, places=printed.places[1:], sizes=printed.sizes[1:]
-        )
-    return printed
+    n = 0
+    while p.values.ndim - n > dimensions and p.sizes[n] == 1:
+        n += 1
+    values, units = p.values[(0,) * n], p.units[(0,) * n]
+    return replace(p, values=values, units=units, places=p.places[n:], sizes=p.sizes[n:])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import Number, Printed
+from rawattn.check.diagnose.logs.tensor import FAR, Number, Printed
 
 NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 TOKEN = rf"\[|\]|\.\.\.|(?:true|false|{NUMBER})(?![\w.])"
@@ -150,13 +150,9 @@ def _printed(strings: list[str], layout: Layout, factor: float, form: str, trail
     total = tuple(int(size) for size in re.findall(r"\d+", given))
     if len(total) >= len(layout) and 0 in total:
         shape, layout = total, tuple((size, None) for size in total)
-    sizes = tuple(front if back is None else None for front, back in layout)
-    if len(total) == len(sizes):
-        sizes = total
-    places = tuple(
-        np.r_[np.arange(front), np.arange(-(back or 0), 0)].astype(np.int64)
-        for front, back in layout
-    )
+    elided = tuple(front if back is None else FAR for front, back in layout)
+    sizes = total if len(total) == len(layout) else elided
+    places = tuple(np.r_[:front, -(back or 0) : 0] for front, back in layout)
     truth = {"true": "1", "false": "0"}
     values = np.array([float(truth.get(s.lower(), s)) for s in strings], np.float64).reshape(shape)
     decimals = max((_decimals(s) for s in strings), default=0)
@@ -166,7 +162,7 @@ def _printed(strings: list[str], layout: Layout, factor: float, form: str, trail
         dtype = {"tensor": "float32", "array": "float64"}.get(form, "")
     elif not dtype:
         dtype = "bool" if any(s.lower() in truth for s in strings) else "int64"
-    return Printed("", 0, 0, values * factor, units * factor, places, sizes, dtype, decimals)
+    return Printed("", 0, 0, values * factor, units * factor, places, sizes, dtype)
 
 
 def _decimals(string: str) -> int:
