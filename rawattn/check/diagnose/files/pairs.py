@@ -43,9 +43,12 @@ class Difference(NamedTuple):
     rounding: bool = False
 
 
-def load_two(one: str | Path, other: str | Path) -> Pair:
-    """Two files; one without inputs is read in the light of the other's."""
-    a, b = read(one), read(other)
+def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
+    """Two files, or one alone; one without inputs is read in the light of the other's."""
+    a = read(one)
+    if other is None:
+        return Pair((a,), (a.question,))
+    b = read(other)
     if a.frame is None and b.frame is not None:
         a = read(one, b.frame)
     elif b.frame is None and a.frame is not None:

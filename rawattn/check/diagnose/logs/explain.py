@@ -149,7 +149,7 @@ def _exactly_zero(figures: Sequence[Number], pairs: Sequence[Pair]) -> Iterator[
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for a side and bug; what is unknown joins the proof that explains its side."""
-    known: dict[tuple[str, ...], Finding] = {}
+    known: dict[tuple[str, str, str], Finding] = {}
     for one in sorted(findings, key=lambda one: (one.bug == "unknown", one.rank)):
         sides, key = one.side.split(" or "), (one.side, one.bug, one.title)
         proofs = [(of, x) for of, x in known.items() if x.rank == 0 and x.side in sides]

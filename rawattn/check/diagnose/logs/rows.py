@@ -43,7 +43,7 @@ class Rows:
         """Sound, square, of more than one row, with nothing above the diagonal."""
         p = self.printed
         square = p.sizes[-2] == p.sizes[-1] > 1
-        return square and not self.wrong.any() and p.values.any() and not p.largest(~p.causal)
+        return bool(square and not self.wrong.any() and p.values.any() and not p.largest(~p.causal))
 
     @property
     def masked_delta(self) -> bool:
