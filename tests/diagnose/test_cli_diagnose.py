@@ -121,7 +121,8 @@ def test_dump_writes_a_case(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     result = call("dump", name, "--out", tmp_path / "a.npz")
     assert result.exit_code == 0 and "results of the reference: out, lse" in result.output
-    question, answers = npz.load(tmp_path / "a.npz")
+    saved = npz.read(tmp_path / "a.npz")
+    question, answers = saved.question, saved.answers
     expected = expect(case)
     assert question is not None and question.out is None
     for field in ("q", "k", "dout", "dlse", "tv", "cu_seqlens_q"):
@@ -140,14 +141,15 @@ def test_dump_of_random_problems(tmp_path: Path) -> None:
     lengths = ("--lengths", "[7, 0, 19]", "--lengths-k", "9,4,30", "--window", "-1,3")
     more = ("--dtype", "float64", "--softmax-scale", 0.5, "--seed", 3)
     assert call("dump", *lengths, *sizes, *more, "--out", file).exit_code == 0
-    question, answers = npz.load(file)
+    saved = npz.read(file)
+    question, answers = saved.question, saved.answers
     assert question is not None and question.lengths_k == (9, 4, 30)
     assert question.q.shape == (26, 6, 8) and question.v.shape == (43, 2, 5)
     assert question.causal and question.window == (-1, 3) and question.scale == 0.5
     assert question.dtype == np.float64 and answers["dv"].shape == (43, 2, 5)
     first = question.q
     call("dump", *lengths, *sizes, *more[:4], "--out", file)
-    assert not np.array_equal(npz.load(file)[0].q, first), "another seed"
+    assert not np.array_equal(npz.read(file).question.q, first), "another seed"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.files.npz import dump, load, read
+from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.files.pairs import load_two
 from rawattn.check.diagnose.judge.failures import reference_answers
 from tests.diagnose.problems import KINDS, draw, normal, packed
@@ -36,6 +36,11 @@ def problem(
     question, rng = replace(posed, tq=None, tv=None), np.random.default_rng(1)
     like = {"out": posed.dout, "lse": posed.dlse, "dq": posed.q, "dk": posed.k, "dv": posed.v}
     return question, {name: normal(rng, x.shape, x.dtype) for name, x in like.items()}
+
+
+def load(path: Path) -> tuple[Question | None, Answers]:
+    saved = read(path)
+    return saved.question, saved.answers
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:

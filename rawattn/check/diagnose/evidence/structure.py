@@ -20,6 +20,7 @@ from rawattn.check.diagnose.findings import Level, Map
 
 TILES = (16, 32, 64, 128)
 FEW = 5  # rows that have levels of their own
+CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
 PIXELS = 512  # of a map, at most, each way
@@ -68,6 +69,11 @@ def fit(found: Float64, wanted: Float64) -> tuple[float, float, float]:
     slope = float((x / size_y) @ (y / size_y))
     rest = float(np.linalg.norm(x - slope * y))
     return slope, rest / size_x if size_x else 0.0, error
+
+
+def off(level: Level) -> bool:
+    """Whether more than rounding is between the two sides."""
+    return not (abs(level.slope - 1) < CLOSE and level.residual < CLOSE)
 
 
 def bad_rows(question: Question, tensor: str, found: Any, wanted: Any, noise: Any) -> Bools:
@@ -272,10 +278,10 @@ def _token_map(question: Question, tensor: str, picture: Float64) -> Map:
     head = _head_word(question, tensor, picture.shape[1])
     rows = "token" if step == 1 else f"line of {step} tokens"
     starts = tuple(sorted({start // step for start in _starts(question, side)}))
-    return Map(tensor, "errors by token and head", pooled(picture, step, 1), rows, head, starts)
+    return Map(tensor, "errors by token and head", _pooled(picture, step, 1), rows, head, starts)
 
 
-def pooled(picture: Float64, *steps: int) -> Float64:
+def _pooled(picture: Float64, *steps: int) -> Float64:
     """The largest of every ``steps`` values; NaN only where all are."""
     for axis, step in enumerate(steps):
         starts = np.arange(0, picture.shape[axis], step)

@@ -85,17 +85,9 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
         np.savez(file, **stored)
 
 
-def load(path: str | Path) -> tuple[Question | None, Answers]:
-    """What ``path`` holds. Without q, k and v the question is None, and answers are as they were.
-
-    ValueError for what cannot be read.
-    """
-    saved = read(path)
-    return saved.question, saved.answers
-
-
 def read(path: str | Path, frame: Frame | None = None) -> Saved:
-    """What ``path`` holds, with notes. ``frame``: that of another file, for one without inputs."""
+    """What ``path`` holds, with notes; ValueError for what cannot be read. ``frame``: that of
+    another file, for one without inputs."""
     raw, about, notes = entries(Path(path))
     try:
         arrays = named(raw, notes)

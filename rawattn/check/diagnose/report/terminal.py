@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.structure import pooled
 from rawattn.check.diagnose.findings import Diagnosis, Finding, Map
 from rawattn.check.diagnose.report import glossary, words
 
@@ -211,7 +210,9 @@ def _map(given: Map, width: int) -> list[Text]:
     cuts = "".join("|" if at in starts else " " for at in range(max(starts, default=-1) + 1))
     lines = [Text(), *(Text(line, "italic") for line in _wrapped(said, width, ""))]
     lines.append(Text(" " * label + cuts, "blue"))
-    for n, row in enumerate(pooled(values, 1, step)):
+    places = np.arange(0, values.shape[1], step)
+    worst = np.fmax.reduceat(values, places, axis=1) if len(places) else values
+    for n, row in enumerate(worst):
         lines.append(Text(f"{f'{given.columns} {n}':{label}}"))
         for power in np.ceil(np.clip(row, 0, 9)):
             shown = " " if np.isnan(power) else f"{power:.0f}" if power else "."
