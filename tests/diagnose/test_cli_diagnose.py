@@ -17,7 +17,6 @@ from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.files import npz
-from rawattn.check.diagnose.files.pairs import load_two
 from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.diagnose.judge import failures
 from rawattn.check.diagnose.judge.diagnosis import diagnose
@@ -33,7 +32,6 @@ from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose.called import call, said
-from tests.diagnose.problems import FLOAT64, packed
 from tests.diagnose.test_diagnose_printed import ERRORS
 
 CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
@@ -327,17 +325,6 @@ def test_a_small_problem_has_what_the_case_has_without_its_nan() -> None:
     own_keys = question_of(case).k
     assert np.isnan(own_keys[case.trapped("k")]).all()
     assert (question.sequence_of("k") >= 0).sum() == sum(alike.lengths_k)
-
-
-@pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])
-def test_files_of_other_options_are_apart(option: str, tmp_path: Path) -> None:
-    others = {"softcap": (2.0, 1.0), "sinks": (np.ones(4), np.zeros(4))}
-    others["seqused_k"] = (np.array([9]), np.array([8]))
-    for name, value in zip("ab", others[option], strict=True):
-        question = packed((12,), FLOAT64, **{option: value})
-        npz.dump(tmp_path / f"{name}.npz", question, reference_answers(question))
-    pair = load_two(tmp_path / "a.npz", tmp_path / "b.npz")
-    assert any(text.startswith(f"{option} ") for text in pair.apart), pair.apart
 
 
 @pytest.mark.parametrize("option", ["softcap", "sinks", "seqused_k"])

@@ -309,6 +309,9 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
         ({"causal": True}, "causal is False and True"),
         ({"window": np.array([3, -1])}, "window is (-1, -1) and (3, -1)"),
         ({"softmax_scale": 0.5}, "softmax_scale is 0.408248 and 0.5"),
+        ({"softcap": np.array(2.0)}, "softcap is 1 and 2"),
+        ({"sinks": 1.0}, "sinks differs"),
+        ({"seqused_k": np.array([7, 3, 8])}, "seqused_k differs"),
         (
             {"cu_seqlens_q": np.array([0, 4, 14, 17])},
             "cu_seqlens_q is [0, 5, 14, 17] and [0, 4, 14",
@@ -318,7 +321,9 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
 def test_two_files_of_different_problems(
     change: dict[str, Any], apart: str, save: Callable[..., Path]
 ) -> None:
-    entries = plain(problem(), causal=False, window=np.array([-1, -1]), softmax_scale=6**-0.5)
+    options = {"softcap": 1.0, "sinks": np.zeros(4), "seqused_k": np.array([7, 4, 8])}
+    options |= {"causal": False, "window": np.array([-1, -1]), "softmax_scale": 6**-0.5}
+    entries = plain(problem(), **options)
     one = save("a.npz", **entries)
     for name, value in change.items():
         if value is None:
