@@ -35,69 +35,47 @@ class Fit:
 
 def fit(a: Float64, b: Float64, a_units: Float64, b_units: Float64) -> Fit | None:
     """None where one side is zero or little more than the last printed digit."""
-    if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
+    if a.size < 2 or rms(a) <= 2 * rms(a_units) or rms(b) <= 2 * rms(b_units):
         return None
     slope = float(a @ b) / float(b @ b)
-    left, size = _rms(a - slope * b), _rms(a)
+    left, size = rms(a - slope * b), rms(a)
     digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
     return Fit(slope, left / size, math.sqrt(max(0.0, left**2 - digits)) / size, a.size)
 
 
-@dataclass(frozen=True, eq=False)
 class Pair:
-    """Two tensors of one quantity, cut to the entries that both print."""
+    """Two tensors of one quantity of which the same entries are printed.
 
-    a: Printed
-    b: Printed
-    sides: tuple[str, str]
+    kind: as of one of the two, where that tells. finite: entries that are numbers on both sides;
+    of others difference and size are 0. entries: the larger size of each; size: the larger side's
+    root mean square. digits: how far two prints of one number may lie apart. noise: what rounding
+    on the way may do, relative to size. hidden: the largest entry of each side where a causal mask
+    would give 0; masked: whether it does, on one side at least; seen: the entries that it leaves.
+    """
 
-    @property
-    def title(self) -> str:
-        return f"{self.a.title} / {self.b.title}"
-
-    @property
-    def both(self) -> tuple[Printed, Printed]:
-        return self.a, self.b
-
-    @property
-    def kind(self) -> str:
-        """As of one of the two, where that tells; "" else."""
+    def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
+        self.a, self.b, self.both, self.sides = a, b, (a, b), sides
+        self.title, self.either = f"{a.title} / {b.title}", " or ".join(sides)
         kinds = {p.kind for p in self.both} - {""}
-        return kinds.pop() if len(kinds) == 1 else ""
-
-    @cached_property
-    def finite(self) -> Flags:
-        return np.asarray(np.isfinite(self.a.values) & np.isfinite(self.b.values))
-
-    @cached_property
-    def difference(self) -> Float64:
-        return np.asarray(np.where(self.finite, np.abs(self.a.values - self.b.values), 0.0))
-
-    @cached_property
-    def entries(self) -> Float64:
-        """The larger size of each entry; 0 where one is not finite."""
-        size = np.maximum(np.abs(self.a.values), np.abs(self.b.values))
-        return np.asarray(np.where(self.finite, size, 0.0))
-
-    @cached_property
-    def digits(self) -> Float64:
-        """How far two prints of one number may lie apart."""
-        return np.asarray(0.5005 * (self.a.units + self.b.units) + 2.0**-23 * self.entries)
-
-    @cached_property
-    def size(self) -> float:
-        """The larger side's root mean square."""
-        return max(_rms(side.values[self.finite]) for side in self.both)
-
-    @cached_property
-    def noise(self) -> float:
-        """What rounding on the way may do, relative to ``size``. Prints of float32 do not tell
-        whether 16-bit tensors were cast for printing; corners may be the small part of a tensor."""
-        dtypes = {self.a.dtype, self.b.dtype}
-        if dtypes == {"float64"}:
-            return 2.0**-20
-        half = "float16" in dtypes and "bfloat16" not in dtypes
-        return (2.0**-10 if half else 2.0**-8) * (1 if self.a.full else 2)
+        self.kind = kinds.pop() if len(kinds) == 1 else ""
+        self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
+        x, y = (np.where(self.finite, p.values, 0.0) for p in self.both)
+        self.difference = np.asarray(np.abs(x - y))
+        self.entries = np.maximum(np.abs(x), np.abs(y))
+        self.size = max(rms(p.values[self.finite]) for p in self.both)
+        self.digits = np.asarray(0.5005 * (a.units + b.units) + 2.0**-23 * self.entries)
+        dtypes = {a.dtype, b.dtype}
+        # prints of float32 do not tell whether 16-bit tensors were cast for printing
+        noise = 2.0**-10 if "float16" in dtypes and "bfloat16" not in dtypes else 2.0**-8
+        corners = 1 if a.full else 2  # which may be the small part of a tensor
+        self.noise = 2.0**-20 if dtypes == {"float64"} else noise * corners
+        self.seen: Flags = np.ones(x.shape, dtype=np.bool_)
+        self.hidden, self.masked = (0.0, 0.0), False
+        if self.kind in ("dS", "P") and x.ndim > 1:
+            self.hidden = a.largest(~a.causal), b.largest(~a.causal)
+            units = (2 * p.units.max() for p in self.both)
+            self.masked = any(x <= unit for x, unit in zip(self.hidden, units, strict=True))
+            self.seen &= a.causal | (not self.masked)
 
     def within(self, allowed: Float64 | float) -> Flags:
         """Entries that are equal but for ``allowed``, NaN and infinities among them."""
@@ -108,33 +86,13 @@ class Pair:
     @property
     def agrees(self) -> bool:
         """Whether rounding explains every difference."""
-        spread = math.sqrt(max(0.0, _rms(self.difference) ** 2 - _rms(self.digits) ** 2))
+        spread = math.sqrt(max(0.0, rms(self.difference) ** 2 - rms(self.digits) ** 2))
         if self.kind in ("", "dS", "dQ", "dK"):  # dP - D goes in, and cancels where D is rounded
             factor, entry = 8, 16 * self.entries.max(initial=0.0)
         else:
             factor, entry = 4, 6 * (self.size + self.entries)
         alike = self.within(self.noise * entry).all()
         return bool(alike) and spread <= factor * self.noise * self.size
-
-    @cached_property
-    def hidden(self) -> tuple[float, float]:
-        """The largest entry of each side where a causal mask would give 0; NaN where none may."""
-        if self.kind not in ("dS", "P") or self.a.values.ndim < 2:
-            return math.nan, math.nan
-        hidden = ~self.a.causal
-        return self.a.largest(hidden), self.b.largest(hidden)
-
-    @cached_property
-    def masked(self) -> bool:
-        """Whether a mask is evident: one side at least is 0 where a causal one hides the key."""
-        sides = zip(self.both, self.hidden, strict=True)
-        return any(hidden <= 2 * p.units.max() for p, hidden in sides)
-
-    @cached_property
-    def seen(self) -> Flags:
-        """The entries that an evident mask leaves."""
-        whole = np.ones(self.finite.shape, dtype=np.bool_)
-        return whole & self.a.causal if self.masked else whole
 
     def fit(self, where: Flags | None = None) -> Fit | None:
         """a = slope * b on some entries, or on all."""
@@ -144,7 +102,7 @@ class Pair:
     @cached_property
     def rows(self) -> dict[str, Flags]:
         """The entries of every printed row that a mask leaves; none of a line of numbers."""
-        axes = self.a.values.shape[:-1]
+        axes = self.finite.shape[:-1]
         long = [axis for axis, size in enumerate(axes) if size > 1] or [len(axes) - 1]
         found = {}
         for index in product(*map(range, axes)) if axes else ():
@@ -155,7 +113,7 @@ class Pair:
         return found
 
 
-def _rms(values: Float64) -> float:
+def rms(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
@@ -176,7 +134,7 @@ def paired(found: Sequence[Printed], names: tuple[str, str] | None) -> list[Pair
         for one in _pair(a, b) if alike else ():
             used |= {b.start, both}
             sides = labels[a.start][0], labels[b.start][0]
-            pairs.append(one if names is None else replace(one, sides=sides))
+            pairs.append(one if names is None else Pair(one.a, one.b, sides))
     if not pairs and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
         pairs = list(_pair(*found))
     return pairs

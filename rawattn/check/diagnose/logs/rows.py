@@ -1,8 +1,6 @@
 """What must hold on one side alone: whole rows of dS and of P, and the mask that a dS shows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -13,52 +11,33 @@ from rawattn.check.diagnose.logs.tensor import SIXTEEN_BIT, Flags, Float64, Prin
 SHOWN = 12
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one whole printed dS, of which each is the gradient of a softmax."""
+    """The rows of one whole printed dS, of which each is the gradient of a softmax.
 
-    printed: Printed
+    sums: of rows; inside: over the keys that a causal mask allows. wrong: rows of which more than
+    ``allowed`` is left. masked: sound, square, of more than one row, with nothing above the
+    diagonal. masked_delta: P of all keys with D of the masked output, so that rows sum to 0 over
+    the causal keys alone.
+    """
 
-    @cached_property
-    def sums(self) -> Float64:
-        return np.asarray(self.printed.values.sum(axis=-1))
-
-    @cached_property
-    def inside(self) -> Float64:
-        """Sums over the keys that a causal mask allows."""
-        return np.asarray((self.printed.values * self.printed.causal).sum(axis=-1))
-
-    def excused(self, relative: float) -> Float64:
-        """What the digits excuse, and a share of the largest row: a row's own size may be that of a
-        small difference, dP - D."""
-        digits = 0.505 * self.printed.units.sum(axis=-1)
-        return np.asarray(digits + relative * np.abs(self.printed.values).sum(axis=-1).max())
-
-    @cached_property
-    def wrong(self) -> Flags:
-        return np.asarray(np.abs(self.sums) > self.excused(2.0**-6))
-
-    @property
-    def masked(self) -> bool:
-        """Sound, square, of more than one row, with nothing above the diagonal."""
-        p = self.printed
-        square = p.sizes[-2] == p.sizes[-1] > 1
-        return bool(square and not self.wrong.any() and p.values.any() and not p.largest(~p.causal))
-
-    @property
-    def masked_delta(self) -> bool:
-        """P of all keys with D of the masked output: rows sum to 0 over the causal keys alone."""
-        p = self.printed
-        fine = self.excused(SIXTEEN_BIT.get(p.dtype, 2.0**-11))
+    def __init__(self, printed: Printed) -> None:
+        p = self.printed = printed
+        self.sums, self.inside = p.values.sum(axis=-1), (p.values * p.causal).sum(axis=-1)
+        # a row's own size may be that of a small difference, dP - D
+        digits, largest = 0.505 * p.units.sum(axis=-1), np.abs(p.values).sum(axis=-1).max()
+        self.allowed: Float64 = digits + 2.0**-6 * largest
+        self.wrong: Flags = np.abs(self.sums) > self.allowed
+        square = p.sizes[-2] == p.sizes[-1] > 1 and bool(p.values.any())
+        self.masked = square and not self.wrong.any() and not p.largest(~p.causal)
+        fine = digits + SIXTEEN_BIT.get(p.dtype, 2.0**-11) * largest
         parts = ((np.abs(p.values) * seen).sum(axis=-1) for seen in (p.causal, ~p.causal))
-        telling = np.logical_and(*(part > 10 * fine for part in parts))
+        telling = np.logical_and(*(part > 10 * fine for part in parts)).any()
         inside = (np.abs(self.inside) <= fine).all()
-        return bool(self.wrong.any() and telling.any() and inside)
+        self.masked_delta = bool(self.wrong.any() and telling and inside)
 
     @property
     def said(self) -> str:
-        excused = self.excused(2.0**-6).max()
-        sums = f"{listed(self.sums.ravel())} (rounding excuses {excused:.1g})"
+        sums = f"{listed(self.sums.ravel())} (rounding excuses {self.allowed.max():.1g})"
         return f"rows of {self.printed.title} must sum to 0, but sum to {sums}"
 
     def judged(self, side: str) -> Iterator[Finding]:
@@ -90,8 +69,7 @@ def identities(
             off = np.where(p.values.any(axis=-1), np.abs(p.values.sum(axis=-1) - 1), 0.0)
             yield _worst(side, "I1", "rows of P sum to 1", p, off, size + 2.0**-7)
         if own is not None:
-            off, allowed = np.abs(own.sums), own.excused(2.0**-6)
-            yield _worst(side, "I2", "rows of dS sum to 0", p, off, allowed)
+            yield _worst(side, "I2", "rows of dS sum to 0", p, np.abs(own.sums), own.allowed)
         if own is not None and causal and p.sizes[-1] == p.sizes[-2]:
             above = np.abs(p.values * ~p.causal).max(axis=-1)
             unit = np.full_like(above, p.units.max())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from rawattn.check.diagnose.logs.rows import Rows, few, listed, rows_named
 DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
 LIKELY = (0.98, 1.7)  # the mean of exp(score), of scores around 0 that vary by up to 1
 SHRUNK = ("", "O", "dV")  # what zero keys in the denominator divide by nearly one number
-ROOT, LOG2_E = "sqrt(head_dim)", "log2(e)"
+LOG2_E = 1 / math.log(2)
+OTHER_MASK = "mask-missing-in-backward"
 
 
 @dataclass(frozen=True)
@@ -27,44 +29,12 @@ class Log:
     causal: bool | None
 
 
-# What has no name: its title, the bugs that it may be, and where to look.
-UNKNOWN = {
-    "broken": (
-        "NaN or infinity where the other side has numbers",
-        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        "rows without an allowed key, masked tiles, exp of large scores: print such a row's scores",
-    ),
-    "no gradient": (
-        "dS is not the gradient of any softmax: its rows do not sum to 0",
-        ("softmax-backward-without-p", "delta-of-another-out", "mask-missing-in-backward"),
-        "P and D = dout . out: they must be of one softmax; print both for one row",
-    ),
-    "factor": (
-        "the two sides differ by a constant factor",
-        (),
-        "where the result is scaled: softmax_scale, a mean for a sum, a head count",
-    ),
-    "padding": (
-        "the two sides differ by a constant factor",
-        ("padded-keys", "padded-grad-out"),
-        "the ratio for a sequence of another length: padding gives another number for each length, "
-        "a forgotten factor one everywhere; --lengths says how long the sequences are",
-    ),
-    "nothing": (
-        "the two sides differ, in no way that these entries explain",
-        (),
-        "whole rows of a small case, dS and P beside the gradients; or save and compare arrays",
-    ),
-}
-
-
-def _unknown(
-    pair: Pair, side: str, what: str, evidence: Sequence[str], where: str = "", by: str = ""
+def _finding(
+    pair: Pair, side: int | None, bug: str, sure: str, evidence: Sequence[str], **more: Any
 ) -> Finding:
-    title, alternatives, look_at = UNKNOWN[what]
-    sure = "low" if what == "nothing" else "medium"
-    given = (side, "unknown", where or pair.title, sure, evidence, alternatives)
-    return finding(*given, title=title + by, look_at=look_at)
+    """On one side, or on either. more: as of a finding, and ``where`` it is not in all entries."""
+    whose, where = pair.either if side is None else pair.sides[side], more.pop("where", pair.title)
+    return finding(whose, bug, where, sure, evidence, more.pop("others", ()), **more)
 
 
 def differs(pair: Pair, log: Log) -> Finding:
@@ -81,8 +51,14 @@ def _not_finite(pair: Pair, log: Log) -> Finding | None:
     rows = [label for label, row in pair.rows.items() if broken[worse][row].any()]
     count = f"{broken[worse].sum()} printed entries of {title} are NaN or infinite"
     evidence = (count, f"{broken[1 - worse].sum()} of the other side are")
-    where = f"{title}, {rows_named(rows)}" if rows else title
-    return _unknown(pair, pair.sides[worse], "broken", evidence, where)
+    return _finding(
+        *(pair, worse, "unknown", "medium", evidence),
+        where=f"{title}, {rows_named(rows)}" if rows else title,
+        title="NaN or infinity where the other side has numbers",
+        others=("dead-rows", "masked-tile-nan", "no-max-subtraction"),
+        look_at="rows without an allowed key, masked tiles, exp of large scores: print such a "
+        "row's scores",
+    )
 
 
 def _unmasked(pair: Pair, log: Log) -> Finding | None:
@@ -91,7 +67,7 @@ def _unmasked(pair: Pair, log: Log) -> Finding | None:
     p, other = pair.both[bad], pair.both[1 - bad]
     if not pair.masked or log.causal is False or pair.hidden[bad] <= 2 * p.units.max():
         return None
-    side, own, right = pair.sides[bad], log.rows.get(p.start), log.rows.get(other.start)
+    own, right = log.rows.get(p.start), log.rows.get(other.start)
     said = [
         f"{p.title} above the diagonal: up to {pair.hidden[bad]:.3g}, where masked keys must give "
         f"0; {other.title}: 0",
@@ -102,22 +78,25 @@ def _unmasked(pair: Pair, log: Log) -> Finding | None:
             f"{p.title} / {other.title} on the visible entries is constant in each row "
             f"({listed(shares, 3)}): the share of the softmax that falls on visible keys"
         )
-    bug = "mask-missing-in-backward"
+    bug = OTHER_MASK
     if own is not None and own.wrong.any():
         if not own.masked_delta:
-            return finding(side, bug, own.where, "medium", [own.said, *said])
+            return _finding(pair, bad, bug, "medium", [own.said, *said], where=own.where)
         if right is not None and not right.wrong.any():
             sums = listed(right.sums.ravel())
             said.append(f"{other.title} is right: its rows sum to {sums}, and it is masked")
-        return finding(side, bug, own.where, "proved", said)
+        return _finding(pair, bad, bug, "proved", said, where=own.where)
     if own is None and pair.kind == "dS" and shares:
         said.append("rows are elided: their sums cannot be taken")
-        return finding(side, bug, p.title, "high", said, ("causal-dropped",))
+        return _finding(pair, bad, bug, "high", said, where=p.title, others=("causal-dropped",))
     if own is not None:
         said.append(f"rows of {p.title} sum to 0 over all keys: its P and D agree")
-    others = "causal-off-by-one", "neighbour-leak"
-    look_at = "which of the two is meant: one side masks where the other one does not"
-    return finding(side, "causal-dropped", p.title, "medium", said, others, look_at=look_at)
+    return _finding(
+        *(pair, bad, "causal-dropped", "medium", said),
+        where=p.title,
+        others=("causal-off-by-one", "neighbour-leak"),
+        look_at="which of the two is meant: one side masks where the other one does not",
+    )
 
 
 def _shares(pair: Pair, bad: int) -> list[float]:
@@ -135,20 +114,26 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
     bad = [n for n, one in enumerate(rows) if one.wrong.any()]
     if len(rows) < 2 or len(bad) != 1:
         return None
-    own, right, side = rows[bad[0]], rows[1 - bad[0]], pair.sides[bad[0]]
-    title = own.printed.title
+    own, right = rows[bad[0]], rows[1 - bad[0]]
+    where = own.printed.title
     evidence = [own.said, f"rows of {right.printed.title} do sum to 0"]
     gap = own.printed.values - right.printed.values
     total = gap.sum(axis=-1, keepdims=True)
     slack = 2 * pair.digits + 2.0**-7 * np.abs(total)
     if not (gap * np.sign(total) >= -slack).all():
-        return _unknown(pair, side, "no gradient", evidence, title)
+        return _finding(
+            *(pair, bad[0], "unknown", "medium", evidence),
+            where=where,
+            title="dS is not the gradient of any softmax: its rows do not sum to 0",
+            others=("softmax-backward-without-p", "delta-of-another-out", OTHER_MASK),
+            look_at="P and D = dout . out: they must be of one softmax; print both for one row",
+        )
     evidence.append(
         "the difference of the two sides has one sign in each row, so it is P times a number of "
         "that row: P agrees, D does not"
     )
     others = "delta-of-another-out", "lse-gradient-dropped"
-    return finding(side, "delta-omitted", title, "medium", evidence, others)
+    return _finding(pair, bad[0], "delta-omitted", "medium", evidence, where=where, others=others)
 
 
 def _constant_factor(pair: Pair, log: Log) -> Finding | None:
@@ -158,43 +143,52 @@ def _constant_factor(pair: Pair, log: Log) -> Finding | None:
         return None
     larger, ratio = _ratio(found)
     side, other = pair.sides[larger], pair.sides[1 - larger]
-    evidence = [
+    said = [
         f"{pair.title} = {found.slope:.4g} on the {found.count} entries that both print (residual "
         f"{found.residual:.1%}), so a constant"
     ]
     head_dim = (pair.a.sizes or (1,))[-1]
-    if pair.kind == "lse" and _near(ratio, 1 / math.log(2)):
-        evidence.append(f"log2(e) = {1 / math.log(2):.4f}")
-        return finding(side, "lse-base-2", pair.title, "high", evidence)
+    if pair.kind == "lse" and _near(ratio, LOG2_E):
+        said.append(f"log2(e) = {LOG2_E:.4f}")
+        return _finding(pair, larger, "lse-base-2", "high", said)
     if pair.kind in ("dQ", "dK") and _near(ratio, math.sqrt(head_dim)):
         words = f"sqrt(head_dim) = sqrt({head_dim}): {side} lacks softmax_scale there"
-        evidence.append(f"{words}, or {other} applies it twice")
-        return finding(side, "output-scale", pair.title, "medium", evidence)
+        said.append(f"{words}, or {other} applies it twice")
+        return _finding(pair, larger, "output-scale", "medium", said)
+    title = f"the two sides differ by a constant factor of {ratio:.4g}"
+    look_at = "where the result is scaled: softmax_scale, a mean for a sum, a head count"
     if log.causal or ratio < 1 or pair.kind not in SHRUNK:
-        return _unknown(pair, " or ".join(pair.sides), "factor", evidence, by=f" of {ratio:.4g}")
-    return _padding(pair, log, ratio, other, evidence)
+        return _finding(pair, None, "unknown", "medium", said, title=title, look_at=look_at)
+    means = _padding(pair, log, ratio)
+    if not means:
+        return _finding(
+            *(pair, None, "unknown", "medium", said),
+            title=title,
+            others=("padded-keys", "padded-grad-out"),
+            look_at="the ratio for a sequence of another length: padding gives another number for "
+            "each length, a forgotten factor one everywhere; --lengths says how long the "
+            "sequences are",
+        )
+    told = few([f"{n} tokens would have m = {mean:.3g}" for n, mean in means.items()])
+    said += [
+        "zero keys up to the longest sequence divide by r(n) = 1 + (longest - n) / (n m), m the "
+        "mean of exp(score): 1 for the longest, another number for each other length; longest is "
+        f"{max(log.lengths)}, {told}",
+        f"{other} has the smaller values: it is the side that attends to padding",
+    ]
+    where = f"{pair.title}, the sequence of {' or '.join(map(str, means))} tokens"
+    sure, others = "medium" if len(means) == 1 else "low", ("padded-grad-out",)
+    return _finding(pair, 1 - larger, "padded-keys", sure, said, where=where, others=others)
 
 
-def _padding(pair: Pair, log: Log, ratio: float, shrunk: str, evidence: list[str]) -> Finding:
-    """Zero keys up to the longest sequence add a weight of e^0 = 1 each to the denominator."""
+def _padding(pair: Pair, log: Log, ratio: float) -> dict[int, float]:
+    """The lengths of which ``ratio`` may be that of zero keys up to the longest sequence, each of
+    which adds e^0 = 1 to the denominator; and the mean weight of the own keys then."""
     lengths, longest = log.lengths, max(log.lengths, default=0)
     rows = {size for size in pair.a.sizes[:-1] if size in lengths}
     tried = sorted({n for n in lengths if 0 < n < longest and (not rows or n in rows)})
     means = {n: (longest - n) / (n * (ratio - 1)) for n in tried}
-    possible = [n for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]]
-    if not possible:
-        either = " or ".join(pair.sides)
-        return _unknown(pair, either, "padding", evidence, by=f" of {ratio:.4g}")
-    told = few([f"{n} tokens would have m = {means[n]:.3g}" for n in possible])
-    evidence += [
-        "zero keys up to the longest sequence divide by r(n) = 1 + (longest - n) / (n m), m the "
-        "mean of exp(score): 1 for the longest, another number for each other length; longest is "
-        f"{longest}, {told}",
-        f"{shrunk} has the smaller values: it is the side that attends to padding",
-    ]
-    where = f"{pair.title}, the sequence of {' or '.join(map(str, possible))} tokens"
-    sure = "medium" if len(possible) == 1 else "low"
-    return finding(shrunk, "padded-keys", where, sure, evidence, ("padded-grad-out",))
+    return {n: mean for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]}
 
 
 def _powers(pair: Pair, log: Log) -> Finding | None:
@@ -219,7 +213,7 @@ def _powers(pair: Pair, log: Log) -> Finding | None:
         f"{found.residual:.1%}): so are its scores",
     )
     look_at = f"softmax_scale, head_dim ** -0.5, once: {side} lacks it, or {other} applies it twice"
-    return finding(side, "score-scale", pair.title, "medium", evidence, look_at=look_at)
+    return _finding(pair, larger, "score-scale", "medium", evidence, look_at=look_at)
 
 
 def _ratio(found: Fit) -> tuple[int, float]:
@@ -248,8 +242,13 @@ def _structure(pair: Pair, log: Log) -> Finding:
     elif found is not None:
         left = f"a slope of {found.slope:.3g} leaves {found.residual:.0%}"
         evidence.append(f"no constant factor: {left}")
-    where = f"{pair.title}, {rows_named(unlike)}" if unlike else ""
-    return _unknown(pair, " or ".join(pair.sides), "nothing", evidence, where)
+    return _finding(
+        *(pair, None, "unknown", "low", evidence),
+        where=f"{pair.title}, {rows_named(unlike)}" if unlike else pair.title,
+        title="the two sides differ, in no way that these entries explain",
+        look_at="whole rows of a small case, dS and P beside the gradients; or save and compare "
+        "arrays",
+    )
 
 
 RULES = (_not_finite, _unmasked, _wrong_delta, _constant_factor, _powers, _structure)

@@ -98,9 +98,9 @@ class Printed:
 
 
 class Number(NamedTuple):
-    """A printed figure: "max abs err (q,k,v): [1e-3, 2e-3, 0.0]" is three, of labels that end in q,
-    k and v. context: the headline above it. unit: the step of its last digit, 1 of a count; 0 where
-    it is exact: "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
+    """A printed figure; of several in brackets each is one, with its index in the label. context:
+    the headline above it. unit: the step of its last digit, 1 of a count; 0 where it is exact:
+    "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
     """
 
     label: str

@@ -207,15 +207,9 @@ def _read_figures(text: str, read: list[tuple[Printed, int]]) -> tuple[Number, .
                 continue
             label = match["label"].strip(" ,;\t|")
             values = re.findall(NUMBER, match["value"], re.IGNORECASE)
-            told = re.search(r"\(([\w ,]+)\)$", label)
-            names = told[1].replace(" ", "").split(",") if told else []
-            if told and len(names) == len(values):
-                label = label[: told.start()].strip()
-            else:
-                names = [str(i) for i in range(len(values))] if len(values) > 1 else [""]
-            for name, value in zip(names, values, strict=True):
+            for n, value in enumerate(values):
                 unit = _unit(value, _decimals(value)) or 1.0  # whole numbers are counts
                 zero = not re.search("[1-9]", value) and ("e" in value.lower() or unit == 0.1)
                 given = float(value), 0.0 if zero else unit, context
-                found.append(Number(f"{label} {name}".strip(), *given))
+                found.append(Number(f"{label} [{n}]" if len(values) > 1 else label, *given))
     return tuple(found)
