@@ -22,6 +22,7 @@ EACH = 3  # lines of one proof
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
 FIGURES = {0: "dim", 1: "black on yellow", 3: "white on red"}  # of a map, from these on
+NUMBERS = ("error", "allowed", "slope", "residual", "largest error")  # columns of them
 TRIAL = re.compile(r"[RW]\d+")  # names of what a comparison was fed: right and wrong results
 
 
@@ -191,9 +192,37 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
     fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
     title = "what it was fed, and how often its verdict was wrong"
     title = title if fed else "identities that must hold on a side alone"
-    _print(console, title, words.CHECKS, words.of_checks(diagnosis.checks))
+    rows = []
+    for check in diagnosis.checks:
+        said = check.text + (f" ({check.place})" if check.place else "")
+        verdict = "no data" if check.verdict == "-" else check.verdict
+        numbers = words.readable(check.value), words.readable(check.allowed)
+        rows.append((verdict, check.side, check.name, said, *numbers))
+    heads = ("verdict", "side", "name", "what must hold", "error", "allowed")
+    _print(console, title, heads, rows)
     title = "slope of one over the other (least squares), and the residual that it leaves"
-    _print(console, title, words.LEVELS, words.of_levels(diagnosis.levels))
+    rows = []
+    for level in diagnosis.levels:
+        part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
+        slope = words.readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
+        numbers = words.readable(level.residual, ".1%"), words.readable(level.error)
+        rows.append((level.tensor, part, slope, *numbers))
+    _print(console, title, ("tensor", "part", "slope", "residual", "largest error"), rows)
+
+
+def _print(
+    console: Console, title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]
+) -> None:
+    """A table, if there is something in it; verdicts in colour."""
+    if not rows:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    for head in heads:
+        where = "right" if head in NUMBERS else "left"
+        table.add_column(head, justify=where, no_wrap=head != "what must hold", overflow="fold")
+    for first, *others in rows:
+        table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
+    console.print(Text(f"\n{title}", "italic"), table)
 
 
 def _map(given: Map, width: int) -> list[Text]:
@@ -219,21 +248,3 @@ def _map(given: Map, width: int) -> list[Text]:
             colour = max((x for x in FIGURES if x <= power), default=0)
             lines[-1].append(shown, FIGURES[colour])
     return lines
-
-
-def _print(console: Console, title: str, heads: Sequence[str], rows: Sequence[words.Cells]) -> None:
-    """A table; verdicts in colour."""
-    if not rows:
-        return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    for head in heads:
-        number = head in words.FIGURES
-        table.add_column(
-            head,
-            justify="right" if number else "left",
-            no_wrap=head != "what must hold",
-            overflow="fold",
-        )
-    for first, *others in rows:
-        table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
-    console.print(Text(f"\n{title}", "italic"), table)
