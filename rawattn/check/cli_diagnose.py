@@ -220,7 +220,7 @@ def dump_command(
     """
     if listing:
         for one in _standard():
-            click.echo(_described(one))
+            click.echo(f"{one}: {sizes_of(question_of(one))}")
         return
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
@@ -444,21 +444,6 @@ def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
     facts += pair.notes
     return replace(found, findings=tuple(findings), facts=tuple(dict.fromkeys(facts)))
-
-
-def _described(case: Case) -> str:
-    """A case in a line."""
-    sizes = (
-        ("tokens", sum(case.lengths_q), sum(case.lengths_k)),
-        ("heads", case.num_heads_q, case.num_heads_kv),
-        ("numbers a head", case.head_dim, case.head_dim_v),
-    )
-    parts = [f"{a} {what}" + (f" ({b} of keys)" if a != b else "") for what, a, b in sizes]
-    parts += ["causal" if case.causal else "not causal"]
-    parts += [f"window {case.window}"] if case.window != (-1, -1) else []
-    parts += [] if case.softcap is None else [f"softcap {case.softcap:g}"]
-    parts += ["sinks"] * case.sinks + ["seqused_k"] * (case.seqused_k is not None)
-    return f"{case}: {', '.join(parts)}"
 
 
 def _standard() -> tuple[Case, ...]:
