@@ -403,8 +403,8 @@ def _not_shown(
 
 def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:
     """What a file may have meant and does not say."""
-    if saved.unsaid:
-        yield saved.unsaid
+    if "causal" in saved.left_out:
+        yield {"causal": not question.causal}
     for changes in meant.options(question, saved.answers) if saved.left_out else ():
         said = {n: x for n, x in changes.items() if not np.array_equal(x, getattr(question, n))}
         if said and said.keys() <= {*saved.left_out}:

@@ -42,9 +42,9 @@ NO_MASK = "causal is not said: False is assumed"
 class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
-    unsaid: what options may have been that it does not say. left_out: fields of a Question that
-    it does not say at all. about: what `rawattn-check dump` wrote for `explain`: "identify", how
-    many of its sequences are not the reader's questions; "sequence", whose intermediates it holds.
+    left_out: fields of a Question that it does not say. about: what `rawattn-check dump` wrote for
+    `explain`: "identify", how many of its sequences are not the reader's questions; "sequence",
+    whose intermediates it holds.
     """
 
     path: str
@@ -52,7 +52,6 @@ class Saved:
     answers: Answers
     notes: tuple[str, ...]
     frame: Frame | None
-    unsaid: dict[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     about: dict[str, int] = field(default_factory=dict)
 
@@ -116,8 +115,7 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     called = {entry: name for name, entry in GIVEN.items()}
     answers = {n: array for n, array in found.items() if n in RESULTS}
     fields_of = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
-    unsaid = {"causal": True} if NO_MASK in notes else {}
     left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
     told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
     fields_of |= options
-    return Saved(str(path), fields_of, answers, tuple(notes), frame, unsaid, left_out, told)
+    return Saved(str(path), fields_of, answers, tuple(notes), frame, left_out, told)

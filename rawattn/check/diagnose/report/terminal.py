@@ -192,7 +192,7 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
     fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
     title = "what it was fed, and how often its verdict was wrong"
     title = title if fed else "identities that must hold on a side alone"
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
@@ -218,8 +218,12 @@ def _print(
         return
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     for head in heads:
-        where = "right" if head in NUMBERS else "left"
-        table.add_column(head, justify=where, no_wrap=head != "what must hold", overflow="fold")
+        table.add_column(
+            head,
+            justify="right" if head in NUMBERS else "left",
+            no_wrap=head != "what must hold",
+            overflow="fold",
+        )
     for first, *others in rows:
         table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
     console.print(Text(f"\n{title}", "italic"), table)
