@@ -53,27 +53,21 @@ LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-class Integers(click.ParamType):  # type: ignore[type-arg]
+def integers(value: str, least: int = -1) -> tuple[int, ...]:
     """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
-
-    name = "integers"
-
-    def __init__(self, least: int = -1) -> None:
-        self.least = least
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        try:
-            found = tuple(int(part) for part in value.strip("[]() ").split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of integers such as 448,1280")
-        if min(found) < self.least:
-            self.fail(f"{value!r} has a number below {self.least}")
-        return found
+    try:
+        found = tuple(int(part) for part in value.strip("[]() ").split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from error
+    if min(found) < least:
+        raise click.BadParameter(f"{value!r} has a number below {least}")
+    return found
 
 
-Lengths = Integers(least=0)
+def counts(value: str) -> tuple[int, ...]:
+    """Integers, none of which is negative."""
+    return integers(value, 0)
+
 
 framework_option = click.option(
     "--framework",
@@ -127,7 +121,7 @@ def refused(where: str = "") -> Iterator[None]:
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--lengths", type=Lengths, help="tokens of the sequences that the log is about.")
+@click.option("--lengths", type=counts, help="tokens of the sequences that the log is about.")
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
@@ -171,15 +165,15 @@ def explain_command(
 @click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", type=Lengths, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", type=Lengths, help="their keys, where these are other numbers.")
+@click.option("--lengths", type=counts, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", type=counts, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)
 @click.option("--head-dim-v", type=int, help="of v and out; the same by default.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
 @click.option("--causal", is_flag=True)
-@click.option("--window", type=Integers(), help="LEFT,RIGHT keys beside a query's own; -1: open.")
+@click.option("--window", type=integers, help="LEFT,RIGHT keys beside a query's own; -1: open.")
 @click.option("--softmax-scale", type=float, help="head_dim ** -0.5 by default.")
 @rare_options
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
