@@ -7,10 +7,12 @@ in ``diagnose.judge.failures``. Long by options and help texts, which stand toge
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import numpy as np
@@ -21,7 +23,7 @@ from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
-from rawattn.check.diagnose.files.npz import Saved, dump, read
+from rawattn.check.diagnose.files.npz import Saved, dump
 from rawattn.check.diagnose.files.pairs import Pair, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import comparison
@@ -51,27 +53,21 @@ LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-class Integers(click.ParamType):  # type: ignore[type-arg]
+def integers(value: str, least: int = -1) -> tuple[int, ...]:
     """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
-
-    name = "integers"
-
-    def __init__(self, least: int = -1) -> None:
-        self.least = least
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        try:
-            found = tuple(int(part) for part in value.strip("[]() ").split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of integers such as 448,1280")
-        if min(found) < self.least:
-            self.fail(f"{value!r} has a number below {self.least}")
-        return found
+    try:
+        found = tuple(int(part) for part in value.strip("[]() ").split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from error
+    if min(found) < least:
+        raise click.BadParameter(f"{value!r} has a number below {least}")
+    return found
 
 
-Lengths = Integers(least=0)
+def counts(value: str) -> tuple[int, ...]:
+    """Integers, none of which is negative."""
+    return integers(value, 0)
+
 
 framework_option = click.option(
     "--framework",
@@ -80,27 +76,64 @@ framework_option = click.option(
 )
 
 
+Told = tuple[Diagnosis, terminal.About]
+
+
+def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
+    """What a command tells is shown and written, as three more options of it say; it leaves with
+    the exit code."""
+
+    @click.option("--full", is_flag=True, help="show all evidence, maps, identities and slopes.")
+    @html_option
+    @json_option
+    @wraps(command)
+    def shown(
+        *args: Any, full: bool, html_file: Path | None, json_file: Path | None, **options: Any
+    ) -> None:
+        told = command(*args, **options)
+        if told is None:
+            return
+        diagnosis, about = told
+        console = report.console()
+        terminal.show(console, diagnosis, about, full=full)
+        terminal.facts(console, diagnosis, full=full)
+        if diagnosis.findings and not full:
+            console.print(Text("--full shows all evidence, identities and slopes", "dim"))
+        if html_file is not None:
+            html_file.write_text(page(diagnosis, about), encoding="utf-8")
+        if json_file is not None:
+            text = json.dumps(words.as_json(diagnosis), indent=1, allow_nan=False)
+            json_file.write_text(text, encoding="utf-8")
+        sys.exit(0 if words.nothing_wrong(diagnosis) else 1)
+
+    return shown
+
+
+@contextmanager
+def refused(where: str = "") -> Iterator[None]:
+    """What is said wrongly is the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(f"{where}{error}") from error
+
+
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--lengths", type=Lengths, help="tokens of the sequences that the log is about.")
+@click.option("--lengths", type=counts, help="tokens of the sequences that the log is about.")
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
 @click.option("--names", help="with --log: words in the two sides' names, such as manual,cuda.")
-@click.option("--full", is_flag=True, help="show all evidence, identities and slopes.")
-@html_option
-@json_option
+@showing
 def explain_command(
     files: tuple[Path, ...],
     log_file: Path | None,
     lengths: tuple[int, ...] | None,
     class_: str | None,
     names: str | None,
-    full: bool,
-    html_file: Path | None,
-    json_file: Path | None,
-) -> None:
+) -> Told | None:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
@@ -113,23 +146,17 @@ def explain_command(
     if bool(files) + bool(log_file) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
     if class_:
-        try:
+        with refused():
             terminal.show_class(report.console(), class_)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-        return
+        return None
     if files and (lengths or names):
         raise click.UsageError("--lengths and --names are for --log; files say it in their arrays")
     if log_file:
-        diagnosis = _of_log(log_file, lengths, names)
         tokens = ",".join(map(str, lengths)) if lengths else None
         again = _repeated("explain", log=log_file, lengths=tokens, names=names)
-        about = terminal.About(again=again)
-    else:
-        diagnosis = _of_files(*map(str, files))
-        sides = dict(zip("AB", (file.name for file in files), strict=False))
-        about = terminal.About(sides, again=_repeated("explain", *files))
-    finish(diagnosis, html_file, json_file, about, full=full)
+        return _of_log(log_file, lengths, names), terminal.About(again=again)
+    sides = dict(zip("AB", (file.name for file in files), strict=False))
+    return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
 
 @click.command("dump")
@@ -138,15 +165,15 @@ def explain_command(
 @click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", type=Lengths, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", type=Lengths, help="their keys, where these are other numbers.")
+@click.option("--lengths", type=counts, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", type=counts, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)
 @click.option("--head-dim-v", type=int, help="of v and out; the same by default.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
 @click.option("--causal", is_flag=True)
-@click.option("--window", type=Integers(), help="LEFT,RIGHT keys beside a query's own; -1: open.")
+@click.option("--window", type=integers, help="LEFT,RIGHT keys beside a query's own; -1: open.")
 @click.option("--softmax-scale", type=float, help="head_dim ** -0.5 by default.")
 @rare_options
 @click.option("--block-size", type=click.Choice(map(str, BLOCK_SIZES)), help="block-sparse: keys.")
@@ -187,7 +214,7 @@ def dump_command(
     """
     if listing:
         for one in _standard():
-            click.echo(_described(one))
+            click.echo(f"{one}: {sizes_of(question_of(one))}")
         return
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
@@ -250,26 +277,21 @@ def dump_command(
     help="what ref is: an exact float64 array, or a result of the same dtype as x; by default that "
     "of the two with which fewer right results are refused.",
 )
-@click.option("--full", is_flag=True, help="show everything that was tried.")
-@html_option
-@json_option
+@showing
 def harness_command(
     compare: str,
     framework: str | None,
     dtypes: tuple[str, ...],
     sizes: tuple[float, ...],
     reference: str | None,
-    full: bool,
-    html_file: Path | None,
-    json_file: Path | None,
-) -> None:
+) -> Told:
     """Show which wrong results a comparison function lets pass.
 
     COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It
     is fed wrong results (scaled, shifted, zeroed, NaN, of another shape) and right ones. What else
     it takes, such as tolerances, must have defaults.
     """
-    try:
+    with refused():
         diagnosis = comparison.examine(
             comparison.load_compare(compare),
             framework or default_framework(),
@@ -277,33 +299,8 @@ def harness_command(
             sizes=sizes or comparison.SIZES,
             reference=reference,
         )
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     given = {"framework": framework, "dtype": dtypes, "size": sizes, "reference": reference}
-    about = terminal.About(again=_repeated("harness", compare, **given))
-    finish(diagnosis, html_file, json_file, about, full=full)
-
-
-def finish(
-    diagnosis: Diagnosis,
-    html_file: Path | None,
-    json_file: Path | None,
-    about: terminal.About,
-    *,
-    full: bool,
-) -> NoReturn:
-    """Show and write a diagnosis, and leave with the exit code."""
-    console = report.console()
-    terminal.show(console, diagnosis, about, full=full)
-    terminal.facts(console, diagnosis, full=full)
-    if diagnosis.findings and not full:
-        console.print(Text("--full shows all evidence, identities and slopes", "dim"))
-    if html_file is not None:
-        html_file.write_text(page(diagnosis, full=full), encoding="utf-8")
-    if json_file is not None:
-        text = json.dumps(words.as_json(diagnosis), indent=1, allow_nan=False)
-        json_file.write_text(text, encoding="utf-8")
-    sys.exit(0 if words.nothing_wrong(diagnosis) else 1)
+    return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
 
 
 def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
@@ -319,23 +316,15 @@ def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> D
     sides = tuple(part.strip() for part in names.split(",")) if names else None
     if sides is not None and (len(sides) != 2 or not all(sides)):
         raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
-    text = file.read_text(encoding="utf-8", errors="replace")
-    try:
+    with refused(f"{file}: "):
+        text = file.read_text(encoding="utf-8", errors="replace")
         return explain_log(text, lengths=lengths, names=sides)
-    except ValueError as error:
-        raise click.UsageError(f"{file}: {error}") from error
 
 
-def _of_files(one: str, other: str | None = None) -> Diagnosis:
+def _of_files(*files: Path) -> Diagnosis:
     """The diagnosis of one side or of two; ``facts`` say what was read, and what was not."""
-    try:
-        if other is None:
-            saved = read(one)
-            pair = Pair((saved,), (saved.question,))
-        else:
-            pair = load_two(one, other)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    with refused():
+        pair = load_two(*files)
     paths = " and ".join(saved.path for saved in pair.sides)
     questions = [question for question in pair.questions if question is not None]
     if not questions:
@@ -360,10 +349,8 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
     first of its sequences, with what the others tell of them.
     """
     if "identify" in about:
-        try:
+        with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, about["identify"])
-        except ValueError as error:
-            raise click.UsageError(f"{saved.path}: {error}") from error
         diagnosis = diagnose(here, answers, side=name, told=told)
         of_all = of_sinks(question, saved.answers, name, diagnosis.findings)
         return replace(diagnosis, findings=(*diagnosis.findings, *of_all))
@@ -372,26 +359,23 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
             title = f"right if {_meant(changes)} was meant, which is not said"
-            look_at = "what was meant: save it too"
-            given = (name, "vacuous", saved.path, "high", saved.notes)
-            return replace(other, findings=(finding(*given, title=title, look_at=look_at),))
+            said = (title, "what was meant: save it too", "high")
+            return replace(other, findings=(_not_shown(name, saved.path, *said, saved.notes),))
         if _worse(other) < _worse(diagnosis):
             fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
-    found = list(diagnosis.findings)
+    found, facts = list(diagnosis.findings), diagnosis.facts
     if found:
         found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
     for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
         names = ", ".join(tensor for tensor in STAGES[stage] if tensor in saved.answers)
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
-            why = "without the cotangent or direction that they are of they cannot be computed"
-            look_at = (
-                "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
+            why = (
+                "without the cotangent or direction that they are of they cannot be computed again"
             )
-            given = (name, "vacuous", saved.path, "proved", (f"{why} again",))
-            found.append(finding(*given, title=title, look_at=look_at))
-    facts = diagnosis.facts
+            look = "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
+            found.append(_not_shown(name, saved.path, title, look, "proved", (why,)))
     parting = steps.parting(question, saved.answers, about.get("sequence"))
     if parting is not None:
         agree = f"{', '.join(parting.agree)} right" if parting.agree else ""
@@ -404,10 +388,17 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
     return replace(diagnosis, findings=tuple(found), facts=facts)
 
 
+def _not_shown(
+    side: str, where: str, title: str, look_at: str, sure: str, why: Sequence[str]
+) -> Finding:
+    """What keeps a side from being judged."""
+    return finding(side, "vacuous", where, sure, why, title=title, look_at=look_at)
+
+
 def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:
     """What a file may have meant and does not say."""
-    if saved.unsaid:
-        yield saved.unsaid
+    if "causal" in saved.left_out:
+        yield {"causal": not question.causal}
     for changes in meant.options(question, saved.answers) if saved.left_out else ():
         said = {n: x for n, x in changes.items() if not np.array_equal(x, getattr(question, n))}
         if said and said.keys() <= {*saved.left_out}:
@@ -440,28 +431,13 @@ def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
     if pair.apart:
         title = "the two sides had different inputs, so that comparing their results says nothing"
         look_at = "what each side was given: save both from one run, with the very inputs of it"
-        given = ("both", "vacuous", "the inputs of A and of B", "proved", pair.apart)
-        findings.insert(0, finding(*given, title=title, look_at=look_at))
+        given = (title, look_at, "proved", pair.apart)
+        findings.insert(0, _not_shown("both", "the inputs of A and of B", *given))
     for name, saved in sides.items():
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
     facts += pair.notes
     return replace(found, findings=tuple(findings), facts=tuple(dict.fromkeys(facts)))
-
-
-def _described(case: Case) -> str:
-    """A case in a line."""
-    sizes = (
-        ("tokens", sum(case.lengths_q), sum(case.lengths_k)),
-        ("heads", case.num_heads_q, case.num_heads_kv),
-        ("numbers a head", case.head_dim, case.head_dim_v),
-    )
-    parts = [f"{a} {what}" + (f" ({b} of keys)" if a != b else "") for what, a, b in sizes]
-    parts += ["causal" if case.causal else "not causal"]
-    parts += [f"window {case.window}"] if case.window != (-1, -1) else []
-    parts += [] if case.softcap is None else [f"softcap {case.softcap:g}"]
-    parts += ["sinks"] * case.sinks + ["seqused_k"] * (case.seqused_k is not None)
-    return f"{case}: {', '.join(parts)}"
 
 
 def _standard() -> tuple[Case, ...]:
@@ -481,29 +457,23 @@ def _random_case(
     lengths_k: tuple[int, ...] | None,
     heads: int,
     heads_kv: int | None,
-    head_dim: int,
     head_dim_v: int | None,
     block_size: str | None,
     num_selected: int,
     window: tuple[int, ...] | None,
     **same: Any,
 ) -> Case:
-    heads_kv = heads_kv or heads
+    heads_kv, lengths_k = heads_kv or heads, lengths_k or lengths
     if heads_kv < 1 or heads % heads_kv:
         raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
-    if len(lengths_k or lengths) != len(lengths):
+    if len(lengths_k) != len(lengths):
         raise click.UsageError("--lengths and --lengths-k must be as many")
     if window is not None and len(window) != 2:
         raise click.UsageError("--window must be two integers, LEFT,RIGHT")
-    sizes: dict[str, Any] = {
-        **{"lengths_q": lengths, "lengths_k": lengths_k or lengths},
-        **{"num_heads_kv": heads_kv, "group": heads // heads_kv},
-        **{"head_dim": head_dim, "head_dim_v": head_dim_v or head_dim},
-        **{"past_q": 0, "past_k": 0, "window": window or (-1, -1)},
-    }
-    kind: Callable[..., Case] = Case
-    if block_size is not None:
-        kind = SparseCase
-        sizes |= {"block_size": int(block_size), "num_selected": num_selected}
-        sizes["sliding"] = window is not None
-    return kind("random", **sizes, **same)
+    same |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}
+    same |= {"num_heads_kv": heads_kv, "group": heads // heads_kv, "window": window or (-1, -1)}
+    same["head_dim_v"] = head_dim_v or same["head_dim"]
+    if block_size is None:
+        return Case("random", **same)
+    same |= {"block_size": int(block_size), "sliding": window is not None}
+    return SparseCase("random", num_selected=num_selected, **same)

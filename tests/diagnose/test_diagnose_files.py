@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.files.npz import dump, load, read
+from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.files.pairs import load_two
 from rawattn.check.diagnose.judge.failures import reference_answers
 from tests.diagnose.problems import KINDS, draw, normal, packed
@@ -36,6 +36,11 @@ def problem(
     question, rng = replace(posed, tq=None, tv=None), np.random.default_rng(1)
     like = {"out": posed.dout, "lse": posed.dlse, "dq": posed.q, "dk": posed.k, "dv": posed.v}
     return question, {name: normal(rng, x.shape, x.dtype) for name, x in like.items()}
+
+
+def load(path: Path) -> tuple[Question | None, Answers]:
+    saved = read(path)
+    return saved.question, saved.answers
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -304,6 +309,9 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
         ({"causal": True}, "causal is False and True"),
         ({"window": np.array([3, -1])}, "window is (-1, -1) and (3, -1)"),
         ({"softmax_scale": 0.5}, "softmax_scale is 0.408248 and 0.5"),
+        ({"softcap": np.array(2.0)}, "softcap is 1 and 2"),
+        ({"sinks": 1.0}, "sinks differs"),
+        ({"seqused_k": np.array([7, 3, 8])}, "seqused_k differs"),
         (
             {"cu_seqlens_q": np.array([0, 4, 14, 17])},
             "cu_seqlens_q is [0, 5, 14, 17] and [0, 4, 14",
@@ -313,7 +321,9 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
 def test_two_files_of_different_problems(
     change: dict[str, Any], apart: str, save: Callable[..., Path]
 ) -> None:
-    entries = plain(problem(), causal=False, window=np.array([-1, -1]), softmax_scale=6**-0.5)
+    options = {"softcap": 1.0, "sinks": np.zeros(4), "seqused_k": np.array([7, 4, 8])}
+    options |= {"causal": False, "window": np.array([-1, -1]), "softmax_scale": 6**-0.5}
+    entries = plain(problem(), **options)
     one = save("a.npz", **entries)
     for name, value in change.items():
         if value is None:

@@ -9,7 +9,7 @@ import pytest
 
 from rawattn.check.cases import Case, standard
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.files.npz import dump, load
+from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import question_of, reference_answers, small
 from rawattn.check.diagnose.read.packed import packed, read_packed
@@ -88,7 +88,7 @@ def test_a_file_of_another_language_is_explained(sizes: tuple[Any, ...], tmp_pat
     given, own = tmp_path / "given.npz", tmp_path / "own.npz"
     done = call("dump", "--out", given, "--heads", 2, "--head-dim", 32, *sizes)
     assert done.exit_code == 0 and "Nothing is wrong" in call("explain", given).output
-    question, _ = load(given)
+    question = read(given).question
     assert question is not None
     missing = {"entries": lambda t, x: [entry for entry in x if entry[1] >= 0]}
     planted = wrong(missing, "forward") if question.sparse else BUGS["odd"].planted
@@ -102,7 +102,8 @@ def test_a_file_of_another_language_is_explained(sizes: tuple[Any, ...], tmp_pat
 def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
     given = tmp_path / "given.npz"
     call("dump", "--out", given, "group3-float64", "--identify")
-    question, answers = load(given)
+    saved = read(given)
+    question, answers = saved.question, saved.answers
     assert question is not None
     moved = {"q": question.q + (np.arange(len(question.q)) == len(question.q) - 1)[:, None, None]}
     names = ("cu_seqlens_q", "cu_seqlens_k")

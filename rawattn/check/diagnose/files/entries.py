@@ -159,23 +159,6 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
     return found
 
 
-def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Question, as far as they are said."""
-    found: dict[str, Any] = {}
-    for name in OPTIONS:
-        if arrays.get(name) is None:
-            if name in arrays and name in OPTIONAL:
-                found[name] = None  # said to be none, so that of another file does not count
-            continue
-        value = np.asarray(arrays[name])
-        read, want = _OPTION_OF[name]
-        try:
-            found[name] = read(value)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{name} is {value.tolist()!r}; it must be {want}") from error
-    return found
-
-
 def _pair(value: np.ndarray) -> tuple[int, int]:
     sides = [int(n) for n in value.ravel()]
     left, right = sides * 2 if sides == [-1] else sides
@@ -187,7 +170,7 @@ def _flag(value: np.ndarray) -> bool:
     return text == "true" if text in ("true", "false") else bool(float(text))
 
 
-_OPTION_OF: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+_READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     **dict.fromkeys(("window", "sliding"), (_pair, "two integers (left, right), -1 for open")),
     **dict.fromkeys(("causal", "own"), (_flag, "true or false")),
     "softmax_scale": (lambda value: float(value.item()), "one number"),
@@ -196,35 +179,35 @@ _OPTION_OF: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 }
 
 
+def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The options of a Question, as far as they are said; None where one is said to be none, so
+    that of another file does not count."""
+    found: dict[str, Any] = {}
+    for name in OPTIONS:
+        given, (read, want) = arrays.get(name), _READ[name]
+        try:
+            if given is not None:
+                found[name] = read(np.asarray(given))
+            elif name in arrays and name in OPTIONAL:
+                found[name] = None
+        except (ValueError, TypeError) as error:
+            shown = np.asarray(given).tolist()
+            raise ValueError(f"{name} is {shown!r}; it must be {want}") from error
+    return found
+
+
 def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
     """Bring numbers to a float dtype: bits that are bfloat16, and 16-bit numbers widened."""
     said = "" if dtype is None else str(np.asarray(dtype).item()).removeprefix("torch.")
-    bits = []
-    for name, array in arrays.items():
-        if name in INTEGERS or name in OPTIONS:
-            continue
-        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # as numpy.save writes bfloat16
-            arrays[name] = array.view(BFLOAT16)
-        elif array.dtype in (np.uint16, np.int16):
-            arrays[name] = array.view(np.float16 if said == "float16" else BFLOAT16)
-            bits.append(name)
-        elif array.dtype != BFLOAT16 and array.dtype.kind not in "fiub":
-            raise ValueError(f"{name} has dtype {array.dtype}; it must be a real floating one")
-        elif array.dtype.kind in "iu" and np.abs(array.astype(np.float64)).max(initial=0) > LARGE:
-            raise ValueError(
-                f"{name} has {array.dtype} numbers above {LARGE}; if they are the bits of "
-                "bfloat16, save them as uint16"
-            )
-        elif array.dtype.kind in "iub" or array.dtype.itemsize > 8:
-            arrays[name] = array.astype(np.float64)
-        elif array.dtype != BFLOAT16:
-            arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    floats = {n: a for n, a in arrays.items() if n not in INTEGERS and n not in OPTIONS}
+    bits = ", ".join(n for n, a in floats.items() if a.dtype in (np.uint16, np.int16))
     if bits and not said:
         notes.append(
-            f"{', '.join(bits)}: 16-bit integers, read as the bits of bfloat16 (not so with an "
+            f"{bits}: 16-bit integers, read as the bits of bfloat16 (not so with an "
             "entry dtype='float16')"
         )
-    floats = {n: a for n, a in arrays.items() if n not in INTEGERS and n not in OPTIONS}
+    floats = {name: _floating(name, array, said) for name, array in floats.items()}
+    arrays.update(floats)
     for narrow in (BFLOAT16, np.dtype(np.float16)):
         fit = {n for n, a in floats.items() if a.dtype.itemsize > 2 and _fits(a, narrow)}
         telling = {name for name in fit if _telling(floats[name].ravel()[:1000])}
@@ -235,6 +218,26 @@ def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
             if restored and not said:
                 notes.append(f"{', '.join(restored)}: all numbers are of {narrow}, read as such")
             return
+
+
+def _floating(name: str, array: np.ndarray, said: str) -> np.ndarray:
+    """Numbers in a float dtype; ``said`` is the dtype of which 16-bit integers are the bits."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # as numpy.save writes bfloat16
+        return array.view(BFLOAT16)
+    if array.dtype in (np.uint16, np.int16):
+        return array.view(np.float16 if said == "float16" else BFLOAT16)
+    if array.dtype == BFLOAT16:
+        return array
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be a real floating one")
+    if array.dtype.kind in "iu" and np.abs(array.astype(np.float64)).max(initial=0) > LARGE:
+        raise ValueError(
+            f"{name} has {array.dtype} numbers above {LARGE}; if they are the bits of "
+            "bfloat16, save them as uint16"
+        )
+    if array.dtype.kind in "iub" or array.dtype.itemsize > 8:
+        return array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _telling(numbers: np.ndarray) -> bool:

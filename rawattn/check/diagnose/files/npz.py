@@ -42,9 +42,9 @@ NO_MASK = "causal is not said: False is assumed"
 class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
-    unsaid: what options may have been that it does not say. left_out: fields of a Question that
-    it does not say at all. about: what `rawattn-check dump` wrote for `explain`: "identify", how
-    many of its sequences are not the reader's questions; "sequence", whose intermediates it holds.
+    left_out: fields of a Question that it does not say. about: what `rawattn-check dump` wrote for
+    `explain`: "identify", how many of its sequences are not the reader's questions; "sequence",
+    whose intermediates it holds.
     """
 
     path: str
@@ -52,7 +52,6 @@ class Saved:
     answers: Answers
     notes: tuple[str, ...]
     frame: Frame | None
-    unsaid: dict[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     about: dict[str, int] = field(default_factory=dict)
 
@@ -85,17 +84,9 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
         np.savez(file, **stored)
 
 
-def load(path: str | Path) -> tuple[Question | None, Answers]:
-    """What ``path`` holds. Without q, k and v the question is None, and answers are as they were.
-
-    ValueError for what cannot be read.
-    """
-    saved = read(path)
-    return saved.question, saved.answers
-
-
 def read(path: str | Path, frame: Frame | None = None) -> Saved:
-    """What ``path`` holds, with notes. ``frame``: that of another file, for one without inputs."""
+    """What ``path`` holds, with notes; ValueError for what cannot be read. ``frame``: that of
+    another file, for one without inputs."""
     raw, about, notes = entries(Path(path))
     try:
         arrays = named(raw, notes)
@@ -124,8 +115,7 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     called = {entry: name for name, entry in GIVEN.items()}
     answers = {n: array for n, array in found.items() if n in RESULTS}
     fields_of = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
-    unsaid = {"causal": True} if NO_MASK in notes else {}
     left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
     told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
     fields_of |= options
-    return Saved(str(path), fields_of, answers, tuple(notes), frame, unsaid, left_out, told)
+    return Saved(str(path), fields_of, answers, tuple(notes), frame, left_out, told)

@@ -43,9 +43,12 @@ class Difference(NamedTuple):
     rounding: bool = False
 
 
-def load_two(one: str | Path, other: str | Path) -> Pair:
-    """Two files; one without inputs is read in the light of the other's."""
-    a, b = read(one), read(other)
+def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
+    """Two files, or one alone; one without inputs is read in the light of the other's."""
+    a = read(one)
+    if other is None:
+        return Pair((a,), (a.question,))
+    b = read(other)
     if a.frame is None and b.frame is not None:
         a = read(one, b.frame)
     elif b.frame is None and a.frame is not None:
@@ -84,8 +87,7 @@ def _completed(mine: Saved, other: Saved) -> Saved:
                 f"{mine.path} and {other.path} are not about the same problem: {name} "
                 f"{difference.text}. Save results with all the inputs that they are of"
             )
-        unsaid = {name: value for name, value in other.unsaid.items() if name not in given}
-        return replace(mine, inputs=lent | given, unsaid=unsaid)
+        return replace(mine, inputs=lent | given)
     if differ:
         return mine
     taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}
@@ -93,10 +95,9 @@ def _completed(mine: Saved, other: Saved) -> Saved:
     if "q" in lent and dtype.itemsize < lent["q"].dtype.itemsize:
         taken |= {n: x.astype(dtype) for n, x in taken.items() if n in ROUNDED}
     assumed = [n for n, x in taken.items() if isinstance(x, np.ndarray) or x != DEFAULTS[n]]
-    unsaid = mine.unsaid | {n: DEFAULTS[n] for n in assumed if n in OPTIONS}
     notes = [note for note in mine.notes if note != NO_MASK or "causal" not in assumed]
     notes += [f"{name} is not said: that of {other.path} is assumed" for name in assumed]
-    return replace(mine, inputs=taken | given, notes=tuple(notes), unsaid=unsaid)
+    return replace(mine, inputs=taken | given, notes=tuple(notes))
 
 
 def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

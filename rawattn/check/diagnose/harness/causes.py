@@ -4,14 +4,12 @@ Long by the list of the faults.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
-
-Claim = Callable[[list["Trial"]], list["Trial"]]
 
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 VALUES = ("zeros", "scaled", "places", "part", "row", "element", "offset", "integers")
@@ -120,77 +118,58 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
     fooled = [trial for trial in due if trial.wrong]
     held = [trial for trial in due if not trial.wrong]
-    if not any(trial.kind in VALUES for trial in held):
-        return {"harness-accepts-anything": [t for t in fooled if t.kind != "swapped"]}
-    straight = {(trial.name + SWAPPED, trial.place) for trial in held}
-    swapped = [t for t in _of_kind(fooled, "swapped") if (t.name, t.place) in straight]
-    causes = {"harness-not-symmetric": swapped}
-    for bug, kind in (
-        ("harness-ignores-nan", "nan"),
-        ("harness-broadcasts", "shape"),
-        ("vacuous", "vacuous"),
-    ):
-        causes[bug] = _of_kind(fooled, kind)
-    claims: tuple[tuple[str, Claim], ...] = (
-        ("harness-atol-only", lambda left: _by_absolute_tolerance(left, held)),
-        ("harness-magnitude-only", lambda left: _all_where(left, PLACES, VALUES)),
-        ("harness-ignores-scale", lambda left: _all_where(left, MULTIPLES, ("scaled", "part"))),
-        ("harness-passes-zeros", lambda left: _of_kind(left, "zeros")),
-        ("harness-one-sided", lambda left: _one_sided(left, held)),
-        ("harness-averages", lambda left: _hidden(left, held)),
-        ("harness-too-loose", lambda left: left),
-    )
-    left = _of_kind(fooled, *VALUES)
-    for bug, claim in claims:  # each of what those before it leave
-        causes[bug] = claim(left)
-        left = [trial for trial in left if trial not in causes[bug]]
-    return causes
-
-
-def _of_kind(trials: Iterable[Trial], *kinds: str) -> list[Trial]:
-    return [trial for trial in trials if trial.kind in kinds]
-
-
-def _all_where(left: Sequence[Trial], names: Iterable[str], kinds: Sequence[str]) -> list[Trial]:
-    """What passes, of ``kinds``, in those places in which all of ``names`` pass."""
-    places = [{trial.place for trial in left if trial.name == name} for name in names]
-    where = set.intersection(*places)
-    return [trial for trial in _of_kind(left, *kinds) if trial.place in where]
-
-
-def _by_absolute_tolerance(left: Sequence[Trial], held: Sequence[Trial]) -> list[Trial]:
-    """What passes of dtypes of which a multiple that passes is refused of larger data."""
-    refused: dict[tuple[str, str, int], float] = {}
-    for trial in _of_kind(held, "zeros", "scaled"):
-        what = trial.name, trial.dtype, trial.axes
-        refused[what] = max(trial.size, refused.get(what, 0.0))
-    absolute = {t.dtype for t in left if t.size < refused.get((t.name, t.dtype, t.axes), 0.0)}
-    return [trial for trial in left if trial.dtype in absolute]
-
-
-def _one_sided(left: Iterable[Trial], held: Iterable[Trial]) -> list[Trial]:
-    """Offsets that pass where those of the other sign are refused, and elements there."""
-    refused = {(trial.name, trial.place) for trial in held}
+    passing, refused = ({(t.name, t.place) for t in some} for some in (fooled, held))
+    multiples = [trial for trial in held if trial.kind in ("zeros", "scaled")]
+    larger = {(t.name, t.dtype, t.axes): 0.0 for t in multiples}
+    for t in multiples:
+        larger[t.name, t.dtype, t.axes] = max(t.size, larger[t.name, t.dtype, t.axes])
+    absolute = {t.dtype for t in fooled if t.size < larger.get((t.name, t.dtype, t.axes), 0.0)}
     other = {"large": "small", "small": "large"}
-    offsets = [
-        trial
-        for trial in _of_kind(left, "offset")
-        if (" ".join(other.get(w, w) for w in trial.name.split()), trial.place) in refused
-    ]
-    where = {trial.place for trial in offsets}
-    return [*offsets, *(trial for trial in _of_kind(left, "element") if trial.place in where)]
+    turned = {name: " ".join(other.get(word, word) for word in name.split()) for name, _ in passing}
+    offsets = {
+        t.place for t in fooled if t.kind == "offset" and (turned[t.name], t.place) in refused
+    }
+    noticed = {t.dtype: math.inf for t in due}
+    by_rounding = {(t.name, t.dtype) for t in fooled}  # refused at another size
+    for t in multiples:
+        if t.kind == "scaled" and (t.name, t.dtype) not in by_rounding:
+            noticed[t.dtype] = min(t.error, noticed[t.dtype])
+    lost = {t.place for t in fooled if t.kind == "row" or (t.kind == "element" and t.error >= 1)}
 
+    def all_pass(names: Sequence[str]) -> Callable[[Trial], bool]:
+        return lambda t: all((name, t.place) in passing for name in names)
 
-def _hidden(left: Sequence[Trial], held: Iterable[Trial]) -> list[Trial]:
-    """A few wrong elements where they hide: a total loss does, or what is refused of all does."""
-    passing = {(trial.name, trial.dtype) for trial in left}
-    noticed: dict[str, float] = {}
-    for trial in _of_kind(held, "scaled"):
-        if (trial.name, trial.dtype) not in passing:  # at another size, by rounding
-            noticed[trial.dtype] = min(trial.error, noticed.get(trial.dtype, math.inf))
-    few = _of_kind(left, "row", "element")
-    where = {trial.place for trial in few if trial.error >= 1 or trial.kind == "row"}
-    return [t for t in few if t.place in where or t.error >= noticed.get(t.dtype, math.inf)]
+    def any_passes(t: Trial) -> bool:
+        return True
+
+    blind = not any(trial.kind in VALUES for trial in held)
+    kinds = {trial.kind for trial in fooled} - {"swapped"} if blind else set()
+    claims: tuple[tuple[str, Collection[str], Callable[[Trial], bool]], ...] = (
+        ("harness-accepts-anything", kinds, any_passes),
+        (
+            *("harness-not-symmetric", ("swapped",)),
+            lambda t: (t.name.removesuffix(SWAPPED), t.place) in refused,
+        ),
+        ("harness-ignores-nan", ("nan",), any_passes),
+        ("harness-broadcasts", ("shape",), any_passes),
+        ("vacuous", ("vacuous",), any_passes),
+        ("harness-atol-only", VALUES, lambda t: t.dtype in absolute),
+        ("harness-magnitude-only", VALUES, all_pass(PLACES)),
+        ("harness-ignores-scale", ("scaled", "part"), all_pass(MULTIPLES)),
+        ("harness-passes-zeros", ("zeros",), any_passes),
+        ("harness-one-sided", ("offset",), lambda t: (turned[t.name], t.place) in refused),
+        ("harness-one-sided", ("element",), lambda t: t.place in offsets),
+        (
+            *("harness-averages", ("row", "element")),
+            lambda t: t.place in lost or t.error >= noticed[t.dtype],
+        ),
+        ("harness-too-loose", VALUES, any_passes),
+    )
+    causes: dict[str, list[Trial]] = {}
+    for t in fooled:
+        first = next((bug for bug, of, claim in claims if t.kind in of and claim(t)), "")
+        causes.setdefault(first, []).append(t)
+    return causes
 
 
 def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:

@@ -68,7 +68,6 @@ def examine(
     *,
     dtypes: Sequence[str] = DTYPES,
     sizes: Sequence[float] = SIZES,
-    shapes: Sequence[Shape] = SHAPES,
     reference: str | None = None,
 ) -> Diagnosis:
     """Feed ``compare`` arrays of ``framework`` and name what is wrong with it.
@@ -86,7 +85,7 @@ def examine(
                 f"{most:.2g}, so that the data is neither 0 nor inf"
             )
     trials: list[Trial] = []
-    places = list(itertools.product(dtypes, sizes, shapes))
+    places = list(itertools.product(dtypes, sizes, SHAPES))
 
     def refused(wide: bool) -> int:
         fed = (pair for d, s, shape in places for pair in rights(shape, d, size=s, wide=wide))

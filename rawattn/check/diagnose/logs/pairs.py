@@ -4,14 +4,14 @@ A pair is cut to the entries that both sides print.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import Flags, Float64, Printed
+from rawattn.check.diagnose.logs.tensor import FAR, Flags, Float64, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 
@@ -27,60 +27,55 @@ class Fit:
     count: int
 
     @property
-    def constant(self) -> bool:
-        return self.count >= 4 and self.beyond <= CONSTANT
+    def factor(self) -> bool:
+        """Whether it is a constant other than 1."""
+        constant = self.count >= 4 and self.beyond <= CONSTANT
+        return constant and abs(self.slope - 1) > CONSTANT
 
 
-@dataclass(frozen=True, eq=False)
+def fit(a: Float64, b: Float64, a_units: Float64, b_units: Float64) -> Fit | None:
+    """None where one side is zero or little more than the last printed digit."""
+    if a.size < 2 or rms(a) <= 2 * rms(a_units) or rms(b) <= 2 * rms(b_units):
+        return None
+    slope = float(a @ b) / float(b @ b)
+    left, size = rms(a - slope * b), rms(a)
+    digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
+    return Fit(slope, left / size, math.sqrt(max(0.0, left**2 - digits)) / size, a.size)
+
+
 class Pair:
-    """Two tensors of one quantity, cut to the entries that both print."""
+    """Two tensors of one quantity of which the same entries are printed.
 
-    a: Printed
-    b: Printed
-    sides: tuple[str, str]
-    kind: str
+    kind: as of one of the two, where that tells. finite: entries that are numbers on both sides;
+    of others difference and size are 0. entries: the larger size of each; size: the larger side's
+    root mean square. digits: how far two prints of one number may lie apart. noise: what rounding
+    on the way may do, relative to size. hidden: the largest entry of each side where a causal mask
+    would give 0; masked: whether it does, on one side at least; seen: the entries that it leaves.
+    """
 
-    @property
-    def title(self) -> str:
-        return f"{self.a.title} / {self.b.title}"
-
-    @property
-    def either(self) -> str:
-        return " or ".join(self.sides)
-
-    @cached_property
-    def finite(self) -> Flags:
-        return np.asarray(np.isfinite(self.a.values) & np.isfinite(self.b.values))
-
-    @cached_property
-    def difference(self) -> Float64:
-        return np.asarray(np.where(self.finite, np.abs(self.a.values - self.b.values), 0.0))
-
-    @cached_property
-    def entries(self) -> Float64:
-        """The larger size of each entry; 0 where one is not finite."""
-        size = np.maximum(np.abs(self.a.values), np.abs(self.b.values))
-        return np.asarray(np.where(self.finite, size, 0.0))
-
-    @cached_property
-    def digits(self) -> Float64:
-        """How far two prints of one number may lie apart."""
-        return np.asarray(0.5005 * (self.a.units + self.b.units) + 2.0**-23 * self.entries)
-
-    @cached_property
-    def size(self) -> float:
-        """The larger side's root mean square."""
-        return max(_rms(side.values[self.finite]) for side in (self.a, self.b))
-
-    @cached_property
-    def noise(self) -> float:
-        """What rounding on the way may do, relative to ``size``. Prints of float32 do not tell
-        whether 16-bit tensors were cast for printing; corners may be the small part of a tensor."""
-        dtypes = {self.a.dtype, self.b.dtype}
-        if dtypes == {"float64"}:
-            return 2.0**-20
-        half = "float16" in dtypes and "bfloat16" not in dtypes
-        return (2.0**-10 if half else 2.0**-8) * (1 if self.a.full else 2)
+    def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
+        self.a, self.b, self.both, self.sides = a, b, (a, b), sides
+        self.title, self.either = f"{a.title} / {b.title}", " or ".join(sides)
+        kinds = {p.kind for p in self.both} - {""}
+        self.kind = kinds.pop() if len(kinds) == 1 else ""
+        self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
+        x, y = (np.where(self.finite, p.values, 0.0) for p in self.both)
+        self.difference = np.asarray(np.abs(x - y))
+        self.entries = np.maximum(np.abs(x), np.abs(y))
+        self.size = max(rms(p.values[self.finite]) for p in self.both)
+        self.digits = np.asarray(0.5005 * (a.units + b.units) + 2.0**-23 * self.entries)
+        dtypes = {a.dtype, b.dtype}
+        # prints of float32 do not tell whether 16-bit tensors were cast for printing
+        noise = 2.0**-10 if "float16" in dtypes and "bfloat16" not in dtypes else 2.0**-8
+        corners = 1 if a.full else 2  # which may be the small part of a tensor
+        self.noise = 2.0**-20 if dtypes == {"float64"} else noise * corners
+        self.seen: Flags = np.ones(x.shape, dtype=np.bool_)
+        self.hidden, self.masked = (0.0, 0.0), False
+        if self.kind in ("dS", "P") and x.ndim > 1:
+            self.hidden = a.largest(~a.causal), b.largest(~a.causal)
+            units = (2 * p.units.max() for p in self.both)
+            self.masked = any(x <= unit for x, unit in zip(self.hidden, units, strict=True))
+            self.seen &= a.causal | (not self.masked)
 
     def within(self, allowed: Float64 | float) -> Flags:
         """Entries that are equal but for ``allowed``, NaN and infinities among them."""
@@ -91,7 +86,7 @@ class Pair:
     @property
     def agrees(self) -> bool:
         """Whether rounding explains every difference."""
-        spread = math.sqrt(max(0.0, _rms(self.difference) ** 2 - _rms(self.digits) ** 2))
+        spread = math.sqrt(max(0.0, rms(self.difference) ** 2 - rms(self.digits) ** 2))
         if self.kind in ("", "dS", "dQ", "dK"):  # dP - D goes in, and cancels where D is rounded
             factor, entry = 8, 16 * self.entries.max(initial=0.0)
         else:
@@ -99,61 +94,15 @@ class Pair:
         alike = self.within(self.noise * entry).all()
         return bool(alike) and spread <= factor * self.noise * self.size
 
-    @cached_property
-    def visible(self) -> Flags | None:
-        """Which printed entries a causal mask allows; matrices elided alike are taken as square."""
-        if self.a.values.ndim < 2:
-            return None
-        rows, columns = self.a.places[-2:]
-        size_rows, size_columns = self.a.sizes[-2:]
-        if size_rows is not None and size_columns is not None:
-            shown = columns <= rows[:, None] + size_columns - size_rows
-        elif size_rows is None and size_columns is None and np.array_equal(rows, columns):
-            shown = np.tri(rows.size, dtype=bool)
-        else:
-            return None
-        return np.asarray(np.broadcast_to(shown, self.a.values.shape))
-
-    @cached_property
-    def hidden(self) -> tuple[float, float] | None:
-        """The largest entry of each side where a causal mask would give 0; None where it may not,
-        or nothing tells where it would."""
-        if self.kind not in ("dS", "P") or self.visible is None:
-            return None
-        above = ~self.visible
-        one, other = (float(np.abs(p.values[above]).max(initial=0.0)) for p in (self.a, self.b))
-        return one, other
-
-    @property
-    def masked(self) -> bool:
-        """Whether a mask is evident: one side at least is 0 where a causal one hides the key."""
-        sides = zip((self.a, self.b), self.hidden or (), strict=False)
-        return any(hidden <= 2 * p.units.max() for p, hidden in sides)
-
-    @cached_property
-    def seen(self) -> Flags:
-        """The entries that an evident mask leaves."""
-        whole = np.ones(self.finite.shape, dtype=np.bool_)
-        return self.visible if self.masked and self.visible is not None else whole
-
     def fit(self, where: Flags | None = None) -> Fit | None:
-        """None where one side is zero or little more than the last printed digit."""
+        """a = slope * b on some entries, or on all."""
         chosen = self.finite if where is None else self.finite & where
-        (a, a_units), (b, b_units) = (
-            (side.values[chosen], side.units[chosen]) for side in (self.a, self.b)
-        )
-        if a.size < 2 or _rms(a) <= 2 * _rms(a_units) or _rms(b) <= 2 * _rms(b_units):
-            return None
-        slope = float(a @ b) / float(b @ b)
-        left, size = _rms(a - slope * b), _rms(a)
-        digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
-        beyond = math.sqrt(max(0.0, left**2 - digits))
-        return Fit(slope, left / size, beyond / size, a.size)
+        return fit(*(p.values[chosen] for p in self.both), *(p.units[chosen] for p in self.both))
 
     @cached_property
     def rows(self) -> dict[str, Flags]:
         """The entries of every printed row that a mask leaves; none of a line of numbers."""
-        axes = self.a.values.shape[:-1]
+        axes = self.finite.shape[:-1]
         long = [axis for axis, size in enumerate(axes) if size > 1] or [len(axes) - 1]
         found = {}
         for index in product(*map(range, axes)) if axes else ():
@@ -164,7 +113,7 @@ class Pair:
         return found
 
 
-def _rms(values: Float64) -> float:
+def rms(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
@@ -179,25 +128,24 @@ def paired(found: Sequence[Printed], names: tuple[str, str] | None) -> list[Pair
     labels = labels_of(found, names)
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs: list[Pair] = []
-    for a, b in combinations(found, 2):
-        if not {a.start, b.start} <= labels.keys() or not _alike(a, b, labels):
-            continue
+    for a, b in combinations([p for p in found if p.start in labels], 2):
         both = a.start, labels[b.start][0]
-        pair = None if {a.start, b.start, both} & used else _pair(a, b)
-        if pair is not None:
+        alike = not {a.start, b.start, both} & used and _alike(a, b, labels)
+        for one in _pair(a, b) if alike else ():
             used |= {b.start, both}
             sides = labels[a.start][0], labels[b.start][0]
-            pairs.append(pair if names is None else replace(pair, sides=sides))
+            pairs.append(one if names is None else Pair(one.a, one.b, sides))
     if not pairs and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
-        pairs = [pair for pair in [_pair(*found)] if pair is not None]
+        pairs = list(_pair(*found))
     return pairs
 
 
 def labels_of(found: Sequence[Printed], names: tuple[str, str] | None) -> Labels:
     """Which of ``names`` a tensor has in its own, and the other words; without names what its own
-    says besides a quantity, and that."""
+    says besides a quantity, and that, with the numbers in the name."""
     if names is None:
-        return {p.start: (" ".join(p.side), p.quantity) for p in found if p.name}
+        of = {p: (p.kind, *filter(str.isdigit, p.words)) if p.kind else () for p in found}
+        return {p.start: (" ".join(p.side), quantity) for p, quantity in of.items() if p.name}
     labels: Labels = {}
     for name in sorted(names, key=len):
         there = [p for p in found if name in p.name]
@@ -221,43 +169,23 @@ def _alike(a: Printed, b: Printed, labels: Labels) -> bool:
     return bool(quantity) or apart
 
 
-def _pair(a: Printed, b: Printed) -> Pair | None:
-    """Both cut to the entries that both print; None where the shapes differ."""
+def _pair(a: Printed, b: Printed) -> Iterator[Pair]:
+    """Nothing where other entries are printed."""
     own = ["_".join(w for w in p.side if w not in o.side) for p, o in ((a, b), (b, a))]
-    sides, kinds = (own[0] or a.title, own[1] or b.title), {a.kind, b.kind} - {""}
+    sides = own[0] or a.title, own[1] or b.title
     a, b = _thin(a, b.values.ndim), _thin(b, a.values.ndim)
-    if a.values.ndim != b.values.ndim or not (a.floating and b.floating):
-        return None
-    sizes = tuple(n if m is None else m for n, m in zip(a.sizes, b.sizes, strict=True))
-    known = zip((*a.sizes, *b.sizes), sizes * 2, strict=True)
-    shown = zip((*a.values.shape, *b.values.shape), sizes * 2, strict=True)
-    if any(n not in (None, m) for n, m in known) or any(m is not None and n > m for n, m in shown):
-        return None
-    at = [
-        [np.where(x < 0, x + (n or 0), x) for x, n in zip(p.places, sizes, strict=True)]
-        for p in (a, b)
-    ]
-    shared = [x[np.isin(x, y)] for x, y in zip(*at, strict=True)]
-    if not all(x.size for x in shared):
-        return None
-    cut = []
-    for p, places in zip((a, b), at, strict=True):
-        grid = np.ix_(
-            *(
-                [int(np.flatnonzero(x == n)[0]) for n in some]
-                for x, some in zip(places, shared, strict=True)
-            )
-        )
-        values, units = np.asarray(p.values[grid]), np.asarray(p.units[grid])
-        cut.append(replace(p, values=values, units=units, places=tuple(shared), sizes=sizes))
-    return Pair(cut[0], cut[1], sides, kinds.pop() if len(kinds) == 1 else "")
+    places = zip(a.places, b.places, strict=False)
+    alike = a.values.shape == b.values.shape and all(np.array_equal(*both) for both in places)
+    sizes = tuple(map(min, a.sizes, b.sizes))
+    alike &= all(set(both) <= {n, FAR} for n, *both in zip(sizes, a.sizes, b.sizes, strict=False))
+    if alike and a.floating and b.floating and a.values.size:
+        yield Pair(replace(a, sizes=sizes), replace(b, sizes=sizes), sides)
 
 
-def _thin(printed: Printed, dimensions: int) -> Printed:
+def _thin(p: Printed, dimensions: int) -> Printed:
     """Without leading axes of length 1, as far as the other side has none."""
-    while printed.values.ndim > dimensions and printed.sizes[0] == 1:
-        values, units = printed.values[0], printed.units[0]
-        printed = replace(
-            printed, values=values, units=units, places=printed.places[1:], sizes=printed.sizes[1:]
-        )
-    return printed
+    n = 0
+    while p.values.ndim - n > dimensions and p.sizes[n] == 1:
+        n += 1
+    values, units = p.values[(0,) * n], p.units[(0,) * n]
+    return replace(p, values=values, units=units, places=p.places[n:], sizes=p.sizes[n:])

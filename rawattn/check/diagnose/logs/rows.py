@@ -1,123 +1,83 @@
 """What must hold on one side alone: whole rows of dS and of P, and the mask that a dS shows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from rawattn.check.diagnose.findings import Check
-from rawattn.check.diagnose.logs.tensor import SIXTEEN_BIT, Float64, Printed
+from rawattn.check.diagnose.findings import Check, Finding
+from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.diagnose.logs.tensor import SIXTEEN_BIT, Flags, Float64, Printed
 
-PART_WORDS = frozenset({"tile", "block", "partial", "chunk", "slice", "sub"})
 SHOWN = 12
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
-    """The whole rows of one printed dS, (matrices, queries, keys)."""
+    """The rows of one whole printed dS, of which each is the gradient of a softmax.
 
-    printed: Printed
-    values: Float64
+    sums: of rows; inside: over the keys that a causal mask allows. wrong: rows of which more than
+    ``allowed`` is left. masked: sound, square, of more than one row, with nothing above the
+    diagonal. masked_delta: P of all keys with D of the masked output, so that rows sum to 0 over
+    the causal keys alone.
+    """
 
-    @cached_property
-    def causal(self) -> np.ndarray:
-        """Who sees whom under a causal mask: the last query sees every key."""
-        _, rows, keys = self.values.shape
-        return np.tri(rows, keys, keys - rows, dtype=bool)
-
-    @cached_property
-    def sums(self) -> Float64:
-        return np.asarray(self.values.sum(axis=2))
-
-    @cached_property
-    def inside(self) -> Float64:
-        """Sums over the keys that a causal mask allows."""
-        return np.asarray(np.where(self.causal, self.values, 0.0).sum(axis=2))
-
-    def excused(self, relative: float) -> Float64:
-        """What the digits excuse, and a share of the largest row: a row's own size may be that of a
-        small difference, dP - D."""
-        digits = 0.505 * self.printed.units.reshape(self.values.shape).sum(axis=2)
-        return np.asarray(digits + relative * np.abs(self.values).sum(axis=2).max())
-
-    @cached_property
-    def allowed(self) -> Float64:
-        return self.excused(2.0**-6)
-
-    @property
-    def sound(self) -> bool:
-        return bool((np.abs(self.sums) <= self.allowed).all())
-
-    @property
-    def masked(self) -> bool:
-        """Sound, square, of more than one row, with nothing above the diagonal."""
-        square = self.values.shape[1] == self.values.shape[2] > 1
-        zeros = not self.values[:, ~self.causal].any() and bool(self.values.any())
-        return self.sound and square and zeros
-
-    @property
-    def masked_delta(self) -> bool:
-        """P of all keys with D of the masked output: rows sum to 0 over the causal keys alone."""
-        fine = self.excused(SIXTEEN_BIT.get(self.printed.dtype, 2.0**-11))
-        size = np.abs(self.values)
-        parts = (np.where(seen, size, 0.0).sum(axis=2) for seen in (self.causal, ~self.causal))
-        telling = np.logical_and(*(part > 10 * fine for part in parts))
+    def __init__(self, printed: Printed) -> None:
+        p = self.printed = printed
+        self.sums, self.inside = p.values.sum(axis=-1), (p.values * p.causal).sum(axis=-1)
+        # a row's own size may be that of a small difference, dP - D
+        digits, largest = 0.505 * p.units.sum(axis=-1), np.abs(p.values).sum(axis=-1).max()
+        self.allowed: Float64 = digits + 2.0**-6 * largest
+        self.wrong: Flags = np.abs(self.sums) > self.allowed
+        square = p.sizes[-2] == p.sizes[-1] > 1 and bool(p.values.any())
+        self.masked = square and not self.wrong.any() and not p.largest(~p.causal)
+        fine = digits + SIXTEEN_BIT.get(p.dtype, 2.0**-11) * largest
+        parts = ((np.abs(p.values) * seen).sum(axis=-1) for seen in (p.causal, ~p.causal))
+        telling = np.logical_and(*(part > 10 * fine for part in parts)).any()
         inside = (np.abs(self.inside) <= fine).all()
-        return not self.sound and bool(telling.any() and inside)
+        self.masked_delta = bool(self.wrong.any() and telling and inside)
 
     @property
-    def evidence(self) -> tuple[str, str]:
-        title, left = self.printed.title, np.abs(self.inside)
-        return (
-            f"rows of {title} must sum to 0, but sum to {listed(self.sums.ravel())} (rounding "
-            f"excuses {self.allowed.max():.1g})",
-            f"{title}: each row up to the diagonal does sum to 0 (off by {_small(left.max())} at "
-            f"most, by {_small(left[:, 0].max())} in the first row, which sees one key): D is that "
-            "of the masked output, P that of all keys",
-        )
+    def said(self) -> str:
+        sums = f"{listed(self.sums.ravel())} (rounding excuses {self.allowed.max():.1g})"
+        return f"rows of {self.printed.title} must sum to 0, but sum to {sums}"
+
+    def judged(self, side: str) -> Iterator[Finding]:
+        """What a dS on its own proves, which needs no other side."""
+        if self.masked_delta:
+            most, first = (_small(np.abs(x).max()) for x in (self.inside, self.inside[..., 0]))
+            inside = (
+                f"{self.printed.title}: each row up to the diagonal does sum to 0 (off by {most} "
+                f"at most, by {first} in the first row, which sees one key): D is that of the "
+                "masked output, P that of all keys"
+            )
+            evidence = self.said, inside
+            yield finding(side, "mask-missing-in-backward", self.where, "proved", evidence)
 
     @property
     def where(self) -> str:
-        wrong = np.unique(np.nonzero(np.abs(self.sums) > self.allowed)[1])
-        return f"{self.printed.title}, {rows_named([str(row) for row in wrong])}"
-
-
-def rows_of(printed: Printed) -> Rows | None:
-    """None where the print does not hold whole rows of dS."""
-    if printed.kind != "dS" or not _whole(printed) or not np.isfinite(printed.values).all():
-        return None
-    return Rows(printed, printed.values.reshape(-1, *printed.values.shape[-2:]))
-
-
-def _whole(p: Printed) -> bool:
-    """Whether whole rows are printed, of the whole matrix."""
-    return p.full and p.values.ndim > 1 and not PART_WORDS & set(p.words)
+        rows = np.unique(np.nonzero(self.wrong)[-1])
+        return f"{self.printed.title}, {rows_named([str(row) for row in rows])}"
 
 
 def identities(
-    printed: Sequence[Printed], rows: dict[int, Rows], causal: bool | None, sides: dict[int, str]
+    printed: Sequence[Printed], rows: dict[int, Rows], causal: bool, sides: dict[int, str]
 ) -> Iterator[Check]:
     """Identities of each side alone, as far as whole rows are printed; ``rows`` by ``start``."""
     for p in printed:
-        side, own = sides[p.start], rows.get(p.start)
+        side, own, size = sides[p.start], rows.get(p.start), 0.505 * p.units.sum(axis=-1)
         # with other numbers in it only the name says P
-        if p.kind == "P" and _whole(p) and ((p.values >= 0) & (p.values <= 1.01)).all():
+        if p.kind == "P" and p.whole and ((p.values >= 0) & (p.values <= 1.01)).all():
             off = np.where(p.values.any(axis=-1), np.abs(p.values.sum(axis=-1) - 1), 0.0)
-            allowed = 0.505 * p.units.sum(axis=-1) + 2.0**-7
-            yield _worst(side, "I1", "rows of P sum to 1", p, off, allowed)
+            yield _worst(side, "I1", "rows of P sum to 1", p, off, size + 2.0**-7)
         if own is not None:
             yield _worst(side, "I2", "rows of dS sum to 0", p, np.abs(own.sums), own.allowed)
-        square = own is not None and p.values.shape[-1] == p.values.shape[-2]
-        if square and causal:
-            beyond, unit = float(np.abs(np.triu(p.values, 1)).max()), float(p.units.max())
-            verdict = "FAIL" if beyond > unit else "pass"
-            yield Check(side, "mask", "dS is 0 above the diagonal", beyond, unit, verdict, p.title)
+        if own is not None and causal and p.sizes[-1] == p.sizes[-2]:
+            above = np.abs(p.values * ~p.causal).max(axis=-1)
+            unit = np.full_like(above, p.units.max())
+            yield _worst(side, "mask", "dS is 0 above the diagonal", p, above, unit)
 
 
 def _worst(side: str, name: str, text: str, p: Printed, off: Float64, allowed: Float64) -> Check:
     """Of the row that is off by most."""
-    off, allowed = off.reshape(-1, off.shape[-1]), allowed.reshape(-1, off.shape[-1])
     at = np.unravel_index(int((off - allowed).argmax()), off.shape)
     verdict = ("pass" if off[at] <= allowed[at] else "FAIL") if p.values.any() else "vacuous"
     where = f"{p.title}, row {int(at[-1])}"

@@ -12,15 +12,17 @@ Float64 = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-SCORES = frozenset({"s", "score", "scores", "logits", "qk"})
-PROBABILITIES = frozenset({"p", "prob", "probs", "probabilities", "softmax"})
-GRADIENTS = ("dQ", "dK", "dV", "dO", "dS", "dP")
-QUANTITIES = frozenset(
-    {*"qkvod", "lse", "logsumexp", "out", "output", "grad", "gradient"}
-    | {name.lower() for name in GRADIENTS}
-    | SCORES
-    | PROBABILITIES
-)
+FAR = 2**40  # how long an axis is that is elided, where nothing tells
+KINDS = {
+    **{f"d{letter}": f"d{letter.upper()}" for letter in "qkvosp"},
+    **{letter: letter.upper() for letter in "qkvosp"},
+    **dict.fromkeys(("lse", "logsumexp"), "lse"),
+    **dict.fromkeys(("out", "output"), "O"),
+    **dict.fromkeys(("score", "scores", "logits", "qk"), "S"),
+    **dict.fromkeys(("prob", "probs", "probabilities", "softmax"), "P"),
+}
+OF_GRADIENTS = {"grad", "gradient", "d"}
+PARTS = {"tile", "block", "partial", "chunk", "slice", "sub"}
 SIXTEEN_BIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -31,8 +33,7 @@ class Printed:
     start: where it begins in the log. values: the printed entries; nan where nan was printed.
     units: the step of the last printed digit of each, 0 where the print is exact. places: the
     indices along each axis of the printed entries; counted from the back, so negative, where they
-    stand behind "...". sizes: the length of each axis, None where it is elided and nothing tells.
-    dtype: "" where nothing tells.
+    stand behind "...". sizes: the length of each axis. dtype: "" where nothing tells.
     """
 
     name: str
@@ -41,14 +42,8 @@ class Printed:
     values: Float64
     units: Float64
     places: tuple[Integers, ...]
-    sizes: tuple[int | None, ...]
+    sizes: tuple[int, ...]
     dtype: str = ""
-    decimals: int = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing is elided."""
-        return self.values.size > 0 and self.sizes == self.values.shape
 
     @property
     def title(self) -> str:
@@ -67,35 +62,45 @@ class Printed:
     @property
     def side(self) -> tuple[str, ...]:
         """The words of the name that say no quantity: whose it is."""
-        return tuple(word for word in self.words if word not in QUANTITIES and not word.isdigit())
-
-    @property
-    def quantity(self) -> tuple[str, ...]:
-        """What it is, with numbers in its name; () where that does not tell."""
-        return (self.kind, *filter(str.isdigit, self.words)) if self.kind else ()
+        told = KINDS.keys() | OF_GRADIENTS - {"d"}
+        return tuple(word for word in self.words if word not in told and not word.isdigit())
 
     @property
     def kind(self) -> str:
         """dQ, dK, dV, dO, dS, dP, O, P, S or lse, as far as the name tells; "" else."""
-        words = set(self.words)
-        for gradient in GRADIENTS:
-            if gradient.lower() in words:
-                return gradient
-        if words & {"lse", "logsumexp"}:
-            return "lse"
-        found = [letter for letter in "qkvo" if letter in words]
-        found += ["s"] * bool(words & SCORES) + ["p"] * bool(words & PROBABILITIES)
-        found += ["o"] * bool(words & {"out", "output"})
-        if len(found) != 1:
-            return ""
-        letter = found[0].upper()
-        return f"d{letter}" if words & {"grad", "gradient", "d"} else letter
+        found = [KINDS[word] for word in self.words if word in KINDS]
+        longer = [kind for kind in found if len(kind) > 1]
+        if longer or len(set(found)) != 1:
+            return longer[0] if longer else ""
+        return f"d{found[0]}" if OF_GRADIENTS & set(self.words) else found[0]
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is elided."""
+        return self.values.size > 0 and self.sizes == self.values.shape
+
+    @property
+    def whole(self) -> bool:
+        """Whether whole rows are printed, of the whole matrix, of numbers."""
+        parts = self.values.ndim < 2 or not PARTS.isdisjoint(self.words)
+        return self.full and not parts and bool(np.isfinite(self.values).all())
+
+    @cached_property
+    def causal(self) -> Flags:
+        """Who sees whom of the last two axes under a causal mask: the last query sees every key."""
+        both = zip(self.places[-2:], self.sizes[-2:], strict=True)
+        rows, keys = (np.where(at < 0, at, at - size) for at, size in both)  # from the last one
+        return np.asarray(keys <= rows[:, None])
+
+    def largest(self, chosen: Flags) -> float:
+        """The largest of the entries that ``chosen`` of the last two axes are."""
+        return float(np.abs(self.values[..., chosen]).max(initial=0.0))
 
 
 class Number(NamedTuple):
-    """A printed figure: "max abs err (q,k,v): [1e-3, 2e-3, 0.0]" is three, of labels that end in q,
-    k and v. context: the headline above it. unit: the step of its last digit, 1 of a count; 0 where
-    it is exact: "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
+    """A printed figure; of several in brackets each is one, with its index in the label. context:
+    the headline above it. unit: the step of its last digit, 1 of a count; 0 where it is exact:
+    "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
     """
 
     label: str

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import Number, Printed
+from rawattn.check.diagnose.logs.tensor import FAR, Number, Printed
 
 NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 TOKEN = rf"\[|\]|\.\.\.|(?:true|false|{NUMBER})(?![\w.])"
@@ -150,13 +150,9 @@ def _printed(strings: list[str], layout: Layout, factor: float, form: str, trail
     total = tuple(int(size) for size in re.findall(r"\d+", given))
     if len(total) >= len(layout) and 0 in total:
         shape, layout = total, tuple((size, None) for size in total)
-    sizes = tuple(front if back is None else None for front, back in layout)
-    if len(total) == len(sizes):
-        sizes = total
-    places = tuple(
-        np.r_[np.arange(front), np.arange(-(back or 0), 0)].astype(np.int64)
-        for front, back in layout
-    )
+    elided = tuple(front if back is None else FAR for front, back in layout)
+    sizes = total if len(total) == len(layout) else elided
+    places = tuple(np.r_[:front, -(back or 0) : 0] for front, back in layout)
     truth = {"true": "1", "false": "0"}
     values = np.array([float(truth.get(s.lower(), s)) for s in strings], np.float64).reshape(shape)
     decimals = max((_decimals(s) for s in strings), default=0)
@@ -166,7 +162,7 @@ def _printed(strings: list[str], layout: Layout, factor: float, form: str, trail
         dtype = {"tensor": "float32", "array": "float64"}.get(form, "")
     elif not dtype:
         dtype = "bool" if any(s.lower() in truth for s in strings) else "int64"
-    return Printed("", 0, 0, values * factor, units * factor, places, sizes, dtype, decimals)
+    return Printed("", 0, 0, values * factor, units * factor, places, sizes, dtype)
 
 
 def _decimals(string: str) -> int:
@@ -211,15 +207,9 @@ def _read_figures(text: str, read: list[tuple[Printed, int]]) -> tuple[Number, .
                 continue
             label = match["label"].strip(" ,;\t|")
             values = re.findall(NUMBER, match["value"], re.IGNORECASE)
-            told = re.search(r"\(([\w ,]+)\)$", label)
-            names = told[1].replace(" ", "").split(",") if told else []
-            if told and len(names) == len(values):
-                label = label[: told.start()].strip()
-            else:
-                names = [str(i) for i in range(len(values))] if len(values) > 1 else [""]
-            for name, value in zip(names, values, strict=True):
+            for n, value in enumerate(values):
                 unit = _unit(value, _decimals(value)) or 1.0  # whole numbers are counts
                 zero = not re.search("[1-9]", value) and ("e" in value.lower() or unit == 0.1)
                 given = float(value), 0.0 if zero else unit, context
-                found.append(Number(f"{label} {name}".strip(), *given))
+                found.append(Number(f"{label} [{n}]" if len(values) > 1 else label, *given))
     return tuple(found)

@@ -1,15 +1,14 @@
-"""A diagnosis in words, for the terminal and the page alike, and as plain data for ``--json``."""
+"""A diagnosis in words, and as plain data for ``--json``."""
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import STAGES
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
 
 SURE = {
     "proved": "these numbers show it by themselves, no reference is needed",
@@ -21,12 +20,6 @@ SHORT = ("proof", "failing", "cases")  # fields of a finding that say again what
 INSIDE = re.compile(r", (given out|own softmax)\b")  # of a form: what matters to the engine alone
 IDENTITY = re.compile(r"I\d+( \w+)? fails ")
 NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
-
-
-CHECKS = ("verdict", "side", "name", "what must hold", "error", "allowed")
-LEVELS = ("tensor", "part", "slope", "residual", "largest error")
-FIGURES = (*CHECKS[4:], *LEVELS[2:])  # columns of them
-Cells = tuple[str, ...]
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -136,28 +129,6 @@ def readable(value: float, form: str = ".2g") -> str:
     if not math.isfinite(value):
         return "-" if math.isnan(value) else str(value)
     return format(value, form)
-
-
-def of_checks(checks: Iterable[Check]) -> list[Cells]:
-    """The rows of a table of CHECKS."""
-    rows: list[Cells] = []
-    for check in checks:
-        verdict = "no data" if check.verdict == "-" else check.verdict
-        text = check.text + (f" ({check.place})" if check.place else "")
-        numbers = readable(check.value), readable(check.allowed)
-        rows.append((verdict, check.side, check.name, text, *numbers))
-    return rows
-
-
-def of_levels(levels: Iterable[Level]) -> list[Cells]:
-    """The rows of a table of LEVELS."""
-    rows: list[Cells] = []
-    for level in levels:
-        part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
-        form = ".4f" if abs(level.slope) < 100 else ".5g"
-        numbers = readable(level.slope, form), readable(level.residual, ".1%")
-        rows.append((level.tensor, part, *numbers, readable(level.error)))
-    return rows
 
 
 def _share(value: float) -> str:
