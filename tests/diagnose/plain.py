@@ -569,7 +569,8 @@ def double_backward(run: Run, out: Array, lse: Array) -> Answers:
         slope = c.of("G in dY", c.G) * c.slope
         tdY = run.operand(slope * c.tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
         s, tQ, Q = run.wide.type(c.s), c.of("tQ of gk", c.tQ), c.of("Q of gk", c.Q)
-        gQ = c.of("tdS K", s * product(c, "gq", tdY, c.K))
+        gQ = product(c, "gq", c.of("tdS of gq", tdY), c.of("K of gq", c.K))
+        gQ = c.of("tdS K", s * gQ)
         gQ = gQ + c.of("dS tK", s * product(c, "gq", c.dY, c.of("tK of gq", c.tK)))
         gK = c.of("tdS Q", s * product(c, "gk", tdY, Q))
         gK = gK + c.of("dS tQ", s * product(c, "gk", c.dY, tQ))

@@ -1,5 +1,6 @@
 """Bugs of a softcap, of sinks and of keys that are not in use."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ _NO_SLOPE = {"cap": lambda c, x: (x[0], 1.0, 0.0)}
 _NO_SINKS = {"sink": lambda c, x: None}
 _ALL_KEYS = {"used": lambda c, x: c.given}
 _OF_GROUP = {"sink": lambda c, x: c.question.sinks[c.h // c.group]}
+_NO_TSINKS = {"question": lambda run, q: replace(q, tsinks=0 * q.tsinks)}
 
 
 def _always(option: str) -> dict[str, Any]:
@@ -69,6 +71,7 @@ _TABLE: Table = (
     ("sinks-gradient: sign", "b", {"dsinks": by(-1)}),
     ("sinks-gradient: zero", "bs", {"dsinks": by(0), "gsinks": by(0)}),
     ("sinks-gradient: no dlse", "b", {"D of dsinks": lambda c, D: D + c.dL}),
+    ("direction-ignored: tsinks", "s j", _NO_TSINKS, _always("sinks")),
     ("seqused-ignored: everywhere", "fbsj", _ALL_KEYS),
     ("seqused-ignored: forward", "f", _ALL_KEYS),
     ("seqused-ignored: backward", "b", _ALL_KEYS),

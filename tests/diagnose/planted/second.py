@@ -79,6 +79,14 @@ _SECOND_PASS = {"P": over_all, "P in ddout": masked}
 _LAST_KEYS = {"often": lambda c, x: x * (c.j >= (c.m - 1) // 16 * 16), "only": ("gq",)}
 _LAST_QUERIES = {"often": lambda c, x: x * (c.i >= (c.n - 1) // 16 * 16), "only": ("gk",)}
 _STILL = {"sum e": lambda c, x: c.old + c.part}
+_BY_REMAINDER = {"tK": lambda c, x: c.read("tk", c.h % c.question.num_heads_kv)}
+_DDV_BY_REMAINDER = {"tV": lambda c, x: c.read("tv", c.h % c.question.num_heads_kv)}
+_FIRST_KEYS = {"K of gq": lambda c, x: c.read("k", 0)}
+_8_BEFORE = lambda c, x: x[np.arange(len(x)) & ~8]  # noqa: E731
+_LAST_TV = {"P tV": lambda c, x: x * (c.place == len(c.loop) - 1)}
+_FIRST_PE = {"sum e": lambda c, x: x if c.place == 0 else c.old * c.factor}
+_WHOLE_TILES = {"E": lambda c, x: x * (c.j < c.m // 16 * 16)}
+_LAST_TDS = {"tdS of gq": lambda c, x: x * (c.j >= (c.m - 1) // 16 * 16)}
 _32, _DOWN = {"tile_m": 32}, {"tile_n": 32, "order": "descending"}
 
 _TABLE: Table = (
@@ -145,6 +153,21 @@ _TABLE: Table = (
     ("arguments-swapped: tq and tk, second jvp", "sj", exchanged("tk", "tq", "tv"), _ALIKE),
     ("arguments-swapped: ddout for dout in gv, second", "s", _TO_IN_GV, _WHOLE),
     ("arguments-swapped: k for ddk in gq, second", "s", {"tK of gq": lambda c, x: c.K}, _WHOLE),
+    ("gqa-head-map: tk of h % num_heads_kv, jvp", "j", _BY_REMAINDER, _SEVERAL | _GROUPED),
+    ("gqa-head-map: ddv of h % num_heads_kv", "s", _DDV_BY_REMAINDER, _SEVERAL | _GROUPED),
+    ("input-layout: k of the first head in gq", "s", _FIRST_KEYS, _SEVERAL),
+    ("tile-overwrites or tile-skipped: P tv, last, jvp", "j", _LAST_TV, _WHOLE),
+    ("tile-overwrites or tile-skipped: P o E of tlse, first, jvp", "j", _FIRST_PE, _WHOLE),
+    ("tail-tile-dropped or tile-skipped: P o E, jvp", "j", _WHOLE_TILES, _WHOLE),
+    ("tile-overwrites or tile-skipped: dS' k of gq, last", "s", _LAST_TDS),
+    (
+        "statistics-misplaced: e of row i & ~8",
+        "s",
+        of_each(_8_BEFORE, "e in dS", "e in gv"),
+        _WHOLE,
+    ),
+    ("statistics-misplaced: e of row i & ~8 in gv", "s", {"e in gv": _8_BEFORE}, _WHOLE),
+    ("statistics-misplaced: W, heads last", "s", between(written_as((1, 0)), "W")),
     ("statistics-misplaced: D, heads last, second", "s", between(written_as((1, 0)), "delta")),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, gives=("second", "jvp"))

@@ -214,11 +214,11 @@ tile-counted-twice: a tile of keys counts twice
     the split between masked and unmasked tiles of the loop
     two loops, one for masked tiles and one for others, that overlap
     one tile's keys have twice their weight
-tile-overwrites: a gradient holds the contribution of one tile alone
+tile-overwrites: a sum over tiles holds the contribution of one tile alone
     the store inside of the loop: it must add, or stand behind the loop
     = for +=, in a loop over tiles
     right where there is one tile; elsewhere what the last or first one adds
-accumulator-not-reset: a tile of a gradient holds the sums of the tiles before it too
+accumulator-not-reset: a tile of a result holds the sums of the tiles before it too
     where the accumulator is cleared: in the loop over tiles, not in front of it
     a loop over tiles around a kernel that was written for one
     the first tile of every sequence is right; the sum over all tiles is not
@@ -243,7 +243,7 @@ input-layout: an input is read in another layout than it has
     the order of axes, strides and integer width of that input
     another package's layout, strides of a view, int64 read as int32
     all results are wrong, those of one token or one head are right
-statistics-misplaced: row statistics (lse, delta, W) are read at other rows' places
+statistics-misplaced: row statistics (lse, delta, e, W) are read at other rows' places
     the index of lse and delta: head * total_q + cu_seqlens[b] + row
     (heads, tokens) for (tokens, heads), or padded rows
     right for the first sequence or head, wrong behind it

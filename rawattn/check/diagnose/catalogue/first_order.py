@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue import inputs, options
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
-from rawattn.check.diagnose.catalogue.reading import of_view, reading
+from rawattn.check.diagnose.catalogue.reading import OPERANDS, of_view, reading
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Question
@@ -86,7 +86,8 @@ def _with_right_keys(c: Context) -> Floats:
     """Where dk and dv alone go to other heads, as sums over the h of one remainder."""
     own = replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group)
     there = changed(c, view=own)
-    c.K, c.V = (of_view(there, name, getattr(c.question, name)) for name in ("k", "v"))
+    for name in ("k", "v", *(n for n in ("tk", "tv") if getattr(c.question, n) is not None)):
+        setattr(c, OPERANDS[name], of_view(there, name, getattr(c.question, name)))
     return np.asarray(STEPS["Y"](c))
 
 

@@ -13,13 +13,19 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.maps import Map
 from rawattn.check.diagnose.catalogue.reading import (
+    ARRAYS,
+    OF_KEYS,
+    OPERANDS,
     in_product,
     in_sequence,
+    of_view,
     reading,
     right_delta,
     stored,
+    whole,
 )
-from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, Store
+from rawattn.check.diagnose.catalogue.second_order import READERS, at
+from rawattn.check.diagnose.engine.attention import BACKWARD, TILES, Bug, Store
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 from rawattn.check.diagnose.engine.steps import Context, Floats, Step
 
@@ -47,8 +53,11 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
     "D": ("dO . O", (), {"dq", "dk"}),
+    "tY": ("E", ("tQ", "K", "Q", "tK"), {"tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"}),
+    "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
+    "tdS": ("dS'", ("D", "w"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
     "gV": ("gv", ("tP", "dO"), {"gv"}),
@@ -57,7 +66,9 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
 ALIKE: tuple[tuple[str, ...], ...] = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))
 ALIKE_BEYOND = (("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("P", "tP"), ("dY", "tdY"))
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
-NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'"}
+NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
+NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}
+NUMBERS = {"D": "delta", "w": "w"}
 SWIZZLED = (
     "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
     "formula and read by another, a layout of fragments"
@@ -92,13 +103,12 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
         if right - apart - {"delta"} or not wrong - apart:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
-        for by in by_kind[numbers]:
-            if not (len(names) == 1 or numbers or by.family == "layouts"):
+        for by in [*by_kind[numbers], *_of_keys(question, names)]:
+            several = by.family in ("layouts", "heads of keys")
+            if not (len(names) == 1 or numbers or several):
                 continue
-            kind = "input-layout" if "dlse" in names or not numbers else "statistics-misplaced"
-            kind = "offsets-shifted" if by.family == "ends" and not numbers else kind
-            steps = reading({name: name for name in names}, by)
-            text = f"{', '.join(names)}: {by.words}"
+            kind, steps = _kind(names, by), reading({name: name for name in names}, by)
+            text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
             yield Bug(kind, text, (stage,), steps=steps)
             if "dout" in names:
                 but = {**steps, "D": right_delta}
@@ -109,31 +119,76 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
 
 
 def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
-    """One product that takes an operand by a map of rows or columns, or another one."""
-    of_rows, of_columns = list(maps.rows(question)), list(maps.columns(question))
+    """One product that takes an operand by a map, or another one."""
+    beyond = stage in ("second", "jvp")
+    of_rows = list(maps.rows(question, TILES[0] if beyond else 1))
+    of_columns = [] if beyond else list(maps.columns(question))
+    of_numbers = maps.families(question, True)
+    of_arrays = [*maps.heads(question), *maps.sequences(question)]
     alike: tuple[tuple[str, ...], ...] = (
         ALIKE if question.q.shape[2] == question.v.shape[2] else ALIKE[2:]
     )
-    if stage == "second":
-        of_rows, of_columns, alike = [], [], ALIKE_BEYOND
+    alike = (ALIKE_BEYOND if stage == "second" else ()) if beyond else alike
     for step, (product, operands, results) in PRODUCTS.items():
-        if results & right or not results & wrong or (stage == "backward" and step == "O"):
+        if results & right or not results & wrong:
             continue
         for operand in operands:
-            text = f"{NAMES[operand]} in {product}"
-            for by in (*of_rows, *(() if operand in ("P", "dY") else of_columns)):
-                kind = "stale-tile" if by.family == "rows" else "input-layout"
-                steps = in_product(step, operand, partial(_moved, operand, by))
-                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+            text, of = f"{_word(operand, stage)} in {product}", (ARRAYS | NUMBERS).get(operand, "")
+            columns = () if operand in ("P", "dY") else of_columns
+            found = [*of_rows, *columns, *_of_keys(question, [of]), *(of_arrays if of else ())]
+            if not _given(question, [of]):
+                continue
+            for by in of_numbers if of in maps.STATISTICS else found:
+                take = partial(_elsewhere, of, by)
+                if by.family in ("rows", "columns") and of not in maps.STATISTICS:
+                    take = partial(_moved, operand, by)
+                steps = in_product(step, operand, take)
+                yield Bug(_kind([of], by), f"{text}: {by.words}", (stage,), steps=steps)
         for some in alike:
             for operand, other in permutations(some, 2):
                 if operand not in (operands or ("dO", "O")):
                     continue
                 if stage == "forward" and other not in ("K", "V"):
                     continue
-                text = f"{NAMES.get(other, other)} for {NAMES[operand]} in {product}"
+                text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
                 steps = in_product(step, operand, partial(_named, other))
                 yield Bug("arguments-swapped", text, (stage,), steps=steps)
+    for words, sites in READERS.items() if stage == "second" else ():
+        results = {"gq", "gk"} if "dS'" in sites else set()
+        results |= {"gv"} if "gv" in sites else set()
+        if "ddout" in sites or "W" in sites or results & right or not results & wrong:
+            continue
+        for by in of_numbers:
+            steps = at(sites, tP=partial(_tangent_by, by))
+            yield Bug("statistics-misplaced", f"e {words}: {by.words}", (stage,), steps=steps)
+
+
+def _word(operand: str, stage: str) -> str:
+    """What an operand is called."""
+    name = NAMES.get(operand, operand)
+    return name.replace("dd", "t") if stage == "jvp" else name
+
+
+def _kind(names: Collection[str], by: Map) -> str:
+    """The class of what is read by a map."""
+    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "ends": "offsets-shifted"}
+    numbers = {*names} <= set(maps.STATISTICS) - {"dlse"}
+    return "statistics-misplaced" if numbers else kinds.get(by.family, "input-layout")
+
+
+def _of_keys(question: Question, names: Collection[str]) -> Iterator[Map]:
+    """Maps that arrays of keys alone have."""
+    if {*names} <= {*OF_KEYS}:
+        yield from maps.heads_of_keys(question)
+
+
+def _elsewhere(name: str, by: Map, c: Context) -> Floats:
+    return of_view(c, name, whole(c.question, c.given, name, name, by))
+
+
+def _tangent_by(by: Map, c: Context) -> Floats:
+    """P' of another e."""
+    return np.asarray(c.r(c.P * (c.E - _elsewhere("e", by, c)[..., None])))
 
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:

@@ -21,7 +21,7 @@ Ints = np.ndarray
 BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 LETTERS = {"b": "batch", "t": "tokens", "h": "heads", "d": "columns"}
 NOWHERE = 1 << 40  # tokens from here there is none
-STATISTICS = (*BY_ROW, "dlse")  # numbers of rows, which lie as (heads, tokens)
+STATISTICS = (*BY_ROW, "dlse", "e", "w")  # numbers of rows, which lie as (heads, tokens)
 
 
 class At(NamedTuple):
@@ -44,12 +44,13 @@ class Row(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """What an index is made of. ``others``: the offsets of the other side's sequences; ``group``:
-    heads of the array for every key/value head."""
+    heads of the array for every key/value head; ``num_heads_q``: those that read it."""
 
     shape: tuple[int, int, int]
     offsets: Ints
     others: Ints
     group: int
+    num_heads_q: int
 
     @cached_property
     def longest(self) -> int:
@@ -79,7 +80,8 @@ def geometry(question: Question, name: str) -> Geometry:
     columns = 1 if name in STATISTICS else (question.q if like is None else like).shape[2]
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
     own, other = sides[::-1] if of_keys else sides
-    return Geometry((tokens, heads, columns), own, other, 1 if of_keys else question.group)
+    group, num_heads_q = 1 if of_keys else question.group, question.num_heads_q
+    return Geometry((tokens, heads, columns), own, other, group, num_heads_q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +134,12 @@ SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
     "the offset of the sequence before": lambda g, row: g.offsets[np.maximum(row.b - 1, 0)] + row.i,
     "the offset of the other side": lambda g, row: g.others[row.b] + row.i,
     "rows of the sequence reversed": lambda g, row: row.start + row.n - 1 - row.i,
+    "the row before in the pack, the last one before the first": lambda g, row: (
+        (row.start + row.i - 1) % g.shape[0]
+    ),
+    "the next row of the pack, the first one behind the last": lambda g, row: (
+        (row.start + row.i + 1) % g.shape[0]
+    ),
 }
 ENDS: dict[str, Callable[[Geometry, Row], Ints]] = {  # padded sequences, as if the data were there
     "padded sequences that end with the data": lambda g, r: _inside(r, r.i + g.longest - r.n),
@@ -154,6 +162,11 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
         h % (count // group) * group + h // (count // group)
     ),
 }
+HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, of so many
+    "head h % num_heads_kv": lambda h, count: h % count,
+    "head h // num_heads_kv": lambda h, count: h // count,
+    "head h, as if there were as many": lambda h, count: h,
+}
 
 
 def _inside(row: Row, i: Ints) -> Ints:
@@ -172,10 +185,17 @@ def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
 
-def rows(question: Question) -> Iterator[Map]:
+def _heads_of_keys(head: Callable[[Ints, int], Ints], g: Geometry) -> At:
+    """(tokens, num_heads_q, columns); heads that there are not are those of the tokens behind."""
+    (t, _, j), count = g.everywhere, g.shape[1]
+    h = head(np.arange(g.num_heads_q)[None, :, None], count)
+    return At(t + h // count, h % count, j)
+
+
+def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles and instructions may take them."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    for by in (by for by in BITS if by < longest):
+    for by in (by for by in BITS if least <= by < longest):
         for words, index in ROWS.items() if by > 1 else itertools.islice(ROWS.items(), 5):
             yield Map("rows", words.format(by), partial(_rows, index, by))
 
@@ -193,6 +213,13 @@ def heads(question: Question) -> Iterator[Map]:
     count = len(HEADS) if question.group > 1 else 5
     for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
         yield Map("heads", words, partial(_heads, head))
+
+
+def heads_of_keys(question: Question) -> Iterator[Map]:
+    """The same row of an array of keys, of other heads for the query heads of a group."""
+    for words, head in HEADS_OF_KEYS.items() if question.group > 1 else ():
+        if question.num_heads_kv > 1:
+            yield Map("heads of keys", words, partial(_heads_of_keys, head))
 
 
 # ---- memory -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
-from rawattn.check.diagnose.engine.attention import Same, Store, deltas
+from rawattn.check.diagnose.engine.attention import Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
@@ -15,14 +15,15 @@ OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
     **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
 }
-LIKE = {"Q": "q", "K": "k", "V": "v", "dO": "dout"}  # an array of the same columns
+ARRAYS = {operand: name for name, operand in OPERANDS.items()}
+OF_KEYS = ("k", "v", "tk", "tv")
 
 
 def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
     """``moved``: which array is read for which, each by a map."""
 
     def Y(c: Context) -> Floats:
-        found = {to: _whole(c.question, c.given, to, of, by) for to, of in moved.items()}
+        found = {to: whole(c.question, c.given, to, of, by) for to, of in moved.items()}
         for to, x in found.items():
             setattr(c, OPERANDS[to], of_view(c, to, x))
         return np.asarray(STEPS["Y"](c))
@@ -34,7 +35,7 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
 
 
 @lru_cache(maxsize=16)
-def _whole(question: Question, given: Same | None, to: str, of: str, by: Map | None) -> Floats:
+def whole(question: Question, given: Same | None, to: str, of: str, by: Map | None) -> Floats:
     """All of the array ``of`` as it is read for ``to``."""
     x = array_of(question, given, of)
     return x if by is None else by.moved(geometry(question, to), x)
@@ -44,6 +45,11 @@ def array_of(question: Question, given: Same | None, name: str) -> Floats:
     """All of an array that a stage is given."""
     if name == "delta":
         return deltas(question, given)
+    if name in ("e", "w"):  # what a double backward keeps of its first pass
+        first = solve(question, "second", given=given)
+        inside, w = question.sequence_of("q") >= 0, np.zeros_like(first["ddlse"])
+        w[:, inside] = (np.asarray(question.dout)[inside] * first["ddout"][inside]).sum(axis=-1).T
+        return first["ddlse"] if name == "e" else w
     found = {} if given is None else dict(zip(("out", "lse"), given, strict=True))
     return np.asarray(found[name] if name in found else getattr(question, name))
 
@@ -57,11 +63,13 @@ def of_view(c: Context, name: str, x: Floats) -> Floats:
     view, heads = c.view, c.view.heads[:, None]
     if name in STATISTICS:
         return np.asarray(x[heads, view.rows], dtype=np.float64)
-    if name not in ("k", "v", "tk", "tv"):
+    if name not in OF_KEYS:
         return np.asarray(c.r(x[view.rows, heads].astype(np.float64)))
     found = x[view.keys, view.head_kv].astype(np.float64)
-    found[~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)] = 0.0  # may hold anything
-    return np.asarray(c.r(found))
+    if x.shape[1] != c.question.num_heads_kv:  # of each query head
+        found = x[view.keys, heads].astype(np.float64)
+    unseen = ~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)  # may hold anything
+    return np.asarray(c.r(np.where(unseen[:, None], 0.0, found)))
 
 
 def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict[str, Step]:
@@ -72,8 +80,8 @@ def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict
 def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     """Rows of a view's sequence, (..., rows, columns), by a map of rows or columns; 0 where these
     rows have nothing."""
-    rows, shape = c.view.keys if operand in ("K", "V") else c.view.rows, x.shape[-2:]
-    g = geometry(c.question, LIKE.get(operand, "q"))
+    name, shape = ARRAYS.get(operand, "q"), x.shape[-2:]
+    rows, g = c.view.keys if name in OF_KEYS else c.view.rows, geometry(c.question, name)
     at = by.of(replace(g, shape=(g.shape[0], 1, shape[1])))
     t, j = (np.broadcast_to(of, (g.shape[0], 1, shape[1]))[rows, 0] for of in (at.t, at.j))
     i = t - rows[0]

@@ -29,7 +29,7 @@ from rawattn.reference.dense import allowed
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
-    **{"E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
+    **{"e": "e", "E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
     **{"dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
 }
 DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
@@ -37,6 +37,7 @@ DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
     "k": ("tK", ("E", "gq")),
     "v": ("tV", ("ddout", "W", "dout ddv^T")),
     "block_scale": ("tG", ("gated E", "gated dS'")),
+    "sinks": ("tsink", ("e",)),
 }
 TERMS = {  # of a sum: the operand that is in no other term of it, the sites, the directions in it
     "ddq K^T of E": ("tQ", ("E",), "q"),

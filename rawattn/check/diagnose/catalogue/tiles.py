@@ -73,10 +73,8 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
     for text, one in ONE_TILE.items():
         whole = _by_tile(tile, one)
-        for tensors, first in by_tensor({name: whole[name] for name in ("dQ", "dK", "dV")}):
-            both = first | {f"g{name[1]}": whole[f"g{name[1]}"] for name in first}
-            text_of = f"{tensors}, {text}, {at}"
-            yield Bug("tile-overwrites", text_of, (*BACKWARD, "second"), steps=both)
+        for tensors, steps in by_tensor(whole):
+            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=steps)
     for text, power in POWERS.items():
         inside = _by_tile(tile, power)
         for name in ("dQ", "dK"):
@@ -84,7 +82,8 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("output-scale", form, BACKWARD, steps={name: inside[name]})
     for text, step in (("first", 1), ("last", -1)):
         store = _running_on(tile, step)
-        yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)
+        text = f"{at}, from the {text}"
+        yield Bug("accumulator-not-reset", text, (*BACKWARD, "second"), store=store)
     left, _ = bounds(question)
     if left < math.inf:
         yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
@@ -140,30 +139,30 @@ def _running_on(tile: int, step: int) -> Store:
     return partial(_by_places, change=change)
 
 
-def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
-    """dQ with a factor for every tile of keys that a tile of queries sees, dK and dV with one for
-    every tile of queries that a tile of keys sees; those of second order likewise."""
+def tile_weights(of: Factor, tile: int, every: bool, c: Context, axis: int) -> Floats:
+    """A factor (n, m) for every tile of keys that a tile of queries sees, or for ``every`` one; of
+    axis 0 for tiles of queries that a tile of keys is seen by."""
+    seen = (c.W > 0).any(axis=0) | every
+    seen = seen if axis == 1 else seen.T
+    n, m = seen.shape
+    tiles = np.arange(m) // tile
+    weight = np.zeros((n, m))
+    for start in range(0, n, tile):
+        here = slice(start, start + tile)
+        there = np.unique(tiles[seen[here].any(axis=0)])
+        known = np.isin(tiles, there)
+        weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
+    return weight if axis == 1 else weight.T
 
-    def factor(c: Context, axis: int) -> Floats:
-        seen = (c.W > 0).any(axis=0)
-        seen = seen if axis == 1 else seen.T
-        n, m = seen.shape
-        tiles = np.arange(m) // tile
-        weight = np.zeros((n, m))
-        for start in range(0, n, tile):
-            here = slice(start, start + tile)
-            there = np.unique(tiles[seen[here].any(axis=0)])
-            known = np.isin(tiles, there)
-            weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
-        return weight if axis == 1 else weight.T
+
+def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
+    """dQ, dK and dV of such factors."""
 
     def weighed(name: str, c: Context) -> Floats:
-        weights = factor(c, int(name[1] == "Q"))
-        there = [x for x in ("P", "tP", "dY", "tdY") if hasattr(c, x)]
-        other = changed(c, **{x: getattr(c, x) * weights for x in there})
-        return np.asarray(STEPS[name](other))
+        weights = tile_weights(of, tile, False, c, int(name == "dQ"))
+        return np.asarray(STEPS[name](changed(c, P=c.P * weights, dY=c.dY * weights)))
 
-    return {name: partial(weighed, name) for name in ("dQ", "dK", "dV", "gQ", "gK", "gV")}
+    return {name: partial(weighed, name) for name in ("dQ", "dK", "dV")}
 
 
 # ---- rows without keys ------------------------------------------------------------------------

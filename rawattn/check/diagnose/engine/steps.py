@@ -56,13 +56,16 @@ def _tP(c: Context) -> Floats:
 
 
 def times(a: Floats, b: Floats) -> Floats:
-    """a (heads, n, x) times b (x, y) as one product, which is many times faster than one a head."""
+    """a (heads, n, x) times b (x, y) as one product, which is many times faster than one a head; or
+    times b (heads, x, y), where heads read other keys."""
+    if b.ndim == 3:
+        return np.asarray(a @ b)
     product: Floats = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) @ b
     return product.reshape(*a.shape[:-1], b.shape[1])
 
 
 STEPS: dict[str, Step] = {
-    "Y": lambda c: c.r(c.s * c.r(times(c.Q, c.K.T))),
+    "Y": lambda c: c.r(c.s * c.r(times(c.Q, c.K.mT))),
     "cap": lambda c: capped(np, c.Y, c.question.softcap, c.r),
     "S": _weighted,
     "softmax": _softmax,
@@ -71,7 +74,7 @@ STEPS: dict[str, Step] = {
     "O": lambda c: c.r(times(c.o(c.P), c.V)),
     # backward, with the L and the O that it is given
     "bP": lambda c: c.r(np.exp(c.S - dead_to_inf(np, c.L)[..., None])),
-    "dP": lambda c: c.r(times(c.dO, c.V.T)),
+    "dP": lambda c: c.r(times(c.dO, c.V.mT)),
     "D": lambda c: (c.dO * c.O).sum(axis=-1) - c.dL,
     "dS": lambda c: c.r(c.P * (c.dP - c.D[..., None])),
     "P0": _sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
@@ -83,14 +86,14 @@ STEPS: dict[str, Step] = {
     "dG": lambda c: c.dS * c.Y,
     "dsink": _sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
     # tangents in the direction (tQ, tK, tV, tG)
-    "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.T)) + c.r(times(c.Q, c.tK.T)))),
+    "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.mT)) + c.r(times(c.Q, c.tK.mT)))),
     "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
     "e": _e,
     "tP": _tP,
     "tO": lambda c: c.r(c.r(times(c.o(c.tP), c.V)) + c.r(times(c.o(c.P), c.tV))),
     "tL": lambda c: c.e,
     # second derivatives
-    "tdP": lambda c: c.r(times(c.dO, c.tV.T)),
+    "tdP": lambda c: c.r(times(c.dO, c.tV.mT)),
     "w": lambda c: (c.dO * c.tO).sum(axis=-1),
     "tdS": lambda c: c.r(c.r(c.tP * (c.dP - c.D[..., None])) + c.r(c.P * (c.tdP - c.w[..., None]))),
     "tdY": _tdY,

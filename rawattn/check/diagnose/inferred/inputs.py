@@ -4,10 +4,11 @@ sequence; constants and orders of rows, which are too many to list, are read off
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs
+from rawattn.check.diagnose.catalogue import inputs, tile_sums
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
@@ -15,6 +16,7 @@ from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
 
+BEYOND = ("second", "jvp")
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
 HELPS, FAR = 0.5, 0.25  # of the right one's residual, and of what was found: at most what is left
@@ -39,7 +41,8 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _same_row_added(sample)
         yield from _rearranged(sample)
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
-        yield from sample.near(listed, YIELDED, spent() + EFFORT)
+        of_tiles = tile_sums.candidates(question, stage, wrong) if stage in BEYOND else ()
+        yield from sample.near(chain(of_tiles, listed), YIELDED, spent() + EFFORT)
 
 
 def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:

@@ -239,7 +239,7 @@ def _read(read: Callable[[Ints], Ints], x: Lists) -> Ints:
 def readings(question: Question) -> dict[str, Callable[[Ints], Ints]]:
     """What the memory of an array like block_indices holds if it is read otherwise."""
     x, offsets = np.asarray(question.block_indices), np.asarray(question.cu_seqlens_q)
-    g = maps.Geometry((len(x), x.shape[1], x.shape[2]), offsets, offsets, 1)
+    g = maps.Geometry((len(x), x.shape[1], x.shape[2]), offsets, offsets, 1, x.shape[1])
     found: dict[str, Callable[[Ints], Ints]] = {
         "int64 as int32": partial(_words, False),
         "int64 as int32, each row from its start": partial(_words, True),

@@ -1,0 +1,140 @@
+"""Tangents and second derivatives whose sums over tiles lack some, or have others too.
+
+``candidates`` are the product of the terms of these sums with what may befall a loop over tiles: of
+keys for e, tout and gq, of queries for gk and gv.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue.tiles import Factor, tile_weights
+from rawattn.check.diagnose.engine.attention import TILES, Bug
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+
+
+class Sum(NamedTuple):
+    """Terms in words, the operands that no other term has, by steps; the results, one of which is
+    wrong."""
+
+    words: str
+    operands: dict[str, tuple[str, ...]]
+    results: set[str]
+
+
+SUMS = (  # P of tO is that of P tV, tP of it P o E
+    Sum("P o E of {e}", {"e": ("E",)}, {"tlse", "ddlse"}),
+    Sum("(P o E) v of {out}", {"tO": ("tP",)}, {"tout", "ddout"}),
+    Sum("P {t}v of {out}", {"tO": ("P",)}, {"tout", "ddout"}),
+    Sum("(P o E) v and P {t}v of {out}", {"tO": ("tP", "P")}, {"tout", "ddout"}),
+    Sum("P o E and (P o E) v", {"e": ("E",), "tO": ("tP",)}, {"tlse", "ddlse"}),
+    Sum("P o E, (P o E) v and P {t}v", {"e": ("E",), "tO": ("tP", "P")}, {"tlse", "ddlse"}),
+    Sum("dS' k of gq", {"gQ": ("tdY",)}, {"gq"}),
+    Sum("dS ddk of gq", {"gQ": ("dY",)}, {"gq"}),
+    Sum("gq", {"gQ": ("tdY", "dY")}, {"gq"}),
+    Sum("dS'^T q of gk", {"gK": ("tdY",)}, {"gk"}),
+    Sum("dS^T ddq of gk", {"gK": ("dY",)}, {"gk"}),
+    Sum("gk", {"gK": ("tdY", "dY")}, {"gk"}),
+    Sum("gv", {"gV": ("tP",)}, {"gv"}),
+    Sum("gk and gv", {"gK": ("tdY", "dY"), "gV": ("tP",)}, {"gk"}),
+)
+OPERANDS = {"e": ("E",), "tO": ("tP", "P"), "gQ": ("tdY", "dY"), "gK": ("tdY", "dY"), "gV": ("tP",)}
+WORDS = {
+    "jvp": {"t": "t", "e": "tlse", "out": "tout"},
+    "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
+}
+OVER, LACKS, TWICE = "tile-overwrites", "tile-skipped", "tile-counted-twice"
+EVENTS: tuple[tuple[str, str, Factor], ...] = (  # class, words, how often a tile of so many counts
+    (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
+    (OVER, "the first tile alone", lambda c, at, n: at == 0),
+    (LACKS, "without the first tile", lambda c, at, n: at > 0),
+    (LACKS, "without the second tile", lambda c, at, n: at != 1),
+    (LACKS, "without the last tile", lambda c, at, n: at < n - 1),
+    (TWICE, "the first tile twice", lambda c, at, n: 1 + (at == 0)),
+    (TWICE, "the second tile twice", lambda c, at, n: 1 + (at == 1)),
+    (TWICE, "the last tile twice", lambda c, at, n: 1 + (at == n - 1)),
+)
+Change = Callable[[Context, str], Floats]  # what is summed of a context by a step
+
+
+def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
+    """All of a stage that change something ``wrong``."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    sums = [one for one in SUMS if one.results & set(wrong)]
+    for one, tile in product(sums, (tile for tile in TILES if tile < longest)):
+        for name, words, change in _changes(question, stage, tile):
+            steps: dict[str, Step] = {
+                step: partial(_summed, step, operands, change)
+                for step, operands in one.operands.items()
+            }
+            text = f"{one.words.format(**WORDS[stage])}: {words}, tile of {tile}"
+            yield Bug(name, text, (stage,), steps=steps)
+
+
+def _changes(question: Question, stage: str, tile: int) -> Iterator[tuple[str, str, Change]]:
+    for name, words, factor in EVENTS:
+        for every in (False, True) if question.mask_window != (-1, -1) else (True,):
+            more = "" if every else " of those that see something"
+            yield name, words + more, partial(_weighed, partial(tile_weights, factor, tile, every))
+    for words, least in ("", 0), (" but a first one", tile):
+        change = partial(_weighed, partial(_whole, tile, least))
+        yield "tail-tile-dropped", f"no partial tile{words}", change
+    if stage == "jvp":
+        yield "no-rescale", "not rescaled", partial(_weighed, partial(_unscaled, tile))
+    words = "a tile of rows begins with what the one before ended with"
+    yield "accumulator-not-reset", words, partial(_carried, stage, tile)
+
+
+def _summed(step: str, operands: Collection[str], change: Change, c: Context) -> Floats:
+    """A step of which these operands' term is summed otherwise."""
+    right = STEPS[step](c)
+    c = changed(c, tP=c.P * c.E) if step == "tO" else c
+    others = {name: 0.0 * getattr(c, name) for name in {*OPERANDS[step]} - {*operands}}
+    alone = changed(c, operands=operands, **others)
+    return np.asarray(right + change(alone, step) - STEPS[step](alone))
+
+
+def _weighed(weights: Callable[[Context, int], Floats], c: Context, step: str) -> Floats:
+    by = weights(c, int(step not in ("gK", "gV")))
+    return np.asarray(STEPS[step](changed(c, **{x: by * getattr(c, x) for x in c.operands})))
+
+
+def _whole(tile: int, least: int, c: Context, axis: int) -> Floats:
+    """No pairs of a last tile that is partial, but for the first so many."""
+    at, count = np.ogrid[: c.S.shape[1], : c.S.shape[2]][axis], c.S.shape[1 + axis]
+    return np.where(at < max(count // tile * tile, least), 1.0, 0.0)
+
+
+def _tops(tile: int, c: Context) -> Floats:
+    """The running maximum (heads, n, m) at every key."""
+    tops = np.maximum.accumulate(c.S, axis=-1)
+    last = np.minimum(np.arange(c.S.shape[2]) // tile * tile + tile, c.S.shape[2]) - 1
+    return np.asarray(tops[..., last] if c.sink is None else np.maximum(tops, c.sink[..., None]))
+
+
+def _unscaled(tile: int, c: Context, axis: int) -> Floats:
+    """Weights that stay relative to the maximum at their own tile."""
+    tops = _tops(tile, c)
+    return np.where(np.isneginf(tops), 0.0, np.exp(tops[..., -1:] - np.maximum(tops, -1e300)))
+
+
+def _carried(stage: str, tile: int, c: Context, step: str) -> Floats:
+    """Sums that no tile of rows clears; of a softmax that is not normalised yet its first maximum,
+    or sink, weighs what was there."""
+    found: Floats = np.array(STEPS[step](c))
+    start, size = np.ones(found.shape[:2]), np.ones(found.shape[:2])
+    if stage == "jvp" and c.S.shape[2]:
+        tops, L = _tops(tile, c), np.where(np.isneginf(c.L), 0.0, c.L)
+        start = np.exp((tops[..., 0] if c.sink is None else c.sink) - L)
+        size = np.exp(L - tops[..., -1])
+        found[:, tile:] -= (c.P0 * c.tsink)[:, tile:] if step == "e" and c.sink is not None else 0.0
+    start, size = (x.reshape(*x.shape, *[1] * (found.ndim - 2)) for x in (start, size))
+    for first in range(tile, found.shape[1], tile):
+        here = found[:, first : first + tile]
+        before = slice(first - tile, first - tile + here.shape[1])
+        here += start[:, first : first + tile] * (size * found)[:, before]
+    return found
