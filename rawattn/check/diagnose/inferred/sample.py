@@ -25,7 +25,7 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 from rawattn.check.diagnose.evidence.structure import by_rows
 
-MOST = 80 * 80 * 2  # scores of a sample: what is longer is taken where it shows much more
+LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
 CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
@@ -64,9 +64,10 @@ class Sample:
         for b, (n, m) in enumerate(zip(question.lengths_q, question.lengths_k, strict=True)):
             by_head = np.zeros(question.num_heads_kv)
             for name, x in self.truth.items() if n * m else ():
-                left = np.minimum(self._left(name, by_rows(name, x), b), 1e3)
+                left = np.minimum(self._left(name, by_rows(name, x), b), 1.0)
                 by_head += left.reshape(len(by_head), -1).max(axis=1)
-            merit = by_head.max() * min(1.0, MOST / max(n * m * question.group, 1))
+            scores = max(n * m * question.group, 1)  # few of them look alike with any bug
+            merit = by_head.max() * min(1.0, MOST / scores, scores / LEAST)
             if merit > best:
                 best, self.sequence, self.head_kv = merit, b, int(by_head.argmax())
         self.left = self._distances(self.truth)
