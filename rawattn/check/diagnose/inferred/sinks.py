@@ -8,6 +8,8 @@ from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import dead_to_inf
 
+ALL = "all queries"
+
 
 def said(question: Question, given: tuple[Floats, Floats], found: Floats, allowed: float) -> str:
     """In words; "" where no sum gives it up to ``allowed``."""
@@ -17,7 +19,8 @@ def said(question: Question, given: tuple[Floats, Floats], found: Floats, allowe
         for term, x in terms.items():
             sums = {of: factor * (x * there).sum(axis=1) for of, there in rows.items()}
             if like := [of for of, y in sums.items() if np.abs(y - found).max() <= allowed]:
-                return f"it is the sum of {term} over {' or '.join(like[:2])}{sign}"
+                over = " or ".join(like[: 1 + (like[0] != ALL)])
+                return f"it is the sum of {term} over {over}{sign}"
     return ""
 
 
@@ -39,7 +42,7 @@ def _rows(question: Question) -> Iterator[tuple[str, np.ndarray]]:
     i = np.arange(len(b)) - np.asarray(question.cu_seqlens_q)[b]
     n = np.asarray(question.lengths_q)[b]
     first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
-    yield "all queries", b >= 0
+    yield ALL, b >= 0
     yield from (("the last sequence alone", last), ("the first sequence alone", first))
     yield from (("all sequences but the last", ~last), ("all sequences but the first", ~first))
     for tile in TILES:
