@@ -56,6 +56,11 @@ class Rule:
     spans: tuple[Span, ...]
     every: bool = False
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many intervals, and how many numbers in them."""
+        return len(self.spans), sum(len({*span[1:]} - {None}) for span in self.spans)
+
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
         if not self.spans:
@@ -86,7 +91,7 @@ def rule_of(*shown: Shown) -> Rule | None:
     first = shown[0].places.features
     names = [name for name in first if all(name in of.places.features for of in shown)]
     told = _cover(shown, names), _cut(shown, names)
-    return min((rule for rule in told if rule), key=lambda rule: len(rule.spans), default=None)
+    return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
 
 
 def _is(rule: Rule, shown: Sequence[Shown]) -> bool:

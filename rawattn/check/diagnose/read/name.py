@@ -186,7 +186,7 @@ def _read(question: Question, stage: str, ask: Ask) -> Reading:
         again = partial(_elsewhere, read_backward, counted, here)
         said = said_of_backward(read_backward(counted, here), again)
     right, wrong = (tuple(dict.fromkeys(told)) for told in (said.right, said.wrong))
-    bug = None if said.unread else _planted(stage, said, wrong)
+    bug = None if said.unread or said.loose else _planted(stage, said, wrong)
     unread, shown = tuple(said.unread), _picture(said)
     return Reading(stage, calls, right, wrong, unread, shown, bug, said.support.plain, _name(said))
 
