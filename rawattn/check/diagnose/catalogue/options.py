@@ -16,7 +16,7 @@ from rawattn.reference.dense import allowed
 DERIVED = ("backward", "second", "jvp")
 Logit = Callable[[Floats, Floats], Floats]  # of sinks and of the rows' largest scores
 ROWS: dict[str, Logit] = {
-    "": lambda sink, top: 0.0 * top,
+    "": lambda sink, top: np.zeros_like(top),
     ", not relative to the maximum": lambda sink, top: top,
     ", not relative to the maximum, sinks in it": np.maximum,
     ", relative to the maximum twice": lambda sink, top: -top,
