@@ -57,9 +57,10 @@ class Rule:
     every: bool = False
 
     @property
-    def size(self) -> tuple[int, int]:
-        """How many intervals, and how many numbers in them."""
-        return len(self.spans), sum(len({*span[1:]} - {None}) for span in self.spans)
+    def size(self) -> tuple[int, int, int]:
+        """How many intervals, how many numbers in them, and how large they are."""
+        numbers = [x for span in self.spans for x in {*span[1:]} if isinstance(x, int)]
+        return len(self.spans), len(numbers), sum(map(abs, numbers))
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
