@@ -36,6 +36,7 @@ from rawattn.check.diagnose.judge.failures import (
     small,
 )
 from rawattn.check.diagnose.judge.proofs import finding, of_sinks
+from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused
@@ -352,8 +353,10 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, about["identify"])
         diagnosis = diagnose(here, answers, side=name, told=told)
-        of_all = of_sinks(question, saved.answers, name, diagnosis.findings)
-        return replace(diagnosis, findings=(*diagnosis.findings, *of_all))
+        of_part = diagnosis.findings
+        of_heads = of_sinks(question, saved.answers, name, of_part)
+        of_rows = of_all(question, saved.answers, name, of_part)
+        return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
     for changes in _left_out(saved, question) if diagnosis.findings else ():
         other = diagnose(replace(question, **changes), saved.answers, side=name)

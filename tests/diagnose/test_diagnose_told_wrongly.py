@@ -20,7 +20,7 @@ from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.judge import failures, match
+from rawattn.check.diagnose.judge import failures, match, whole
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import explain_failures
 from rawattn.check.diagnose.logs.explain import explain_log
@@ -448,3 +448,58 @@ def test_a_sequence_without_keys_has_no_nearest_score() -> None:
             m = question.scale * scores.max(axis=1, initial=-99)
             answers["lse"][head, view.rows] = m + np.exp(answers["lse"][head, view.rows] - m)
     assert first(diagnose(question, answers)).where == "forward: lse"
+
+
+def as_if_contiguous(x: Array) -> Array:
+    base = x if x.base is None else x.base
+    return base.reshape(-1)[: x.size].reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("strided", "the strides of k are ignored, as if they were contiguous"),
+        ("edges", "rows of out past the last sequence must be 0, and are not: 0.5"),
+    ],
+)
+def test_strides_and_rows_past_the_end(case: str, text: str) -> None:
+    right = candidate(plain.RIGHT, "forward")
+
+    def forward(q: Array, k: Array, v: Array, offsets: Array, **options: Any) -> Any:
+        k = as_if_contiguous(k) if case == "strided" else k
+        out, lse = right.forward(q, k, v, offsets, **options)
+        out[offsets[-1] if case == "edges" else len(out) :] = 0.5
+        return out, lse
+
+    (one,) = [one for one in standard("small") if one.name == case]
+    (found,) = explain_failures(replace(right, forward=forward), [one]).findings
+    assert (found.title, found.confidence) == (text, "high")
+
+
+def test_the_finest_numbers_are_believed_first() -> None:
+    scaled, in_base_2 = (
+        candidate(wrong(hooks, "forward"), "forward")
+        for hooks in ({"Y": by(1.3)}, {"lse": by(1.44269504)})
+    )
+
+    def forward(q: Array, *others: Any, **options: Any) -> Any:
+        taken = scaled if q.dtype == np.float64 else in_base_2
+        return taken.forward(q, *others, **options)
+
+    chosen = ("edges-causal", "group3", "two-kv-heads", "window")
+    cases = [one for one in standard("small") if one.name in chosen]
+    found = explain_failures(replace(scaled, forward=forward), cases).findings
+    assert [one.bug for one in found[:2]] == ["score-scale", "lse-base-2"]
+    assert [one.confidence for one in found[:2]] == ["high", "low"]
+
+
+def test_rows_behind_those_that_are_judged() -> None:
+    question = packed((300, 300, 40), heads=(1, 1), dim=128, causal=False)
+    assert whole.of_all(question, computed(question), "A", []) == []
+    cut = replace(question, k=question.k[np.arange(640) % 256])
+    found = whole.of_all(question, only(computed(cut), "out", "lse"), "A", [])
+    assert found[0].title == "k is read at other rows: row t % 256, as if offsets had 15 bits"
+    answers = computed(question)
+    answers["out"][500:] *= 1.1
+    (one,) = whole.of_all(question, only(answers, "out", "lse"), "A", [])
+    assert one.title == "rows of out are wrong, from row 500 of out on"

@@ -15,7 +15,7 @@ from rawattn.check.diagnose.judge.failures import question_of, reference_answers
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from tests.diagnose import plain
 from tests.diagnose.called import asked, call, said, wrong
-from tests.diagnose.test_read_name import BUGS, Bug, alike
+from tests.diagnose.test_read_name import BUGS, FINE, Bug, alike
 
 CASES = {case.name: case for case in standard("small")}
 OPTIONS = {"softcap": 3.0, "sinks": True}
@@ -26,7 +26,8 @@ RIGHT = {
     "options": replace(alike(BUGS["odd"], "float32"), **OPTIONS),
     "seqused_k": replace(alike(BUGS["padding"], "float32"), seqused_k=(12, 0, 1, 30)),
 }
-NAMED = [name for name in BUGS if name != "of q"][1::5]  # that one sees keys of other questions
+# those see keys, or count rows, of other questions; or are too small for float32
+NAMED = [name for name in BUGS if name not in ("of q", "padding", *FINE)][1::5]
 
 
 def posed(case: Case) -> tuple[Question, int]:

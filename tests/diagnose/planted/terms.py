@@ -69,6 +69,26 @@ def rescaled(factor: Callable[[Head], Array] | None, *names: str, late: bool = F
     return of_each(of, *(f"sum {name}" for name in names))
 
 
+def late(first: float) -> Hooks:
+    """The accumulator of out is rescaled by the factor of the tile before."""
+
+    def of(c: Head, x: Array) -> Array:
+        factor = c.run.memory.get("factor") if c.place else np.ones_like(c.factor)
+        c.run.memory["factor"] = c.factor if c.place else first * np.ones_like(c.factor)
+        return c.old * factor + c.part
+
+    return {"sum out": of}
+
+
+def divided(c: Head, x: Array) -> Array:
+    return x / np.where(c.run.memory["row_sum"] == 0, 1, c.run.memory["row_sum"])
+
+
+def kept(c: Head, x: Array) -> Array:
+    c.run.memory["row_sum"] = x
+    return x
+
+
 # ---- the table ----
 
 _TWO = {"batch": (2, 3), "lengths": (30, 90)}
@@ -163,6 +183,9 @@ _TABLE: Table = (
     ("no-rescale: out by the row 8 before", "f", _BY_ROW_BEFORE),
     ("no-rescale: out after P V is added", "f", rescaled(None, "out", late=True)),
     ("no-rescale: row_sum after the sum is added", "f", rescaled(None, "row_sum", late=True)),
+    ("no-rescale: by the factor of the tile before, at first 0", "f", late(0.0)),
+    ("no-rescale: divided at every tile", "f", {"sum row_sum": kept, "sum out": divided}),
+    ("no-rescale: the row sum of the last tile", "f", {"sum row_sum": lambda c, x: c.part}),
     ("no-rescale: out rescaled twice", "f", rescaled(lambda c: c.factor**2, "out")),
 )
 _FORWARD = {"given": False, "dout": None}

@@ -6,6 +6,7 @@ in every stage, whoever reads or stores by it.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -206,6 +207,20 @@ def sequences(question: Question) -> Iterator[Map]:
         yield Map("sequences", words, partial(_tokens, token))
     for words, token in ENDS.items():
         yield Map("ends", words, partial(_tokens, token))
+
+
+def overflows(question: Question, name: str) -> Iterator[Map]:
+    """Rows of an array whose offset in memory is cut to so many bits."""
+    total, *sizes = geometry(question, name).shape
+    for bits in (15, 16, 31, 32):
+        rows = 2**bits // math.prod(sizes)
+        if 0 < rows < total:
+            words = f"row t % {rows}, as if offsets had {bits} bits"
+            yield Map("overflows", words, partial(_tokens, partial(_cut_off, rows)))
+
+
+def _cut_off(rows: int, g: Geometry, row: Row) -> Ints:
+    return np.asarray(g.everywhere.t % rows)
 
 
 def heads(question: Question) -> Iterator[Map]:

@@ -1,24 +1,54 @@
 """Bugs of what few problems have: a softcap, sinks, keys that are not in use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
+Logit = Callable[[Floats, Floats], Floats]  # of sinks and of the rows' largest scores
+ROWS: dict[str, Logit] = {
+    "": lambda sink, top: np.zeros_like(top),
+    ", not relative to the maximum": lambda sink, top: top,
+    ", not relative to the maximum, sinks in it": np.maximum,
+    ", relative to the maximum twice": lambda sink, top: -top,
+}
+
+
+Curve = Callable[[Floats, float], tuple[Floats, Floats]]  # other scores, and their derivative
+# what somebody makes of uncapped scores S with a number c, beside c tanh(S / c)
+CURVES: dict[str, Curve] = {
+    "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
+    "cut off above {c}": lambda S, c: (np.minimum(S, c), 1.0 * (c > S)),
+    "cut off below -{c}": lambda S, c: (np.maximum(S, -c), 1.0 * (-c < S)),
+    "max(S, 0)": lambda S, c: (np.maximum(S, 0), 1.0 * (S > 0)),
+    "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
+    "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
+    "{c} atan(S / {c})": lambda S, c: (c * np.arctan(S / c), 1 / (1 + (S / c) ** 2)),
+    "S |S|": lambda S, c: (S * abs(S), 2 * abs(S)),
+}
+
+
+def bent(curve: Curve, x: float, c: Context) -> tuple[Floats, Floats, float]:
+    """The step ``cap`` with another function."""
+    return *curve(c.Y, x), 0.0
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that is about them."""
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
+        for words, curve in CURVES.items():
+            form = words.format(c=f"{question.softcap:g}")
+            yield Bug("softcap", form, steps={"cap": partial(bent, curve, question.softcap)})
         name = "softcap-slope-omitted"
         yield Bug(name, "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
         yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
@@ -59,17 +89,39 @@ def _part(softmax: Step, i: int, c: Context) -> Floats:
     return np.asarray(softmax(c)[i])
 
 
+def others(s: float) -> Iterator[tuple[str, Logit]]:
+    """What the row sum may have in place of exp(sink), by its logarithm; s is softmax_scale."""
+    factors = {"": 1.0, "softmax_scale ": s, "1 / softmax_scale ": 1 / s, "log2(e) ": LOG2_E}
+    factors |= {"ln 2 ": 1 / LOG2_E, "-": -1.0, "0 ": 0.0}
+    for (words, x), (row, of) in product(factors.items(), ROWS.items()):
+        if words or row:
+            text = f"exp({words}sink){row}".replace("exp(0 sink)", "1")
+            yield text, partial(_logit, x, of)
+
+
+def _logit(x: float, of: Logit, sink: Floats, top: Floats) -> Floats:
+    return x * sink + of(sink, top)
+
+
 def _other_sinks(question: Question) -> Iterator[Bug]:
     count, group = question.num_heads_q, question.group
     every, own = np.asarray(question.sinks, dtype=np.float64), np.arange(count)
-    bare: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
-    others: dict[str, Step] = {"exp(sink), not relative to the maximum": bare}
+    found: dict[str, Step] = {text: partial(_of_row, of) for text, of in others(question.scale)}
     for words, head in maps.HEADS.items() if count > 1 else ():
         heads = np.broadcast_to(head(own, count, group), own.shape)
         if not np.array_equal(heads, own):
-            others[f"that of {words}"] = partial(_of_heads, every[heads])
-    for words, sink in others.items():
-        yield Bug("sinks-misplaced", words, ("forward",), steps={"softmax": partial(_with, sink)})
+            found[f"that of {words}"] = partial(_of_heads, every[heads])
+    for words, sink in found.items():
+        yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
+
+
+def _of_row(of: Logit, c: Context) -> Floats:
+    return of(c.sink, c.S.max(axis=-1, initial=-np.inf))
+
+
+def with_sink(sink: Step) -> dict[str, Step]:
+    """The softmax with another sink."""
+    return {"softmax": partial(_with, sink)}
 
 
 def _of_heads(sinks: Floats, c: Context) -> Floats:

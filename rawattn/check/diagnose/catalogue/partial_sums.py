@@ -19,10 +19,9 @@ from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
-Cut = Callable[[int], list[slice]]  # so many keys in parts, in the order of the loop
+Cut = Callable[[int], list[np.ndarray]]  # so many keys in parts, in the order of the loop
 Rows = Callable[[np.ndarray], np.ndarray]  # another row for each
-# (parts, heads, n) -> what the sums so far, and those of the part, are multiplied by
-Way = Callable[[Floats], tuple[Floats, Floats]]
+Way = Callable[["Turns"], tuple[Floats, Floats]]  # what sums so far, and a part's, are times
 Weights = Callable[["Parts"], Floats]  # (parts, heads, n)
 
 
@@ -48,6 +47,15 @@ class Parts(NamedTuple):
         return np.asarray(self.sums["out"] / total[..., None])
 
 
+class Turns(NamedTuple):
+    """Of every step of the loop, (parts, heads, n): exp(old max - new max), 1 at the first one; the
+    row sum so far; which is the first one, that has a key for the row."""
+
+    factors: Floats
+    row_sums: Floats
+    first: np.ndarray
+
+
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents."""
 
@@ -63,7 +71,12 @@ class Results(NamedTuple):
 def cut(size: int, last_first: bool = False) -> Cut:
     """Parts of so many keys."""
     step = -1 if last_first else 1
-    return lambda m: [slice(start, start + size) for start in range(0, m, size)][::step]
+    return lambda m: [np.arange(start, min(start + size, m)) for start in range(0, m, size)][::step]
+
+
+def _in_turns(count: int, size: int) -> Cut:
+    """So many parts, which take tiles of so many keys in turn."""
+    return lambda m: [np.flatnonzero(np.arange(m) // size % count == k) for k in range(count)]
 
 
 def _equal(count: int, of_tiles: int = 1) -> Cut:
@@ -86,11 +99,15 @@ def splits(question: Question) -> dict[str, Cut]:
         f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)
         for tile, count in product(TILES[1:], COUNTS)
     }
-    found: dict[tuple[int, ...], str] = {}
+    cuts |= {
+        f"{count} parts that take tiles of {tile} keys in turn": _in_turns(count, tile)
+        for count, tile in product(COUNTS[:3], TILES)
+    }
+    found: dict[tuple[tuple[int, ...], ...], str] = {}
     for text, of in cuts.items():
-        starts = tuple(part.start for m in question.lengths_k for part in of(m))
-        if any(starts):
-            found.setdefault(starts, text)
+        keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
+        if any(part[0] for part in keys):
+            found.setdefault(keys, text)
     return {text: cuts[text] for text in found.values()}
 
 
@@ -98,7 +115,7 @@ def parts_of(c: Context, cut: Cut) -> Parts:
     tops, sums = [], []
     for keys in cut(c.S.shape[2]):
         S, V = c.S[..., keys], c.V[keys]
-        top = S.max(axis=-1)
+        top = S.max(axis=-1, initial=-np.inf)
         P = np.exp(S - _finite(top)[..., None])
         more = {"row_sum": P.sum(axis=-1, keepdims=True), "out": times(P, V)}
         if hasattr(c, "E"):
@@ -136,35 +153,52 @@ ROWS: dict[str, Rows] = {
 }
 
 
+def _one(x: Floats) -> Floats:
+    return np.ones_like(x)
+
+
 def _of_rows(rows: Rows) -> Way:
-    def way(factors: Floats) -> tuple[Floats, Floats]:
-        n = factors.shape[2]
-        return factors[..., np.minimum(rows(np.arange(n)), n - 1)], np.ones_like(factors)
+    def way(t: Turns) -> tuple[Floats, Floats]:
+        n = t.factors.shape[2]
+        return t.factors[..., np.minimum(rows(np.arange(n)), n - 1)], _one(t.factors)
 
     return way
 
 
 def _power(x: float) -> Way:
-    return lambda factors: (factors**x, np.ones_like(factors))
+    return lambda t: (t.factors**x, _one(t.factors))
+
+
+def _before(first: float) -> Way:
+    """The factor of the tile before, ``first`` of the first one."""
+
+    def way(t: Turns) -> tuple[Floats, Floats]:
+        factors = np.where(t.first, first, t.factors)
+        return np.concatenate([_one(factors[:1]), factors[:-1]]), _one(factors)
+
+    return way
 
 
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
-# of the factors exp(old max - new max), of every step
 WAYS: dict[str, Way] = {
     "not rescaled": _power(0),
-    "rescaled after the new tile is added": lambda factors: (factors, factors),
-    "rescaled after the new tile is added, by 0 at the first one": lambda factors: (
-        factors,
-        np.concatenate([0 * factors[:1], factors[1:]]),
+    "rescaled after the new tile is added": lambda t: (t.factors, t.factors),
+    "rescaled after the new tile is added, by 0 at the first one": lambda t: (
+        t.factors,
+        np.where(t.first, 0, t.factors),
     ),
-    "by the factor of the tile before": lambda factors: (
-        np.concatenate([factors[:1], factors[:-1]]),
-        np.ones_like(factors),
-    ),
+    "by the factor of the tile before": _before(1.0),
+    "by the factor of the tile before, 0 of the first one": _before(0.0),
     "rescaled twice": _power(2),
     "by the reciprocal of the factor": _power(-1),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
+    "of the last tile alone": lambda t: (0 * t.factors, _one(t.factors)),
+    "divided by the row sum at every tile": lambda t: (t.factors / t.row_sums, 1 / t.row_sums),
+    "divided by the row sum at every tile, not at the end": lambda t: (
+        t.factors / t.row_sums,
+        t.row_sums[-1] / t.row_sums,
+    ),
     **{f"by the factor of {text}": _of_rows(rows) for text, rows in ROWS.items()},
 }
 
@@ -180,10 +214,15 @@ def rescaled(parts: Parts, wrong: Sequence[str], way: Way) -> Results:
 
 def totals(parts: Parts, way: Way) -> dict[str, Floats]:
     """The sums against the maximum of the last step, all rescaled in one way."""
+    there = ~np.isneginf(parts.tops)  # tiles that nobody sees are not visited
     running = np.maximum.accumulate(parts.tops, axis=0)
-    before = np.concatenate([running[:1], running[:-1]])
-    old, new = way(np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running))))
+    before = np.concatenate([np.full_like(running[:1], -np.inf), running[:-1]])
     share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
+    first = np.isneginf(before)
+    factors = np.where(first, 1.0, np.exp(before - _finite(running)))
+    row_sums = (_exp(parts.tops) * parts.row_sums).cumsum(axis=0) * np.exp(-_finite(running))
+    old, new = way(Turns(factors, np.where(row_sums > 0, row_sums, 1.0), first & there))
+    old = np.where(there, old, 1.0)
     weights = _in_turn(old, new * share)[..., None]
     return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
 
@@ -284,9 +323,10 @@ def of_rings(question: Question) -> Iterator[Bug]:
 
     def of_keys(c: Context, cut: Cut, x: Floats) -> Floats:
         """(heads, n, keys) of numbers (parts, heads, n)."""
-        every = range(c.S.shape[2])
-        keys = [len(every[part]) for part in cut(len(every))]
-        return np.repeat(np.moveaxis(x, 0, -1), keys, axis=-1)
+        found = np.zeros(c.S.shape)
+        for keys, part in zip(cut(c.S.shape[2]), x, strict=True):
+            found[..., keys] = part[..., None]
+        return found
 
     def by_lse(c: Context, cut: Cut) -> Floats:
         return _exp(c.S - of_keys(c, cut, _finite(parts_of(c, cut).lses)))

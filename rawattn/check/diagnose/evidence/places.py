@@ -160,6 +160,8 @@ class Places:
             f"j // {t} - {of} // {t} % 2": lambda: (j // t - p // t) % 2,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
+            f"(j % {t} - {of})": lambda: np.where(j < 0, j, j % t) - p,
+            f"(j - {of} % {t})": lambda: j - p % t,
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:

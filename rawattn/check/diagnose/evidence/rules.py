@@ -56,6 +56,12 @@ class Rule:
     spans: tuple[Span, ...]
     every: bool = False
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """How many intervals, how many numbers in them, and how large they are."""
+        numbers = [x for span in self.spans for x in {*span[1:]} if isinstance(x, int)]
+        return len(self.spans), len(numbers), sum(map(abs, numbers))
+
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
         if not self.spans:
@@ -86,7 +92,7 @@ def rule_of(*shown: Shown) -> Rule | None:
     first = shown[0].places.features
     names = [name for name in first if all(name in of.places.features for of in shown)]
     told = _cover(shown, names), _cut(shown, names)
-    return min((rule for rule in told if rule), key=lambda rule: len(rule.spans), default=None)
+    return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
 
 
 def _is(rule: Rule, shown: Sequence[Shown]) -> bool:

@@ -6,6 +6,7 @@ results of splits must be weighted by exp(lse of the split - lse).
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from rawattn.check.diagnose.engine.attention import Bug, Context, contexts
 from rawattn.check.diagnose.engine.question import Answers, Question
 
 FITS = 0.1  # of what is wrong may be left on the view that is looked at
+SHOWS = 0.1  # of the largest error: a view with as much is looked at, if it is the longest
 MOST = 6  # merges that are planted
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},
@@ -44,7 +46,7 @@ WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Bugs of partial sums that fit the view with the largest errors."""
+    """Bugs of partial sums that fit the longest of the views with large errors."""
     if stage not in TENSORS:
         return
     views = [c for c in contexts(question, stage) if c.S.shape[2]]
@@ -57,7 +59,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     sizes = [sum(of.values()) for of in errors]
     if not any(sizes):
         return
-    worst = int(np.argmax(sizes))
+    telling = [
+        c.S.shape[2] * (size > SHOWS * max(sizes)) for c, size in zip(views, sizes, strict=True)
+    ]
+    worst = int(np.argmax(telling))
     c, wrong = views[worst], errors[worst]
     with np.errstate(all="ignore"):
         for at, cut in tiles(question).items():
@@ -73,17 +78,17 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
                         planted = steps(stage, cut, partial(rescaled, wrong=moved, way=way))
                         yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
         if stage == "forward":
-            near = [_merge(c, answers, wrong, cut, at) for at, cut in splits(question).items()]
-            told = sorted((one for one in near if one is not None), key=lambda one: one[0])
-            yield from (bug for _, bug in told[:MOST])
+            cuts = splits(question).items()
+            near = [one for at, cut in cuts for one in _merges(c, answers, wrong, cut, at)]
+            yield from (bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST])
 
 
-def _merge(
+def _merges(
     c: Context, answers: Answers, wrong: dict[str, float], cut: Cut, at: str
-) -> tuple[float, Bug] | None:
-    """The merge of these parts that comes nearest, and how near; None where none mends much."""
-    parts, total, mends = parts_of(c, cut), 0.0, False
-    forms = {"out": RIGHT, "lse": RIGHT}
+) -> Iterator[tuple[float, Bug]]:
+    """The merges of these parts that come nearest, and how near; none where none mends much."""
+    parts, total = parts_of(c, cut), 0.0
+    forms = {"out": [RIGHT], "lse": [RIGHT]}
     results: dict[str, dict[str, Results]] = {
         "out": {form: merged(parts, form, RIGHT) for form in WEIGHTS},
         "lse": {form: merged(parts, RIGHT, form) for form in LSES},
@@ -92,13 +97,15 @@ def _merge(
         left = {
             form: _errors(c, answers, {name: name}, of)[name] for form, of in results[name].items()
         }
-        form = min(left, key=lambda form: left[form])
-        if left[form] < FITS**2 * min(wrong[name], left[RIGHT]):
-            mends, forms[name] = True, form
-        total += left[forms[name]]
-    said = f"weights {forms['out']}; lse {forms['lse']}; {at}"
-    planted = steps("forward", cut, partial(merged, out=forms["out"], lse=forms["lse"]))
-    return (total, Bug("partial-merge", said, ("forward",), steps=planted)) if mends else None
+        least = min(left.values())
+        if least < FITS**2 * min(wrong[name], left[RIGHT]):  # where all parts have keys some tie
+            forms[name] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
+        total += left[forms[name][0]]
+    for out, lse in product(*forms.values()):
+        if (out, lse) != (RIGHT, RIGHT):
+            planted = steps("forward", cut, partial(merged, out=out, lse=lse))
+            said = f"weights {out}; lse {lse}; {at}"
+            yield total, Bug("partial-merge", said, ("forward",), steps=planted)
 
 
 def _errors(c: Context, answers: Answers, names: dict[str, str], of: Results) -> dict[str, float]:

@@ -8,6 +8,7 @@ made in the other.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -97,6 +98,8 @@ def explain_failure(
     others = ({} if hints is None else hints).setdefault(like, [])
     best = _asked(candidate, asked, other, against, until, told, others)
     others += told.general
+    if not best.findings and (trapped := _of_traps(candidate, case)):
+        return replace(best, findings=tuple(trapped))
     tried = "a small problem of its kind"
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
         tried += ", the case itself"
@@ -112,6 +115,59 @@ def explain_failure(
         "strides",
     )
     return replace(best, findings=(nothing,))
+
+
+def _of_traps(candidate: Candidate, case: Case) -> list[Finding]:
+    """Strides that are ignored, or rows that must stay 0, where nothing else is wrong."""
+    expected = expect(candidate.fit(case))
+
+    def failing(**changes: Any) -> dict[str, np.ndarray]:
+        tensors = replace(expected.tensors, **changes)
+        found = candidate.run(replace(expected, tensors=tensors))
+        there = ((name, of) for name, of in expected.targets.items() if name in found)
+        return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
+
+    given = {name: getattr(expected.tensors, name) for name in ARRAYS}
+    strided = {n: x for n, x in given.items() if x is not None and not x.flags.c_contiguous}
+    try:
+        wrong = failing()
+        packed = {name: np.ascontiguousarray(x) for name, x in strided.items()}
+        if strided and not failing(**packed):
+            alone = {n: failing(**packed | {n: x}) for n, x in strided.items()}
+            ignored = [name for name, tensors in alone.items() if tensors]
+            said = [
+                f"right with all inputs contiguous; {n} strided: {', '.join(alone[n])} wrong"
+                for n in ignored
+            ]
+            title = f"the strides of {', '.join(ignored)} are ignored, as if they were contiguous"
+            where = ", ".join(wrong)
+            look_at = "where addresses are made: strides of tokens and heads, given or asked for"
+            of = (SIDE, "input-layout", where, "high", said)
+            return [finding(*of, title=title, look_at=look_at)] if ignored else []
+    except Exception:  # of which others tell
+        return []
+    places = []
+    for name, x in wrong.items():
+        target = expected.targets[name]
+        if target.zeros is None or x.shape != target.reference.shape:
+            return []
+        due = np.where(_along(target.zeros, target, x), 0, x).astype(x.dtype)
+        if target.judge(due).verdict == "FAIL":
+            return []
+        there = _along(target.zeros, target, x) & (x != 0)
+        past = _along(target.sequence_of < 0, target, x)
+        what = "past the last sequence" if not (there & ~past).any() else "that nothing adds to"
+        places.append(f"rows of {name} {what} must be 0, and are not: {x[there].flat[0]:.4g}")
+    look_at = "the bounds of what is stored, and what results begin with"
+    of = (SIDE, "rows-not-written", ", ".join(wrong), "high", places)
+    return [finding(*of, title=places[0], look_at=look_at)] if places else []
+
+
+def _along(rows: np.ndarray, target: Target, x: np.ndarray) -> np.ndarray:
+    """Tokens as elements."""
+    shape = [1] * x.ndim
+    shape[target.token_axis] = -1
+    return np.broadcast_to(rows.reshape(shape), x.shape)
 
 
 def small(case: Case) -> Case:
@@ -267,6 +323,13 @@ def _real(array: np.ndarray) -> bool:
 
 
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
+WORD = re.compile(r"\w+")
+KNOWN = {name for names in STAGES.values() for name in names}
+
+
+def _fineness(kind: Kind) -> int:
+    """Of the numbers of the case that was looked at."""
+    return DTYPES.index(kind[0][0].dtype)
 
 
 def _agree(found: Sequence[Kind]) -> bool:
@@ -284,16 +347,28 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
-    def rank(alike: list[tuple[Finding, Kind]]) -> tuple[bool, int, int]:
-        """Bugs before what has no name, then by confidence, then by how often they are shown."""
-        return alike[0][0].bug in NAMELESS, min(one.rank for one, _ in alike), -len(alike)
+    fine = {what: max(_fineness(kind) for _, kind in alike) for what, alike in said.items()}
+    tensors = {what: {*WORD.findall(alike[0][0].where)} & KNOWN for what, alike in said.items()}
+
+    def outdone(what: tuple[str, str, str]) -> bool:
+        """Whether cases of finer numbers say something else of the same."""
+        others = (w for w in said if w[0] == what[0] and tensors[w] & tensors[what])
+        return any(fine[other] > fine[what] for other in others)
+
+    def rank(what: tuple[str, str, str]) -> tuple[bool, bool, int, int]:
+        """What the finest numbers show, bugs before what has no name, by confidence, by how often
+        they are shown."""
+        alike = said[what]
+        best = min(one.rank for one, _ in alike)
+        return outdone(what), alike[0][0].bug in NAMELESS, best, -len(alike)
 
     findings: list[Finding] = []
     shown = [diagnosis for _, diagnosis in found] or [Diagnosis(title, ())]
-    for alike in sorted(said.values(), key=rank):
-        best, (cases, diagnosis) = min(alike, key=lambda one: one[0].rank)
+    for key in sorted(said, key=rank):
+        best, (cases, diagnosis) = min(said[key], key=lambda one: one[0].rank)
+        best = replace(best, confidence="low") if outdone(key) else best
         shown = shown if findings else [diagnosis]
-        more = f"shown by {_few([str(case) for _, kind in alike for case in kind[0]])}"
+        more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
         told = tuple(map(str, cases))
         findings.append(replace(best, evidence=(*best.evidence, more), cases=told))
     unseen = (f"failing cases that were not looked at: {_few(left)}",) if left else ()

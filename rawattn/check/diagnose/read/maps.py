@@ -1,11 +1,18 @@
-"""Other heads of q, k or v than a query head's own: which ones."""
+"""Other heads or rows of q, k or v than a query head's own, or a key's: which ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Context
+from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Field
 
 Array = np.ndarray
@@ -60,6 +67,251 @@ def map_of(field: Field, places: Places, S: Array) -> Map | None:
         if (left.min(axis=0) <= 1).all():
             return Map(of, left.argmin(axis=0))
     return None
+
+
+# ---- rows -------------------------------------------------------------------------------------
+
+FEW = 3  # numbers that tell a row by its scores, at least; distances of moved rows, at most
+PRODUCTS = {"k": "Q K^T", "q": "Q K^T", "v": "P V"}
+
+
+class _Rows:
+    """Rows of q, or of k and v, with what rules are made of, like ``Places``."""
+
+    def __init__(self, question: Question, of: str) -> None:
+        side, self.index = ("q", "i") if of == "q" else ("k", "j")
+        b = question.sequence_of(side)
+        offsets = np.asarray(getattr(question, f"cu_seqlens_{side}")).astype(np.int64)
+        self.j = (np.arange(len(b)) - offsets[b])[None]
+        self.inside, self.n = (b >= 0)[None], np.diff(offsets)[b]
+
+    @cached_property
+    def features(self) -> dict[str, Callable[[], Array]]:
+        j, n, name = self.j, self.n, self.index
+        found = {name: lambda: j, f"seqlen - 1 - {name}": lambda: n - 1 - j}
+        for t in (2, 4, *TILES):
+            found |= self._of_tiles(t, name)
+        return found
+
+    def _of_tiles(self, t: int, name: str) -> dict[str, Callable[[], Array]]:
+        j, n = self.j, self.n
+        return {
+            f"{name} % {t}": lambda: j % t,
+            f"{name} // {t}": lambda: j // t,
+            f"{name} - seqlen // {t} * {t}": lambda: j - n // t * t,
+            f"(seqlen - 1) // {t} - {name} // {t}": lambda: (n - 1) // t - j // t,
+            f"{name} // {t} % 2": lambda: j // t % 2,
+        }
+
+    def feature(self, name: str) -> Array:
+        return np.asarray(self.features[name]())
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """Rows of ``of`` that a product takes in place of others, in words and by a question."""
+
+    of: str
+    text: str
+    rows: Callable[[Question], Array]
+    name: str = "stale-tile"
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The product with these rows."""
+
+        def taken(c: Context) -> Array:
+            own = c.view.rows if self.of == "q" else c.view.keys
+            heads = c.view.heads if self.of == "q" else [c.view.head_kv]
+            x = np.asarray(getattr(c.question, self.of))[self.rows(c.question)[own]][:, heads]
+            x = x.astype(np.float64).swapaxes(0, 1)
+            return np.asarray(x if self.of == "q" else x[0])
+
+        step = "O" if self.of == "v" else "Y"
+        return {step: lambda c: STEPS[step](changed(c, **{self.of.upper(): taken(c)}))}
+
+
+def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Moved | None:
+    """Which rows of k or q the scores are of, or which of v the weights multiply."""
+    question = read.places.question
+    for of in "kqv" if not question.sparse else "":
+        found = _taken(read, of, noise)
+        if found is None:
+            continue
+        where = PRODUCTS[of]
+        if of == "k" and question.mask_window == (-1, -1) and len({*found}) == len(found):
+            where = "Q K^T, or P V of v,"  # nobody can tell
+        told = _by_sequence(question, of, found)
+        told = told or _in_order(question, of, found) or _shifted(read, second(), of, found, noise)
+        if told is None:
+            at = np.flatnonzero((found >= 0) & (found != np.arange(len(found))))
+            text = ", ".join(f"{found[row]} for {row}" for row in at[:6])
+            told = f"{text}, ... of the pack", lambda q, found=found: np.maximum(found, 0)
+        name = "offsets-shifted" if told[0] in maps.SEQUENCES else "stale-tile"
+        return Moved(of, f"{where} takes other rows of {of}: {told[0]}", told[1], name)
+    return None
+
+
+Told = tuple[str, Callable[[Question], Array]] | None
+
+
+def _by_sequence(question: Question, of: str, found: Array) -> Told:
+    """Rows of other sequences."""
+    for by in maps.sequences(question):
+        if _same(found, _by(by, of, question)):
+            return by.words, partial(_by, by, of)
+    return None
+
+
+def _in_order(question: Question, of: str, found: Array) -> Told:
+    """Groups of so many rows, each in one order."""
+    rows = _Rows(question, of)
+    for size in (2, 4, *TILES):
+        whole = rows.inside[0] & (rows.j[0] // size < rows.n // size) & (found >= 0)
+        starts = np.flatnonzero(whole & (rows.j[0] % size == 0))
+        starts = starts[(starts + size <= len(found))]
+        if len(starts) < 2:
+            continue
+        order = found[starts[0] : starts[0] + size] - starts[0]
+        for tails in (False, True):
+            wanted = partial(_ordered, of, order, tails)
+            if sorted(order) == [*range(size)] and _same(found, wanted(question)):
+                text = f"of every {size} rows in the order {', '.join(map(str, order[:16]))}"
+                return text + ", ..." * (size > 16), wanted
+    return None
+
+
+def _ordered(of: str, order: Array, tails: bool, question: Question) -> Array:
+    """tails: of what does not fill a group those that are there, in that order too."""
+    rows, taken, size = _Rows(question, of), np.arange(len(getattr(question, of))), len(order)
+    for start in np.flatnonzero(rows.inside[0] & (rows.j[0] % size == 0)):
+        count = min(size, int(rows.n[start] - rows.j[0, start]))
+        if count == size or tails:
+            taken[start : start + count] = start + order[order < count]
+    return taken
+
+
+def _shifted(read: Weights, other: Weights, of: str, found: Array, noise: float) -> Told:
+    """Rows at few distances, each by a rule that holds on other lengths too."""
+    there = _taken(other, of, noise)
+    if there is None:
+        return None
+    shown = [(read.places.question, found), (other.places.question, there)]
+    moves, index = _moves(shown, of), "i" if of == "q" else "j"
+    if moves is None:
+        return None
+    told = "; ".join(f"{index} {'-+'[by > 0]} {abs(by)} for {rule}" for by, rule in moves.items())
+    return told, partial(_by_rules, of, moves)
+
+
+def _same(found: Array, wanted: Array) -> bool:
+    known = (found >= 0) & (wanted >= 0) & (wanted < len(found))
+    return bool(known.any() and (found == wanted)[known].all())
+
+
+def _by(by: maps.Map, of: str, question: Question) -> Array:
+    found = by.of(maps.geometry(question, of)).t
+    rows = np.broadcast_to(found, maps.geometry(question, of).shape)[:, 0, 0]
+    return np.where((rows >= 0) & (rows < len(rows)), rows, np.arange(len(rows)))
+
+
+def _by_rules(of: str, moves: dict[int, Rule], question: Question) -> Array:
+    rows, places = np.arange(len(getattr(question, of))), _Rows(question, of)
+    for by, rule in moves.items():
+        rows = np.where((rule.holds(places) & places.inside)[0], rows + by, rows)
+    return np.clip(rows, 0, len(rows) - 1)
+
+
+def _moves(shown: list[tuple[Question, Array]], of: str) -> dict[int, Rule] | None:
+    """Distances of moved rows, each with a rule for the rows that are."""
+    places = [_Rows(question, of) for question, _ in shown]
+    by = [np.where(x >= 0, x - np.arange(len(x)), 0)[None] for _, x in shown]
+    known = [(x >= 0)[None] & at.inside for at, (_, x) in zip(places, shown, strict=True)]
+    distances = sorted({int(d) for x in by for d in x.ravel()} - {0}, key=abs)
+    found: dict[int, Rule] = {}
+    for distance in distances[: FEW + 1]:
+        parts = zip(places, known, by, strict=True)
+        rule = rule_of(*(Shown(at, of, (x == distance) & of) for at, of, x in parts))
+        if rule is None:
+            return None
+        found[distance] = rule
+    return found if 0 < len(distances) <= FEW else None
+
+
+def _taken(read: Weights, of: str, noise: float) -> Array | None:
+    """For every row of ``of`` the one that is taken, -1 where nothing tells; None where what was
+    read is not that of any rows, or of all its own."""
+    P, S = read.P, read.right.S
+    if not np.isfinite(P).all():
+        return None
+    if of == "v":
+        a, b = (x.reshape(-1, x.shape[2]) for x in (read.right.P, P))
+        for by in maps.sequences(read.places.question):
+            order = _by(by, "v", read.places.question)
+            if np.abs(a @ np.eye(len(order))[order] - b).max(initial=0.0) < noise:
+                return order if (order != np.arange(len(order))).any() else None
+        known = (a != 0).any(axis=0)
+        for fine in (1e-9, 1e-4):  # of some rounding
+            order = np.linalg.lstsq(a, b, rcond=fine)[0].argmax(axis=1)
+            if np.abs((a * known) @ np.eye(len(order))[order] - b).max(initial=0.0) < noise:
+                break
+        else:
+            return None
+    else:
+        if read.lse is None:
+            return None
+        seen = (P > 0) & np.isfinite(read.lse)[..., None]
+        if (seen != read.places.right)[:, np.isfinite(read.right.lse[0])].any():
+            return None  # the weights themselves are elsewhere
+        with np.errstate(divide="ignore", invalid="ignore"):
+            T = np.where(seen, np.log(np.where(seen, P, 1.0)) + read.lse[..., None], 0.0)
+        T, seen, S = ((x.swapaxes(1, 2) if of == "q" else x) for x in (T, seen, S))
+        a, there, b = (x.reshape(-1, x.shape[2]).astype(np.float64) for x in (T, seen, S))
+        error = (a**2).sum(axis=0)[:, None] - 2 * a.T @ b + there.T @ b**2
+        count = there.sum(axis=0)
+        known = count >= FEW
+        own, order = np.diag(error), error.argmin(axis=1)
+        allowed = (4 * noise) ** 2 * np.maximum(count, 1)
+        order = np.where(own <= allowed, np.arange(len(own)), order)
+        if (error[np.arange(len(own)), order] > allowed)[known].any():
+            return None
+    order = np.where(known, order, -1)
+    return order if (order != np.arange(len(order)))[known].any() else None
+
+
+def transposed_of(read: Weights, noise: float) -> tuple[str, dict[str, Step]] | None:
+    """Tiles of scores that are those of the transposed pair."""
+    if read.lse is None or read.places.question.sparse:
+        return None
+    seen = read.P > 0
+    with np.errstate(divide="ignore"):
+        T = np.log(np.where(seen, read.P, 1.0)) + read.lse[..., None]
+    for tile, full in product(TILES, (True, False)):
+        rows, keys = _turned(tile, full, read.places)
+        if (keys != np.arange(keys.shape[1])).any():
+            if np.abs(T - read.right.S[:, rows, keys])[seen].max(initial=0.0) < 8 * noise:
+                words = "full" if full else "square"
+                text = f"the scores of {words} tiles of {tile} by {tile} are transposed"
+                return text, {"Y": partial(_Y_turned, tile, full)}
+    return None
+
+
+def _turned(tile: int, full: bool, x: Places) -> tuple[Array, Array]:
+    """Rows of q and of k, of the transposed place in a tile, where that is ``full``, or square."""
+    sizes = (np.clip(n - i // tile * tile, 0, tile) for i, n in ((x.i, x.n), (x.j, x.m)))
+    rows, keys = np.broadcast_arrays(*sizes)
+    by = np.where(
+        x.own & (rows == keys) & ((rows == tile) | (not full)), x.j % tile - x.i % tile, 0
+    )
+    return x.query + by, np.arange(x.j.shape[1])[None] - by
+
+
+def _Y_turned(tile: int, full: bool, c: Context) -> Array:
+    places = Places(c.question)
+    at = np.ix_(c.view.rows, np.maximum(c.view.keys, 0))
+    rows, keys = (x[at] for x in _turned(tile, full, places))
+    there = np.minimum(np.searchsorted(c.view.keys, keys), len(c.view.keys) - 1)
+    return np.asarray(STEPS["Y"](c)[:, rows - c.view.rows[0], there])
 
 
 def of_heads(heads: Array) -> str:

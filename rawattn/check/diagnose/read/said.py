@@ -18,7 +18,6 @@ from rawattn.check.diagnose.engine.attention import (
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import Support
-from rawattn.check.diagnose.read.maps import Map
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term
 
@@ -59,15 +58,17 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term, map, counted: what the sentences are
-    about.
+    names: classes of bugs; steps: as of engine.Bug. term, counted: what the sentences are
+    about. moved: a product takes other rows or heads. loose: what the scores are is not known in
+    full.
     """
 
     weights: Weights
     support: Support
     term: Term | None = None
-    map: Map | None = None
     counted: Counted | None = None
+    moved: bool = False
+    loose: bool = False
     right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Said:
     @cached_property
     def bug(self) -> Bug | None:
         """What was read as a bug of the engine, None where it does not say all."""
-        if self.unread or (self.see is None and not self.steps):
+        if self.unread or self.loose or (self.see is None and not self.steps):
             return None
         stages = FIRST if self.stage == "forward" else BACKWARD
         return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
@@ -139,7 +140,7 @@ def least_of(read: Weights) -> float:
 
 def in_words(term: Term) -> str:
     """The text, with some values where it is a table."""
-    if term.kind != "place":
+    if not term.table:
         return term.text
     told = ", ".join(f"{value - term.values[0]:.4g}" for value in term.values)
     return f"{term.text}{TABLE}{told}, ...)"
@@ -151,6 +152,8 @@ def of_scale(factors: Array, places: Places) -> str:
     known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
     known |= {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
+    known |= {} if q.softcap is None else {"softcap's factor is missing": 1 / q.softcap}
+    factors = factors[np.abs(factors - 1) > 1e-2]
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
     text = next((name for name in told if abs(known[name] - 1) > 1e-2), "")
     return f" ({text})" if text else ""

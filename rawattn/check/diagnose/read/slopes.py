@@ -134,7 +134,8 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         return
     told = said.wrong if change.name else said.right if change.masked else said.unread
     told.extend(f"dS{of} {text}" for text in change.text)
-    scale = said.term.values if said.term is not None and said.term.kind == "factor" else ()
+    scale = said.term.values if said.term is not None else ()
+    scale = scale if change.times is not None and len(scale) == len(change.times) else ()
     if change.times is not None and scale and np.allclose(change.times, scale, rtol=1e-2):
         said.names[:] = ["score-scale"]  # everywhere
     elif change.name:
@@ -283,7 +284,7 @@ def _form_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
 
 def _power(term: Term) -> str:
     """exp of a term, in words."""
-    if term.kind == "place":
+    if term.table:
         told = ", ".join(f"{np.exp(value):.4g}" for value in term.values)
         return f"a factor: {term.text} (head 0, nearest first: {told}, ...)"
     if term.text.endswith(" |j - i|"):

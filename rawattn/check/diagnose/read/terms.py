@@ -4,12 +4,16 @@ A field is (num_heads_q, total_q, total_k), of numbers where ``there``; of log-w
 known up to a number.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue import options
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed, times
 from rawattn.check.diagnose.evidence.places import Places
 
 Array = np.ndarray
@@ -28,19 +32,28 @@ GATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {  # a class; of
         lambda S, G: S / G + np.log(G),
     ),
 }
+CURVES: dict[str, options.Curve] = {
+    "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
+    "not capped": lambda S, c: (S, np.ones_like(S)),
+    **options.CURVES,
+    "rounded to multiples of {c}": lambda S, c: (c * np.rint(S / c), np.ones_like(S)),
+}
+NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
+KNOTS = 24  # of a function of the scores
 PEAK = 8  # the worst of many entries over their root mean square
-KINDS = ("gate", "factor", "distance", "cap", "place")
 
 
 @dataclass(frozen=True)
 class Term:
-    """``of``: what is added. kind: of KINDS. values: numbers that the text holds, such as slopes
-    by head."""
+    """``of``: what is added. values: numbers that the text holds, such as slopes by head. name: the
+    class of bugs; steps: as of engine.Bug, none of what is added."""
 
-    kind: str
     text: str
     of: Of
     values: tuple[float, ...] = ()
+    name: str = "score-bias"
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    table: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +90,11 @@ class Field:
     def fits(self, x: Array) -> bool:
         return self.left(x) <= 1
 
+    def shares(self, basis: Sequence[Array]) -> Array:
+        """How often each of ``basis`` is in the field, of all heads together."""
+        a = np.stack([self.centred(np.broadcast_to(x, self.x.shape))[self.there] for x in basis])
+        return np.asarray(np.linalg.lstsq(a @ a.T, a @ self.centred()[self.there], rcond=1e-12)[0])
+
     @property
     def zero(self) -> bool:
         return self.fits(np.zeros_like(self.x))
@@ -84,8 +102,9 @@ class Field:
 
 def term_of(field: Field, places: Places, S: Array, *, table: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``table``: a table of one feature."""
-    formulas = (_gates, _distances, _factors, _caps) if field.by_row else (_distances,)
-    for make in (_places,) if table else formulas:
+    formulas = (_gates, _distances, _factors, _curves) if field.by_row else (_distances,)
+    tables = (_columns, _factors_by_place, _places) if field.by_row else (_places,)
+    for make in tables if table else formulas:
         for term in make(field, places, S):
             if field.fits(term.of(places, S)):
                 return term
@@ -119,12 +138,17 @@ def number(x: float) -> str:
 
 def _gates(field: Field, places: Places, S: Array) -> Iterator[Term]:
     heads = range(places.question.num_heads_q)
-    for text, (_, form) in GATES.items() if places.question.block_scale is not None else ():
+    for text, (name, form) in GATES.items() if places.question.block_scale is not None else ():
 
         def of(places: Places, S: Array, form: Any = form) -> Array:
             return np.asarray(form(S, np.stack([places.of(head).gate for head in heads])) - S)
 
-        yield Term("gate", text, of)
+        def gated(c: Context, form: Any = form) -> Array:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                Y = form(c.G * c.cap[0], np.broadcast_to(c.G, c.Y.shape))
+            return np.asarray(STEPS["S"](changed(c, G=1.0, cap=(Y,))))
+
+        yield Term(text, of, (), name, {"S": gated})
 
 
 def _distances(field: Field, places: Places, S: Array) -> Iterator[Term]:
@@ -137,7 +161,7 @@ def _distances(field: Field, places: Places, S: Array) -> Iterator[Term]:
             return np.asarray(slopes * _distance(places, f))
 
         values = tuple(float(x) for x in slopes.ravel())
-        yield Term("distance", f"{by_head(slopes)} {name}", of, values)
+        yield Term(f"{by_head(slopes)} {name}", of, values)
 
 
 def _distance(places: Places, f: Callable[[Array], Array]) -> Array:
@@ -149,7 +173,8 @@ def _factors(field: Field, places: Places, S: Array) -> Iterator[Term]:
     slopes = _chosen(field, S, plain(1 + read) - 1, read)
     values = tuple(float(1 + x) for x in slopes.ravel())
     text = f"the scores are multiplied by {by_head(1 + slopes)}"
-    yield Term("factor", text, lambda places, S: np.asarray(slopes * S), values)
+    steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](c) * (1 + slopes[c.view.heads])}
+    yield Term(text, lambda places, S: slopes * S, values, "score-scale", steps)
 
 
 def _chosen(field: Field, x: Array, rounded: Array, read: Array) -> Array:
@@ -163,21 +188,144 @@ def plain(values: Array) -> Array:
     return np.array([float(f"{x:.3g}") for x in values.ravel()]).reshape(values.shape)
 
 
-def _caps(field: Field, places: Places, S: Array) -> Iterator[Term]:
-    """c tanh(S / c) in place of S, the c that leaves least."""
+def _curves(field: Field, places: Places, S: Array) -> Iterator[Term]:
+    """Functions of the scores alone: those of CURVES; any other one in numbers."""
+    cap, smooth = places.question.softcap, _of_scores(field, S) is not None
+    for words, curve in CURVES.items():
+        fine = words.startswith("rounded")
+        if not (smooth or fine) or (cap is None and words == "not capped"):
+            continue
 
-    def bend(c: float) -> Array:
-        return np.asarray(c * np.tanh(S / c) - S)
+        def of(places: Places, S: Array, c: float, curve: Any = curve) -> Array:
+            return np.asarray(curve(_uncapped(S, cap), c)[0] - S)
 
-    low, high = 0.3, 60.0
-    for _ in range(4):
-        tried = np.geomspace(low, high, 12)
-        best = int(np.argmin([field.left(bend(c)) for c in tried]))
-        low, high = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
-    c = float(np.sqrt(low * high))
-    c = round(c, 2) if field.left(bend(round(c, 2))) <= 1 else c
-    text = f"the scores are capped, {c:.4g} tanh(S / {c:.4g})"
-    yield Term("cap", text, lambda places, S: np.asarray(c * np.tanh(S / c) - S), (c,))
+        def left_by(c: float, of: Any = of) -> float:
+            return field.left(of(places, S, c))
+
+        c, low, high = 1.0, 0.3, 60.0
+        if "{c}" in words:
+            c = min((*NUMBERS, *([cap] if cap else ())), key=left_by)
+            for _ in range(0 if fine or left_by(c) <= 1 else 5):
+                tried = np.geomspace(low, high, 8)
+                best = int(np.argmin([left_by(x) for x in tried]))
+                low, high = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
+                c = min(c, float(np.sqrt(low * high)), key=left_by)
+            c = round(c, 2) if c > 0.1 and left_by(round(c, 2)) <= 1 else c
+        name = "softcap-dropped" if words == "not capped" else "softcap"
+        text = f"the scores are {words.format(c=f'{c:.4g}')}"
+        steps: dict[str, Step] = {"cap": partial(options.bent, curve, c)}
+        yield Term(text, partial(of, c=c), (c,), name, steps)
+
+
+def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
+    """Scores and a function of them at these, in straight lines, if that is nearly all there is."""
+    knots = np.unique(np.quantile(S[field.there], np.linspace(0, 1, KNOTS)))
+    if len(knots) < 4:
+        return None
+    values = field.shares([np.interp(S, knots, row) for row in np.eye(len(knots))])
+    left = field.centred() - field.centred(np.interp(S, knots, values))
+    nearly = np.square(left).sum() < 0.02 * np.square(field.centred()).sum()
+    return (knots, values) if nearly else None
+
+
+def loosely(field: Field, places: Places, S: Array) -> tuple[str, str]:
+    """What the field depends on where no term says what it is, and the class of bugs; "" of none:
+    a function of the scores, or one number for every row and part of the keys."""
+    if (curve := _of_scores(field, S)) is not None:
+        at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
+        found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
+        told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
+        return f"the scores are another function of the right ones alone: {told}", "softcap"
+    parts = {f"every second tile of {t} keys": places.j // t % 2 for t in TILES}
+    parts |= {f"each of {n} equal parts": places.j // -(-places.m // n) for n in (2, 3, 4)}
+    parts |= {f"each tile of {t} keys": places.j // t for t in TILES[::-1]}
+    groups = np.arange(len(places.j))[:, None]
+    for name, part in parts.items():
+        index = groups * (part.max() + 2) + np.maximum(part, -1) + 1
+        level = np.stack([_means_of(field, h, index) for h in range(len(S))])
+        if replace(field, by_row=False).fits(level):
+            text = f"the weights of {name} are off by a factor, another one in every row"
+            return text, "no-rescale" if "each tile" in name else "partial-merge"
+    return "", ""
+
+
+def _means_of(field: Field, head: int, index: Array) -> Array:
+    """The mean of a head's field where ``index`` is the same."""
+    return np.asarray(_means(replace(field, by_row=False), head, index)[index])
+
+
+def _uncapped(S: Array, cap: float | None) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return S if cap is None else np.asarray(cap * np.arctanh(S / cap))
+
+
+def _columns(field: Field, places: Places, S: Array) -> Iterator[Term]:
+    """A factor for each column in the product of q and k."""
+    q = places.question
+    if q.softcap is not None or q.sparse:
+        return
+
+    def product(places: Places, column: int) -> Array:
+        q = places.question
+        rows, keys = (np.asarray(x[..., column], dtype=np.float64).T for x in (q.q, q.k))
+        return np.asarray(q.scale * rows[..., None] * keys.repeat(q.group, axis=0)[:, None])
+
+    columns = range(q.q.shape[2])
+    found = 1 + field.shares([product(places, column) for column in columns])
+    weights = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found), found)
+    changes = [0, *(np.flatnonzero(np.abs(np.diff(weights)) > 1e-2) + 1), len(weights)]
+    runs = [(a, b - 1, weights[a]) for a, b in pairwise(changes) if abs(weights[a] - 1) > 1e-2]
+    told = [f"times {by_head(w)} in columns {a} to {b}" for a, b, w in runs if w]
+    told += [f"without columns {a} to {b}" for a, b, w in runs if not w]
+
+    def of(places: Places, S: Array) -> Array:
+        wrong = (x for x in columns if weights[x] != 1)
+        return np.asarray(sum((weights[x] - 1) * product(places, x) for x in wrong))
+
+    name = "head-dim-tail" if all(not w for *_, w in runs) else "score-scale"
+    text = f"the scores are q . k {', '.join(told[:4])}{', ...' * (len(told) > 4)}"
+    steps: dict[str, Step] = {"Y": lambda c: c.s * times(c.Q * weights, c.K.T)}
+    yield Term(text, of, (), name, steps)
+
+
+def _factors_by_place(field: Field, places: Places, S: Array) -> Iterator[Term]:
+    """Few factors of the scores, each for a run of values of one feature."""
+    own = "i" if places.aligned else "p"
+    names = ["j", "seqlen_k - 1 - j", "i", "seqlen_q - 1 - i", f"j - {own}"]
+    names += [f"j // {t} - {own} // {t}" for t in TILES]
+    for name in names:
+        x = np.broadcast_to(places.feature(name), places.j.shape)
+        known, at = np.unique(x[field.there.any(axis=0)], return_inverse=True)
+        index = np.zeros(x.shape, dtype=int)
+        index[field.there.any(axis=0)] = at
+        if len(known) < 2:
+            continue
+        factors = 1 + np.stack([_means(field, h, index, S) for h in range(len(S))]).mean(axis=0)
+        edges = np.flatnonzero(np.abs(np.diff(factors)) > 1e-2 * np.abs(factors[1:])) + 1
+        runs = list(pairwise([0, *edges, len(known)]))
+        if not 1 < len(runs) < 5:
+            continue
+        values = plain(np.array([np.median(factors[a:b]) for a, b in runs]))
+        ends = [int(known[a]) for a, _ in runs[1:]]
+
+        def factor(
+            places: Places, name: str = name, ends: Any = ends, values: Array = values
+        ) -> Array:
+            return np.asarray(values[np.digitize(places.feature(name), ends)])
+
+        def of(places: Places, S: Array, factor: Any = factor) -> Array:
+            return np.asarray((factor(places) - 1) * S)
+
+        def Y(c: Context, factor: Any = factor) -> Array:
+            places = Places(c.question)
+            whole = np.broadcast_to(factor(places), places.j.shape)
+            at = np.ix_(c.view.rows, np.maximum(c.view.keys, 0))
+            return np.asarray(STEPS["Y"](c) * whole[at])
+
+        told = [f"{number(values[0])} where {name} < {ends[0]}"]
+        told += [f"{number(v)} from {e} on" for v, e in zip(values[1:], ends, strict=True)]
+        text = f"the scores are multiplied by {', '.join(told)}"
+        yield Term(text, of, tuple(values), "score-scale", {"Y": Y})
 
 
 def _places(field: Field, places: Places, S: Array) -> Iterator[Term]:
@@ -196,12 +344,8 @@ def _places(field: Field, places: Places, S: Array) -> Iterator[Term]:
             at = np.clip(places.feature(name) - first, 0, table.shape[1] - 1)
             return np.asarray(table[:, np.broadcast_to(at, places.j.shape)])
 
-        yield Term(
-            "place",
-            f"it depends on {name.replace(own, 'j - i')} and the head alone",
-            look,
-            _few(table, x, field),
-        )
+        text = f"it depends on {name.replace(own, 'j - i')} and the head alone"
+        yield Term(text, look, _few(table, x, field), table=True)
 
 
 def _few(table: Array, x: Array, field: Field) -> tuple[float, ...]:
@@ -213,17 +357,19 @@ def _few(table: Array, x: Array, field: Field) -> tuple[float, ...]:
     return tuple(float(table[0, k]) for k in at if 0 <= k < table.shape[1])
 
 
-def _means(field: Field, head: int, x: Array) -> Array:
-    """Of every value of ``x`` (total_q, total_k) the mean of a head's field, rows being free."""
+def _means(field: Field, head: int, x: Array, unit: Array | None = None) -> Array:
+    """Of every value of ``x`` (total_q, total_k) the mean of a head's field, or how often it holds
+    ``unit``, like the field; rows being free."""
     there = field.there[head]
     rows, keys = np.nonzero(there)
     values, groups, size = field.x[head][rows, keys], x[rows, keys], int(x.max()) + 1
-    sums, count = (np.bincount(groups, w, size) for w in (values, None))
+    weights = np.ones(len(rows)) if unit is None else unit[head][rows, keys]
+    sums, squares = (np.bincount(groups, w * weights, size) for w in (values, weights))
     if not field.by_row:
-        return np.asarray(sums / np.maximum(count, 1))
+        return np.asarray(sums / np.maximum(squares, 1))
     share = np.zeros((len(there), size))  # the free numbers of rows eliminated
-    np.add.at(share, (rows, groups), 1.0)
-    per_row = np.maximum(share.sum(axis=1), 1.0)
+    np.add.at(share, (rows, groups), weights)
+    per_row = np.maximum(np.bincount(rows, minlength=len(there)), 1.0)
     of_row = np.bincount(rows, values, len(there)) / per_row
-    left = np.diag(count) - share.T @ (share / per_row[:, None])
+    left = np.diag(squares) - share.T @ (share / per_row[:, None])
     return np.asarray(np.linalg.lstsq(left, sums - share.T @ of_row, rcond=1e-10)[0])

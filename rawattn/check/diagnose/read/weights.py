@@ -1,16 +1,16 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
+from rawattn.check.diagnose.engine.attention import Step
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.evidence.support import LESS, OTHER, Support, support_of
-from rawattn.check.diagnose.read.classes import class_of, of_pairs
-from rawattn.check.diagnose.read.maps import map_of
+from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
+from rawattn.check.diagnose.read.classes import class_of
+from rawattn.check.diagnose.read.maps import map_of, moved_of, transposed_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import (
     COARSE,
@@ -23,9 +23,8 @@ from rawattn.check.diagnose.read.said import (
     of_scale,
     seen_of,
 )
-from rawattn.check.diagnose.read.sums import say_sums, say_values
-from rawattn.check.diagnose.read.terms import GATES, Field, Term, term_of
-from rawattn.reference.dense import capped
+from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
+from rawattn.check.diagnose.read.terms import Field, Term, loosely, term_of
 
 Array = np.ndarray
 
@@ -54,17 +53,22 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         said.names.append("sparse-duplicate-twice" if places.question.sparse else dense)
         said.counted = counted
     elif (found := map_of(x, places, S)) is not None:
-        said.wrong.append(found.text)
-        said.names.append("gqa-head-map")
-        said.steps["Y"] = found.Y
-        said.map = found
+        _say_taken(said, found.text, "gqa-head-map", {"Y": found.Y})
+    elif not passed and (moved := moved_of(read, second, noise)) is not None:
+        _say_taken(said, moved.text, moved.name, moved.steps)
+    elif not passed and (turned := transposed_of(read, noise)) is not None:
+        _say_taken(said, turned[0], "stale-tile", turned[1])
     elif (term := term_of(x, places, S, table=True)) is not None:
         _say_term(said, term)
     elif x.left(np.zeros_like(S)) * noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
+    elif not passed and (loose := loosely(x, places, S))[0]:
+        said.loose = True
+        said.wrong.append(loose[0])
+        said.names.append(loose[1])
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
-    if said.map is None:
+    if not said.moved:
         seen = seen | _too_small(said, read, seen)
         if (seen != places.right)[alive].any():
             there = second()
@@ -77,10 +81,18 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
             said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
         else:
             _say_support(said, alive, passed)
-    if not said.unread and said.map is None:
-        say_sums(said, logs, seen_of(read)[0], alive, passed=passed)
+    if not said.unread and not said.loose and not said.moved:
+        (say_passed if passed else say_sums)(said, logs, seen_of(read)[0], alive)
     say_values(said)
     return said
+
+
+def _say_taken(said: Said, text: str, name: str, steps: dict[str, Step]) -> None:
+    """A product takes other rows or heads, and who sees whom does not tell."""
+    said.wrong.append(text)
+    said.names.append(name)
+    said.steps |= steps
+    said.moved = True
 
 
 def _telling(read: Weights, passed: bool) -> Array | bool:
@@ -101,10 +113,8 @@ def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
     head = int(np.argmin(alive.all(axis=1)))
     shown = []
     for read in (said.weights, second()):
-        rows = ~seen_of(read)[1][head][:, None]
-        places = read.places
-        whole = np.ones(places.j.shape, dtype=bool)
-        shown.append(Shown(places, whole, np.broadcast_to(rows, whole.shape)))
+        whole = np.ones(read.places.j.shape, dtype=bool)
+        shown.append(Shown(read.places, whole, whole & ~seen_of(read)[1][head][:, None]))
     rule = rule_of(*shown)
     count = int((~alive).sum())
     text = f"{count} of {alive.size} rows are NaN"
@@ -126,48 +136,23 @@ def _say_support(said: Said, alive: Array, passed: bool) -> None:
         told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
         what = "add nothing to dv" if passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
-        if passed:
-            said.names.append(of_pairs(places, rules.inside(LESS), places.right & alive[..., None]))
-        else:
-            said.names.append("rows-not-written" if rules.plain else "unknown")
-        return
-    if rules.whole is not None:
+    elif rules.whole is not None:
         said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
     else:
         must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
-    said.names.append(
-        class_of(rules, np.broadcast_to(alive, rules.seen.shape[:2]), backward=passed)
-    )
+    rows = np.broadcast_to(alive, rules.seen.shape[:2])
+    said.names.append(class_of(rules, rows, backward=passed))
 
 
 def _say_term(said: Said, term: Term) -> None:
     """The scores have a term: what it is, and the steps that it is planted by."""
     said.term = term
-    if term.kind == "factor":
-        factors = np.array(term.values)
-        said.wrong.append(term.text + of_scale(factors, said.support.places))
-        said.steps["Y"] = lambda c: STEPS["Y"](c) * factors[c.view.heads][:, None, None]
-        said.names.append("score-scale")
-    elif term.kind == "gate":
-        said.wrong.append(term.text)
-        name, form = GATES[term.text]
-        said.names.append(name)
-        said.steps["S"] = partial(_gated, form)
-    elif term.kind == "cap":
-        said.wrong.append(term.text)
-        said.steps["cap"] = lambda c: capped(np, c.Y, term.values[0], c.r)
-        said.names.append("softcap")
-    else:
-        said.wrong.append(f"added to the scores: {in_words(term)}")
-        said.steps["cap"] = biased(term)
-        said.names.append("score-bias")
-
-
-def _gated(form: Callable[[Array, Array], Array], c: Context) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        Y = form(c.G * c.cap[0], np.broadcast_to(c.G, c.Y.shape))
-    return np.asarray(STEPS["S"](changed(c, G=1.0, cap=(Y,))))
+    added = term.name == "score-bias"
+    scale = of_scale(np.array(term.values), said.support.places) * (term.name == "score-scale")
+    said.wrong.append(f"added to the scores: {in_words(term)}" if added else term.text + scale)
+    said.names.append(term.name)
+    said.steps |= {"cap": biased(term)} if added else term.steps
 
 
 def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted | None:

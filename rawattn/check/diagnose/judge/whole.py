@@ -1,0 +1,91 @@
+"""All rows of a file of which a part was judged: the others must be right too.
+
+Of a bug that shows in the rest alone little is known; what moves offsets is tried on all of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.reading import reading
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, solve
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, given_to_backward
+from rawattn.check.diagnose.evidence import structure
+from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.judge.cut import cost
+from rawattn.check.diagnose.judge.proofs import finding
+
+MOST = 60_000_000  # scores of all sequences and heads: of more nothing is said
+NAMELESS = ("unknown", "vacuous", "rounding")
+
+
+def of_all(
+    question: Question, answers: Answers, side: str, findings: Sequence[Finding]
+) -> list[Finding]:
+    """``findings`` of a part, and what all rows say where these name nothing."""
+    named = any(one.bug not in NAMELESS or one.confidence == "high" for one in findings)
+    if named or sum(cost(question, b) for b in range(question.batch)) > MOST:
+        return [*findings]
+    wrong = _wrong(question, answers, question.stages)
+    if not wrong:
+        return [*findings]
+    forward = wrong.keys() & {*STAGES["forward"]}
+    for name, text, asked, bug in _suspects(question) if forward else ():
+        if not _wrong(asked, answers, ("forward",), bug):
+            said = ["all rows of all sequences are as if this were so"]
+            where = f"forward pass: {', '.join(sorted(forward))}"
+            return [finding(side, name, where, "high", said, title=text)]
+    if any(one.bug != "rounding" for one in findings):
+        return [*findings]
+    places = {name: structure.where(question, name, bad) for name, bad in wrong.items()}
+    said = [f"{name}: {'; '.join(found)}" for name, found in places.items()]
+    first = {name: int(bad.any(axis=1).argmax()) for name, bad in wrong.items()}
+    name = min(first, key=lambda name: first[name])
+    title = f"rows of {', '.join(wrong)} are wrong, from row {first[name]} of {name} on"
+    look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
+    given = (side, "unknown", ", ".join(wrong), "medium", said)
+    return [*findings, finding(*given, title=title, look_at=look_at)]
+
+
+def _suspects(question: Question) -> Iterator[tuple[str, str, Question, Bug]]:
+    """A class, words, and the question or the bug that moves all offsets."""
+    offsets = question.cu_seqlens_q, question.cu_seqlens_k
+    if not np.array_equal(*offsets):
+        for text, (of_q, of_k) in {
+            "cu_seqlens of the queries are taken for those of the keys": offsets[:1] * 2,
+            "cu_seqlens of the keys are taken for those of the queries": offsets[1:] * 2,
+        }.items():
+            if of_q[-1] <= len(question.q) and of_k[-1] <= len(question.k):
+                asked = replace(question, cu_seqlens_q=of_q, cu_seqlens_k=of_k)
+                yield "offsets-shifted", text, asked, NO_BUG
+    for name in "qkv":
+        for by in maps.overflows(question, name):
+            bug = Bug("offsets-shifted", "", ("forward",), steps=reading({name: name}, by))
+            yield "offsets-shifted", f"{name} is read at other rows: {by.words}", question, bug
+
+
+def _wrong(
+    question: Question, answers: Answers, stages: Sequence[str], bug: Bug = NO_BUG
+) -> dict[str, np.ndarray]:
+    """Rows (tokens, heads) of tensors that are off by more than any rounding."""
+    found: dict[str, np.ndarray] = {}
+    for stage in stages:
+        given = None if stage in ("forward", "jvp") else given_to_backward(question, answers)
+        right = solve(question, stage, bug, given=given)
+        for name in (n for n in STAGES[stage] if n in answers and n in right and n != "delta"):
+            a, b = (
+                by_rows(name, np.asarray(x, dtype=np.float64)) for x in (answers[name], right[name])
+            )
+            inside = (question.sequence_of(structure.side_of(name)) >= 0)[:, None]
+            size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
+            with np.errstate(invalid="ignore"):
+                off = np.where(a == b, 0.0, np.abs(a - b)).max(axis=2)
+            allowed = (2.0**-5 if answers[name].dtype.itemsize == 2 else 1e-2) * np.maximum(
+                size, size.mean()
+            )
+            bad = inside & (np.nan_to_num(off, nan=np.inf) > allowed)
+            found |= {name: bad} if bad.any() else {}
+    return found
