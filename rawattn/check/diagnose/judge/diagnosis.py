@@ -168,7 +168,7 @@ def _judge(
     verdicts: list[StageVerdict] = []
     hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
     for stage in question.stages:
-        known = {"hints": hints, "told": told.bugs}
+        known = {"hints": hints, "told": told.bugs, "shown": told.shown}
         verdict = judge_stage(question, answers, stage, until=until, **known)
         if verdict is not None:
             verdicts.append(verdict)

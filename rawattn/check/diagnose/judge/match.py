@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -223,8 +223,9 @@ class Stage:
         until: float,
         hints: Sequence[Bug] = (),
         told: Sequence[Bug] = (),
+        shown: Collection[tuple[str, str]] = (),
     ) -> None:
-        self.question, self.stage, self.until = question, stage, until
+        self.question, self.stage, self.until, self.shown = question, stage, until, shown
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.read = [bug for bug in told if stage in bug.stages]
         # masks are told by listed ones in fewer words
@@ -251,8 +252,10 @@ class Stage:
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
-        if self.told and precision.name == self.finest.name:
-            yield predictions(self.question, self.answers, self.stage, self.told)
+        first = [bug for bug in self.listed if (bug.name, bug.variant) in self.shown]
+        for bugs in (first, self.told) if precision.name == self.finest.name else ():
+            if bugs:
+                yield predictions(self.question, self.answers, self.stage, bugs)
         yield self.usual
         yield self.every
 
@@ -425,14 +428,15 @@ def judge_stage(
     until: float = math.inf,
     hints: Sequence[Bug] = (),
     told: Sequence[Bug] = (),
+    shown: Collection[tuple[str, str]] = (),
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
     From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
-    other stages have. told: what was read of the function: nothing else is tried where that
-    explains everything and has a name.
+    other stages have. shown: bugs that other problems have, by class and form; told: what was read
+    of the function: nothing else is tried where these explain everything and have a name.
     """
-    before, work = cuts(), Stage(question, answers, stage, until, hints, told)
+    before, work = cuts(), Stage(question, answers, stage, until, hints, told, shown)
     if not work.tensors:
         return None
     verdict = _verdict(work, ladder(question.dtype))

@@ -32,10 +32,14 @@ NAMELESS = ("unknown", "vacuous", "rounding")
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """Of all stages that could be asked; ``facts``: why others were not, and what is right."""
+    """Of all stages that could be asked; ``facts``: why others were not, and what is right.
+
+    shown: bugs that other problems have shown, by class and form, to be tried before any others.
+    """
 
     of: tuple[Said, ...] = ()
     facts: tuple[str, ...] = ()
+    shown: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def bugs(self) -> list[Bug]:
