@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, options
+from rawattn.check.diagnose.catalogue import inputs, options, tile_sums
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
@@ -38,6 +38,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from bugs_anywhere(question)
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
+    yield from tile_sums.listed(question)
     yield from dead_rows(question)
     shapes = inputs.shapes_of(question)
     for one, other in (("k", "v"), ("q", "k")):  # as ``inputs`` has them, and found at once

@@ -172,8 +172,9 @@ def _word(operand: str, stage: str) -> str:
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
     kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "ends": "offsets-shifted"}
-    numbers = {*names} <= set(maps.STATISTICS) - {"dlse"}
-    return "statistics-misplaced" if numbers else kinds.get(by.family, "input-layout")
+    if {*names} <= {*maps.STATISTICS} - {"dlse"}:
+        return "statistics-misplaced"
+    return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
 
 
 def _of_keys(question: Question, names: Collection[str]) -> Iterator[Map]:
