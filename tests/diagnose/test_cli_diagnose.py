@@ -366,7 +366,8 @@ def test_what_is_dumped_is_explained_as_right(tmp_path: Path, how: tuple[Any, ..
     assert "dsinks" in result.output and ("gsinks" in result.output) == ("--lengths" in how)
     assert call("explain", file).exit_code == 0
     arrays = dict(np.load(file))
-    arrays["dsinks"] = arrays["dsinks"] * 2
+    arrays["dsinks"] = -arrays["dsinks"]
     np.savez(file, **arrays)
     result = call("explain", file)
     assert result.exit_code == 1 and "sinks-gradient" in result.output
+    assert "D over all queries with the wrong sign" in said(result)

@@ -33,6 +33,7 @@ from tests.diagnose.plain import LN_2, Head, Planted
 from tests.diagnose.planted.first import leaking
 from tests.diagnose.planted.keys import of_rows
 from tests.diagnose.planted.softmax import capped_at
+from tests.diagnose.stores import delta
 from tests.diagnose.table import Hooks
 
 CASES = {case.name: case for case in standard("small")}
@@ -88,6 +89,33 @@ def other_dP(c: Head, dP: Any) -> Any:
 
 def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
     return {name: lambda c, x: np.where(c.seen > 0, x * factor(c), x)}
+
+
+def half(a: Any, question: Question) -> Any:
+    return (a["dout"] * a["out"])[..., : a["out"].shape[2] // 2].sum(2).T
+
+
+def row_before(a: Any, question: Question) -> Any:
+    return np.roll(a["delta"], 1, 1) * (np.arange(len(question.q)) > 0)
+
+
+def so_far(c: Head) -> Any:
+    tiles = c.j // 16
+    return (c.P * c.dP) @ (tiles <= tiles.T)
+
+
+def over_tiles(c: Head, D: Any) -> Any:
+    tiles = c.j // 16
+    return (c.P * (c.dO @ c.V.T)) @ (tiles == tiles.T)
+
+
+def on_D(there: Callable[[Head], Any]) -> Hooks:
+    return {"D": lambda c, D: np.where(there(c), D, 0)}
+
+
+def few_bits(c: Head, x: Any) -> Any:
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(8 * mantissa) / 8, exponent).astype(x.dtype)
 
 
 # what is wrong, what is said first, and the case
@@ -156,6 +184,24 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "rows of dq": (on("dS of dq", lambda c: c.i % 16 >= 4), "dS of dq misses pairs: i % 16"),
     "dk without rows": (on("dS of dk", lambda c: c.i >= 8), "dS of dk misses pairs: i <= 7"),
     "dP of another head": ({"dP": other_dP}, "takes dP of query head h with v of", GROUP),
+    "P(1 - P) dP": ({"dS": lambda c, x: c.P * (1 - c.P) * c.dP}, "dS is P dP - P^2 dP, not"),
+    "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
+    "D of a tile": ({"D": over_tiles}, "D over the keys of one tile of 16"),
+    "D so far": ({"dS": lambda c, x: c.P * (c.dP - so_far(c))}, "over the tiles of 16 keys so far"),
+    "half of D": (delta(half), "D sums columns 0 to 7 of 16"),
+    "D of the row before": (delta(row_before), "takes D of row i - 1"),
+    "out of the next head": (
+        *(delta(lambda a, q: (a["dout"] * np.roll(a["out"], -1, 1)).sum(2).T), "the next head"),
+        "group3",
+    ),
+    "D of some": (on_D(lambda c: c.i % 16 < 12), "has no D where i % 16 >= 12"),
+    "fewer columns": ({"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T}, "dP sums columns 0 to 11"),
+    "dout . dout": ({"D": lambda c, x: (c.dO**2).sum(1, keepdims=True)}, "1 dout . dout in place"),
+    "steps": ({"dY": lambda c, x: np.rint(16 * x) / 16}, "rounded to multiples of 0.0625"),
+    "3 bits": ({"dY": few_bits}, "is rounded to 3 bits"),
+    "no negative ones": ({"dY": lambda c, x: np.maximum(x, 0)}, "is 0 where dS < 0"),
+    "cut": ({"dY": lambda c, x: np.clip(x, -0.25, 0.5)}, "is cut at -0.25 and 0.5"),
+    "small dP": (on("dS of dq", lambda c: c.dP > -1), "dS of dq is 0 where dP < -"),
     "one of the group": (of_group(1, "dk", "dv"), "of query heads [1], not [0, 1, 2]", "group3"),
 }
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}

@@ -6,6 +6,7 @@ other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 from rawattn.check.diagnose.evidence.structure import by_rows
 from rawattn.check.diagnose.findings import Check, Finding
-from rawattn.check.diagnose.inferred import stale_max
+from rawattn.check.diagnose.inferred import sinks, stale_max
 from rawattn.check.diagnose.judge.match import StageVerdict, predictions
 
 Call = Callable[[Question], Answers]
@@ -170,8 +171,14 @@ def of_sinks(
         off = np.abs(np.asarray(answers[name], dtype=np.float64) - right)
         if off.max() <= OF_SINKS_NOISE * noise:
             continue
-        said = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
-        found.append(finding(side, "sinks-gradient", name, "high", said))
+        evidence = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
+        title = CLASSES["sinks-gradient"].title
+        if name == "dsinks":
+            forward = given or itemgetter("out", "lse")(solve(question, "forward"))
+            allowed = OF_SINKS_NOISE * noise
+            told = sinks.said(question, forward, np.asarray(answers[name], np.float64), allowed)
+            title += f": {told}" if told else ""
+        found.append(finding(side, "sinks-gradient", name, "high", evidence, title=title))
     return found
 
 

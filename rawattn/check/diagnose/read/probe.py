@@ -8,12 +8,14 @@ Long, since the two passes share how a function is asked.
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.cases import in_use
+from rawattn.check.diagnose.engine.attention import Context, Same, View, exact
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.places import Places, Right
 from rawattn.check.diff import FLOATING
@@ -52,8 +54,8 @@ class Slopes:
     """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k).
 
     S, L (the lse that was passed), dP: right ones of the calls in which it was read; D, the row
-    term; slope, the derivative of a softcap, or the gate of a block; others (num_heads_kv, ...):
-    dP with every head of v.
+    term; slope, the derivative of a softcap, or the gate of a block. asked: what each call was
+    about, and where in dS what it gave is.
     """
 
     dS: Array
@@ -62,7 +64,7 @@ class Slopes:
     dP: Array
     D: Array
     slope: Array
-    others: Array
+    asked: list[tuple[Question, Any]] = field(default_factory=list)
 
     @property
     def Z(self) -> Array:
@@ -194,8 +196,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
 
     q, k, v = draw(question.q, size), draw(question.k, size), draw(question.v, 1.0)
     dout = draw(np.asarray(question.out), 1.0)
-    shapes = [(H, n, m)] * 6 + [(question.num_heads_kv, H, n, m)]
-    of_q, of_k = (Slopes(*map(np.zeros, shapes)) for _ in range(2))
+    of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
     for block in _blocks(m, depth):
         right, asked = _with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
         dq = call(asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
@@ -248,17 +249,26 @@ def _with_right(question: Question) -> tuple[Right, Question]:
 
 def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:
     """Store what one call gave at ``at``, and what is right there."""
-    q = right.places.question
-    dout = np.asarray(q.dout).astype(np.float64).swapaxes(0, 1)
-    others = dout @ q.v.astype(np.float64).transpose(1, 2, 0)[:, None]
-    own = np.arange(q.num_heads_q)
-    dP = others[own // q.group, own]
-    D = (dout * right.out.swapaxes(0, 1)).sum(axis=-1)[..., None]
-    slope = 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
-    slope = right.gate * slope
-    values = {"S": right.S, "L": right.lse[..., None], "dP": dP, "D": D, "slope": slope}
+    c = context_of(right)
+    slopes.asked.append((c.question, at))
+    values = {"S": right.S, "L": c.L[..., None], "dP": c.dP, "D": c.D[..., None], "slope": c.slope}
     slopes.dS[at] = dS
     for name, x in values.items():
         getattr(slopes, name)[at] = np.broadcast_to(x, slopes.dS.shape)[at]
-    for of, x in zip(slopes.others, others, strict=True):
-        of[at] = x[at]
+
+
+def context_of(right: Right) -> Context:
+    """What steps of a backward pass take, as of one view that holds all: of all heads, also K and
+    V, and of pairs that no query sees P too."""
+    q, (n, m) = right.places.question, right.places.j.shape
+    rows, keys, heads = (np.arange(count) for count in (n, m, q.num_heads_q))
+    view = View(0, rows, keys, heads, 0, np.ones((1, n, m)))
+    c = SimpleNamespace(question=q, view=view, W=view.weight, s=q.scale, r=exact, o=exact, dL=0.0)
+    c.given = Same((right.out, right.lse))
+    c.Q, c.dO, c.O = (np.asarray(x, np.float64).swapaxes(0, 1) for x in (q.q, q.dout, right.out))
+    c.K, c.V = (x.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0) for x in (q.k, q.v))
+    c.L, c.S, c.G, c.dP = right.lse, right.S, right.gate, c.dO @ c.V.swapaxes(1, 2)
+    c.D = (c.dO * c.O).sum(axis=-1)
+    c.cap = right.S, 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
+    c.slope = c.G * c.cap[1]
+    return c

@@ -4,17 +4,18 @@ Long by the forms that a wrong dS may have.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
-from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence.places import Places, Right
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
-from rawattn.check.diagnose.read.maps import Map, of_heads
-from rawattn.check.diagnose.read.probe import Backward, Slopes
+from rawattn.check.diagnose.read.forms import Change, dropped, form_of
+from rawattn.check.diagnose.read.probe import Backward, Slopes, context_of
 from rawattn.check.diagnose.read.said import (
     COARSE,
     TINY,
@@ -29,31 +30,9 @@ from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
-Of = Callable[[Array, Array, Array], Array]  # of P, dP and D
-TERMS: dict[str, tuple[Of, Of]] = {  # the two terms of dS, with parentheses that stand elsewhere
-    "P o (a dP - b D)": (lambda P, dP, D: P * dP, lambda P, dP, D: P * D),
-    "P o a dP - b D": (lambda P, dP, D: P * dP, lambda P, dP, D: D + 0 * P),
-    "a dP - P o b D": (lambda P, dP, D: dP, lambda P, dP, D: P * D),
-    "a dP - b D": (lambda P, dP, D: dP, lambda P, dP, D: D + 0 * P),
-}
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
 IN_ANOTHER_WAY = "is wrong in another way"
-
-
-@dataclass(eq=False)
-class Change:
-    """What is wrong with dS, in words, and its class. dY: what stands in the place of c.dY, None
-    where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is
-    all of dS, so that pairs where it happens to be 0 are not missed.
-    """
-
-    text: list[str] = field(default_factory=list)
-    name: str = ""
-    dY: Callable[[Context], Array] | None = None
-    masked: bool = False
-    times: Array | None = None
-    whole: bool = False
 
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
@@ -89,6 +68,10 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
             continue
         part = _Part(said, places, slopes)
         rows = -1 if name == "dq" else -2
+        same = changes.get("dq")  # which has the cotangents of all heads, and tells more
+        if same is not None and same.whole and same.dY and part.fits(part.of(same.dY)):
+            changes[name] = same
+            continue
         changes[name] = _change_of(part, partial(_elsewhere, said, second, name), rows)
     dq, dk = changes["dq"], changes["dk"]
     if _delta(dq) != _delta(dk) and dq.text and dk.text:  # dq has the cotangents of all heads
@@ -174,18 +157,44 @@ class _Part:
         self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
     ) -> None:
         self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
-        self.seen = said.support.at(places) if seen is None else seen
+        self.seen, self.once = said.support.at(places) if seen is None else seen, seen is not None
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
-            scores = said.scores(places, slopes.S, once=seen is not None)
+            scores = said.scores(places, slopes.S, once=self.once)
             self.P = np.where(self.seen, np.exp(scores - L), 0.0)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
         self.f = np.where(self.there, slopes.dS / due, 1.0)
+        self.said = said
         self.gone = self.there & (np.abs(self.f) < 1e-3)
         self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
         self.known = self.there & ~self.gone
+
+    def context(self, question: Question) -> Context:
+        """Of a call, with what is known of P."""
+        places = Places(question)
+        c = context_of(Right(places))
+        c.W = self.seen.astype(np.float64)
+        with np.errstate(over="ignore"):
+            scores = self.said.scores(places, c.S, once=self.once)
+            c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
+        c.dS = c.P * (c.dP - c.D[..., None])
+        c.dY = c.slope * c.dS
+        return c
+
+    @cached_property
+    def main(self) -> tuple[Context, Any]:
+        """The call that tells of the most pairs, and where in dS it is."""
+        question, at = max(self.slopes.asked, key=lambda one: np.count_nonzero(self.known[one[1]]))
+        return self.context(question), at
+
+    def of(self, dY: Callable[[Context], Array]) -> Array:
+        """What a step gives, of all calls."""
+        found = np.zeros_like(self.slopes.dS)
+        for question, at in self.slopes.asked:
+            found[at] = dY(self.context(question))[at]
+        return found
 
     def field(self, x: Array) -> Field:
         return Field(x, self.known, False, self.noise)
@@ -219,7 +228,7 @@ def _change_of(part: _Part, second: Callable[[], _Part | None], rows: int) -> Ch
         return Change(["is not finite"])
     if not part.known.any():
         return Change(["is 0"] if part.there.any() else [])
-    change = _form_of(part)
+    change = _form_of(part, second)
     known = change.whole or (change.text and change.dY is None)
     if known or not (part.gone.any() or part.wrongly.any()):
         return change
@@ -245,11 +254,11 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _form_of(part: _Part) -> Change:
+def _form_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
     """What stands there in place of dS."""
     f, places, S = part.f, part.places, part.slopes.S
     if part.field(f - 1).zero:
-        return Change()
+        return (dropped(part) if part.gone.any() else None) or Change()
     values = [
         np.median(x[there]) if there.any() else 1.0 for x, there in zip(f, part.known, strict=True)
     ]
@@ -259,8 +268,8 @@ def _form_of(part: _Part) -> Change:
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
-    if (found := _of_products(part)) is not None:
-        return replace(found, whole=True)
+    if (found := form_of(part, second)) is not None:
+        return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told = None
     if (f > 0)[logs.there].all():
@@ -280,54 +289,3 @@ def _power(term: Term) -> str:
     if term.text.endswith(" |j - i|"):
         return f"{by_head(np.exp(np.array(term.values)))}^|j - i|"
     return f"exp({term.text})"
-
-
-def _of_products(part: _Part) -> Change | None:
-    """A wrong D, or none; a derivative of a softcap that is not there; no factor P."""
-    slopes, there = part.slopes, part.known
-    dP, D, slope = slopes.dP, slopes.D, slopes.slope
-    if part.fits(part.P * (dP - D)):
-        if part.places.question.block_scale is not None:
-            return Change(["lacks block_scale"], "sparse-gate-ignored", lambda c: c.dS)
-        text = "lacks the derivative of the softcap"
-        return Change([text], "softcap-slope-omitted", lambda c: c.dS)
-    due = part.P * slope * (slopes.others - D)  # (num_heads_kv, num_heads_q, ...)
-    heads = np.where(there, np.abs(due - slopes.dS), 0.0).sum(axis=(2, 3)).argmin(axis=0)
-    if len(due) > 1 and part.fits(due[heads, np.arange(len(heads))]):
-        text = f"takes dP of query head h with v of head {of_heads(heads)}"
-        dP_of = Map("v", heads).dP
-        return Change(
-            [text],
-            "gqa-head-map",
-            lambda c: np.asarray(c.G * c.cap[1] * c.P * (dP_of(c) - c.D[..., None])),
-        )
-    for form, terms in TERMS.items():
-        one, other = (slope * of(part.P, dP, D) for of in terms)
-        size = np.where(there, part.P * np.abs(dP - D), 1.0)[there]
-        both = np.stack([one[there], -other[there]], axis=1) / size[:, None]
-        a, b = np.linalg.lstsq(both, slopes.dS[there] / size, rcond=None)[0]
-        a, b = (float(np.rint(x)) if abs(x - np.rint(x)) < part.noise else float(x) for x in (a, b))
-        if part.fits(a * one - b * other):
-            return Change(*_of_terms(form, a, b), partial(_with_terms, terms, a, b))
-    of_row = Field(dP - slopes.dS / np.where(there, part.P * slope, 1.0), there, True, part.noise)
-    if of_row.zero and not np.ptp(D, axis=-1).any():
-        return Change(["has another row term than D = dout . out"], "delta-of-another-out")
-    return None
-
-
-def _of_terms(form: str, a: float, b: float) -> tuple[list[str], str]:
-    """What dS of these terms is called, and its class."""
-    if "P o (" not in form:
-        text = "lacks the factor P" if a == b == 1 and "P o" not in form else ""
-        return [text or f"is {form}, a = {a:.3g}, b = {b:.3g}"], "softmax-backward-without-p"
-    if a == 1 and b in (0, -1):
-        text, name = "lacks the row term D: it is P dP", "delta-omitted"
-        return ([text], name) if b == 0 else (["has D with the wrong sign"], "delta-of-another-out")
-    name = "delta-of-another-out" if a == 1 else "constant-factor"
-    return [f"is {form}, a = {a:.3g}, b = {b:.3g}"], name
-
-
-def _with_terms(terms: tuple[Of, Of], a: float, b: float, c: Context) -> Array:
-    """dY of these terms."""
-    one, other = (np.asarray(of(c.P, c.dP, c.D[..., None])) for of in terms)
-    return np.asarray((c.W > 0) * c.G * c.cap[1] * (a * one - b * other))

@@ -1,0 +1,54 @@
+"""What a wrong gradient of the sinks is the sum of: of which rows, of which terms."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.reference.dense import dead_to_inf
+
+ALL = "all queries"
+
+
+def said(question: Question, given: tuple[Floats, Floats], found: Floats, allowed: float) -> str:
+    """In words; "" where no sum gives it up to ``allowed``."""
+    rows, terms = dict(_rows(question)), dict(_terms(question, given))
+    factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
+    for sign, factor in factors.items():
+        for term, x in terms.items():
+            sums = {of: factor * (x * there).sum(axis=1) for of, there in rows.items()}
+            if like := [of for of, y in sums.items() if np.abs(y - found).max() <= allowed]:
+                over = " or ".join(like[: 1 + (like[0] != ALL)])
+                return f"it is the sum of {term} over {over}{sign}"
+    return ""
+
+
+def _terms(question: Question, given: tuple[Floats, Floats]) -> Iterator[tuple[str, Floats]]:
+    """What a row (num_heads_q, total_q) may add."""
+    sinks, D = np.asarray(question.sinks, dtype=np.float64)[:, None], deltas(question, Same(given))
+    inside = question.sequence_of("q") >= 0
+    weight = np.exp(sinks - dead_to_inf(np, np.asarray(given[1], dtype=np.float64))) * inside
+    yield "exp(sink - lse) D", weight * D
+    yield "exp(sink - lse), without D,", weight
+    if question.dlse is not None:
+        yield "exp(sink - lse) dout . out, without dlse,", weight * (D + question.dlse)
+    yield "exp(sink) D, without lse,", np.exp(sinks) * D * (weight > 0)
+
+
+def _rows(question: Question) -> Iterator[tuple[str, np.ndarray]]:
+    """Rows (total_q,) of which there may be a sum."""
+    b = question.sequence_of("q")
+    i = np.arange(len(b)) - np.asarray(question.cu_seqlens_q)[b]
+    n = np.asarray(question.lengths_q)[b]
+    first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
+    yield ALL, b >= 0
+    yield from (("the last sequence alone", last), ("the first sequence alone", first))
+    yield from (("all sequences but the last", ~last), ("all sequences but the first", ~first))
+    for tile in TILES:
+        own, end = i // tile, (n - 1) // tile
+        parts = {"last tile": own == end, "first tile": own == 0}
+        for name, there in parts.items():
+            yield f"the {name} of {tile} queries of each sequence alone", there
+            yield f"all queries but the {name} of {tile} of each sequence", ~there
+        yield f"whole tiles of {tile} queries alone", i < n // tile * tile
