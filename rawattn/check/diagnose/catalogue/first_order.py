@@ -5,7 +5,6 @@ because nobody knows the numbers that came in, are found by their structure, in 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,11 +13,11 @@ from rawattn.check.diagnose.catalogue import inputs, options
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
-from rawattn.check.diagnose.catalogue.reading import of_view, reading
+from rawattn.check.diagnose.catalogue.reading import by_single_heads, of_head, reading
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
 BY_REMAINDER = "h % num_heads_kv"
 Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
@@ -45,8 +44,14 @@ def bugs(question: Question) -> Iterator[Bug]:
             steps = reading({one: other, other: one})
             yield Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
     if 1 < question.num_heads_kv and 1 < question.group:
-        steps = {"Y": _with_right_keys}
+        steps = {"Y": partial(_with, "kv", _right_head)}
         yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, steps)
+        for name, other in ("kv", "vk"):  # gradients are stored as one of the two is read
+            text = f"{name} alone: {BY_REMAINDER}"
+            steps = {"Y": partial(_with, name, _remainder)}
+            yield Bug("gqa-head-map", text, FIRST, by_single_heads, steps)
+            steps = {"Y": partial(_with, other, _right_head)}
+            yield Bug("gqa-head-map", text, BACKWARD, _by_remainder, steps)
     yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
     yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
     if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
@@ -71,23 +76,22 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
 
 def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     """Query head h with key/value head h % num_heads_kv."""
-
-    def one(view: View, i: int) -> View:
-        own, heads = slice(i, i + 1), view.heads[i : i + 1]
-        weight = view.weight[own] if len(view.weight) > 1 else view.weight
-        slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
-        found = replace(view, heads=heads, head_kv=int(heads[0]) % question.num_heads_kv)
-        return replace(found, weight=weight, slot=slot, selections=selections)
-
-    return [one(view, i) for view in views for i in range(len(view.heads))]
+    return by_single_heads(question, views, partial(_remainder, question))
 
 
-def _with_right_keys(c: Context) -> Floats:
-    """Where dk and dv alone go to other heads, as sums over the h of one remainder."""
-    own = replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group)
-    there = changed(c, view=own)
-    c.K, c.V = (of_view(there, name, getattr(c.question, name)) for name in ("k", "v"))
+def _remainder(question: Question, head: int) -> int:
+    return head % question.num_heads_kv
+
+
+def _with(names: str, head: Callable[[Question, int], int], c: Context) -> Floats:
+    """The scores, where K, V or both are those of another head than the view's from there on."""
+    for name in names:
+        setattr(c, name.upper(), of_head(name, partial(head, c.question), c))
     return np.asarray(STEPS["Y"](c))
+
+
+def _right_head(question: Question, head: int) -> int:
+    return head // question.group
 
 
 # ---- other axes -------------------------------------------------------------------------------

@@ -4,17 +4,22 @@
 read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.maps import Map
 from rawattn.check.diagnose.catalogue.reading import (
+    LIKE,
+    by_single_heads,
     in_product,
     in_sequence,
+    of_head,
+    of_view,
     reading,
     right_delta,
     stored,
@@ -125,6 +130,13 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 kind = "stale-tile" if by.family == "rows" else "input-layout"
                 steps = in_product(step, operand, partial(_moved, operand, by))
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+            for by in maps.sequences(question) if operand in LIKE else ():
+                steps = in_product(step, operand, partial(_elsewhere, LIKE[operand], by))
+                yield Bug("offsets-shifted", f"{text}: {by.words}", (stage,), steps=steps)
+            for words, head in _heads(question, operand) if operand in LIKE else ():
+                steps = in_product(step, operand, partial(of_head, LIKE[operand], head))
+                form = f"{text}: {words}"
+                yield Bug("gqa-head-map", form, (stage,), by_single_heads, steps)
         for some in alike:
             for operand, other in permutations(some, 2):
                 if operand not in (operands or ("dO", "O")):
@@ -134,6 +146,29 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 text = f"{NAMES.get(other, other)} for {NAMES[operand]} in {product}"
                 steps = in_product(step, operand, partial(_named, other))
                 yield Bug("arguments-swapped", text, (stage,), steps=steps)
+
+
+def _heads(question: Question, operand: str) -> Iterator[tuple[str, Callable[[int], int]]]:
+    """Other heads of an operand, of a query head."""
+    count, group = question.num_heads_q, question.group
+    if operand not in ("K", "V"):
+        for words, of in maps.HEADS.items() if count > 1 else ():
+            yield words, partial(_index, of, count, group, 1)
+        return
+    for words in ("the next head", "the head before", "the first head", "heads reversed"):
+        if count > group > 0:
+            yield words, partial(_index, maps.HEADS[words], count // group, 1, group)
+    if count > group > 1:
+        yield "head h % num_heads_kv", lambda head: head % (count // group)
+
+
+def _index(of: Callable[..., Any], count: int, group: int, heads: int, head: int) -> int:
+    return int(of(head // heads, count, group))
+
+
+def _elsewhere(name: str, by: Map, c: Context) -> Floats:
+    whole = by.moved(maps.geometry(c.question, name), np.asarray(getattr(c.question, name)))
+    return of_view(c, name, whole)
 
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:

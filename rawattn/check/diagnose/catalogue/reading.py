@@ -1,13 +1,13 @@
 """How a bug reads or stores arrays at other places than it should, or reads others."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
-from rawattn.check.diagnose.engine.attention import Same, Store, deltas
+from rawattn.check.diagnose.engine.attention import Same, Store, View, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
@@ -67,6 +67,29 @@ def of_view(c: Context, name: str, x: Floats) -> Floats:
 def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict[str, Step]:
     """One product with another operand."""
     return {step: lambda c: STEPS[step](changed(c, **{operand: of(c)}))}
+
+
+def by_single_heads(
+    question: Question, views: tuple[View, ...], head_kv: Callable[[int], int] | None = None
+) -> Sequence[View]:
+    """A view for every query head: of its own key/value head, or of another one."""
+
+    def one(view: View, i: int) -> View:
+        own, heads = slice(i, i + 1), view.heads[i : i + 1]
+        weight = view.weight[own] if len(view.weight) > 1 else view.weight
+        slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
+        of = view.head_kv if head_kv is None else head_kv(int(heads[0]))
+        found = replace(view, heads=heads, head_kv=of, weight=weight)
+        return replace(found, slot=slot, selections=selections)
+
+    return [one(view, i) for view in views for i in range(len(view.heads))]
+
+
+def of_head(name: str, head: Callable[[int], int], c: Context) -> Floats:
+    """An array of another head, in a view of a single one."""
+    h = head(int(c.view.heads[0]))
+    of = {"head_kv": h} if name in ("k", "v") else {"heads": np.array([h])}
+    return of_view(changed(c, view=replace(c.view, **of)), name, getattr(c.question, name))
 
 
 def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:

@@ -82,9 +82,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         for name in ("dQ", "dK"):
             form = f"{name}, inside of the loop from the {text}, {at}"
             yield Bug("output-scale", form, BACKWARD, steps={name: inside[name]})
-    for text, step in (("first", 1), ("last", -1)):
-        store = _running_on(tile, step)
-        yield Bug("accumulator-not-reset", f"{at}, from the {text}", BACKWARD, store=store)
     left, _ = bounds(question)
     if left < math.inf:
         yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
@@ -123,19 +120,6 @@ def _zero_tail(tile: int) -> Store:
 
     def change(x: Floats) -> None:
         x[len(x) // tile * tile :] = 0
-
-    return partial(_by_places, change=change)
-
-
-def _running_on(tile: int, step: int) -> Store:
-    """Every tile of rows holds the sums of those before it in its sequence too."""
-
-    def change(x: Floats) -> None:
-        count = -(-len(x) // tile)
-        rows = np.zeros((count * tile, *x.shape[1:]))
-        rows[: len(x)] = x
-        sums = rows.reshape(count, tile, *x.shape[1:])[::step].cumsum(axis=0)[::step]
-        x[:] = sums.reshape(rows.shape)[: len(x)]
 
     return partial(_by_places, change=change)
 
