@@ -143,7 +143,10 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 if by.family in ("rows", "columns") and of not in maps.STATISTICS:
                     take = partial(_moved, operand, by)
                 steps = in_product(step, operand, take)
-                yield Bug(_kind([of], by), f"{text}: {by.words}", (stage,), steps=steps)
+                kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
+                kind = _kind([of], by) if of in maps.STATISTICS else kinds.get(by.family, "")
+                form = f"{text}: {by.words}"
+                yield Bug(kind or _kind([of], by), form, (stage,), steps=steps)
         for some in alike:
             for operand, other in permutations(some, 2):
                 if operand not in (operands or ("dO", "O")):

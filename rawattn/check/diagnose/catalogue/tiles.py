@@ -60,10 +60,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
     of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
-    for text, step in (("first", 1), ("last", -1)):
-        store = _running_on(tile, step)
-        text = f"{at}, from the {text}"
-        yield Bug("accumulator-not-reset", text, (*BACKWARD, "second"), store=store)
     left, _ = bounds(question)
     if left < math.inf:
         yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
@@ -102,19 +98,6 @@ def _zero_tail(tile: int) -> Store:
 
     def change(x: Floats) -> None:
         x[len(x) // tile * tile :] = 0
-
-    return partial(_by_places, change=change)
-
-
-def _running_on(tile: int, step: int) -> Store:
-    """Every tile of rows holds the sums of those before it in its sequence too."""
-
-    def change(x: Floats) -> None:
-        count = -(-len(x) // tile)
-        rows = np.zeros((count * tile, *x.shape[1:]))
-        rows[: len(x)] = x
-        sums = rows.reshape(count, tile, *x.shape[1:])[::step].cumsum(axis=0)[::step]
-        x[:] = sums.reshape(rows.shape)[: len(x)]
 
     return partial(_by_places, change=change)
 

@@ -14,6 +14,7 @@ from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
 from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.inferred import accumulators
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
@@ -37,6 +38,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
+        yield from accumulators.bugs(sample)
         yield from _rearranged(sample)
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
         of_tiles = tile_sums.candidates(question, stage, wrong)
