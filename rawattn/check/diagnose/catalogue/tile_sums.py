@@ -79,10 +79,10 @@ Change = Callable[[Context, str], Floats]  # what is summed of a context by a st
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
-    """All of a stage that change something ``wrong``."""
+    """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     sums = [one for one in SUMS if one.results & set(wrong)] if stage in WORDS else []
-    for one, tile in product(sums, (tile for tile in TILES if tile < longest)):
+    for one, tile in product(sums, (tile for tile in TILES[::-1] if tile < longest)):
         for name, words, change in _changes(question, stage, tile):
             steps: dict[str, Step] = {
                 step: partial(_summed, step, operands, change)

@@ -49,8 +49,8 @@ def said(
     prefix = "t" if stage == "jvp" else "dd"
     terms = {name: f"{TERMS[name].format(t=prefix)} ({', '.join(wrong[name])})" for name in wrong}
     told = "; ".join(ALONE.get((name, of), terms[name]) for name, of in wrong.items())
-    alone = " and ".join(name.replace("t", prefix, 1) for name in wrong)
-    return f"where {alone} alone is given: {told}"
+    alone = " or ".join(f"{name.replace('t', prefix, 1)} alone" for name in wrong)
+    return f"where {alone} is given: {told}"
 
 
 def _right(question: Question, stage: str) -> Answers:
