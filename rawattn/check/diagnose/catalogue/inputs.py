@@ -15,6 +15,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.maps import Map
 from rawattn.check.diagnose.catalogue.reading import (
     LIKE,
+    array_of,
     by_single_heads,
     in_product,
     in_sequence,
@@ -51,7 +52,7 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "dQ": ("dS K", ("K",), {"dq"}),
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
-    "D": ("dO . O", (), {"dq", "dk"}),
+    "D": ("dO . O", ("dO", "O"), {"dq", "dk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
@@ -102,6 +103,7 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
                 continue
             kind = "input-layout" if "dlse" in names or not numbers else "statistics-misplaced"
             kind = "offsets-shifted" if by.family == "ends" and not numbers else kind
+            kind = "delta-of-another-out" if names == ("out",) and by.family == "heads" else kind
             steps = reading({name: name for name in names}, by)
             text = f"{', '.join(names)}: {by.words}"
             yield Bug(kind, text, (stage,), steps=steps)
@@ -128,18 +130,24 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
             text = f"{NAMES[operand]} in {product}"
             for by in (*of_rows, *(() if operand in ("P", "dY") else of_columns)):
                 kind = "stale-tile" if by.family == "rows" else "input-layout"
-                steps = in_product(step, operand, partial(_moved, operand, by))
+                kind = "delta-of-another-out" if step == "D" else kind
+                moved = partial(_moved, operand, by)
+                if step == "D" and by.family == "rows":  # of any sequence
+                    moved = partial(_elsewhere, LIKE[operand], by)
+                steps = in_product(step, operand, moved)
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
             for by in maps.sequences(question) if operand in LIKE else ():
                 steps = in_product(step, operand, partial(_elsewhere, LIKE[operand], by))
-                yield Bug("offsets-shifted", f"{text}: {by.words}", (stage,), steps=steps)
+                kind = "delta-of-another-out" if step == "D" else "offsets-shifted"
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
             for words, head in _heads(question, operand) if operand in LIKE else ():
                 steps = in_product(step, operand, partial(of_head, LIKE[operand], head))
                 form = f"{text}: {words}"
-                yield Bug("gqa-head-map", form, (stage,), by_single_heads, steps)
+                kind = "delta-of-another-out" if step == "D" else "gqa-head-map"
+                yield Bug(kind, form, (stage,), by_single_heads, steps)
         for some in alike:
             for operand, other in permutations(some, 2):
-                if operand not in (operands or ("dO", "O")):
+                if operand not in operands:
                     continue
                 if stage == "forward" and other not in ("K", "V"):
                     continue
@@ -167,7 +175,7 @@ def _index(of: Callable[..., Any], count: int, group: int, heads: int, head: int
 
 
 def _elsewhere(name: str, by: Map, c: Context) -> Floats:
-    whole = by.moved(maps.geometry(c.question, name), np.asarray(getattr(c.question, name)))
+    whole = by.moved(maps.geometry(c.question, name), array_of(c.question, c.given, name))
     return of_view(c, name, whole)
 
 

@@ -15,7 +15,7 @@ OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
     **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
 }
-LIKE = {"Q": "q", "K": "k", "V": "v", "dO": "dout"}  # an array of the same columns
+LIKE = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out"}  # an array of the same columns
 
 
 def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
@@ -89,7 +89,9 @@ def of_head(name: str, head: Callable[[int], int], c: Context) -> Floats:
     """An array of another head, in a view of a single one."""
     h = head(int(c.view.heads[0]))
     of = {"head_kv": h} if name in ("k", "v") else {"heads": np.array([h])}
-    return of_view(changed(c, view=replace(c.view, **of)), name, getattr(c.question, name))
+    return of_view(
+        changed(c, view=replace(c.view, **of)), name, array_of(c.question, c.given, name)
+    )
 
 
 def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
