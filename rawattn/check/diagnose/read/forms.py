@@ -140,10 +140,10 @@ def _of_terms(factors: dict[str, float]) -> tuple[str, str]:
     ]
     form = " ".join(f"{text[0]} {text[1:]}" for text in signed).removeprefix("+ ")
     if not factors.keys() <= {"P dP", "P D"}:
-        lacks = "lacks the factor P: it" * (factors == {"dP": 1, "D": -1})
         known = factors.keys() <= {"P dP", "P D", "dP", "D"}
-        text = f"{lacks or ''} is {form}, not P dP - P D".strip()
-        return text, "softmax-backward-without-p" if known else "unknown"
+        name = "softmax-backward-without-p" if known else "unknown"
+        name = "arguments-swapped" if factors == {"P": 1} else name
+        return f"is {form}, not P dP - P D", name
     if a == 1 and b in (0, -1):
         text, name = "lacks the row term D: it is P dP", "delta-omitted"
         return (text, name) if b == 0 else ("has D with the wrong sign", ANOTHER)
