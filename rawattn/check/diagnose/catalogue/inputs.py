@@ -52,7 +52,7 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "dQ": ("dS K", ("K",), {"dq"}),
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
-    "D": ("dO . O", (), {"dq", "dk"}),
+    "D": ("dO . O", ("dO", "O"), {"dq", "dk"}),
     "tY": ("E", ("tQ", "K", "Q", "tK"), {"tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"}),
     "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
@@ -140,16 +140,17 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 continue
             for by in of_numbers if of in maps.STATISTICS else found:
                 take = partial(_elsewhere, of, by)
-                if by.family in ("rows", "columns") and of not in maps.STATISTICS:
+                of_view_alone = by.family == "columns" or (by.family == "rows" and step != "D")
+                if of_view_alone and of not in maps.STATISTICS:
                     take = partial(_moved, operand, by)
                 steps = in_product(step, operand, take)
                 kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
-                kind = _kind([of], by) if of in maps.STATISTICS else kinds.get(by.family, "")
-                form = f"{text}: {by.words}"
-                yield Bug(kind or _kind([of], by), form, (stage,), steps=steps)
+                kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
+                kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
         for some in alike:
             for operand, other in permutations(some, 2):
-                if operand not in (operands or ("dO", "O")):
+                if operand not in operands:
                     continue
                 if stage == "forward" and other not in ("K", "V"):
                     continue
