@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rawattn.check.cases import dtype_of, standard
-from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.attention import STEPS, Bug, changed, solve
+from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import of_sides
 from rawattn.check.diagnose.judge.cut import SCORES, cost, cut
 from rawattn.check.diagnose.judge.diagnosis import diagnose, reference_of
@@ -66,6 +67,25 @@ def test_two_bugs_are_both_named() -> None:
     del wrong["out"]  # so that the backward pass has the right ones
     named = {finding.bug for finding in diagnose(question, wrong).findings}
     assert named == {"output-scale", "lse-base-2"}
+
+
+def test_of_what_has_no_name_the_direction_is_said() -> None:
+    question = packed(dtype=FLOAT64, moved=True)
+
+    def call(asked: Question) -> Answers:
+        by = np.cos(np.arange(len(asked.k)))[:, None, None]
+        return solve(replace(asked, tv=asked.tv * by), "jvp")
+
+    (found,) = diagnose(question, call(question), call=call).findings
+    assert found.title.endswith("where tv alone is given: P tv of tout")
+
+
+def test_the_term_that_gsinks_lack_is_said() -> None:
+    sinks = {"sinks": np.arange(4) / 2, "tsinks": np.arange(4) - 1.2}
+    question = packed(dtype=FLOAT64, moved=True, dlse=True, **sinks)
+    lacks = {"gsink": lambda c: STEPS["gsink"](changed(c, w=0 * c.w))}
+    (found,) = diagnose(question, solve(question, "second", Bug("", steps=lacks))).findings
+    assert found.bug == "sinks-gradient" and "without W, over all queries" in found.title
 
 
 def test_both_sides_are_judged() -> None:

@@ -349,7 +349,11 @@ def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("form", "bug", "words"),
     [
-        (lambda P, dP, D: P * dP - D, "softmax-backward-without-p", "dS is P dP - D, not P dP - P D"),
+        (
+            lambda P, dP, D: P * dP - D,
+            "softmax-backward-without-p",
+            "dS is P dP - D, not P dP - P D",
+        ),
         (lambda P, dP, D: P * (dP - D / 2), "delta-of-another-out", "dS is P dP - 0.5 P D"),
     ],
     ids=["parentheses", "half of D"],

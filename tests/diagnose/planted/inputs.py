@@ -118,6 +118,15 @@ def heads_of_groups_apart(array: Array, name: str, question: Question) -> Array:
     return array[order] if name == "lse" else array[:, order]
 
 
+def of_key_head(after: int) -> Any:
+    """Keys of another key/value head: so many after its own, or of h % num_heads_kv."""
+
+    def keys(c: Head, K: Array) -> Array:
+        return c.read("k", (c.g + after if after else c.h) % c.question.num_heads_kv)
+
+    return keys
+
+
 # ---- the table ----
 
 _USUAL = FEW | {"masks": ("open", "causal"), "lengths_k": ("equal",), "lengths": (1, 60)}
@@ -145,6 +154,8 @@ _OVER_QUERIES = {"dS": lambda c, x: c.P * (c.dP - (c.P * c.dP).sum(axis=0))}
 _LOST, _LOST_16 = ({"dS of dq": by_pairs(hashed, tile, 32)} for tile in (32, 16))
 _NEXT_LSE = change(lambda x, *_: np.roll(x, -1, 0), "lse")
 _HALVES = stored(lambda x, *_: np.roll(x, x.shape[2] // 2, 2), "dv")
+_GROUPS = {"groups": (2, 3), "heads_kv": (2, 3), "lengths": (10, 90)}
+_HEADS_ON: Any = lambda x, *_: np.cumsum(x, axis=1)  # noqa: E731
 _NEEDS = {
     "mask-missing-in-backward": _CAUSAL,
     "pairs-dropped": _LONG,
@@ -170,6 +181,9 @@ _TABLE: Table = (
     ("statistics-misplaced: delta of the first sequence", "b", change(local, "delta")),
     ("stale-tile: V of the tile before", "f", {"V tile": stale_values}, _LONG),
     ("stale-tile: K of the next tile in dq", "b", {"K of dq": stale(False, 1)}, _LONG),
+    ("gqa-head-map: K of the next head in dq", "b", {"K of dq": of_key_head(1)}, _GROUPS),
+    ("gqa-head-map: h % heads, K alone", "b", {"K": of_key_head(0)}, _GROUPS),
+    ("accumulator-not-reset: dv, from head to head", "b", stored(_HEADS_ON, "dv"), _GROUPS),
     ("stale-tile: P of the tile before", "b", {"P of dv": stale(True, -1, zeros=True)}, _LONG),
     ("stale-tile: dS of the next tile", "b", {"dS of dk": stale(True, 1)}, _LONG),
     ("stale-tile: rows of dS 8 apart", "b", {"dS of dk": _8_APART}, _FROM_12),

@@ -71,7 +71,7 @@ _TABLE: Table = (
     ("sinks-gradient: sign", "b", {"dsinks": by(-1)}),
     ("sinks-gradient: zero", "bs", {"dsinks": by(0), "gsinks": by(0)}),
     ("sinks-gradient: no dlse", "b", {"D of dsinks": lambda c, D: D + c.dL}),
-    ("direction-ignored: tsinks", "s j", _NO_TSINKS, _always("sinks")),
+    ("direction-ignored: tsinks", "sj", _NO_TSINKS, _always("sinks")),
     ("seqused-ignored: everywhere", "fbsj", _ALL_KEYS),
     ("seqused-ignored: forward", "f", _ALL_KEYS),
     ("seqused-ignored: backward", "b", _ALL_KEYS),

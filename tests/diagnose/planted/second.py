@@ -155,7 +155,7 @@ _TABLE: Table = (
     ("arguments-swapped: k for ddk in gq, second", "s", {"tK of gq": lambda c, x: c.K}, _WHOLE),
     ("gqa-head-map: tk of h % num_heads_kv, jvp", "j", _BY_REMAINDER, _SEVERAL | _GROUPED),
     ("gqa-head-map: ddv of h % num_heads_kv", "s", _DDV_BY_REMAINDER, _SEVERAL | _GROUPED),
-    ("input-layout: k of the first head in gq", "s", _FIRST_KEYS, _SEVERAL),
+    ("gqa-head-map: k of the first head in gq", "s", _FIRST_KEYS, _SEVERAL),
     ("tile-overwrites or tile-skipped: P tv, last, jvp", "j", _LAST_TV, _WHOLE),
     ("tile-overwrites or tile-skipped: P o E of tlse, first, jvp", "j", _FIRST_PE, _WHOLE),
     ("tail-tile-dropped or tile-skipped: P o E, jvp", "j", _WHOLE_TILES, _WHOLE),

@@ -292,7 +292,7 @@ tangent-scale: softmax_scale is missing, or there twice, in a second derivative 
     E = s (ddq K^T + q ddk^T), and the outer s of gq and gk
     softmax_scale is in E, and once more in gq and gk
     second derivatives are off by one factor
-second-direct-term-dropped: the terms of dS with ddk in gq and ddq in gk are missing
+second-direct-term-dropped: a term of gq or gk is missing
     gq = s (dS' K + dS ddk), gk = s (dS'^T Q + dS^T ddq)
     gq depends on k twice: through dS, and as a factor
     gq and gk are wrong even where P is constant; gv is right

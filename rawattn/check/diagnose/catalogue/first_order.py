@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, options
+from rawattn.check.diagnose.catalogue import inputs, maps, options, tile_sums
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
-from rawattn.check.diagnose.catalogue.reading import OPERANDS, of_view, reading
+from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view, reading
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Question
@@ -38,6 +38,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from bugs_anywhere(question)
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
+    yield from tile_sums.listed(question)
     yield from dead_rows(question)
     shapes = inputs.shapes_of(question)
     for one, other in (("k", "v"), ("q", "k")):  # as ``inputs`` has them, and found at once
@@ -45,8 +46,14 @@ def bugs(question: Question) -> Iterator[Bug]:
             steps = reading({one: other, other: one})
             yield Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
     if 1 < question.num_heads_kv and 1 < question.group:
-        steps = {"Y": _with_right_keys}
+        steps = {"Y": partial(_with_right, OF_KEYS)}
         yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, steps)
+        by = next(maps.heads_of_keys(question))
+        for name, other in ("kv", "vk"):  # gradients are stored as one of the two is read
+            text = f"{name} alone: {by.words}"
+            yield Bug("gqa-head-map", text, FIRST, steps=reading({name: name}, by))
+            steps = {"Y": partial(_with_right, other)}
+            yield Bug("gqa-head-map", text, BACKWARD, _by_remainder, steps)
     yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
     yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
     if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
@@ -82,12 +89,11 @@ def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]
     return [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def _with_right_keys(c: Context) -> Floats:
-    """Where dk and dv alone go to other heads, as sums over the h of one remainder."""
-    own = replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group)
-    there = changed(c, view=own)
-    for name in ("k", "v", *(n for n in ("tk", "tv") if getattr(c.question, n) is not None)):
-        setattr(c, OPERANDS[name], of_view(there, name, getattr(c.question, name)))
+def _with_right(names: Sequence[str], c: Context) -> Floats:
+    """The scores of these arrays' right heads, where others and dk and dv are of other ones."""
+    own = changed(c, view=replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group))
+    for name in (name for name in names if getattr(c.question, name) is not None):
+        setattr(c, OPERANDS[name], of_view(own, name, getattr(c.question, name)))
     return np.asarray(STEPS["Y"](c))
 
 

@@ -52,7 +52,7 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "dQ": ("dS K", ("K",), {"dq"}),
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
-    "D": ("dO . O", (), {"dq", "dk"}),
+    "D": ("dO . O", ("dO", "O"), {"dq", "dk"}),
     "tY": ("E", ("tQ", "K", "Q", "tK"), {"tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"}),
     "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
@@ -140,13 +140,17 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 continue
             for by in of_numbers if of in maps.STATISTICS else found:
                 take = partial(_elsewhere, of, by)
-                if by.family in ("rows", "columns") and of not in maps.STATISTICS:
+                of_view_alone = by.family == "columns" or (by.family == "rows" and step != "D")
+                if of_view_alone and of not in maps.STATISTICS:
                     take = partial(_moved, operand, by)
                 steps = in_product(step, operand, take)
-                yield Bug(_kind([of], by), f"{text}: {by.words}", (stage,), steps=steps)
+                kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
+                kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
+                kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
         for some in alike:
             for operand, other in permutations(some, 2):
-                if operand not in (operands or ("dO", "O")):
+                if operand not in operands:
                     continue
                 if stage == "forward" and other not in ("K", "V"):
                     continue
@@ -172,8 +176,9 @@ def _word(operand: str, stage: str) -> str:
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
     kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "ends": "offsets-shifted"}
-    numbers = {*names} <= set(maps.STATISTICS) - {"dlse"}
-    return "statistics-misplaced" if numbers else kinds.get(by.family, "input-layout")
+    if {*names} <= {*maps.STATISTICS} - {"dlse"}:
+        return "statistics-misplaced"
+    return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
 
 
 def _of_keys(question: Question, names: Collection[str]) -> Iterator[Map]:

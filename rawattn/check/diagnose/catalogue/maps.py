@@ -135,6 +135,8 @@ SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
     "the offset of the sequence before": lambda g, row: g.offsets[np.maximum(row.b - 1, 0)] + row.i,
     "the offset of the other side": lambda g, row: g.others[row.b] + row.i,
     "rows of the sequence reversed": lambda g, row: row.start + row.n - 1 - row.i,
+}
+PACK: dict[str, Callable[[Geometry, Row], Ints]] = {  # whatever their sequence
     "the row before in the pack, the last one before the first": lambda g, row: (
         (row.start + row.i - 1) % g.shape[0]
     ),
@@ -371,4 +373,5 @@ def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
     found = [*layouts(statistics), *heads(question), *sequences(question)]
-    return [*found, *(rows if statistics else columns)(question)]
+    pack = (Map("pack", words, partial(_tokens, token)) for words, token in PACK.items())
+    return [*found, *(rows if statistics else columns)(question), *pack]

@@ -6,8 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store, deltas
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.reference.dense import dead_to_inf
@@ -162,10 +161,6 @@ def of_backward(question: Question) -> Iterator[Bug]:
         factors_of = {"": -1.0, "twice": 2.0, "times log2(e)": LOG2_E, "times ln 2": 1 / LOG2_E}
         for text, x in factors_of.items():
             others["lse-gradient-sign", text] = partial(_with_dlse, x)
-    for text, rows, heads in _other_outs(question):
-        others["delta-of-another-out", text] = partial(_of_another_out, rows, heads)
-    for text, by in (("of the next row of the pack", -1), ("of the row before in the pack", 1)):
-        others["statistics-misplaced", f"D {text}"] = partial(_of_pack, by)
     if question.mask_window != (-1, -1):
         others["delta-of-another-out", "of unmasked attention"] = _of_unmasked
     for (bug, text), D in others.items():
@@ -181,31 +176,6 @@ def of_backward(question: Question) -> Iterator[Bug]:
 
 def _with_dlse(factor: float, c: Context) -> Floats:
     return np.asarray((c.dO * c.O).sum(axis=-1) - factor * c.dL)
-
-
-def _other_outs(question: Question) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Rows that an out is read further on, and the heads that it is read of."""
-    count, own = question.num_heads_q, np.arange(question.num_heads_q)
-    yield "of the next row", 1, own
-    yield "of the row before", -1, own
-    names = ("the next head", "the head before", "the first head", "heads reversed")
-    for words in (*names, "head h // group") if count > 1 else ():
-        yield f"of {words}", 0, np.asarray(maps.HEADS[words](own, count, question.group))
-
-
-def _of_another_out(by: int, heads: np.ndarray, c: Context) -> Floats:
-    out = c.given[0]
-    rows, heads = c.view.rows[None] + by, heads[c.view.heads][:, None]
-    inside = ((rows >= 0) & (rows < len(out)))[..., None]
-    found = np.where(inside, out[np.clip(rows, 0, len(out) - 1), heads], 0.0)
-    return np.asarray((c.dO * found).sum(axis=-1) - c.dL)
-
-
-def _of_pack(by: int, c: Context) -> Floats:
-    """D of rows further on, whatever their sequence, the last one before the first."""
-    return np.asarray(
-        np.roll(deltas(c.question, c.given), by, axis=1)[c.view.heads[:, None], c.view.rows]
-    )
 
 
 def _of_unmasked(c: Context) -> Floats:

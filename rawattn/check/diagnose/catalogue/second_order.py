@@ -2,17 +2,8 @@
 
 A bug is mostly a product that reads another value for one of its operands: zeros for a term that is
 left out, a multiple for one that is scaled, P o E for a P' without e. ``SITES`` names the places
-that read, ``at`` plants other values there.
-
-Many are what autograd makes of a first backward pass in which something is a constant to it that
-depends on the inputs. With X = E o (dP - D) + tdP, the gradient of P in <ddq, dq> + <ddk, dk> +
-<ddv, dv>, such a double backward has
-
-    P constant                 tdS = 0               lse constant       tdS = P o (X - e dP)
-    P constant, out is not     tdS = -e o P o (dP - rowsum(dO o O))
-    delta (or out) constant    tdS = P o (X - rowsum(P o X)), gV = (P o E)^T dO
-
-Long by the tables.
+that read, ``at`` plants other values there. Many are what autograd makes of a first backward pass
+in which something is a constant to it that depends on the inputs. Long by the tables.
 """
 
 import math
@@ -48,6 +39,13 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "dS ddk of gq": ("dY", ("gq",), "k"),
     "dS^T ddq of gk": ("dY", ("gk",), "q"),
     "direct terms": ("dY", ("gq", "gk"), "q k"),
+}
+OF_V = {  # readers of ddv, together or some of them alone
+    "P ddv of ddout and W": ("ddout", "W"),
+    "P ddv of ddout": ("ddout",),
+    "P ddv of W": ("W",),
+    "dO ddv^T": ("dout ddv^T",),
+    "all of ddv": ("ddout", "W", "dout ddv^T"),
 }
 READERS = {  # of P', together or some of them alone
     "everywhere": ("ddout", "W", "dS'", "gv"),
@@ -174,7 +172,7 @@ def _through_out(c: Context) -> Floats:
 
 # ---- the table --------------------------------------------------------------------------------
 
-NO_P, NO_ROWS, NO_TV = _zero("P"), _zero("L"), _zero("tV")
+NO_P, NO_ROWS = _zero("P"), _zero("L")
 GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 DELTA_AND_LSE = {"tP": _uncentred, "tdS": _through_exp}
@@ -188,6 +186,7 @@ NO_DLSE: dict[str, Step] = {"D": without_dlse}
 TLSE, LSE = {"tL": _times(LOG2_E, "e")}, {"L": lambda c: LOG2_E * c.softmax[0]}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DIRECT, V = "second-w-omitted", "second-direct-term-dropped", "value-term-dropped"
+IN_E = "direction-ignored"
 TABLE: tuple[Row, ...] = (
     (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
     (P, "P of the first backward, out is none", SECOND, {"tdS": _through_out}, ""),
@@ -215,15 +214,12 @@ TABLE: tuple[Row, ...] = (
     (W, "W = 0", SECOND, {"w": NO_ROWS}, ""),
     (W, "W added", SECOND, {"w": lambda c: -STEPS["w"](c)}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
-    (DIRECT, "dS ddk of gq", SECOND, at(["gq"], dY=NO_P), "k"),
-    (DIRECT, "dS^T ddq of gk", SECOND, at(["gk"], dY=NO_P), "q"),
-    (DIRECT, "direct terms", SECOND, at(["gq", "gk"], dY=NO_P), "q k"),
-    (V, "P ddv of ddout and W", SECOND, at(["ddout", "W"], tV=NO_TV), "v"),
-    (V, "P ddv of ddout", SECOND, at(["ddout"], tV=NO_TV), "v"),
-    (V, "P ddv of W", SECOND, at(["W"], tV=NO_TV), "v"),
-    (V, "dO ddv^T", SECOND, at(["dout ddv^T"], tV=NO_TV), "v"),
-    (V, "all of ddv", SECOND, at(DIRECTIONS["v"][1], tV=NO_TV), "v"),
-    (V, "P tv", JVP, at(["ddout"], tV=NO_TV), "v"),
+    *(
+        (IN_E if "E" in text else DIRECT, text, SECOND, at(sites, **{name: _zero(name)}), needs)
+        for text, (name, sites, needs) in TERMS.items()
+    ),
+    *((V, text, SECOND, at(sites, tV=_zero("tV")), "v") for text, sites in OF_V.items()),
+    (V, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
     ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),
     ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
     ("lse-gradient-sign", "-ddlse", SECOND, {"tL": _times(-1, "e")}, ""),

@@ -1,7 +1,7 @@
-"""Tangents and second derivatives whose sums over tiles lack some, or have others too.
+"""Gradients and tangents whose sums over tiles lack some, or have others too.
 
 ``candidates`` are the product of the terms of these sums with what may befall a loop over tiles: of
-keys for e, tout and gq, of queries for gk and gv.
+keys for dq, gq, e and tout, of queries for dk, dv, gk and gv.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.tiles import Factor, tile_weights
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
@@ -26,6 +25,8 @@ class Sum(NamedTuple):
     results: set[str]
 
 
+# of the place of a tile in a loop over so many: how often it counts
+Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
 SUMS = (  # P of tO is that of P tV, tP of it P o E
     Sum("P o E of {e}", {"e": ("E",)}, {"tlse", "ddlse"}),
     Sum("(P o E) v of {out}", {"tO": ("tP",)}, {"tout", "ddout"}),
@@ -33,6 +34,10 @@ SUMS = (  # P of tO is that of P tV, tP of it P o E
     Sum("(P o E) v and P {t}v of {out}", {"tO": ("tP", "P")}, {"tout", "ddout"}),
     Sum("P o E and (P o E) v", {"e": ("E",), "tO": ("tP",)}, {"tlse", "ddlse"}),
     Sum("P o E, (P o E) v and P {t}v", {"e": ("E",), "tO": ("tP", "P")}, {"tlse", "ddlse"}),
+    Sum("dq", {"dQ": ("dY",)}, {"dq"}),
+    Sum("dk", {"dK": ("dY",)}, {"dk"}),
+    Sum("dv", {"dV": ("P",)}, {"dv"}),
+    Sum("dk and dv", {"dK": ("dY",), "dV": ("P",)}, {"dk"}),
     Sum("dS' k of gq", {"gQ": ("tdY",)}, {"gq"}),
     Sum("dS ddk of gq", {"gQ": ("dY",)}, {"gq"}),
     Sum("gq", {"gQ": ("tdY", "dY")}, {"gq"}),
@@ -42,13 +47,23 @@ SUMS = (  # P of tO is that of P tV, tP of it P o E
     Sum("gv", {"gV": ("tP",)}, {"gv"}),
     Sum("gk and gv", {"gK": ("tdY", "dY"), "gV": ("tP",)}, {"gk"}),
 )
-OPERANDS = {"e": ("E",), "tO": ("tP", "P"), "gQ": ("tdY", "dY"), "gK": ("tdY", "dY"), "gV": ("tP",)}
-WORDS = {
+OPERANDS: dict[str, tuple[str, ...]] = {"dQ": ("dY",), "dK": ("dY",), "dV": ("P",)}
+OPERANDS |= {
+    "e": ("E",),
+    "tO": ("tP", "P"),
+    "gQ": ("tdY", "dY"),
+    "gK": ("tdY", "dY"),
+    "gV": ("tP",),
+}
+OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
+WORDS: dict[str, dict[str, str]] = {
+    "backward": {},
     "jvp": {"t": "t", "e": "tlse", "out": "tout"},
     "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
 }
 OVER, LACKS, TWICE = "tile-overwrites", "tile-skipped", "tile-counted-twice"
-EVENTS: tuple[tuple[str, str, Factor], ...] = (  # class, words, how often a tile of so many counts
+SCALE = "output-scale"
+EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
     (OVER, "the first tile alone", lambda c, at, n: at == 0),
     (LACKS, "without the first tile", lambda c, at, n: at > 0),
@@ -57,15 +72,17 @@ EVENTS: tuple[tuple[str, str, Factor], ...] = (  # class, words, how often a til
     (TWICE, "the first tile twice", lambda c, at, n: 1 + (at == 0)),
     (TWICE, "the second tile twice", lambda c, at, n: 1 + (at == 1)),
     (TWICE, "the last tile twice", lambda c, at, n: 1 + (at == n - 1)),
+    (SCALE, "s inside of the loop from the first tile", lambda c, at, n: c.s ** (n - 1 - at)),
+    (SCALE, "s inside of the loop from the last tile", lambda c, at, n: c.s**at),
 )
 Change = Callable[[Context, str], Floats]  # what is summed of a context by a step
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
-    """All of a stage that change something ``wrong``."""
+    """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sums = [one for one in SUMS if one.results & set(wrong)]
-    for one, tile in product(sums, (tile for tile in TILES if tile < longest)):
+    sums = [one for one in SUMS if one.results & set(wrong)] if stage in WORDS else []
+    for one, tile in product(sums, (tile for tile in TILES[::-1] if tile < longest)):
         for name, words, change in _changes(question, stage, tile):
             steps: dict[str, Step] = {
                 step: partial(_summed, step, operands, change)
@@ -75,11 +92,17 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
             yield Bug(name, text, (stage,), steps=steps)
 
 
+def listed(question: Question) -> Iterator[Bug]:
+    """Gradients of one tile alone, which fewer pairs would explain too, in more words."""
+    of_gradients = candidates(question, "backward", ("dq", "dk", "dv"))
+    return (bug for bug in of_gradients if bug.name == OVER)
+
+
 def _changes(question: Question, stage: str, tile: int) -> Iterator[tuple[str, str, Change]]:
     for name, words, factor in EVENTS:
         for every in (False, True) if question.mask_window != (-1, -1) else (True,):
             more = "" if every else " of those that see something"
-            yield name, words + more, partial(_weighed, partial(tile_weights, factor, tile, every))
+            yield name, words + more, partial(_weighed, partial(_by_tile, factor, tile, every))
     for words, least in ("", 0), (" but a first one", tile):
         change = partial(_weighed, partial(_whole, tile, least))
         yield "tail-tile-dropped", f"no partial tile{words}", change
@@ -99,8 +122,24 @@ def _summed(step: str, operands: Collection[str], change: Change, c: Context) ->
 
 
 def _weighed(weights: Callable[[Context, int], Floats], c: Context, step: str) -> Floats:
-    by = weights(c, int(step not in ("gK", "gV")))
+    by = weights(c, int(step not in OF_QUERIES))
     return np.asarray(STEPS[step](changed(c, **{x: by * getattr(c, x) for x in c.operands})))
+
+
+def _by_tile(of: Factor, tile: int, every: bool, c: Context, axis: int) -> Floats:
+    """A factor (n, m) for every tile of keys that a tile of queries sees, or for ``every`` one; of
+    axis 0 for tiles of queries that a tile of keys is seen by."""
+    seen = (c.W > 0).any(axis=0) | every
+    seen = seen if axis == 1 else seen.T
+    n, m = seen.shape
+    tiles = np.arange(m) // tile
+    weight = np.zeros((n, m))
+    for start in range(0, n, tile):
+        here = slice(start, start + tile)
+        there = np.unique(tiles[seen[here].any(axis=0)])
+        known = np.isin(tiles, there)
+        weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
+    return weight if axis == 1 else weight.T
 
 
 def _whole(tile: int, least: int, c: Context, axis: int) -> Floats:

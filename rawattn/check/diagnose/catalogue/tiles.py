@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import bounds
-from rawattn.check.diagnose.catalogue.numbers import by_tensor
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
@@ -22,7 +21,7 @@ from rawattn.check.diagnose.engine.attention import (
     views_of,
 )
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 # ---- tiles ------------------------------------------------------------------------------------
 
@@ -36,8 +35,6 @@ class _At(NamedTuple):
     m: int
 
 
-# of the place of a tile in a loop over so many
-Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
 Part = Callable[[_At, int], np.ndarray]  # which pairs (n, m), for a size of tile
 TAILS: dict[str, Part] = {
     "query rows": lambda x, t: x.i >= x.n // t * t,
@@ -49,14 +46,6 @@ OF_KEYS_ALONE: dict[str, Part] = {
     "second of keys": lambda x, t: x.j // t == 1,
     "last of keys": lambda x, t: x.j // t == (x.m - 1) // t,
     "diagonal": lambda x, t: x.j // t == (x.i + x.m - x.n) // t,
-}
-ONE_TILE: dict[str, Factor] = {
-    "last": lambda c, place, count: place == count - 1,
-    "first": lambda c, place, count: place == 0,
-}
-POWERS: dict[str, Factor] = {  # of softmax_scale, once for every tile that comes later
-    "first": lambda c, place, count: c.s ** (count - 1 - place),
-    "last": lambda c, place, count: c.s**place,
 }
 
 
@@ -71,19 +60,6 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
     of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
-    for text, one in ONE_TILE.items():
-        whole = _by_tile(tile, one)
-        for tensors, steps in by_tensor(whole):
-            yield Bug("tile-overwrites", f"{tensors}, {text}, {at}", BACKWARD, steps=steps)
-    for text, power in POWERS.items():
-        inside = _by_tile(tile, power)
-        for name in ("dQ", "dK"):
-            form = f"{name}, inside of the loop from the {text}, {at}"
-            yield Bug("output-scale", form, BACKWARD, steps={name: inside[name]})
-    for text, step in (("first", 1), ("last", -1)):
-        store = _running_on(tile, step)
-        text = f"{at}, from the {text}"
-        yield Bug("accumulator-not-reset", text, (*BACKWARD, "second"), store=store)
     left, _ = bounds(question)
     if left < math.inf:
         yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
@@ -124,45 +100,6 @@ def _zero_tail(tile: int) -> Store:
         x[len(x) // tile * tile :] = 0
 
     return partial(_by_places, change=change)
-
-
-def _running_on(tile: int, step: int) -> Store:
-    """Every tile of rows holds the sums of those before it in its sequence too."""
-
-    def change(x: Floats) -> None:
-        count = -(-len(x) // tile)
-        rows = np.zeros((count * tile, *x.shape[1:]))
-        rows[: len(x)] = x
-        sums = rows.reshape(count, tile, *x.shape[1:])[::step].cumsum(axis=0)[::step]
-        x[:] = sums.reshape(rows.shape)[: len(x)]
-
-    return partial(_by_places, change=change)
-
-
-def tile_weights(of: Factor, tile: int, every: bool, c: Context, axis: int) -> Floats:
-    """A factor (n, m) for every tile of keys that a tile of queries sees, or for ``every`` one; of
-    axis 0 for tiles of queries that a tile of keys is seen by."""
-    seen = (c.W > 0).any(axis=0) | every
-    seen = seen if axis == 1 else seen.T
-    n, m = seen.shape
-    tiles = np.arange(m) // tile
-    weight = np.zeros((n, m))
-    for start in range(0, n, tile):
-        here = slice(start, start + tile)
-        there = np.unique(tiles[seen[here].any(axis=0)])
-        known = np.isin(tiles, there)
-        weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
-    return weight if axis == 1 else weight.T
-
-
-def _by_tile(tile: int, of: Factor) -> dict[str, Step]:
-    """dQ, dK and dV of such factors."""
-
-    def weighed(name: str, c: Context) -> Floats:
-        weights = tile_weights(of, tile, False, c, int(name == "dQ"))
-        return np.asarray(STEPS[name](changed(c, P=c.P * weights, dY=c.dY * weights)))
-
-    return {name: partial(weighed, name) for name in ("dQ", "dK", "dV")}
 
 
 # ---- rows without keys ------------------------------------------------------------------------

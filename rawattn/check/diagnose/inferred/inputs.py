@@ -14,9 +14,9 @@ from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
+from rawattn.check.diagnose.inferred import accumulators
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
 
-BEYOND = ("second", "jvp")
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
 HELPS, FAR = 0.5, 0.25  # of the right one's residual, and of what was found: at most what is left
@@ -39,9 +39,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
         yield from _same_row_added(sample)
+        yield from accumulators.bugs(sample)
         yield from _rearranged(sample)
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
-        of_tiles = tile_sums.candidates(question, stage, wrong) if stage in BEYOND else ()
+        of_tiles = tile_sums.candidates(question, stage, wrong)
         yield from sample.near(chain(of_tiles, listed), YIELDED, spent() + EFFORT)
 
 

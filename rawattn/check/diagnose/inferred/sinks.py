@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.reading import array_of
 from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import dead_to_inf
@@ -11,9 +12,11 @@ from rawattn.reference.dense import dead_to_inf
 ALL = "all queries"
 
 
-def said(question: Question, given: tuple[Floats, Floats], found: Floats, allowed: float) -> str:
+def said(
+    question: Question, stage: str, given: tuple[Floats, Floats], found: Floats, allowed: float
+) -> str:
     """In words; "" where no sum gives it up to ``allowed``."""
-    rows, terms = dict(_rows(question)), dict(_terms(question, given))
+    rows, terms = dict(_rows(question)), dict(_terms(question, given, stage))
     factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
     for sign, factor in factors.items():
         for term, x in terms.items():
@@ -24,11 +27,27 @@ def said(question: Question, given: tuple[Floats, Floats], found: Floats, allowe
     return ""
 
 
-def _terms(question: Question, given: tuple[Floats, Floats]) -> Iterator[tuple[str, Floats]]:
+def _terms(
+    question: Question, given: tuple[Floats, Floats], stage: str
+) -> Iterator[tuple[str, Floats]]:
     """What a row (num_heads_q, total_q) may add."""
     sinks, D = np.asarray(question.sinks, dtype=np.float64)[:, None], deltas(question, Same(given))
     inside = question.sequence_of("q") >= 0
     weight = np.exp(sinks - dead_to_inf(np, np.asarray(given[1], dtype=np.float64))) * inside
+    if stage == "second":
+        e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
+        moved = np.zeros(len(sinks)) if question.tsinks is None else np.asarray(question.tsinks)
+        parts = {"ddsinks D": moved[:, None] * D, "e D": -e * D, "W": W}
+        whole, text = weight * sum(parts.values()), "exp(sink - lse) ((ddsinks - e) D + W)"
+        yield text, whole
+        for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
+            yield from (
+                (f"{text} {how} {n},", whole + often * weight * x) for n, x in parts.items()
+            )
+        if question.dlse is not None:
+            more = weight * (moved[:, None] - e) * question.dlse
+            yield f"{text} without dlse in D,", whole + more
+        return
     yield "exp(sink - lse) D", weight * D
     yield "exp(sink - lse), without D,", weight
     if question.dlse is not None:

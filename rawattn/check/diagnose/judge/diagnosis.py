@@ -17,7 +17,7 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
-from rawattn.check.diagnose.evidence import invariants, structure
+from rawattn.check.diagnose.evidence import directions, invariants, structure
 from rawattn.check.diagnose.evidence.precision import eps_of
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
@@ -183,7 +183,9 @@ def _judge(
         for name, count in verdict.work.too_large.items()
     ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    findings += _resolve(question, side, verdicts)
+    findings += [
+        _by_direction(one, question, verdicts, call) for one in _resolve(question, side, verdicts)
+    ]
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=bool(zeros))
@@ -192,6 +194,20 @@ def _judge(
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
+
+
+def _by_direction(
+    one: Finding,
+    question: Question,
+    verdicts: Sequence[StageVerdict],
+    call: Callable[[Question], Answers] | None,
+) -> Finding:
+    """With the directions in which something is wrong that has no name."""
+    for verdict in verdicts if one.bug == "unknown" else ():
+        if verdict.stage in ("second", "jvp") and one.where.startswith(verdict.stage):
+            told = directions.said(question, verdict.stage, verdict.unexplained, call)
+            one = replace(one, title=f"{one.title}, {told}") if told else one
+    return one
 
 
 def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdict]) -> str:

@@ -171,12 +171,10 @@ def of_sinks(
         if off.max() <= OF_SINKS_NOISE * noise:
             continue
         evidence = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
-        title = CLASSES["sinks-gradient"].title
-        if name == "dsinks":
-            forward = given or itemgetter("out", "lse")(solve(question, "forward"))
-            allowed = OF_SINKS_NOISE * noise
-            told = sinks.said(question, forward, np.asarray(answers[name], np.float64), allowed)
-            title += f": {told}" if told else ""
+        forward = given or itemgetter("out", "lse")(solve(question, "forward"))
+        wrong, allowed = np.asarray(answers[name], np.float64), OF_SINKS_NOISE * noise
+        told = sinks.said(question, stage, forward, wrong, allowed)
+        title = CLASSES["sinks-gradient"].title + (f": {told}" if told else "")
         found.append(finding(side, "sinks-gradient", name, "high", evidence, title=title))
     return found
 

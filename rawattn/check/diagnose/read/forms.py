@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, pairwise
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 from rawattn.check.diagnose.read.maps import Map, of_heads
-from rawattn.check.diagnose.read.probe import Slopes
+from rawattn.check.diagnose.read.part import Part
 
 Array = np.ndarray
 Of = Callable[[Context], Array]
@@ -71,29 +70,6 @@ class Change:
     masked: bool = False
     times: Array | None = None
     whole: bool = False
-
-
-class Part(Protocol):
-    """dS as it was read, beside P: what ``forms`` needs of it."""
-
-    @property
-    def places(self) -> Places: ...
-    @property
-    def slopes(self) -> Slopes: ...
-    @property
-    def P(self) -> Array: ...
-    @property
-    def known(self) -> Array: ...
-    @property
-    def there(self) -> Array: ...
-    @property
-    def gone(self) -> Array: ...
-    @property
-    def noise(self) -> float: ...
-    @property
-    def main(self) -> tuple[Context, Any]: ...
-    def fits(self, due: Array) -> bool: ...
-    def of(self, dY: Of) -> Array: ...
 
 
 def form_of(part: Part, second: Callable[[], Part | None]) -> Change | None:
@@ -164,10 +140,10 @@ def _of_terms(factors: dict[str, float]) -> tuple[str, str]:
     ]
     form = " ".join(f"{text[0]} {text[1:]}" for text in signed).removeprefix("+ ")
     if not factors.keys() <= {"P dP", "P D"}:
-        lacks = "lacks the factor P: it" * (factors == {"dP": 1, "D": -1})
         known = factors.keys() <= {"P dP", "P D", "dP", "D"}
-        text = f"{lacks or ''} is {form}, not P dP - P D".strip()
-        return text, "softmax-backward-without-p" if known else "unknown"
+        name = "softmax-backward-without-p" if known else "unknown"
+        name = "arguments-swapped" if factors == {"P": 1} else name
+        return f"is {form}, not P dP - P D", name
     if a == 1 and b in (0, -1):
         text, name = "lacks the row term D: it is P dP", "delta-omitted"
         return (text, name) if b == 0 else ("has D with the wrong sign", ANOTHER)

@@ -4,23 +4,20 @@ Long by the forms that a wrong dS may have.
 """
 
 from collections.abc import Callable
-from functools import cache, cached_property, partial
-from typing import Any
+from functools import cache, partial
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
-from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.places import Places, Right
+from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.forms import Change, dropped, form_of
-from rawattn.check.diagnose.read.probe import Backward, Slopes, context_of
+from rawattn.check.diagnose.read.part import Part
+from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import (
     COARSE,
-    TINY,
     Said,
-    noise_of,
     of_scale,
     of_term,
     of_view,
@@ -30,7 +27,6 @@ from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
-CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
 IN_ANOTHER_WAY = "is wrong in another way"
 
@@ -63,10 +59,10 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         return said  # what dS should be is not known
     changes = {}
     for name, slopes in read.slopes.items():
-        if said.see is not None and _by_the_mask(_Part(said, places, slopes, places.rights)):
+        if said.see is not None and _by_the_mask(Part(said, places, slopes, places.rights)):
             changes[name] = Change(["sees whom it must"], "", _masked, masked=True)
             continue
-        part = _Part(said, places, slopes)
+        part = Part(said, places, slopes)
         rows = -1 if name == "dq" else -2
         same = changes.get("dq")  # which has the cotangents of all heads, and tells more
         if same is not None and same.whole and same.dY and part.fits(part.of(same.dY)):
@@ -86,7 +82,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     return said
 
 
-def _by_the_mask(part: "_Part") -> bool:
+def _by_the_mask(part: "Part") -> bool:
     """Whether dS is right, for all that P is not."""
     return not (part.gone.any() or part.wrongly.any()) and part.field(part.f - 1).zero
 
@@ -148,81 +144,16 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         said.steps[step] = lambda c: STEPS[step](changed(c, dY=dY(c)))
 
 
-class _Part:
-    """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
-    total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
-    seen: other pairs than those of P.
-    """
-
-    def __init__(
-        self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
-    ) -> None:
-        self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
-        self.seen, self.once = said.support.at(places) if seen is None else seen, seen is not None
-        L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
-        with np.errstate(over="ignore"):
-            scores = said.scores(places, slopes.S, once=self.once)
-            self.P = np.where(self.seen, np.exp(scores - L), 0.0)
-        size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
-        self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
-        due = np.where(self.there, self.P * slopes.Z, 1.0)
-        self.f = np.where(self.there, slopes.dS / due, 1.0)
-        self.said = said
-        self.gone = self.there & (np.abs(self.f) < 1e-3)
-        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
-        self.known = self.there & ~self.gone
-
-    def context(self, question: Question) -> Context:
-        """Of a call, with what is known of P."""
-        places = Places(question)
-        c = context_of(Right(places))
-        c.W = self.seen.astype(np.float64)
-        with np.errstate(over="ignore"):
-            scores = self.said.scores(places, c.S, once=self.once)
-            c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
-        c.dS = c.P * (c.dP - c.D[..., None])
-        c.dY = c.slope * c.dS
-        return c
-
-    @cached_property
-    def main(self) -> tuple[Context, Any]:
-        """The call that tells of the most pairs, and where in dS it is."""
-        question, at = max(self.slopes.asked, key=lambda one: np.count_nonzero(self.known[one[1]]))
-        return self.context(question), at
-
-    def of(self, dY: Callable[[Context], Array]) -> Array:
-        """What a step gives, of all calls."""
-        found = np.zeros_like(self.slopes.dS)
-        for question, at in self.slopes.asked:
-            found[at] = dY(self.context(question))[at]
-        return found
-
-    def field(self, x: Array) -> Field:
-        return Field(x, self.known, False, self.noise)
-
-    def fits(self, due: Array) -> bool:
-        """Whether that is dS."""
-        size = np.where(self.known, self.P * np.abs(self.slopes.dP - self.slopes.D), 1.0)
-        return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
-
-    @property
-    def pairs(self) -> tuple[Places, Array, Array]:
-        """Which pairs dS has, beside those of P, as ``support_of`` takes it."""
-        x = self.places
-        known = np.where(x.right, self.there, ~self.seen & x.own)
-        return x, (x.right & ~self.gone) | (self.wrongly & ~x.right), known
-
-
-def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> _Part | None:
+def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> Part | None:
     """The same on other lengths; None where it is not known who sees whom there."""
     read = second()
     try:
-        return _Part(said, read.weights.places, read.slopes[name])
+        return Part(said, read.weights.places, read.slopes[name])
     except ValueError:
         return None
 
 
-def _change_of(part: _Part, second: Callable[[], _Part | None], rows: int) -> Change:
+def _change_of(part: Part, second: Callable[[], Part | None], rows: int) -> Change:
     """What is wrong with one of the two ways to dS; ``rows``: the axis that a row of its gradient
     is summed over."""
     if not np.isfinite(part.slopes.dS).all():
@@ -255,7 +186,7 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _form_of(part: _Part, second: Callable[[], _Part | None]) -> Change:
+def _form_of(part: Part, second: Callable[[], Part | None]) -> Change:
     """What stands there in place of dS."""
     f, places, S = part.f, part.places, part.slopes.S
     if part.field(f - 1).zero:

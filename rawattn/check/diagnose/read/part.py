@@ -1,0 +1,83 @@
+"""dS of one of the two gradients as it was read, beside what it must be."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import Context
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence.places import Places, Right
+from rawattn.check.diagnose.read.probe import Slopes, context_of
+from rawattn.check.diagnose.read.said import TINY, Said, noise_of
+from rawattn.check.diagnose.read.terms import Field
+from rawattn.reference.dense import dead_to_inf
+
+Array = np.ndarray
+CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
+
+
+class Part:
+    """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
+    total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
+    seen: other pairs than those of P.
+    """
+
+    def __init__(
+        self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
+    ) -> None:
+        self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
+        self.seen, self.once = said.support.at(places) if seen is None else seen, seen is not None
+        L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
+        with np.errstate(over="ignore"):
+            scores = said.scores(places, slopes.S, once=self.once)
+            self.P = np.where(self.seen, np.exp(scores - L), 0.0)
+        size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
+        self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
+        due = np.where(self.there, self.P * slopes.Z, 1.0)
+        self.f = np.where(self.there, slopes.dS / due, 1.0)
+        self.said = said
+        self.gone = self.there & (np.abs(self.f) < 1e-3)
+        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
+        self.known = self.there & ~self.gone
+
+    def context(self, question: Question) -> Context:
+        """Of a call, with what is known of P."""
+        places = Places(question)
+        c = context_of(Right(places))
+        c.W = self.seen.astype(np.float64)
+        with np.errstate(over="ignore"):
+            scores = self.said.scores(places, c.S, once=self.once)
+            c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
+        c.dS = c.P * (c.dP - c.D[..., None])
+        c.dY = c.slope * c.dS
+        return c
+
+    @cached_property
+    def main(self) -> tuple[Context, Any]:
+        """The call that tells of the most pairs, and where in dS it is."""
+        question, at = max(self.slopes.asked, key=lambda one: np.count_nonzero(self.known[one[1]]))
+        return self.context(question), at
+
+    def of(self, dY: Callable[[Context], Array]) -> Array:
+        """What a step gives, of all calls."""
+        found = np.zeros_like(self.slopes.dS)
+        for question, at in self.slopes.asked:
+            found[at] = dY(self.context(question))[at]
+        return found
+
+    def field(self, x: Array) -> Field:
+        return Field(x, self.known, False, self.noise)
+
+    def fits(self, due: Array) -> bool:
+        """Whether that is dS."""
+        size = np.where(self.known, self.P * np.abs(self.slopes.dP - self.slopes.D), 1.0)
+        return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
+
+    @property
+    def pairs(self) -> tuple[Places, Array, Array]:
+        """Which pairs dS has, beside those of P, as ``support_of`` takes it."""
+        x = self.places
+        known = np.where(x.right, self.there, ~self.seen & x.own)
+        return x, (x.right & ~self.gone) | (self.wrongly & ~x.right), known
