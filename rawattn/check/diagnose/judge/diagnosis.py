@@ -31,6 +31,7 @@ from rawattn.check.diagnose.judge.match import (
     StageVerdict,
     judge_stage,
 )
+from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
@@ -75,7 +76,9 @@ def diagnose(
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
     found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
-    if not fact:
+    if fact:
+        found = of_all(whole, _with_rows(given), side, found)
+    else:
         found += proofs.of_sinks(question, given, side, found)
     reference = reference_of(question, part)
     diagnosis = Diagnosis(

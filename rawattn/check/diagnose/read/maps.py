@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -11,7 +11,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.rows import Rows, by_rules, in_words, moves_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Field
 
@@ -71,40 +71,8 @@ def map_of(field: Field, places: Places, S: Array) -> Map | None:
 
 # ---- rows -------------------------------------------------------------------------------------
 
-FEW = 3  # numbers that tell a row by its scores, at least; distances of moved rows, at most
+FEW = 3  # numbers that tell a row by its scores, at least
 PRODUCTS = {"k": "Q K^T", "q": "Q K^T", "v": "P V"}
-
-
-class _Rows:
-    """Rows of q, or of k and v, with what rules are made of, like ``Places``."""
-
-    def __init__(self, question: Question, of: str) -> None:
-        side, self.index = ("q", "i") if of == "q" else ("k", "j")
-        b = question.sequence_of(side)
-        offsets = np.asarray(getattr(question, f"cu_seqlens_{side}")).astype(np.int64)
-        self.j = (np.arange(len(b)) - offsets[b])[None]
-        self.inside, self.n = (b >= 0)[None], np.diff(offsets)[b]
-
-    @cached_property
-    def features(self) -> dict[str, Callable[[], Array]]:
-        j, n, name = self.j, self.n, self.index
-        found = {name: lambda: j, f"seqlen - 1 - {name}": lambda: n - 1 - j}
-        for t in (2, 4, *TILES):
-            found |= self._of_tiles(t, name)
-        return found
-
-    def _of_tiles(self, t: int, name: str) -> dict[str, Callable[[], Array]]:
-        j, n = self.j, self.n
-        return {
-            f"{name} % {t}": lambda: j % t,
-            f"{name} // {t}": lambda: j // t,
-            f"{name} - seqlen // {t} * {t}": lambda: j - n // t * t,
-            f"(seqlen - 1) // {t} - {name} // {t}": lambda: (n - 1) // t - j // t,
-            f"{name} // {t} % 2": lambda: j // t % 2,
-        }
-
-    def feature(self, name: str) -> Array:
-        return np.asarray(self.features[name]())
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +133,7 @@ def _by_sequence(question: Question, of: str, found: Array) -> Told:
 
 def _in_order(question: Question, of: str, found: Array) -> Told:
     """Groups of so many rows, each in one order."""
-    rows = _Rows(question, of)
+    rows = Rows(question, of)
     for size in (2, 4, *TILES):
         whole = rows.inside[0] & (rows.j[0] // size < rows.n // size) & (found >= 0)
         starts = np.flatnonzero(whole & (rows.j[0] % size == 0))
@@ -183,7 +151,7 @@ def _in_order(question: Question, of: str, found: Array) -> Told:
 
 def _ordered(of: str, order: Array, tails: bool, question: Question) -> Array:
     """tails: of what does not fill a group those that are there, in that order too."""
-    rows, taken, size = _Rows(question, of), np.arange(len(getattr(question, of))), len(order)
+    rows, taken, size = Rows(question, of), np.arange(len(getattr(question, of))), len(order)
     for start in np.flatnonzero(rows.inside[0] & (rows.j[0] % size == 0)):
         count = min(size, int(rows.n[start] - rows.j[0, start]))
         if count == size or tails:
@@ -196,12 +164,11 @@ def _shifted(read: Weights, other: Weights, of: str, found: Array, noise: float)
     there = _taken(other, of, noise)
     if there is None:
         return None
-    shown = [(read.places.question, found), (other.places.question, there)]
-    moves, index = _moves(shown, of), "i" if of == "q" else "j"
+    found_there = [(read.places.question, found), (other.places.question, there)]
+    moves = moves_of(found_there, of)
     if moves is None:
         return None
-    told = "; ".join(f"{index} {'-+'[by > 0]} {abs(by)} for {rule}" for by, rule in moves.items())
-    return told, partial(_by_rules, of, moves)
+    return in_words(moves, of), partial(by_rules, of, moves)
 
 
 def _same(found: Array, wanted: Array) -> bool:
@@ -213,29 +180,6 @@ def _by(by: maps.Map, of: str, question: Question) -> Array:
     found = by.of(maps.geometry(question, of)).t
     rows = np.broadcast_to(found, maps.geometry(question, of).shape)[:, 0, 0]
     return np.where((rows >= 0) & (rows < len(rows)), rows, np.arange(len(rows)))
-
-
-def _by_rules(of: str, moves: dict[int, Rule], question: Question) -> Array:
-    rows, places = np.arange(len(getattr(question, of))), _Rows(question, of)
-    for by, rule in moves.items():
-        rows = np.where((rule.holds(places) & places.inside)[0], rows + by, rows)
-    return np.clip(rows, 0, len(rows) - 1)
-
-
-def _moves(shown: list[tuple[Question, Array]], of: str) -> dict[int, Rule] | None:
-    """Distances of moved rows, each with a rule for the rows that are."""
-    places = [_Rows(question, of) for question, _ in shown]
-    by = [np.where(x >= 0, x - np.arange(len(x)), 0)[None] for _, x in shown]
-    known = [(x >= 0)[None] & at.inside for at, (_, x) in zip(places, shown, strict=True)]
-    distances = sorted({int(d) for x in by for d in x.ravel()} - {0}, key=abs)
-    found: dict[int, Rule] = {}
-    for distance in distances[: FEW + 1]:
-        parts = zip(places, known, by, strict=True)
-        rule = rule_of(*(Shown(at, of, (x == distance) & of) for at, of, x in parts))
-        if rule is None:
-            return None
-        found[distance] = rule
-    return found if 0 < len(distances) <= FEW else None
 
 
 def _taken(read: Weights, of: str, noise: float) -> Array | None:
