@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rows import Rows, by_rules, in_words, moves_of
@@ -20,36 +20,42 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """of: "k", "q" or "v". heads (num_heads_q,): the head of it that each query head takes."""
+    """of: "k", "q" or "v". heads (num_heads_q,): the head of it that each query head takes; rows:
+    which are taken for all of its rows, of a question. text and name: words, and the class."""
 
     of: str
-    heads: Array
-
-    @property
-    def text(self) -> str:
-        what = {"k": "keys", "q": "queries", "v": "values"}[self.of]
-        return f"query head h takes the {what} of head {of_heads(self.heads)}"
+    text: str
+    heads: Array | None = None
+    rows: Callable[[Question], Array] | None = None
+    name: str = "gqa-head-map"
 
     def taken(self, c: Context, name: str) -> Array:
-        """q, k or v of a view, by query head, with these heads of it, else with those it must."""
-        rows, heads = (
-            (c.view.rows, c.view.heads) if name == "q" else (c.view.keys, [c.view.head_kv])
-        )
-        heads = self.heads[c.view.heads] if name == self.of else heads
+        """q, k or v of a view, by query head, with these heads and rows of it."""
+        rows, heads = c.view.keys, np.array([c.view.head_kv])
+        if name == "q":
+            rows, heads = c.view.rows, c.view.heads
+        if name == self.of:
+            heads = heads if self.heads is None else self.heads[c.view.heads]
+            rows = rows if self.rows is None else self.rows(c.question)[rows]
         array = np.asarray(getattr(c.question, name))[rows][:, heads]
         return np.asarray(array.astype(np.float64).swapaxes(0, 1))
 
-    def Y(self, c: Context) -> Array:
-        """The step with these heads."""
-        return np.asarray(c.s * (self.taken(c, "q") @ self.taken(c, "k").swapaxes(1, 2)))
-
-    def O(self, c: Context) -> Array:  # noqa: E743
-        """The step with these heads."""
-        return np.asarray(c.P @ self.taken(c, "v"))
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The product that takes them."""
+        if self.of == "v":
+            return {"O": lambda c: c.P @ self.taken(c, "v")}
+        return {"Y": lambda c: c.s * (self.taken(c, "q") @ self.taken(c, "k").swapaxes(1, 2))}
 
     def dP(self, c: Context) -> Array:
         """The step with these heads."""
         return np.asarray(c.dO @ self.taken(c, "v").swapaxes(1, 2))
+
+
+def of_other_heads(of: str, heads: Array) -> Map:
+    """Query heads that take other heads of an array."""
+    what = {"k": "keys", "q": "queries", "v": "values"}[of]
+    return Map(of, f"query head h takes the {what} of head {of_heads(heads)}", heads)
 
 
 def map_of(field: Field, places: Places, S: Array) -> Map | None:
@@ -65,7 +71,7 @@ def map_of(field: Field, places: Places, S: Array) -> Map | None:
     for of, scores in (("k", of_keys), ("q", of_queries)):
         left = np.array([field.left_by_head(other - S) for other in scores])
         if (left.min(axis=0) <= 1).all():
-            return Map(of, left.argmin(axis=0))
+            return of_other_heads(of, left.argmin(axis=0))
     return None
 
 
@@ -75,31 +81,7 @@ FEW = 3  # numbers that tell a row by its scores, at least
 PRODUCTS = {"k": "Q K^T", "q": "Q K^T", "v": "P V"}
 
 
-@dataclass(frozen=True, eq=False)
-class Moved:
-    """Rows of ``of`` that a product takes in place of others, in words and by a question."""
-
-    of: str
-    text: str
-    rows: Callable[[Question], Array]
-    name: str = "stale-tile"
-
-    @property
-    def steps(self) -> dict[str, Step]:
-        """The product with these rows."""
-
-        def taken(c: Context) -> Array:
-            own = c.view.rows if self.of == "q" else c.view.keys
-            heads = c.view.heads if self.of == "q" else [c.view.head_kv]
-            x = np.asarray(getattr(c.question, self.of))[self.rows(c.question)[own]][:, heads]
-            x = x.astype(np.float64).swapaxes(0, 1)
-            return np.asarray(x if self.of == "q" else x[0])
-
-        step = "O" if self.of == "v" else "Y"
-        return {step: lambda c: STEPS[step](changed(c, **{self.of.upper(): taken(c)}))}
-
-
-def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Moved | None:
+def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Map | None:
     """Which rows of k or q the scores are of, or which of v the weights multiply."""
     question = read.places.question
     for of in "kqv" if not question.sparse else "":
@@ -116,7 +98,7 @@ def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Move
             text = ", ".join(f"{found[row]} for {row}" for row in at[:6])
             told = f"{text}, ... of the pack", lambda q, found=found: np.maximum(found, 0)
         name = "offsets-shifted" if told[0] in maps.SEQUENCES else "stale-tile"
-        return Moved(of, f"{where} takes other rows of {of}: {told[0]}", told[1], name)
+        return Map(of, f"{where} takes other rows of {of}: {told[0]}", None, told[1], name)
     return None
 
 

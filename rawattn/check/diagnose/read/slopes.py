@@ -13,7 +13,7 @@ from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
-from rawattn.check.diagnose.read.maps import Map, of_heads
+from rawattn.check.diagnose.read.maps import of_heads, of_other_heads
 from rawattn.check.diagnose.read.probe import Backward, Slopes
 from rawattn.check.diagnose.read.said import (
     COARSE,
@@ -296,7 +296,7 @@ def _of_products(part: _Part) -> Change | None:
     heads = np.where(there, np.abs(due - slopes.dS), 0.0).sum(axis=(2, 3)).argmin(axis=0)
     if len(due) > 1 and part.fits(due[heads, np.arange(len(heads))]):
         text = f"takes dP of query head h with v of head {of_heads(heads)}"
-        dP_of = Map("v", heads).dP
+        dP_of = of_other_heads("v", heads).dP
         return Change(
             [text],
             "gqa-head-map",

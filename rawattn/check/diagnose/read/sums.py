@@ -11,7 +11,7 @@ from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
-from rawattn.check.diagnose.read.maps import Map, of_heads
+from rawattn.check.diagnose.read.maps import of_heads, of_other_heads
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
 from rawattn.check.diagnose.read.terms import Term, by_head, number
 
@@ -330,7 +330,7 @@ def say_values(said: Said) -> None:
     taken = np.rint(heads).astype(int)
     there = (np.abs(taken - heads) < 0.1) & (taken >= 0) & (taken < q.num_heads_kv)
     if not np.array_equal(taken, np.arange(q.num_heads_q) // q.group) and there.all():
-        values = Map("v", taken)
+        values = of_other_heads("v", taken)
         said.wrong.append(values.text)
         said.names.append("gqa-head-map")
-        said.steps["O"] = values.O
+        said.steps |= values.steps
