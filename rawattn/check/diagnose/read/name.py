@@ -223,4 +223,5 @@ def _name(said: Said) -> str:
     """The class of what was read, "" where it is of several. Row sums that are off beside a wrong
     mask are those of what else is seen."""
     names = set(said.names) - (set() if said.support.right else {"denominator"})
+    names -= {"unknown"} if len(names) > 1 else set()
     return names.pop() if len(names) == 1 else ""
