@@ -88,7 +88,7 @@ score-bias: a bias is added to the scores
     ALiBi or another bias by position that is left on
     a position bias (ALiBi, T5, a decay) of the model that the other side lacks
     errors grow with the distance of query and key, by another slope in each head
-softcap: the scores are capped by a tanh
+softcap: the scores are capped, or bent by another function
     a softcap that is left on
     an option of another model's configuration
     large scores count for less; small ones are right

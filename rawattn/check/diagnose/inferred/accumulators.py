@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question
-from rawattn.check.diagnose.evidence.structure import by_rows
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.inferred.sample import Sample
 
 MOST = 400  # units

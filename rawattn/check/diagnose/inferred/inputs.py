@@ -12,8 +12,9 @@ from rawattn.check.diagnose.catalogue import inputs, tile_sums
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
-from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
+from rawattn.check.diagnose.evidence.rows import NOWHERE, in_words, moves_of
 from rawattn.check.diagnose.inferred import accumulators
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
 
@@ -174,6 +175,12 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
             continue
         by = order - np.arange(len(order))
         text = f"{name}: {np.count_nonzero(by)} of {len(x)} {unit} are in other places"
+        if unit == "tokens":
+            taken = np.full(len(sequence), -1)
+            taken[inside] = np.where(order < 0, inside + NOWHERE, inside[order])
+            side = "k" if name in OF_KEYS else "q"
+            moves = moves_of([(sample.question, taken)], side)
+            text = text if moves is None else f"{name}: {in_words(moves, side)}"
         if unit == "heads":
             text = f"{name}: heads in another order: {', '.join(map(str, order[:16]))}"
         bug = "transposed"

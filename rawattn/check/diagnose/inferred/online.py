@@ -32,7 +32,7 @@ from rawattn.check.diagnose.engine.attention import Bug, Context, contexts
 from rawattn.check.diagnose.engine.question import Answers, Question
 
 FITS = 0.1  # of what is wrong may be left on the view that is looked at
-SHOWS = 0.1  # of the largest error: a view with as much is looked at, if it is the longest
+SHOWS = 0.01  # of the largest error: a view with as much is looked at, if it is the longest
 MOST = 6  # merges that are planted
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},

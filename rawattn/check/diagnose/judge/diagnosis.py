@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from rawattn.check.diagnose.judge.match import (
     StageVerdict,
     judge_stage,
 )
+from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
@@ -75,7 +77,9 @@ def diagnose(
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
     found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
-    if not fact:
+    if fact:
+        found = of_all(whole, _with_rows(given), side, found)
+    else:
         found += proofs.of_sinks(question, given, side, found)
     reference = reference_of(question, part)
     diagnosis = Diagnosis(
@@ -168,7 +172,7 @@ def _judge(
     verdicts: list[StageVerdict] = []
     hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
     for stage in question.stages:
-        known = {"hints": hints, "told": told.bugs, "shown": told.shown}
+        known: dict[str, Any] = {"hints": hints, "told": told.bugs, "shown": told.shown}
         verdict = judge_stage(question, answers, stage, until=until, **known)
         if verdict is not None:
             verdicts.append(verdict)

@@ -17,7 +17,7 @@ from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.read.maps import Map, of_heads
+from rawattn.check.diagnose.read.maps import of_heads, of_other_heads
 from rawattn.check.diagnose.read.part import Part
 
 Array = np.ndarray
@@ -167,7 +167,7 @@ def _other_heads(part: Part) -> Iterator[Change]:
 
 
 def _with_heads(heads: Array, c: Context) -> Array:
-    return of_terms(c, c.P * (Map("v", heads).dP(c) - c.D[..., None]))
+    return of_terms(c, c.P * (of_other_heads("v", heads).dP(c) - c.D[..., None]))
 
 
 # ---- another D --------------------------------------------------------------------------------

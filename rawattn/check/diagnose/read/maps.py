@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.rows import Rows, by_rules, in_words, moves_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Field
 
@@ -20,36 +20,42 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """of: "k", "q" or "v". heads (num_heads_q,): the head of it that each query head takes."""
+    """of: "k", "q" or "v". heads (num_heads_q,): the head of it that each query head takes; rows:
+    which are taken for all of its rows, of a question. text and name: words, and the class."""
 
     of: str
-    heads: Array
-
-    @property
-    def text(self) -> str:
-        what = {"k": "keys", "q": "queries", "v": "values"}[self.of]
-        return f"query head h takes the {what} of head {of_heads(self.heads)}"
+    text: str
+    heads: Array | None = None
+    rows: Callable[[Question], Array] | None = None
+    name: str = "gqa-head-map"
 
     def taken(self, c: Context, name: str) -> Array:
-        """q, k or v of a view, by query head, with these heads of it, else with those it must."""
-        rows, heads = (
-            (c.view.rows, c.view.heads) if name == "q" else (c.view.keys, [c.view.head_kv])
-        )
-        heads = self.heads[c.view.heads] if name == self.of else heads
+        """q, k or v of a view, by query head, with these heads and rows of it."""
+        rows, heads = c.view.keys, np.array([c.view.head_kv])
+        if name == "q":
+            rows, heads = c.view.rows, c.view.heads
+        if name == self.of:
+            heads = heads if self.heads is None else self.heads[c.view.heads]
+            rows = rows if self.rows is None else self.rows(c.question)[rows]
         array = np.asarray(getattr(c.question, name))[rows][:, heads]
         return np.asarray(array.astype(np.float64).swapaxes(0, 1))
 
-    def Y(self, c: Context) -> Array:
-        """The step with these heads."""
-        return np.asarray(c.s * (self.taken(c, "q") @ self.taken(c, "k").swapaxes(1, 2)))
-
-    def O(self, c: Context) -> Array:  # noqa: E743
-        """The step with these heads."""
-        return np.asarray(c.P @ self.taken(c, "v"))
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The product that takes them."""
+        if self.of == "v":
+            return {"O": lambda c: c.P @ self.taken(c, "v")}
+        return {"Y": lambda c: c.s * (self.taken(c, "q") @ self.taken(c, "k").swapaxes(1, 2))}
 
     def dP(self, c: Context) -> Array:
         """The step with these heads."""
         return np.asarray(c.dO @ self.taken(c, "v").swapaxes(1, 2))
+
+
+def of_other_heads(of: str, heads: Array) -> Map:
+    """Query heads that take other heads of an array."""
+    what = {"k": "keys", "q": "queries", "v": "values"}[of]
+    return Map(of, f"query head h takes the {what} of head {of_heads(heads)}", heads)
 
 
 def map_of(field: Field, places: Places, S: Array) -> Map | None:
@@ -65,73 +71,17 @@ def map_of(field: Field, places: Places, S: Array) -> Map | None:
     for of, scores in (("k", of_keys), ("q", of_queries)):
         left = np.array([field.left_by_head(other - S) for other in scores])
         if (left.min(axis=0) <= 1).all():
-            return Map(of, left.argmin(axis=0))
+            return of_other_heads(of, left.argmin(axis=0))
     return None
 
 
 # ---- rows -------------------------------------------------------------------------------------
 
-FEW = 3  # numbers that tell a row by its scores, at least; distances of moved rows, at most
+FEW = 3  # numbers that tell a row by its scores, at least
 PRODUCTS = {"k": "Q K^T", "q": "Q K^T", "v": "P V"}
 
 
-class _Rows:
-    """Rows of q, or of k and v, with what rules are made of, like ``Places``."""
-
-    def __init__(self, question: Question, of: str) -> None:
-        side, self.index = ("q", "i") if of == "q" else ("k", "j")
-        b = question.sequence_of(side)
-        offsets = np.asarray(getattr(question, f"cu_seqlens_{side}")).astype(np.int64)
-        self.j = (np.arange(len(b)) - offsets[b])[None]
-        self.inside, self.n = (b >= 0)[None], np.diff(offsets)[b]
-
-    @cached_property
-    def features(self) -> dict[str, Callable[[], Array]]:
-        j, n, name = self.j, self.n, self.index
-        found = {name: lambda: j, f"seqlen - 1 - {name}": lambda: n - 1 - j}
-        for t in (2, 4, *TILES):
-            found |= self._of_tiles(t, name)
-        return found
-
-    def _of_tiles(self, t: int, name: str) -> dict[str, Callable[[], Array]]:
-        j, n = self.j, self.n
-        return {
-            f"{name} % {t}": lambda: j % t,
-            f"{name} // {t}": lambda: j // t,
-            f"{name} - seqlen // {t} * {t}": lambda: j - n // t * t,
-            f"(seqlen - 1) // {t} - {name} // {t}": lambda: (n - 1) // t - j // t,
-            f"{name} // {t} % 2": lambda: j // t % 2,
-        }
-
-    def feature(self, name: str) -> Array:
-        return np.asarray(self.features[name]())
-
-
-@dataclass(frozen=True, eq=False)
-class Moved:
-    """Rows of ``of`` that a product takes in place of others, in words and by a question."""
-
-    of: str
-    text: str
-    rows: Callable[[Question], Array]
-    name: str = "stale-tile"
-
-    @property
-    def steps(self) -> dict[str, Step]:
-        """The product with these rows."""
-
-        def taken(c: Context) -> Array:
-            own = c.view.rows if self.of == "q" else c.view.keys
-            heads = c.view.heads if self.of == "q" else [c.view.head_kv]
-            x = np.asarray(getattr(c.question, self.of))[self.rows(c.question)[own]][:, heads]
-            x = x.astype(np.float64).swapaxes(0, 1)
-            return np.asarray(x if self.of == "q" else x[0])
-
-        step = "O" if self.of == "v" else "Y"
-        return {step: lambda c: STEPS[step](changed(c, **{self.of.upper(): taken(c)}))}
-
-
-def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Moved | None:
+def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Map | None:
     """Which rows of k or q the scores are of, or which of v the weights multiply."""
     question = read.places.question
     for of in "kqv" if not question.sparse else "":
@@ -148,7 +98,7 @@ def moved_of(read: Weights, second: Callable[[], Weights], noise: float) -> Move
             text = ", ".join(f"{found[row]} for {row}" for row in at[:6])
             told = f"{text}, ... of the pack", lambda q, found=found: np.maximum(found, 0)
         name = "offsets-shifted" if told[0] in maps.SEQUENCES else "stale-tile"
-        return Moved(of, f"{where} takes other rows of {of}: {told[0]}", told[1], name)
+        return Map(of, f"{where} takes other rows of {of}: {told[0]}", None, told[1], name)
     return None
 
 
@@ -165,7 +115,7 @@ def _by_sequence(question: Question, of: str, found: Array) -> Told:
 
 def _in_order(question: Question, of: str, found: Array) -> Told:
     """Groups of so many rows, each in one order."""
-    rows = _Rows(question, of)
+    rows = Rows(question, of)
     for size in (2, 4, *TILES):
         whole = rows.inside[0] & (rows.j[0] // size < rows.n // size) & (found >= 0)
         starts = np.flatnonzero(whole & (rows.j[0] % size == 0))
@@ -183,7 +133,7 @@ def _in_order(question: Question, of: str, found: Array) -> Told:
 
 def _ordered(of: str, order: Array, tails: bool, question: Question) -> Array:
     """tails: of what does not fill a group those that are there, in that order too."""
-    rows, taken, size = _Rows(question, of), np.arange(len(getattr(question, of))), len(order)
+    rows, taken, size = Rows(question, of), np.arange(len(getattr(question, of))), len(order)
     for start in np.flatnonzero(rows.inside[0] & (rows.j[0] % size == 0)):
         count = min(size, int(rows.n[start] - rows.j[0, start]))
         if count == size or tails:
@@ -196,12 +146,11 @@ def _shifted(read: Weights, other: Weights, of: str, found: Array, noise: float)
     there = _taken(other, of, noise)
     if there is None:
         return None
-    shown = [(read.places.question, found), (other.places.question, there)]
-    moves, index = _moves(shown, of), "i" if of == "q" else "j"
+    found_there = [(read.places.question, found), (other.places.question, there)]
+    moves = moves_of(found_there, of)
     if moves is None:
         return None
-    told = "; ".join(f"{index} {'-+'[by > 0]} {abs(by)} for {rule}" for by, rule in moves.items())
-    return told, partial(_by_rules, of, moves)
+    return in_words(moves, of), partial(by_rules, of, moves)
 
 
 def _same(found: Array, wanted: Array) -> bool:
@@ -213,29 +162,6 @@ def _by(by: maps.Map, of: str, question: Question) -> Array:
     found = by.of(maps.geometry(question, of)).t
     rows = np.broadcast_to(found, maps.geometry(question, of).shape)[:, 0, 0]
     return np.where((rows >= 0) & (rows < len(rows)), rows, np.arange(len(rows)))
-
-
-def _by_rules(of: str, moves: dict[int, Rule], question: Question) -> Array:
-    rows, places = np.arange(len(getattr(question, of))), _Rows(question, of)
-    for by, rule in moves.items():
-        rows = np.where((rule.holds(places) & places.inside)[0], rows + by, rows)
-    return np.clip(rows, 0, len(rows) - 1)
-
-
-def _moves(shown: list[tuple[Question, Array]], of: str) -> dict[int, Rule] | None:
-    """Distances of moved rows, each with a rule for the rows that are."""
-    places = [_Rows(question, of) for question, _ in shown]
-    by = [np.where(x >= 0, x - np.arange(len(x)), 0)[None] for _, x in shown]
-    known = [(x >= 0)[None] & at.inside for at, (_, x) in zip(places, shown, strict=True)]
-    distances = sorted({int(d) for x in by for d in x.ravel()} - {0}, key=abs)
-    found: dict[int, Rule] = {}
-    for distance in distances[: FEW + 1]:
-        parts = zip(places, known, by, strict=True)
-        rule = rule_of(*(Shown(at, of, (x == distance) & of) for at, of, x in parts))
-        if rule is None:
-            return None
-        found[distance] = rule
-    return found if 0 < len(distances) <= FEW else None
 
 
 def _taken(read: Weights, of: str, noise: float) -> Array | None:

@@ -91,6 +91,7 @@ class Said:
         """The class of what was read, "" where it is of several. Row sums that are off beside a
         wrong mask are those of what else is seen."""
         names = set(self.names) - (set() if self.support.right else {"denominator"})
+        names -= {"unknown"} if len(names) > 1 else set()
         return names.pop() if len(names) == 1 else ""
 
     @cached_property
@@ -149,10 +150,12 @@ def in_words(term: Term) -> str:
 def of_scale(factors: Array, places: Places) -> str:
     """What the factors by head of scores or of their gradients are, in brackets."""
     q = places.question
-    known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
+    known = (
+        {} if q.softcap is None else {"the outer factor of the softcap is missing": 1 / q.softcap}
+    )
+    known |= {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
     known |= {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
-    known |= {} if q.softcap is None else {"softcap's factor is missing": 1 / q.softcap}
     factors = factors[np.abs(factors - 1) > 1e-2]
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
     text = next((name for name in told if abs(known[name] - 1) > 1e-2), "")

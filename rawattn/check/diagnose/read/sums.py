@@ -11,7 +11,7 @@ from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
-from rawattn.check.diagnose.read.maps import Map, of_heads
+from rawattn.check.diagnose.read.maps import of_heads, of_other_heads
 from rawattn.check.diagnose.read.said import Said, biased, noise_of
 from rawattn.check.diagnose.read.terms import Term, by_head, number
 
@@ -110,12 +110,7 @@ _BASE_2 = np.array([1 / np.log(2), 0.0, 0.0, 0.0])
 
 def _say_lse(said: Said, lse: Array, total: Array, top: Array, allowed: float) -> None:
     """What lse is made of in place of the logarithm of the row sums, ``total``."""
-    parts = {
-        "the right lse": total,
-        "row_max": top,
-        "row_sum": np.exp(total - top),
-        "": np.ones_like(top),
-    }
+    parts = {"the right lse": total, "row_max": top, "row_sum": np.exp(total - top), "": top**0}
     features = np.stack([*parts.values()], axis=1)
     by = np.linalg.lstsq(features, lse, rcond=1e-9)[0] if np.isfinite(lse).all() else 0 * top[:4]
     if not len(by) == 4 or np.abs(features @ by - lse).max(initial=0.0) > allowed:
@@ -125,11 +120,8 @@ def _say_lse(said: Said, lse: Array, total: Array, top: Array, allowed: float) -
     base_2 = np.allclose(by, _BASE_2, atol=1e-2)
     by = _BASE_2 if base_2 else by
     no_max = np.allclose(by, [1, -1, 0, 0], atol=1e-2)
-    told = [
-        f"{number(x)} {name}".strip().removeprefix("1 ")
-        for x, name in zip(by, parts, strict=True)
-        if x
-    ]
+    told = (f"{number(x)} {name}".strip() for x, name in zip(by, parts, strict=True) if x)
+    told = (text.removeprefix("1 ") for text in told)
     made = " + ".join(told).replace("+ -", "- ").replace("-1 ", "-") or "0"
     text = f"lse is {made}" + " (a logarithm is missing)" * (not by[0])
     said.wrong.append("lse is in base 2" if base_2 else text)
@@ -169,7 +161,7 @@ def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise
         if np.abs(values - sink[near, 0]).max() < 8 * noise:
             text = f"exp(sink) of head {of_heads(near)}"
         said.steps |= options.with_sink(lambda c: values[c.view.heads, None])
-    elif (np.abs(times - np.rint(times)) < 0.02).all():
+    elif times.min() > 0.5 and (np.abs(times - np.rint(times)) < 0.02).all():
         text = f"exp(sink) {times.min():.0f} to {times.max():.0f} times, by the row"
     else:
         by, *_ = np.linalg.lstsq(features, wanted[known], rcond=1e-6)
@@ -183,14 +175,10 @@ def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise
 
 def _by_head(x: Array, known: Array, allowed: Array) -> Array | None:
     """Of each head what all its rows have."""
-    values = np.array(
-        [
-            np.median(row[there]) if there.any() else np.nan
-            for row, there in zip(x, known, strict=True)
-        ]
-    )
-    alike = (np.abs(x - values[:, None]) <= allowed + 1e-9)[known].all()
-    return values if alike and np.isfinite(values).all() else None
+    if not known.any(axis=1).all():
+        return None
+    values = np.array([np.median(row[there]) for row, there in zip(x, known, strict=True)])
+    return values if (np.abs(x - values[:, None]) <= allowed + 1e-9)[known].all() else None
 
 
 def _of_row(logit: options.Logit, c: Context) -> Array:
@@ -330,7 +318,7 @@ def say_values(said: Said) -> None:
     taken = np.rint(heads).astype(int)
     there = (np.abs(taken - heads) < 0.1) & (taken >= 0) & (taken < q.num_heads_kv)
     if not np.array_equal(taken, np.arange(q.num_heads_q) // q.group) and there.all():
-        values = Map("v", taken)
+        values = of_other_heads("v", taken)
         said.wrong.append(values.text)
         said.names.append("gqa-head-map")
-        said.steps["O"] = values.O
+        said.steps |= values.steps

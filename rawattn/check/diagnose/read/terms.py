@@ -40,6 +40,7 @@ CURVES: dict[str, options.Curve] = {
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
 KNOTS = 24  # of a function of the scores
+MANY = 4  # keys of a part of a row, on average, that tell something
 PEAK = 8  # the worst of many entries over their root mean square
 
 
@@ -173,7 +174,13 @@ def _factors(field: Field, places: Places, S: Array) -> Iterator[Term]:
     slopes = _chosen(field, S, plain(1 + read) - 1, read)
     values = tuple(float(1 + x) for x in slopes.ravel())
     text = f"the scores are multiplied by {by_head(1 + slopes)}"
+
+    def capped(c: Context) -> Array:
+        return np.asarray((1 + slopes[c.view.heads]) * STEPS["cap"](c)[0])
+
     steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](c) * (1 + slopes[c.view.heads])}
+    if places.question.softcap is not None:  # the factor of what is capped
+        steps = {"cap": lambda c: (capped(c), *STEPS["cap"](c)[1:])}
     yield Term(text, lambda places, S: slopes * S, values, "score-scale", steps)
 
 
@@ -242,6 +249,8 @@ def loosely(field: Field, places: Places, S: Array) -> tuple[str, str]:
     groups = np.arange(len(places.j))[:, None]
     for name, part in parts.items():
         index = groups * (part.max() + 2) + np.maximum(part, -1) + 1
+        if len(np.unique(index[field.there[0]])) * MANY > field.there[0].sum():
+            continue  # too few keys a part to tell
         level = np.stack([_means_of(field, h, index) for h in range(len(S))])
         if replace(field, by_row=False).fits(level):
             text = f"the weights of {name} are off by a factor, another one in every row"

@@ -53,9 +53,9 @@ def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False
         said.names.append("sparse-duplicate-twice" if places.question.sparse else dense)
         said.counted = counted
     elif (found := map_of(x, places, S)) is not None:
-        _say_taken(said, found.text, "gqa-head-map", {"Y": found.Y})
-    elif not passed and (moved := moved_of(read, second, noise)) is not None:
-        _say_taken(said, moved.text, moved.name, moved.steps)
+        _say_taken(said, found.text, found.name, found.steps)
+    elif not passed and (found := moved_of(read, second, noise)) is not None:
+        _say_taken(said, found.text, found.name, found.steps)
     elif not passed and (turned := transposed_of(read, noise)) is not None:
         _say_taken(said, turned[0], "stale-tile", turned[1])
     elif (term := term_of(x, places, S, table=True)) is not None:
