@@ -78,14 +78,6 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
             pairs.append(Pair(name, group, wrong, ref))
             if name in PAIRED:
                 pairs.append(Pair(name + SWAPPED, "swapped", ref, wrong))
-    middle = np.zeros(shape, dtype=bool)
-    middle[tuple(n // 2 for n in shape)] = True
-    for name, where, value in (
-        ("one NaN", middle, np.nan),
-        ("one inf", middle, np.inf),
-        ("all NaN", True, np.nan),
-    ):
-        pairs.append(Pair(name, "nan", np.where(where, kind.type(value), x), ref))
     equal = np.broadcast_to(exact[:1], shape)
     shapes = (
         ("x of shape (1, ...) where ref repeats it", x[:1], typed(equal)),
@@ -132,6 +124,10 @@ def _changed(
         slope = "the first sequence 1.43 times too large (padded keys)"
         yield slope, "part", spoiled(first, 1.43 * rows[first])
     yield "a row of zeros", "row", spoiled(tokens // 2, 0.0)
+    middle = tuple(n // 2 for n in rows.shape)
+    yield "one NaN", "nan", spoiled(middle, np.nan)
+    yield "one inf", "nan", spoiled(middle, np.inf)
+    yield "all NaN", "nan", spoiled(..., np.nan)
     at = np.unravel_index(np.abs(rows).argmax(), rows.shape)
     for share in (1.0, 0.1, 0.01):
         name = f"the largest element off by {share:.0%}"
