@@ -32,13 +32,14 @@ class Span(NamedTuple):
     low: int | None
     high: int | None
 
+    def covers(self, x: Array) -> Array:
+        """Which values of the feature are in it."""
+        low, high = -np.inf if self.low is None else self.low, self.high
+        return np.asarray((x >= low) & (x <= (np.inf if high is None else high)))
+
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
-        x = places.feature(self.feature)
-        found = np.ones(places.j.shape, dtype=bool)
-        found &= True if self.low is None else x >= self.low
-        found &= True if self.high is None else x <= self.high
-        return found
+        return np.broadcast_to(self.covers(places.feature(self.feature)), places.j.shape)
 
     def __str__(self) -> str:
         if self.low == self.high:
@@ -85,7 +86,13 @@ def rule_of(*shown: Shown) -> Rule | None:
         return Rule(())
     first = shown[0].places.features
     names = [name for name in first if all(name in of.places.features for of in shown)]
-    told = _cover(shown, names), _cut(shown, names)
+    pure: list[tuple[Span, Array]] = []  # intervals that have nothing else, and what they lack
+    wide: list[tuple[Span, Array]] = []  # bounds that have all of the set, and what else
+    for name in names:
+        x, there = _values(shown, name)
+        pure += [(span, ~span.covers(x[there])) for span in _pure(x, there, name)]
+        wide += [(span, span.covers(x[~there])) for span in _wide(x, x[there], name)]
+    told = _exact(pure, False, shown), _exact(wide, True, shown)
     return min((rule for rule in told if rule), key=lambda rule: len(rule.spans), default=None)
 
 
@@ -100,38 +107,11 @@ def _values(shown: Sequence[Shown], name: str) -> tuple[Array, Array]:
     return np.concatenate(x), np.concatenate([of.inside[of.domain] for of in shown])
 
 
-def _held(span: Span, shown: Sequence[Shown], inside: bool) -> Array:
-    """Which of the pairs in the set, or of the others in question, are in an interval."""
-    parts = [of.inside if inside else of.domain & ~of.inside for of in shown]
-    held = [span.holds(of.places)[part] for of, part in zip(shown, parts, strict=True)]
-    return np.concatenate(held)
-
-
-def _cover(shown: Sequence[Shown], names: Sequence[str]) -> Rule | None:
-    """The fewest intervals that have all of the set and nothing else."""
-    spans = [span for name in names for span in _pure(*_values(shown, name), name)]
-    return _exact(spans, [~_held(span, shown, True) for span in spans], False, shown)
-
-
-def _cut(shown: Sequence[Shown], names: Sequence[str]) -> Rule | None:
-    """The fewest bounds, each of which has all of the set, that leave nothing else."""
-    spans: list[Span] = []
-    for name in names:
-        x, there = _values(shown, name)
-        low, high = int(x[there].min()), int(x[there].max())
-        lows = [low] * int(low > x.min())
-        highs = [high] * int(high < x.max())
-        spans += [*(Span(name, a, None) for a in lows), *(Span(name, None, b) for b in highs)]
-        spans += [Span(name, a, b) for a in lows for b in highs]
-    return _exact(spans, [_held(span, shown, False) for span in spans], True, shown)
-
-
-def _exact(
-    spans: Sequence[Span], left: Sequence[Array], every: bool, shown: Sequence[Shown]
-) -> Rule | None:
-    """The rule of one span, of two or of three that leaves nothing; ``left``: what each leaves."""
-    if not spans:
+def _exact(found: Sequence[tuple[Span, Array]], every: bool, shown: Sequence[Shown]) -> Rule | None:
+    """The rule of one span, of two or of three that leaves nothing of what each leaves."""
+    if not found:
         return None
+    spans, left = zip(*found, strict=True)
     matrix = np.stack(left).astype(np.float32)
     both = np.triu(matrix @ matrix.T)  # what two of them leave; the diagonal is that of one
     pairs = np.argwhere((both == 0) & np.triu(np.ones_like(both, dtype=bool)))
@@ -149,6 +129,14 @@ def _exact(
         if _is(rule, shown):
             return rule
     return None
+
+
+def _wide(x: Array, inside: Array, name: str) -> Iterator[Span]:
+    """Bounds of a feature that hold for all of the set, and not for all others."""
+    low, high = int(inside.min()), int(inside.max())
+    lows, highs = [low] * int(low > x.min()), [high] * int(high < x.max())
+    yield from (*(Span(name, a, None) for a in lows), *(Span(name, None, b) for b in highs))
+    yield from (Span(name, a, b) for a in lows for b in highs)
 
 
 def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:

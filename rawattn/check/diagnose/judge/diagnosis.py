@@ -18,7 +18,6 @@ from rawattn.check.diagnose.engine.attention import Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import invariants, structure
-from rawattn.check.diagnose.evidence.precision import eps_of
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
 from rawattn.check.diagnose.judge import proofs, rounding
@@ -83,7 +82,7 @@ def diagnose(
         findings=(*strange, *found),
         checks=tuple(checks),
         levels=structure.levels(question, part, reference),
-        maps=structure.maps(question, part, reference, _allowances(part, reference)),
+        maps=structure.maps(question, part, reference),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
@@ -120,15 +119,6 @@ def reference_of(question: Question, answers: Answers) -> Answers:
         if any(name in answers for name in STAGES[stage]):
             found |= solve(question, stage, given=question.passed)
     return {name: found[name] for name in answers if name in found}
-
-
-def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
-    """What rounding of the stored results alone makes of errors."""
-    return {
-        name: float(np.finfo(np.float32).eps * 16 + eps_of(answers[name]))
-        * float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
-        for name, x in reference.items()
-    }
 
 
 def sizes_of(question: Question) -> str:
@@ -231,8 +221,8 @@ def _about(check: Check) -> set[str]:
     named = _tensors(check.text)
     if check.name == "I10" and not named:
         named = set(STAGES["second"])
-    stages = ("second", "jvp", "backward", "forward")
-    return next((named & set(STAGES[one]) for one in stages if named & set(STAGES[one])), named)
+    by_stage = (named & {*STAGES[one]} for one in ("second", "jvp", "backward", "forward"))
+    return next(filter(None, by_stage), named)
 
 
 class _Part:

@@ -37,6 +37,7 @@ Call = Callable[[Question], Answers]
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
 OFTEN, SELDOM = 0.8, 0.02  # share of rows that are wrong, where a place in a tile decides
+NEAR = {"out": 0.5, "lse": 2.0**-8}  # what is left of those of the same inputs, at most
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
@@ -77,23 +78,22 @@ def of_race(
     that can be judged: none where they do."""
     first, second = ({}, {}) if call is None else (call(question), call(question))
     found: dict[str, str] = {}
-    for name in first.keys() & second.keys():
-        if first[name].shape != second[name].shape:
+    for name, x in first.items():
+        if name not in second or x.shape != second[name].shape:
             continue
-        one, two = (by_rows(name, x[name]) for x in (first, second))
+        one, two = by_rows(name, x), by_rows(name, second[name])
         rows = np.asarray(np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2))
-        changed, eps = relative_residual(one, two, rows), eps_of(first[name])
+        changed, eps = relative_residual(one, two, rows), eps_of(x)
         if changed > 16 * eps:
             bad = (np.abs(one - two).max(axis=2) > 16 * eps * np.abs(one).max(initial=0)) & rows
-            found[name] = (
+            told = (
                 f"a second, equal call changes {name} by {changed:.2g} of its size; the order of "
                 f"additions explains about {eps:.1g}"
-                + "".join(f"; {x}" for x in structure.where(question, name, bad)[:1])
             )
+            found[name] = "; ".join((told, *structure.where(question, name, bad)[:1]))
     if not found:
         return [], answers
-    said = [found[name] for name in first if name in found]
-    return [finding(side, "race", ", ".join(n for n in first if n in found), "proved", said)], {}
+    return [finding(side, "race", ", ".join(found), "proved", [*found.values()])], {}
 
 
 # ---- numbers that say nothing of how they were made ---------------------------------------------
@@ -267,13 +267,14 @@ def _stale_max(verdict: StageVerdict) -> Named:
 
 def _unrelated(verdict: StageVerdict) -> Named:
     """No tensor of the stage has anything in common with the right one."""
-    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(verdict)):
-        return None
-    if verdict.stage != "forward" and len(verdict.tensors) == 1:  # a product may be at fault
-        return None
+    if verdict.right or (verdict.stage != "forward" and len(verdict.tensors) == 1):
+        return None  # a product may be at fault
     said = []
     for name in verdict.tensors:
-        a, b = (x[verdict.work.rows[name]].ravel() for x in verdict.work.pair(name))
+        rows, pair = verdict.work.rows[name], verdict.work.pair(name)
+        if relative_residual(*pair, rows) < NEAR.get(name, 0.0):  # it is of these inputs
+            return None
+        a, b = (x[rows].ravel() for x in pair)
         if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
             continue
         if not a.std() or not b.std():
@@ -285,15 +286,6 @@ def _unrelated(verdict: StageVerdict) -> Named:
             return None
         said.append(f"{name}: correlation with the right values {correlation:.2f}, of equal size")
     return ("other-data", "medium", tuple(said)) if said else None
-
-
-def _of_these_inputs(verdict: StageVerdict) -> bool:
-    """Whether out or lse of the answers are near to the right ones."""
-    near = {"out": 0.5, "lse": 2.0**-8}
-    names = [name for name in near if name in verdict.work.found]
-    return any(
-        relative_residual(*verdict.work.pair(n), verdict.work.rows[n]) < near[n] for n in names
-    )
 
 
 def _rearranged(verdict: StageVerdict) -> Named:

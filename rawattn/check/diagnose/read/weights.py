@@ -8,8 +8,8 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.evidence.support import LESS, OTHER, Support, support_of
-from rawattn.check.diagnose.read.classes import class_of, of_pairs
+from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
+from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.maps import map_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import (
@@ -101,10 +101,8 @@ def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
     head = int(np.argmin(alive.all(axis=1)))
     shown = []
     for read in (said.weights, second()):
-        rows = ~seen_of(read)[1][head][:, None]
-        places = read.places
-        whole = np.ones(places.j.shape, dtype=bool)
-        shown.append(Shown(places, whole, np.broadcast_to(rows, whole.shape)))
+        whole = np.ones(read.places.j.shape, dtype=bool)
+        shown.append(Shown(read.places, whole, whole & ~seen_of(read)[1][head][:, None]))
     rule = rule_of(*shown)
     count = int((~alive).sum())
     text = f"{count} of {alive.size} rows are NaN"
@@ -126,42 +124,33 @@ def _say_support(said: Said, alive: Array, passed: bool) -> None:
         told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
         what = "add nothing to dv" if passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
-        if passed:
-            said.names.append(of_pairs(places, rules.inside(LESS), places.right & alive[..., None]))
-        else:
-            said.names.append("rows-not-written" if rules.plain else "unknown")
-        return
-    if rules.whole is not None:
+    elif rules.whole is not None:
         said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
     else:
         must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
-    said.names.append(
-        class_of(rules, np.broadcast_to(alive, rules.seen.shape[:2]), backward=passed)
-    )
+    rows = np.broadcast_to(alive, rules.seen.shape[:2])
+    said.names.append(class_of(rules, rows, backward=passed))
 
 
 def _say_term(said: Said, term: Term) -> None:
     """The scores have a term: what it is, and the steps that it is planted by."""
-    said.term = term
+    said.term, text = term, term.text
+    name = {"factor": "score-scale", "cap": "softcap"}.get(term.kind, "score-bias")
     if term.kind == "factor":
         factors = np.array(term.values)
-        said.wrong.append(term.text + of_scale(factors, said.support.places))
+        text += of_scale(factors, said.support.places)
         said.steps["Y"] = lambda c: STEPS["Y"](c) * factors[c.view.heads][:, None, None]
-        said.names.append("score-scale")
     elif term.kind == "gate":
-        said.wrong.append(term.text)
         name, form = GATES[term.text]
-        said.names.append(name)
         said.steps["S"] = partial(_gated, form)
     elif term.kind == "cap":
-        said.wrong.append(term.text)
         said.steps["cap"] = lambda c: capped(np, c.Y, term.values[0], c.r)
-        said.names.append("softcap")
     else:
-        said.wrong.append(f"added to the scores: {in_words(term)}")
+        text = f"added to the scores: {in_words(term)}"
         said.steps["cap"] = biased(term)
-        said.names.append("score-bias")
+    said.wrong.append(text)
+    said.names.append(name)
 
 
 def _gated(form: Callable[[Array, Array], Array], c: Context) -> Array:
