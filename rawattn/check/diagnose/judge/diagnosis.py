@@ -153,7 +153,10 @@ def _judge(
     told: Readings = UNREAD,
     others: Sequence[Bug] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
-    findings, answers = proofs.of_race(question, answers, side, call)
+    checks = list(invariants.checks(question, answers, side, call=call))
+    failing = [check for check in checks if check.verdict == "FAIL"]
+    if races := [check for check in failing if check.name == "I12"]:  # nothing can be judged
+        failing, answers = races, {}
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
     hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
@@ -164,7 +167,6 @@ def _judge(
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    checks = list(invariants.checks(question, answers, side, call=call))
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
     facts += [
         f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
@@ -173,12 +175,11 @@ def _judge(
         for name, count in verdict.work.too_large.items()
     ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    findings += _resolve(question, side, verdicts)
+    findings = _resolve(question, side, verdicts)
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=bool(zeros))
     findings += [*zeros, *empty_ones]
-    failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
