@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Bug, empty, solve
+from rawattn.check.diagnose.engine.attention import Bug, empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import invariants, structure
@@ -76,7 +76,7 @@ def diagnose(
     found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
     if not fact:
         found += proofs.of_sinks(question, given, side, found)
-    reference = reference_of(question, part)
+    reference = proofs.reference_of(question, part, question.passed)
     diagnosis = Diagnosis(
         title=side,
         findings=(*strange, *found),
@@ -110,15 +110,6 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
         bug = "sparse-gate-gradient-missing"
     told = proofs.of_form(side, [*said], [*said.values()], bug)
     return {name: x for name, x in found.items() if name not in said}, told
-
-
-def reference_of(question: Question, answers: Answers) -> Answers:
-    """The right values of what there is, a backward pass given the out and lse that it had."""
-    found: Answers = {}
-    for stage in question.stages:
-        if any(name in answers for name in STAGES[stage]):
-            found |= solve(question, stage, given=question.passed)
-    return {name: found[name] for name in answers if name in found}
 
 
 def sizes_of(question: Question) -> str:

@@ -5,12 +5,12 @@ planted computation gives these numbers, but their structure says enough. Long, 
 other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Floats, solve
+from rawattn.check.diagnose.engine.attention import TILES, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -23,6 +23,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import (
+    Given,
     defined,
     eps_of,
     ladder,
@@ -31,7 +32,7 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.inferred import stale_max
-from rawattn.check.diagnose.judge.match import StageVerdict, predictions
+from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
@@ -70,19 +71,21 @@ def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> l
 # ---- numbers that say nothing of how they were made ---------------------------------------------
 
 
-def _by_stage(question: Question, answers: Answers) -> Iterator[tuple[str, Floats]]:
-    """The names of answers, each with what is right."""
+def reference_of(question: Question, answers: Answers, given: Given) -> Answers:
+    """The right values of what there is, a backward pass given this out and lse."""
+    found: Answers = {}
     for stage in question.stages:
-        names = [name for name in answers if name in STAGES[stage]]
-        right = predictions(question, answers, stage, [NO_BUG])[0].answers if names else {}
-        yield from ((name, right[name]) for name in names if name in right)
+        if any(name in answers for name in STAGES[stage]):
+            found |= solve(question, stage, given=given)
+    return {name: found[name] for name in answers if name in found}
 
 
 def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Finding], Answers]:
     """Tensors that are NaN all over, or copies of an input, and the answers without them."""
     told: dict[str, list[str]] = {}  # titles, and whose
     inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
-    for name, right in _by_stage(question, answers):
+    rights = reference_of(question, answers, given_to_backward(question, answers))
+    for name, right in rights.items():
         rows = defined(question, name, right)
         found, wanted = (by_rows(name, x) for x in (answers[name], right))
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
@@ -105,7 +108,8 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
 def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
     """Tensors of zeros where the right values are too small for the dtype to hold."""
     found = []
-    for name, wanted in _by_stage(question, answers):
+    rights = reference_of(question, answers, given_to_backward(question, answers))
+    for name, wanted in rights.items():
         x = np.asarray(answers[name])
         if not x.size or np.any(x.astype(np.float64) != 0) or not np.any(wanted):
             continue
