@@ -15,8 +15,9 @@ from rawattn.check.diagnose.engine.attention import STEPS, Bug, changed, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import of_sides
 from rawattn.check.diagnose.judge.cut import SCORES, cost, cut
-from rawattn.check.diagnose.judge.diagnosis import diagnose, reference_of
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, small
+from rawattn.check.diagnose.judge.proofs import reference_of
 from rawattn.check.machine import use_simulator
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import own
@@ -141,7 +142,7 @@ def test_a_large_problem_is_cut(rare: bool) -> None:
     assert sum(cost(part, b) for b in range(part.batch)) <= SCORES
     assert part.lengths_q == (40, 30) and part.lengths_k == ((33, 23) if rare else (40, 30))
     assert "1 to 2" in said and part.rare == question.rare
-    assert np.allclose(answers["out"], reference_of(part, answers)["out"])
+    assert np.allclose(answers["out"], reference_of(part, answers, None)["out"])
     assert not diagnose(question, right).findings
 
 

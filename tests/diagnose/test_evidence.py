@@ -38,9 +38,13 @@ def of_text(found: tuple[Check, ...], text: str) -> Check:
 def test_identities_hold(dtype: np.dtype[Any], kind: str) -> None:
     for seed in range(4):
         question = draw(KINDS[kind], np.random.default_rng(seed), dtype)
-        for check in checks(question, plain.answers(None, question), "one"):
+        again = partial(plain.answers, None) if seed < 2 and kind in ("dense", "sparse") else None
+        found = checks(question, plain.answers(None, question), "one", call=again)
+        assert again is None or {check.name for check in found[-len(RUNS) :]} == set(RUNS)
+        for check in found:
             assert check.verdict != "FAIL", (seed, check)
-            assert check.value <= 0.5 * check.allowed or check.verdict == "-", (seed, check)
+            half = check.value <= 0.5 * check.allowed or check.name in RUNS
+            assert half or check.verdict == "-", (seed, check)
 
 
 @pytest.mark.parametrize("change", ["large scores", "keys with a mean", "small", "equal", "ones"])
@@ -109,20 +113,6 @@ def test_wrong_answers_fail(fault: str) -> None:
 
 
 # ---- between runs -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float16")], ids=str)
-def test_identities_between_runs_hold(dtype: np.dtype[Any], kind: str) -> None:
-    for seed in range(2):
-        question = draw(KINDS[kind], np.random.default_rng(seed), dtype)
-
-        def call(asked: Question) -> Answers:
-            return plain.answers(None, asked)
-
-        found = checks(question, call(question), "one", call=call)
-        assert not failing(found)
-        assert {check.name for check in found[-len(RUNS) :]} == set(RUNS)
 
 
 RUN_FAULTS = {

@@ -71,14 +71,6 @@ def test_a_bug_shows_in_its_stages_alone(plant: plain.Planted) -> None:
         assert all(difference(wrong[n], right[n]) < NOISE[question.dtype.name] for n in names)
 
 
-def test_problems_take_turns() -> None:
-    plant = next(plant for plant in first.PLANTED if plant.bug == "output-scale")
-    drawn = list(problems(plant, 6, seed=2))
-    assert [question.dtype for question in drawn] == [*DTYPES, *DTYPES]
-    assert [question.out is not None for question in drawn] == [False, True] * 3
-    assert np.array_equal(next(problems(plant, 1, seed=2)).q, drawn[0].q)
-
-
 def test_only_a_race_depends_on_the_call() -> None:
     for bug in ("race", "other-data", "tile-period"):
         plant = next(plant for plant in first.PLANTED if plant.bug == bug)

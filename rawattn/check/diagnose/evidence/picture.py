@@ -62,14 +62,10 @@ def _bar(sight: Sight) -> int:
 
 def _legend(sight: Sight, right: np.ndarray, found: np.ndarray) -> Iterator[str]:
     yield f"sequence {sight.sequence}, head {sight.head}"
-    if ((right > 0) & (right == found)).any():
-        yield RIGHT
-    if ((right == 0) & (found > 0)).any():
-        yield MORE
-    if ((right > 0) & (found == 0)).any():
-        yield LESS
-    if ((right > 0) & (found > 0) & (right != found)).any():
-        yield "a number: so often"
+    due, there = right > 0, found > 0
+    marks = {RIGHT: due & (right == found), MORE: ~due & there, LESS: due & ~there}
+    marks["a number: so often"] = due & there & (right != found)
+    yield from (text for text, cells in marks.items() if cells.any())
     if sight.keys[-1] >= sight.length:
         yield f"| {'zeros' if sight.zeros else 'other keys'} from here on"
     if sight.keys[0] < 0:

@@ -130,12 +130,14 @@ def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
 def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
     """Root mean square of the residual over that of what was found."""
     difference = residual(found, wanted, rows)
+    if not difference.size:
+        return 0.0
     if not np.isfinite(difference).all():
         return math.inf
     with np.errstate(over="ignore"):
-        size = float(np.sqrt(np.mean(np.square(finite(found[rows]))))) if difference.size else 0.0
-        rms = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
-    return rms / size if size else (0.0 if not rms else math.inf)
+        both = finite(found[rows]), difference
+        size, rms = (float(np.sqrt(np.mean(np.square(x)))) for x in both)
+    return rms / size if size else (math.inf if rms else 0.0)
 
 
 def finite(x: Floats) -> Floats:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import NONE, Rounding, empty, exact, solve
+from rawattn.check.diagnose.engine.attention import NONE, Rounding, exact, solve
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import (
@@ -34,7 +34,7 @@ INPUTS = {"q": ("q", "tq", "dout", "dlse"), "k": ("k", "v", "tk", "tv")}
 
 
 class Side:
-    """One side: ``answers`` in float64 as (tokens, heads, width), or what is ``wrong`` with them.
+    """One side: ``answers`` in float64 as (tokens, heads, width).
 
     dtypes: of the answers, the narrowest that holds them; ``dtype``: the coarsest. x: the inputs
     in float64 like that, 0 where there are none or nobody looks at them. finite: which sequences
@@ -43,15 +43,7 @@ class Side:
 
     def __init__(self, question: Question, answers: Answers, name: str) -> None:
         self.question, self.name = question, name
-        shapes = {
-            n: x.shape for stage in question.stages for n, x in empty(question, stage).items()
-        }
-        self.wrong = {
-            n: f"{n} has shape {x.shape}, not {shapes[n]}"
-            for n, x in answers.items()
-            if x.shape != shapes.get(n, x.shape)
-        }
-        self.answers = {n: by_rows(n, x) for n, x in answers.items() if n not in self.wrong}
+        self.answers = {n: by_rows(n, x) for n, x in answers.items()}
         self.dtypes = {n: narrowest(np.asarray(answers[n])) for n in self.answers}
         self.dtype = coarsest(question, answers)
         if question.out is not None:
@@ -63,8 +55,7 @@ class Side:
 
     def lacks(self, *tensors: str) -> str:
         """What of ``tensors`` is not there, in words; empty if all is."""
-        lost = [t for t in tensors if t not in self.answers]
-        return "; ".join(self.wrong.get(t, f"there is no {t}") for t in lost)
+        return "; ".join(f"there is no {t}" for t in tensors if t not in self.answers)
 
     # ---- what rounding does -------------------------------------------------------------------
 

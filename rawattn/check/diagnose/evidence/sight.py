@@ -1,6 +1,6 @@
 """Who sees whom, with a bug and without, of a part that is small enough to be drawn."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -47,41 +47,40 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
 def _of_sequence(
     question: Question, b: int, head: int, right: Sequence[View], found: Sequence[View]
 ) -> Sight | None:
-    first_q, first_k = (int(x[b]) for x in (question.cu_seqlens_q, question.cu_seqlens_k))
     rows, length = question.lengths_q[b], question.lengths_k[b]
-    one, other = (_counts(views, head, first_q, rows, first_k) for views in (right, found))
-    keys = sorted({*range(length), *one, *other})
-    if not keys:
-        return None
-    nobody = np.zeros(rows)
-    a, z = (np.stack([x.get(j, nobody) for j in keys], axis=1) for x in (one, other))
+    seen = [list(_seen(question, views, b, head)) for views in (right, found)]
+    keys = np.unique([*range(length), *(key for parts in seen for x in parts for key in x[1])])
+    counts = np.zeros((2, rows, len(keys)))
+    for count, parts in zip(counts, seen, strict=True):
+        for here, places, weight in parts:
+            np.add.at(count, np.ix_(here, np.searchsorted(keys, places)), weight)
+    a, z = counts
     if np.array_equal(a, z):
         return None
     i, j = _place(a, z)
     part = slice(i, i + QUERIES), slice(j, j + KEYS)
     queries = tuple(range(rows)[part[0]])
     zeros = any((view.keys < 0).any() for view in found)
-    return Sight(b, head, queries, tuple(keys[part[1]]), length, zeros, a[part], z[part])
+    shown = tuple(int(key) for key in keys[part[1]])
+    return Sight(b, head, queries, shown, length, zeros, a[part], z[part])
 
 
-def _counts(
-    views: Iterable[View], head: int, first_q: int, rows: int, first_k: int
-) -> dict[int, np.ndarray]:
-    """How often the queries of a sequence see which keys, by the keys' places from its first one;
-    a row of zeros has the place that it stands at."""
-    counts: dict[int, np.ndarray] = {}
+def _seen(
+    question: Question, views: Iterable[View], b: int, head: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Queries and keys of a sequence, by their places in it, and how often they see these; a row of
+    zeros has the place that it stands at."""
+    first_q, first_k = (int(question.offsets(of)[b]) for of in "qk")
     for view in views:
-        here = (view.rows >= first_q) & (view.rows < first_q + rows)
+        here = (view.rows >= first_q) & (view.rows < first_q + question.lengths_q[b])
         if head not in view.heads or not here.any():
             continue
-        weight = view.weight[list(view.heads).index(head) if len(view.weight) > 1 else 0]
+        weight = view.weight[list(view.heads).index(head) if len(view.weight) > 1 else 0][here]
         there = np.flatnonzero(view.keys >= 0)
         shift = view.keys[there[0]] - there[0] if len(there) else first_k
         places = np.where(view.keys < 0, np.arange(len(view.keys)) + shift, view.keys) - first_k
-        for column in np.flatnonzero(weight[here].any(axis=0)):
-            of_key = counts.setdefault(int(places[column]), np.zeros(rows))
-            of_key[view.rows[here] - first_q] += weight[here, column]
-    return counts
+        some = weight.any(axis=0)
+        yield view.rows[here] - first_q, places[some], weight[:, some]
 
 
 def _place(right: np.ndarray, found: np.ndarray) -> tuple[int, int]:

@@ -39,14 +39,12 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
             continue
         found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
         given = None if stage == "forward" else given_to_backward(question, answers)
-        here = (c for c in contexts(question, stage, given) if c.view.sequence == sequence)
-        for c in here:
-            first = [
-                int(offsets[sequence]) for offsets in (question.cu_seqlens_q, question.cu_seqlens_k)
-            ]
-            at = np.ix_(c.view.heads, c.view.rows - first[0], c.view.keys - first[1])
-            for name in names:
-                found[name][at] = getattr(c, name)
+        first_q, first_k = (question.offsets(of)[sequence] for of in "qk")
+        for c in contexts(question, stage, given):
+            if c.view.sequence == sequence:
+                at = np.ix_(c.view.heads, c.view.rows - first_q, c.view.keys - first_k)
+                for name in names:
+                    found[name][at] = getattr(c, name)
     return found
 
 

@@ -20,6 +20,7 @@ from rawattn.check.diagnose.engine.question import (
     by_rows,
     side_of,
 )
+from rawattn.check.diagnose.evidence.precision import eps_of
 from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.findings import Level, Map
@@ -67,16 +68,11 @@ def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
     return tuple(_sentences(question, tensor, bad))
 
 
-def maps(
-    question: Question, answers: Answers, reference: Answers, allowances: Mapping[str, Any]
-) -> tuple[Map, ...]:
-    """Pictures of the errors of the worst tensors.
-
-    allowances: by tensor, a number or an array that fits (tokens, heads). Values are between LOWEST
-    and HIGHEST.
-    """
+def maps(question: Question, answers: Answers, reference: Answers) -> tuple[Map, ...]:
+    """Pictures of the errors of the worst tensors, over what rounding of stored results makes of
+    them: values are between LOWEST and HIGHEST."""
     with np.errstate(all="ignore"):
-        drawn = [_map(x, allowances[x.tensor]) for x in _pairs(question, answers, reference)]
+        drawn = [_map(x, eps_of(answers[x.tensor])) for x in _pairs(question, answers, reference)]
     found = [one for one in drawn if np.isfinite(one.values).any()]
     return tuple(sorted(found, key=lambda one: -float(np.nanmax(one.values)))[:FEW])
 
@@ -245,9 +241,11 @@ class _Rows:
         return self.features[name]()
 
 
-def _map(pair: _Pair, allowance: Any) -> Map:
+def _map(pair: _Pair, eps: float) -> Map:
     """log10 of errors over what is allowed."""
-    ratio = np.where(pair.error == 0, 0.0, pair.error / np.asarray(allowance, dtype=np.float64))
+    size = np.abs(np.where(np.isfinite(pair.wanted), pair.wanted, 0.0)).max(initial=0.0)
+    allowance = (16 * np.finfo(np.float32).eps + eps) * size
+    ratio = np.where(pair.error == 0, 0.0, pair.error / allowance)
     ratio = np.nan_to_num(ratio, nan=np.inf, posinf=10.0**HIGHEST)
     picture = np.clip(np.log10(np.maximum(ratio, 10.0**LOWEST)), LOWEST, HIGHEST)
     picture[pair.sequence < 0] = np.nan

@@ -12,7 +12,14 @@ from rawattn.check.diagnose.catalogue import inputs, tile_sums
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    Answers,
+    Question,
+    by_rows,
+    given_to_backward,
+)
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
 from rawattn.check.diagnose.evidence.rows import NOWHERE, in_words, moves_of
 from rawattn.check.diagnose.inferred import accumulators
@@ -51,19 +58,15 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
     """The out and lse that a backward pass may have had."""
     if stage in ("forward", "jvp"):
         yield None
-    elif question.passed is not None:
-        yield question.passed
-    else:
-        right, own = solve(question, "forward"), {"out", "lse"} <= answers.keys()
-        if own:
-            yield answers["out"], answers["lse"]
-        off = [
-            relative_residual(by_rows(name, answers[name]), by_rows(name, right[name]), WHOLE)
-            for name in ("out", "lse")
-            if own
-        ]
-        if not own or max(off) > 1e-2:
-            yield right["out"], right["lse"]
+        return
+    given, right = given_to_backward(question, answers), solve(question, "forward")
+    if given is not None:
+        yield given
+    others = (right["out"], right["lse"])
+    pairs = zip(("out", "lse"), given or others, others, strict=True)
+    off = [relative_residual(by_rows(n, x), by_rows(n, y), WHOLE) for n, x, y in pairs]
+    if given is None or (question.passed is None and max(off) > 1e-2):
+        yield others
 
 
 # ---- constants --------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Bug, empty, solve
+from rawattn.check.diagnose.engine.attention import Bug, empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import directions, invariants, structure
-from rawattn.check.diagnose.evidence.precision import eps_of
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
 from rawattn.check.diagnose.judge import proofs, rounding
@@ -81,13 +80,13 @@ def diagnose(
         found = of_all(whole, _with_rows(given), side, found)
     else:
         found += proofs.of_sinks(question, given, side, found)
-    reference = reference_of(question, part)
+    reference = proofs.reference_of(question, part, question.passed)
     diagnosis = Diagnosis(
         title=side,
         findings=(*strange, *found),
         checks=tuple(checks),
         levels=structure.levels(question, part, reference),
-        maps=structure.maps(question, part, reference, _allowances(part, reference)),
+        maps=structure.maps(question, part, reference),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
@@ -115,24 +114,6 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
         bug = "sparse-gate-gradient-missing"
     told = proofs.of_form(side, [*said], [*said.values()], bug)
     return {name: x for name, x in found.items() if name not in said}, told
-
-
-def reference_of(question: Question, answers: Answers) -> Answers:
-    """The right values of what there is, a backward pass given the out and lse that it had."""
-    found: Answers = {}
-    for stage in question.stages:
-        if any(name in answers for name in STAGES[stage]):
-            found |= solve(question, stage, given=question.passed)
-    return {name: found[name] for name in answers if name in found}
-
-
-def _allowances(answers: Answers, reference: Answers) -> dict[str, float]:
-    """What rounding of the stored results alone makes of errors."""
-    return {
-        name: float(np.finfo(np.float32).eps * 16 + eps_of(answers[name]))
-        * float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
-        for name, x in reference.items()
-    }
 
 
 def sizes_of(question: Question) -> str:
@@ -167,7 +148,10 @@ def _judge(
     told: Readings = UNREAD,
     others: Sequence[Bug] = (),
 ) -> tuple[list[Finding], list[Check], list[str]]:
-    findings, answers = proofs.of_race(question, answers, side, call)
+    checks = list(invariants.checks(question, answers, side, call=call))
+    failing = [check for check in checks if check.verdict == "FAIL"]
+    if races := [check for check in failing if check.name == "I12"]:  # nothing can be judged
+        failing, answers = races, {}
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
     hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
@@ -178,7 +162,6 @@ def _judge(
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    checks = list(invariants.checks(question, answers, side, call=call))
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
     facts += [
         f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
@@ -187,14 +170,12 @@ def _judge(
         for name, count in verdict.work.too_large.items()
     ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    findings += [
-        _by_direction(one, question, verdicts, call) for one in _resolve(question, side, verdicts)
-    ]
+    resolved = _resolve(question, side, verdicts)
+    findings = [_by_direction(one, question, verdicts, call) for one in resolved]
     zeros = proofs.of_zeros(question, answers, side)
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=bool(zeros))
     findings += [*zeros, *empty_ones]
-    failing = [check for check in checks if check.verdict == "FAIL"]
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
@@ -251,8 +232,8 @@ def _about(check: Check) -> set[str]:
     named = _tensors(check.text)
     if check.name == "I10" and not named:
         named = set(STAGES["second"])
-    stages = ("second", "jvp", "backward", "forward")
-    return next((named & set(STAGES[one]) for one in stages if named & set(STAGES[one])), named)
+    by_stage = (named & {*STAGES[one]} for one in ("second", "jvp", "backward", "forward"))
+    return next(filter(None, by_stage), named)
 
 
 class _Part:

@@ -10,12 +10,10 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import (
     Bug,
-    Context,
     Floats,
     View,
     contexts,
     sequences,
-    solve,
     times,
     views_of,
 )
@@ -155,14 +153,10 @@ def _of_scale(question: Question, answers: Answers) -> Changes:
     def off(s: float) -> tuple[float, float]:
         """What lse is off by, as a share of it, and how much larger s had better be."""
         slope, lse = np.zeros_like(found), np.full_like(found, -np.inf)
-
-        def P(c: Context) -> Floats:
+        for c in contexts(replace(question, softmax_scale=s), "forward"):
             at = c.view.heads[:, None], c.view.rows
-            L, P = c.softmax
-            lse[at], slope[at] = L, (P * np.where(c.W > 0, c.Y, 0.0)).sum(axis=-1) / s
-            return np.asarray(P)
-
-        solve(replace(question, softmax_scale=s), "forward", Bug("", steps={"P": P}))
+            lse[at] = c.L
+            slope[at] = (c.P * np.where(c.W > 0, c.Y, 0.0)).sum(axis=-1) / s
         there = np.isfinite(lse) & np.isfinite(found)
         left, by = (found - lse)[there], slope[there]
         size = float(np.abs(found[there]).max(initial=1e-30))

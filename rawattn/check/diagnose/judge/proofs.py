@@ -5,13 +5,13 @@ planted computation gives these numbers, but their structure says enough. Long, 
 other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import NO_BUG, TILES, Floats, solve
+from rawattn.check.diagnose.engine.attention import TILES, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -24,6 +24,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import (
+    Given,
     defined,
     eps_of,
     ladder,
@@ -32,12 +33,12 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.inferred import sinks, stale_max
-from rawattn.check.diagnose.judge.match import StageVerdict, predictions
+from rawattn.check.diagnose.judge.match import StageVerdict
 
-Call = Callable[[Question], Answers]
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
 OFTEN, SELDOM = 0.8, 0.02  # share of rows that are wrong, where a place in a tile decides
+NEAR = {"out": 0.5, "lse": 2.0**-8}  # what is left of those of the same inputs, at most
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
@@ -68,51 +69,24 @@ def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> l
     return [finding(side, "unknown", where, "proved", said, title=title, look_at=look_at)]
 
 
-# ---- asked twice ------------------------------------------------------------------------------
-
-
-def of_race(
-    question: Question, answers: Answers, side: str, call: Call | None
-) -> tuple[list[Finding], Answers]:
-    """Two equal calls that differ by more than the order of additions can explain; and the answers
-    that can be judged: none where they do."""
-    first, second = ({}, {}) if call is None else (call(question), call(question))
-    found: dict[str, str] = {}
-    for name in first.keys() & second.keys():
-        if first[name].shape != second[name].shape:
-            continue
-        one, two = (by_rows(name, x[name]) for x in (first, second))
-        rows = np.asarray(np.isfinite(one).all(axis=2) & np.isfinite(two).all(axis=2))
-        changed, eps = relative_residual(one, two, rows), eps_of(first[name])
-        if changed > 16 * eps:
-            bad = (np.abs(one - two).max(axis=2) > 16 * eps * np.abs(one).max(initial=0)) & rows
-            found[name] = (
-                f"a second, equal call changes {name} by {changed:.2g} of its size; the order of "
-                f"additions explains about {eps:.1g}"
-                + "".join(f"; {x}" for x in structure.where(question, name, bad)[:1])
-            )
-    if not found:
-        return [], answers
-    said = [found[name] for name in first if name in found]
-    return [finding(side, "race", ", ".join(n for n in first if n in found), "proved", said)], {}
-
-
 # ---- numbers that say nothing of how they were made ---------------------------------------------
 
 
-def _by_stage(question: Question, answers: Answers) -> Iterator[tuple[str, Floats]]:
-    """The names of answers, each with what is right."""
+def reference_of(question: Question, answers: Answers, given: Given) -> Answers:
+    """The right values of what there is, a backward pass given this out and lse."""
+    found: Answers = {}
     for stage in question.stages:
-        names = [name for name in answers if name in STAGES[stage]]
-        right = predictions(question, answers, stage, [NO_BUG])[0].answers if names else {}
-        yield from ((name, right[name]) for name in names if name in right)
+        if any(name in answers for name in STAGES[stage]):
+            found |= solve(question, stage, given=given)
+    return {name: found[name] for name in answers if name in found}
 
 
 def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Finding], Answers]:
     """Tensors that are NaN all over, or copies of an input, and the answers without them."""
     told: dict[str, list[str]] = {}  # titles, and whose
     inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
-    for name, right in _by_stage(question, answers):
+    rights = reference_of(question, answers, given_to_backward(question, answers))
+    for name, right in rights.items():
         rows = defined(question, name, right)
         found, wanted = (by_rows(name, x) for x in (answers[name], right))
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
@@ -135,7 +109,8 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
 def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
     """Tensors of zeros where the right values are too small for the dtype to hold."""
     found = []
-    for name, wanted in _by_stage(question, answers):
+    rights = reference_of(question, answers, given_to_backward(question, answers))
+    for name, wanted in rights.items():
         x = np.asarray(answers[name])
         if not x.size or np.any(x.astype(np.float64) != 0) or not np.any(wanted):
             continue
@@ -185,10 +160,17 @@ RUNS = {"I8": "offsets-shifted", "I9": "neighbour-leak", "I11": "score-scale"}
 
 
 def of_runs(side: str, failing: Sequence[Check]) -> list[Finding]:
-    """Answers that are right, and not those to questions that differ in what must not matter."""
+    """Answers that are right, and not those to questions that differ in what must not matter; and
+    those that are others when the same is asked again."""
     found = []
     for check in failing:
-        if check.name in RUNS:
+        if check.name == "I12":
+            said = (
+                f"a second, equal call changes them by up to {check.value:.2g}; the order of "
+                f"additions explains {check.allowed:.1g}"
+            )
+            found.append(finding(side, "race", check.where.replace(": all", ""), "proved", (said,)))
+        elif check.name in RUNS:
             said = f"{check.name} fails ({check.text}), though the results themselves are right"
             title = f"{CLASSES[RUNS[check.name]].title}: seen where it is asked another question"
             given = (side, RUNS[check.name], check.where, "proved", (said,))
@@ -272,13 +254,14 @@ def _stale_max(verdict: StageVerdict) -> Named:
 
 def _unrelated(verdict: StageVerdict) -> Named:
     """No tensor of the stage has anything in common with the right one."""
-    if verdict.right or (verdict.stage == "forward" and _of_these_inputs(verdict)):
-        return None
-    if verdict.stage != "forward" and len(verdict.tensors) == 1:  # a product may be at fault
-        return None
+    if verdict.right or (verdict.stage != "forward" and len(verdict.tensors) == 1):
+        return None  # a product may be at fault
     said = []
     for name in verdict.tensors:
-        a, b = (x[verdict.work.rows[name]].ravel() for x in verdict.work.pair(name))
+        rows, pair = verdict.work.rows[name], verdict.work.pair(name)
+        if relative_residual(*pair, rows) < NEAR.get(name, 0.0):  # it is of these inputs
+            return None
+        a, b = (x[rows].ravel() for x in pair)
         if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
             continue
         if not a.std() or not b.std():
@@ -290,15 +273,6 @@ def _unrelated(verdict: StageVerdict) -> Named:
             return None
         said.append(f"{name}: correlation with the right values {correlation:.2f}, of equal size")
     return ("other-data", "medium", tuple(said)) if said else None
-
-
-def _of_these_inputs(verdict: StageVerdict) -> bool:
-    """Whether out or lse of the answers are near to the right ones."""
-    near = {"out": 0.5, "lse": 2.0**-8}
-    names = [name for name in near if name in verdict.work.found]
-    return any(
-        relative_residual(*verdict.work.pair(n), verdict.work.rows[n]) < near[n] for n in names
-    )
 
 
 def _rearranged(verdict: StageVerdict) -> Named:

@@ -18,6 +18,10 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
     """The class of a mask of out or, ``backward``, of dv. alive: rows (num_heads_q, total_q) that
     were read."""
     places, dense = support.places, not support.places.question.sparse
+    if support.of_rows and not backward:
+        return "rows-not-written" if support.plain else "unknown"
+    if support.of_rows:
+        return of_pairs(places, support.inside(LESS), places.right & alive[..., None])
     if dense:
         for name, window in _windows(places, backward):
             if _is(support, window, alive):
