@@ -9,17 +9,20 @@ each with a weight of its own; the tables are of wrong weights.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.sparse import walks
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
-Cut = Callable[[int], list[slice]]  # so many keys in parts, in the order of the loop
+# the keys of a view in parts, in the order of the loop: slices, or which pairs (heads, n, m)
+Cut = Callable[[Context], list[Any]]
+Slices = Callable[[int], list[slice]]  # the same of so many keys
 Rows = Callable[[np.ndarray], np.ndarray]  # another row for each
 # (parts, heads, n) -> what the sums so far, and those of the part, are multiplied by
 Way = Callable[[Floats], tuple[Floats, Floats]]
@@ -63,16 +66,22 @@ class Results(NamedTuple):
 def cut(size: int, last_first: bool = False) -> Cut:
     """Parts of so many keys."""
     step = -1 if last_first else 1
-    return lambda m: [slice(start, start + size) for start in range(0, m, size)][::step]
+    return lambda c: _slices(size, c.S.shape[2])[::step]
 
 
-def _equal(count: int, of_tiles: int = 1) -> Cut:
+def _slices(size: int, m: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, m, size)]
+
+
+def _equal(count: int, of_tiles: int = 1) -> Slices:
     """So many parts, each of whole tiles, and the last one shorter."""
-    return lambda m: cut(-(-max(m, 1) // (count * of_tiles)) * of_tiles)(m)
+    return lambda m: _slices(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
 
 
 def tiles(question: Question) -> dict[str, Cut]:
-    """Tiles of a loop over the keys, from the first on and from the last."""
+    """Tiles of a loop over the keys, from the first on and from the last, or over blocks."""
+    if question.sparse:
+        return walks.tiles(question)
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
     found = {f"tile of {tile}": cut(tile) for tile in sizes}
     return found | {f"tile of {tile}, from the last": cut(tile, True) for tile in sizes}
@@ -80,8 +89,8 @@ def tiles(question: Question) -> dict[str, Cut]:
 
 def splits(question: Question) -> dict[str, Cut]:
     """Parts that are merged; each once, where several are the same for all sequences."""
-    cuts = {f"{count} equal parts": _equal(count) for count in COUNTS}
-    cuts |= {f"parts of {tile} keys": cut(tile) for tile in TILES}
+    cuts: dict[str, Slices] = {f"{count} equal parts": _equal(count) for count in COUNTS}
+    cuts |= {f"parts of {tile} keys": partial(_slices, tile) for tile in TILES}
     cuts |= {
         f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)
         for tile, count in product(TILES[1:], COUNTS)
@@ -91,13 +100,21 @@ def splits(question: Question) -> dict[str, Cut]:
         starts = tuple(part.start for m in question.lengths_k for part in of(m))
         if any(starts):
             found.setdefault(starts, text)
-    return {text: cuts[text] for text in found.values()}
+    return {text: partial(_of_context, cuts[text]) for text in found.values()}
+
+
+def _of_context(slices: Slices, c: Context) -> list[slice]:
+    return slices(c.S.shape[2])
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
     tops, sums = [], []
-    for keys in cut(c.S.shape[2]):
-        S, V = c.S[..., keys], c.V[keys]
+    for keys in cut(c):
+        S, V = c.S, c.V
+        if isinstance(keys, slice):
+            S, V = S[..., keys], V[keys]
+        else:
+            S, keys = np.where(keys, S, -np.inf), slice(None)
         top = S.max(axis=-1)
         P = np.exp(S - _finite(top)[..., None])
         more = {"row_sum": P.sum(axis=-1, keepdims=True), "out": times(P, V)}
@@ -284,8 +301,7 @@ def of_rings(question: Question) -> Iterator[Bug]:
 
     def of_keys(c: Context, cut: Cut, x: Floats) -> Floats:
         """(heads, n, keys) of numbers (parts, heads, n)."""
-        every = range(c.S.shape[2])
-        keys = [len(every[part]) for part in cut(len(every))]
+        keys = [min(part.stop, c.S.shape[2]) - part.start for part in cut(c)]
         return np.repeat(np.moveaxis(x, 0, -1), keys, axis=-1)
 
     def by_lse(c: Context, cut: Cut) -> Floats:

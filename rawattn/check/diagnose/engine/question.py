@@ -108,6 +108,11 @@ class Question:
         return (self.window[0], 0) if self.causal else self.window
 
     @property
+    def slots(self) -> int:
+        """How many blocks a list may name."""
+        return 0 if self.block_indices is None else int(self.block_indices.shape[2])
+
+    @property
     def sparse(self) -> bool:
         return self.block_indices is not None
 

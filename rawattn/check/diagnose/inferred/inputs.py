@@ -4,10 +4,12 @@ sequence; constants and orders of rows, which are too many to list, are read off
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs
+from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
@@ -29,16 +31,14 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         wrong = sample.wrong.keys()
         if not wrong:
             return
-        if question.sparse:
-            yield from _rearranged(sample)
-            continue
         if stage == "backward" and "out" in answers:
             of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
         yield from _rearranged(sample)
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
-        yield from sample.near(listed, YIELDED, spent() + EFFORT)
+        of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
+        yield from sample.near(chain(of_lists, listed), YIELDED, spent() + EFFORT)
 
 
 def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:

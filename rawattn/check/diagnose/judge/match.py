@@ -58,7 +58,7 @@ KERNELS = tuple(
         *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
     )
 )
-GENERIC = ("wrong-keys", "unknown")  # what other names say more exactly
+GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
@@ -407,6 +407,11 @@ class StageVerdict:
         return 1 if groups and set.intersection(*groups.values()) else len(groups)
 
     @property
+    def generic(self) -> bool:
+        """Whether a rule alone tells what is wrong, and no bug that is listed."""
+        return all(one.name in GENERIC for one in self.explained)
+
+    @property
     def left(self) -> tuple[int, int]:
         """What is not explained, and by how many bugs the rest is."""
         return len(self.unexplained), self.stories
@@ -452,10 +457,11 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
             return StageVerdict(work, precision.name, right, (), (), null)
         for guesses in work.tiers(precision):
             verdict = _explain(work, guesses, precision, null, right)
-            if verdict is not None and not verdict.unexplained and verdict.stories == 1:
-                return verdict
-            if verdict and (best is None or verdict.left < best.left):
+            same = best is not None and best.generic and verdict and verdict.left == best.left
+            if verdict and (best is None or same or verdict.left < best.left):
                 best = verdict
+            if best and best.left == (0, 1) and not (best.generic and work.question.sparse):
+                return best
         if best is not None and not best.unexplained:
             return best
     if best is not None:
@@ -498,6 +504,8 @@ def _explain(
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     verdict = StageVerdict(work, precision.name, right, (), wrong, null)
+    if all(one.name in GENERIC for one in whole):  # bugs of one kernel say more exactly than rules
+        whole = [e._replace(tensors=wrong) for e in (*whole, *parts) if {*wrong} <= {*e.tensors}]
     if whole:
         whole.sort(key=lambda e: e.rms)
         return replace(verdict, explained=tuple(whole), unexplained=())

@@ -27,7 +27,7 @@ def listed(change: Change) -> See:
         if not views or views[0].lists is None:
             return views
         lists = change(replace(views[0].lists, times=None))
-        return list(sparse_views(question, lists))
+        return list(sparse_views(question, lists, views))
 
     return see
 
@@ -157,8 +157,6 @@ TABLE: tuple[Row, ...] = (
     (MISSING, "", where(own=lambda x: x.own & False)),
     (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
     (MISSING, "but where the query is its last one", _own_where(_is_last)),
-    (MISSING, "of the query's number, without seqlen_k - seqlen_q", where(place=lambda x: x.row)),
-    (MISSING, "of the next query", where(place=lambda x: x.place + 1)),
     (TWICE, "of the selection", _again(lambda x: x.exists)),
     (TWICE, "compared with the one before alone", _again(_differs_from_last)),
     (TWICE, "compared with the first slot alone", _again(lambda x: x.named != x.named[..., :1])),
