@@ -251,6 +251,7 @@ _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
 _MODULO = {"selection": lambda c, right: c.h % c.question.block_indices.shape[1]}
 _OF_FIRST = {"selection": lambda c, right: right - right % c.group}
+_KV_MODULO = {"kv head": lambda c, x: c.h % c.question.num_heads_kv}
 _BLOCKS_OF_Q = {"blocks": lambda t, x: -(-t.n // t.question.block_size)}
 _OWN_OF_ROW = {"own block": lambda t, x: t.i // t.question.block_size}
 _OWN_OF_TILE = {"own block": lambda t, x: t.place // 32 * 32 // t.question.block_size}
@@ -389,6 +390,7 @@ _LISTS: Table = (
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
+    ("gqa-head-map: head modulo num_heads_kv, lists too", "fb", _KV_MODULO | _MODULO, _SHARED),
 )
 
 

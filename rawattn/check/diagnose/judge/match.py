@@ -407,11 +407,6 @@ class StageVerdict:
         return 1 if groups and set.intersection(*groups.values()) else len(groups)
 
     @property
-    def generic(self) -> bool:
-        """Whether a rule alone tells what is wrong, and no bug that is listed."""
-        return all(one.name in GENERIC for one in self.explained)
-
-    @property
     def left(self) -> tuple[int, int]:
         """What is not explained, and by how many bugs the rest is."""
         return len(self.unexplained), self.stories
@@ -457,10 +452,11 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
             return StageVerdict(work, precision.name, right, (), (), null)
         for guesses in work.tiers(precision):
             verdict = _explain(work, guesses, precision, null, right)
-            same = best is not None and best.generic and verdict and verdict.left == best.left
+            loose = best is not None and _generic(work, best.explained)
+            same = best is not None and loose and verdict and verdict.left == best.left
             if verdict and (best is None or same or verdict.left < best.left):
                 best = verdict
-            if best and best.left == (0, 1) and not (best.generic and work.question.sparse):
+            if best and best.left == (0, 1) and not _generic(work, best.explained):
                 return best
         if best is not None and not best.unexplained:
             return best
@@ -469,6 +465,11 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
     right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
     return StageVerdict(work, steps[0].name, right, (), wrong, first)
+
+
+def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
+    """Whether, of block-sparse attention, rules alone tell what is wrong, and no listed bug."""
+    return work.question.sparse and all(one.name in LOOSE for one in explained)
 
 
 def _explain(
@@ -504,7 +505,7 @@ def _explain(
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     verdict = StageVerdict(work, precision.name, right, (), wrong, null)
-    if all(one.name in GENERIC for one in whole):  # bugs of one kernel say more exactly than rules
+    if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [e._replace(tensors=wrong) for e in (*whole, *parts) if {*wrong} <= {*e.tensors}]
     if whole:
         whole.sort(key=lambda e: e.rms)

@@ -32,6 +32,7 @@ from rawattn.check.diagnose.read.probe import (
 Array = np.ndarray
 OF_ROWS, OF_OWN_KEYS = ("q", "dout"), ("k", "v")
 OF_LISTS = ("block_indices", "block_counts", "block_scale")  # of rows, where there are any
+PAST = 128  # keys behind the first sequences, which a tile of these may have read too
 ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 READERS = {"forward": read_forward, "backward": read_backward}
 
@@ -52,7 +53,7 @@ def read_packed(
     A backward pass that had the out and lse of a wrong forward pass tells nothing. Raises
     ValueError where the other sequences are not those of ``packed``.
     """
-    here, given = _part(question, answers, 0, batch)
+    here, given = _part(question, answers, 0, batch, PAST)
     told = read(_shorter(here), _asked(question, answers, here))
     forward = tuple(reading for reading in told.of if reading.stage == "forward")
     if forward and question.passed is None:
@@ -141,8 +142,11 @@ def _joined(parts: list[Question]) -> Question:
     return replace(parts[0], **arrays)
 
 
-def _part(question: Question, answers: Answers, first: int, count: int) -> tuple[Question, Answers]:
-    """``count`` sequences from ``first`` on; without what is summed over all of them."""
+def _part(
+    question: Question, answers: Answers, first: int, count: int, past: int = 0
+) -> tuple[Question, Answers]:
+    """``count`` sequences from ``first`` on, and keys ``past`` them; without what is summed over
+    all of them."""
     of = {side: np.asarray(getattr(question, f"cu_seqlens_{side}")) for side in "qk"}
     rows, keys = (slice(int(x[first]), int(x[first + count])) for x in of.values())
     changes: dict[str, Any] = {
@@ -150,7 +154,8 @@ def _part(question: Question, answers: Answers, first: int, count: int) -> tuple
         for side, x in of.items()
     }
     changes |= {name: getattr(question, name)[rows] for name in _of_rows(question)}
-    changes |= {name: getattr(question, name)[keys] for name in OF_OWN_KEYS}
+    wide = slice(keys.start, keys.stop + past)
+    changes |= {name: getattr(question, name)[wide] for name in OF_OWN_KEYS}
     if question.passed is not None:
         changes |= {"out": question.passed[0][rows], "lse": question.passed[1][:, rows]}
     if question.seqused_k is not None:
@@ -159,8 +164,9 @@ def _part(question: Question, answers: Answers, first: int, count: int) -> tuple
     for name, x in answers.items():
         if name in OF_SINKS:
             continue
-        where = keys if name in OF_KEYS else rows
-        found[name] = x[:, where] if name in BY_ROW else x[where]
+        found[name] = x[:, rows] if name in BY_ROW else x[wide if name in OF_KEYS else rows].copy()
+        if name in OF_KEYS:
+            found[name][keys.stop - keys.start :] = 0
     return replace(question, **changes), found
 
 

@@ -214,7 +214,7 @@ def rows(question: Question) -> Iterator[Row]:
     }
     for words, of in others.items() if selections > 1 else ():
         for factors, own in ((of, ""), (right, ", with its own gate")):
-            change = partial(_of_heads, of, factors)
+            change = partial(of_heads, of, factors)
             yield ("sparse-other-heads-selection", words + own, change)
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
         for packed, words in ((False, ""), (True, " of the packed array")):
@@ -224,7 +224,7 @@ def rows(question: Question) -> Iterator[Row]:
         yield ("sparse-tile-union", f"of the first one of {size} queries", leading)
 
 
-def _of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
+def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     """Lists by query heads, of other heads."""
     moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
     return replace(x, **moved, heads=factors)

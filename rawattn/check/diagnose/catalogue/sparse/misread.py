@@ -1,16 +1,17 @@
 """Lists of blocks, counts and factors that are read at other places than they have, or as other
 numbers; and queries that stand at another key: every array by every map of ``TOKENS``."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.first_order import with_kv
 from rawattn.check.diagnose.catalogue.sparse.gates import with_gate
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, where
-from rawattn.check.diagnose.engine.attention import FIRST, Bug
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, of_heads, where
+from rawattn.check.diagnose.engine.attention import FIRST, Bug, View
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
@@ -53,6 +54,13 @@ FILLED: dict[str, Number] = {
     "blocks behind the query's own left out": lambda x: x.counted & (x.named <= x.own_block),
     "blocks behind the query's own too": lambda x: x.counted,
 }
+HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # of so many, in groups of so many
+    "h % num_heads_kv": lambda h, count, group: h % count,
+    "the first head": lambda h, count, group: 0 * h,
+    "the next head": lambda h, count, group: (h // group + 1) % count,
+    "heads reversed": lambda h, count, group: count - 1 - h // group,
+    "h // num_heads_kv": lambda h, count, group: np.minimum(h // count, count - 1),
+}
 SETS: tuple[tuple[str, ...], ...] = (
     *(("block_indices",), ("block_counts",), ("block_scale",)),
     *(("block_indices", "block_counts"), ("block_indices", "block_counts", "block_scale")),
@@ -72,13 +80,31 @@ def bugs(question: Question) -> Iterator[Bug]:
         for what, fields in OF_PLACES.items():
             see = listed(where(**dict.fromkeys(fields, number)))
             yield Bug("sparse-other-place", f"{what}: {words}", stages, see)
-    yield from _filled(question)
+    yield from (*_filled(question), *_of_heads(question))
     geometry = maps.geometry(question, OF_SLOTS[0])
     there = [n for n in SETS[-1] if getattr(question, n) is not None]
     for names in (names for names in SETS if set(names) <= {*there}):
         for by in (*maps.rows(question), *maps.sequences(question), *maps.heads(question)):
             text = f"{', '.join(names)}: {by.words}"
             yield _moved(text, question, names, partial(by.moved, geometry))
+
+
+def _of_heads(question: Question) -> Iterator[Bug]:
+    """Query heads with other key/value heads, and the lists of these or their own."""
+    heads, count, group = np.arange(question.num_heads_q), question.num_heads_kv, question.group
+    selections = maps.geometry(question, OF_SLOTS[0]).shape[1]
+    for words, head in HEADS.items() if count > 1 else ():
+        kv = head(heads, count, group)
+        for of, lists in ((kv * group, "its lists too"), (heads, "its own lists")):
+            see = partial(_with_heads, kv, of * selections // len(heads))
+            yield Bug("gqa-head-map", f"{words}, {lists}", FIRST, see)
+
+
+def _with_heads(
+    kv: Ints, selections: Ints, question: Question, views: tuple[View, ...]
+) -> Sequence[View]:
+    lists = listed(partial(of_heads, selections, selections))
+    return with_kv(kv, lists(question, views))
 
 
 def _filled(question: Question) -> Iterator[Bug]:
@@ -93,6 +119,8 @@ def _filled(question: Question) -> Iterator[Bug]:
 
 def _fill(value: float, how: str, c: Context) -> Floats:
     view, S = c.view, np.asarray(STEPS["S"](c))
+    if view.lists is None:
+        return S
     key = view.keys - c.question.cu_seqlens_k[view.sequence]
     masked = (key > view.lists.bound[view.rows, 0]) & (c.question.causal | (view.slot < 0))
     return np.where(masked & (c.W > 0), value + S * (how != ""), S)

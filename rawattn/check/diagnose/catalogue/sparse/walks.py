@@ -122,7 +122,8 @@ def _kept(c: Context, place: Place, share: Share, lot: int) -> Ints:
 
 
 def _without(place: Place, share: Share, lot: int, c: Context) -> Floats:
-    return np.where(_kept(c, place, share, lot), STEPS["S"](c), -np.inf)
+    S = np.asarray(STEPS["S"](c))  # of the sliding branch too, which has no lists
+    return S if c.view.lists is None else np.where(_kept(c, place, share, lot), S, -np.inf)
 
 
 def _weighed(name: str, place: Place, share: Share, lot: int, c: Context) -> Floats:
