@@ -35,7 +35,8 @@ class Question:
     they have one. ``out`` and ``lse`` are those that a
     backward pass was given; None where it used those of its own forward. With ``block_indices``
     attention is block-sparse, ``own`` is include_own_block, and ``sliding`` the window of the
-    second branch, None without one.
+    second branch, None without one. ``whole``: the pack that this is the beginning of, for what is
+    read of memory.
     """
 
     q: Array
@@ -64,6 +65,7 @@ class Question:
     sinks: Array | None = None
     tsinks: Array | None = None
     seqused_k: Array | None = None
+    whole: "Question | None" = None
 
     @cached_property
     def lengths_q(self) -> tuple[int, ...]:

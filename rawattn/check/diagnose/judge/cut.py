@@ -54,7 +54,7 @@ def _run(costs: list[int]) -> tuple[int, int]:
 def _sequences(
     question: Question, answers: Answers, first: int, last: int
 ) -> tuple[Question, Answers]:
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"whole": None}
     rows = {}
     for of in "qk":
         offsets = np.asarray(getattr(question, f"cu_seqlens_{of}"))

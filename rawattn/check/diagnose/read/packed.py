@@ -58,7 +58,7 @@ def read_packed(
     forward = tuple(reading for reading in told.of if reading.stage == "forward")
     if forward and question.passed is None:
         told = replace(told, of=forward)
-    return here, given, told
+    return replace(here, whole=question), given, told
 
 
 def _asked(question: Question, answers: Answers, like: Question) -> Callable[[str], Ask | None]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse import walks
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, readings
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, read_as, readings
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
@@ -134,8 +134,9 @@ def _other_factors(question: Question, different: Callable[[See], bool]) -> Iter
     of_axes["of the first head"] = lambda x: np.broadcast_to(x[:, :1], x.shape)
     of_axes["of the first slot"] = lambda x: np.broadcast_to(x[..., :1], x.shape)
     for text, read in of_axes.items():
-        if not np.array_equal(read(x), x):
-            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=with_gate(read(x)))
+        other = read_as(read, question, "block_scale")
+        if not np.array_equal(other, x):
+            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=with_gate(other))
 
 
 def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:

@@ -141,12 +141,6 @@ def _union(size: int, packed: bool, x: Lists) -> Lists:
     return replace(x, named=every, counted=every >= 0, cut=cut)
 
 
-def _leading(size: int, x: Lists) -> Ints:
-    """The slots of the first query of a tile."""
-    start = x.start[:, 0, 0]
-    return np.asarray(x.named[start + (np.arange(len(start)) - start) // size * size])
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
@@ -220,8 +214,6 @@ def rows(question: Question) -> Iterator[Row]:
         for packed, words in ((False, ""), (True, " of the packed array")):
             change = partial(_union, size, packed)
             yield ("sparse-tile-union", f"of {size} queries{words}", change)
-        leading = where(named=partial(_leading, size))
-        yield ("sparse-tile-union", f"of the first one of {size} queries", leading)
 
 
 def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
@@ -231,13 +223,17 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
 
 
 def _read(read: Callable[[Ints], Ints], x: Lists) -> Ints:
-    return read(x.named)
+    return read_as(read, x.question, "block_indices").astype(np.int64)
+
+
+def read_as(read: Callable[[Ints], Ints], question: Question, name: str) -> Ints:
+    """An array like block_indices, of the memory of the whole pack."""
+    return read(np.asarray(getattr(question.whole or question, name)))[: len(question.q)]
 
 
 def readings(question: Question) -> dict[str, Callable[[Ints], Ints]]:
     """What the memory of an array like block_indices holds if it is read otherwise."""
-    x, offsets = np.asarray(question.block_indices), np.asarray(question.cu_seqlens_q)
-    g = maps.Geometry((len(x), x.shape[1], x.shape[2]), offsets, offsets, 1)
+    g = maps.geometry(question.whole or question, "dblock_scale")
     found: dict[str, Callable[[Ints], Ints]] = {
         "int64 as int32": partial(_words, False),
         "int64 as int32, each row from its start": partial(_words, True),
