@@ -151,12 +151,65 @@ def first_rows(run: Run, x: Array) -> Array:
     return found
 
 
+def per_row(at: Callable[[Array], Any]) -> Hooks:
+    """The lists of other rows of the sequence."""
+
+    def of(run: Run, x: Array) -> Array:
+        found = x.copy()
+        for start, stop in bounds("q", run.question):
+            found[start:stop] = x[start + at(np.arange(stop - start))]
+        return found
+
+    return {"indices": of}
+
+
 def indices_as_if(*order: int) -> Hooks:
     return {"indices": lambda run, x: as_if(order)(x, "", run.question)}
 
 
 def first_of_group(c: Head) -> int:
     return c.h - c.h % c.group
+
+
+def from_first_key(t: Any, right: int) -> int:
+    t.place = t.i
+    return int(t.i // t.question.block_size)
+
+
+# ---- block by block ---------------------------------------------------------------------------
+
+
+def turns(c: Head) -> Any:
+    """Of every copy of a key the turn of its slot in its query's walk, the own block last."""
+    order = np.where(c.slot < 0, c.question.block_indices.shape[2], c.slot)
+    there = np.zeros((c.n, order.max(initial=0) + 1), dtype=int)
+    np.maximum.at(there.T, order, (c.seen > 0).T)
+    return np.where(c.seen > 0, (np.cumsum(there, axis=1) - 1)[:, order], -1)
+
+
+def added_up(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
+    """out of sums of which the row sum alone is rescaled."""
+    turn, top, out = turns(c), np.full((c.n, 1), -np.inf), 0
+    for here in range(turn.max(initial=-1) + 1):
+        S = np.where(turn == here, c.S, -np.inf)
+        top = np.maximum(top, S.max(axis=1, keepdims=True))
+        out = out + np.exp(S - np.where(np.isneginf(top), 0, top)) @ c.V
+    return x[0], np.where(np.isneginf(x[0]), 0, out * np.exp(top - x[0])).astype(c.run.wide)
+
+
+def gate_of_turn(c: Head, G: Any) -> Any:
+    gate = c.question.block_scale[c.rows, c.sel]
+    found = np.take_along_axis(gate, np.clip(turns(c), 0, gate.shape[1] - 1), axis=1)
+    return np.where(c.seen > 0, found, 1.0).astype(c.run.wide)
+
+
+def last_turn(c: Head, x: Array) -> Array:
+    turn = turns(c)
+    return x * (turn == turn.max(axis=1, keepdims=True))
+
+
+def zero_for_masked(c: Head, x: Array) -> Array:
+    return np.where((c.j > c.p) & (c.question.causal | (c.slot < 0)), 0, x)
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -171,6 +224,7 @@ _SHARED_GATE = _GATE | _GROUPED | {"per_head": False}
 _HEADS = {"gate": False, "heads_kv": (2, 3)}
 _SHARED = _HEADS | _GROUPED | {"per_head": False}
 _PER_HEAD = _GROUPED | {"gate": False, "per_head": True}
+_OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
 _SEVERAL = {"heads_kv": (2, 3)}
 
 _ALL, _OWN_SELECTED = (
@@ -197,8 +251,14 @@ _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
 _MODULO = {"selection": lambda c, right: c.h % c.question.block_indices.shape[1]}
 _OF_FIRST = {"selection": lambda c, right: right - right % c.group}
+_KV_MODULO = {"kv head": lambda c, x: c.h % c.question.num_heads_kv}
 _BLOCKS_OF_Q = {"blocks": lambda t, x: -(-t.n // t.question.block_size)}
 _OWN_OF_ROW = {"own block": lambda t, x: t.i // t.question.block_size}
+_OWN_OF_TILE = {"own block": lambda t, x: t.place // 32 * 32 // t.question.block_size}
+_OWN_AND_MASK = {"own block": from_first_key}
+_DOUT_OF_FIRST = {"dO": lambda c, x: c.run.arrays["dout"][c.i[:, 0], c.h], "only": ("dk", "dv")}
+_LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", first_of_group(c))}
+_FILLED = {"span": lambda t, x: (*x[:2], False), "scores": zero_for_masked}
 _OWN_OF_NEXT = {"own block": lambda t, x: (t.place + 1) // t.question.block_size}
 _PACKED = sorted_by(lambda t, block: not 0 <= block < t.blocks)
 _LAST_SLOT = {"count": lambda t, x: min(x, len(t.named) - 1)}
@@ -305,16 +365,32 @@ _LISTS: Table = (
     ("sparse-tile-union: of 8", "b", united(8)),
     ("sparse-masked-block-resets: own first", "f", after_masked(True)),
     ("sparse-masked-block-resets: own last", "f", after_masked(False)),
-    ("sparse-inverted-lists: capacity", "b", inverted(lambda some: some[:9])),
-    ("sparse-inverted-lists: first query missing", "b", inverted(lambda some: some[1:])),
+    ("sparse-queries-lost: capacity", "b", inverted(lambda some: some[:9])),
+    ("sparse-queries-lost: first query missing", "b", inverted(lambda some: some[1:])),
     ("sparse-inverted-lists: no own", "b", _NO_OWN, _OWN),
     ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
     ("wrong-keys: blocks of twice the size", "fb", placed("wide")),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
     ("sparse-own-block-missing: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
-    ("sparse-own-block-missing: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
-    ("sparse-own-block-missing: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
+    ("sparse-other-place: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
+    ("sparse-other-place: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
+    ("sparse-other-place: own block and mask of the row", "fb b", _OWN_AND_MASK, _OTHER_KEYS),
+    ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
+    ("sparse-lists-misread: of even rows", "fb b", per_row(lambda i: i // 2 * 2)),
+    ("sparse-lists-misread: counted from 1", "fb f", {"indices": lambda run, x: x - 1}),
+    ("sparse-gate-order: by the turn", "fb", {"G": gate_of_turn}),
+    ("no-rescale: block by block", "f", {"softmax": added_up}),
+    ("tile-overwrites: dq of the last block", "b", {"dS of dq": last_turn}),
+    (
+        "tile-overwrites: the last 8 queries",
+        "b",
+        inverted(lambda some: some[(len(some) - 1) // 8 * 8 :]),
+    ),
+    ("mask-fill: 0", "f", _FILLED),
+    ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
+    ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
+    ("gqa-head-map: head modulo num_heads_kv, lists too", "fb", _KV_MODULO | _MODULO, _SHARED),
 )
 
 

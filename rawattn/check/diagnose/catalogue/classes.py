@@ -349,11 +349,15 @@ sparse-other-heads-selection: a head uses another head's selection
     the index into the middle axis of block_indices
     one index of heads for query heads and for selections
     with one head a selection, or one for all, it is right
+sparse-queries-lost: some queries that a block lists add nothing to its dk or dv
+    the bounds of the loop over the queries of a block, and how many its list may hold
+    a list of a fixed length, or a loop over whole tiles of queries alone
+    right for blocks that few queries name
 sparse-last-slot-dropped: a slot of the selection is left out
     the loop over num_selected
     range(n - 1), or tiles of slots
     rows lack one selected block
-sparse-list-cut: the list of named blocks ends too early
+sparse-list-cut: a part of the list of named blocks is not walked
     the loop over slots: padding (-1) must be skipped, not end it
     a loop that ends at the first -1
     rows with padding between blocks lack those behind it
@@ -373,7 +377,15 @@ sparse-masked-block-resets: a block that is masked as a whole resets the row
     the online softmax where a block adds nothing: its maximum is -inf
     an online softmax over a block that adds nothing
     rows lose what they had seen before such a block
-sparse-inverted-lists: the lists from blocks back to queries are wrong: dk and dv miss some
+sparse-lists-misread: lists of blocks are read at other places, or as other numbers, than they have
+    the index into block_indices, block_counts and block_scale, and what is made of a block's id
+    lists read once for several queries, offsets left out, blocks counted from 1
+    queries see blocks that others named, or neighbours of those that they named
+sparse-other-place: a query stands at another key than it should
+    i + seqlen_k - seqlen_q of the query itself, where its own block and the mask are made
+    i in its place, or the place of the first query of a tile
+    right where as many keys as queries are, or for the first query of a tile
+sparse-inverted-lists: dk and dv are not those of the pairs of dq: lists from blocks back to queries
     the building of those lists: counts and fills skip the same entries, and bases are exact
     dk and dv are computed block by block, from lists of the queries that name each
     out and dq are right, dk and dv are not

@@ -78,12 +78,17 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
 
 def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     """Query head h with key/value head h % num_heads_kv."""
+    return with_kv(np.arange(question.num_heads_q) % question.num_heads_kv, views)
+
+
+def with_kv(heads_kv: np.ndarray, views: Sequence[View]) -> Sequence[View]:
+    """Every query head with another key/value head."""
 
     def one(view: View, i: int) -> View:
         own, heads = slice(i, i + 1), view.heads[i : i + 1]
         weight = view.weight[own] if len(view.weight) > 1 else view.weight
         slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
-        found = replace(view, heads=heads, head_kv=int(heads[0]) % question.num_heads_kv)
+        found = replace(view, heads=heads, head_kv=int(heads_kv[heads[0]]))
         return replace(found, weight=weight, slot=slot, selections=selections)
 
     return [one(view, i) for view in views for i in range(len(view.heads))]

@@ -84,7 +84,9 @@ def candidates(
 ) -> Iterator[Bug]:
     """All of a stage that change something ``wrong``, and nothing that is ``right``."""
     right, wrong = set(right), set(wrong)
-    if stage == "backward" and not {"dq", "dk"} & right:
+    if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
+        right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
+    if stage == "backward" and not {"dq", "dk"} & right and not question.sparse:
         yield from _along_keys(question)
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question
 from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
@@ -81,6 +81,8 @@ def geometry(question: Question, name: str) -> Geometry:
     columns = 1 if name in STATISTICS else (question.q if like is None else like).shape[2]
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
     own, other = sides[::-1] if of_keys else sides
+    if name in OF_SLOTS and question.block_indices is not None:
+        return Geometry(question.block_indices.shape, own, other, 1, question.num_heads_q)
     group, num_heads_q = 1 if of_keys else question.group, question.num_heads_q
     return Geometry((tokens, heads, columns), own, other, group, num_heads_q)
 

@@ -13,13 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.sparse import walks
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
-Cut = Callable[[int], list[np.ndarray]]  # so many keys in parts, in the order of the loop
+# the keys of a view in parts, in the order of the loop: which, or which pairs (heads, n, m)
+Cut = Callable[[Context], list[np.ndarray]]
+Keys = Callable[[int], list[np.ndarray]]  # the same of so many keys
 Rows = Callable[[np.ndarray], np.ndarray]  # another row for each
 Way = Callable[["Turns"], tuple[Floats, Floats]]  # what sums so far, and a part's, are times
 Weights = Callable[["Parts"], Floats]  # (parts, heads, n)
@@ -71,21 +74,27 @@ class Results(NamedTuple):
 def cut(size: int, last_first: bool = False) -> Cut:
     """Parts of so many keys."""
     step = -1 if last_first else 1
-    return lambda m: [np.arange(start, min(start + size, m)) for start in range(0, m, size)][::step]
+    return lambda c: _tiles(size, c.S.shape[2])[::step]
 
 
-def _in_turns(count: int, size: int) -> Cut:
+def _in_turns(count: int, size: int) -> Keys:
     """So many parts, which take tiles of so many keys in turn."""
     return lambda m: [np.flatnonzero(np.arange(m) // size % count == k) for k in range(count)]
 
 
-def _equal(count: int, of_tiles: int = 1) -> Cut:
+def _tiles(size: int, m: int) -> list[np.ndarray]:
+    return [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
+
+
+def _equal(count: int, of_tiles: int = 1) -> Keys:
     """So many parts, each of whole tiles, and the last one shorter."""
-    return lambda m: cut(-(-max(m, 1) // (count * of_tiles)) * of_tiles)(m)
+    return lambda m: _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
 
 
 def tiles(question: Question) -> dict[str, Cut]:
-    """Tiles of a loop over the keys, from the first on and from the last."""
+    """Tiles of a loop over the keys, from the first on and from the last, or over blocks."""
+    if question.sparse:
+        return walks.tiles(question)
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
     found = {f"tile of {tile}": cut(tile) for tile in sizes}
     return found | {f"tile of {tile}, from the last": cut(tile, True) for tile in sizes}
@@ -93,8 +102,8 @@ def tiles(question: Question) -> dict[str, Cut]:
 
 def splits(question: Question) -> dict[str, Cut]:
     """Parts that are merged; each once, where several are the same for all sequences."""
-    cuts = {f"{count} equal parts": _equal(count) for count in COUNTS}
-    cuts |= {f"parts of {tile} keys": cut(tile) for tile in TILES}
+    cuts: dict[str, Keys] = {f"{count} equal parts": _equal(count) for count in COUNTS}
+    cuts |= {f"parts of {tile} keys": partial(_tiles, tile) for tile in TILES}
     cuts |= {
         f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)
         for tile, count in product(TILES[1:], COUNTS)
@@ -108,13 +117,21 @@ def splits(question: Question) -> dict[str, Cut]:
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
         if any(part[0] for part in keys):
             found.setdefault(keys, text)
-    return {text: cuts[text] for text in found.values()}
+    return {text: partial(_of_context, cuts[text]) for text in found.values()}
+
+
+def _of_context(keys: Keys, c: Context) -> list[np.ndarray]:
+    return keys(c.S.shape[2])
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
     tops, sums = [], []
-    for keys in cut(c.S.shape[2]):
-        S, V = c.S[..., keys], c.V[keys]
+    for keys in cut(c):
+        S, V = c.S, c.V
+        if keys.ndim == 1:
+            S, V = S[..., keys], V[keys]
+        else:
+            S, keys = np.where(keys, S, -np.inf), np.arange(S.shape[2])
         top = S.max(axis=-1, initial=-np.inf)
         P = np.exp(S - _finite(top)[..., None])
         more = {"row_sum": P.sum(axis=-1, keepdims=True), "out": times(P, V)}
@@ -324,7 +341,7 @@ def of_rings(question: Question) -> Iterator[Bug]:
     def of_keys(c: Context, cut: Cut, x: Floats) -> Floats:
         """(heads, n, keys) of numbers (parts, heads, n)."""
         found = np.zeros(c.S.shape)
-        for keys, part in zip(cut(c.S.shape[2]), x, strict=True):
+        for keys, part in zip(cut(c), x, strict=True):
             found[..., keys] = part[..., None]
         return found
 

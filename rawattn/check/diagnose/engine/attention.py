@@ -148,12 +148,18 @@ def dense_views(question: Question, window: tuple[int, int]) -> Iterator[View]:
             yield View(b, rows, keys, heads_of(question, head_kv), head_kv, weight)
 
 
-def sparse_views(question: Question, lists: Lists | None = None) -> Iterator[View]:
-    """Those of block-sparse attention, whose queries walk ``lists``, by default the right ones."""
+def sparse_views(
+    question: Question, lists: Lists | None = None, like: Sequence[View] | None = None
+) -> Iterator[View]:
+    """Those of block-sparse attention, whose queries walk ``lists``, by default the right ones;
+    ``like``: those of the same sequences and heads alone."""
+    wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
     width = np.asarray(question.block_indices).shape[2]
     for b, rows, keys in sequences(question):
         for head_kv in range(question.num_heads_kv):
+            if wanted is not None and (b, head_kv) not in wanted:
+                continue
             heads = heads_of(question, head_kv)
             of = heads * lists.named.shape[1] // question.num_heads_q
             walked, entry, times = lists.keys(b, of)

@@ -11,7 +11,6 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.transfer import Array
-from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 
@@ -20,16 +19,17 @@ Ints = np.ndarray
 class Lists:
     """All lists of a question, (total_q, num_heads_sel, slots); (total_q, 1, 1) of a token alone.
 
-    named: blocks. counted: slots that count. place: of the query among the keys. size: of a block.
-    own: whether the own block is walked where no slot names it. cut: of entries, at the query.
-    times: how often entries count, if not by these. heads: whose factors every query head has,
-    where lists are by query heads.
+    named: blocks. counted: slots that count. place: of the query among the keys, and bound, the
+    last one that it sees of entries that are cut. size: of a block. own: whether the own block is
+    walked where no slot names it. cut: of entries, at the query. times: how often entries count, if
+    not by these. heads: whose factors every query head has, where lists are by query heads.
     """
 
     question: Question
     named: Ints
     counted: Ints
     place: Ints
+    bound: Ints
     size: int
     own: Ints
     cut: Ints
@@ -59,6 +59,17 @@ class Lists:
         return np.asarray(
             -(-_by_token(self.question, np.array(self.question.lengths_k)) // self.size)
         )
+
+    @property
+    def first_block(self) -> Ints:
+        """How many the sequences before have."""
+        of_each = -(-np.array(self.question.lengths_k) // self.size)
+        return _by_token(self.question, np.cumsum(of_each) - of_each)
+
+    @property
+    def last(self) -> Ints:
+        """The last key."""
+        return _by_token(self.question, np.subtract(self.question.lengths_k, 1))
 
     @property
     def limit(self) -> Ints:
@@ -116,7 +127,7 @@ class Lists:
         n, m = self.question.lengths_q[b], self.question.lengths_k[b]
         rows = int(self.question.cu_seqlens_q[b]) + np.arange(n)
         block, times, cut, number = (x[rows][:, heads].swapaxes(0, 1) for x in self._entries)
-        not_after = allowed(n, m, (-1, 0))
+        not_after = np.arange(m) <= self.bound[rows, 0]
         walked: list[tuple[Ints, Ints, Ints]] = []
         for again in range(1 + int(number[times > 0].max(initial=0))):
             h, i, entry = np.nonzero((times > 0) & (number == again))
@@ -151,6 +162,7 @@ def lists_of(question: Question) -> Lists:
     named = np.asarray(question.block_indices).astype(np.int64)
     own = np.full((*named.shape[:2], 1), question.own)
     cut = np.concatenate([np.full(named.shape, question.causal), own | True], axis=2)
-    found = Lists(question, named, cut[..., 1:], np.zeros(1), question.block_size, own, cut)
-    place = found.row + _by_token(question, np.subtract(question.lengths_k, question.lengths_q))
-    return replace(found, counted=found.slots < found.limit, place=place)
+    place = _by_token(question, np.subtract(question.lengths_k, question.lengths_q))
+    found = Lists(question, named, cut[..., 1:], place, place, question.block_size, own, cut)
+    place = found.row + place
+    return replace(found, counted=found.slots < found.limit, place=place, bound=place)

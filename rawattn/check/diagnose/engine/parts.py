@@ -40,20 +40,28 @@ def by_tokens(
     return {n: change(x.T).T if n in BY_HEADS else change(x) for n, x in arrays.items()}
 
 
-def part(question: Question, answers: Answers, first: int, stop: int) -> tuple[Question, Answers]:
-    """The sequences from ``first`` on; without what is summed over all of them, or of one alone."""
-    changes: dict[str, Any] = {}
-    rows = {}
+def part(
+    question: Question, answers: Answers, first: int, stop: int, past: int = 0
+) -> tuple[Question, Answers]:
+    """The sequences from ``first`` on, and keys ``past`` them, with results of 0; without what is
+    summed over all of them, or of one alone."""
+    changes: dict[str, Any] = {"whole": None}
+    rows, kept = {}, {}
     for of in "qk":
         offsets = question.offsets(of)[first : stop + 1]
-        rows[of] = slice(int(offsets[0]), int(offsets[-1]))
+        kept[of] = int(offsets[-1] - offsets[0])
+        rows[of] = slice(int(offsets[0]), int(offsets[-1]) + past * (of == "k"))
         changes |= by_tokens(question, of, itemgetter(rows[of]))
         changes[f"cu_seqlens_{of}"] = offsets - offsets[0]
     if question.seqused_k is not None:
         changes["seqused_k"] = question.seqused_k[first:stop]
-    found = {
-        name: x[:, rows["q"]] if name in BY_ROW else x[rows[side_of(name)]]
-        for name, x in answers.items()
-        if name not in OTHER_ROWS
-    }
+    found = {}
+    for name, x in answers.items():
+        if name in OTHER_ROWS:
+            continue
+        of = side_of(name)
+        found[name] = x[:, rows["q"]] if name in BY_ROW else x[rows[of]]
+        if past and of == "k":
+            found[name] = found[name].copy()
+            found[name][kept[of] :] = 0
     return replace(question, **changes), found

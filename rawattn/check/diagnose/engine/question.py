@@ -36,7 +36,8 @@ class Question:
     they have one. ``out`` and ``lse`` are those that a
     backward pass was given; None where it used those of its own forward. With ``block_indices``
     attention is block-sparse, ``own`` is include_own_block, and ``sliding`` the window of the
-    second branch, None without one.
+    second branch, None without one. ``whole``: the pack that this is the beginning of, for what is
+    read of memory.
     """
 
     q: Array
@@ -65,6 +66,7 @@ class Question:
     sinks: Array | None = None
     tsinks: Array | None = None
     seqused_k: Array | None = None
+    whole: "Question | None" = None
 
     @cached_property
     def lengths_q(self) -> tuple[int, ...]:
@@ -107,6 +109,11 @@ class Question:
     def mask_window(self) -> tuple[int, int]:
         """The window with ``causal`` folded in: causal is a right side of 0."""
         return (self.window[0], 0) if self.causal else self.window
+
+    @property
+    def slots(self) -> int:
+        """How many blocks a list may name."""
+        return 0 if self.block_indices is None else int(self.block_indices.shape[2])
 
     @property
     def sparse(self) -> bool:

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, tile_sums
+from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
@@ -39,9 +40,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         wrong = sample.wrong.keys()
         if not wrong:
             return
-        if question.sparse:
-            yield from _rearranged(sample)
-            continue
         if stage == "backward" and "out" in answers:
             of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
@@ -50,8 +48,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from accumulators.bugs(sample)
         yield from _rearranged(sample)
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
+        of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
         of_tiles = tile_sums.candidates(question, stage, wrong)
-        yield from sample.near(chain(of_tiles, listed), YIELDED, spent() + EFFORT)
+        listed = chain(of_lists, of_tiles, listed)
+        yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 
 def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:

@@ -25,6 +25,7 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 
 LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
+ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but for rounding
 CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
@@ -73,6 +74,7 @@ class Sample:
         rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
         left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
         size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
+        size = size + ZERO * np.square(finite(self.found[name])).mean()
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(left == 0, 0.0, np.sqrt(left / size))
         return np.where(np.isnan(left), np.inf, left)

@@ -24,6 +24,7 @@ from rawattn.check.diagnose.read.probe import (
 )
 
 Array = np.ndarray
+PAST = 128  # keys behind the first sequences, which a tile of these may have read too
 ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 READERS = {"forward": read_forward, "backward": read_backward}
 
@@ -44,12 +45,12 @@ def read_packed(
     A backward pass that had the out and lse of a wrong forward pass tells nothing. Raises
     ValueError where the other sequences are not those of ``packed``.
     """
-    here, given = part(question, answers, 0, batch)
+    here, given = part(question, answers, 0, batch, PAST)
     told = read(_shorter(here), _asked(question, answers, here))
     forward = tuple(reading for reading in told.of if reading.stage == "forward")
     if forward and question.passed is None:
         told = replace(told, of=forward)
-    return here, given, told
+    return replace(here, whole=question), given, told
 
 
 def _asked(question: Question, answers: Answers, like: Question) -> Callable[[str], Ask | None]:

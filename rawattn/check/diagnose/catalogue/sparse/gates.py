@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, readings
+from rawattn.check.diagnose.catalogue.sparse import walks
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, read_as, readings
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
@@ -112,7 +114,7 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
     "slots reversed": lambda x: -np.arange(x.named.shape[2]) + 0 * x.named,
 }
 Place = Callable[[np.ndarray, int], np.ndarray]
-NUMBERS: dict[str, Place] = {  # slots, by the block's number
+PLACES: dict[str, Place] = {  # slots, by a number
     "the last one for those behind": np.minimum,
     "modulo their number": lambda block, last: block % (last + 1),
     "1 for those behind": lambda block, last: np.where(block <= last, block, -1),
@@ -127,15 +129,14 @@ def _other_factors(question: Question, different: Callable[[See], bool]) -> Iter
             if different(see := listed(partial(_reordered, order, before))):
                 yield Bug(name, f"{text}{when}", ALL, see=see)
     x = np.asarray(question.block_scale)
-    for text, place in NUMBERS.items() if x.shape[2] else ():
-        text = f"by the block's number in place of the slot's, {text}"
-        yield Bug(name, text, ALL, steps=_with_gate(x, place))
+    yield from _by_numbers(x, {"the block's number": _block})
     of_axes = {text: read for text, read in readings(question).items() if "int64" not in text}
     of_axes["of the first head"] = lambda x: np.broadcast_to(x[:, :1], x.shape)
     of_axes["of the first slot"] = lambda x: np.broadcast_to(x[..., :1], x.shape)
     for text, read in of_axes.items():
-        if not np.array_equal(read(x), x):
-            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=_with_gate(read(x)))
+        other = read_as(read, question, "block_scale")
+        if not np.array_equal(other, x):
+            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=with_gate(other))
 
 
 def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:
@@ -145,16 +146,45 @@ def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Li
     return replace(x, named=named, counted=counted if counted_before else x.counted)
 
 
-def _with_gate(scale: np.ndarray, place: Place | None = None) -> dict[str, Step]:
-    """Another array for block_scale, or another slot by the number of the key's block, from the
-    scores on."""
+Numbers = Callable[[Context], np.ndarray]  # of every key, below 0 where it has no factor
+
+
+def by_places(question: Question) -> Iterator[Bug]:
+    """Factors that are found by the place of a block in the walk."""
+    numbers: dict[str, Numbers] = {}
+    for words, order in walks.ORDERS.items():
+        for own, too in ((False, ""), (True, ", the own block too")):
+            text = f"the block's place among those that are walked, {words}{too}"
+            numbers[text] = partial(_step, order, own)
+    yield from _by_numbers(np.asarray(question.block_scale), numbers)
+
+
+def _by_numbers(scale: np.ndarray, numbers: Mapping[str, Numbers]) -> Iterator[Bug]:
+    for (what, of), (text, place) in product(numbers.items(), PLACES.items() if scale.size else ()):
+        text = f"by {what} in place of the slot's number, {text}"
+        steps = with_gate(scale, partial(_slot, of, place))
+        yield Bug("sparse-gate-order", text, ALL, steps=steps)
+
+
+def _block(c: Context) -> np.ndarray:
+    key = c.view.keys - c.question.cu_seqlens_k[c.view.sequence]
+    return np.where(c.view.slot >= 0, np.maximum(key, 0) // c.question.block_size, -1)
+
+
+def _step(order: walks.Order, own: bool, c: Context) -> np.ndarray:
+    return np.where((c.view.slot >= 0) | own, walks.walked(c, order)[0], -1)
+
+
+def _slot(of: Numbers, place: Place, c: Context) -> np.ndarray:
+    number = of(c)
+    return np.where(number >= 0, place(np.maximum(number, 0), c.question.slots - 1), -1)
+
+
+def with_gate(scale: np.ndarray, slot: Numbers | None = None) -> dict[str, Step]:
+    """Another array for block_scale, or other slots, from the scores on."""
 
     def S(c: Context) -> Floats:
-        view, question = c.view, c.question
-        if place is not None and view.slot is not None:
-            block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-            slot = np.where(view.slot >= 0, place(np.maximum(block, 0), scale.shape[2] - 1), -1)
-            view = replace(view, slot=slot)
+        view = c.view if slot is None or c.view.slot is None else replace(c.view, slot=slot(c))
         c.G = per_key(view, scale, 1.0)
         return np.asarray(STEPS["S"](c))
 

@@ -27,7 +27,7 @@ def listed(change: Change) -> See:
         if not views or views[0].lists is None:
             return views
         lists = change(replace(views[0].lists, times=None))
-        return list(sparse_views(question, lists))
+        return list(sparse_views(question, lists, views))
 
     return see
 
@@ -141,12 +141,6 @@ def _union(size: int, packed: bool, x: Lists) -> Lists:
     return replace(x, named=every, counted=every >= 0, cut=cut)
 
 
-def _leading(size: int, x: Lists) -> Ints:
-    """The slots of the first query of a tile."""
-    start = x.start[:, 0, 0]
-    return np.asarray(x.named[start + (np.arange(len(start)) - start) // size * size])
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
@@ -157,8 +151,6 @@ TABLE: tuple[Row, ...] = (
     (MISSING, "", where(own=lambda x: x.own & False)),
     (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
     (MISSING, "but where the query is its last one", _own_where(_is_last)),
-    (MISSING, "of the query's number, without seqlen_k - seqlen_q", where(place=lambda x: x.row)),
-    (MISSING, "of the next query", where(place=lambda x: x.place + 1)),
     (TWICE, "of the selection", _again(lambda x: x.exists)),
     (TWICE, "compared with the one before alone", _again(_differs_from_last)),
     (TWICE, "compared with the first slot alone", _again(lambda x: x.named != x.named[..., :1])),
@@ -216,30 +208,32 @@ def rows(question: Question) -> Iterator[Row]:
     }
     for words, of in others.items() if selections > 1 else ():
         for factors, own in ((of, ""), (right, ", with its own gate")):
-            change = partial(_of_heads, of, factors)
+            change = partial(of_heads, of, factors)
             yield ("sparse-other-heads-selection", words + own, change)
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
         for packed, words in ((False, ""), (True, " of the packed array")):
             change = partial(_union, size, packed)
             yield ("sparse-tile-union", f"of {size} queries{words}", change)
-        leading = where(named=partial(_leading, size))
-        yield ("sparse-tile-union", f"of the first one of {size} queries", leading)
 
 
-def _of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
+def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     """Lists by query heads, of other heads."""
     moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
     return replace(x, **moved, heads=factors)
 
 
 def _read(read: Callable[[Ints], Ints], x: Lists) -> Ints:
-    return read(x.named)
+    return read_as(read, x.question, "block_indices").astype(np.int64)
+
+
+def read_as(read: Callable[[Ints], Ints], question: Question, name: str) -> Ints:
+    """An array like block_indices, of the memory of the whole pack."""
+    return read(np.asarray(getattr(question.whole or question, name)))[: len(question.q)]
 
 
 def readings(question: Question) -> dict[str, Callable[[Ints], Ints]]:
     """What the memory of an array like block_indices holds if it is read otherwise."""
-    x, offsets = np.asarray(question.block_indices), np.asarray(question.cu_seqlens_q)
-    g = maps.Geometry((len(x), x.shape[1], x.shape[2]), offsets, offsets, 1, x.shape[1])
+    g = maps.geometry(question.whole or question, "dblock_scale")
     found: dict[str, Callable[[Ints], Ints]] = {
         "int64 as int32": partial(_words, False),
         "int64 as int32, each row from its start": partial(_words, True),

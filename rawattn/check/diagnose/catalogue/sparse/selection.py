@@ -2,16 +2,18 @@
 (``lists``), who sees what of a block, factors (``gates``), and the sliding branch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import distances, within
-from rawattn.check.diagnose.catalogue.sparse import gates
+from rawattn.check.diagnose.catalogue.sparse import gates, misread, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, See, View, views_of
+from rawattn.check.diagnose.catalogue.tiles import tiles
+from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 ALL = tuple(STAGES)
@@ -40,6 +42,16 @@ def _bugs(question: Question) -> Iterator[Bug]:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
         yield from _sliding(question)
+
+
+def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
+    """More of a stage, to be tried on one sequence: arrays that are read elsewhere, parts of walks,
+    and what dense passes have too."""
+    sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
+    of_tiles = (bug for size in sizes for bug in tiles(question, size))
+    factors = () if question.block_scale is None else gates.by_places(question)
+    every = chain(misread.bugs(question), walks.bugs(question, wrong), factors, of_tiles)
+    yield from (bug for bug in every if stage in bug.stages)
 
 
 class Different:
