@@ -61,7 +61,7 @@ def finish_diff(
         terminal.show(console, found, about, full=full)
         console.print()
     if found is not None and html_file is not None:
-        html_file.write_text(page(found, about), encoding="utf-8")
+        html_file.write_text(page(found, full=full), encoding="utf-8")
     if full:
         if found is not None:
             terminal.facts(console, found, full=True)

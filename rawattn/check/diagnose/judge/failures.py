@@ -41,7 +41,6 @@ NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
-Form = tuple[str, str]  # a class of bugs, and which of it
 Hints = dict[tuple[int, ...], list[Bug]]  # by numbers of heads, and whether lengths are equal
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
@@ -70,12 +69,13 @@ def explain_failures(
     until = spent() + 1000 * seconds
     found: list[Kind] = []
     given: dict[str, Any] = {"against": against, "until": until, "hints": {}}
-    shown: frozenset[Form] = frozenset()
+    shown: frozenset[str] = frozenset()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
         diagnosis = explain_failure(candidate, kind[0], other, **given, shown=shown)
-        shown |= {_form(one) for one in diagnosis.findings if one.confidence == "high"}
+        sure = {one.bug for one in diagnosis.findings if one.confidence == "high" and one.proof}
+        shown |= sure - {*NAMELESS}
         found.append((kind, diagnosis))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
     return _joined(f"{candidate.name} against {against}", found, left)
@@ -89,7 +89,7 @@ def explain_failure(
     against: str = "reference",
     until: float = math.inf,
     hints: Hints | None = None,
-    shown: frozenset[Form] = frozenset(),
+    shown: frozenset[str] = frozenset(),
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``.
 
@@ -100,7 +100,7 @@ def explain_failure(
     asked = question_of(candidate.fit(small(case)), clean=True)
     if shown:  # what it has to be for other cases to agree, first
         best = _asked(candidate, asked, other, against, 0.0, Readings(shown=shown), ())
-        if best.findings and all(_form(one) in shown for one in best.findings):
+        if best.findings and {one.bug for one in best.findings} <= shown:
             return best
     told = _read(candidate, asked) if spent() < until else Readings()
     like = asked.num_heads_q, asked.num_heads_kv, asked.lengths_q == asked.lengths_k
@@ -124,10 +124,6 @@ def explain_failure(
         "strides",
     )
     return replace(best, findings=(nothing,))
-
-
-def _form(finding: Finding) -> Form:
-    return finding.bug, finding.proof.form if finding.proof else ""
 
 
 def _of_traps(candidate: Candidate, case: Case) -> list[Finding]:

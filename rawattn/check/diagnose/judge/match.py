@@ -223,7 +223,7 @@ class Stage:
         until: float,
         hints: Sequence[Bug] = (),
         told: Sequence[Bug] = (),
-        shown: Collection[tuple[str, str]] = (),
+        shown: Collection[str] = (),
     ) -> None:
         self.question, self.stage, self.until, self.shown = question, stage, until, shown
         self.hints = [bug for bug in hints if stage in bug.stages]
@@ -252,7 +252,7 @@ class Stage:
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
-        first = [bug for bug in self.listed if (bug.name, bug.variant) in self.shown]
+        first = [bug for bug in self.listed if bug.name in self.shown]
         for bugs in (first, self.told) if precision.name == self.finest.name else ():
             if bugs:
                 yield predictions(self.question, self.answers, self.stage, bugs)
@@ -428,13 +428,13 @@ def judge_stage(
     until: float = math.inf,
     hints: Sequence[Bug] = (),
     told: Sequence[Bug] = (),
-    shown: Collection[tuple[str, str]] = (),
+    shown: Collection[str] = (),
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
     From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
-    other stages have. shown: bugs that other problems have, by class and form; told: what was read
-    of the function: nothing else is tried where these explain everything and have a name.
+    other stages have. shown: classes of bugs that other problems have; told: what was read of the
+    function: nothing else is tried where these explain everything and have a name.
     """
     before, work = cuts(), Stage(question, answers, stage, until, hints, told, shown)
     if not work.tensors:

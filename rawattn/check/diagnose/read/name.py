@@ -34,12 +34,12 @@ NAMELESS = ("unknown", "vacuous", "rounding")
 class Readings:
     """Of all stages that could be asked; ``facts``: why others were not, and what is right.
 
-    shown: bugs that other problems have shown, by class and form, to be tried before any others.
+    shown: classes of bugs that other problems have shown, to be tried before any others.
     """
 
     of: tuple[Said, ...] = ()
     facts: tuple[str, ...] = ()
-    shown: frozenset[tuple[str, str]] = frozenset()
+    shown: frozenset[str] = frozenset()
 
     @property
     def bugs(self) -> list[Bug]:

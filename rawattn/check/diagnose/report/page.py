@@ -15,10 +15,13 @@ FORMAT = """<!doctype html>
 """
 
 
-def page(diagnosis: Diagnosis, about: terminal.About = terminal.NOBODY) -> str:
-    """All that the terminal shows with ``--full``, as HTML text; to be written as UTF-8."""
+def page(
+    diagnosis: Diagnosis, about: terminal.About = terminal.NOBODY, *, full: bool = True
+) -> str:
+    """What the terminal shows with ``--full``, as HTML text; to be written as UTF-8. full: what is
+    right beside it too."""
     console = Console(record=True, width=WIDTH, file=StringIO(), legacy_windows=False)
     terminal.show(console, diagnosis, about, full=True)
-    terminal.facts(console, diagnosis, full=True)
+    terminal.facts(console, diagnosis, full=full)
     text = console.export_html(code_format=FORMAT)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
