@@ -146,7 +146,7 @@ def row_before(a: Any, question: Question) -> Any:
 
 def so_far(c: Head) -> Any:
     tiles = c.j // 16
-    return (c.P * c.dP) @ (tiles <= tiles.T)
+    return (c.P * c.dP) @ (tiles >= tiles.T)
 
 
 def over_tiles(c: Head, D: Any) -> Any:
