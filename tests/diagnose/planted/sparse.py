@@ -367,7 +367,7 @@ _LISTS: Table = (
     ("sparse-masked-block-resets: own last", "f", after_masked(False)),
     ("sparse-queries-lost: capacity", "b", inverted(lambda some: some[:9])),
     ("sparse-queries-lost: first query missing", "b", inverted(lambda some: some[1:])),
-    ("sparse-inverted-lists: no own", "b", _NO_OWN, _OWN),
+    ("sparse-inverted-lists or sparse-own-block-missing: no own", "b", _NO_OWN, _OWN),
     ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
     ("wrong-keys: blocks of twice the size", "fb", placed("wide")),
