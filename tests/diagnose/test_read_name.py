@@ -272,7 +272,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
 }
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
-FINE = ("cos", "late v", "scaled sink")  # 16 bits do not show them
+FINE = ("cos", "late v", "order of v", "scaled sink", "steps")  # 16 bits do not show them
 NOT_PLANTED = ("cos", "NaN", "merged", "one of the group")
 
 

@@ -62,7 +62,9 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         if min(np.ptp(filled), np.ptp(added)) < 8 * noise:
             said.names[:] = ["mask-fill"]
             adds = bool(np.ptp(added) < np.ptp(filled))
-            number = float(np.round((added if adds else filled).mean(), 4)) + 0.0
+            number = float((added if adds else filled).mean())
+            whole = abs(number - np.rint(number)) < noise
+            number = float(np.rint(number) if whole else np.round(number, 4)) + 0.0
             text = f"masked scores are {number:.4g}, not -inf"
             text = f"{number:.4g} is added to masked scores, not -inf" if adds else text
             said.steps["S"] = partial(_filled, number, adds)

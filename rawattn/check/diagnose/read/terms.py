@@ -230,8 +230,10 @@ def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
     if len(knots) < 4:
         return None
     values = field.shares([np.interp(S, knots, row) for row in np.eye(len(knots))])
-    left = field.centred() - field.centred(np.interp(S, knots, values))
-    nearly = np.square(left).sum() < 0.02 * np.square(field.centred()).sum()
+    found = np.interp(S, knots, values)
+    left = np.square(field.centred() - field.centred(found)).sum()
+    noise = field.noise**2 * field.there.sum()
+    nearly = left < max(0.02 * np.square(field.centred()).sum(), noise)
     return (knots, values) if nearly else None
 
 
