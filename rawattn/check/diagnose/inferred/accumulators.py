@@ -29,16 +29,16 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             right, found = (
                 _cut(by_rows(name, x), units) for x in (sample.truth[name], sample.found[name])
             )
-            if not 1 < len(right) <= MOST or not np.isfinite(found).all():
-                continue
             extra = found - right
+            if not 1 < len(right) <= MOST or not np.isfinite(extra).all():
+                continue
             held, there = np.zeros((len(right),) * 2), right.any(axis=1)
             numbers = units[:, 2] * (right.shape[1] // max(int(units[:, 2].max()), 1))
             numbers = numbers if tile else np.full(len(right), right.shape[1])
             for count in np.unique(numbers):  # a short one holds as much of the others
                 own, part = numbers == count, right[there, :count].T
-                found = np.linalg.lstsq(part.T @ part, part.T @ extra[own, :count].T, rcond=1e-9)[0]
-                held[np.ix_(own, there)] = found.T
+                of = np.linalg.lstsq(part.T @ part, part.T @ extra[own, :count].T, rcond=1e-9)[0]
+                held[np.ix_(own, there)] = of.T
             whole = np.rint(held)
             inside = np.arange(right.shape[1]) < numbers[:, None]
             off = np.where(inside, extra - whole @ right, 0.0)
