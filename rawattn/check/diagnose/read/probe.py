@@ -169,7 +169,7 @@ def read_forward(ask: Ask, question: Question) -> Weights:
     sums = P.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         value_head = np.where(np.abs(sums) > 0.1, out[..., 0].T / sums - 1, np.nan)
-    lse = given[0]
+    lse = given[0] if given else None
     for other in given:
         if lse is None or other is None or other.shape != P.shape[:2]:
             lse = None
