@@ -359,17 +359,17 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
     fine = {what: max(_fineness(kind) for _, kind in alike) for what, alike in said.items()}
     tensors = {what: {*WORD.findall(alike[0][0].where)} & KNOWN for what, alike in said.items()}
 
-    def outdone(what: tuple[str, str, str]) -> bool:
-        """Whether cases of finer numbers say something else of the same."""
+    def outdone(what: tuple[str, str, str], nameless: Sequence[str] = ()) -> bool:
+        """Whether cases of finer numbers say something else of the same, that is not nameless."""
         others = (w for w in said if w[0] == what[0] and tensors[w] & tensors[what])
-        return any(fine[other] > fine[what] for other in others)
+        return any(fine[o] > fine[what] and o[1] not in nameless for o in others)
 
     def rank(what: tuple[str, str, str]) -> tuple[bool, bool, int, int]:
         """What the finest numbers show, bugs before what has no name, by confidence, by how often
         they are shown."""
         alike = said[what]
         best = min(one.rank for one, _ in alike)
-        return outdone(what), alike[0][0].bug in NAMELESS, best, -len(alike)
+        return outdone(what, NAMELESS), alike[0][0].bug in NAMELESS, best, -len(alike)
 
     findings: list[Finding] = []
     shown = [diagnosis for _, diagnosis in found] or [Diagnosis(title, ())]
