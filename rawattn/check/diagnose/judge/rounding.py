@@ -33,6 +33,7 @@ from rawattn.check.diagnose.judge.proofs import finding
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 UNEVEN, LARGE = 1.5, 0.6  # noise of a tensor over that of another, and in units of what it may be
+FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 Rounded = Callable[[Floats], Floats]
@@ -84,7 +85,7 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
     """The correlation of an error with a predicted one, and how large that is beside it; zeros
     where there is none."""
     size, of = (float(np.sqrt(np.mean(x**2))) if x.size else 0.0 for x in (error, predicted))
-    if not (0 < size < np.inf and 0 < of < np.inf):
+    if not (0 < size < np.inf and 0 < of < np.inf) or np.count_nonzero(predicted) < FEW:
         return 0.0, 0.0
     return float(np.mean(error * predicted) / (size * of)), of / size
 
