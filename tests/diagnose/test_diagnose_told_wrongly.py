@@ -279,6 +279,14 @@ def test_a_bug_beside_an_option_that_is_not_said(tmp_path: Path) -> None:
     assert any("causal = True is not said" in fact for fact in found.facts)
 
 
+def test_rows_of_nan_are_of_no_option_that_is_not_said(tmp_path: Path) -> None:
+    question = packed((12, 10, 8))
+    answers = only(computed(question), "out", "lse")
+    answers["out"][20:] = np.nan
+    found = explained(tmp_path / "a.npz", question, answers, "softmax_scale")
+    assert first(found).bug == "unknown" and "NaN" in told(found)
+
+
 @pytest.mark.parametrize("name", ["grad_logsumexp", "d_lse", "dsoftmax_lse"])
 def test_a_dlse_by_another_name(tmp_path: Path, name: str) -> None:
     """3"""

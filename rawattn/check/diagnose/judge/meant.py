@@ -75,7 +75,8 @@ def _read(question: Question, answers: Answers) -> np.ndarray | None:
         sums, moments = (_intervals(x) for x in (weights, weights * values))
         with np.errstate(divide="ignore", invalid="ignore"):
             off = np.abs(moments / sums - out[:, row, None, None]).max(axis=0)
-        first, stop = np.unravel_index(np.nanargmin(off), off.shape)
+        off = np.where(np.isnan(off), np.inf, off)
+        first, stop = np.unravel_index(off.argmin(), off.shape)
         if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
             return None
         found[row, first:stop] = True
