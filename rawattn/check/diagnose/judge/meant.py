@@ -159,7 +159,7 @@ def _of_scale(question: Question, answers: Answers) -> Changes:
             lse[at] = c.L
             slope[at] = (c.P * np.where(c.W > 0, c.Y, 0.0)).sum(axis=-1) / s
         there = np.isfinite(lse) & np.isfinite(found)
-        left, by = (found - lse)[there], slope[there]
+        left, by = found[there] - lse[there], slope[there]
         size = float(np.abs(found[there]).max(initial=1e-30))
         return float(np.abs(left).max(initial=0.0)) / size, float(left @ by / (by @ by or 1.0))
 
