@@ -488,6 +488,17 @@ def test_strides_and_rows_past_the_end(case: str, text: str) -> None:
     assert (found.title, found.confidence) == (text, "high")
 
 
+def test_rows_past_the_end_of_a_file(tmp_path: Path) -> None:
+    question = packed((12, 10, 8))
+    offsets = np.array([0, 12, 22])
+    question = replace(question, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    answers = computed(question)
+    assert explained(tmp_path / "a.npz", question, answers).sound
+    answers["out"][25:] = 3.0
+    found = first(explained(tmp_path / "a.npz", question, answers))
+    assert found.title == "rows of out past the last sequence must be 0, and are not"
+
+
 def test_the_finest_numbers_are_believed_first() -> None:
     scaled, in_base_2 = (
         candidate(wrong(hooks, "forward"), "forward")
