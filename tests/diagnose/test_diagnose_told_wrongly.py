@@ -204,6 +204,19 @@ def test_a_narrow_intermediate_is_named(step: str, dtype: Any, of: Any, words: s
     assert words in told(found)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bugs"),
+    [(BFLOAT16, ["narrow-intermediate"]), (np.dtype(np.float16), ["unknown"])],
+    ids=str,
+)
+def test_what_is_too_coarse_for_a_test_is_not_said_to_be_right(dtype: Any, bugs: list[str]) -> None:
+    """Of 10 bits it may be TF32: then it is coarse, and no more is known."""
+    coarse = candidate(wrong(rounded(dtype, "P"), "forward"), "forward")
+    (case,) = [one for one in standard("small") if str(one) == "group3-float64"]
+    (one,) = explain_failures(coarse, [case]).findings
+    assert [one.bug] == bugs and one.where == "forward: out"
+
+
 def test_a_coarse_result_is_said_to_be_coarse() -> None:
     """7: a percent of dq, as bfloat16 in every operation leaves, is not nothing."""
     question = packed((50, 30), BFLOAT16, heads=(2, 1), causal=False)
