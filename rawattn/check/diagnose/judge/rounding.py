@@ -52,7 +52,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     fine = verdict.work.question.dtype.itemsize == 2
     asked = [name for name in noise if coarse or (fine and noise[name] > enough)]
     found = in_16_bits(verdict, side, asked, fine=not coarse) if asked and not zeros else []
-    if not coarse:
+    if found or not coarse:
         return found
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
@@ -66,7 +66,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     # float16 may be TF32, which is allowed and has as many bits
     narrow = not fine and any(" in float16" not in text for text in told)
     coarser = finding(side, "rounding", where, "high", (said, *told))
-    return [*found, _narrow(side, where, [*told, said]) if narrow else coarser]
+    return [_narrow(side, where, [*told, said]) if narrow else coarser]
 
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
