@@ -35,7 +35,7 @@ from rawattn.check.diagnose.judge.failures import (
     reference_answers,
     small,
 )
-from rawattn.check.diagnose.judge.proofs import finding, of_sinks
+from rawattn.check.diagnose.judge.proofs import finding, of_past, of_sinks
 from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
@@ -379,6 +379,7 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
             )
             look = "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
             found.append(_not_shown(name, saved.path, title, look, "proved", (why,)))
+    found += of_past(question, saved.answers, name)
     parting = steps.parting(question, saved.answers, about.get("sequence"))
     if parting is not None:
         agree = f"{', '.join(parting.agree)} right" if parting.agree else ""

@@ -205,6 +205,17 @@ def test_widened_numbers_are_known_again(
     assert any("read as such" in note for note in read(path).notes) == (not said)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_widened_results_of_16_bits_are_known_again(apart: bool, save: Callable[..., Path]) -> None:
+    wanted = problem(dtype=BFLOAT16)
+    wide = {n: a.astype(np.float32) for n, a in wanted[1].items()}
+    given = {n: a for n, a in plain(wanted).items() if n not in wide}
+    files = [save("a.npz", **given, **({} if apart else wide))]
+    found = load_two(*files, *([save("b.npz", **wide)] if apart else []))
+    assert_same((found.questions[-1], found.sides[-1].answers), wanted)
+    assert any("judged as such" in note for note in found.sides[-1].notes)
+
+
 @pytest.mark.parametrize("how", ["uint16", "int16", "void", "suffix"])
 def test_bits_of_bfloat16(how: str, save: Callable[..., Path]) -> None:
     wanted = problem(dtype=BFLOAT16)

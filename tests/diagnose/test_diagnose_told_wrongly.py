@@ -204,6 +204,19 @@ def test_a_narrow_intermediate_is_named(step: str, dtype: Any, of: Any, words: s
     assert words in told(found)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bugs"),
+    [(BFLOAT16, ["narrow-intermediate"]), (np.dtype(np.float16), ["unknown"])],
+    ids=str,
+)
+def test_what_is_too_coarse_for_a_test_is_not_said_to_be_right(dtype: Any, bugs: list[str]) -> None:
+    """Of 10 bits it may be TF32: then it is coarse, and no more is known."""
+    coarse = candidate(wrong(rounded(dtype, "P"), "forward"), "forward")
+    (case,) = [one for one in standard("small") if str(one) == "group3-float64"]
+    (one,) = explain_failures(coarse, [case]).findings
+    assert [one.bug] == bugs and one.where == "forward: out"
+
+
 def test_a_coarse_result_is_said_to_be_coarse() -> None:
     """7: a percent of dq, as bfloat16 in every operation leaves, is not nothing."""
     question = packed((50, 30), BFLOAT16, heads=(2, 1), causal=False)
@@ -277,6 +290,14 @@ def test_a_bug_beside_an_option_that_is_not_said(tmp_path: Path) -> None:
     found = explained(tmp_path / "a.npz", question, wrong, "causal")
     assert names(found) == ["output-scale"]
     assert any("causal = True is not said" in fact for fact in found.facts)
+
+
+def test_rows_of_nan_are_of_no_option_that_is_not_said(tmp_path: Path) -> None:
+    question = packed((12, 10, 8))
+    answers = only(computed(question), "out", "lse")
+    answers["out"][20:] = np.nan
+    found = explained(tmp_path / "a.npz", question, answers, "softmax_scale")
+    assert first(found).bug == "unknown" and "NaN" in told(found)
 
 
 @pytest.mark.parametrize("name", ["grad_logsumexp", "d_lse", "dsoftmax_lse"])
@@ -478,6 +499,17 @@ def test_strides_and_rows_past_the_end(case: str, text: str) -> None:
     (one,) = [one for one in standard("small") if one.name == case]
     (found,) = explain_failures(replace(right, forward=forward), [one]).findings
     assert (found.title, found.confidence) == (text, "high")
+
+
+def test_rows_past_the_end_of_a_file(tmp_path: Path) -> None:
+    question = packed((12, 10, 8))
+    offsets = np.array([0, 12, 22])
+    question = replace(question, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    answers = computed(question)
+    assert explained(tmp_path / "a.npz", question, answers).sound
+    answers["out"][25:] = 3.0
+    found = first(explained(tmp_path / "a.npz", question, answers))
+    assert found.title == "rows of out past the last sequence must be 0, and are not"
 
 
 def test_the_finest_numbers_are_believed_first() -> None:

@@ -209,11 +209,11 @@ def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
     floats = {name: _floating(name, array, said) for name, array in floats.items()}
     arrays.update(floats)
     for narrow in (BFLOAT16, np.dtype(np.float16)):
-        fit = {n for n, a in floats.items() if a.dtype.itemsize > 2 and _fits(a, narrow)}
-        telling = {name for name in fit if _telling(floats[name].ravel()[:1000])}
-        guessed = {"q", "k", "v"} <= telling and bool(telling & set(RESULTS))
+        fit = {n for n, a in floats.items() if a.dtype.itemsize > 2 and fits(a, narrow)}
+        told = {name for name in fit if telling(floats[name].ravel()[:1000])}
+        guessed = {"q", "k", "v"} <= told and bool(told & set(RESULTS))
         if said == narrow.name or (not said and guessed):
-            restored = sorted(fit if said else telling)
+            restored = sorted(fit if said else told)
             arrays.update({name: floats[name].astype(narrow) for name in restored})
             if restored and not said:
                 notes.append(f"{', '.join(restored)}: all numbers are of {narrow}, read as such")
@@ -240,13 +240,13 @@ def _floating(name: str, array: np.ndarray, said: str) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _telling(numbers: np.ndarray) -> bool:
+def telling(numbers: np.ndarray) -> bool:
     """Whether these can hardly be of 16 bits by chance: many, and not only integers."""
     numbers = numbers[np.isfinite(numbers)]
     return len(np.unique(numbers)) >= ENOUGH and bool(np.any(numbers % 1))
 
 
-def _fits(array: np.ndarray, narrow: np.dtype) -> bool:
+def fits(array: np.ndarray, narrow: np.dtype) -> bool:
     """Whether ``narrow`` has all numbers of ``array``."""
     with np.errstate(over="ignore"):
         return np.array_equal(array.astype(narrow).astype(array.dtype), array, equal_nan=True)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, STAGES, Question
+from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS, fits, telling
 from rawattn.check.diagnose.files.layouts import OF_EACH
 from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read
 
@@ -21,6 +21,7 @@ ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
 DEFAULTS = {field.name: field.default for field in fields(Question)}
 ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
 OF_BLOCKS = ("block_size", "own", "sliding")
+NARROW = {n for names in STAGES.values() for n in names} - {*BY_ROW, *OF_SLOTS}  # as inputs are
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
     """Two files, or one alone; one without inputs is read in the light of the other's."""
     a = read(one)
     if other is None:
+        a = _as_of_inputs(a)
         return Pair((a,), (a.question,))
     b = read(other)
     if a.frame is None and b.frame is not None:
@@ -63,7 +65,7 @@ def pair(a: Saved, b: Saved) -> Pair:
     dlse, nor the out and lse that a backward pass was given, which without them were its own.
     ValueError where a file has only some of its inputs, and they are not those of the other.
     """
-    sides = _completed(a, b), _completed(b, a)
+    sides = _as_of_inputs(_completed(a, b)), _as_of_inputs(_completed(b, a))
     first, second = (saved.question for saved in sides)
     if first is None or second is None:
         return Pair(sides, (first, second))
@@ -98,6 +100,22 @@ def _completed(mine: Saved, other: Saved) -> Saved:
     notes = [note for note in mine.notes if note != NO_MASK or "causal" not in assumed]
     notes += [f"{name} is not said: that of {other.path} is assumed" for name in assumed]
     return replace(mine, inputs=taken | given, notes=tuple(notes))
+
+
+def _as_of_inputs(saved: Saved) -> Saved:
+    """Results of nothing but numbers of the inputs' 16 bits, that were saved wider, in 16 bits."""
+    dtype = None if saved.question is None else saved.question.dtype
+    if dtype is None or dtype.itemsize > 2:
+        return saved
+    found = {
+        name: x.astype(dtype)
+        for name, x in saved.answers.items()
+        if name in NARROW and x.dtype.itemsize > 2 and fits(x, dtype) and telling(x.ravel()[:1000])
+    }
+    if not found:
+        return saved
+    note = f"{', '.join(found)}: all numbers are of {dtype}, as the inputs are, and judged as such"
+    return replace(saved, answers=saved.answers | found, notes=(*saved.notes, note))
 
 
 def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -78,7 +78,16 @@ def explain_failures(
         shown |= sure - {*NAMELESS}
         found.append((kind, diagnosis))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
-    return _joined(f"{candidate.name} against {against}", found, left)
+    joined = _joined(f"{candidate.name} against {against}", found, left)
+    return replace(joined, findings=tuple(_as_failing(joined.findings)))
+
+
+def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
+    """Coarse results are no mere note where cases fail and nothing else is found."""
+    if any(one.bug != "rounding" for one in findings):
+        return [*findings]
+    title = "results are less exact than is allowed, as if computed in a coarser dtype"
+    return [replace(one, bug="unknown", title=title, confidence="medium") for one in findings]
 
 
 def explain_failure(

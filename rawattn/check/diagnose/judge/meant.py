@@ -75,7 +75,8 @@ def _read(question: Question, answers: Answers) -> np.ndarray | None:
         sums, moments = (_intervals(x) for x in (weights, weights * values))
         with np.errstate(divide="ignore", invalid="ignore"):
             off = np.abs(moments / sums - out[:, row, None, None]).max(axis=0)
-        first, stop = np.unravel_index(np.nanargmin(off), off.shape)
+        off = np.where(np.isnan(off), np.inf, off)
+        first, stop = np.unravel_index(off.argmin(), off.shape)
         if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
             return None
         found[row, first:stop] = True
@@ -158,7 +159,7 @@ def _of_scale(question: Question, answers: Answers) -> Changes:
             lse[at] = c.L
             slope[at] = (c.P * np.where(c.W > 0, c.Y, 0.0)).sum(axis=-1) / s
         there = np.isfinite(lse) & np.isfinite(found)
-        left, by = (found - lse)[there], slope[there]
+        left, by = found[there] - lse[there], slope[there]
         size = float(np.abs(found[there]).max(initial=1e-30))
         return float(np.abs(left).max(initial=0.0)) / size, float(left @ by / (by @ by or 1.0))
 

@@ -123,6 +123,24 @@ def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
     return [finding(side, "vacuous", "the comparison", "proved", found)] if found else []
 
 
+def of_past(question: Question, answers: Answers, side: str) -> list[Finding]:
+    """Rows behind the last sequence that are not 0."""
+    found: dict[str, str] = {}
+    for name in (n for names in STAGES.values() for n in names if n in answers):
+        x = answers[name]
+        if name not in BY_ROW and len(x) == len(question.sequence_of(name)):
+            there = x[question.sequence_of(name) < 0]
+            if there.any():
+                found[name] = f"{there[there != 0].flat[0]:.4g}"
+    said = [
+        f"rows of {name} past the last sequence hold {number}" for name, number in found.items()
+    ]
+    title = f"rows of {', '.join(found)} past the last sequence must be 0, and are not"
+    look_at = "the bounds of what is stored, and what results begin with"
+    given = (side, "rows-not-written", ", ".join(found), "medium", said)
+    return [finding(*given, title=title, look_at=look_at)] if found else []
+
+
 # ---- sinks ------------------------------------------------------------------------------------
 
 

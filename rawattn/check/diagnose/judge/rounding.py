@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import ml_dtypes
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import (
     FIRST,
     NO_BUG,
@@ -31,6 +32,7 @@ from rawattn.check.diagnose.judge.match import StageVerdict
 from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
+WHOLE = 2**40  # more keys than there are
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 UNEVEN, LARGE = 1.5, 0.6  # noise of a tensor over that of another, and in units of what it may be
 FEW = 16  # numbers that an error must change, for it to follow anything
@@ -51,15 +53,21 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     fine = verdict.work.question.dtype.itemsize == 2
     asked = [name for name in noise if coarse or (fine and noise[name] > enough)]
     found = in_16_bits(verdict, side, asked, fine=not coarse) if asked and not zeros else []
-    if not coarse:
+    if found or not coarse:
         return found
-    off = max((verdict.null[name].relative, name) for name in verdict.tensors)
+    off = {name: verdict.null[name].relative for name in verdict.tensors}
+    most = max(off, key=lambda name: off[name])
     said = (
         f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
-        f"{verdict.precision}, not to that of {finest}: {off[1]} is off by {off[0]:.1g} of its size"
+        f"{verdict.precision}, not to that of {finest}: {most} is off by {off[most]:.1g} of its "
+        "size"
     )
     told = narrowed(verdict, verdict.tensors)
-    return [*found, finding(side, "rounding", stage, "high", (said, *told))]
+    where = f"{stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
+    # float16 may be TF32, which is allowed and has as many bits
+    narrow = not fine and any(" in float16" not in text for text in told)
+    coarser = finding(side, "rounding", where, "high", (said, *told))
+    return [_narrow(side, where, [*told, said]) if narrow else coarser]
 
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
@@ -67,8 +75,15 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     found = in_16_bits(verdict, side, verdict.unexplained)
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
     if not found and (said := narrowed(verdict, verdict.unexplained)):
-        found = [finding(side, "narrow-intermediate", where, "high", said)]
+        found = [_narrow(side, where, said)]
     return found
+
+
+def _narrow(side: str, where: str, said: Sequence[str]) -> Finding:
+    """What ``narrowed`` has found, which is the first of what is ``said``."""
+    form = said[0].partition(" that of ")[2].partition(", which leaves")[0]
+    title = f"{CLASSES['narrow-intermediate'].title}: {form}"
+    return finding(side, "narrow-intermediate", where, "high", said, title=title)
 
 
 def _stored(
@@ -93,11 +108,12 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
 def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> list[str]:
     """Which intermediate in which narrow dtype leaves hardly an error of those that it changes."""
     question, stage = verdict.work.question, verdict.stage
-    if stage not in FIRST or question.dtype == np.float64:
+    if stage not in FIRST:
         return []
     found = {n: verdict.work.pair(n)[0][verdict.work.rows[n]] for n in tensors}
     best = (0, NARROWS, "")  # how many tensors, what is left of their errors
-    for how in (ladder(question.dtype)[0].rounding, NONE)[: 4 // question.dtype.itemsize]:
+    ways = {2: (ladder(question.dtype)[0].rounding, NONE), 8: (NONE,)}
+    for how in ways.get(question.dtype.itemsize, (ladder(question.dtype)[0].rounding,)):
         null = _stored(verdict, tensors, how)
         for bug in _roundings(stage):
             planted = _stored(verdict, tensors, how, bug)
@@ -126,11 +142,18 @@ def _flushed(x: Floats) -> Floats:
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
-    def unnormalised(c: Context) -> Floats:
-        with np.errstate(all="ignore"):
-            size = np.exp(np.where(c.W > 0, c.S, -np.inf).max(axis=2, initial=-np.inf) - c.L)
-        size = np.where(size > 0, size, 1.0)[..., None]
-        return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
+    def unnormalised(tile: int) -> Step:
+        def out(c: Context) -> Floats:
+            """With P beside the maximum of a row so far, that is after the key's ``tile``."""
+            keys = np.arange(c.S.shape[2])
+            last = np.minimum(keys - keys % tile + tile, len(keys)) - 1
+            with np.errstate(all="ignore"):
+                top = np.maximum.accumulate(np.where(c.W > 0, c.S, -np.inf), axis=2)
+                size = np.exp(top[:, :, last] - c.L[..., None])
+            size = np.where(size > 0, size, 1.0)
+            return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
+
+        return out
 
     def after(step: str) -> dict[str, Step]:
         return {step: lambda c: r(STEPS[step](c))}
@@ -138,7 +161,10 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     yield "S", after("Y")
     if stage == "forward":
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
-        yield "exp(S - row maximum)", {"O": unnormalised}
+        yield "exp(S - row maximum)", {"O": unnormalised(WHOLE)}
+        for tile in CHUNKS[2:]:
+            words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
+            yield words, {"O": unnormalised(tile)}
     else:
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         for words, step in {"P": "bP", "D": "D", "dP": "dP", "dS": "dY"}.items():
@@ -151,8 +177,6 @@ def in_16_bits(
     """Errors that follow those of a running sum in 16 bits; ``fine``: beside the rounding that
     right results have too, and of nothing that is nearer to exact values than these are."""
     question, stage, rows = verdict.work.question, verdict.stage, verdict.work.rows
-    if question.dtype.itemsize > 4:
-        return []
     how = ladder(question.dtype)[0].rounding if fine else NONE
     right = _stored(verdict, tensors, how)
     best: tuple[float, str, str] = (FOLLOWS, "", "")

@@ -22,9 +22,11 @@ from rawattn.check.diagnose.engine.question import (
     side_of,
 )
 from rawattn.check.diagnose.evidence import structure
+from rawattn.check.diagnose.evidence.precision import sizes
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.cut import cost
 from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.transfer import Array
 
 OFF = 2.0**-5  # of the size of a row: more than any rounding
 FEW = 4  # sequences on which a bug is tried first
@@ -91,22 +93,45 @@ def _wrong(
     few: Sequence[int] = (),
 ) -> dict[str, np.ndarray]:
     """Rows (tokens, heads) of tensors that are off by more than any rounding; of a ``few``
-    sequences, or of all."""
-    only = (lambda view: view.sequence in few) if few else None
+    sequences, or of all. A row without a bug that cancels is judged by the size of what went in;
+    that of a backward pass must be off whether that had the out and lse of the file or exact ones.
+    """
     found: dict[str, np.ndarray] = {}
     for stage in stages:
         given = None if stage in ("forward", "jvp") else given_to_backward(question, answers)
-        right = solve(question, stage, bug, given=given, only=only)
-        for name in (n for n in STAGES[stage] if n in answers and n in right and n != "delta"):
-            a, b = (
-                by_rows(name, np.asarray(x, dtype=np.float64)) for x in (answers[name], right[name])
-            )
-            sequence = question.sequence_of(side_of(name))
-            inside = (np.isin(sequence, few) if few else sequence >= 0)[:, None]
-            size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
-            with np.errstate(invalid="ignore"):
-                off = np.where(a == b, 0.0, np.abs(a - b)).max(axis=2)
-            allowed = OFF * np.maximum(size, size[inside[:, 0]].mean() if inside.any() else 0.0)
-            bad = inside & (np.nan_to_num(off, nan=np.inf) > allowed)
+        bad = _off(question, answers, stage, bug, few, given)
+        if bad and given is not None and question.passed is None:
+            exact = _off(question, answers, stage, bug, few, None)
+            bad = {name: x & exact[name] for name, x in bad.items() if name in exact}
+        found |= {name: x for name, x in bad.items() if x.any()}
+    return found
+
+
+def _off(
+    question: Question,
+    answers: Answers,
+    stage: str,
+    bug: Bug,
+    few: Sequence[int],
+    given: tuple[Array, Array] | None,
+) -> dict[str, np.ndarray]:
+    """``_wrong`` of a stage that was given these out and lse."""
+    only = (lambda view: view.sequence in few) if few else None
+    right = solve(question, stage, bug, given=given, only=only)
+    found: dict[str, np.ndarray] = {}
+    went_in: Answers | None = None if bug is NO_BUG else {}
+    for name in (n for n in STAGES[stage] if n in answers and n in right and n != "delta"):
+        a, b = (
+            by_rows(name, np.asarray(x, dtype=np.float64)) for x in (answers[name], right[name])
+        )
+        sequence = question.sequence_of(side_of(name))
+        inside = (np.isin(sequence, few) if few else sequence >= 0)[:, None]
+        size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
+        with np.errstate(invalid="ignore"):
+            off = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)).max(axis=2), nan=np.inf)
+        allowed = OFF * np.maximum(size, size[inside[:, 0]].mean() if inside.any() else 0.0)
+        if (inside & (off > allowed)).any():
+            went_in = sizes(question, stage, given) if went_in is None else went_in
+            bad = inside & (off > np.maximum(allowed, OFF * went_in.get(name, 0.0)))
             found |= {name: bad} if bad.any() else {}
     return found
