@@ -44,7 +44,7 @@ def of_all(
     wrong = _wrong(question, answers, question.stages)
     if not wrong:
         return [*findings]
-    forward = wrong.keys() & {*STAGES["forward"]}
+    forward = wrong.keys() & {*(() if question.sparse else STAGES["forward"])}
     rows = next(iter(wrong.values())).any(axis=1)
     few = [int(b) for b in np.unique(question.sequence_of("q")[rows])[:FEW]] if forward else []
     for name, text, asked, bug in _suspects(question) if forward else ():
