@@ -337,7 +337,7 @@ PLANTS = (
     ),
     Plant(
         "sparse: the own block of the next query",
-        ("sparse-own-block-missing",),
+        ("sparse-other-place", "sparse-own-block-missing"),
         ((LISTS, "? position / selection.block_size", "? (position + 1) / selection.block_size"),),
         SELECTED,
     ),

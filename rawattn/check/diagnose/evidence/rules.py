@@ -11,6 +11,7 @@ import numpy as np
 
 Array = np.ndarray
 MOST = 3  # intervals of a rule
+LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 TRIED = 40  # rules of as few intervals as can be, the plainest first
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
 
@@ -61,6 +62,10 @@ class Rule:
         """How many intervals, how many numbers in them, and how large they are."""
         numbers = [x for span in self.spans for x in {*span[1:]} if isinstance(x, int)]
         return len(self.spans), len(numbers), sum(map(abs, numbers))
+
+    @property
+    def plain(self) -> bool:
+        return len(self.spans) < 3 and not {x.feature for x in self.spans} & LENGTHS
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""

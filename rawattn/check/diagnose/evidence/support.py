@@ -52,8 +52,10 @@ class Support:
 
     @property
     def plain(self) -> bool:
-        """Whether rules are such as somebody may have written: of three spans chance makes some."""
-        return all(part.rule is not None and len(part.rule.spans) < 3 for part in self.parts)
+        """Whether rules are such as somebody may have written: of three spans, and of bounds for
+        lengths, chance makes some."""
+        rules = [part.rule for part in self.parts]
+        return all(rule is not None and rule.plain for rule in rules)
 
     @property
     def of_rows(self) -> bool:

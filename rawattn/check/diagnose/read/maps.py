@@ -212,7 +212,8 @@ def transposed_of(read: Weights, noise: float) -> tuple[str, dict[str, Step]] | 
     seen = read.P > 0
     with np.errstate(divide="ignore"):
         T = np.log(np.where(seen, read.P, 1.0)) + read.lse[..., None]
-    for tile, full in product(TILES, (True, False)):
+    longest = max(read.places.question.lengths_k)  # what is one tile has its arguments exchanged
+    for tile, full in product((tile for tile in TILES if tile < longest), (True, False)):
         rows, keys = _turned(tile, full, read.places)
         if (keys != np.arange(keys.shape[1])).any():
             if np.abs(T - read.right.S[:, rows, keys])[seen].max(initial=0.0) < 8 * noise:

@@ -98,6 +98,9 @@ def _with(finding: Finding, said: Said) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
     evidence = dict.fromkeys((*evidence_of(said), *finding.evidence))
     finding = replace(finding, evidence=tuple(evidence))
+    of_rules = finding.proof and said.bug and finding.proof.form == said.bug.variant
+    if of_rules and not said.support.plain and finding.confidence == "high":
+        finding = replace(finding, confidence="medium")
     if finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread:
         confidence = "low" if said.name in PLAIN else "medium"
         return replace(finding, bug=said.name, title=said.title, confidence=confidence)
