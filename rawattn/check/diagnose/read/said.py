@@ -149,16 +149,19 @@ def in_words(term: Term) -> str:
 
 def of_scale(factors: Array, places: Places) -> str:
     """What the factors by head of scores or of their gradients are, in brackets."""
-    q = places.question
-    known = (
-        {} if q.softcap is None else {"the outer factor of the softcap is missing": 1 / q.softcap}
-    )
-    known |= {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
-    known |= {"the default softmax_scale is used": q.q.shape[2] ** -0.5 / q.scale}
+    q, size = places.question, places.question.q.shape[2]
+    known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
+    known |= {"the default softmax_scale is used": size**-0.5 / q.scale}
+    known |= {"that of head_dim_v is used": q.v.shape[2] ** -0.5 / q.scale}
+    padded = next((n for n in (16, 32, 64, 128, 256) if n > size), size)
+    known |= {f"that of head_dim {padded} is used": padded**-0.5 / q.scale}
+    known |= {"1 / the size of the group": 1 / q.group}
+    if q.softcap is not None:
+        known["the outer factor of the softcap is missing"] = 1 / q.softcap
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
     factors = factors[np.abs(factors - 1) > 1e-2]
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
-    text = next((name for name in told if abs(known[name] - 1) > 1e-2), "")
+    text = " or ".join([name for name in told if abs(known[name] - 1) > 1e-2][:3])
     return f" ({text})" if text else ""
 
 

@@ -232,7 +232,8 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         if not text:
             text = f"{by_head(times)} more than the keys that are seen"
         elif not (times == 1).all():
-            name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
+            with np.errstate(divide="ignore"):
+                name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
         said.wrong.append(f"the row sums have {text}")
         said.names.append(name)
         said.steps["softmax"] = _with_mass(partial(_of_rows, times, of))
