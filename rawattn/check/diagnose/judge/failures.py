@@ -169,6 +169,8 @@ def _of_traps(candidate: Candidate, case: Case) -> list[Finding]:
         target = expected.targets[name]
         if target.zeros is None or x.shape != target.reference.shape:
             return []
+        if target.zeros.size != x.shape[target.token_axis]:  # of some heads alone
+            return []
         due = np.where(_along(target.zeros, target, x), 0, x).astype(x.dtype)
         if target.judge(due).verdict == "FAIL":
             return []
