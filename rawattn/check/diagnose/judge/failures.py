@@ -372,6 +372,8 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
 
     def outdone(what: tuple[str, str, str], nameless: Sequence[str] = ()) -> bool:
         """Whether cases of finer numbers say something else of the same, that is not nameless."""
+        if any(one.confidence == "proved" for one, _ in said[what]):
+            return False
         others = (w for w in said if w[0] == what[0] and tensors[w] & tensors[what])
         return any(fine[o] > fine[what] and o[1] not in nameless for o in others)
 
