@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 CONFIDENCE = ("proved", "high", "medium", "low")
+NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 
 
 @dataclass(frozen=True)

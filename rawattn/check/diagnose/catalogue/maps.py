@@ -75,7 +75,7 @@ class Geometry:
 def geometry(question: Question, name: str) -> Geometry:
     """That of an input, a row statistic or a result, by its name; those of row statistics have one
     column."""
-    sides = [np.asarray(x).astype(np.int64) for x in (question.cu_seqlens_q, question.cu_seqlens_k)]
+    sides = [question.offsets(of).astype(np.int64) for of in "qk"]
     of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
     like = question.v if name in ("v", "tv", "out", "dout", "tout", "ddout", "dv", "gv") else None
     columns = 1 if name in STATISTICS else (question.q if like is None else like).shape[2]

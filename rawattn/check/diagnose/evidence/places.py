@@ -35,7 +35,7 @@ class Places:
         q, self.question, self.selection = question, question, selection
         self.query = np.arange(len(q.q))[:, None]
         self.b = np.asarray(q.sequence_of("q")[self.query])
-        self.i = np.asarray(self.query - np.asarray(q.cu_seqlens_q)[self.b])
+        self.i = q.place_of("q")[:, None]
         self.j = np.arange(len(q.k))[None, :] - np.asarray(q.cu_seqlens_k)[self.b]
         self.n, self.m = (np.asarray(x)[self.b] for x in (q.lengths_q, q.lengths_k))
         self.p = np.asarray(self.i + self.m - self.n)

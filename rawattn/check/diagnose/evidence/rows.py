@@ -19,10 +19,8 @@ class Rows:
 
     def __init__(self, question: Question, of: str) -> None:
         side, self.index = ("q", "i") if of == "q" else ("k", "j")
-        b = question.sequence_of(side)
-        offsets = np.asarray(getattr(question, f"cu_seqlens_{side}")).astype(np.int64)
-        self.j = (np.arange(len(b)) - offsets[b])[None]
-        self.inside, self.n = (b >= 0)[None], np.diff(offsets)[b]
+        b, lengths = question.sequence_of(side), np.diff(question.offsets(side).astype(np.int64))
+        self.j, self.inside, self.n = question.place_of(side)[None], (b >= 0)[None], lengths[b]
 
     @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
 from rawattn.check.diagnose.inferred.sample import Sample
 
 MOST = 400  # units
@@ -53,8 +53,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
 
 
 def _tiles(question: Question, name: str, tile: int) -> Units:
-    side = "k" if name in OF_KEYS else "q"
-    offsets = np.asarray(getattr(question, f"cu_seqlens_{side}")).tolist()
+    offsets = question.offsets(name).tolist()
     found = [
         (b, start + first, min(tile, stop - start - first), first // tile)
         for b, (start, stop) in enumerate(pairwise(offsets))

@@ -57,8 +57,7 @@ def _terms(
 
 def _rows(question: Question) -> Iterator[tuple[str, np.ndarray]]:
     """Rows (total_q,) of which there may be a sum."""
-    b = question.sequence_of("q")
-    i = np.arange(len(b)) - np.asarray(question.cu_seqlens_q)[b]
+    b, i = question.sequence_of("q"), question.place_of("q")
     n = np.asarray(question.lengths_q)[b]
     first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
     yield ALL, b >= 0

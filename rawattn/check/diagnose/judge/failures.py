@@ -28,22 +28,20 @@ from rawattn.check.diagnose.engine.question import (
     Answers,
     Question,
 )
-from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
+from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
 
 SIDE = "candidate"
-NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
 Hints = dict[tuple[int, ...], list[Bug]]  # by numbers of heads, and whether lengths are equal
-# fields of a Question that Tensors have too
-ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -116,7 +114,7 @@ def explain_failure(
     others = ({} if hints is None else hints).setdefault(like, [])
     best = _asked(candidate, asked, other, against, until, told, others)
     others += told.general
-    if not best.findings and (trapped := _of_traps(candidate, case)):
+    if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     tried = "a small problem of its kind"
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
@@ -133,61 +131,6 @@ def explain_failure(
         "strides",
     )
     return replace(best, findings=(nothing,))
-
-
-def _of_traps(candidate: Candidate, case: Case) -> list[Finding]:
-    """Strides that are ignored, or rows that must stay 0, where nothing else is wrong."""
-    expected = expect(candidate.fit(case))
-
-    def failing(**changes: Any) -> dict[str, np.ndarray]:
-        tensors = replace(expected.tensors, **changes)
-        found = candidate.run(replace(expected, tensors=tensors))
-        there = ((name, of) for name, of in expected.targets.items() if name in found)
-        return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
-
-    given = {name: getattr(expected.tensors, name) for name in ARRAYS}
-    strided = {n: x for n, x in given.items() if x is not None and not x.flags.c_contiguous}
-    try:
-        wrong = failing()
-        packed = {name: np.ascontiguousarray(x) for name, x in strided.items()}
-        if strided and not failing(**packed):
-            alone = {n: failing(**packed | {n: x}) for n, x in strided.items()}
-            ignored = [name for name, tensors in alone.items() if tensors]
-            said = [
-                f"right with all inputs contiguous; {n} strided: {', '.join(alone[n])} wrong"
-                for n in ignored
-            ]
-            title = f"the strides of {', '.join(ignored)} are ignored, as if they were contiguous"
-            where = ", ".join(wrong)
-            look_at = "where addresses are made: strides of tokens and heads, given or asked for"
-            of = (SIDE, "input-layout", where, "high", said)
-            return [finding(*of, title=title, look_at=look_at)] if ignored else []
-    except Exception:  # of which others tell
-        return []
-    places = []
-    for name, x in wrong.items():
-        target = expected.targets[name]
-        if target.zeros is None or x.shape != target.reference.shape:
-            return []
-        if target.zeros.size != x.shape[target.token_axis]:  # of some heads alone
-            return []
-        due = np.where(_along(target.zeros, target, x), 0, x).astype(x.dtype)
-        if target.judge(due).verdict == "FAIL":
-            return []
-        there = _along(target.zeros, target, x) & (x != 0)
-        past = _along(target.sequence_of < 0, target, x)
-        what = "past the last sequence" if not (there & ~past).any() else "that nothing adds to"
-        places.append(f"rows of {name} {what} must be 0, and are not: {x[there].flat[0]:.4g}")
-    look_at = "the bounds of what is stored, and what results begin with"
-    of = (SIDE, "rows-not-written", ", ".join(wrong), "high", places)
-    return [finding(*of, title=places[0], look_at=look_at)] if places else []
-
-
-def _along(rows: np.ndarray, target: Target, x: np.ndarray) -> np.ndarray:
-    """Tokens as elements."""
-    shape = [1] * x.ndim
-    shape[target.token_axis] = -1
-    return np.broadcast_to(rows.reshape(shape), x.shape)
 
 
 def small(case: Case) -> Case:

@@ -23,7 +23,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import sizes
-from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.findings import NAMELESS, Finding
 from rawattn.check.diagnose.judge.cut import cost
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.transfer import Array
@@ -31,7 +31,6 @@ from rawattn.check.transfer import Array
 OFF = 2.0**-5  # of the size of a row: more than any rounding
 FEW = 4  # sequences on which a bug is tried first
 MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
-NAMELESS = ("unknown", "vacuous", "rounding")
 
 
 def of_all(

@@ -173,16 +173,9 @@ def _with_heads(heads: Array, c: Context) -> Array:
 # ---- another D --------------------------------------------------------------------------------
 
 
-def _term(part: Part) -> Array:
-    """What stands in the place of D, of every pair; NaN where it is not known."""
-    slopes = part.slopes
-    scale = np.where(part.known, part.P * slopes.slope, 1.0)
-    return np.where(part.known, slopes.dP - slopes.dS / scale, np.nan)
-
-
 def _near(part: Part) -> Callable[[Of], bool]:
     """Whether a row term is that of about all pairs of one call, which costs little to ask."""
-    (c, at), T = part.main, _term(part)
+    (c, at), T = part.main, part.row_term
     there = np.isfinite(T[at])
     due = T[at][there]
     size = part.noise * np.abs(due).max(initial=1.0)
@@ -201,7 +194,7 @@ def _row_terms(part: Part) -> Iterator[Change]:
     for text, name, D in _row_sums(part):
         if near(D):
             yield Change([text], name, partial(with_delta, D), whole=True)
-    (c, at), T = part.main, _term(part)
+    (c, at), T = part.main, part.row_term
     there = np.isfinite(T[at])
     for text, sums in ROW_SUMS.items():
         x, due = np.broadcast_to(sums(c)[..., None], T.shape)[at][there], T[at][there]
@@ -292,15 +285,14 @@ def _tiles(part: Part) -> Iterator[Change]:
 
 def _of_tile(tile: int, over: Callable[[Array, Array], Array], c: Context) -> Array:
     keys = np.maximum(c.view.keys, 0)
-    b = c.question.sequence_of("k")[keys]
-    number = (keys - np.asarray(c.question.cu_seqlens_k)[b]) // tile
+    b, number = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys] // tile
     summed = over(number[:, None], number) & (b[:, None] == b)
     return np.asarray(c.P * c.dP @ summed.T.astype(np.float64))
 
 
 def _in_some_pairs(part: Part, second: Callable[[], Part | None]) -> Change | None:
     """D of other rows, or none, where a rule says so, and the right one elsewhere."""
-    T, D = _term(part), part.slopes.D
+    T, D = part.row_term, part.slopes.D
     size = part.noise * np.nanmax(np.abs(T), initial=1.0)
     with np.errstate(invalid="ignore"):
         own = np.abs(T - D) < size
@@ -322,7 +314,7 @@ def _in_some_pairs(part: Part, second: Callable[[], Part | None]) -> Change | No
 
 def _another_term(part: Part) -> Change | None:
     """Whether what stands in the place of D is a number of every row, in every call."""
-    T = _term(part)
+    T = part.row_term
     size = part.noise * np.nanmax(np.abs(T), initial=1.0)
     for _, at in part.slopes.asked:
         there = np.isfinite(T[at])
@@ -335,7 +327,7 @@ def _another_term(part: Part) -> Change | None:
 
 def _shown(part: Part, D: Of) -> Shown:
     """Pairs that tell whether they have D or its own, and those that have."""
-    T = _term(part)
+    T = part.row_term
     size = part.noise * float(np.nanmax(np.abs(T), initial=1.0))
     other = part.of(lambda c: D(c)[..., None] + 0 * c.P)
     with np.errstate(invalid="ignore"):

@@ -10,7 +10,7 @@ from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.sight import sight_of
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
@@ -27,7 +27,6 @@ LOOK_AT = {
 }
 PASSES = {"forward": "forward pass", "backward": "backward pass"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
-NAMELESS = ("unknown", "vacuous", "rounding")
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,12 @@ class Part:
         return c
 
     @cached_property
+    def row_term(self) -> Array:
+        """What stands in the place of D, of every pair; NaN where it is not known."""
+        scale = np.where(self.known, self.P * self.slopes.slope, 1.0)
+        return np.where(self.known, self.slopes.dP - self.slopes.dS / scale, np.nan)
+
+    @cached_property
     def main(self) -> tuple[Context, Any]:
         """The call that tells of the most pairs, and where in dS it is."""
         question, at = max(self.slopes.asked, key=lambda one: np.count_nonzero(self.known[one[1]]))
