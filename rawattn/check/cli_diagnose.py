@@ -314,12 +314,12 @@ def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
 
 
 def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:
-    sides = tuple(part.strip() for part in names.split(",")) if names else None
-    if sides is not None and (len(sides) != 2 or not all(sides)):
+    sides = tuple(part.strip() for part in names.split(",")) if names else ()
+    if names and (len({*sides} - {""}) != 2 or len(sides) != 2):
         raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
     with refused(f"{file}: "):
         text = file.read_text(encoding="utf-8", errors="replace")
-        return explain_log(text, lengths=lengths, names=sides)
+        return explain_log(text, lengths=lengths or (), names=sides)
 
 
 def _of_files(*files: Path) -> Diagnosis:

@@ -1,9 +1,7 @@
-"""Pairs of printed tensors: which two are one quantity of two sides, and how one fits the other.
-
-A pair is cut to the entries that both sides print.
-"""
+"""Pairs of printed tensors: which two are one quantity of two sides, and how one fits the other."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +9,15 @@ from itertools import combinations, product
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import FAR, Flags, Float64, Printed
+from rawattn.check.diagnose.logs.tensor import (
+    FAR,
+    KINDS,
+    OF_GRADIENTS,
+    Flags,
+    Float64,
+    Printed,
+    words_of,
+)
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 
@@ -32,6 +38,11 @@ class Fit:
         constant = self.count >= 4 and self.beyond <= CONSTANT
         return constant and abs(self.slope - 1) > CONSTANT
 
+    @property
+    def larger(self) -> tuple[int, float]:
+        """Which side has the larger values, and how many times as large they are."""
+        return (1, 1 / self.slope) if abs(self.slope) < 1 else (0, self.slope)
+
 
 def fit(a: Float64, b: Float64, a_units: Float64, b_units: Float64) -> Fit | None:
     """None where one side is zero or little more than the last printed digit."""
@@ -49,13 +60,13 @@ class Pair:
     kind: as of one of the two, where that tells. finite: entries that are numbers on both sides;
     of others difference and size are 0. entries: the larger size of each; size: the larger side's
     root mean square. digits: how far two prints of one number may lie apart. noise: what rounding
-    on the way may do, relative to size. hidden: the largest entry of each side where a causal mask
-    would give 0; masked: whether it does, on one side at least; seen: the entries that it leaves.
+    on the way may do, relative to size. masked: whether one side at least has nothing where a
+    causal mask would give 0; seen: the entries that it leaves.
     """
 
-    def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
-        self.a, self.b, self.both, self.sides = a, b, (a, b), sides
-        self.title, self.either = f"{a.title} / {b.title}", " or ".join(sides)
+    def __init__(self, a: Printed, b: Printed) -> None:
+        self.a, self.b, self.both, self.sides = a, b, (a, b), (a.side, b.side)
+        self.title, self.either = f"{a.title} / {b.title}", " or ".join(self.sides)
         kinds = {p.kind for p in self.both} - {""}
         self.kind = kinds.pop() if len(kinds) == 1 else ""
         self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
@@ -69,13 +80,9 @@ class Pair:
         noise = 2.0**-10 if "float16" in dtypes and "bfloat16" not in dtypes else 2.0**-8
         corners = 1 if a.full else 2  # which may be the small part of a tensor
         self.noise = 2.0**-20 if dtypes == {"float64"} else noise * corners
-        self.seen: Flags = np.ones(x.shape, dtype=np.bool_)
-        self.hidden, self.masked = (0.0, 0.0), False
-        if self.kind in ("dS", "P") and x.ndim > 1:
-            self.hidden = a.largest(~a.causal), b.largest(~a.causal)
-            units = (2 * p.units.max() for p in self.both)
-            self.masked = any(x <= unit for x, unit in zip(self.hidden, units, strict=True))
-            self.seen &= a.causal | (not self.masked)
+        square = self.kind in ("dS", "P") and x.ndim > 1
+        self.masked = square and any(p.hidden <= 2 * p.units.max() for p in self.both)
+        self.seen: Flags = np.ones(x.shape, dtype=np.bool_) & (a.causal if self.masked else True)
 
     def within(self, allowed: Float64 | float) -> Flags:
         """Entries that are equal but for ``allowed``, NaN and infinities among them."""
@@ -94,9 +101,9 @@ class Pair:
         alike = self.within(self.noise * entry).all()
         return bool(alike) and spread <= factor * self.noise * self.size
 
-    def fit(self, where: Flags | None = None) -> Fit | None:
+    def fit(self, where: Flags | bool = True) -> Fit | None:
         """a = slope * b on some entries, or on all."""
-        chosen = self.finite if where is None else self.finite & where
+        chosen = self.finite & where
         return fit(*(p.values[chosen] for p in self.both), *(p.units[chosen] for p in self.both))
 
     @cached_property
@@ -117,75 +124,65 @@ def rms(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
-# ---- which two ----------------------------------------------------------------------------------
+def sided(found: Sequence[Printed], names: Sequence[str]) -> list[Printed]:
+    """With whose and of what each is. ValueError where no name has one of ``names`` in it."""
+    for name in names:
+        if not any(name in p.name for p in found):
+            shown = ", ".join(sorted({p.name for p in found if p.name})) or "none"
+            raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
+    told = ((p, *_told(p, sorted(names, key=len, reverse=True))) for p in found)
+    return [replace(p, side=side, quantity=quantity) for p, side, quantity in told]
 
-Labels = dict[int, tuple[str, tuple[str, ...]]]  # by ``start``: whose, and which quantity
+
+def _told(p: Printed, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Which of ``names`` it has in its own, and the other words; without names what its own says
+    besides a quantity, and that, with the numbers in the name."""
+    for name in names:
+        if name in p.name:
+            return name, ("", *words_of(p.name.replace(name, " ", 1)))
+    if names:
+        return p.title, (p.title,)
+    told = KINDS.keys() | OF_GRADIENTS
+    side = " ".join(word for word in p.words if word not in told and not word.isdigit())
+    return side, (p.kind, *filter(str.isdigit, p.words)) if p.kind else ()
 
 
-def paired(found: Sequence[Printed], names: tuple[str, str] | None) -> list[Pair]:
+def paired(found: Sequence[Printed]) -> list[Pair]:
     """Pairs by name, of one quantity and of two sides; by order where a name is printed more than
-    once."""
-    labels = labels_of(found, names)
+    once; any two that are all there is."""
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs: list[Pair] = []
-    for a, b in combinations([p for p in found if p.start in labels], 2):
-        both = a.start, labels[b.start][0]
-        alike = not {a.start, b.start, both} & used and _alike(a, b, labels)
+    for a, b in combinations([p for p in found if p.name], 2):
+        both = a.start, b.side
+        alike = not {a.start, b.start, both} & used and _alike(a, b)
         for one in _pair(a, b) if alike else ():
             used |= {b.start, both}
-            sides = labels[a.start][0], labels[b.start][0]
-            pairs.append(one if names is None else Pair(one.a, one.b, sides))
+            pairs.append(one)
     if not pairs and len(found) == 2 and len({p.kind for p in found} - {""}) < 2:
         pairs = list(_pair(*found))
     return pairs
 
 
-def labels_of(found: Sequence[Printed], names: tuple[str, str] | None) -> Labels:
-    """Which of ``names`` a tensor has in its own, and the other words; without names what its own
-    says besides a quantity, and that, with the numbers in the name."""
-    if names is None:
-        of = {p: (p.kind, *filter(str.isdigit, p.words)) if p.kind else () for p in found}
-        return {p.start: (" ".join(p.side), quantity) for p, quantity in of.items() if p.name}
-    labels: Labels = {}
-    for name in sorted(names, key=len):
-        there = [p for p in found if name in p.name]
-        if not there:
-            shown = ", ".join(sorted({p.name for p in found if p.name})) or "none"
-            raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
-        rest = (replace(p, name=p.name.replace(name, " ", 1)) for p in there)
-        labels |= {p.start: (name, ("", *p.words)) for p in rest}
-    return labels
-
-
-def _alike(a: Printed, b: Printed, labels: Labels) -> bool:
+def _alike(a: Printed, b: Printed) -> bool:
     """Whether two tensors are one quantity of two sides; names that say no quantity must differ in
     one word."""
-    (side, quantity), (other, same) = labels[a.start], labels[b.start]
-    if side == other or quantity != same:
+    if a.side == b.side or a.quantity != b.quantity:
         return False
     unlike = [one for one in zip(a.words, b.words, strict=False) if one[0] != one[1]]
     telling = all(len(word) > 2 and not word.isdigit() for one in unlike for word in one)
     apart = len(a.words) == len(b.words) > 1 and len(unlike) == 1 and telling
-    return bool(quantity) or apart
+    return bool(a.quantity) or apart
 
 
-def _pair(a: Printed, b: Printed) -> Iterator[Pair]:
+def _pair(*both: Printed) -> Iterator[Pair]:
     """Nothing where other entries are printed."""
-    own = ["_".join(w for w in p.side if w not in o.side) for p, o in ((a, b), (b, a))]
-    sides = own[0] or a.title, own[1] or b.title
-    a, b = _thin(a, b.values.ndim), _thin(b, a.values.ndim)
+    a, b = both
     places = zip(a.places, b.places, strict=False)
-    alike = a.values.shape == b.values.shape and all(np.array_equal(*both) for both in places)
     sizes = tuple(map(min, a.sizes, b.sizes))
-    alike &= all(set(both) <= {n, FAR} for n, *both in zip(sizes, a.sizes, b.sizes, strict=False))
-    if alike and a.floating and b.floating and a.values.size:
-        yield Pair(replace(a, sizes=sizes), replace(b, sizes=sizes), sides)
-
-
-def _thin(p: Printed, dimensions: int) -> Printed:
-    """Without leading axes of length 1, as far as the other side has none."""
-    n = 0
-    while p.values.ndim - n > dimensions and p.sizes[n] == 1:
-        n += 1
-    values, units = p.values[(0,) * n], p.units[(0,) * n]
-    return replace(p, values=values, units=units, places=p.places[n:], sizes=p.sizes[n:])
+    alike = a.values.shape == b.values.shape and all(np.array_equal(*at) for at in places)
+    alike &= all({*of} <= {n, FAR} for n, *of in zip(sizes, a.sizes, b.sizes, strict=False))
+    if alike and a.values.size and not any(re.match("u?int|bool|long", p.dtype) for p in both):
+        words = [p.side.split() for p in both]
+        own = ("_".join(w for w in words[n] if w not in words[1 - n]) for n in (0, 1))
+        sides = (side or p.title for side, p in zip(own, both, strict=True))
+        yield Pair(*(replace(p, sizes=sizes, side=s) for p, s in zip(both, sides, strict=True)))

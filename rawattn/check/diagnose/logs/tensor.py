@@ -1,9 +1,8 @@
-"""One printed tensor and one printed figure: what they hold, and what their names tell."""
+"""One printed tensor: what it holds, and what its name tells."""
 
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +20,21 @@ KINDS = {
     **dict.fromkeys(("score", "scores", "logits", "qk"), "S"),
     **dict.fromkeys(("prob", "probs", "probabilities", "softmax"), "P"),
 }
-OF_GRADIENTS = {"grad", "gradient", "d"}
+OF_GRADIENTS = {"grad", "gradient"}
 PARTS = {"tile", "block", "partial", "chunk", "slice", "sub"}
 SIXTEEN_BIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @dataclass(frozen=True, eq=False)
 class Printed:
-    """One printed tensor: what stands in the log, without the elided part.
+    """One printed tensor: what stands in the log, without the elided part and without leading axes
+    of length 1 in front of its rows.
 
     start: where it begins in the log. values: the printed entries; nan where nan was printed.
     units: the step of the last printed digit of each, 0 where the print is exact. places: the
     indices along each axis of the printed entries; counted from the back, so negative, where they
-    stand behind "...". sizes: the length of each axis. dtype: "" where nothing tells.
+    stand behind "...". sizes: the length of each axis. dtype: "" where nothing tells. side: whose
+    it is, in words; quantity: what it is of, () where the name says none.
     """
 
     name: str
@@ -44,26 +45,17 @@ class Printed:
     places: tuple[Integers, ...]
     sizes: tuple[int, ...]
     dtype: str = ""
+    side: str = ""
+    quantity: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         return self.name or f"tensor of line {self.line}"
 
-    @property
-    def floating(self) -> bool:
-        return not self.dtype.startswith(("int", "uint", "bool", "long"))
-
     @cached_property
     def words(self) -> tuple[str, ...]:
         """The name in lower-case words: dS_manual is ds, manual."""
-        pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
-        return tuple(word.lower() for word in re.findall(pattern, self.name))
-
-    @property
-    def side(self) -> tuple[str, ...]:
-        """The words of the name that say no quantity: whose it is."""
-        told = KINDS.keys() | OF_GRADIENTS - {"d"}
-        return tuple(word for word in self.words if word not in told and not word.isdigit())
+        return words_of(self.name)
 
     @property
     def kind(self) -> str:
@@ -72,7 +64,7 @@ class Printed:
         longer = [kind for kind in found if len(kind) > 1]
         if longer or len(set(found)) != 1:
             return longer[0] if longer else ""
-        return f"d{found[0]}" if OF_GRADIENTS & set(self.words) else found[0]
+        return f"d{found[0]}" if {"d", *OF_GRADIENTS} & set(self.words) else found[0]
 
     @property
     def full(self) -> bool:
@@ -80,10 +72,13 @@ class Printed:
         return self.values.size > 0 and self.sizes == self.values.shape
 
     @property
-    def whole(self) -> bool:
-        """Whether whole rows are printed, of the whole matrix, of numbers."""
-        parts = self.values.ndim < 2 or not PARTS.isdisjoint(self.words)
-        return self.full and not parts and bool(np.isfinite(self.values).all())
+    def of_softmax(self) -> bool:
+        """Whether whole rows of a whole dS or P are printed; with numbers in it that no P has only
+        the name says P."""
+        x = self.values
+        weights = self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all())
+        whole = self.full and x.ndim > 1 and PARTS.isdisjoint(self.words)
+        return whole and (weights or self.kind == "dS") and bool(np.isfinite(x).all())
 
     @cached_property
     def causal(self) -> Flags:
@@ -92,23 +87,12 @@ class Printed:
         rows, keys = (np.where(at < 0, at, at - size) for at, size in both)  # from the last one
         return np.asarray(keys <= rows[:, None])
 
-    def largest(self, chosen: Flags) -> float:
-        """The largest of the entries that ``chosen`` of the last two axes are."""
-        return float(np.abs(self.values[..., chosen]).max(initial=0.0))
-
-
-class Number(NamedTuple):
-    """A printed figure; of several in brackets each is one, with its index in the label. context:
-    the headline above it. unit: the step of its last digit, 1 of a count; 0 where it is exact:
-    "0.0" is how Python writes a zero, and 0.0000e+00 is one too.
-    """
-
-    label: str
-    value: float
-    unit: float
-    context: str = ""
-
     @property
-    def error(self) -> bool:
-        """Whether it says how far two results are apart."""
-        return bool(re.search(r"err|diff|residual", self.label, re.IGNORECASE))
+    def hidden(self) -> float:
+        """The largest entry where a causal mask would give 0."""
+        return float(np.abs(self.values[..., ~self.causal]).max(initial=0.0))
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
+    return tuple(word.lower() for word in re.findall(pattern, name))
