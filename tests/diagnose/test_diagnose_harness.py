@@ -73,7 +73,6 @@ def said(diagnosis: Diagnosis, bug: str) -> str:
 def test_a_sound_comparison_has_no_findings(compare: Compare, reference: str | None) -> None:
     diagnosis = examine(compare, reference=reference)
     assert diagnosis.sound and bugs(diagnosis) == []
-    assert {check.verdict for check in diagnosis.checks} == {"pass"}
     assert "0 of 1230 wrong results pass, 0 of 108 right ones do not" in diagnosis.title
 
 

@@ -4,7 +4,7 @@ Long by the list of the faults.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
@@ -99,13 +99,17 @@ class Trial:
     def place(self) -> tuple[str, float, int]:
         return self.dtype, self.size, self.axes
 
+    @property
+    def series(self) -> tuple[str, str, int]:
+        """The same of every size."""
+        return self.name, self.dtype, self.axes
+
 
 def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     """Gravest first. Every wrong that passes is in one of them."""
     right = [trial for trial in trials if trial.due == "pass"]
     broken = {trial.place for trial in right if trial.verdict == "raises"}
-    due = [trial for trial in trials if trial.due == "refuse" and trial.place not in broken]
-    causes = _causes(due)
+    causes = _causes([t for t in trials if t.due == "refuse" and t.place not in broken])
     causes["harness-raises"] = [trial for trial in right if trial.verdict == "raises"]
     causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
     for bug, known in HARNESS.items():
@@ -116,87 +120,73 @@ def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
 
 def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
-    fooled = [trial for trial in due if trial.wrong]
-    held = [trial for trial in due if not trial.wrong]
+    fooled, held = [t for t in due if t.wrong], [t for t in due if not t.wrong]
     passing, refused = ({(t.name, t.place) for t in some} for some in (fooled, held))
-    multiples = [trial for trial in held if trial.kind in ("zeros", "scaled")]
-    larger = {(t.name, t.dtype, t.axes): 0.0 for t in multiples}
-    for t in multiples:
-        larger[t.name, t.dtype, t.axes] = max(t.size, larger[t.name, t.dtype, t.axes])
-    absolute = {t.dtype for t in fooled if t.size < larger.get((t.name, t.dtype, t.axes), 0.0)}
+    blind = not any(t.kind in VALUES for t in held)
+    scaled = sorted((t for t in held if t.kind in ("zeros", "scaled")), key=lambda t: t.size)
+    largest = {t.series: t.size for t in scaled}
+    absolute = {t.dtype for t in fooled if t.size < largest.get(t.series, 0.0)}
     other = {"large": "small", "small": "large"}
     turned = {name: " ".join(other.get(word, word) for word in name.split()) for name, _ in passing}
-    offsets = {
-        t.place for t in fooled if t.kind == "offset" and (turned[t.name], t.place) in refused
-    }
-    noticed = {t.dtype: math.inf for t in due}
+    offsets = [t for t in fooled if t.kind == "offset" and (turned[t.name], t.place) in refused]
+    one_sided = {t.place for t in offsets}
     by_rounding = {(t.name, t.dtype) for t in fooled}  # refused at another size
-    for t in multiples:
+    noticed = {t.dtype: math.inf for t in due}
+    for t in scaled:
         if t.kind == "scaled" and (t.name, t.dtype) not in by_rounding:
             noticed[t.dtype] = min(t.error, noticed[t.dtype])
     lost = {t.place for t in fooled if t.kind == "row" or (t.kind == "element" and t.error >= 1)}
-
-    def all_pass(names: Sequence[str]) -> Callable[[Trial], bool]:
-        return lambda t: all((name, t.place) in passing for name in names)
-
-    def any_passes(t: Trial) -> bool:
-        return True
-
-    blind = not any(trial.kind in VALUES for trial in held)
-    kinds = {trial.kind for trial in fooled} - {"swapped"} if blind else set()
-    claims: tuple[tuple[str, Collection[str], Callable[[Trial], bool]], ...] = (
-        ("harness-accepts-anything", kinds, any_passes),
-        (
-            *("harness-not-symmetric", ("swapped",)),
-            lambda t: (t.name.removesuffix(SWAPPED), t.place) in refused,
-        ),
-        ("harness-ignores-nan", ("nan",), any_passes),
-        ("harness-broadcasts", ("shape",), any_passes),
-        ("vacuous", ("vacuous",), any_passes),
-        ("harness-atol-only", VALUES, lambda t: t.dtype in absolute),
-        ("harness-magnitude-only", VALUES, all_pass(PLACES)),
-        ("harness-ignores-scale", ("scaled", "part"), all_pass(MULTIPLES)),
-        ("harness-passes-zeros", ("zeros",), any_passes),
-        ("harness-one-sided", ("offset",), lambda t: (turned[t.name], t.place) in refused),
-        ("harness-one-sided", ("element",), lambda t: t.place in offsets),
-        (
-            *("harness-averages", ("row", "element")),
-            lambda t: t.place in lost or t.error >= noticed[t.dtype],
-        ),
-        ("harness-too-loose", VALUES, any_passes),
-    )
     causes: dict[str, list[Trial]] = {}
     for t in fooled:
-        first = next((bug for bug, of, claim in claims if t.kind in of and claim(t)), "")
-        causes.setdefault(first, []).append(t)
+        few, values = t.kind in ("row", "element"), t.kind in VALUES
+        shuffled, multiple = (
+            all((name, t.place) in passing for name in names) for names in (PLACES, MULTIPLES)
+        )
+        one_way = t in offsets or (t.kind == "element" and t.place in one_sided)
+        turned_round = (t.name.removesuffix(SWAPPED), t.place) in refused
+        claims = (  # the first that holds
+            ("harness-accepts-anything", blind and t.kind != "swapped"),
+            ("harness-not-symmetric", t.kind == "swapped" and turned_round),
+            ("harness-ignores-nan", t.kind == "nan"),
+            ("harness-broadcasts", t.kind == "shape"),
+            ("vacuous", t.kind == "vacuous"),
+            ("harness-atol-only", values and t.dtype in absolute),
+            ("harness-magnitude-only", values and shuffled),
+            ("harness-ignores-scale", t.kind in ("scaled", "part") and multiple),
+            ("harness-passes-zeros", t.kind == "zeros"),
+            ("harness-one-sided", one_way),
+            ("harness-averages", few and (t.place in lost or t.error >= noticed[t.dtype])),
+            ("harness-too-loose", values),
+        )
+        causes.setdefault(next((bug for bug, holds in claims if holds), ""), []).append(t)
     return causes
 
 
 def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:
     """What the comparison says where of which: a line for all that have this in common."""
-    named: dict[tuple[str, str, str], list[Trial]] = {}
+    named: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
-        named.setdefault((trial.name, trial.verdict, trial.raised), []).append(trial)
-    lines: dict[tuple[str, str], list[str]] = {}
-    for (name, verdict, raised), found in named.items():
-        said = f"{verdict} {raised}".rstrip()
-        lines.setdefault((said, where_of(found, among)), []).append(name)
+        said = f"{trial.verdict} {trial.raised}".rstrip()
+        named.setdefault((trial.name, said), []).append(trial)
+    lines: dict[str, list[str]] = {}
+    for (name, said), found in named.items():
+        lines.setdefault(f"{said} ({where_of(found, among)})", []).append(name)
     most_first = sorted(lines.items(), key=lambda line: -len(line[1]))
-    return [f"{said} ({where}): {'; '.join(names)}" for (said, where), names in most_first]
+    return [f"{said}: {'; '.join(names)}" for said, names in most_first]
 
 
 def where_of(trials: Sequence[Trial], among: Sequence[Trial]) -> str:
     """Dtypes and sizes, such as "float32, float16, size 1; bfloat16, every size"."""
-    sizes: dict[str, set[float]] = {}
-    for trial in trials:
-        sizes.setdefault(trial.dtype, set()).add(trial.size)
-    dtypes: dict[tuple[float, ...], list[str]] = {}
-    for dtype, seen in sizes.items():
-        dtypes.setdefault(tuple(sorted(seen, reverse=True)), []).append(dtype)
-    every = [len({trial.place[n] for trial in among}) for n in range(2)]
+    every_size, every_dtype = ({t.size for t in among}, {t.dtype for t in among})
+    dtypes: dict[str, list[str]] = {}
+    for dtype in dict.fromkeys(t.dtype for t in trials):
+        found = {t.size for t in trials if t.dtype == dtype}
+        some = f"size {', '.join(f'{size:g}' for size in sorted(found, reverse=True))}"
+        dtypes.setdefault("every size" if 1 < len(found) == len(every_size) else some, []).append(
+            dtype
+        )
     parts = []
-    for found, names in dtypes.items():
-        some = f"size {', '.join(f'{size:g}' for size in found)}"
-        dtype = "every dtype" if 1 < len(names) == every[0] else ", ".join(names)
-        parts.append(f"{dtype}, {'every size' if 1 < len(found) == every[1] else some}")
+    for sizes, names in dtypes.items():
+        dtype = "every dtype" if 1 < len(names) == len(every_dtype) else ", ".join(names)
+        parts.append(f"{dtype}, {sizes}")
     return "; ".join(parts)

@@ -5,7 +5,7 @@ rounding (eps) of the largest element.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,25 +36,30 @@ class Pair:
     ref: np.ndarray
     due: str = "refuse"
 
+    @property
+    def error(self) -> float:
+        """The largest error in units of the largest element; inf for NaN and other shapes."""
+        if self.x.shape != self.ref.shape or not self.x.size:
+            return math.inf
+        found, wanted = self.x.astype(np.float64), self.ref.astype(np.float64)
+        error, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
+        return error / largest if math.isfinite(error) and largest else math.inf
+
 
 def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -> list[Pair]:
     """Right results of ``dtype`` with their references, float64 where ``wide``; mildest first."""
     rng = np.random.default_rng(0)
-    exact = _draw(shape, rng, size)
-    kind = dtype_of(dtype)
+    exact, kind = _draw(shape, rng, size), dtype_of(dtype)
     ref = exact if wide else exact.astype(kind)
     ulps = eps_of(dtype) * 2.0 ** np.floor(np.log2(np.abs(exact) + np.finfo(np.float64).tiny))
-    rounded = exact + 0.25 * ulps * rng.uniform(-1, 1, shape)
-    accumulator = min(eps_of(dtype), eps_of("float32"))
-    summed = exact + accumulator * np.abs(exact).max() * rng.uniform(-1, 1, shape)
-    return [
-        Pair(name, "right", x.astype(kind), ref, "pass")
-        for name, x in (
-            ("the reference, rounded to x's dtype", exact),
-            ("the result of another rounding, off by at most an ulp", rounded),
-            ("the same sums in another order", summed),
-        )
-    ]
+    accumulator = min(eps_of(dtype), eps_of("float32")) * np.abs(exact).max()
+    found = {
+        "the reference, rounded to x's dtype": exact,
+        "the result of another rounding, off by at most an ulp": exact
+        + 0.25 * ulps * rng.uniform(-1, 1, shape),
+        "the same sums in another order": exact + accumulator * rng.uniform(-1, 1, shape),
+    }
+    return [Pair(name, "right", x.astype(kind), ref, "pass") for name, x in found.items()]
 
 
 def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -> list[Pair]:
@@ -64,43 +69,44 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     sequences of one length; else there are three sequences.
     """
     rng = np.random.default_rng(0)
-    exact = _draw(shape, rng, size)
-    kind = dtype_of(dtype)
-
-    def typed(array: Float64) -> np.ndarray:
-        return array if wide else array.astype(kind)
-
-    ref, x = typed(exact), exact.astype(kind)
+    exact, kind = _draw(shape, rng, size), dtype_of(dtype)
+    typed = np.dtype(np.float64) if wide else kind
+    ref, x = exact.astype(typed), exact.astype(kind)
     pairs = []
     for name, group, changed in _changed(exact, rng, eps_of(dtype)):
-        wrong = changed if group == "integers" else changed.astype(kind)
-        if error_of(wrong, ref) > GENEROUS * eps_of(dtype):
-            pairs.append(Pair(name, group, wrong, ref))
+        pair = Pair(name, group, changed if group == "integers" else changed.astype(kind), ref)
+        if pair.error > GENEROUS * eps_of(dtype):
+            pairs.append(pair)
             if name in PAIRED:
-                pairs.append(Pair(name + SWAPPED, "swapped", ref, wrong))
-    equal = np.broadcast_to(exact[:1], shape)
+                pairs.append(Pair(name + SWAPPED, "swapped", ref, pair.x))
     shapes = (
-        ("x of shape (1, ...) where ref repeats it", x[:1], typed(equal)),
+        ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
         ("an axis too many, x = ref[None]", x[None], ref),
         ("one too few along the first axis", x[:-1], ref),
         ("one too many along the first axis", np.concatenate([x, x[:1]]), ref),
         ("an empty x", x[:0], ref),
     )
     pairs += [Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape]
-    zeros = np.zeros_like(exact)
-    pairs.append(Pair("x and ref both 0", "vacuous", zeros.astype(kind), typed(zeros)))
-    return pairs
+    return [*pairs, Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref))]
 
 
 def _changed(
     exact: Float64, rng: np.random.Generator, eps: float
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """Name, kind and values of wrong results of the right shape."""
-    rows, back = _packed(exact)
+    batched = exact.ndim == 4  # with heads first
+    tokens_first = (
+        exact.swapaxes(1, 2) if batched else exact.reshape(len(exact), -1, exact.shape[-1])
+    )
+    rows = tokens_first.reshape(-1, *tokens_first.shape[-2:])  # tokens, heads, width
     tokens, heads, _ = rows.shape
     lengths = [tokens // 5, tokens // 3, tokens - tokens // 5 - tokens // 3]
-    lengths = [exact.shape[2]] * exact.shape[0] if exact.ndim == 4 else [n for n in lengths if n]
+    lengths = [exact.shape[2]] * len(exact) if batched else [n for n in lengths if n]
     largest = np.abs(rows).max(initial=0.0)
+
+    def back(changed: Float64) -> Float64:
+        found = changed.reshape(tokens_first.shape)
+        return found.swapaxes(1, 2) if batched else found.reshape(exact.shape)
 
     def spoiled(where: Any, values: Any) -> Float64:
         changed = rows.copy()
@@ -139,16 +145,6 @@ def _changed(
     yield "x cut to int32", "integers", exact.astype(np.int32)
 
 
-def _packed(array: Float64) -> tuple[Float64, Callable[[Float64], Float64]]:
-    """``array`` as (tokens, heads, width), and the way back."""
-    shape = array.shape
-    if array.ndim < 4:
-        return array.reshape(shape[0], -1, shape[-1]), lambda rows: rows.reshape(shape)
-    batch, heads, tokens, width = shape
-    rows = array.swapaxes(1, 2).reshape(batch * tokens, heads, width)
-    return rows, lambda rows: rows.reshape(batch, tokens, heads, width).swapaxes(1, 2)
-
-
 def _draw(shape: Shape, rng: np.random.Generator, size: float) -> Float64:
     return np.asarray(rng.standard_normal(shape).clip(-LARGEST, LARGEST) * size)
 
@@ -161,13 +157,3 @@ def range_of(dtype: str) -> tuple[float, float]:
     """The sizes of data for which wrong results of a dtype are finite and its normal numbers."""
     info = ml_dtypes.finfo(dtype_of(dtype))  # type: ignore[no-untyped-call]
     return float(info.tiny), float(info.max) / 64
-
-
-def error_of(x: np.ndarray, ref: np.ndarray) -> float:
-    """The largest error in units of the largest element; inf for NaN and other shapes."""
-    if x.shape != ref.shape or not x.size:
-        return math.inf
-    found, wanted = x.astype(np.float64), ref.astype(np.float64)
-    error = float(np.abs(found - wanted).max())
-    largest = float(np.abs(wanted).max())
-    return error / largest if math.isfinite(error) and largest else math.inf

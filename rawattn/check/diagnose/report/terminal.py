@@ -23,7 +23,6 @@ FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
 FIGURES = {0: "dim", 1: "black on yellow", 3: "white on red"}  # of a map, from these on
 NUMBERS = ("error", "allowed", "slope", "residual", "largest error")  # columns of them
-TRIAL = re.compile(r"[RW]\d+")  # names of what a comparison was fed: right and wrong results
 
 
 @dataclass(frozen=True)
@@ -189,9 +188,7 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
         console.print(grid)
     for one in diagnosis.maps:
         console.print(Text("\n").join(_map(one, max(LEAST, console.width))), soft_wrap=True)
-    fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
-    title = "what it was fed, and how often its verdict was wrong"
-    title = title if fed else "identities that must hold on a side alone"
+    title = "identities that must hold on a side alone"
     rows: list[tuple[str, ...]] = []
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
