@@ -87,8 +87,6 @@ ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
 
 def entries(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
     """The arrays of a file, its "about", and notes on what it has besides."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no .npz file; write one with numpy.savez(file, q=q, k=k, ...)")
     found: Arrays = {}
@@ -102,18 +100,14 @@ def entries(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
         for name in file.files:
             try:
                 found[name] = file[name]
-            except ValueError as error:
-                if _MEANT.get(_plain(name)) in ("q", "k", "v"):
-                    raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+            except ValueError:
                 notes.append(f"{name} is a Python object (None?) and is not read")
     try:
-        about = json.loads(str(found.pop("about", "{}")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: about is not JSON text ({error})") from error
-    about = about if isinstance(about, dict) else {}
-    for name in about.get("bfloat16", ()):
-        if name in found:
-            found[name] = found[name].view(BFLOAT16)
+        about = dict(json.loads(str(found.pop("about", "{}"))))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: about is not JSON text of names and values ({error})") from error
+    for name in {*about.get("bfloat16", ())} & found.keys():
+        found[name] = found[name].view(BFLOAT16)
     return found, about, notes
 
 
@@ -135,27 +129,24 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
         name = _plain(entry)
         if name.endswith(("_bf16", "_bfloat16")) and array.dtype.itemsize == 2:
             name, array = name.rpartition("_")[0], array.view(BFLOAT16)
-        if name == "s" and array.ndim == 0:
-            name = "softmax_scale"
-        if name in FOREIGN:
-            if array.size and np.any(np.asarray(array, dtype=np.float64)):
-                raise ValueError(
-                    f"{entry} is not 0: there is no reference for attention with it. Save a run "
-                    "without it, and leave the entry out"
-                )
-            continue
+        name = "softmax_scale" if name == "s" and not array.ndim else name
+        if name in FOREIGN and np.any(np.asarray(array, dtype=np.float64)):
+            raise ValueError(
+                f"{entry} is not 0: there is no reference for attention with it. Save a run "
+                "without it, and leave the entry out"
+            )
         meant = name if name in ("layout", "dtype") else _MEANT.get(name)
         if meant is None:
-            if name not in HARMLESS:
-                near = difflib.get_close_matches(name, _MEANT, n=1)
-                hint = f"; is it {_MEANT[near[0]]}?" if near else ""
-                hint = "; say lengths, causal or window instead" if "mask" in name else hint
-                hint = f"; save {PACKED[name]} apart" if name in PACKED else hint
+            near = difflib.get_close_matches(name, _MEANT, n=1)
+            hint = f"; is it {_MEANT[near[0]]}?" if near else ""
+            hint = "; say lengths, causal or window instead" if "mask" in name else hint
+            hint = f"; save {PACKED[name]} apart" if name in PACKED else hint
+            if name not in (*HARMLESS, *FOREIGN):
                 notes.append(f"{entry} is not read: the name means nothing here{hint}")
-            continue
-        if meant in found and not np.array_equal(found[meant], array):
+        elif meant in found and not np.array_equal(found[meant], array):
             raise ValueError(f"{entry} is a second entry for {meant}; leave one of them out")
-        found[meant] = array
+        else:
+            found[meant] = array
     return found
 
 
@@ -182,16 +173,13 @@ _READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
     """The options of a Question, as far as they are said; None where one is said to be none, so
     that of another file does not count."""
-    found: dict[str, Any] = {}
-    for name in OPTIONS:
-        given, (read, want) = arrays.get(name), _READ[name]
+    found: dict[str, Any] = {name: None for name in OPTIONAL if name in arrays}
+    for name in (name for name in OPTIONS if arrays.get(name) is not None):
+        read, want = _READ[name]
         try:
-            if given is not None:
-                found[name] = read(np.asarray(given))
-            elif name in arrays and name in OPTIONAL:
-                found[name] = None
+            found[name] = read(np.asarray(arrays[name]))
         except (ValueError, TypeError) as error:
-            shown = np.asarray(given).tolist()
+            shown = np.asarray(arrays[name]).tolist()
             raise ValueError(f"{name} is {shown!r}; it must be {want}") from error
     return found
 
@@ -209,15 +197,31 @@ def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
     floats = {name: _floating(name, array, said) for name, array in floats.items()}
     arrays.update(floats)
     for narrow in (BFLOAT16, np.dtype(np.float16)):
-        fit = {n for n, a in floats.items() if a.dtype.itemsize > 2 and fits(a, narrow)}
-        told = {name for name in fit if telling(floats[name].ravel()[:1000])}
-        guessed = {"q", "k", "v"} <= told and bool(told & set(RESULTS))
-        if said == narrow.name or (not said and guessed):
-            restored = sorted(fit if said else told)
-            arrays.update({name: floats[name].astype(narrow) for name in restored})
-            if restored and not said:
-                notes.append(f"{', '.join(restored)}: all numbers are of {narrow}, read as such")
+        told = narrowed(floats, narrow, sure=said == narrow.name)
+        guessed = not said and {"q", "k", "v"} <= told.keys() and told.keys() & set(RESULTS)
+        if guessed or said == narrow.name:
+            arrays.update(told)
+            if not said:
+                names = ", ".join(sorted(told))
+                notes.append(f"{names}: all numbers are of {narrow}, read as such")
             return
+
+
+def narrowed(arrays: Arrays, dtype: np.dtype, *, sure: bool = False) -> Arrays:
+    """Those that are wider than ``dtype`` and yet nothing but numbers of it, in it; unless that is
+    ``sure`` so many, and not only integers, that it can hardly be by chance."""
+    found: Arrays = {}
+    for name, array in arrays.items():
+        with np.errstate(over="ignore"):
+            x = array.astype(dtype)
+            if array.dtype.itemsize > 2 and np.array_equal(
+                x.astype(array.dtype), array, equal_nan=True
+            ):
+                numbers = array.ravel()[:1000]
+                numbers = numbers[np.isfinite(numbers)]
+                telling = len(np.unique(numbers)) >= ENOUGH and np.any(numbers % 1)
+                found |= {name: x} if sure or telling else {}
+    return found
 
 
 def _floating(name: str, array: np.ndarray, said: str) -> np.ndarray:
@@ -238,15 +242,3 @@ def _floating(name: str, array: np.ndarray, said: str) -> np.ndarray:
     if array.dtype.kind in "iub" or array.dtype.itemsize > 8:
         return array.astype(np.float64)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def telling(numbers: np.ndarray) -> bool:
-    """Whether these can hardly be of 16 bits by chance: many, and not only integers."""
-    numbers = numbers[np.isfinite(numbers)]
-    return len(np.unique(numbers)) >= ENOUGH and bool(np.any(numbers % 1))
-
-
-def fits(array: np.ndarray, narrow: np.dtype) -> bool:
-    """Whether ``narrow`` has all numbers of ``array``."""
-    with np.errstate(over="ignore"):
-        return np.array_equal(array.astype(narrow).astype(array.dtype), array, equal_nan=True)

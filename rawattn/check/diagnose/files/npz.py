@@ -93,29 +93,28 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
         options = options_of(about.get("options", {}) | arrays)
         layout = layout_of(arrays.pop("layout", about.get("layout")))
         restore(arrays, arrays.pop("dtype", None), notes)
-        inputs = {name: arrays.pop(name) for name in list(arrays) if name not in RESULTS}
-        inputs = {name: array for name, array in inputs.items() if name not in OPTIONS}
-        if {"q", "k", "v"} <= inputs.keys():
-            frame = frame_of(inputs, layout, notes)
-            if "causal" not in options:
-                notes.append(NO_MASK)
-        elif frame is not None and layout:
+        arrays = {name: array for name, array in arrays.items() if name not in OPTIONS}
+        whole = {"q", "k", "v"} <= arrays.keys()
+        if whole:
+            frame = frame_of(arrays, layout, notes)
+            notes += [NO_MASK] if "causal" not in options else []
+        elif frame is None:
+            answers = {n: array for n, array in arrays.items() if n in RESULTS}
+            return Saved(str(path), options, answers, tuple(notes), None)
+        elif layout:
             frame = replace(frame, letters={len(layout): layout})
-        if frame is None:
-            return Saved(str(path), options, arrays, tuple(notes), None)
-        said = {*options, *inputs, *(OFFSETS if set(LENGTHS) & inputs.keys() else ())}
-        whole = {"q", "k", "v"} <= inputs.keys()
-        given = {x: frame.offsets[x] if whole else offsets_of(inputs, x) for x in "qk"}
-        found = {f"cu_seqlens_{x}": offsets for x, offsets in given.items() if offsets is not None}
-        for name, array in (inputs | arrays).items():
-            if name not in LENGTHS:
-                found[name] = place(name, array, frame, notes)
+        found: dict[str, Any] = {}
+        for side in "qk":
+            offsets = frame.offsets[side] if whole else offsets_of(arrays, side)
+            found |= {} if offsets is None else {f"cu_seqlens_{side}": offsets}
+        for name in (name for name in arrays if name not in LENGTHS):
+            found[name] = place(name, arrays[name], frame, notes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    called = {entry: name for name, entry in GIVEN.items()}
-    answers = {n: array for n, array in found.items() if n in RESULTS}
-    fields_of = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
+    said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
     left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
+    called = {entry: name for name, entry in GIVEN.items()}
+    inputs = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
+    answers = {n: array for n, array in found.items() if n in RESULTS}
     told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
-    fields_of |= options
-    return Saved(str(path), fields_of, answers, tuple(notes), frame, left_out, told)
+    return Saved(str(path), inputs | options, answers, tuple(notes), frame, left_out, told)

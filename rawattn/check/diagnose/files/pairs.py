@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, STAGES, Question
-from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS, fits, telling
+from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS, narrowed
 from rawattn.check.diagnose.files.layouts import OF_EACH
 from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read
 
@@ -45,26 +45,19 @@ class Difference(NamedTuple):
 
 
 def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
-    """Two files, or one alone; one without inputs is read in the light of the other's."""
+    """Two files with what each is judged by, or one alone.
+
+    A file without q, k and v is read in the light of the other, and has all of its inputs. One that
+    has them takes over what it does not say where these are the same in both; but not dlse, nor
+    the out and lse that a backward pass was given, which without them were its own. ValueError
+    where a file has only some of its inputs, and they are not those of the other.
+    """
     a = read(one)
     if other is None:
         a = _as_of_inputs(a)
         return Pair((a,), (a.question,))
-    b = read(other)
-    if a.frame is None and b.frame is not None:
-        a = read(one, b.frame)
-    elif b.frame is None and a.frame is not None:
-        b = read(other, a.frame)
-    return pair(a, b)
-
-
-def pair(a: Saved, b: Saved) -> Pair:
-    """Two files with what each is judged by. A file without q, k and v has all inputs of the other.
-
-    One that has them takes over what it does not say where these are the same in both; but not
-    dlse, nor the out and lse that a backward pass was given, which without them were its own.
-    ValueError where a file has only some of its inputs, and they are not those of the other.
-    """
+    b = read(other, a.frame)
+    a = read(one, b.frame) if a.frame is None and b.frame is not None else a
     sides = _as_of_inputs(_completed(a, b)), _as_of_inputs(_completed(b, a))
     first, second = (saved.question for saved in sides)
     if first is None or second is None:
@@ -77,12 +70,9 @@ def pair(a: Saved, b: Saved) -> Pair:
 def _completed(mine: Saved, other: Saved) -> Saved:
     """``mine`` with those inputs of ``other`` that it lacks, and may have."""
     given, lent = mine.inputs, other.inputs
-    differ = {
-        name: found
-        for name in PROBLEM
-        if name in given and name in lent
-        if (found := _difference(name, given, lent)) and not found.rounding
-    }
+    both = [name for name in PROBLEM if name in given and name in lent]
+    differences = ((name, _difference(name, given, lent)) for name in both)
+    differ = {name: found for name, found in differences if found and not found.rounding}
     if mine.question is None:
         for name, difference in differ.items():
             raise ValueError(
@@ -107,15 +97,10 @@ def _as_of_inputs(saved: Saved) -> Saved:
     dtype = None if saved.question is None else saved.question.dtype
     if dtype is None or dtype.itemsize > 2:
         return saved
-    found = {
-        name: x.astype(dtype)
-        for name, x in saved.answers.items()
-        if name in NARROW and x.dtype.itemsize > 2 and fits(x, dtype) and telling(x.ravel()[:1000])
-    }
-    if not found:
-        return saved
+    found = narrowed({n: x for n, x in saved.answers.items() if n in NARROW}, dtype)
     note = f"{', '.join(found)}: all numbers are of {dtype}, as the inputs are, and judged as such"
-    return replace(saved, answers=saved.answers | found, notes=(*saved.notes, note))
+    notes = (*saved.notes, note) if found else saved.notes
+    return replace(saved, answers=saved.answers | found, notes=notes)
 
 
 def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -135,17 +120,14 @@ def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], t
             there, not_there = paths if other is None else paths[::-1]
             text = f"only in {there}; {not_there} is judged as a run that had none"
             alike.setdefault(text, []).append(called)
-    both_sparse = a.sparse and b.sparse
-    differ = {
-        "causal" if a.causal != b.causal else "window": a.mask_window != b.mask_window,
-        "softmax_scale": not math.isclose(a.scale, b.scale, rel_tol=1e-6),
-        "softcap": a.softcap != b.softcap,
-        **{n: both_sparse and getattr(a, n) != getattr(b, n) for n in OF_BLOCKS},
-    }
-    for name in (name for name, apart_there in differ.items() if apart_there):
-        values = (a.scale, b.scale) if name == "softmax_scale" else (vars(a)[name], vars(b)[name])
-        said = (f"{x:g}" if isinstance(x, float) else str(x) for x in values)
-        apart.append(f"{name} is {' and '.join(said)}")
+    names = ("softmax_scale", "softcap", *(OF_BLOCKS if a.sparse and b.sparse else ()))
+    mask = ("causal" if a.causal != b.causal else "window",) * (a.mask_window != b.mask_window)
+    for name in (*mask, *names):
+        one, other = (x.scale if name == "softmax_scale" else getattr(x, name) for x in (a, b))
+        floats = isinstance(one, float) and isinstance(other, float)
+        if one != other and not (floats and math.isclose(one, other, rel_tol=1e-6)):
+            said = (f"{x:g}" if isinstance(x, float) else str(x) for x in (one, other))
+            apart.append(f"{name} is {' and '.join(said)}")
     return tuple(apart), tuple(f"{', '.join(names)}: {text}" for text, names in alike.items())
 
 
@@ -171,20 +153,16 @@ def _difference(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Differ
     count = f"in {np.count_nonzero(off)} of {off.size} numbers"
     if one.dtype.kind in "iu":
         return Difference(f"differs {count}")
-    if _rounded(one, other, off):
+    infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
+    info = max(infos, key=lambda info: float(info.eps))
+    with np.errstate(all="ignore"):
+        allowed = 2 * float(info.eps) * np.abs(second) + 2 * float(info.smallest_subnormal)
+        alike = (one.astype(info.dtype) == other.astype(info.dtype)) | (
+            off <= allowed
+        )  # to inf too
+    if alike.all():
         dtypes = " and ".join(dict.fromkeys(x.dtype.name for x in (one, other)))
         return Difference(f"the same but for rounding ({dtypes})", rounding=True)
     largest = off[np.isfinite(off)].max(initial=0.0)
     how = f"differs by up to {largest:.3g}" if largest else "is NaN or inf at other places"
     return Difference(f"{how}, {count}")
-
-
-def _rounded(one: np.ndarray, other: np.ndarray, off: np.ndarray) -> bool:
-    """Whether the difference is no more than both dtypes' rounding, to inf too."""
-    infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
-    coarse = max(infos, key=lambda info: float(info.eps))
-    with np.errstate(all="ignore"):
-        allowed = 2 * float(coarse.eps) * np.abs(other.astype(np.float64))
-        allowed = allowed + 2 * float(coarse.smallest_subnormal)
-        same = one.astype(coarse.dtype) == other.astype(coarse.dtype)
-    return bool((same | (off <= allowed)).all())
