@@ -16,7 +16,6 @@ from rawattn.check.diagnose.logs.rows import Rows
 from rawattn.check.diagnose.logs.rules import OTHER_MASK, Log, differs
 from rawattn.check.diagnose.logs.text import Number, read_log
 
-REPEATED = re.compile(r"repeat|rerun|run.to.run|bitwise|determin|same", re.IGNORECASE)
 MAY_BE = {  # where an identity fails and nothing else is known
     "I1": ("padded-keys", "neighbour-leak", "not-normalised"),
     "I2": ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p"),
@@ -74,9 +73,9 @@ def _vacuous(figures: Sequence[Number], pairs: Sequence[Pair]) -> Iterator[Findi
         where = ", ".join(pair.title for pair in pairs)
         said = ("every printed entry of both sides is 0",)
         yield finding("both", "vacuous", where, "high" if exact else "medium", said)
-    errors = [f for f in figures if f.error and not REPEATED.search(f"{f.context} {f.label}")]
+    errors = [f for f in figures if f.of == "errors"]
     zero = ", ".join(dict.fromkeys(f.label for f in errors if not f.value and f.exact))
-    sized = any(not f.error and f.value and "." in f.written for f in figures)
+    sized = any(f.of == "sizes" and f.value for f in figures)
     large = any(not f.value <= 2.0**-20 or not (f.value or f.exact) for f in errors)
     if zero and not sized and not large and not any(x.agrees and x.size > 0 for x in pairs):
         evidence = (

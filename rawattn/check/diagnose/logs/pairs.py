@@ -24,18 +24,17 @@ CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed
 
 @dataclass(frozen=True)
 class Fit:
-    """a = slope * b by least squares. residual: relative; ``beyond``: the same less what the
+    """a = slope * b by least squares, of ``count`` numbers. residual: relative, less what the
     printed digits explain."""
 
     slope: float
     residual: float
-    beyond: float
     count: int
 
     @property
     def factor(self) -> bool:
         """Whether it is a constant other than 1."""
-        constant = self.count >= 4 and self.beyond <= CONSTANT
+        constant = self.count >= 4 and self.residual <= CONSTANT
         return constant and abs(self.slope - 1) > CONSTANT
 
     @property
@@ -49,9 +48,8 @@ def fit(a: Float64, b: Float64, a_units: Float64, b_units: Float64) -> Fit | Non
     if a.size < 2 or rms(a) <= 2 * rms(a_units) or rms(b) <= 2 * rms(b_units):
         return None
     slope = float(a @ b) / float(b @ b)
-    left, size = rms(a - slope * b), rms(a)
-    digits = float(np.mean(a_units**2 + (slope * b_units) ** 2)) / 12
-    return Fit(slope, left / size, math.sqrt(max(0.0, left**2 - digits)) / size, a.size)
+    digits = (rms(a_units) ** 2 + (slope * rms(b_units)) ** 2) / 12
+    return Fit(slope, math.sqrt(max(0.0, rms(a - slope * b) ** 2 - digits)) / rms(a), a.size)
 
 
 class Pair:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.proofs import finding
-from rawattn.check.diagnose.logs.pairs import CONSTANT, Pair, fit
+from rawattn.check.diagnose.logs.pairs import CONSTANT, Fit, Pair, fit
 from rawattn.check.diagnose.logs.rows import Rows, few, listed, rows_named
 
 DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
@@ -38,24 +38,6 @@ def _finding(
 def differs(pair: Pair, log: Log) -> Finding:
     """The first that applies; the order is from proofs to descriptions."""
     return next(found for rule in RULES if (found := rule(pair, log)) is not None)
-
-
-def _not_finite(pair: Pair, log: Log) -> Finding | None:
-    broken = [~np.isfinite(p.values) for p in pair.both]
-    if (broken[0] == broken[1]).all():
-        return None
-    worse = int(broken[1].sum() > broken[0].sum())
-    rows = [label for label, row in pair.rows.items() if broken[worse][row].any()]
-    counts = (f"{p.title}: {x.sum()}" for p, x in zip(pair.both, broken, strict=True))
-    return _finding(
-        *(pair, worse, "unknown", "medium"),
-        [f"printed entries that are NaN or infinite: {', '.join(counts)}; {rows_named(rows)}"],
-        where=pair.both[worse].title,
-        title="NaN or infinity where the other side has numbers",
-        others=("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        look_at="rows without an allowed key, masked tiles, exp of large scores: print such a "
-        "row's scores",
-    )
 
 
 def _unmasked(pair: Pair, log: Log) -> Finding | None:
@@ -99,7 +81,7 @@ def _shares(pair: Pair, bad: int) -> list[float]:
     fits = [one for row in pair.rows.values() if (one := pair.fit(row)) is not None]
     ratios = [1 / one.slope if bad else one.slope for one in fits]
     likely = ratios and max(ratios) <= 1 + CONSTANT and abs(ratios[-1] - 1) <= CONSTANT
-    return ratios if likely and all(one.beyond <= CONSTANT for one in fits) else []
+    return ratios if likely and all(one.residual <= CONSTANT for one in fits) else []
 
 
 def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
@@ -133,17 +115,29 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
 
 
 def _constant_factor(pair: Pair, log: Log) -> Finding | None:
-    """One factor between two sides: which one, and whether padding explains it."""
-    found = pair.fit()
-    if found is None or not found.factor:
+    """One factor between two sides, or of P between their scores: which one, and whether padding
+    explains it."""
+    fits = {
+        pair.title: pair.fit(),
+        f"log of {pair.title}, less its mean in each row,": _powers(pair),
+    }
+    factors = ((what, of) for what, of in fits.items() if of is not None and of.factor)
+    what, found = next(factors, ("", None))
+    if found is None:
         return None
     larger, ratio = found.larger
     side, other = pair.sides[larger], pair.sides[1 - larger]
     said = [
-        f"{pair.title} = {found.slope:.4g} on the {found.count} entries that both print (residual "
+        f"{what} = {found.slope:.4g} on the {found.count} entries that both print (residual "
         f"{found.residual:.1%}), so a constant"
     ]
     head_dim = (pair.a.sizes or (1,))[-1]
+    if what != pair.title:
+        root = round(ratio**2)
+        named = f" = sqrt({root})" if _near(ratio, root**0.5) else ""
+        said.append(f"the scores of {side} are {ratio:.4g}{named} times those of {other}")
+        look_at = f"softmax_scale, head_dim ** -0.5: {side} lacks it, or {other} applies it twice"
+        return _finding(pair, larger, "score-scale", "medium", said, look_at=look_at)
     if pair.kind == "lse" and _near(ratio, LOG2_E):
         return _finding(pair, larger, "lse-base-2", "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
     if pair.kind in ("dQ", "dK") and _near(ratio, math.sqrt(head_dim)):
@@ -181,29 +175,19 @@ def _padding(pair: Pair, log: Log, ratio: float) -> dict[int, float]:
     return {n: mean for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]}
 
 
-def _powers(pair: Pair, log: Log) -> Finding | None:
-    """P of one side is a power of that of the other, row by row: its scores are multiplied."""
-    a, b = pair.a.values, pair.b.values
-    if pair.kind != "P" or a.ndim < 2:
+def _powers(pair: Pair) -> Fit | None:
+    """Of the logarithms of P, row by row: where the scores of one side are multiplied, its P is a
+    power of that of the other."""
+    a, b = pair.both
+    if pair.kind != "P" or a.values.ndim < 2:
         return None
-    there = pair.finite & (np.minimum(a, b) > DIGITS * np.maximum(pair.a.units, pair.b.units))
+    there = pair.finite & (np.minimum(a.values, b.values) > DIGITS * np.maximum(a.units, b.units))
     several = there.sum(axis=-1, keepdims=True)
     there &= several > 1
-    logs = [np.log(np.where(there, x, 1.0)) for x in (a, b)]
+    logs = [np.log(np.where(there, p.values, 1.0)) for p in pair.both]
     x, y = ((z - z.sum(-1, keepdims=True) / np.maximum(several, 1))[there] for z in logs)
     found = fit(x, y, 0 * x, 0 * y)
-    if found is None or not found.factor or found.slope <= 0:
-        return None
-    larger, ratio = found.larger
-    root = round(ratio**2)
-    named = f" = sqrt({root})" if _near(ratio, root**0.5) else ""
-    side, other = pair.sides[larger], pair.sides[1 - larger]
-    said = (
-        f"log P of {side} is {ratio:.4g}{named} times that of {other} in every row (residual "
-        f"{found.residual:.1%}): so are its scores"
-    )
-    look_at = f"softmax_scale, head_dim ** -0.5, once: {side} lacks it, or {other} applies it twice"
-    return _finding(pair, larger, "score-scale", "medium", [said], look_at=look_at)
+    return found if found is not None and found.slope > 0 else None
 
 
 def _near(ratio: float, value: float) -> bool:
@@ -212,7 +196,7 @@ def _near(ratio: float, value: float) -> bool:
 
 def _structure(pair: Pair, log: Log) -> Finding:
     """No known relation: which rows differ."""
-    found, worst = pair.fit(), float(pair.difference.max(initial=0.0))
+    worst = float(pair.difference.max(initial=0.0))
     evidence = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
     evidence += [f"{p.title} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     alike = pair.within(4 * pair.noise * (pair.size + pair.entries))
@@ -220,9 +204,17 @@ def _structure(pair: Pair, log: Log) -> Finding:
     unlike = [label for label in pair.rows if label not in equal]
     if equal:
         evidence.append(f"{pair.title}: equal in {rows_named(equal)}, not in {rows_named(unlike)}")
-    elif found is not None:
-        left = f"a slope of {found.slope:.3g} leaves {found.residual:.0%}"
-        evidence.append(f"no constant factor: {left}")
+    broken = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
+    if broken[0] != broken[1]:
+        worse = int(broken[1] > broken[0])
+        of = f"{broken[worse]} printed entries of {pair.both[worse].title} are NaN or infinite"
+        return _finding(
+            *(pair, worse, "unknown", "medium", [of, *evidence]),
+            title="NaN or infinity where the other side has numbers",
+            others=("dead-rows", "masked-tile-nan", "no-max-subtraction"),
+            look_at="rows without an allowed key, masked tiles, exp of large scores: print such a "
+            "row's scores",
+        )
     return _finding(
         *(pair, None, "unknown", "low", evidence),
         title="the two sides differ, in no way that these entries explain",
@@ -231,4 +223,4 @@ def _structure(pair: Pair, log: Log) -> Finding:
     )
 
 
-RULES = (_not_finite, _unmasked, _wrong_delta, _constant_factor, _powers, _structure)
+RULES = (_unmasked, _wrong_delta, _constant_factor, _structure)

@@ -16,8 +16,7 @@ TOKEN = re.compile(rf"\[|\]|\.\.\.|(?:true|false|{NUMBER})(?![\w.])", re.IGNOREC
 CONTENTS = re.compile(rf"(?:{TOKEN.pattern}|[\s,])*", re.IGNORECASE)
 START = re.compile(
     rf"(?:\b(?:tf|torch|np|numpy|jnp|cp|mx)\.)?\b(?P<form>tensor|array|asarray)\s*\(\s*"
-    rf"(?:(?P<factor>{NUMBER})\s*\*\s*)?(?P<call>\[|{NUMBER}(?=[\s,)]))"
-    r"|(?<![\w\])(.'\"])(?P<bare>\[)",
+    rf"(?:(?P<factor>{NUMBER})\s*\*\s*)?\[|(?<![\w\])(.'\"])\[",
     re.IGNORECASE,
 )
 TRAILER = re.compile(
@@ -30,42 +29,26 @@ FIGURE = re.compile(
     r"(?P<suffix>\s*(?:[mun]?s\b|%))?",
     re.IGNORECASE,
 )
+REPEATED = re.compile(r"repeat|rerun|run.to.run|bitwise|determin|same", re.IGNORECASE)
 
 
 class Number(NamedTuple):
-    """A printed figure, as it is written; of several in brackets each is one, with its index in
-    the label. context: the headline above it. error: whether it says how far two results are apart.
-    exact: of a zero, whether it is no rounded one, as Python writes it or with an exponent.
+    """A printed figure; of several in brackets each is one, with its index in the label.
+
+    of: "errors" where it says how far two results are apart, "repeats" where these are of one code,
+    "counts" of a whole number, "sizes" else. exact: of a zero, whether it is no rounded one, as
+    Python writes it or with an exponent.
     """
 
     label: str
-    written: str
-    context: str
-
-    @property
-    def value(self) -> float:
-        return float(self.written)
-
-    @property
-    def error(self) -> bool:
-        return bool(re.search(r"err|diff|residual", self.label, re.IGNORECASE))
-
-    @property
-    def exact(self) -> bool:
-        return "e" in self.written.lower() or self.written.lstrip("+-") in ("0.0", ".0")
+    value: float
+    of: str
+    exact: bool
 
 
-class Contents(NamedTuple):
-    """What a log holds. text: without colours and the like."""
-
-    text: str
-    tensors: tuple[Printed, ...]
-    figures: tuple[Number, ...]
-
-
-def read_log(text: str) -> Contents:
-    """Every tensor that ``text`` prints, in torch's or NumPy's form, and every labelled figure
-    outside of tensors; times and headlines are left out.
+def read_log(text: str) -> tuple[str, list[Printed], list[Number]]:
+    """The text without colours and the like; every tensor that it prints, in torch's or NumPy's
+    form; and every labelled figure outside of tensors, but for times and headlines.
 
     Raises ValueError where a tensor begins that cannot be read: cut off, ragged, not of real
     numbers.
@@ -74,27 +57,26 @@ def read_log(text: str) -> Contents:
     found, rest = [], ""
     after = at = 0
     while start := START.search(text, at):
-        opening = start.start("bare") if start["bare"] else start.start("call")
-        at, line = opening + 1, text.count("\n", 0, opening) + 1
+        opening, at, surely = start.end() - 1, start.end(), start["form"] is not None
+        line = text.count("\n", 0, opening) + 1
         try:
-            data = _data(text, opening, surely=not start["bare"])
+            data = _data(text, opening, surely=surely)
         except ValueError as error:
             raise ValueError(f"the tensor printed at line {line}: {error}") from None
         if data is None:
             continue
-        strings, layout, end = data
-        flat = strings.ndim == 1 and ("," in text[opening:end] or strings.size < 2)
-        if start["bare"] and (not strings.size or flat):
-            at = end
+        strings, layout, at = data
+        flat = strings.ndim == 1 and ("," in text[opening:at] or strings.size < 2)
+        if not surely and (not strings.size or flat):
             continue
         trailer = ""
-        if start["call"] and (match := TRAILER.match(text, end)):
-            trailer, end = match[0], match.end()
+        if surely and (match := TRAILER.match(text, at)):
+            trailer, at = match[0], match.end()
         name = _name(text[max(after, start.start() - 2000) : start.start()])
         found.append(_printed(name, line, start, strings, layout, trailer))
-        rest += text[after : start.start() if strings.ndim else end]
-        after = at = end
-    return Contents(text, tuple(found), tuple(_figures(rest + text[after:])))
+        rest += text[after : start.start()]
+        after = at
+    return text, found, list(_figures(rest + text[after:]))
 
 
 def _clean(text: str) -> str:
@@ -111,10 +93,6 @@ Layout = list[tuple[int, int | None]]  # by axis: entries before "...", and afte
 def _data(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, Layout, int] | None:
     """The numbers from ``at`` on as they are written, their layout, and where they end; None for
     what cannot be read and may be prose, or a quoted program."""
-    if text[at] != "[":
-        match = re.compile(NUMBER, re.IGNORECASE).match(text, at)
-        assert match is not None
-        return np.array(match[0]), [], match.end()
     run = CONTENTS.match(text, at)
     assert run is not None
     stack: list[list[Any]] = [[]]
@@ -224,12 +202,15 @@ def _figures(text: str) -> Iterator[Number]:
     context = ""
     for line in text.split("\n"):
         if re.match(r"\s*(==|--|##|\*\*)", line):
-            context = line.strip(" =-#*")
+            context = line
             continue
         for match in FIGURE.finditer(line):
             label = match["label"].strip(" ,;\t|")
-            values = (
-                re.findall(NUMBER, match["value"], re.IGNORECASE) if not match["suffix"] else []
-            )
+            values = [] if match["suffix"] else re.findall(NUMBER, match["value"], re.IGNORECASE)
             for n, value in enumerate(values):
-                yield Number(f"{label} [{n}]" if len(values) > 1 else label, value, context)
+                of = "sizes" if "." in value else "counts"
+                if re.search(r"err|diff|residual", label, re.IGNORECASE):
+                    of = "repeats" if REPEATED.search(f"{context} {label}") else "errors"
+                exact = "e" in value.lower() or value.lstrip("+-") in ("0.0", ".0")
+                which = f"{label} [{n}]" if len(values) > 1 else label
+                yield Number(which, float(value), of, exact)
