@@ -122,7 +122,6 @@ def refused(where: str = "") -> Iterator[None]:
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--lengths", type=counts, help="tokens of the sequences that the log is about.")
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
@@ -131,7 +130,6 @@ def refused(where: str = "") -> Iterator[None]:
 def explain_command(
     files: tuple[Path, ...],
     log_file: Path | None,
-    lengths: tuple[int, ...] | None,
     class_: str | None,
     names: str | None,
 ) -> Told | None:
@@ -150,12 +148,11 @@ def explain_command(
         with refused():
             terminal.show_class(report.console(), class_)
         return None
-    if files and (lengths or names):
-        raise click.UsageError("--lengths and --names are for --log; files say it in their arrays")
+    if files and names:
+        raise click.UsageError("--names is for --log; files are two sides by themselves")
     if log_file:
-        tokens = ",".join(map(str, lengths)) if lengths else None
-        again = _repeated("explain", log=log_file, lengths=tokens, names=names)
-        return _of_log(log_file, lengths, names), terminal.About(again=again)
+        again = _repeated("explain", log=log_file, names=names)
+        return _of_log(log_file, names), terminal.About(again=again)
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -313,13 +310,13 @@ def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
     return lambda finding: shlex.join(command)
 
 
-def _of_log(file: Path, lengths: tuple[int, ...] | None, names: str | None) -> Diagnosis:
+def _of_log(file: Path, names: str | None) -> Diagnosis:
     sides = tuple(part.strip() for part in names.split(",")) if names else ()
     if names and (len({*sides} - {""}) != 2 or len(sides) != 2):
         raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
     with refused(f"{file}: "):
         text = file.read_text(encoding="utf-8", errors="replace")
-        return explain_log(text, lengths=lengths or (), names=sides)
+        return explain_log(text, names=sides)
 
 
 def _of_files(*files: Path) -> Diagnosis:

@@ -75,7 +75,6 @@ sdpa_grad_seq: tensor([[ 0.0603, -0.0205, -0.0413,  ...,  0.0718, -0.0400, -0.14
         [ 0.0610, -0.0239, -0.0403,  ...,  0.0786, -0.0393, -0.1543]],
        device='cuda:0', dtype=torch.bfloat16)
 """
-LENGTHS = (448, 1280, 1856, 960, 704, 512, 1856, 1344)
 
 # errors of a second derivative in float16
 ERRORS = """\
@@ -111,12 +110,11 @@ def test_masks() -> None:
 
 
 def test_padding() -> None:
-    diagnosis = explain_log(PADDING, lengths=LENGTHS)
+    diagnosis = explain_log(PADDING)
     finding = only(diagnosis)
-    said = " ".join(finding.evidence)
-    assert (finding.side, finding.bug, finding.confidence) == ("sdpa", "padded-keys", "medium")
-    assert "3.976 on the 36 entries" in said and "448 tokens would have m = 1.06" in said
-    assert "448 tokens" in finding.where
+    assert finding.bug == "unknown" and "padded-keys" in finding.alternatives
+    assert "constant factor of 3.976" in finding.title
+    assert "3.976 on the 36 entries" in finding.evidence[0] and "another length" in finding.look_at
     assert any("varlen_q.grad" in fact for fact in diagnosis.facts)
 
 
@@ -264,8 +262,7 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
         other = {"dS": dS, "P": P, "out": out, "lse": a.L[:, 0], **gradients(a, dS, P)}
         other = {name: rounded(values, dtype) for name, values in other.items()}
         text = log_of(form, right, other, causal)
-        lengths = (rows, rows + 7) if seed % 2 else None
-        diagnosis = explain_log(text, lengths=lengths)
+        diagnosis = explain_log(text)
         assert diagnosis.sound, (seed, diagnosis.findings)
         assert not [c for c in diagnosis.checks if c.verdict == "FAIL"]
 
@@ -303,9 +300,7 @@ def test_wrong_delta(seed: int) -> None:
 def test_a_plain_factor_is_no_padding() -> None:
     values = np.random.default_rng(6).standard_normal((448, 64))
     text = f"dv_ref: {torch_like(values)}\ndv_kernel: {torch_like(values / 4)}\n"
-    finding = only(explain_log(text, lengths=LENGTHS))
-    assert finding.bug == "unknown" or finding.confidence in ("medium", "low")
-    causal = only(explain_log("causal=True\n" + text, lengths=LENGTHS))
+    causal = only(explain_log("causal=True\n" + text))
     assert causal.bug == "unknown" and "padded-keys" not in causal.alternatives
 
 

@@ -23,15 +23,13 @@ MAY_BE = {  # where an identity fails and nothing else is known
 }
 
 
-def explain_log(text: str, *, lengths: Sequence[int] = (), names: Sequence[str] = ()) -> Diagnosis:
+def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     """What the tensors and errors that ``text`` prints prove.
 
-    lengths: of the sequences, where they are known. names: two words, each in the names of one
+    names: two words, each in the names of one
     side's tensors; found without them where the names say a quantity. Raises ValueError where
     there is nothing to judge, or what there is cannot be read.
     """
-    if lengths and (min(lengths) < 0 or not any(lengths)):
-        raise ValueError(f"lengths must be counts of tokens, not all of them 0; were {lengths}")
     text, printed, figures = read_log(text)
     pairs = paired(sided(printed, names))
     known = {p.start: p for p in (*sided(printed, names), *(p for x in pairs for p in x.both))}
@@ -42,7 +40,7 @@ def explain_log(text: str, *, lengths: Sequence[int] = (), names: Sequence[str] 
     shown = any(one.masked for one in rows.values())
     causal = shown or said == {"true"} if shown or len(said) == 1 else None
     checks = tuple(check for one in softmax for check in one.checks(bool(causal)))
-    log = Log(lengths, rows, causal)
+    log = Log(rows, causal)
     found = [one for own in rows.values() for one in own.judged()]
     found += [differs(pair, log) for pair in pairs if not pair.agrees]
     findings = _merged([*found, *_vacuous(figures, pairs)])

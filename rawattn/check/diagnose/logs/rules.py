@@ -9,10 +9,9 @@ import numpy as np
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import CONSTANT, Fit, Pair, fit
-from rawattn.check.diagnose.logs.rows import Rows, few, listed, rows_named
+from rawattn.check.diagnose.logs.rows import Rows, listed, rows_named
 
 DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
-LIKELY = (0.98, 1.7)  # the mean of exp(score), of scores around 0 that vary by up to 1
 SHRUNK = ("", "O", "dV")  # what zero keys in the denominator divide by nearly one number
 LOG2_E = 1 / math.log(2)
 OTHER_MASK = "mask-missing-in-backward"
@@ -22,7 +21,6 @@ class Log(NamedTuple):
     """What holds for the whole log. rows: of printed dS, by ``start``. causal: None where the log
     does not say, or says both."""
 
-    lengths: Sequence[int]
     rows: dict[int, Rows]
     causal: bool | None
 
@@ -115,8 +113,7 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
 
 
 def _constant_factor(pair: Pair, log: Log) -> Finding | None:
-    """One factor between two sides, or of P between their scores: which one, and whether padding
-    explains it."""
+    """One factor between two sides, or of P between their scores: which one."""
     fits = {
         pair.title: pair.fit(),
         f"log of {pair.title}, less its mean in each row,": _powers(pair),
@@ -145,34 +142,13 @@ def _constant_factor(pair: Pair, log: Log) -> Finding | None:
         said.append(f"{words}, or {other} applies it twice")
         return _finding(pair, larger, "output-scale", "medium", said)
     shrunk = not log.causal and ratio >= 1 and pair.kind in SHRUNK
-    means = _padding(pair, log, ratio) if shrunk else {}
-    if means:
-        told = few([f"{n} tokens would have m = {mean:.3g}" for n, mean in means.items()])
-        said.append(
-            f"zero keys up to the longest sequence, {max(log.lengths)}, divide by 1 + (longest - n)"
-            f" / (n m), m the mean of exp(score): {told}. {other} has the smaller values: it is "
-            "the side that attends to padding"
-        )
-        where = f"{pair.title}, the sequence of {' or '.join(map(str, means))} tokens"
-        sure, others = "medium" if len(means) == 1 else "low", ("padded-grad-out",)
-        return _finding(pair, 1 - larger, "padded-keys", sure, said, where=where, others=others)
     return _finding(
         *(pair, None, "unknown", "medium", said),
         title=f"the two sides differ by a constant factor of {ratio:.4g}",
         others=("padded-keys", "padded-grad-out") if shrunk else (),
         look_at="where the result is scaled: softmax_scale, a mean for a sum, a head count; "
-        "padding gives another ratio for each length (--lengths says how long the sequences are)",
+        "print a sequence of another length: padding gives another ratio for each",
     )
-
-
-def _padding(pair: Pair, log: Log, ratio: float) -> dict[int, float]:
-    """The lengths of which ``ratio`` may be that of zero keys up to the longest sequence, each of
-    which adds e^0 = 1 to the denominator; and the mean weight of the own keys then."""
-    longest = max(log.lengths, default=0)
-    rows = {*pair.a.sizes[:-1]} & {*log.lengths}
-    tried = (n for n in sorted(rows or {*log.lengths}) if 0 < n < longest)
-    means = {n: (longest - n) / (n * (ratio - 1)) for n in tried}
-    return {n: mean for n, mean in means.items() if LIKELY[0] <= mean <= LIKELY[1]}
 
 
 def _powers(pair: Pair) -> Fit | None:
