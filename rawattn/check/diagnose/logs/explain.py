@@ -33,7 +33,7 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     text, printed, figures = read_log(text)
     pairs = paired(sided(printed, names))
     known = {p.start: p for p in (*sided(printed, names), *(p for x in pairs for p in x.both))}
-    sides = [replace(p, side=p.side.replace(" ", "_") or p.title) for p in known.values()]
+    sides = [replace(p, side=p.side.replace(" ", "_") or p.name) for p in known.values()]
     softmax = [Rows(p) for p in sides if p.of_softmax]
     rows = {one.printed.start: one for one in softmax if one.printed.kind == "dS"}
     said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
@@ -58,7 +58,7 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
         agree = f"agree to {share:.1%} of their size" if pair.agrees else "differ"
         facts.append(f"{pair.title}: {pair.a.values.size} entries are printed of both, and {agree}")
     compared = {p.start for pair in pairs for p in pair.both}
-    alone = ", ".join(dict.fromkeys(p.title for p in printed if p.start not in compared))
+    alone = ", ".join(dict.fromkeys(p.name for p in printed if p.start not in compared))
     facts += [f"without a partner to compare with: {alone}"] if alone else []
     return Diagnosis("what the log proves", tuple(findings), checks, facts=tuple(facts))
 

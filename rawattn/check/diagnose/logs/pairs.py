@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Pair:
 
     def __init__(self, a: Printed, b: Printed) -> None:
         self.a, self.b, self.both, self.sides = a, b, (a, b), (a.side, b.side)
-        self.title, self.either = f"{a.title} / {b.title}", " or ".join(self.sides)
+        self.title, self.either = f"{a.name} / {b.name}", " or ".join(self.sides)
         kinds = {p.kind for p in self.both} - {""}
         self.kind = kinds.pop() if len(kinds) == 1 else ""
         self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
@@ -107,14 +107,12 @@ class Pair:
     @cached_property
     def rows(self) -> dict[str, Flags]:
         """The entries of every printed row that a mask leaves; none of a line of numbers."""
-        axes = self.finite.shape[:-1]
-        long = [axis for axis, size in enumerate(axes) if size > 1] or [len(axes) - 1]
         found = {}
-        for index in product(*map(range, axes)) if axes else ():
-            at = [str(self.a.places[axis][index[axis]]) for axis in long]
+        for index in np.ndindex(self.seen.shape[:-1]) if self.seen.ndim > 1 else ():
+            at = [str(x[n]) for x, n in zip(self.a.places, index, strict=False) if len(x) > 1]
             row = np.zeros_like(self.seen)
             row[index] = self.seen[index]
-            found[at[0] if len(at) == 1 else f"[{', '.join(at)}]"] = row
+            found[f"[{', '.join(at)}]" if len(at) > 1 else "".join(at) or "0"] = row
         return found
 
 
@@ -126,7 +124,7 @@ def sided(found: Sequence[Printed], names: Sequence[str]) -> list[Printed]:
     """With whose and of what each is. ValueError where no name has one of ``names`` in it."""
     for name in names:
         if not any(name in p.name for p in found):
-            shown = ", ".join(sorted({p.name for p in found if p.name})) or "none"
+            shown = ", ".join(sorted({p.name for p in found})) or "none"
             raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
     told = ((p, *_told(p, sorted(names, key=len, reverse=True))) for p in found)
     return [replace(p, side=side, quantity=quantity) for p, side, quantity in told]
@@ -139,7 +137,7 @@ def _told(p: Printed, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         if name in p.name:
             return name, ("", *words_of(p.name.replace(name, " ", 1)))
     if names:
-        return p.title, (p.title,)
+        return p.name, (p.name,)
     told = KINDS.keys() | OF_GRADIENTS
     side = " ".join(word for word in p.words if word not in told and not word.isdigit())
     return side, (p.kind, *filter(str.isdigit, p.words)) if p.kind else ()
@@ -150,7 +148,7 @@ def paired(found: Sequence[Printed]) -> list[Pair]:
     once; any two that are all there is."""
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs: list[Pair] = []
-    for a, b in combinations([p for p in found if p.name], 2):
+    for a, b in combinations(found, 2):
         both = a.start, b.side
         alike = not {a.start, b.start, both} & used and _alike(a, b)
         for one in _pair(a, b) if alike else ():
@@ -182,5 +180,5 @@ def _pair(*both: Printed) -> Iterator[Pair]:
     if alike and a.values.size and not any(re.match("u?int|bool|long", p.dtype) for p in both):
         words = [p.side.split() for p in both]
         own = ("_".join(w for w in words[n] if w not in words[1 - n]) for n in (0, 1))
-        sides = (side or p.title for side, p in zip(own, both, strict=True))
+        sides = (side or p.name for side, p in zip(own, both, strict=True))
         yield Pair(*(replace(p, sizes=sizes, side=s) for p, s in zip(both, sides, strict=True)))

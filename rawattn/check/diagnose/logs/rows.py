@@ -41,19 +41,19 @@ class Rows:
     @property
     def said(self) -> str:
         sums = f"{listed(self.sums)} (rounding excuses {self.allowed.max():.1g})"
-        return f"rows of {self.printed.title} must sum to 0, but sum to {sums}"
+        return f"rows of {self.printed.name} must sum to 0, but sum to {sums}"
 
     @property
     def where(self) -> str:
         rows = np.unique(np.nonzero(self.wrong)[-1])
-        return f"{self.printed.title}, {rows_named([str(row) for row in rows])}"
+        return f"{self.printed.name}, {rows_named([str(row) for row in rows])}"
 
     def judged(self) -> Iterator[Finding]:
         """What a dS on its own proves, which needs no other side."""
         if self.masked_delta:
-            most, first = (_small(np.abs(x).max()) for x in (self.inside, self.inside[..., 0]))
+            most, first = (f"{np.abs(x).max():.1g}" for x in (self.inside, self.inside[..., 0]))
             inside = (
-                f"{self.printed.title}: each row up to the diagonal does sum to 0 (off by {most} "
+                f"{self.printed.name}: each row up to the diagonal does sum to 0 (off by {most} "
                 f"at most, by {first} in the first row, which sees one key): D is that of the "
                 "masked output, P that of all keys"
             )
@@ -73,16 +73,12 @@ class Rows:
             at = np.unravel_index(int((off - allowed).argmax()), off.shape)
             verdict = "pass" if off[at] <= allowed[at] else "FAIL"
             verdict = verdict if p.values.any() else "vacuous"
-            where = f"{p.title}, row {int(at[-1])}"
+            where = f"{p.name}, row {int(at[-1])}"
             yield Check(p.side, name, text, float(off[at]), float(allowed[at]), verdict, where)
 
 
 def listed(values: Float64 | Sequence[float], digits: int = 4) -> str:
     return few([f"{value:z.{digits}f}" for value in np.ravel(values)])
-
-
-def _small(value: float) -> str:
-    return "0" if value < 1e-12 else f"{value:.1g}"
 
 
 def rows_named(labels: Sequence[str]) -> str:

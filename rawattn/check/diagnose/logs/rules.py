@@ -48,26 +48,26 @@ def _unmasked(pair: Pair, log: Log) -> Finding | None:
         return None
     own, right = log.rows.get(p.start), log.rows.get(other.start)
     said = [
-        f"{p.title} above the diagonal: up to {p.hidden:.3g}, where masked keys must give 0; "
-        f"{other.title}: 0"
+        f"{p.name} above the diagonal: up to {p.hidden:.3g}, where masked keys must give 0; "
+        f"{other.name}: 0"
     ]
     shares = _shares(pair, bad)
     if shares:
         said.append(
-            f"{p.title} / {other.title} on the visible entries is constant in each row "
+            f"{p.name} / {other.name} on the visible entries is constant in each row "
             f"({listed(shares, 3)}): the share of the softmax that falls on visible keys"
         )
     if own is not None and own.wrong.any():
         if right is not None and not right.wrong.any():
-            said.append(f"{other.title} is right: its rows sum to {listed(right.sums)}")
+            said.append(f"{other.name} is right: its rows sum to {listed(right.sums)}")
         return _finding(pair, bad, OTHER_MASK, "medium", [own.said, *said], where=own.where)
     if own is None and pair.kind == "dS" and shares:
         said.append("rows are elided: their sums cannot be taken")
         others = ("causal-dropped",)
-        return _finding(pair, bad, OTHER_MASK, "high", said, where=p.title, others=others)
+        return _finding(pair, bad, OTHER_MASK, "high", said, where=p.name, others=others)
     return _finding(
         *(pair, bad, "causal-dropped", "medium", said),
-        where=p.title,
+        where=p.name,
         others=("causal-off-by-one", "neighbour-leak"),
         look_at="which of the two is meant: one side masks where the other one does not",
     )
@@ -89,7 +89,7 @@ def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
     if len(rows) < 2 or len(bad) != 1:
         return None
     own, right = rows[bad[0]], rows[1 - bad[0]]
-    given = (own.printed.title, f"rows of {right.printed.title} do sum to 0")
+    given = (own.printed.name, f"rows of {right.printed.name} do sum to 0")
     gap = own.printed.values - right.printed.values
     total = gap.sum(axis=-1, keepdims=True)
     slack = 2 * pair.digits + 2.0**-7 * np.abs(total)
@@ -174,7 +174,7 @@ def _structure(pair: Pair, log: Log) -> Finding:
     """No known relation: which rows differ."""
     worst = float(pair.difference.max(initial=0.0))
     evidence = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
-    evidence += [f"{p.title} is 0 in all printed entries" for p in pair.both if not p.values.any()]
+    evidence += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     alike = pair.within(4 * pair.noise * (pair.size + pair.entries))
     equal = [label for label, row in pair.rows.items() if alike[row].all()]
     unlike = [label for label in pair.rows if label not in equal]
@@ -183,7 +183,7 @@ def _structure(pair: Pair, log: Log) -> Finding:
     broken = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
     if broken[0] != broken[1]:
         worse = int(broken[1] > broken[0])
-        of = f"{broken[worse]} printed entries of {pair.both[worse].title} are NaN or infinite"
+        of = f"{broken[worse]} printed entries of {pair.both[worse].name} are NaN or infinite"
         return _finding(
             *(pair, worse, "unknown", "medium", [of, *evidence]),
             title="NaN or infinity where the other side has numbers",

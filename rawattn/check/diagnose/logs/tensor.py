@@ -38,7 +38,6 @@ class Printed:
     """
 
     name: str
-    line: int
     start: int
     values: Float64
     units: Float64
@@ -47,10 +46,6 @@ class Printed:
     dtype: str = ""
     side: str = ""
     quantity: tuple[str, ...] = ()
-
-    @property
-    def title(self) -> str:
-        return self.name or f"tensor of line {self.line}"
 
     @cached_property
     def words(self) -> tuple[str, ...]:

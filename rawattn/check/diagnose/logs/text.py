@@ -73,7 +73,8 @@ def read_log(text: str) -> tuple[str, list[Printed], list[Number]]:
         if surely and (match := TRAILER.match(text, at)):
             trailer, at = match[0], match.end()
         name = _name(text[max(after, start.start() - 2000) : start.start()])
-        found.append(_printed(name, line, start, strings, layout, trailer))
+        name = name or f"tensor of line {line}"
+        found.append(_printed(name, start, strings, layout, trailer))
         rest += text[after : start.start()]
         after = at
     return text, found, list(_figures(rest + text[after:]))
@@ -141,12 +142,7 @@ def _without(node: Any) -> Any:
 
 
 def _printed(
-    name: str,
-    line: int,
-    start: re.Match[str],
-    strings: np.ndarray,
-    layout: Layout,
-    trailer: str,
+    name: str, start: re.Match[str], strings: np.ndarray, layout: Layout, trailer: str
 ) -> Printed:
     told = dict(re.findall(r"(\w+)\s*=\s*('[^']*'|\([^()]*\)|[\w.]+)", trailer))
     sizes = tuple(int(n) for n in re.findall(r"\d+", told.get("size") or told.get("shape") or ""))
@@ -171,7 +167,7 @@ def _printed(
         dtype = "float64"
     while values.ndim > 2 and sizes[0] == 1:
         values, units, places, sizes = values[0], units[0], places[1:], sizes[1:]
-    return Printed(name, line, start.start(), values, units, places, sizes, dtype)
+    return Printed(name, start.start(), values, units, places, sizes, dtype)
 
 
 def _unit(string: str, decimals: int) -> float:
