@@ -32,7 +32,7 @@ from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose.called import call, said
-from tests.diagnose.test_diagnose_printed import ERRORS
+from tests.diagnose.test_diagnose_printed import MASKS
 
 CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
 DENSE = ("edges-causal", "two-kv-heads", "unequal", "window-causal", "scale", "no-dlse", "strided")
@@ -213,7 +213,7 @@ def test_explain_refuses(entries: str, files: int, message: str, tmp_path: Path)
 
 def test_explain_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "log.txt"
-    file.write_text(ERRORS)
+    file.write_text(MASKS)
     assert call("explain", "--log", file).exit_code == 1
     asked: dict[str, Any] = {}
 
@@ -223,7 +223,7 @@ def test_explain_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cli_diagnose, "explain_log", explain_log)
     assert call("explain", "--log", file, "--names", "manual, cuda").exit_code == 0
-    assert asked == {"text": ERRORS, "names": ("manual", "cuda")}
+    assert asked == {"text": MASKS, "names": ("manual", "cuda")}
     result = call("explain", "--log", file, "--names", "manual")
     assert result.exit_code == 2 and "two words such as manual,cuda" in said(result)
 

@@ -1,4 +1,4 @@
-"""What a text log can prove: tensors and errors that somebody printed, read back and judged.
+"""What a text log can prove: tensors that somebody printed, read back and judged.
 
 A print holds a few digits of a few corners, so little can be recomputed from it, but much can be
 excluded. ``text`` reads, ``pairs`` fits the entries that both sides print, ``rows`` checks a side
@@ -14,7 +14,7 @@ from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import Pair, paired, sided
 from rawattn.check.diagnose.logs.rows import Rows
 from rawattn.check.diagnose.logs.rules import OTHER_MASK, Log, differs
-from rawattn.check.diagnose.logs.text import Number, read_log
+from rawattn.check.diagnose.logs.text import read_log
 
 MAY_BE = {  # where an identity fails and nothing else is known
     "I1": ("padded-keys", "neighbour-leak", "not-normalised"),
@@ -24,13 +24,13 @@ MAY_BE = {  # where an identity fails and nothing else is known
 
 
 def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
-    """What the tensors and errors that ``text`` prints prove.
+    """What the tensors that ``text`` prints prove.
 
     names: two words, each in the names of one
     side's tensors; found without them where the names say a quantity. Raises ValueError where
     there is nothing to judge, or what there is cannot be read.
     """
-    text, printed, figures = read_log(text)
+    text, printed = read_log(text)
     pairs = paired(sided(printed, names))
     known = {p.start: p for p in (*sided(printed, names), *(p for x in pairs for p in x.both))}
     sides = [replace(p, side=p.side.replace(" ", "_") or p.name) for p in known.values()]
@@ -43,16 +43,16 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     log = Log(rows, causal)
     found = [one for own in rows.values() for one in own.judged()]
     found += [differs(pair, log) for pair in pairs if not pair.agrees]
-    findings = _merged([*found, *_vacuous(figures, pairs)])
+    findings = _merged([*found, *_vacuous(pairs)])
     blamed = {side for f in findings for side in f.side.split(" or ")}
     findings += [_failed(c) for c in checks if c.verdict == "FAIL" and c.side not in blamed]
     if not (findings or pairs or any(check.verdict == "pass" for check in checks)):
         raise ValueError(
-            f"{len(printed)} tensors and {len(figures)} labelled numbers are printed, which say "
-            "nothing: print one tensor of both sides, with the side in its name, such as "
-            "'dq_reference: tensor([[...]])', or say which two words name the sides"
+            f"{len(printed)} tensors are printed, which say nothing: print one of both sides, with "
+            "the side in its name, such as 'dq_reference: tensor([[...]])', or say which two words "
+            "name the sides"
         )
-    facts = [f"{len(printed)} printed tensors, {len(figures)} numbers; {len(pairs)} pairs compared"]
+    facts = [f"{len(printed)} printed tensors; {len(pairs)} pairs compared"]
     for pair in pairs:
         share = float(pair.difference.max()) / (pair.size or 1)
         agree = f"agree to {share:.1%} of their size" if pair.agrees else "differ"
@@ -63,31 +63,13 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     return Diagnosis("what the log proves", tuple(findings), checks, facts=tuple(facts))
 
 
-def _vacuous(figures: Sequence[Number], pairs: Sequence[Pair]) -> Iterator[Finding]:
-    """Nothing but zeros is compared; or printed errors are exactly 0, and nothing shows that values
-    are not 0."""
+def _vacuous(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    """Nothing but zeros is compared."""
     if pairs and not any(pair.size for pair in pairs):
         exact = all(pair.a.full and not pair.digits.any() for pair in pairs)
         where = ", ".join(pair.title for pair in pairs)
         said = ("every printed entry of both sides is 0",)
         yield finding("both", "vacuous", where, "high" if exact else "medium", said)
-    errors = [f for f in figures if f.of == "errors"]
-    zero = ", ".join(dict.fromkeys(f.label for f in errors if not f.value and f.exact))
-    sized = any(f.of == "sizes" and f.value for f in figures)
-    large = any(not f.value <= 2.0**-20 or not (f.value or f.exact) for f in errors)
-    if zero and not sized and not large and not any(x.agrees and x.size > 0 for x in pairs):
-        evidence = (
-            f"{zero}: exactly 0 between two implementations. Sums in another order "
-            "differ in the last bit somewhere, unless all results are 0, or one code ran twice",
-            "the log prints errors without the size of what was compared",
-        )
-        look_at = (
-            "print max |reference| beside every error; make values of unit size, by a random "
-            "cotangent and a sum in place of a mean; then multiply one side by 0 and see that the "
-            "comparison fails"
-        )
-        where = f"printed errors: {zero}"
-        yield finding("both", "vacuous", where, "medium", evidence, look_at=look_at)
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

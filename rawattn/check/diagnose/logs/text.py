@@ -1,11 +1,10 @@
-"""Reading a log: tensors in torch's or NumPy's form, and labelled figures.
+"""Reading a log: tensors in torch's or NumPy's form.
 
 What cannot be read is refused where it is surely a tensor, and skipped where it may be prose.
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,39 +21,17 @@ START = re.compile(
 TRAILER = re.compile(
     r"(?:\s*,\s*\w+\s*=\s*(?:'[^']*'|<[^<>]*>|\([^()]*\)|[\w.]+(?:\([^()]*\)|\[[^\[\]]*\])?))*\s*\)?"
 )
-FIGURE = re.compile(
-    rf"(?P<label>[A-Za-z_|][^:=\[\]]*?)"
-    rf"(?:\s*(?<![<>!=+*/-])[:=](?!=)\s*|(?<=err)\s+|(?<=error)\s+|(?<=diff)\s+|(?<=difference)\s+)"
-    rf"(?:tensor\(\s*)?(?P<value>[\[(]\s*{NUMBER}[^\[\]()]*[\])]|{NUMBER}(?![\w.:]))"
-    r"(?P<suffix>\s*(?:[mun]?s\b|%))?",
-    re.IGNORECASE,
-)
-REPEATED = re.compile(r"repeat|rerun|run.to.run|bitwise|determin|same", re.IGNORECASE)
 
 
-class Number(NamedTuple):
-    """A printed figure; of several in brackets each is one, with its index in the label.
-
-    of: "errors" where it says how far two results are apart, "repeats" where these are of one code,
-    "counts" of a whole number, "sizes" else. exact: of a zero, whether it is no rounded one, as
-    Python writes it or with an exponent.
-    """
-
-    label: str
-    value: float
-    of: str
-    exact: bool
-
-
-def read_log(text: str) -> tuple[str, list[Printed], list[Number]]:
-    """The text without colours and the like; every tensor that it prints, in torch's or NumPy's
-    form; and every labelled figure outside of tensors, but for times and headlines.
+def read_log(text: str) -> tuple[str, list[Printed]]:
+    """The text without colours and the like, and every tensor that it prints, in torch's or NumPy's
+    form.
 
     Raises ValueError where a tensor begins that cannot be read: cut off, ragged, not of real
     numbers.
     """
     text = _clean(text)
-    found, rest = [], ""
+    found = []
     after = at = 0
     while start := START.search(text, at):
         opening, at, surely = start.end() - 1, start.end(), start["form"] is not None
@@ -75,9 +52,8 @@ def read_log(text: str) -> tuple[str, list[Printed], list[Number]]:
         name = _name(text[max(after, start.start() - 2000) : start.start()])
         name = name or f"tensor of line {line}"
         found.append(_printed(name, start, strings, layout, trailer))
-        rest += text[after : start.start()]
         after = at
-    return text, found, list(_figures(rest + text[after:]))
+    return text, found
 
 
 def _clean(text: str) -> str:
@@ -191,22 +167,3 @@ def _name(before: str) -> str:
     parts = words.split()
     named = re.search("[A-Za-z]", words) is not None
     return (words if len(parts) <= 4 else parts[-1]) if named else ""
-
-
-def _figures(text: str) -> Iterator[Number]:
-    """The labelled numbers of what is no tensor, but for times; of several in brackets each."""
-    context = ""
-    for line in text.split("\n"):
-        if re.match(r"\s*(==|--|##|\*\*)", line):
-            context = line
-            continue
-        for match in FIGURE.finditer(line):
-            label = match["label"].strip(" ,;\t|")
-            values = [] if match["suffix"] else re.findall(NUMBER, match["value"], re.IGNORECASE)
-            for n, value in enumerate(values):
-                of = "sizes" if "." in value else "counts"
-                if re.search(r"err|diff|residual", label, re.IGNORECASE):
-                    of = "repeats" if REPEATED.search(f"{context} {label}") else "errors"
-                exact = "e" in value.lower() or value.lstrip("+-") in ("0.0", ".0")
-                which = f"{label} [{n}]" if len(values) > 1 else label
-                yield Number(which, float(value), of, exact)
