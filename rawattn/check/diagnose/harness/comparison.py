@@ -89,7 +89,6 @@ def examine(
         f"arrays of {framework}",
         "size: the standard deviation of the data; wrong: an error above "
         f"{GENEROUS:g} eps of the dtype times the largest element",
-        f"fed were {'; '.join(dict.fromkeys(trial.name for trial in trials))}",
     ]
     raised = [trial for trial in trials if trial.verdict == "raises"]
     if raised and all(trial.due == "refuse" for trial in raised):

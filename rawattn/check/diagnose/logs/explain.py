@@ -26,9 +26,9 @@ MAY_BE = {  # where an identity fails and nothing else is known
 def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     """What the tensors that ``text`` prints prove.
 
-    names: two words, each in the names of one
-    side's tensors; found without them where the names say a quantity. Raises ValueError where
-    there is nothing to judge, or what there is cannot be read.
+    names: two words, each in the names of one side's tensors; found without them where the names
+    say a quantity. Raises ValueError where there is nothing to judge, or what there is cannot be
+    read.
     """
     text, printed = read_log(text)
     pairs = paired(sided(printed, names))
@@ -37,8 +37,8 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     softmax = [Rows(p) for p in sides if p.of_softmax]
     rows = {one.printed.start: one for one in softmax if one.printed.kind == "dS"}
     said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
-    shown = any(one.masked for one in rows.values())
-    causal = shown or said == {"true"} if shown or len(said) == 1 else None
+    causal = said == {"true"} if len(said) == 1 else None
+    causal = any(one.masked for one in rows.values()) or causal
     checks = tuple(check for one in softmax for check in one.checks(bool(causal)))
     log = Log(rows, causal)
     found = [one for own in rows.values() for one in own.judged()]
@@ -52,11 +52,11 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
             "the side in its name, such as 'dq_reference: tensor([[...]])', or say which two words "
             "name the sides"
         )
-    facts = [f"{len(printed)} printed tensors; {len(pairs)} pairs compared"]
-    for pair in pairs:
+    facts = [f"printed tensors: {len(printed)}; pairs compared: {len(pairs)}"]
+    for pair in (pair for pair in pairs if pair.agrees):
         share = float(pair.difference.max()) / (pair.size or 1)
-        agree = f"agree to {share:.1%} of their size" if pair.agrees else "differ"
-        facts.append(f"{pair.title}: {pair.a.values.size} entries are printed of both, and {agree}")
+        entries = f"{pair.a.values.size} entries are printed of both"
+        facts.append(f"{pair.title}: {entries}, and agree to {share:.1%} of their size")
     compared = {p.start for pair in pairs for p in pair.both}
     alone = ", ".join(dict.fromkeys(p.name for p in printed if p.start not in compared))
     facts += [f"without a partner to compare with: {alone}"] if alone else []
@@ -65,7 +65,7 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
 
 def _vacuous(pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Nothing but zeros is compared."""
-    if pairs and not any(pair.size for pair in pairs):
+    if pairs and not any(p.values.any() for pair in pairs for p in pair.both):
         exact = all(pair.a.full and not pair.digits.any() for pair in pairs)
         where = ", ".join(pair.title for pair in pairs)
         said = ("every printed entry of both sides is 0",)
