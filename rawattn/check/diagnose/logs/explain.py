@@ -31,8 +31,9 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     read.
     """
     text, printed = read_log(text)
-    pairs = paired(sided(printed, names))
-    known = {p.start: p for p in (*sided(printed, names), *(p for x in pairs for p in x.both))}
+    told = sided(printed, names)
+    pairs = paired(told)
+    known = {p.start: p for p in (*told, *(p for pair in pairs for p in pair.both))}
     sides = [replace(p, side=p.side.replace(" ", "_") or p.name) for p in known.values()]
     softmax = [Rows(p) for p in sides if p.of_softmax]
     rows = {one.printed.start: one for one in softmax if one.printed.kind == "dS"}
