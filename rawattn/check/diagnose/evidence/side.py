@@ -168,7 +168,7 @@ class Side:
                 of = [within == b for b in range(self.question.batch)]
                 bad, looked = (np.array([x[b].any(axis=0) for b in of]) for x in (bad, looked))
             of_heads = np.flatnonzero(bad.any(axis=0))
-            parts = [columns[n] for n in of_heads] if columns else []
+            parts = [columns[int(n)] for n in of_heads] if columns else []
             if (bad.any(axis=1) != looked.any(axis=1)).any():
                 parts.append(named("sequence", np.flatnonzero(bad.any(axis=1))))
             if not columns and (bad.any(axis=0) != looked.any(axis=0)).any():

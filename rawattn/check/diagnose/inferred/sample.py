@@ -84,8 +84,8 @@ class Sample:
         found = {}
         for name in self.found:
             left = self._left(name, by_rows(name, answers[name]), self.sequence)
-            step = len(left) // self.question.num_heads_kv
-            found[name] = float(left[self.head_kv * step :][:step].max(initial=0.0))
+            of_kv = left.reshape(self.question.num_heads_kv, -1)[self.head_kv]
+            found[name] = float(of_kv.max(initial=0.0))
         return found
 
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
