@@ -64,6 +64,7 @@ class Rule:
 
     @property
     def plain(self) -> bool:
+        """Of three spans, and of bounds for lengths, chance makes some."""
         return len(self.spans) < 3 and not {x.feature for x in self.spans} & LENGTHS
 
     def holds(self, places: Places) -> Array:
