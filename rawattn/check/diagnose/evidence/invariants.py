@@ -21,14 +21,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from rawattn.check.diagnose.engine.parts import sequences
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.reach import Float64
 from rawattn.check.diagnose.evidence.runs import Call, Runs
 from rawattn.check.diagnose.evidence.side import Side
 from rawattn.check.diagnose.findings import Check
 
-# Of each stage equations, and what they do not hold with (``_hindered``). They are read as they
-# stand: inner products with an input, and sums over all rows.
+# Of each stage equations, and with what they do not hold: a "gate", none, "own" blocks without one,
+# and an "lse" that a backward was given and that may be that of more keys than these. They are read
+# as they stand: inner products with an input, and sums over all rows.
 TERM = re.compile(r"<(\w+), ([\w ]+)>|sum of ([\w ]+?) over the \w+")
 OF_DIRECTION = "<tq, dq> + <tk, dk> + <tv, dv> + <tblock_scale, dblock_scale> = "
 EQUATIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -40,6 +41,7 @@ EQUATIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
         ("I4", "sum of dv over the keys = sum of dout over the queries", "lse"),
         ("I5", "<q, dq> = <k, dk>", ""),
+        ("I5", "<q, dq> = <block_scale, dblock_scale>", "own no-gate"),
         ("I6", "<v, dv> = <dout, out>", "lse"),
     ),
     "jvp": (("I10", OF_DIRECTION + "<dout, tout> + <dlse, tlse>", ""),),
@@ -51,7 +53,6 @@ EQUATIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("I10", "<tv, dv> + <v, gv> = <dout, ddout>", ""),
     ),
 }
-OF_GATES = ("I5", "<q, dq> = <block_scale, dblock_scale>", "own")
 # Of a query with one key: a result, what it is of that key, and what that does not hold with.
 OF_ONE_KEY = {
     "forward": (("out", "v", ""),),
@@ -59,8 +60,6 @@ OF_ONE_KEY = {
     "second": (("ddout", "tv", ""), ("gq", "softmax_scale dlse tk", "gate")),
     "jvp": (("jvp out", "v", ""), ("tout", "tv", "")),
 }
-
-
 SOFTMAX = {"forward": ("lse", "out"), "jvp": ("jvp lse", "jvp out")}
 
 
@@ -69,9 +68,8 @@ def checks(
 ) -> tuple[Check, ...]:
     """The identities I1 to I6 and I10 as far as ``answers`` allow; with ``call`` all of them.
 
-    ``call`` computes the answers to another question. An identity for which something is missing
-    has the verdict "-", and ``where`` says what. Sequences with NaN or inf in their inputs and rows
-    of no sequence do not count; NaN elsewhere in the answers fails.
+    ``call`` computes the answers to another question. What cannot be checked is left out. Sequences
+    with NaN or inf in their inputs and rows of no sequence do not count; NaN elsewhere fails.
     """
     with np.errstate(all="ignore"):
         found = [] if question.rare else list(_alone(Side(question, answers, side)))
@@ -81,48 +79,28 @@ def checks(
 
 
 def _alone(one: Side) -> Iterator[Check]:
-    """The identities that need no other run, of stages that there is something of."""
-    hindered = _hindered(one)
-    for stage in one.question.stages:
-        if not one.answers.keys() & {*STAGES[stage]}:
-            continue
-        yield from _of_softmax(one, *SOFTMAX.get(stage, ()))
+    """The identities that need no other run, of what there is."""
+    q, there = one.question, one.answers.keys()
+    larger = q.lse is not None and _of_lse(one, "lse", by_rows("lse", q.lse)).verdict == "FAIL"
+    gated = q.block_scale is not None
+    reasons = {"gate": gated, "no-gate": not gated, "own": one.reach.apart, "lse": larger}
+    hindered = {name for name, so in reasons.items() if so}
+    for stage in q.stages:
+        for name in (name for name in SOFTMAX.get(stage, ()) if name in there):
+            yield _of_lse(one, name, one.answers[name]) if "lse" in name else _of_out(one, name)
         for tensor, of, but in OF_ONE_KEY[stage]:
-            yield from _of_one_key(one, tensor, of, _why(hindered, but))
-        equations = EQUATIONS.get(stage, ()) if one.question.dout is not None else ()
-        if stage == "backward" and one.question.block_scale is not None:
-            equations = (*equations, OF_GATES)
-        for name, text, but in equations:
-            yield _equation(one, name, text, _why(hindered, but))
+            if tensor in there and not hindered & {*but.split()}:
+                yield from _of_one_key(one, tensor, of)
+        for name, text, but in EQUATIONS.get(stage, ()) if q.dout is not None else ():
+            if not hindered & {*but.split()}:
+                yield from _equation(one, name, text)
 
 
-def _hindered(one: Side) -> dict[str, str]:
-    """Why identities do not hold, "" where they do: there is a gate, own blocks have none, or the
-    lse that a backward was given may be that of more keys than these."""
-    lse = one.question.lse
-    larger = lse is not None and _of_lse(one, "lse", by_rows("lse", lse)).verdict == "FAIL"
-    return {
-        "gate": "a gate" * (one.question.block_scale is not None),
-        "own": "own blocks have no gate" * one.reach.apart,
-        "lse": "the lse given to the backward is not that of these keys" * larger,
-    }
-
-
-def _why(hindered: dict[str, str], names: str) -> str:
-    return next(filter(None, (hindered[name] for name in names.split())), "")
-
-
-def _of_softmax(one: Side, *names: str) -> Iterator[Check]:
-    """I1 of an out and an lse."""
-    for name in names:
-        if why := one.lacks(name):
-            yield one.missing(f"I1 {name[-3:]}", f"rows of P sum to 1 in {name}", why)
-        elif name.endswith("lse"):
-            yield _of_lse(one, name, one.answers[name])
-        else:
-            text = f"{name} lies between the smallest and the largest v of its sequence"
-            off = one.answers[name] - np.clip(one.answers[name], *_range_of_v(one))
-            yield one.rows("I1 out", text, name, off, one.alive)
+def _of_out(one: Side, name: str) -> Check:
+    """I1 of an out."""
+    text = f"{name} lies between the smallest and the largest v of its sequence"
+    off = one.answers[name] - np.clip(one.answers[name], *_range_of_v(one))
+    return one.rows("I1 out", text, name, off, one.alive)
 
 
 def _of_lse(one: Side, name: str, lse: Float64) -> Check:
@@ -145,13 +123,10 @@ def _range_of_v(one: Side) -> tuple[Float64, Float64]:
     return low, high
 
 
-def _of_one_key(one: Side, tensor: str, of: str, why: str) -> Iterator[Check]:
+def _of_one_key(one: Side, tensor: str, of: str) -> Iterator[Check]:
     """I3: what rows with one key must have, and those without any (0)."""
     zero = "dlse" in of and one.question.dlse is None
     text = f"a query with one key: {tensor} is {'0' if zero else of if ' ' in of else f'its {of}'}"
-    if why := one.lacks(tensor) or why:
-        yield one.missing("I3", text, why)
-        return
     (*factor, name), found, key = of.rsplit(" ", 1), one.answers[tensor], one.reach.key
     x = one.x[name]
     head = np.arange(key.shape[1]) // one.question.group
@@ -164,19 +139,19 @@ def _of_one_key(one: Side, tensor: str, of: str, why: str) -> Iterator[Check]:
         yield one.rows("I3", text, tensor, found, dead)
 
 
-def _equation(one: Side, name: str, text: str, why: str) -> Check:
+def _equation(one: Side, name: str, text: str) -> Iterator[Check]:
     """What an equation of EQUATIONS says, without what is not given."""
     sides: list[list[tuple[Float64 | float, str]]] = [[], []]
     said: list[list[str]] = [[], []]
+    saved = "out" not in one.answers and one.question.out is not None
     for n, side in enumerate(text.split(" = ")):
         for term in TERM.finditer(side):
             of, tensor, summed = term.groups()
-            absent = of or ("dlse" if "dlse" in (summed or "") else "q")
+            absent = of or ("dlse" if "dlse" in summed else "q")
             if getattr(one.question, absent) is not None:
-                sides[n].append((one.x[of] if of else 1.0, tensor or summed))
+                tensor = "given out" if tensor == "out" and saved else tensor or summed
+                sides[n].append((one.x[of] if of else 1.0, tensor))
                 said[n].append(term[0])
-    if one.lacks("out") and one.question.out is not None:
-        sides[1] = [(a, "given out" if n == "out" else n) for a, n in sides[1]]
-    text = " = ".join(" + ".join(terms) or "0" for terms in said)
-    why = one.lacks(*(tensor for terms in sides for _, tensor in terms)) or why
-    return one.missing(name, text, why) if why else one.balance(name, text, *sides)
+    if all(tensor in one.answers for terms in sides for _, tensor in terms):
+        text = " = ".join(" + ".join(terms) or "0" for terms in said)
+        yield one.balance(name, text, *sides)

@@ -49,10 +49,6 @@ class Side:
         if question.out is not None:
             self.answers["given out"] = by_rows("out", question.out)
 
-    def lacks(self, *tensors: str) -> str:
-        """What of ``tensors`` is not there, in words; empty if all is."""
-        return "; ".join(f"there is no {t}" for t in tensors if t not in self.answers)
-
     # ---- what rounding does -------------------------------------------------------------------
 
     @cached_property
@@ -94,9 +90,6 @@ class Side:
         return noise + (noise[among].mean() if among.any() else 0.0)
 
     # ---- identities ---------------------------------------------------------------------------
-
-    def missing(self, name: str, text: str, why: str) -> Check:
-        return Check(self.name, name, text, 0.0, 0.0, "-", why)
 
     def product(self, a: Float64 | float, tensor: str, x: Float64) -> Float64:
         """<a, x>, x like an answer, without the rows of queries that see nothing: sums over rows
@@ -154,7 +147,7 @@ class Side:
         """
         off, allowed = np.broadcast_arrays(np.abs(off), allowed)
         if not looked.any() or not off.size:
-            return self.missing(name, text, "no place to check it at")
+            return Check(self.name, name, text, 0.0, 0.0, "-", "no place to check it at")
         ratio = np.nan_to_num(np.where(off == 0, 0.0, off / allowed), nan=0.0, posinf=np.inf)
         ratio = np.where(np.isfinite(off), ratio, np.inf)
         ratio = np.where(looked[..., None], ratio, -1.0)
