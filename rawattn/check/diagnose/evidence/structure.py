@@ -22,7 +22,6 @@ from rawattn.check.diagnose.evidence.rows import Rows
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.findings import Level
 
-CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
 ROWS = {"q": "row", "k": "key"}
@@ -63,11 +62,6 @@ def fit(found: Float64, wanted: Float64) -> tuple[float, float, float]:
     return slope, rest / size_x if size_x else 0.0, error
 
 
-def off(level: Level) -> bool:
-    """Whether more than rounding is between the two sides."""
-    return not (abs(level.slope - 1) < CLOSE and level.residual < CLOSE)
-
-
 def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
     """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
     return tuple(_sentences(question, tensor, bad))
@@ -75,16 +69,10 @@ def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
 
 def named(what: str, indices: Any) -> str:
     """ "sequence 1", "sequences 1, 3", "heads 2 to 7"."""
-    numbers = [int(i) for i in indices]
-    runs: list[list[int]] = []
-    for i in numbers:
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    pieces: list[str] = []
-    for run in runs:
-        pieces += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(i) for i in run]
+    numbers = np.array([*indices], dtype=int)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    short = ([f"{x[0]} to {x[-1]}"] if len(x) > 2 else map(str, x) for x in runs)
+    pieces = [piece for run in short for piece in run]
     if len(pieces) > 6:
         pieces = [*pieces[:6], f"... ({len(numbers)} of them)"]
     plural = "s" if what and len(numbers) > 1 else ""

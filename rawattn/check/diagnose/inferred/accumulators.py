@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats
-from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
-from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.engine.question import BY_ROW, Question, by_rows
+from rawattn.check.diagnose.inferred.sample import Sample, stored
 
 MOST = 400  # units
 WHOLE = 0.1  # how near to whole numbers factors must be
@@ -42,7 +42,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 what = f"a tile of {tile} rows" if tile else "a head"
                 sequence = sample.sequences(name)[units[:, 0]] if tile else 0 * units[:, 0]
                 text = f"{name}: {what} holds {_which(whole, sequence, there)} too"
-                store = partial(_with, name, tile, whole)
+                store = stored(name, partial(_with, tile, units, whole))
                 yield Bug("accumulator-not-reset", text, (sample.stage,), store=store)
                 break
 
@@ -63,13 +63,12 @@ def _cut(x: Floats, tile: int, units: Units) -> Floats:
     return np.asarray(np.concatenate([x, 0 * x[:1]])[units].reshape(len(units), -1))
 
 
-def _with(name: str, tile: int, held: Floats, question: Question, answers: Answers) -> Answers:
-    units = _units(question, name, tile, answers[name].shape[1])
-    x = answers[name] if tile else answers[name].swapaxes(0, 1)
-    added = (held @ _cut(answers[name], tile, units)).reshape(*units.shape, *x.shape[1:])
+def _with(tile: int, units: Units, held: Floats, given: Floats) -> Floats:
+    x = given if tile else given.swapaxes(0, 1)
+    added = (held @ _cut(given, tile, units)).reshape(*units.shape, *x.shape[1:])
     y = x.copy()
     y[units[units >= 0]] += added[units >= 0]
-    return answers | {name: y if tile else y.swapaxes(0, 1)}
+    return y if tile else y.swapaxes(0, 1)
 
 
 def _which(held: Floats, sequence: np.ndarray, tells: np.ndarray) -> str:

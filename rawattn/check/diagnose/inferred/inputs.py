@@ -22,7 +22,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
 from rawattn.check.diagnose.inferred import accumulators
-from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
+from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
@@ -86,7 +86,7 @@ def _constants(sample: Sample) -> Iterator[Bug]:
             factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
             left = relative_residual(a, factors[part] * b, WHOLE)
             if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
-                store = partial(_times, name, factors[part])
+                store = stored(name, partial(np.multiply, factors[part]))
                 form = f"{name} times {_by_part(of, factors)}"
                 yield Bug("constant-factor", form, (sample.stage,), store=store)
                 break
@@ -110,10 +110,6 @@ def _in_words(x: float) -> str:
     return f"{x:.4g} = {near[0]}" if near and near[0] != f"{x:.4g}" else f"{x:.4g}"
 
 
-def _times(name: str, factors: Floats, question: Question, answers: Answers) -> Answers:
-    return answers | {name: answers[name] * (factors[..., 0].T if name in BY_ROW else factors)}
-
-
 def _same_row_added(sample: Sample) -> Iterator[Bug]:
     """dv of a sequence and head is the right one and one row more, the same for all keys: what
     queries of 0, whose P is uniform, add with their cotangent."""
@@ -124,12 +120,8 @@ def _same_row_added(sample: Sample) -> Iterator[Bug]:
         if np.isfinite(more).all() and sample.of_all("dv", sample.truth["dv"] + more) < FAR:
             size = np.abs(more).max(initial=0.0)
             form = f"one row more in every sequence and head of dv, up to {size:.3g}"
-            store = partial(_plus, "dv", more)
+            store = stored("dv", partial(np.add, more))
             yield Bug("padded-grad-out", form, (sample.stage,), store=store)
-
-
-def _plus(name: str, more: Floats, question: Question, answers: Answers) -> Answers:
-    return answers | {name: answers[name] + more}
 
 
 # ---- places of results ------------------------------------------------------------------------
@@ -176,18 +168,15 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
         if unit == "heads":
             text = f"{name}: heads in another order: {', '.join(map(str, order[:16]))}"
         bug = "offsets-shifted" if shifted else "transposed"
-        yield Bug(bug, text, (sample.stage,), store=partial(_ordered, name, inside, taken))
+        store = stored(name, partial(_ordered, inside, taken))
+        yield Bug(bug, text, (sample.stage,), store=store)
         return
 
 
-def _ordered(
-    name: str, inside: np.ndarray, taken: np.ndarray, question: Question, answers: Answers
-) -> Answers:
-    x = by_rows(name, answers[name]).astype(np.float64)
-    here = x[inside].reshape(len(taken), -1)
-    here = np.where((taken < 0)[:, None], 0.0, here[taken])
-    x[inside] = here.reshape(x[inside].shape)
-    return answers | {name: x[..., 0].T if name in BY_ROW else x}
+def _ordered(inside: np.ndarray, taken: np.ndarray, x: Floats) -> Floats:
+    y, here = x.copy(), x[inside].reshape(len(taken), -1)
+    y[inside] = np.where((taken < 0)[:, None], 0.0, here[taken]).reshape(x[inside].shape)
+    return y
 
 
 def _order(found: Floats, wanted: Floats, allowed: float) -> np.ndarray | None:
