@@ -68,8 +68,8 @@ def _rescaled(
     for at, cut in tiles(question).items():
         parts = parts_of(c, cut)
         sums = totals(parts, RIGHTLY)
-        for (words, way), moved in product(WAYS.items(), SUMS[stage]):
-            others = totals(parts, way)
+        ways = ((words, way, totals(parts, way)) for words, way in WAYS.items())
+        for (words, way, others), moved in product(ways, SUMS[stage]):
             of = divided(parts, sums | {name: others[name] for name in moved})
             if sum(_left(x, getattr(of, name)) for name, x in found.items()) < FITS * wrong:
                 said = " and ".join(WORDS.get(name, name) for name in moved)
