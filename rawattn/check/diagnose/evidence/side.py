@@ -153,20 +153,15 @@ class Side:
         ratio = np.where(looked[..., None], ratio, -1.0)
         worst = np.unravel_index(ratio.argmax(), ratio.shape)
         value = np.inf if np.isnan(off[worst]) else float(off[worst])
-        bad, head = np.asarray((ratio > 1).any(axis=2)), "head" if within is not None else "kv head"
-        verdict, where = "pass", ""
+        bad = np.asarray((ratio > 1).any(axis=2))
+        parts: list[str] = []
         if bad.any():
-            nan = bool(np.isnan(off[bad]).any())
-            if within is not None:
-                of = [within == b for b in range(self.question.batch)]
-                bad, looked = (np.array([x[b].any(axis=0) for b in of]) for x in (bad, looked))
-            of_heads = np.flatnonzero(bad.any(axis=0))
-            parts = [columns[int(n)] for n in of_heads] if columns else []
-            if (bad.any(axis=1) != looked.any(axis=1)).any():
-                parts.append(named("sequence", np.flatnonzero(bad.any(axis=1))))
-            if not columns and (bad.any(axis=0) != looked.any(axis=0)).any():
-                parts.append(named(head, of_heads))
-            verdict, where = "FAIL", ", ".join([*(parts or ["all"]), *["NaN"] * nan])
+            parts = [column for column, x in zip(columns, bad.T, strict=False) if x.any()]
+            places = np.arange(len(bad)) if within is None else within
+            of_bad, of_all = (np.unique(places[x.any(axis=1)]) for x in (bad, looked))
+            parts += [named("sequence", of_bad)] * (len(of_bad) < len(of_all))
+            parts = [*(parts or ["all"]), *["NaN"] * bool(np.isnan(off[bad]).any())]
+        verdict, where = "FAIL" if parts else "pass", ", ".join(parts)
         return Check(self.name, name, text, value, float(allowed[worst]), verdict, where)
 
 
