@@ -78,7 +78,7 @@ def test_of_what_has_no_name_the_direction_is_said() -> None:
         return solve(replace(asked, tv=asked.tv * by), "jvp")
 
     (found,) = diagnose(question, call(question), call=call).findings
-    assert found.title.endswith("where tv alone is given: P tv of tout")
+    assert found.title.endswith("where tv alone is given: tout")
 
 
 def test_the_term_that_gsinks_lack_is_said() -> None:

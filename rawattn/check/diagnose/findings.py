@@ -107,7 +107,7 @@ class Check:
 class Level:
     """Slope and residual of one side over the other (least squares through 0), of one part.
 
-    level: "all", "sequence", "head" or "row"; ``key`` says which. residual: what the slope
+    level: "all", "sequence", "head", of logs "row"; ``key`` says which. residual: what the slope
     leaves, relative to the size of the part; error: the largest difference.
     """
 
@@ -120,21 +120,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Map:
-    """A picture of errors: ``values`` is log10 of error over allowance, NaN where there is none.
-
-    boundaries: rows at which sequences begin.
-    """
-
-    tensor: str
-    caption: str
-    values: np.ndarray
-    rows: str
-    columns: str
-    boundaries: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All of it. No findings: nothing is wrong. ``facts``: what was looked at, in sentences."""
 
@@ -142,7 +127,6 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     checks: tuple[Check, ...] = ()
     levels: tuple[Level, ...] = ()
-    maps: tuple[Map, ...] = ()
     facts: tuple[str, ...] = ()
 
     @property
@@ -151,7 +135,7 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of several sides, with the pictures of the first one that is wrong. The first
+    """One diagnosis of several sides, with the slopes of the first one that is wrong. The first
     fact of each is what it was asked."""
     found = list(sides.values())
     shown = next((diagnosis for diagnosis in found if diagnosis.findings), found[0])

@@ -26,20 +26,19 @@ def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
 
 def _drawn(sight: Sight, queries: int) -> list[str]:
     right, found = sight.right[:queries], sight.found[:queries]
-    bar = _bar(sight)
     wide = max(len(str(key)) for key in (*sight.keys, *sight.queries)) + 1
-
-    def line(label: str, cells: list[str]) -> str:
-        cells = [f"{cell:>{wide}}" for cell in cells]
-        return (label + "".join(cells[:bar]) + " |" + "".join(cells[bar:])).rstrip(" |")
-
-    lines = [line("  key   ", list(map(str, sight.keys)))]
-    for query, a, b in zip(sight.queries[:queries], right, found, strict=True):
-        label = f"{'query' if query == sight.queries[0] else '':6}{query:>{wide - 1}} "
+    own = sum(key < sight.length for key in sight.keys)
+    rows = [("  key", [*map(str, sight.keys)])]
+    for n, (query, a, b) in enumerate(zip(sight.queries, right, found, strict=False)):
         marks = [_mark(x, y) for x, y in zip(a, b, strict=True)]
-        lines.append(line(f"{label:8}", marks))
-    if wide > 3:  # a label fills more than its place
-        lines[0] = line(f"{'  key':{7 + wide - 2}}", list(map(str, sight.keys)))
+        rows.append((f"{'' if n else 'query':6}{query:>{wide - 1}}", marks))
+    lines = []
+    for label, cells in rows:
+        cells = [f"{cell:>{wide}}" for cell in cells]
+        bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
+        lines.append(
+            (f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])).rstrip(" |")
+        )
     notes = list(_legend(sight, right, found))
     width = max(map(len, lines)) + 3
     notes += [""] * (len(lines) - len(notes))
@@ -52,12 +51,6 @@ def _mark(right: float, found: float) -> str:
     if right and found:
         return f"{found:g}" if found == int(found) < 10 else "x"
     return "+" if found else "-"
-
-
-def _bar(sight: Sight) -> int:
-    """The number of columns that are the sequence's own keys, where others follow."""
-    own = sum(key < sight.length for key in sight.keys)
-    return own if own < len(sight.keys) else len(sight.keys) + 1
 
 
 def _legend(sight: Sight, right: np.ndarray, found: np.ndarray) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Where queries and keys of a packed problem stand, and what may be said of a pair of them.
 
-Long by the table of features.
+Long by the table of features, which are all the words that there are for sets of pairs.
 """
 
 import re
@@ -41,20 +41,14 @@ class Places:
         self.p = np.asarray(self.i + self.m - self.n)
         self.own = np.asarray((self.j >= 0) & (self.j < self.m) & (self.b >= 0))
         self.aligned = q.lengths_q == q.lengths_k
-        self._others: dict[int, Places] = {}
         self._made: dict[str, Array] = {}
 
     def of(self, head: int) -> "Places":
         """The places of a query head: those of its lists."""
         q = self.question
-        if q.block_indices is None:
-            return self
-        selection = head * q.block_indices.shape[1] // q.num_heads_q
-        if selection == self.selection:
-            return self
-        if selection not in self._others:
-            self._others[selection] = Places(q, selection)
-        return self._others[selection]
+        heads = 1 if q.block_indices is None else q.block_indices.shape[1]
+        selection = head * heads // q.num_heads_q
+        return self if selection == self.selection else _places(q, selection)
 
     @cached_property
     def right(self) -> Array:
@@ -92,12 +86,12 @@ class Places:
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
-        if name not in self._made:
-            known = name if name in self.features else PLACE.sub("i" if self.aligned else "p", name)
-            if known not in self.features:
-                raise ValueError(f"there is no {name} here")
-            self._made[name] = np.asarray(self.features[known]())
-        return self._made[name]
+        known = name if name in self.features else PLACE.sub("i" if self.aligned else "p", name)
+        if known not in self.features:
+            raise ValueError(f"there is no {name} here")
+        if known not in self._made:
+            self._made[known] = np.asarray(self.features[known]())
+        return self._made[known]
 
     @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:
@@ -200,6 +194,11 @@ class Places:
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }
+
+
+@lru_cache(maxsize=16)
+def _places(q: Question, selection: int) -> Places:
+    return Places(q, selection)
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,7 +93,6 @@ class Fit(NamedTuple):
 
 
 def eps_of(x: np.ndarray) -> float:
-    """The relative distance of neighbouring numbers in the array's dtype."""
     return float(ml_dtypes.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
 
 
@@ -130,14 +129,9 @@ def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
 def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
     """Root mean square of the residual over that of what was found."""
     difference = residual(found, wanted, rows)
-    if not difference.size:
-        return 0.0
-    if not np.isfinite(difference).all():
-        return math.inf
     with np.errstate(over="ignore"):
-        both = finite(found[rows]), difference
-        size, rms = (float(np.sqrt(np.mean(np.square(x)))) for x in both)
-    return rms / size if size else (math.inf if rms else 0.0)
+        size, rms = (float(np.linalg.norm(x)) for x in (finite(found[rows]), difference))
+    return rms / size if size and math.isfinite(rms) else (math.inf if rms else 0.0)
 
 
 def finite(x: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Rows that are taken for others: how far away they are, and which, in rules."""
+"""Rows of a side, or of a tensor: what rules of them are made of, and those taken for others."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -6,7 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.question import Question, side_of
+from rawattn.check.diagnose.evidence.reach import Reach
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 
 Array = np.ndarray
@@ -15,30 +16,54 @@ NOWHERE = 1 << 40  # so far away are zeros
 
 
 class Rows:
-    """Rows of q, or of k and v, with what rules are made of, like ``Places``."""
+    """Rows of q, of k and v, or of a tensor, like ``Places``: (1, rows); with ``heads`` also what
+    depends on these, (heads, rows), and on who sees whom."""
 
-    def __init__(self, question: Question, of: str) -> None:
-        side, self.index = ("q", "i") if of == "q" else ("k", "j")
-        b, lengths = question.sequence_of(side), np.diff(question.offsets(side).astype(np.int64))
-        self.j, self.inside, self.n = question.place_of(side)[None], (b >= 0)[None], lengths[b]
+    def __init__(self, question: Question, of: str, heads: int = 0) -> None:
+        self.side = "k" if of == "v" else side_of(of)
+        self.question, self.heads = question, heads
+        self.b = question.sequence_of(self.side)
+        self.inside, self.n = (self.b >= 0)[None], np.diff(question.offsets(self.side))[self.b]
+        place = question.place_of(self.side)[None]
+        self.j = np.repeat(place, heads, axis=0) if heads else place
 
     @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:
-        j, n, name = self.j, self.n, self.index
-        found = {name: lambda: j, f"seqlen - 1 - {name}": lambda: n - 1 - j}
+        j, n, at = self.j[:1], self.n, "ij"[self.side == "k"]
+        size = f"seqlen_{self.side}"
+        found = {at: lambda: j, f"{size} - 1 - {at}": lambda: n - 1 - j}
+        found |= self._of_heads() if self.heads else {}
         for t in (2, 4, *TILES):
-            found |= self._of_tiles(t, name)
+            found |= self._of_tiles(t, at, size)
         return found
 
-    def _of_tiles(self, t: int, name: str) -> dict[str, Callable[[], Array]]:
-        j, n = self.j, self.n
+    def _of_tiles(self, t: int, at: str, size: str) -> dict[str, Callable[[], Array]]:
+        j, n = self.j[:1], self.n
         return {
-            f"{name} % {t}": lambda: j % t,
-            f"{name} // {t}": lambda: j // t,
-            f"{name} - seqlen // {t} * {t}": lambda: j - n // t * t,
-            f"(seqlen - 1) // {t} - {name} // {t}": lambda: (n - 1) // t - j // t,
-            f"{name} // {t} % 2": lambda: j // t % 2,
+            f"{at} - {size} // {t} * {t}": lambda: j - n // t * t,
+            f"{at} % {t}": lambda: j % t,
+            f"{at} // {t}": lambda: j // t,
+            f"({size} - 1) // {t} - {at} // {t}": lambda: (n - 1) // t - j // t,
+            f"{at} // {t} % 2": lambda: j // t % 2,
         }
+
+    def _of_heads(self) -> dict[str, Callable[[], Array]]:
+        q, b, h = self.question, self.b, np.arange(self.heads)[:, None]
+        reach, (of_q, of_k) = Reach(q), (np.asarray(x)[b][None] for x in (q.lengths_q, q.lengths_k))
+        found: dict[str, Callable[[], Array]] = {}
+        if self.side == "k":
+            found["whether a query sees it"] = lambda: reach.seen.T.astype(int)
+        elif self.heads == q.num_heads_q:
+            found["keys seen"] = lambda: reach.count.T
+            found["keys not seen"] = lambda: of_k - reach.count.T
+            found["first key seen"] = lambda: reach.first.T - q.offsets("k")[b]
+        found |= {"seqlen_q": lambda: of_q, "seqlen_k": lambda: of_k}
+        found |= {"seqlen_k - seqlen_q": lambda: of_k - of_q, "the sequence": lambda: b[None]}
+        if self.heads == q.num_heads_q and q.group > 1:
+            found[f"h % {q.group}"] = lambda: h % q.group
+            other = f"whether h % {q.num_heads_kv} is not h // {q.group}"
+            found[other] = lambda: (h % q.num_heads_kv != h // q.group).astype(int)
+        return found
 
     def feature(self, name: str) -> Array:
         return np.asarray(self.features[name]())

@@ -10,9 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 Array = np.ndarray
-MOST = 3  # intervals of a rule
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
-TRIED = 40  # rules of as few intervals as can be, the plainest first
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
 
 
@@ -33,13 +31,14 @@ class Span(NamedTuple):
     low: int | None
     high: int | None
 
+    def among(self, x: Array) -> Array:
+        """Which of these values of the feature."""
+        found = np.ones(x.shape, dtype=bool) if self.low is None else x >= self.low
+        return found if self.high is None else found & (x <= self.high)
+
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
-        x = places.feature(self.feature)
-        found = np.ones(places.j.shape, dtype=bool)
-        found &= True if self.low is None else x >= self.low
-        found &= True if self.high is None else x <= self.high
-        return found
+        return np.broadcast_to(self.among(places.feature(self.feature)), places.j.shape)
 
     def __str__(self) -> str:
         if self.low == self.high:
@@ -65,6 +64,7 @@ class Rule:
 
     @property
     def plain(self) -> bool:
+        """Of three spans, and of bounds for lengths, chance makes some."""
         return len(self.spans) < 3 and not {x.feature for x in self.spans} & LENGTHS
 
     def holds(self, places: Places) -> Array:
@@ -89,77 +89,56 @@ class Shown:
 
 
 def rule_of(*shown: Shown) -> Rule | None:
-    """The plainest rule for a set, which holds wherever it is shown."""
-    if not any(of.inside.any() for of in shown):
+    """The plainest rule for a set, which holds wherever it is shown: the fewest intervals that have
+    all of it and nothing else, or the fewest bounds, each of which has all of it, that leave
+    nothing else."""
+    inside = np.concatenate([of.inside[of.domain] for of in shown])
+    if not inside.any():
         return None
-    if _is(Rule(()), shown):
+    if inside.all():
         return Rule(())
-    first = shown[0].places.features
-    names = [name for name in first if all(name in of.places.features for of in shown)]
-    told = _cover(shown, names), _cut(shown, names)
+    pure: list[Span] = []
+    bounds: list[Span] = []
+    left_by: tuple[list[Array], list[Array]] = [], []
+    for name in shown[0].places.features:
+        if all(name in of.places.features for of in shown):
+            every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
+            x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
+            found = [*_pure(x, inside, name)], [*_bounds(x, inside, name)]
+            pure, bounds = [*pure, *found[0]], [*bounds, *found[1]]
+            left_by[0].extend(~span.among(x[inside]) for span in found[0])
+            left_by[1].extend(span.among(x[~inside]) for span in found[1])
+    told = _exact(pure, left_by[0], False), _exact(bounds, left_by[1], True)
     return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
 
 
-def _is(rule: Rule, shown: Sequence[Shown]) -> bool:
-    held = ((rule.holds(of.places) & of.domain) == of.inside for of in shown)
-    return all(bool(same.all()) for same in held)
-
-
-def _values(shown: Sequence[Shown], name: str) -> tuple[Array, Array]:
-    """Of all pairs in question: a feature, and whether they are in the set."""
-    x = [np.broadcast_to(of.places.feature(name), of.domain.shape)[of.domain] for of in shown]
-    return np.concatenate(x), np.concatenate([of.inside[of.domain] for of in shown])
-
-
-def _held(span: Span, shown: Sequence[Shown], inside: bool) -> Array:
-    """Which of the pairs in the set, or of the others in question, are in an interval."""
-    parts = [of.inside if inside else of.domain & ~of.inside for of in shown]
-    held = [span.holds(of.places)[part] for of, part in zip(shown, parts, strict=True)]
-    return np.concatenate(held)
-
-
-def _cover(shown: Sequence[Shown], names: Sequence[str]) -> Rule | None:
-    """The fewest intervals that have all of the set and nothing else."""
-    spans = [span for name in names for span in _pure(*_values(shown, name), name)]
-    return _exact(spans, [~_held(span, shown, True) for span in spans], False, shown)
-
-
-def _cut(shown: Sequence[Shown], names: Sequence[str]) -> Rule | None:
-    """The fewest bounds, each of which has all of the set, that leave nothing else."""
-    spans: list[Span] = []
-    for name in names:
-        x, there = _values(shown, name)
-        low, high = int(x[there].min()), int(x[there].max())
-        lows = [low] * int(low > x.min())
-        highs = [high] * int(high < x.max())
-        spans += [*(Span(name, a, None) for a in lows), *(Span(name, None, b) for b in highs)]
-        spans += [Span(name, a, b) for a in lows for b in highs]
-    return _exact(spans, [_held(span, shown, False) for span in spans], True, shown)
-
-
-def _exact(
-    spans: Sequence[Span], left: Sequence[Array], every: bool, shown: Sequence[Shown]
-) -> Rule | None:
-    """The rule of one span, of two or of three that leaves nothing; ``left``: what each leaves."""
+def _exact(spans: Sequence[Span], left: Sequence[Array], every: bool) -> Rule | None:
+    """The rule of one span, of two or of three that leaves nothing, of the plainest of these;
+    ``left``: what each leaves."""
     if not spans:
         return None
     matrix = np.stack(left).astype(np.float32)
-    both = np.triu(matrix @ matrix.T)  # what two of them leave; the diagonal is that of one
-    pairs = np.argwhere((both == 0) & np.triu(np.ones_like(both, dtype=bool)))
-    order = sorted(pairs.tolist(), key=lambda pair: (pair[0] != pair[1], sum(pair)))
-    chosen = [list(dict.fromkeys(pair)) for pair in order[:TRIED]]
+    # what two of them leave; the diagonal is that of one
+    pairs = np.argwhere(np.triu(matrix @ matrix.T == 0)).tolist()
+    chosen = min(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair)), default=[])
     if not chosen:
         first = int(matrix.sum(axis=1).argmin())
         rest = matrix * matrix[first]
-        thirds = np.argwhere(rest @ rest.T == 0)
-        chosen = [
-            [first, *pair] for pair in thirds[np.argsort(thirds.sum(axis=1))][:TRIED].tolist()
-        ]
-    for places in chosen:
-        rule = Rule(tuple(spans[place] for place in places), every)
-        if _is(rule, shown):
-            return rule
-    return None
+        thirds = np.argwhere(rest @ rest.T == 0).tolist()
+        if not thirds:
+            return None
+        chosen = [first, *min(thirds, key=sum)]
+    return Rule(tuple(spans[place] for place in dict.fromkeys(chosen)), every)
+
+
+def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:
+    """Intervals that have all of the set, and not all else."""
+    low, high = int(x[inside].min()), int(x[inside].max())
+    lows = [low] * int(low > x.min())
+    highs = [high] * int(high < x.max())
+    yield from (Span(name, a, None) for a in lows)
+    yield from (Span(name, None, b) for b in highs)
+    yield from (Span(name, a, b) for a in lows for b in highs)
 
 
 def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:

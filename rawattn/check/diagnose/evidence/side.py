@@ -14,13 +14,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import NONE, Rounding, exact, solve
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
-from rawattn.check.diagnose.evidence.precision import (
-    HELD_TO,
-    TINY,
-    coarsest,
-    narrowest,
-    ways_to_round,
-)
+from rawattn.check.diagnose.evidence.precision import HELD_TO, coarsest, ways_to_round
 from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Check
@@ -29,33 +23,31 @@ from rawattn.check.diagnose.findings import Check
 Terms = Sequence[tuple[Float64 | float, str]]
 
 MARGIN = 12  # times what rounding was measured to do
-ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 INPUTS = {"q": ("q", "tq", "dout", "dlse"), "k": ("k", "v", "tk", "tv")}
 
 
 class Side:
-    """One side: ``answers`` in float64 as (tokens, heads, width).
+    """One side: ``answers`` in float64 as (tokens, heads, width), and what sums of theirs are
+    compared with.
 
-    dtypes: of the answers, the narrowest that holds them; ``dtype``: the coarsest. x: the inputs
-    in float64 like that, 0 where there are none or nobody looks at them. finite: which sequences
-    have no NaN or inf in them.
+    dtype: the coarsest of all. x: the inputs in float64 like that, 0 where there are none or nobody
+    looks at them. finite: which sequences have no NaN or inf in them.
     """
 
     def __init__(self, question: Question, answers: Answers, name: str) -> None:
         self.question, self.name = question, name
         self.answers = {n: by_rows(n, x) for n, x in answers.items()}
-        self.dtypes = {n: narrowest(np.asarray(answers[n])) for n in self.answers}
         self.dtype = coarsest(question, answers)
-        if question.out is not None:
-            self.answers["given out"] = by_rows("out", question.out)
         self.reach = Reach(question)
         self.alive: Bools = np.asarray(self.reach.count > 0)  # (total_q, num_heads_q) see any key
         self.unit = HELD_TO[self.dtype] / 2  # the error of one rounding
         self.x, self.finite = _inputs(question, self.reach)
-
-    def lacks(self, *tensors: str) -> str:
-        """What of ``tensors`` is not there, in words; empty if all is."""
-        return "; ".join(f"there is no {t}" for t in tensors if t not in self.answers)
+        dlse = question.scale * self.x["dlse"]
+        self.given = {"dout": self.x["dout"]}
+        self.given |= {f"softmax_scale dlse {n}": dlse * self.x[n] for n in ("q", "tq")}
+        self.answers |= self.given
+        if question.out is not None:
+            self.answers["given out"] = by_rows("out", question.out)
 
     # ---- what rounding does -------------------------------------------------------------------
 
@@ -87,64 +79,37 @@ class Side:
         for stage in q.stages[1:]:
             found |= solve(q, stage, rounding=rounding, given=given)
         found["given out"] = np.asarray(given[0]).astype(np.float64)
-        return {n: store(by_rows(n, x)) for n, x in found.items() if x.ndim > 1}
+        return {n: store(by_rows(n, x)) for n, x in found.items() if x.ndim > 1} | self.given
 
-    def ulps(self, tensor: str) -> float:
-        """What part of the size of an answer the order of sums may change."""
-        dtype = self.dtypes[tensor]
-        if self.question.dtype.itemsize == 2:  # then there is such arithmetic behind it
-            dtype = self.question.dtype
-        if dtype not in HELD_TO:
-            return 0.0
-        eps = HELD_TO[dtype] if dtype.itemsize == 2 else float(np.finfo(dtype).eps)
-        return ULPS[dtype.itemsize] * eps
-
-    @property
-    def ulps_of_tiny(self) -> float:
-        """The error of a sum's term that is too small for its error to be relative."""
-        return 32 * self.unit * TINY.get(self.dtype, 0.0)
+    def off_by(self, tensor: str, among: Bools) -> Float64:
+        """What rounding does to elements of an answer, squared, by row: in a row and in others,
+        since one sample of it may be small by chance."""
+        right = self.right[tensor]
+        off = [np.square(x[tensor] - right).mean(axis=2, keepdims=True) for x in self.rounded]
+        noise = np.asarray(np.max(off, axis=0) + self.unit**2 * (right**2).mean(axis=2)[..., None])
+        return noise + (noise[among].mean() if among.any() else 0.0)
 
     # ---- identities ---------------------------------------------------------------------------
 
-    def missing(self, name: str, text: str, why: str) -> Check:
-        return Check(self.name, name, text, 0.0, 0.0, "-", why)
-
-    def total(self, array: Float64, of: str) -> Float64:
-        """Sums over rows (of "q" or "k") and the heads that belong to a key/value head: (batch,
-        num_heads_kv, width)."""
-        q = self.question
+    def product(self, a: Float64 | float, tensor: str, x: Float64) -> Float64:
+        """<a, x>, x like an answer, without the rows of queries that see nothing: sums over rows
+        and the heads that belong to a key/value head, (batch, num_heads_kv, width)."""
+        q, of = self.question, side_of(tensor)
+        if of == "q" and x.shape[1] == self.alive.shape[1]:
+            x = np.where(self.alive[..., None], x, 0.0)
+        x = (a * x).sum(axis=2, keepdims=True) if np.ndim(a) else x
         spans = (rows if of == "q" else keys for rows, keys in sequences(q))
-        sums = np.array([array[span].sum(axis=0) for span in spans])
-        shape = (q.batch, q.num_heads_kv, array.shape[1] // q.num_heads_kv, array.shape[2])
+        sums = np.array([x[span].sum(axis=0) for span in spans])
+        shape = (q.batch, q.num_heads_kv, x.shape[1] // q.num_heads_kv, x.shape[2])
         return np.asarray(sums.reshape(shape).sum(axis=2))
 
-    def product(self, a: Float64 | float, tensor: str, x: Float64) -> Float64:
-        """<a, x>, x like an answer, without the rows of queries that see nothing."""
-        if side_of(tensor) == "q" and x.shape[1] == self.alive.shape[1]:
-            x = np.where(self.alive[..., None], x, 0.0)
-        product = (a * x).sum(axis=2, keepdims=True) if np.ndim(a) else x
-        return self.total(product, side_of(tensor))
-
-    def balance(
-        self,
-        name: str,
-        text: str,
-        left: Terms,
-        right: Terms = (),
-        why: str = "",
-        wanted: Float64 | None = None,
-    ) -> Check:
-        """The sum of the inner products ``left`` is that of ``right``, or what is ``wanted``; not
-        so for a reason ``why``.
+    def balance(self, name: str, text: str, left: Terms, right: Terms) -> Check:
+        """The sum of the inner products ``left`` is that of ``right``, 0 of none.
 
         A rounding that always goes towards zero is a factor, so each product has its own noise.
         """
-        terms = (*left, *right)
-        if why := self.lacks(*(tensor for _, tensor in terms)) or why:
-            return self.missing(name, text, why)
-        given = np.zeros((1, 1, 1)) if wanted is None else wanted
-        sums, noise = [np.zeros_like(given), given], self.unit**2 * given**2
-        for n, (a, tensor) in enumerate(terms):
+        sums, noise = [np.zeros((1, 1, 1))] * 2, np.zeros((1, 1, 1))
+        for n, (a, tensor) in enumerate((*left, *right)):
             found, exact, *rounded = (
                 self.product(a, tensor, x[tensor])
                 for x in (self.answers, self.right, *self.rounded)
@@ -154,38 +119,16 @@ class Side:
             noise = noise + (self.unit * found) ** 2 + self.product(np.square(a), tensor, off**2)
             noise = noise + np.square([x - exact for x in rounded]).max(axis=0)
         noise = noise.mean(axis=2, keepdims=True)
-        size = np.maximum(np.abs(sums[0]), np.abs(sums[1]))
-        if wanted is not None and not wanted.any():
-            size = self.unless_zero(terms[0][1], size)
         looked = np.repeat(self.finite[:, None], self.question.num_heads_kv, axis=1)
-        return self.judged(name, text, sums[0] - sums[1], MARGIN * np.sqrt(noise), size, looked)
+        return self.judged(name, text, sums[0] - sums[1], MARGIN * np.sqrt(noise), looked)
 
-    def unless_zero(self, tensor: str, like: Float64) -> Float64:
-        """The size of what must be 0: any number is too large to be nothing, a tensor of 0 not."""
-        return np.full_like(like, np.inf if self.answers[tensor].any() else 0.0)
-
-    def off_by(self, tensor: str, among: Bools) -> Float64:
-        """What rounding does to elements of an answer, squared, by row: in a row and in others,
-        since one sample of it may be small by chance."""
-        right = self.right[tensor]
-        off = [np.square(x[tensor] - right).mean(axis=2, keepdims=True) for x in self.rounded]
-        noise = np.asarray(np.max(off, axis=0) + self.unit**2 * (right**2).mean(axis=2)[..., None])
-        inside = among & np.append(self.finite, False)[self.question.sequence_of("q")][:, None]
-        return noise + (noise[inside].mean() if inside.any() else 0.0)
-
-    def rows(
-        self,
-        name: str,
-        text: str,
-        off: Float64,
-        noise: Float64 | float,
-        size: Float64,
-        looked: Bools,
-    ) -> Check:
-        """off = 0, in the rows and heads of q that are ``looked`` at; noise: squared."""
+    def rows(self, name: str, text: str, tensor: str, off: Float64, looked: Bools) -> Check:
+        """The check that an answer is ``off`` by nothing, in the rows and heads of q that are
+        ``looked`` at."""
         within = self.question.sequence_of("q")
         looked = looked & np.append(self.finite, False)[within][:, None]
-        return self.judged(name, text, off, MARGIN * np.sqrt(noise), size, looked, within)
+        allowed = MARGIN * np.sqrt(self.off_by(tensor, looked))
+        return self.judged(name, text, off, allowed, looked, within)
 
     def judged(
         self,
@@ -193,30 +136,32 @@ class Side:
         text: str,
         off: Float64,
         allowed: Float64,
-        size: Float64,
         looked: Bools,
         within: Ints | None = None,
+        columns: Sequence[str] = (),
     ) -> Check:
         """The check of |off| <= allowed, (places, heads, width), where it is ``looked``.
 
-        size: how large the two sides are that differ by ``off``. A place is a sequence, or with
-        ``within`` a row, which is in that sequence.
+        A place is a sequence, or with ``within`` a row, which is in that sequence. columns: what
+        there is in place of heads.
         """
-        off, allowed, size = np.broadcast_arrays(np.abs(off), allowed, size)
+        off, allowed = np.broadcast_arrays(np.abs(off), allowed)
         if not looked.any() or not off.size:
-            return self.missing(name, text, "no place to check it at")
+            return Check(self.name, name, text, 0.0, 0.0, "-", "no place to check it at")
         ratio = np.nan_to_num(np.where(off == 0, 0.0, off / allowed), nan=0.0, posinf=np.inf)
         ratio = np.where(np.isfinite(off), ratio, np.inf)
         ratio = np.where(looked[..., None], ratio, -1.0)
         worst = np.unravel_index(ratio.argmax(), ratio.shape)
         value = np.inf if np.isnan(off[worst]) else float(off[worst])
         bad = np.asarray((ratio > 1).any(axis=2))
-        verdict, where = "pass", ""
+        parts: list[str] = []
         if bad.any():
-            verdict, where = "FAIL", _where(bad, looked, within, self.question)
-            where = ", ".join(filter(None, (where, "NaN" * bool(np.isnan(off[bad]).any()))))
-        elif not (looked[..., None] & (size > allowed)).any():
-            verdict, where = "vacuous", "zeros would pass"
+            parts = [column for column, x in zip(columns, bad.T, strict=False) if x.any()]
+            places = np.arange(len(bad)) if within is None else within
+            of_bad, of_all = (np.unique(places[x.any(axis=1)]) for x in (bad, looked))
+            parts += [named("sequence", of_bad)] * (len(of_bad) < len(of_all))
+            parts = [*(parts or ["all"]), *["NaN"] * bool(np.isnan(off[bad]).any())]
+        verdict, where = "FAIL" if parts else "pass", ", ".join(parts)
         return Check(self.name, name, text, value, float(allowed[worst]), verdict, where)
 
 
@@ -233,27 +178,6 @@ def _inputs(q: Question, reach: Reach) -> tuple[dict[str, Float64], Bools]:
             wide = wide.T[..., None] if wide.ndim == 2 else wide
             found[name] = np.where(there[..., None], wide, 0.0)
             finite[q.sequence_of(of)[~np.isfinite(found[name]).all(axis=(1, 2))]] = False
-    for name, gate in (("gate", q.block_scale), ("tgate", q.tblock_scale)):
-        found[name] = np.zeros((len(q.q), 1, 1)) if gate is None else np.asarray(gate, np.float64)
+    gates = {"block_scale": q.block_scale, "tblock_scale": q.tblock_scale}
+    found |= {name: np.asarray(x, np.float64) for name, x in gates.items() if x is not None}
     return found, finite[:-1]
-
-
-def _where(bad: Bools, looked: Bools, within: Ints | None, q: Question) -> str:
-    """Which sequences and heads of those that were looked at are bad."""
-    counts, head = "", "kv head"
-    if within is not None:
-        head = "head"
-        counts = "" if bad[looked].all() else f": {bad.sum()} of {looked.sum()} rows"
-        bad, looked = (
-            np.array([mask[within == b].any(axis=0) for b in range(q.batch)])
-            for mask in (bad, looked)
-        )
-    if bad[looked].all():
-        return f"all{counts}"
-    some = [
-        named(what, np.flatnonzero(bad.any(axis=axis)))
-        for what, axis in (("sequence", 1), (head, 0))
-        if (bad.any(axis=axis) != looked.any(axis=axis)).any()
-    ]
-    pairs = f"{bad.sum()} of {looked.sum()} pairs of sequence and {head}"
-    return (", ".join(some) or pairs) + counts

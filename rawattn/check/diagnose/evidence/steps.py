@@ -11,6 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats, contexts
 from rawattn.check.diagnose.engine.question import MATRICES, Answers, Question, given_to_backward
+from rawattn.check.diagnose.evidence.precision import finite
 
 MADE = {  # by what, and where to look
     "S": "q k^T, softmax_scale, a softcap",
@@ -72,49 +73,36 @@ def parting(question: Question, answers: Answers, sequence: int | None) -> Parti
     """
     every = [name for names in MATRICES.values() for name in names]
     there = {name: answers[name] for name in every if name in answers}
-    if not there:
-        return None
-    shape = next(iter(there.values())).shape[1:]
-    lengths = zip(question.lengths_q, question.lengths_k, strict=True)
-    fitting = [b for b, pair in enumerate(lengths) if pair == shape]
-    if sequence is not None:
-        fitting = [sequence] if sequence in fitting else []
-    judged = [_judged(question, answers, there, b) for b in fitting]
+    judged = [
+        _judged(question, answers, there, b)
+        for b, lengths in enumerate(zip(question.lengths_q, question.lengths_k, strict=True))
+        if there and next(iter(there.values())).shape[1:] == lengths and sequence in (None, b)
+    ]
     return max(judged, key=lambda one: (len(one.agree), -one.pairs), default=None)
 
 
 def _judged(question: Question, answers: Answers, there: Answers, sequence: int) -> Parting:
-    right = intermediates(question, answers, sequence)
-    agree: list[str] = []
-    for name, x in there.items():
-        if name not in right or x.shape != right[name].shape:
+    right, agree = intermediates(question, answers, sequence), list[str]()
+    for name, found in there.items():
+        if name not in right or found.shape != right[name].shape:
             continue
-        wrong, text = _differs(name, np.asarray(x, np.float64), right, question.dtype.itemsize)
-        if wrong:
-            return Parting(name, f"sequence {sequence}: {text}", tuple(agree), wrong)
+        x, wanted = np.asarray(found, np.float64), right[name]
+        looked = right["P"] > (0 if name in BEFORE_THE_MASK else -1)
+        with np.errstate(invalid="ignore"):
+            off = np.where(looked & (x != wanted), np.abs(x - wanted), 0.0)
+        off = np.nan_to_num(off, nan=np.inf)
+        size = np.abs(np.where(looked, finite(wanted), 0.0)).max(initial=0.0)
+        wrong = off > NEAR[min(question.dtype.itemsize, 8)] * size
+        if wrong.any():
+            at = head, query, key = np.unravel_index(off.argmax(), off.shape)
+            text = (
+                f"sequence {sequence}: {name} parts first, in {wrong.sum()} of {looked.sum()} "
+                f"pairs: {', '.join(_ranges(wrong))}; most at head {head}, query {query}, key "
+                f"{key}: expected {wanted[at]:.4g}, got {x[at]:.4g}"
+            )
+            return Parting(name, text, tuple(agree), int(wrong.sum()))
         agree.append(name)
     return Parting("", "", tuple(agree))
-
-
-def _differs(name: str, x: Floats, right: Answers, itemsize: int) -> tuple[int, str]:
-    """In how many pairs one step is wrong, and where, in words."""
-    wanted, seen = right[name], right["P"] > 0
-    there = seen if name in BEFORE_THE_MASK else np.ones_like(seen)
-    size = float(np.abs(np.where(there & np.isfinite(wanted), wanted, 0.0)).max(initial=0.0))
-    with np.errstate(invalid="ignore"):
-        off = np.where(there, np.abs(x - wanted), 0.0)
-    off = np.where(there & (x == wanted), 0.0, off)
-    wrong = ~(off <= NEAR[min(itemsize, 8)] * size)
-    if not wrong.any():
-        return 0, ""
-    worst = np.nan_to_num(off, nan=np.inf)
-    head, query, key = (int(i) for i in np.unravel_index(worst.argmax(), worst.shape))
-    at = head, query, key
-    return int(wrong.sum()), (
-        f"{name} parts first, in {int(wrong.sum())} of {int(there.sum())} pairs: "
-        f"{', '.join(_ranges(wrong))}; most at head {head}, query {query}, key {key}: expected "
-        f"{wanted[at]:.4g}, got {x[at]:.4g}"
-    )
 
 
 def _ranges(wrong: Floats) -> Iterator[str]:

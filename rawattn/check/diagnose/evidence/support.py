@@ -52,17 +52,14 @@ class Support:
 
     @property
     def plain(self) -> bool:
-        """Whether rules are such as somebody may have written: of three spans, and of bounds for
-        lengths, chance makes some."""
-        rules = [part.rule for part in self.parts]
-        return all(rule is not None and rule.plain for rule in rules)
+        """Whether rules are such as somebody may have written."""
+        return all(part.rule is not None and part.rule.plain for part in self.parts)
 
     @property
     def of_rows(self) -> bool:
         """Whether keys are missed, and all of their rows."""
-        rows = self.inside(LESS).any(axis=-1)
-        whole = not (np.asarray(self.seen > 0) & self.places.right)[rows].any()
-        return whole and all(part.kind == LESS for part in self.parts)
+        left = (self.seen > 0) & self.places.right & self.inside(LESS).any(axis=-1, keepdims=True)
+        return not left.any() and all(part.kind == LESS for part in self.parts)
 
     def inside(self, kind: str) -> Array:
         """Pairs of the places that are wrong in this way."""
@@ -72,7 +69,9 @@ class Support:
         """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
         read is known, of other lengths."""
         if not self.named:
-            if _lengths(places) != _lengths(self.places):
+            q, own = places.question, self.places.question
+            same = (q.lengths_q, q.lengths_k) == (own.lengths_q, own.lengths_k)
+            if not same or not np.array_equal(q.cu_seqlens_k, own.cu_seqlens_k):
                 raise ValueError("this was read on sequences of other lengths")
             more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
             return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
@@ -104,20 +103,21 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
     for kind in KINDS:
         here, there = (_inside(kind, *of) for of in read)
         groups: dict[bytes, list[int]] = {}
-        for head, inside in enumerate(here):
-            if inside.any() or there[head].any():
-                groups.setdefault(inside.tobytes() + there[head].tobytes(), []).append(head)
-        for heads in groups.values():
+        for head, of_both in enumerate(zip(here, there, strict=True)):
+            if any(inside.any() for inside in of_both):
+                groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
+        unknown: list[int] = []
+        for first, *others in groups.values():
             shown = [
-                Shown(of, _domain(of, kind) & known[heads[0]], inside[heads[0]])
+                Shown(of, _domain(of, kind) & known[first], inside[first])
                 for (of, _, known), inside in zip(read, (here, there), strict=True)
             ]
-            parts.append(Part(kind, tuple(heads), rule_of(*shown)))
-        unknown = [part for part in parts if part.kind == kind and part.rule is None]
-        if len(unknown) > 1:
-            heads = sorted(head for part in unknown for head in part.heads)
-            parts = [part for part in parts if part not in unknown]
-            parts.append(Part(kind, tuple(heads), None))
+            rule = rule_of(*shown)
+            if rule is None:
+                unknown += [first, *others]
+            else:
+                parts.append(Part(kind, (first, *others), rule))
+        parts += [Part(kind, tuple(sorted(unknown)), None)] * bool(unknown)
     several = {part.kind for part in parts} > {LESS}
     several = several and all(len(part.heads) == len(seen) for part in parts)
     return Support(places, seen, tuple(parts), _whole(*read) if several else None)
@@ -154,8 +154,3 @@ def _views(places: Places, views: Sequence[View], seen: Array) -> Iterator[View]
         if view.slot is not None:
             slot = np.stack([places.of(head).slots for head in view.heads])[:, view.rows][..., keys]
         yield replace(view, keys=keys, weight=weight[..., keys], slot=slot)
-
-
-def _lengths(places: Places) -> tuple[tuple[int, ...], ...]:
-    q = places.question
-    return q.lengths_q, q.lengths_k, tuple(int(x) for x in q.cu_seqlens_k)

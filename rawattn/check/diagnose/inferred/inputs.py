@@ -15,16 +15,16 @@ from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
-    OF_KEYS,
     Answers,
     Question,
     by_rows,
     given_to_backward,
+    side_of,
 )
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
 from rawattn.check.diagnose.evidence.rows import NOWHERE, in_words, moves_of
 from rawattn.check.diagnose.inferred import accumulators
-from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
+from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
@@ -88,7 +88,7 @@ def _constants(sample: Sample) -> Iterator[Bug]:
             factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
             left = relative_residual(a, factors[part] * b, WHOLE)
             if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
-                store = partial(_times, name, factors[part])
+                store = stored(name, partial(np.multiply, factors[part]))
                 form = f"{name} times {_by_part(of, factors)}"
                 yield Bug("constant-factor", form, (sample.stage,), store=store)
                 break
@@ -96,31 +96,20 @@ def _constants(sample: Sample) -> Iterator[Bug]:
 
 def _by_part(of: str, factors: Floats) -> str:
     """Numbers in words, neighbours that are about equal once."""
-    if of != "column":
-        return ", ".join(_in_words(float(x)) for x in factors) + (f" by {of}" if of else "")
     starts = [0, *(np.flatnonzero(np.abs(np.diff(factors)) > 0.02 * np.abs(factors[1:])) + 1)]
-    stops = [*starts[1:], len(factors)]
-    runs = [
-        f"{_in_words(float(np.mean(factors[start:stop])))} from column {start} on"
-        for start, stop in zip(starts, stops, strict=True)
-    ]
-    return ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
+    means = [_in_words(float(np.mean(run))) for run in np.split(factors, starts[1:])]
+    parts = [f"{x} from {of} {at} on" if of else x for x, at in zip(means, starts, strict=True)]
+    return ", ".join(parts[:6]) + ", ..." * (len(parts) > 6)
 
 
 def _in_words(x: float) -> str:
     """A number, and what it is near to."""
-    if x == 0 or not math.isfinite(x):
-        return f"{x:.4g}"
-    power = round(math.log2(abs(x)))
-    known = {f"{round(x)}": float(round(x)), f"{round(x, 1):g}": round(x, 1)}
-    known |= {f"{'-' if x < 0 else ''}2^{power}": math.copysign(2.0**power, x)}
-    known |= {"ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
-    text = next((text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)), "")
-    return f"{x:.4g}" if text in ("", f"{x:.4g}") else f"{x:.4g} = {text}"
-
-
-def _times(name: str, factors: Floats, question: Question, answers: Answers) -> Answers:
-    return answers | {name: answers[name] * (factors[..., 0].T if name in BY_ROW else factors)}
+    known = {f"{round(x, 1):g}": round(x, 1), "ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
+    if x and math.isfinite(x):
+        power = round(math.log2(abs(x)))
+        known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
+    near = [text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)]
+    return f"{x:.4g} = {near[0]}" if near and near[0] != f"{x:.4g}" else f"{x:.4g}"
 
 
 def _same_row_added(sample: Sample) -> Iterator[Bug]:
@@ -133,10 +122,7 @@ def _same_row_added(sample: Sample) -> Iterator[Bug]:
         if np.isfinite(more).all() and sample.of_all("dv", sample.truth["dv"] + more) < FAR:
             size = np.abs(more).max(initial=0.0)
             form = f"one row more in every sequence and head of dv, up to {size:.3g}"
-
-            def store(question: Question, answers: Answers) -> Answers:
-                return answers | {"dv": answers["dv"] + more}
-
+            store = stored("dv", partial(np.add, more))
             yield Bug("padded-grad-out", form, (sample.stage,), store=store)
 
 
@@ -158,63 +144,46 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
             yield from _moved(sample, name, max(8 * noise, 1e-3))
 
 
-UNITS = {"heads": (1, 0), "tokens": (0,), "rows": (0, 1)}  # by the first axes
-
-
 def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
     """Every head, token or row as that of the right result which it equals, in another order."""
-    sequence = sample.sequences(name)
-    inside = np.flatnonzero(sequence >= 0)
-    both = sample.found[name], by_rows(name, sample.truth[name])
-    a, b = (x[inside] for x in both)
+    inside = np.flatnonzero(sample.sequences(name) >= 0)
+    a, b = (x[inside] for x in (sample.found[name], by_rows(name, sample.truth[name])))
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return
-    for unit, axes in UNITS.items():
-        x, y = _units(a, axes), _units(b, axes)
+    heads, rows = a.shape[1], np.arange(a.shape[0] * a.shape[1]).reshape(a.shape[:2])
+    for unit, of in {"heads": rows.T, "tokens": rows, "rows": rows.reshape(-1, 1)}.items():
+        x, y = (x.reshape(rows.size, -1)[of].reshape(len(of), -1) for x in (a, b))
         if len(x) < 2 or len(x) > MOST or x.shape[1] < (8 if unit == "rows" else 4):
             continue
         order = _order(x, y, allowed)
         if order is None:
             continue
-        by = order - np.arange(len(order))
-        text = f"{name}: {np.count_nonzero(by)} of {len(x)} {unit} are in other places"
+        taken = np.full(rows.size, -1)
+        taken[of] = np.where(order[:, None] < 0, -1, of[order])
+        there = taken >= 0
+        by = (taken - rows.ravel())[there] / heads
+        sequence = np.repeat(sample.sequences(name)[inside], heads)[there]
+        shifts = {*zip(sequence.tolist(), by.tolist(), strict=True)}
+        shifted = len(shifts) == len(np.unique(sequence)) and all(x.is_integer() for _, x in shifts)
+        count = np.count_nonzero(order - np.arange(len(order)))
+        text = f"{name}: {count} of {len(x)} {unit} are in other places"
         if unit == "tokens":
-            taken = np.full(len(sequence), -1)
-            taken[inside] = np.where(order < 0, inside + NOWHERE, inside[order])
-            side = "k" if name in OF_KEYS else "q"
-            moves = moves_of([(sample.question, taken)], side)
-            text = text if moves is None else f"{name}: {in_words(moves, side)}"
+            tokens = np.full(len(sample.sequences(name)), -1)
+            tokens[inside] = np.where(order < 0, inside + NOWHERE, inside[order])
+            moves = moves_of([(sample.question, tokens)], side_of(name))
+            text = text if moves is None else f"{name}: {in_words(moves, side_of(name))}"
         if unit == "heads":
             text = f"{name}: heads in another order: {', '.join(map(str, order[:16]))}"
-        bug = "transposed"
-        if unit != "heads":  # are whole sequences shifted, by as many tokens each?
-            there, each = order >= 0, len(x) // len(inside)
-            of = np.repeat(sequence[inside], each)[there]
-            shifts = {*zip(of.tolist(), by[there].tolist(), strict=True)}
-            if len(shifts) == len({*of.tolist()}) and not any(shift % each for _, shift in shifts):
-                bug = "offsets-shifted"
-        yield Bug(bug, text, (sample.stage,), store=partial(_ordered, name, axes, inside, order))
+        bug = "offsets-shifted" if shifted else "transposed"
+        store = stored(name, partial(_ordered, inside, taken))
+        yield Bug(bug, text, (sample.stage,), store=store)
         return
 
 
-def _units(x: Floats, axes: tuple[int, ...]) -> Floats:
-    x = np.moveaxis(x, axes, range(len(axes)))
-    return x.reshape(x.shape[0] * (x.shape[1] if axes == (0, 1) else 1), -1)
-
-
-def _ordered(
-    name: str,
-    axes: tuple[int, ...],
-    inside: np.ndarray,
-    order: np.ndarray,
-    question: Question,
-    answers: Answers,
-) -> Answers:
-    x = by_rows(name, answers[name]).astype(np.float64)
-    there = np.moveaxis(x[inside], axes, range(len(axes)))
-    found = np.where((order < 0)[:, None], 0.0, _units(x[inside], axes)[order])
-    x[inside] = np.moveaxis(found.reshape(there.shape), range(len(axes)), axes)
-    return answers | {name: x[..., 0].T if name in BY_ROW else x}
+def _ordered(inside: np.ndarray, taken: np.ndarray, x: Floats) -> Floats:
+    y, here = x.copy(), x[inside].reshape(len(taken), -1)
+    y[inside] = np.where((taken < 0)[:, None], 0.0, here[taken]).reshape(x[inside].shape)
+    return y
 
 
 def _order(found: Floats, wanted: Floats, allowed: float) -> np.ndarray | None:

@@ -17,7 +17,6 @@ from rawattn.check.diagnose.catalogue.partial_sums import (
     RIGHTLY,
     WAYS,
     WEIGHTS,
-    Cut,
     Results,
     divided,
     merged,
@@ -28,11 +27,11 @@ from rawattn.check.diagnose.catalogue.partial_sums import (
     tiles,
     totals,
 )
-from rawattn.check.diagnose.engine.attention import Bug, Context, contexts
+from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, contexts
 from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.inferred.sample import Sample
 
-FITS = 0.1  # of what is wrong may be left on the view that is looked at
-SHOWS = 0.01  # of the largest error: a view with as much is looked at, if it is the longest
+FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
 MOST = 6  # merges that are planted
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},
@@ -45,78 +44,65 @@ SUMS = {
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 
-def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Bugs of partial sums that fit the longest of the views with large errors."""
-    if stage not in TENSORS:
-        return
-    views = [c for c in contexts(question, stage) if c.S.shape[2]]
-    names = {of: name for of, name in TENSORS[stage].items() if name in answers}
-    rights = [
-        Results(c.O, c.L, c.tL, c.tO) if stage == "jvp" else Results(c.O, c.L, c.L, c.O)
-        for c in views
-    ]
-    errors = [_errors(c, answers, names, of) for c, of in zip(views, rights, strict=True)]
-    sizes = [sum(of.values()) for of in errors]
-    if not any(sizes):
-        return
-    telling = [
-        c.S.shape[2] * (size > SHOWS * max(sizes)) for c, size in zip(views, sizes, strict=True)
-    ]
-    worst = int(np.argmax(telling))
-    c, wrong = views[worst], errors[worst]
-    with np.errstate(all="ignore"):
-        for at, cut in tiles(question).items():
-            parts = parts_of(c, cut)
-            sums = totals(parts, RIGHTLY)
-            for words, way in WAYS.items():
-                others = totals(parts, way)
-                for moved in SUMS[stage]:
-                    of = divided(parts, sums | {name: others[name] for name in moved})
-                    left = _errors(c, answers, names, of)
-                    if sum(left.values()) < FITS**2 * sum(wrong.values()):
-                        said = " and ".join(WORDS.get(name, name) for name in moved)
-                        planted = steps(stage, cut, partial(rescaled, wrong=moved, way=way))
-                        yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
-        if stage == "forward":
-            cuts = splits(question).items()
-            near = [one for at, cut in cuts for one in _merges(c, answers, wrong, cut, at)]
-            yield from (bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST])
+@np.errstate(all="ignore")
+def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
+    """Bugs of partial sums that fit the view of a sample."""
+    sample = Sample(question, answers, stage)
+    views = contexts(question, stage) if sample.wrong and stage in TENSORS else []
+    for c in (c for c in views if c.view.sequence == sample.sequence and c.S.shape[2]):
+        if c.view.head_kv == sample.head_kv:
+            names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
+            found = {
+                of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()
+            }
+            merges = _merges(question, c, found) if stage == "forward" else []
+            return [*_rescaled(question, stage, c, found), *merges]
+    return []
 
 
-def _merges(
-    c: Context, answers: Answers, wrong: dict[str, float], cut: Cut, at: str
-) -> Iterator[tuple[float, Bug]]:
-    """The merges of these parts that come nearest, and how near; none where none mends much."""
-    parts, total = parts_of(c, cut), 0.0
-    forms = {"out": [RIGHT], "lse": [RIGHT]}
-    results: dict[str, dict[str, Results]] = {
-        "out": {form: merged(parts, form, RIGHT) for form in WEIGHTS},
-        "lse": {form: merged(parts, RIGHT, form) for form in LSES},
-    }
-    for name in wrong:
-        left = {
-            form: _errors(c, answers, {name: name}, of)[name] for form, of in results[name].items()
-        }
-        least = min(left.values())
-        if least < FITS**2 * min(wrong[name], left[RIGHT]):  # where all parts have keys some tie
-            forms[name] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
-        total += left[forms[name][0]]
-    for out, lse in product(*forms.values()):
-        if (out, lse) != (RIGHT, RIGHT):
-            planted = steps("forward", cut, partial(merged, out=out, lse=lse))
-            said = f"weights {out}; lse {lse}; {at}"
-            yield total, Bug("partial-merge", said, ("forward",), steps=planted)
+def _rescaled(
+    question: Question, stage: str, c: Context, found: dict[str, Floats]
+) -> Iterator[Bug]:
+    right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
+    wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
+    for at, cut in tiles(question).items():
+        parts = parts_of(c, cut)
+        sums = totals(parts, RIGHTLY)
+        ways = ((words, way, totals(parts, way)) for words, way in WAYS.items())
+        for (words, way, others), moved in product(ways, SUMS[stage]):
+            of = divided(parts, sums | {name: others[name] for name in moved})
+            if sum(_left(x, getattr(of, name)) for name, x in found.items()) < FITS * wrong:
+                said = " and ".join(WORDS.get(name, name) for name in moved)
+                planted = steps(stage, cut, partial(rescaled, wrong=moved, way=way))
+                yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _errors(c: Context, answers: Answers, names: dict[str, str], of: Results) -> dict[str, float]:
-    """Squares of what a view's answers are off by, each in units of its size."""
-    found = {}
-    heads, rows = c.view.heads[:, None], c.view.rows
-    for field, name in names.items():
-        x, wanted = answers[name], getattr(of, field)
-        x = np.asarray(x[(heads, rows) if x.ndim == 2 else (rows, heads)], dtype=np.float64)
-        both = np.isfinite(x) & np.isfinite(wanted)
-        size = float((x[both] ** 2).sum())
-        found[field] = float(((x[both] - wanted[both]) ** 2).sum()) / size if size else 0.0
-        found[field] += float((np.isfinite(x) != np.isfinite(wanted)).mean())
-    return found
+def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bug]:
+    """The merges that come nearest; where all parts have keys some are alike."""
+    near: list[tuple[float, Bug]] = []
+    for at, cut in splits(question).items():
+        parts, total, forms = parts_of(c, cut), 0.0, {"out": [RIGHT], "lse": [RIGHT]}
+        for of, x in found.items():
+            left = {
+                form: _left(x, getattr(merged(parts, **{of: form}), of))
+                for form in (WEIGHTS if of == "out" else LSES)
+            }
+            least = min(left.values())
+            if least < FITS * left[RIGHT]:
+                forms[of] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
+            total += left[forms[of][0]]
+        for out, lse in product(*forms.values()):
+            if (out, lse) != (RIGHT, RIGHT):
+                planted = steps("forward", cut, partial(merged, out=out, lse=lse))
+                said = f"weights {out}; lse {lse}; {at}"
+                near.append((total, Bug("partial-merge", said, ("forward",), steps=planted)))
+    return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
+
+
+def _left(found: Floats, wanted: Floats) -> float:
+    """The square of what an answer (n, heads, columns) is off by, in units of its size."""
+    found = found.swapaxes(0, 1).reshape(wanted.shape)
+    both = np.isfinite(found) & np.isfinite(wanted)
+    size = float((found[both] ** 2).sum())
+    left = float(((found[both] - wanted[both]) ** 2).sum()) / size if size else 0.0
+    return left + float((np.isfinite(found) != np.isfinite(wanted)).mean())

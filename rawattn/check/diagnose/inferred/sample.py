@@ -3,13 +3,14 @@
 A bug that comes near there is worth a prediction of the whole; the others are never asked for.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Floats, View, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
     STAGES,
     Answers,
     Question,
@@ -30,6 +31,16 @@ CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is 
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
 WHOLE = slice(None)
+
+
+def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
+    """What ``change`` does to a result by rows, as it is stored."""
+
+    def store(question: Question, answers: Answers) -> Answers:
+        x = change(by_rows(name, answers[name]))
+        return answers | {name: x[..., 0].T if name in BY_ROW else x}
+
+    return store
 
 
 class Sample:
@@ -84,8 +95,8 @@ class Sample:
         found = {}
         for name in self.found:
             left = self._left(name, by_rows(name, answers[name]), self.sequence)
-            step = len(left) // self.question.num_heads_kv
-            found[name] = float(left[self.head_kv * step :][:step].max(initial=0.0))
+            of_kv = left.reshape(self.question.num_heads_kv, -1)[self.head_kv]
+            found[name] = float(of_kv.max(initial=0.0))
         return found
 
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:

@@ -14,29 +14,17 @@ from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 SHARE = 0.97  # of the wrong rows must have such a score
 ROWS = 16  # that must be wrong for it to be no chance
 
-# bug, in words, and the maximum by L, the lse that is found, and softmax_scale
-LSE: tuple[tuple[str, str, Callable[[Floats, Floats, float], Floats]], ...] = (
-    (
-        "lse-without-max",
-        "it is log(row_sum), without the maximum that P was taken against",
-        lambda L, x, s: L - x,
+# In words, and the maximum by L, the lse that is found, and softmax_scale.
+LSE: dict[str, Callable[[Floats, Floats, float], Floats]] = {
+    "it is log(row_sum), without the maximum that P was taken against": lambda L, x, s: L - x,
+    "the logarithm of the row sum is in base 2, the maximum is not": lambda L, x, s: (
+        (LOG2_E * L - x) / (LOG2_E - 1)
     ),
-    (
-        "lse-base-2",
-        "the logarithm of the row sum is in base 2, the maximum is not",
-        lambda L, x, s: (LOG2_E * L - x) / (LOG2_E - 1),
+    "the maximum is in base 2, the logarithm of the row sum is not": lambda L, x, s: (
+        (x - L) / (LOG2_E - 1)
     ),
-    (
-        "lse-base-2",
-        "the maximum is in base 2, the logarithm of the row sum is not",
-        lambda L, x, s: (x - L) / (LOG2_E - 1),
-    ),
-    (
-        "lse-without-max",
-        "the maximum in it is not scaled",
-        lambda L, x, s: (L - x) / (1 - 1 / s) if s != 1 else np.full_like(L, np.nan),
-    ),
-)
+    "the maximum in it is not scaled": lambda L, x, s: (L - x) / (1 - 1 / s if s != 1 else np.nan),
+}
 
 
 @np.errstate(divide="ignore", invalid="ignore")
@@ -70,7 +58,9 @@ def _maxima(
     lse = solve(question, "forward")["lse"]
     if name == "lse":
         x = found.astype(np.float64)
-        yield from ((bug, text, x - lse, of(lse, x, question.scale)) for bug, text, of in LSE)
+        for text, of in LSE.items():
+            bug = "lse-base-2" if "base 2" in text else "lse-without-max"
+            yield bug, text, x - lse, of(lse, x, question.scale)
         return
     right = by_rows(name, solve(question, "jvp" if name == "tlse" else "forward")[name])
     x = by_rows(name, found)

@@ -1,10 +1,11 @@
 """Rows that nobody writes: one and the same number stands in all of them."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Store, solve
+from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_SLOTS,
@@ -18,7 +19,8 @@ from rawattn.check.diagnose.inferred.sample import Sample
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
-Found = dict[str, tuple[np.ndarray, float]]  # of tensors the rows, and what they hold
+Rows = np.ndarray  # (tokens, heads)
+Found = dict[str, tuple[Rows, float]]  # of tensors the rows, and what they hold
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -31,15 +33,15 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             found[name] = constant
     if not found:
         return
-    elsewhere = _see_nothing(answers, found) or not _at_ends(question, found, answers)
-    if elsewhere and not _whole_sequences(question, found):
+    if not _whole_sequences(question, found) and (
+        _see_nothing(answers, found) or not _at_ends(question, found, answers)
+    ):
         return
-    yield Bug("rows-not-written", _in_words(question, found), (stage,), store=_store(found))
+    text, store = _in_words(question, found), partial(_stored, found)
+    yield Bug("rows-not-written", text, (stage,), store=store)
 
 
-def _constant(
-    sample: Sample, name: str, of_out: np.ndarray | bool
-) -> tuple[np.ndarray, float] | None:
+def _constant(sample: Sample, name: str, of_out: Rows | bool) -> tuple[Rows, float] | None:
     """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
     that it must be 0, or in the rows ``of_out``."""
     x, wanted = sample.found[name], by_rows(name, sample.truth[name])
@@ -54,18 +56,17 @@ def _constant(
     if not flat.any():
         return None
     numbers, counts = np.unique(x[flat, 0], return_counts=True)
-    number = float(numbers[int(np.argmax(counts))])
+    number = float(numbers[counts.argmax()])
     rows = flat & (x[..., 0] == number)
     return (rows, number) if rows.sum() < SHARE * finite.sum() else None
 
 
 def _see_nothing(answers: Answers, found: Found) -> bool:
     """Whether the rows of out are those of queries that see no key, as their lse says."""
-    for out, lse in (("out", "lse"), ("sliding out", "sliding lse"), ("jvp out", "jvp lse")):
-        if out in found and lse in answers:
-            of_rows = np.asarray(answers[lse], dtype=np.float64).T[found[out][0]]
-            if np.isneginf(of_rows).all():
-                return True
+    for prefix in ("", "sliding ", "jvp "):
+        out, lse = found.get(f"{prefix}out"), f"{prefix}lse"
+        if out is not None and lse in answers and np.isneginf(answers[lse].T[out[0]]).all():
+            return True
         if lse in found and np.isneginf(found[lse][1]):
             return True
     return False
@@ -89,15 +90,12 @@ def _at_ends(question: Question, found: Found, answers: Answers) -> bool:
     return bool(np.isin(rows, [*(rows - 1), *question.cu_seqlens_q[1:]]).all())
 
 
-def _store(found: Found) -> Store:
-    def store(question: Question, answers: Answers) -> Answers:
-        stored = {name: x.copy() for name, x in answers.items()}
-        for name, (rows, number) in found.items():
-            if name in stored:
-                stored[name][rows.T if name in BY_ROW else rows] = number
-        return stored
-
-    return store
+def _stored(found: Found, question: Question, answers: Answers) -> Answers:
+    stored = {name: x.copy() for name, x in answers.items()}
+    for name, (rows, number) in found.items():
+        if name in stored:
+            stored[name][rows.T if name in BY_ROW else rows] = number
+    return stored
 
 
 def _in_words(question: Question, found: Found) -> str:
