@@ -144,8 +144,7 @@ def _union(size: int, packed: bool, x: Lists) -> Lists:
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
-READ, DROPPED, COUNTS = "sparse-padding-read", "sparse-last-slot-dropped", "sparse-counts-ignored"
-OPEN, OPEN_OWN = "sparse-not-causal", "sparse-own-block-not-causal"
+READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
@@ -163,9 +162,9 @@ TABLE: tuple[Row, ...] = (
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative as the first block", _padding(lambda x: 0, True)),
     (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks, True)),
-    (DROPPED, "the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
-    (DROPPED, "the first one", _counting(lambda x: x.counted & (x.slots > 0))),
-    (DROPPED, "the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
+    (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
+    (CUT, "without the first one", _counting(lambda x: x.counted & (x.slots > 0))),
+    (CUT, "without the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "it counts named blocks, not slots", _counting(_as_named)),
@@ -179,15 +178,19 @@ TABLE: tuple[Row, ...] = (
     ("sparse-masked-block-resets", "the own block last", partial(_reset, False)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
-    (OPEN_OWN, "", _uncut(lambda slot, own: own)),
-    (OPEN_OWN, "unless it is selected", _uncut(lambda slot, own: own & ~slot)),
+    (OPEN, "in the query's own block", _uncut(lambda slot, own: own)),
+    (
+        OPEN,
+        "in the query's own block, unless it is selected",
+        _uncut(lambda slot, own: own & ~slot),
+    ),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
 
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    yield from (row for row in TABLE if question.own or "own-block" not in row[0])
+    yield from (row for row in TABLE if question.own or row[0] != MISSING)
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
