@@ -234,6 +234,18 @@ def heads(question: Question) -> Iterator[Map]:
         yield Map("heads", words, partial(_heads, head))
 
 
+def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
+    """What query heads may take for their ``own`` one of so many; none where there is one alone."""
+    h = np.arange(len(own))
+    found = {words: head(own, count, 1) for words, head in itertools.islice(HEADS.items(), 5)}
+    found |= {f"head h % {count}": h % count, f"head h // {count}": h // count % count}
+    found |= {
+        "the group's number": h // group % count,
+        "the group's first head": (h - h % group) % count,
+    }
+    return found if count > 1 else {}
+
+
 def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of an array of keys, of other heads for the query heads of a group."""
     for words, head in HEADS_OF_KEYS.items() if question.group > 1 else ():
