@@ -7,7 +7,6 @@ keys for dq, gq, e and tout, of queries for dk, dv, gk and gv.
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,45 +14,36 @@ from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
-
-class Sum(NamedTuple):
-    """Terms in words, the operands that no other term has, by steps; the results, one of which is
-    wrong."""
-
-    words: str
-    operands: dict[str, tuple[str, ...]]
-    results: set[str]
-
-
 # of the place of a tile in a loop over so many: how often it counts
 Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
-SUMS = (  # P of tO is that of P tV, tP of it P o E
-    Sum("P o E of {e}", {"e": ("E",)}, {"tlse", "ddlse"}),
-    Sum("(P o E) v of {out}", {"tO": ("tP",)}, {"tout", "ddout"}),
-    Sum("P {t}v of {out}", {"tO": ("P",)}, {"tout", "ddout"}),
-    Sum("(P o E) v and P {t}v of {out}", {"tO": ("tP", "P")}, {"tout", "ddout"}),
-    Sum("P o E and (P o E) v", {"e": ("E",), "tO": ("tP",)}, {"tlse", "ddlse"}),
-    Sum("P o E, (P o E) v and P {t}v", {"e": ("E",), "tO": ("tP", "P")}, {"tlse", "ddlse"}),
-    Sum("dq", {"dQ": ("dY",)}, {"dq"}),
-    Sum("dk", {"dK": ("dY",)}, {"dk"}),
-    Sum("dv", {"dV": ("P",)}, {"dv"}),
-    Sum("dk and dv", {"dK": ("dY",), "dV": ("P",)}, {"dk"}),
-    Sum("dS' k of gq", {"gQ": ("tdY",)}, {"gq"}),
-    Sum("dS ddk of gq", {"gQ": ("dY",)}, {"gq"}),
-    Sum("gq", {"gQ": ("tdY", "dY")}, {"gq"}),
-    Sum("dS'^T q of gk", {"gK": ("tdY",)}, {"gk"}),
-    Sum("dS^T ddq of gk", {"gK": ("dY",)}, {"gk"}),
-    Sum("gk", {"gK": ("tdY", "dY")}, {"gk"}),
-    Sum("gv", {"gV": ("tP",)}, {"gv"}),
-    Sum("gk and gv", {"gK": ("tdY", "dY"), "gV": ("tP",)}, {"gk"}),
-)
-OPERANDS: dict[str, tuple[str, ...]] = {"dQ": ("dY",), "dK": ("dY",), "dV": ("P",)}
-OPERANDS |= {
-    "e": ("E",),
-    "tO": ("tP", "P"),
-    "gQ": ("tdY", "dY"),
-    "gK": ("tdY", "dY"),
-    "gV": ("tP",),
+RESULTS = {  # that a step gives, by the first of which what is wrong is known
+    **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
+    **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
+}
+# terms in words, and by steps the operands that no other term has; P of tO is that of P tV, tP of
+# it P o E
+SUMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "P o E of {e}": {"e": ("E",)},
+    "(P o E) v of {out}": {"tO": ("tP",)},
+    "P {t}v of {out}": {"tO": ("P",)},
+    "(P o E) v and P {t}v of {out}": {"tO": ("tP", "P")},
+    "P o E and (P o E) v": {"e": ("E",), "tO": ("tP",)},
+    "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
+    "dq": {"dQ": ("dY",)},
+    "dk": {"dK": ("dY",)},
+    "dv": {"dV": ("P",)},
+    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
+    "dS' k of gq": {"gQ": ("tdY",)},
+    "dS ddk of gq": {"gQ": ("dY",)},
+    "gq": {"gQ": ("tdY", "dY")},
+    "dS'^T q of gk": {"gK": ("tdY",)},
+    "dS^T ddq of gk": {"gK": ("dY",)},
+    "gk": {"gK": ("tdY", "dY")},
+    "gv": {"gV": ("tP",)},
+    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
+}
+OPERANDS = {
+    step: {operand for one in SUMS.values() for operand in one.get(step, ())} for step in RESULTS
 }
 OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
 WORDS: dict[str, dict[str, str]] = {
@@ -81,14 +71,14 @@ Change = Callable[[Context, str], Floats]  # what is summed of a context by a st
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sums = [one for one in SUMS if one.results & set(wrong)] if stage in WORDS else []
-    for one, tile in product(sums, (tile for tile in TILES[::-1] if tile < longest)):
+    sums = [x for x in SUMS.items() if RESULTS[next(iter(x[1]))] & {*wrong}]
+    sizes = [tile for tile in TILES[::-1] if tile < longest and stage in WORDS]
+    for (said, terms), tile in product(sums, sizes):
         for name, words, change in _changes(question, stage, tile):
             steps: dict[str, Step] = {
-                step: partial(_summed, step, operands, change)
-                for step, operands in one.operands.items()
+                step: partial(_summed, step, operands, change) for step, operands in terms.items()
             }
-            text = f"{one.words.format(**WORDS[stage])}: {words}, tile of {tile}"
+            text = f"{said.format(**WORDS[stage])}: {words}, tile of {tile}"
             yield Bug(name, text, (stage,), steps=steps)
 
 
@@ -116,7 +106,7 @@ def _summed(step: str, operands: Collection[str], change: Change, c: Context) ->
     """A step of which these operands' term is summed otherwise."""
     right = STEPS[step](c)
     c = changed(c, tP=c.P * c.E) if step == "tO" else c
-    others = {name: 0.0 * getattr(c, name) for name in {*OPERANDS[step]} - {*operands}}
+    others = {name: 0.0 * getattr(c, name) for name in OPERANDS[step] - {*operands}}
     alone = changed(c, operands=operands, **others)
     return np.asarray(right + change(alone, step) - STEPS[step](alone))
 

@@ -147,6 +147,8 @@ MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "spa
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
+    (OPEN, "in the own block", _uncut(lambda slot, own: own)),
+    (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
     (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
     (MISSING, "but where the query is its last one", _own_where(_is_last)),
@@ -178,12 +180,6 @@ TABLE: tuple[Row, ...] = (
     ("sparse-masked-block-resets", "the own block last", partial(_reset, False)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
-    (OPEN, "in the query's own block", _uncut(lambda slot, own: own)),
-    (
-        OPEN,
-        "in the query's own block, unless it is selected",
-        _uncut(lambda slot, own: own & ~slot),
-    ),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
 
