@@ -300,7 +300,7 @@ PLANTS = (
     ),
     Plant(
         "second: no dS ddQ in gk",
-        ("second-direct-term-dropped",),
+        ("second-term-dropped",),
         ((KEY_GRADIENTS, "if (cfg::HAS_TQ && warp.k.any())", "if (false)"),),
         double_backward=True,
     ),

@@ -224,12 +224,9 @@ tangent-e-omitted: the tangent of P is not centred: e is missing or wrong
 tangent-scale: softmax_scale is missing, or there twice, in a second derivative or a tangent
     E = s (ddq K^T + q ddk^T), and the outer s of gq and gk
     second derivatives are off by one factor
-second-direct-term-dropped: a term of gq or gk is missing
-    gq = s (dS' K + dS ddk), gk = s (dS'^T Q + dS^T ddq)
-    gq and gk are wrong even where P is constant; gv is right
-value-term-dropped: the terms with ddv, or tv, are missing
-    P ddv in ddout, dout ddv^T in the tangent of dP; both: ddv on its way there; P tv in tout
-    right for a direction of q and k alone
+second-term-dropped: a term of a second derivative or of a tangent is missing
+    gq = s (dS' K + dS ddk), gk = s (dS'^T Q + dS^T ddq), P ddv in ddout, dout ddv^T in dP'
+    wrong even where P is constant, or right for a direction of q and k alone
 tangent-lse-missing: the tangent of lse is 0
     tlse, or ddlse, = e, the row's mean of E under P
     it is 0, tout or ddout is right

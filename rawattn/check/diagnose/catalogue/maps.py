@@ -121,15 +121,11 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i | {}": lambda i, by, n: i | by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
-    "row i + {}, for those of the first tile": lambda i, by, n: (
-        i + by * (i < np.minimum(by, n - by))
-    ),
     "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of {} reversed": lambda i, by, n: i - i % by + by - 1 - i % by,
     "rows of {} interleaved": lambda i, by, n: i - i % by + i % by // 2 + i % 2 * (by // 2),
-    "rows of {} taken apart": lambda i, by, n: i - i % by + i * 2 % by + i % by * 2 // by,
 }
 SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
     "without the offset of the sequence": lambda g, row: row.i,
@@ -145,10 +141,6 @@ PACK: dict[str, Callable[[Geometry, Row], Ints]] = {  # whatever their sequence
     "the next row of the pack, the first one behind the last": lambda g, row: (
         (row.start + row.i + 1) % g.shape[0]
     ),
-}
-ENDS: dict[str, Callable[[Geometry, Row], Ints]] = {  # padded sequences, as if the data were there
-    "padded sequences that end with the data": lambda g, r: _inside(r, r.i + g.longest - r.n),
-    "padded sequences that begin with the data": lambda g, r: _inside(r, r.i - g.longest + r.n),
 }
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
@@ -172,10 +164,6 @@ HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, o
     "head h // num_heads_kv": lambda h, count: h // count,
     "head h, as if there were as many": lambda h, count: h,
 }
-
-
-def _inside(row: Row, i: Ints) -> Ints:
-    return np.where((i >= 0) & (i < row.n), row.start + i, -1)
 
 
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
@@ -209,8 +197,6 @@ def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place."""
     for words, token in SEQUENCES.items() if question.batch > 1 else ():
         yield Map("sequences", words, partial(_tokens, token))
-    for words, token in ENDS.items():
-        yield Map("ends", words, partial(_tokens, token))
 
 
 def overflows(question: Question, name: str) -> Iterator[Map]:
