@@ -77,8 +77,8 @@ def geometry(question: Question, name: str) -> Geometry:
     column."""
     sides = [question.offsets(of).astype(np.int64) for of in "qk"]
     of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
-    like = question.v if name in ("v", "tv", "out", "dout", "tout", "ddout", "dv", "gv") else None
-    columns = 1 if name in STATISTICS else (question.q if like is None else like).shape[2]
+    like = question.v if name.endswith(("out", "v")) else question.q  # "sliding out" too
+    columns = 1 if name in STATISTICS else like.shape[2]
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
     own, other = sides[::-1] if of_keys else sides
     if name in OF_SLOTS and question.block_indices is not None:
