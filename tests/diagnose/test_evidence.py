@@ -95,9 +95,9 @@ FAULTS = {
     "gradients-swapped: dk and dv (backward)": ("sum of dv", "<q, dq>"),
     "score-scale: 1 (forward and backward)": ("exp(scores",),
     "causal-dropped: no mask (forward and backward)": ("exp(",),
-    "value-term-dropped: P ddv of ddout": ("<tq, dq> + <tk, dk> + <tv, dv> = <dout, ddout>",),
+    "second-term-dropped: P ddv of ddout": ("<tq, dq> + <tk, dk> + <tv, dv> = <dout, ddout>",),
     "second-frozen-p: P' = 0 in dS' and in gv": ("<tv, dv> + <v, gv>",),
-    "second-direct-term-dropped: dS ddk of gq": ("<tq, dq> + <q, gq>",),
+    "second-term-dropped: dS ddk of gq": ("<tq, dq> + <q, gq>",),
 }
 
 

@@ -21,9 +21,9 @@ GATED = Needs(blocks={"gate": True, "sliding": False}, masks=("open",), lengths=
 KEYS = {  # what is read of a plant of the table: of its class and variant
     "sparse-not-causal: blocks that are selected": "times the key's block is named >= 1",
     "sparse-own-block-missing: not seen": "misses keys: the slot of the key's block = -1",
-    "sparse-own-block-not-causal: where not selected": "too many keys: the slot of the key's bl",
-    "sparse-last-slot-dropped: last slot": "misses keys: the slot of the key's block = ",
-    "sparse-last-slot-dropped: last that counts": "slots that count behind it = 0",
+    "sparse-not-causal: own block where not selected": "too many keys: the slot of the key's bl",
+    "sparse-list-cut: last slot": "misses keys: the slot of the key's block = ",
+    "sparse-list-cut: last that counts": "slots that count behind it = 0",
     "sparse-counts-ignored: all slots": "times it is named, in slots that do not count >= 1",
     "sparse-padding-read: as block 0": "negative slots of the query >= 1",
     "sparse-list-cut: at a negative, forward backward": "negative slots before it >= 1",

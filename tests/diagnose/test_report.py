@@ -171,7 +171,7 @@ def test_every_class_is_told(name: str) -> None:
     lines = capture.get().splitlines()
     said = " ".join(" ".join(lines).split())
     known = {**HARNESS, **classes.CLASSES}[name]
-    assert known.title in said and known.origin and known.looks in said
+    assert known.title in said and known.look_at and known.looks in said
     assert len(lines) <= terminal.LINES + 8 and max(map(len, lines)) <= 60
 
 

@@ -300,7 +300,7 @@ PLANTS = (
     ),
     Plant(
         "second: no dS ddQ in gk",
-        ("second-direct-term-dropped",),
+        ("second-term-dropped",),
         ((KEY_GRADIENTS, "if (cfg::HAS_TQ && warp.k.any())", "if (false)"),),
         double_backward=True,
     ),
@@ -331,7 +331,7 @@ PLANTS = (
     Plant(
         "sparse: no mask at all",
         # of the last block the keys past the end of the sequence are seen too: two at once
-        ("sparse-tile-union", "wrong-keys", "sparse-partial-block-zeros"),
+        ("sparse-tile-union", "wrong-keys", "padded-keys"),
         ((ROWS, "if (first + j * 8 + e % 2 >= rows.limit[e / 2]) rS[0][j][e] = -INF;", ""),),
         SELECTED,
     ),

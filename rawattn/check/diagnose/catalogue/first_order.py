@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, maps, options, tile_sums
+from rawattn.check.diagnose.catalogue import options, tile_sums
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.partial_sums import of_rings
-from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view, reading
+from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Question
@@ -40,19 +40,11 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield from tiles(question, size)
     yield from tile_sums.listed(question)
     yield from dead_rows(question)
-    shapes = inputs.shapes_of(question)
-    for one, other in (("k", "v"), ("q", "k")):  # as ``inputs`` has them, and found at once
-        if shapes[one] == shapes[other]:
-            steps = reading({one: other, other: one})
-            yield Bug("arguments-swapped", f"{one} and {other}", FIRST, steps=steps)
     if 1 < question.num_heads_kv and 1 < question.group:
         steps = {"Y": partial(_with_right, OF_KEYS)}
         yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, steps)
-        by = next(maps.heads_of_keys(question))
         for name, other in ("kv", "vk"):  # gradients are stored as one of the two is read
-            text = f"{name} alone: {by.words}"
-            yield Bug("gqa-head-map", text, FIRST, steps=reading({name: name}, by))
-            steps = {"Y": partial(_with_right, other)}
+            steps, text = {"Y": partial(_with_right, other)}, f"{name} alone: head {BY_REMAINDER}"
             yield Bug("gqa-head-map", text, BACKWARD, _by_remainder, steps)
     yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
     yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})

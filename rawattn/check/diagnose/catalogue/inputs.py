@@ -177,7 +177,7 @@ def _word(operand: str, stage: str) -> str:
 
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
-    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "ends": "offsets-shifted"}
+    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map"}
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
@@ -210,7 +210,7 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
     """One result in another layout."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
     for by in maps.families(question, name in BY_ROW):
-        shifted = by.family in ("rows", "sequences", "ends")
+        shifted = by.family in ("rows", "sequences")
         kind = "offsets-shifted" if shifted else "transposed"
         text = f"{name}: {by.words.replace('read', 'stored')}"
         look_at = SWIZZLED if by.family == "columns" else ""

@@ -77,8 +77,8 @@ def geometry(question: Question, name: str) -> Geometry:
     column."""
     sides = [question.offsets(of).astype(np.int64) for of in "qk"]
     of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
-    like = question.v if name in ("v", "tv", "out", "dout", "tout", "ddout", "dv", "gv") else None
-    columns = 1 if name in STATISTICS else (question.q if like is None else like).shape[2]
+    like = question.v if name.endswith(("out", "v")) else question.q  # "sliding out" too
+    columns = 1 if name in STATISTICS else like.shape[2]
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
     own, other = sides[::-1] if of_keys else sides
     if name in OF_SLOTS and question.block_indices is not None:
@@ -121,15 +121,11 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i | {}": lambda i, by, n: i | by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
-    "row i + {}, for those of the first tile": lambda i, by, n: (
-        i + by * (i < np.minimum(by, n - by))
-    ),
     "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of {} reversed": lambda i, by, n: i - i % by + by - 1 - i % by,
     "rows of {} interleaved": lambda i, by, n: i - i % by + i % by // 2 + i % 2 * (by // 2),
-    "rows of {} taken apart": lambda i, by, n: i - i % by + i * 2 % by + i % by * 2 // by,
 }
 SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
     "without the offset of the sequence": lambda g, row: row.i,
@@ -145,10 +141,6 @@ PACK: dict[str, Callable[[Geometry, Row], Ints]] = {  # whatever their sequence
     "the next row of the pack, the first one behind the last": lambda g, row: (
         (row.start + row.i + 1) % g.shape[0]
     ),
-}
-ENDS: dict[str, Callable[[Geometry, Row], Ints]] = {  # padded sequences, as if the data were there
-    "padded sequences that end with the data": lambda g, r: _inside(r, r.i + g.longest - r.n),
-    "padded sequences that begin with the data": lambda g, r: _inside(r, r.i - g.longest + r.n),
 }
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
@@ -172,10 +164,6 @@ HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, o
     "head h // num_heads_kv": lambda h, count: h // count,
     "head h, as if there were as many": lambda h, count: h,
 }
-
-
-def _inside(row: Row, i: Ints) -> Ints:
-    return np.where((i >= 0) & (i < row.n), row.start + i, -1)
 
 
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
@@ -209,8 +197,6 @@ def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place."""
     for words, token in SEQUENCES.items() if question.batch > 1 else ():
         yield Map("sequences", words, partial(_tokens, token))
-    for words, token in ENDS.items():
-        yield Map("ends", words, partial(_tokens, token))
 
 
 def overflows(question: Question, name: str) -> Iterator[Map]:
@@ -232,6 +218,18 @@ def heads(question: Question) -> Iterator[Map]:
     count = len(HEADS) if question.group > 1 else 5
     for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
         yield Map("heads", words, partial(_heads, head))
+
+
+def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
+    """What query heads may take for their ``own`` one of so many; none where there is one alone."""
+    h = np.arange(len(own))
+    found = {words: head(own, count, 1) for words, head in itertools.islice(HEADS.items(), 5)}
+    found |= {f"head h % {count}": h % count, f"head h // {count}": h // count % count}
+    found |= {
+        "the group's number": h // group % count,
+        "the group's first head": (h - h % group) % count,
+    }
+    return found if count > 1 else {}
 
 
 def heads_of_keys(question: Question) -> Iterator[Map]:

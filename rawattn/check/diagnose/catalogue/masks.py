@@ -23,26 +23,10 @@ def distances(question: Question, view: View, top_left: bool = False) -> np.ndar
     return np.asarray((keys - first_k)[None, :] - (view.rows - first_q)[:, None] - shift)
 
 
-def within(distance: np.ndarray, left: float, right: float) -> np.ndarray:
-    seen: np.ndarray = ((distance >= -left) & (distance <= right))[None]
-    return seen.astype(np.float64)
-
-
 def bounds(question: Question) -> tuple[float, float]:
     """The window with infinity for an open side."""
     left, right = question.mask_window
     return (math.inf if left < 0 else left), (math.inf if right < 0 else right)
-
-
-def windowed(left: float, right: float, top_left: bool = False) -> See:
-    """Another window than the question's."""
-
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        return [
-            replace(v, weight=within(distances(question, v, top_left), left, right)) for v in views
-        ]
-
-    return see
 
 
 class Window(NamedTuple):
@@ -57,6 +41,14 @@ class Window(NamedTuple):
         """For keys that are so far behind the query's place, counted in the two ways."""
         x = from_first if self.top_left else distance
         return np.asarray((x >= -self.left) & (x <= self.right))
+
+    def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        """In the place of the question's window; of views that walk lists in no window's."""
+        return [v if v.slot is not None else self._of(question, v) for v in views]
+
+    def _of(self, question: Question, view: View) -> View:
+        seen = self.holds(*(distances(question, view, first) for first in (False, True)))
+        return replace(view, weight=seen[None].astype(np.float64))
 
 
 def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
@@ -97,11 +89,11 @@ def unmasked(question: Question) -> Iterator[tuple[str, Window]]:
 
 def masks(question: Question) -> Iterator[Bug]:
     for name, form, window in windows(question):
-        yield Bug(name, form, FIRST, windowed(*window))
+        yield Bug(name, form, FIRST, window.see)
     for form, window in unmasked(question):
-        see = windowed(*window)
-        yield Bug("mask-missing-in-backward", f"{form}, exp(S - lse)", BACKWARD, see)
-        yield Bug("mask-missing-in-backward", f"{form}, softmax", BACKWARD, see, OWN_P)
+        for words, own in (("exp(S - lse)", {}), ("softmax", OWN_P)):
+            text = f"{form}, {words}"
+            yield Bug("mask-missing-in-backward", text, BACKWARD, window.see, own)
 
 
 # ---- padding and neighbours -------------------------------------------------------------------
@@ -123,7 +115,7 @@ def _longer(
     distance = (keys - start)[None, :] - (view.rows - question.cu_seqlens_q[b])[:, None]
     distance = distance - (question.lengths_k[b] - question.lengths_q[b])
     kept = inside | (not (zeros or filled))
-    weight = within(distance, *bounds(question))
+    weight = Window(*bounds(question)).holds(distance, distance)[None].astype(np.float64)
     return replace(view, keys=np.where(kept, keys, -1), weight=weight)
 
 

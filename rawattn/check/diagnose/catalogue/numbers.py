@@ -6,8 +6,10 @@ from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.maps import Map
+from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
-from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
+from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.reference.dense import dead_to_inf
 
@@ -122,16 +124,13 @@ def _fewer(step: str, a: str, b: str, columns: int, c: Context) -> Floats:
 
 
 def _columns(columns: int) -> Store:
-    """Columns from there on stay 0, in what is wide enough."""
+    """Columns from there on stay 0."""
+    by = Map("columns", "", lambda g: g.everywhere._replace(j=_first(columns, g.everywhere.j)))
+    return stored(by, [name for names in STAGES.values() for name in names if name not in OF_SLOTS])
 
-    def store(question: Question, answers: Answers) -> Answers:
-        found = dict(answers)
-        for name, x in answers.items():
-            if x.ndim == 3 and name not in OF_SLOTS and x.shape[2] > columns:
-                found[name] = np.where(np.arange(x.shape[2]) < columns, x, 0.0)
-        return found
 
-    return store
+def _first(columns: int, j: np.ndarray) -> np.ndarray:
+    return np.where(j < columns, j, -1)
 
 
 # ---- gradients --------------------------------------------------------------------------------

@@ -71,24 +71,22 @@ class Results(NamedTuple):
 # ---- parts ------------------------------------------------------------------------------------
 
 
-def cut(size: int, last_first: bool = False) -> Cut:
-    """Parts of so many keys."""
-    step = -1 if last_first else 1
-    return lambda c: _tiles(size, c.S.shape[2])[::step]
-
-
-def _in_turns(count: int, size: int) -> Keys:
-    """So many parts, which take tiles of so many keys in turn."""
-    return lambda m: [np.flatnonzero(np.arange(m) // size % count == k) for k in range(count)]
-
-
 def _tiles(size: int, m: int) -> list[np.ndarray]:
     return [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
 
 
-def _equal(count: int, of_tiles: int = 1) -> Keys:
+def _equal(count: int, of_tiles: int, m: int) -> list[np.ndarray]:
     """So many parts, each of whole tiles, and the last one shorter."""
-    return lambda m: _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
+    return _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
+
+
+def _in_turns(count: int, size: int, m: int) -> list[np.ndarray]:
+    """So many parts, which take tiles of so many keys in turn."""
+    return [np.flatnonzero(np.arange(m) // size % count == part) for part in range(count)]
+
+
+def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
+    return keys(c.S.shape[2])[::step]
 
 
 def tiles(question: Question) -> dict[str, Cut]:
@@ -96,32 +94,26 @@ def tiles(question: Question) -> dict[str, Cut]:
     if question.sparse:
         return walks.tiles(question)
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
-    found = {f"tile of {tile}": cut(tile) for tile in sizes}
-    return found | {f"tile of {tile}, from the last": cut(tile, True) for tile in sizes}
+    return {
+        f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)
+        for words, step in (("", 1), (", from the last", -1))
+        for tile in sizes
+    }
 
 
 def splits(question: Question) -> dict[str, Cut]:
     """Parts that are merged; each once, where several are the same for all sequences."""
-    cuts: dict[str, Keys] = {f"{count} equal parts": _equal(count) for count in COUNTS}
+    cuts: dict[str, Keys] = {f"{count} equal parts": partial(_equal, count, 1) for count in COUNTS}
     cuts |= {f"parts of {tile} keys": partial(_tiles, tile) for tile in TILES}
-    cuts |= {
-        f"{count} parts of as many tiles of {tile} keys": _equal(count, tile)
-        for tile, count in product(TILES[1:], COUNTS)
-    }
-    cuts |= {
-        f"{count} parts that take tiles of {tile} keys in turn": _in_turns(count, tile)
-        for count, tile in product(COUNTS[:3], TILES)
-    }
+    for tile, count in product(TILES, COUNTS):
+        cuts[f"{count} parts of as many tiles of {tile} keys"] = partial(_equal, count, tile)
+        cuts[f"{count} parts, by tiles of {tile} keys in turn"] = partial(_in_turns, count, tile)
     found: dict[tuple[tuple[int, ...], ...], str] = {}
     for text, of in cuts.items():
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
         if any(part[0] for part in keys):
             found.setdefault(keys, text)
-    return {text: partial(_of_context, cuts[text]) for text in found.values()}
-
-
-def _of_context(keys: Keys, c: Context) -> list[np.ndarray]:
-    return keys(c.S.shape[2])
+    return {text: partial(_cut, cuts[text], 1) for text in found.values()}
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
@@ -170,30 +162,19 @@ ROWS: dict[str, Rows] = {
 }
 
 
-def _one(x: Floats) -> Floats:
-    return np.ones_like(x)
-
-
-def _of_rows(rows: Rows) -> Way:
-    def way(t: Turns) -> tuple[Floats, Floats]:
-        n = t.factors.shape[2]
-        return t.factors[..., np.minimum(rows(np.arange(n)), n - 1)], _one(t.factors)
-
-    return way
-
-
 def _power(x: float) -> Way:
-    return lambda t: (t.factors**x, _one(t.factors))
+    return lambda t: (t.factors**x, np.ones_like(t.factors))
 
 
-def _before(first: float) -> Way:
+def _of_rows(rows: Rows, t: Turns) -> tuple[Floats, Floats]:
+    n = t.factors.shape[2]
+    return t.factors[..., np.minimum(rows(np.arange(n)), n - 1)], np.ones_like(t.factors)
+
+
+def _before(first: float, t: Turns) -> tuple[Floats, Floats]:
     """The factor of the tile before, ``first`` of the first one."""
-
-    def way(t: Turns) -> tuple[Floats, Floats]:
-        factors = np.where(t.first, first, t.factors)
-        return np.concatenate([_one(factors[:1]), factors[:-1]]), _one(factors)
-
-    return way
+    factors, ones = np.where(t.first, first, t.factors), np.ones_like(t.factors)
+    return np.concatenate([ones[:1], factors[:-1]]), ones
 
 
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
@@ -204,19 +185,19 @@ WAYS: dict[str, Way] = {
         t.factors,
         np.where(t.first, 0, t.factors),
     ),
-    "by the factor of the tile before": _before(1.0),
-    "by the factor of the tile before, 0 of the first one": _before(0.0),
+    "by the factor of the tile before": partial(_before, 1.0),
+    "by the factor of the tile before, 0 of the first one": partial(_before, 0.0),
     "rescaled twice": _power(2),
     "by the reciprocal of the factor": _power(-1),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
-    "of the last tile alone": lambda t: (0 * t.factors, _one(t.factors)),
+    "of the last tile alone": lambda t: (0 * t.factors, np.ones_like(t.factors)),
     "divided by the row sum at every tile": lambda t: (t.factors / t.row_sums, 1 / t.row_sums),
     "divided by the row sum at every tile, not at the end": lambda t: (
         t.factors / t.row_sums,
         t.row_sums[-1] / t.row_sums,
     ),
-    **{f"by the factor of {text}": _of_rows(rows) for text, rows in ROWS.items()},
+    **{f"by the factor of {text}": partial(_of_rows, rows) for text, rows in ROWS.items()},
 }
 
 

@@ -40,13 +40,14 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "dS^T ddq of gk": ("dY", ("gk",), "q"),
     "direct terms": ("dY", ("gq", "gk"), "q k"),
 }
-OF_V = {  # readers of ddv, together or some of them alone
+OF_V = {  # readers of ddv, which is in no other term of theirs
     "P ddv of ddout and W": ("ddout", "W"),
     "P ddv of ddout": ("ddout",),
     "P ddv of W": ("W",),
     "dO ddv^T": ("dout ddv^T",),
     "all of ddv": ("ddout", "W", "dout ddv^T"),
 }
+TERMS |= {text: ("tV", sites, "v") for text, sites in OF_V.items()}
 READERS = {  # of P', together or some of them alone
     "everywhere": ("ddout", "W", "dS'", "gv"),
     "in ddout and W": ("ddout", "W"),
@@ -185,8 +186,7 @@ DLSE_TWICE: dict[str, Step] = {"D": lambda c: STEPS["D"](c) - c.dL}
 NO_DLSE: dict[str, Step] = {"D": without_dlse}
 TLSE, LSE = {"tL": _times(LOG2_E, "e")}, {"L": lambda c: LOG2_E * c.softmax[0]}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
-W, DIRECT, V = "second-w-omitted", "second-direct-term-dropped", "value-term-dropped"
-IN_E = "direction-ignored"
+W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
 TABLE: tuple[Row, ...] = (
     (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
     (P, "P of the first backward, out is none", SECOND, {"tdS": _through_out}, ""),
@@ -215,11 +215,10 @@ TABLE: tuple[Row, ...] = (
     (W, "W added", SECOND, {"w": lambda c: -STEPS["w"](c)}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
     *(
-        (IN_E if "E" in text else DIRECT, text, SECOND, at(sites, **{name: _zero(name)}), needs)
+        (IN_E if "E" in text else DROPPED, text, SECOND, at(sites, **{name: _zero(name)}), needs)
         for text, (name, sites, needs) in TERMS.items()
     ),
-    *((V, text, SECOND, at(sites, tV=_zero("tV")), "v") for text, sites in OF_V.items()),
-    (V, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
+    (DROPPED, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
     ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),
     ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
     ("lse-gradient-sign", "-ddlse", SECOND, {"tL": _times(-1, "e")}, ""),
@@ -255,7 +254,8 @@ def _scales(question: Question) -> Iterator[Row]:
         yield from ((name, words, SECOND, steps, "") for words, steps in found.items())
         for term, (operand, sites, needs) in TERMS.items():
             steps = at(sites, **{operand: _times(factor, operand)})
-            for stages in (SECOND, JVP) if "of E" in term else (SECOND,):
+            of_tangents = "of E" in term or term == "P ddv of ddout"
+            for stages in (SECOND, JVP) if of_tangents else (SECOND,):
                 yield name, f"{term} {text}", stages, steps, needs
 
 

@@ -7,7 +7,6 @@ keys for dq, gq, e and tout, of queries for dk, dv, gk and gv.
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,45 +14,36 @@ from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
-
-class Sum(NamedTuple):
-    """Terms in words, the operands that no other term has, by steps; the results, one of which is
-    wrong."""
-
-    words: str
-    operands: dict[str, tuple[str, ...]]
-    results: set[str]
-
-
 # of the place of a tile in a loop over so many: how often it counts
 Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
-SUMS = (  # P of tO is that of P tV, tP of it P o E
-    Sum("P o E of {e}", {"e": ("E",)}, {"tlse", "ddlse"}),
-    Sum("(P o E) v of {out}", {"tO": ("tP",)}, {"tout", "ddout"}),
-    Sum("P {t}v of {out}", {"tO": ("P",)}, {"tout", "ddout"}),
-    Sum("(P o E) v and P {t}v of {out}", {"tO": ("tP", "P")}, {"tout", "ddout"}),
-    Sum("P o E and (P o E) v", {"e": ("E",), "tO": ("tP",)}, {"tlse", "ddlse"}),
-    Sum("P o E, (P o E) v and P {t}v", {"e": ("E",), "tO": ("tP", "P")}, {"tlse", "ddlse"}),
-    Sum("dq", {"dQ": ("dY",)}, {"dq"}),
-    Sum("dk", {"dK": ("dY",)}, {"dk"}),
-    Sum("dv", {"dV": ("P",)}, {"dv"}),
-    Sum("dk and dv", {"dK": ("dY",), "dV": ("P",)}, {"dk"}),
-    Sum("dS' k of gq", {"gQ": ("tdY",)}, {"gq"}),
-    Sum("dS ddk of gq", {"gQ": ("dY",)}, {"gq"}),
-    Sum("gq", {"gQ": ("tdY", "dY")}, {"gq"}),
-    Sum("dS'^T q of gk", {"gK": ("tdY",)}, {"gk"}),
-    Sum("dS^T ddq of gk", {"gK": ("dY",)}, {"gk"}),
-    Sum("gk", {"gK": ("tdY", "dY")}, {"gk"}),
-    Sum("gv", {"gV": ("tP",)}, {"gv"}),
-    Sum("gk and gv", {"gK": ("tdY", "dY"), "gV": ("tP",)}, {"gk"}),
-)
-OPERANDS: dict[str, tuple[str, ...]] = {"dQ": ("dY",), "dK": ("dY",), "dV": ("P",)}
-OPERANDS |= {
-    "e": ("E",),
-    "tO": ("tP", "P"),
-    "gQ": ("tdY", "dY"),
-    "gK": ("tdY", "dY"),
-    "gV": ("tP",),
+RESULTS = {  # that a step gives, by the first of which what is wrong is known
+    **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
+    **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
+}
+# terms in words, and by steps the operands that no other term has; P of tO is that of P tV, tP of
+# it P o E
+SUMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "P o E of {e}": {"e": ("E",)},
+    "(P o E) v of {out}": {"tO": ("tP",)},
+    "P {t}v of {out}": {"tO": ("P",)},
+    "(P o E) v and P {t}v of {out}": {"tO": ("tP", "P")},
+    "P o E and (P o E) v": {"e": ("E",), "tO": ("tP",)},
+    "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
+    "dq": {"dQ": ("dY",)},
+    "dk": {"dK": ("dY",)},
+    "dv": {"dV": ("P",)},
+    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
+    "dS' k of gq": {"gQ": ("tdY",)},
+    "dS ddk of gq": {"gQ": ("dY",)},
+    "gq": {"gQ": ("tdY", "dY")},
+    "dS'^T q of gk": {"gK": ("tdY",)},
+    "dS^T ddq of gk": {"gK": ("dY",)},
+    "gk": {"gK": ("tdY", "dY")},
+    "gv": {"gV": ("tP",)},
+    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
+}
+OPERANDS = {
+    step: {operand for one in SUMS.values() for operand in one.get(step, ())} for step in RESULTS
 }
 OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
 WORDS: dict[str, dict[str, str]] = {
@@ -75,20 +65,20 @@ EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (SCALE, "s inside of the loop from the first tile", lambda c, at, n: c.s ** (n - 1 - at)),
     (SCALE, "s inside of the loop from the last tile", lambda c, at, n: c.s**at),
 )
-Change = Callable[[Context, str], Floats]  # what is summed of a context by a step
+Weights = Callable[[Context, int], Floats]  # of pairs, and along their axis of queries or keys
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sums = [one for one in SUMS if one.results & set(wrong)] if stage in WORDS else []
-    for one, tile in product(sums, (tile for tile in TILES[::-1] if tile < longest)):
-        for name, words, change in _changes(question, stage, tile):
+    sums = [x for x in SUMS.items() if RESULTS[next(iter(x[1]))] & {*wrong}]
+    sizes = [tile for tile in TILES[::-1] if tile < longest and stage in WORDS]
+    for (said, terms), tile in product(sums, sizes):
+        for name, words, weights in _weights(question, stage, tile):
             steps: dict[str, Step] = {
-                step: partial(_summed, step, operands, change)
-                for step, operands in one.operands.items()
+                step: partial(_summed, step, operands, weights) for step, operands in terms.items()
             }
-            text = f"{one.words.format(**WORDS[stage])}: {words}, tile of {tile}"
+            text = f"{said.format(**WORDS[stage])}: {words}, tile of {tile}"
             yield Bug(name, text, (stage,), steps=steps)
 
 
@@ -98,32 +88,25 @@ def listed(question: Question) -> Iterator[Bug]:
     return (bug for bug in of_gradients if bug.name == OVER)
 
 
-def _changes(question: Question, stage: str, tile: int) -> Iterator[tuple[str, str, Change]]:
+def _weights(question: Question, stage: str, tile: int) -> Iterator[tuple[str, str, Weights]]:
     for name, words, factor in EVENTS:
         for every in (False, True) if question.mask_window != (-1, -1) else (True,):
             more = "" if every else " of those that see something"
-            yield name, words + more, partial(_weighed, partial(_by_tile, factor, tile, every))
+            yield name, words + more, partial(_by_tile, factor, tile, every)
     for words, least in ("", 0), (" but a first one", tile):
-        change = partial(_weighed, partial(_whole, tile, least))
-        yield "tail-tile-dropped", f"no partial tile{words}", change
+        yield "tail-tile-dropped", f"no partial tile{words}", partial(_whole, tile, least)
     if stage == "jvp":
-        yield "no-rescale", "not rescaled", partial(_weighed, partial(_unscaled, tile))
-    words = "a tile of rows begins with what the one before ended with"
-    yield "accumulator-not-reset", words, partial(_carried, stage, tile)
+        yield "no-rescale", "not rescaled", partial(_unscaled, tile)
 
 
-def _summed(step: str, operands: Collection[str], change: Change, c: Context) -> Floats:
-    """A step of which these operands' term is summed otherwise."""
+def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) -> Floats:
+    """A step of which these operands' term is weighed."""
     right = STEPS[step](c)
     c = changed(c, tP=c.P * c.E) if step == "tO" else c
-    others = {name: 0.0 * getattr(c, name) for name in {*OPERANDS[step]} - {*operands}}
-    alone = changed(c, operands=operands, **others)
-    return np.asarray(right + change(alone, step) - STEPS[step](alone))
-
-
-def _weighed(weights: Callable[[Context, int], Floats], c: Context, step: str) -> Floats:
-    by = weights(c, int(step not in OF_QUERIES))
-    return np.asarray(STEPS[step](changed(c, **{x: by * getattr(c, x) for x in c.operands})))
+    others = {name: 0.0 * getattr(c, name) for name in OPERANDS[step] - {*operands}}
+    alone, by = changed(c, **others), weights(c, int(step not in OF_QUERIES))
+    weighed = changed(alone, **{name: by * getattr(c, name) for name in operands})
+    return np.asarray(right + STEPS[step](weighed) - STEPS[step](alone))
 
 
 def _by_tile(of: Factor, tile: int, every: bool, c: Context, axis: int) -> Floats:
@@ -148,32 +131,9 @@ def _whole(tile: int, least: int, c: Context, axis: int) -> Floats:
     return np.where(at < max(count // tile * tile, least), 1.0, 0.0)
 
 
-def _tops(tile: int, c: Context) -> Floats:
-    """The running maximum (heads, n, m) at every key."""
+def _unscaled(tile: int, c: Context, axis: int) -> Floats:
+    """Weights that stay relative to the running maximum at their own tile."""
     tops = np.maximum.accumulate(c.S, axis=-1)
     last = np.minimum(np.arange(c.S.shape[2]) // tile * tile + tile, c.S.shape[2]) - 1
-    return np.asarray(tops[..., last] if c.sink is None else np.maximum(tops, c.sink[..., None]))
-
-
-def _unscaled(tile: int, c: Context, axis: int) -> Floats:
-    """Weights that stay relative to the maximum at their own tile."""
-    tops = _tops(tile, c)
+    tops = tops[..., last] if c.sink is None else np.maximum(tops[..., last], c.sink[..., None])
     return np.where(np.isneginf(tops), 0.0, np.exp(tops[..., -1:] - np.maximum(tops, -1e300)))
-
-
-def _carried(stage: str, tile: int, c: Context, step: str) -> Floats:
-    """Sums that no tile of rows clears; of a softmax that is not normalised yet its first maximum,
-    or sink, weighs what was there."""
-    found: Floats = np.array(STEPS[step](c))
-    start, size = np.ones(found.shape[:2]), np.ones(found.shape[:2])
-    if stage == "jvp" and c.S.shape[2]:
-        tops, L = _tops(tile, c), np.where(np.isneginf(c.L), 0.0, c.L)
-        start = np.exp((tops[..., 0] if c.sink is None else c.sink) - L)
-        size = np.exp(L - tops[..., -1])
-        found[:, tile:] -= (c.P0 * c.tsink)[:, tile:] if step == "e" and c.sink is not None else 0.0
-    start, size = (x.reshape(*x.shape, *[1] * (found.ndim - 2)) for x in (start, size))
-    for first in range(tile, found.shape[1], tile):
-        here = found[:, first : first + tile]
-        before = slice(first - tile, first - tile + here.shape[1])
-        here += start[:, first : first + tile] * (size * found)[:, before]
-    return found

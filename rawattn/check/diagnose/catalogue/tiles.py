@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.masks import bounds
+from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import (
     BACKWARD,
     FIRST,
@@ -26,7 +28,7 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 # ---- tiles ------------------------------------------------------------------------------------
 
 
-class _At(NamedTuple):
+class _Pairs(NamedTuple):
     """Queries (n, 1) and keys (1, m) of a view, by their places in it, and how many there are."""
 
     i: np.ndarray
@@ -35,7 +37,7 @@ class _At(NamedTuple):
     m: int
 
 
-Part = Callable[[_At, int], np.ndarray]  # which pairs (n, m), for a size of tile
+Part = Callable[[_Pairs, int], np.ndarray]  # which pairs (n, m), for a size of tile
 TAILS: dict[str, Part] = {
     "query rows": lambda x, t: x.i >= x.n // t * t,
     "keys": lambda x, t: x.j >= x.m // t * t,
@@ -53,7 +55,8 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
     for text, part in TAILS.items():
         yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
-    yield Bug("tail-tile-dropped", f"rows stored, {at}", FIRST, store=_zero_tail(tile))
+    whole = Map("rows", "", partial(_whole_tiles, tile))
+    yield Bug("tail-tile-dropped", f"rows stored, {at}", FIRST, store=stored(whole))
     for text, part in OF_KEYS_ALONE.items():
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
@@ -73,33 +76,16 @@ def _often(part: Part, tile: int, factor: float) -> See:
 
     def of(view: View) -> View:
         n, m = len(view.rows), len(view.keys)
-        there = part(_At(np.arange(n)[:, None], np.arange(m)[None], n, m), tile)
+        there = part(_Pairs(np.arange(n)[:, None], np.arange(m)[None], n, m), tile)
         return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]
 
 
-def _by_places(question: Question, answers: Answers, change: Callable[[Floats], None]) -> Answers:
-    """What ``change`` does in place to the rows of every sequence."""
-    found = {}
-    for name, x in answers.items():
-        y = np.moveaxis(x, int(name in BY_ROW), 0).copy()
-        for _, rows, keys in sequences(question):
-            places = keys if name in OF_KEYS else rows
-            here = y[places]
-            change(here)
-            y[places] = here
-        found[name] = np.moveaxis(y, 0, int(name in BY_ROW))
-    return found
-
-
-def _zero_tail(tile: int) -> Store:
+def _whole_tiles(tile: int, g: Geometry) -> At:
     """The last rows of each sequence, as many as do not fill a tile, are never stored."""
-
-    def change(x: Floats) -> None:
-        x[len(x) // tile * tile :] = 0
-
-    return partial(_by_places, change=change)
+    row = g.row
+    return g.everywhere._replace(t=np.where(row.i < row.n // tile * tile, row.start + row.i, -1))
 
 
 # ---- rows without keys ------------------------------------------------------------------------
@@ -135,13 +121,10 @@ def _meets_first_tile(seen: np.ndarray, tile: int, rows: int) -> np.ndarray:
 def nan_rows(tile: int, rows: int = 0) -> Store:
     """NaN in rows that see keys, but none in the tile where the running maximum starts."""
 
-    def store(question: Question, answers: Answers) -> Answers:
-        def late(seen: np.ndarray) -> np.ndarray:
-            return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows))
+    def late(seen: np.ndarray) -> np.ndarray:
+        return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows))
 
-        return _spoilt(question, answers, _row_mask(question, late))
-
-    return store
+    return lambda question, answers: _spoilt(question, answers, _row_mask(question, late))
 
 
 def _spoilt(question: Question, answers: Answers, rows: np.ndarray) -> Answers:
@@ -164,13 +147,10 @@ def _spoilt(question: Question, answers: Answers, rows: np.ndarray) -> Answers:
 def dead_rows(question: Question) -> Iterator[Bug]:
     if not _dead(question).any():
         return
-    yield Bug("dead-rows", "NaN", FIRST, store=_nan_dead)
+    nan: Store = lambda question, answers: _spoilt(question, answers, _dead(question))  # noqa: E731
+    yield Bug("dead-rows", "NaN", FIRST, store=nan)
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
     yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
-
-
-def _nan_dead(question: Question, answers: Answers) -> Answers:
-    return _spoilt(question, answers, _dead(question))
 
 
 def _zero_dead(c: Context) -> Floats:

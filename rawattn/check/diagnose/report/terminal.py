@@ -62,7 +62,7 @@ def show_class(console: Console, name: str) -> None:
     known = glossary.meaning(name)
     wide = min(max(LEAST, console.width), MOST)
     lines = [Text(line, "bold") for line in _wrapped(f"{name}: {known.title}", wide)]
-    lines += _entry("from", known.origin, wide) + _entry("looks", known.looks, wide)
+    lines += _entry("looks", known.looks, wide)
     if example := glossary.drawn(name):
         form, sight = example
         lines += _entry("such", form, wide)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse import walks
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, read_as, readings
+from rawattn.check.diagnose.catalogue.sparse.lists import listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
@@ -30,7 +30,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows = [*GRADIENTS, *(DIRECTIONS if question.tblock_scale is not None else ())]
     rows += [*_shares(question), *(LEFT_OUT if np.any(scale != 1) else ())]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    yield from _other_factors(question, different)
+    yield from _reordered(different)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
@@ -121,25 +121,15 @@ PLACES: dict[str, Place] = {  # slots, by a number
 }
 
 
-def _other_factors(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
-    """Named blocks in another order than their factors, or factors read elsewhere."""
-    name = "sparse-gate-order"
+def _reordered(different: Callable[[See], bool]) -> Iterator[Bug]:
+    """Named blocks in another order than their factors."""
     for text, order in ORDERS.items():
         for when, before in (("", True), (", then counted", False)):
-            if different(see := listed(partial(_reordered, order, before))):
-                yield Bug(name, f"{text}{when}", ALL, see=see)
-    x = np.asarray(question.block_scale)
-    yield from _by_numbers(x, {"the block's number": _block})
-    of_axes = {text: read for text, read in readings(question).items() if "int64" not in text}
-    of_axes["of the first head"] = lambda x: np.broadcast_to(x[:, :1], x.shape)
-    of_axes["of the first slot"] = lambda x: np.broadcast_to(x[..., :1], x.shape)
-    for text, read in of_axes.items():
-        other = read_as(read, question, "block_scale")
-        if not np.array_equal(other, x):
-            yield Bug("input-layout", f"block_scale, {text}", ALL, steps=with_gate(other))
+            if different(see := listed(partial(_sorted, order, before))):
+                yield Bug("sparse-gate-order", f"{text}{when}", ALL, see=see)
 
 
-def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:
+def _sorted(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:
     """The blocks of the sorted list, and the factors of slots in the order that was given."""
     moved = np.argsort(order(x), axis=2, kind="stable")
     named, counted = (np.take_along_axis(of, moved, 2) for of in (x.named, x.counted))
@@ -149,21 +139,18 @@ def _reordered(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Li
 Numbers = Callable[[Context], np.ndarray]  # of every key, below 0 where it has no factor
 
 
-def by_places(question: Question) -> Iterator[Bug]:
-    """Factors that are found by the place of a block in the walk."""
-    numbers: dict[str, Numbers] = {}
+def by_numbers(question: Question) -> Iterator[Bug]:
+    """Factors that are found by another number than that of their slot."""
+    numbers: dict[str, Numbers] = {"the block's number": _block}
     for words, order in walks.ORDERS.items():
         for own, too in ((False, ""), (True, ", the own block too")):
             text = f"the block's place among those that are walked, {words}{too}"
             numbers[text] = partial(_step, order, own)
-    yield from _by_numbers(np.asarray(question.block_scale), numbers)
-
-
-def _by_numbers(scale: np.ndarray, numbers: Mapping[str, Numbers]) -> Iterator[Bug]:
+    scale = np.asarray(question.block_scale)
     for (what, of), (text, place) in product(numbers.items(), PLACES.items() if scale.size else ()):
-        text = f"by {what} in place of the slot's number, {text}"
+        form = f"by {what} in place of the slot's number, {text}"
         steps = with_gate(scale, partial(_slot, of, place))
-        yield Bug("sparse-gate-order", text, ALL, steps=steps)
+        yield Bug("sparse-gate-order", form, ALL, steps=steps)
 
 
 def _block(c: Context) -> np.ndarray:

@@ -144,10 +144,11 @@ def _union(size: int, packed: bool, x: Lists) -> Lists:
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
-READ, DROPPED, COUNTS = "sparse-padding-read", "sparse-last-slot-dropped", "sparse-counts-ignored"
-OPEN, OPEN_OWN = "sparse-not-causal", "sparse-own-block-not-causal"
+READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
+    (OPEN, "in the own block", _uncut(lambda slot, own: own)),
+    (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
     (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
     (MISSING, "but where the query is its last one", _own_where(_is_last)),
@@ -163,9 +164,9 @@ TABLE: tuple[Row, ...] = (
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative as the first block", _padding(lambda x: 0, True)),
     (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks, True)),
-    (DROPPED, "the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
-    (DROPPED, "the first one", _counting(lambda x: x.counted & (x.slots > 0))),
-    (DROPPED, "the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
+    (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
+    (CUT, "without the first one", _counting(lambda x: x.counted & (x.slots > 0))),
+    (CUT, "without the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "it counts named blocks, not slots", _counting(_as_named)),
@@ -179,37 +180,22 @@ TABLE: tuple[Row, ...] = (
     ("sparse-masked-block-resets", "the own block last", partial(_reset, False)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
-    (OPEN_OWN, "", _uncut(lambda slot, own: own)),
-    (OPEN_OWN, "unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
 
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    yield from (row for row in TABLE if question.own or "own-block" not in row[0])
+    yield from (row for row in TABLE if question.own or row[0] != MISSING)
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
-    for words, read in readings(question).items():
-        change = where(named=partial(_read, read))
-        yield ("input-layout", f"block_indices, {words}", change)
     selections = np.asarray(question.block_indices).shape[1]
-    heads, group = np.arange(question.num_heads_q), question.group
-    right = heads * selections // question.num_heads_q
-    others = {
-        "of the first head": 0 * heads,
-        "of the last head": 0 * heads + selections - 1,
-        "of h modulo their number": heads % selections,
-        "of the next head": (right + 1) % selections,
-        "of the head before": (right - 1) % selections,
-        "of the kv head's number": np.minimum(heads // group, selections - 1),
-        "of the group's first head": heads // group * group % selections,
-    }
-    for words, of in others.items() if selections > 1 else ():
+    right = np.arange(question.num_heads_q) * selections // question.num_heads_q
+    for words, of in maps.other_heads(right, selections, question.group).items():
         for factors, own in ((of, ""), (right, ", with its own gate")):
             change = partial(of_heads, of, factors)
-            yield ("sparse-other-heads-selection", words + own, change)
+            yield ("sparse-other-heads-selection", f"{words}{own}", change)
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
         for packed, words in ((False, ""), (True, " of the packed array")):
             change = partial(_union, size, packed)
@@ -220,38 +206,3 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     """Lists by query heads, of other heads."""
     moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
     return replace(x, **moved, heads=factors)
-
-
-def _read(read: Callable[[Ints], Ints], x: Lists) -> Ints:
-    return read_as(read, x.question, "block_indices").astype(np.int64)
-
-
-def read_as(read: Callable[[Ints], Ints], question: Question, name: str) -> Ints:
-    """An array like block_indices, of the memory of the whole pack."""
-    return read(np.asarray(getattr(question.whole or question, name)))[: len(question.q)]
-
-
-def readings(question: Question) -> dict[str, Callable[[Ints], Ints]]:
-    """What the memory of an array like block_indices holds if it is read otherwise."""
-    g = maps.geometry(question.whole or question, "dblock_scale")
-    found: dict[str, Callable[[Ints], Ints]] = {
-        "int64 as int32": partial(_words, False),
-        "int64 as int32, each row from its start": partial(_words, True),
-    }
-    for by in (*maps.layouts(False), *maps.sequences(question)):
-        if "batch" not in by.words:
-            found[by.words] = partial(_moved, by, g)
-    return found
-
-
-def _moved(by: maps.Map, g: maps.Geometry, x: Ints) -> Ints:
-    return by.moved(g, x).astype(x.dtype)
-
-
-def _words(by_rows: bool, x: Ints) -> Ints:
-    """int64 as int32: low and high words in turn, of the first half; ``by_rows``: those of every
-    token and head from where they should start."""
-    words = np.ascontiguousarray(x).astype("<i8").reshape(-1).view("<i4").astype(np.int64)
-    if by_rows:
-        return np.asarray(words.reshape(*x.shape[:2], 2 * x.shape[2])[..., : x.shape[2]])
-    return words[: x.size].reshape(x.shape)

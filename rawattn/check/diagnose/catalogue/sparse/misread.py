@@ -1,8 +1,8 @@
 """Lists of blocks, counts and factors that are read at other places than they have, or as other
-numbers; and queries that stand at another key: every array by every map of ``TOKENS``."""
+numbers; and queries that stand at another key: every array by every map of ``maps``."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -12,12 +12,11 @@ from rawattn.check.diagnose.catalogue.first_order import with_kv
 from rawattn.check.diagnose.catalogue.sparse.gates import with_gate
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, of_heads, where
 from rawattn.check.diagnose.engine.attention import FIRST, Bug, View
-from rawattn.check.diagnose.engine.lists import Ints, Lists
-from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
+from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
+from rawattn.check.diagnose.engine.question import STAGES, Question
 
 Number = Callable[[Lists], Ints]
-Move = Callable[[Ints], Ints]
+Move = Callable[[maps.Geometry, Ints], Ints]
 NAME = "sparse-lists-misread"
 NUMBERS: dict[str, Number] = {  # of blocks that are named
     "block n - 1": lambda x: x.named - 1,
@@ -49,22 +48,8 @@ OF_TILES: dict[str, Callable[[int, Lists], Ints]] = {
 }
 OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
 OF_PLACES |= {"the mask": ("bound",)}
-FILLS = (0.0, -1.0, -10.0, -100.0, -1e4)
-FILLED: dict[str, Number] = {
-    "blocks behind the query's own left out": lambda x: x.counted & (x.named <= x.own_block),
-    "blocks behind the query's own too": lambda x: x.counted,
-}
-HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # of so many, in groups of so many
-    "h % num_heads_kv": lambda h, count, group: h % count,
-    "the first head": lambda h, count, group: 0 * h,
-    "the next head": lambda h, count, group: (h // group + 1) % count,
-    "heads reversed": lambda h, count, group: count - 1 - h // group,
-    "h // num_heads_kv": lambda h, count, group: np.minimum(h // count, count - 1),
-}
-SETS: tuple[tuple[str, ...], ...] = (
-    *(("block_indices",), ("block_counts",), ("block_scale",)),
-    *(("block_indices", "block_counts"), ("block_indices", "block_counts", "block_scale")),
-)
+OF_SLOTS = ("block_indices", "block_counts", "block_scale")
+SETS = (*((name,) for name in OF_SLOTS), OF_SLOTS[:2], OF_SLOTS)  # arrays that are read alike
 
 
 def bugs(question: Question) -> Iterator[Bug]:
@@ -80,21 +65,28 @@ def bugs(question: Question) -> Iterator[Bug]:
         for what, fields in OF_PLACES.items():
             see = listed(where(**dict.fromkeys(fields, number)))
             yield Bug("sparse-other-place", f"{what}: {words}", stages, see)
-    yield from (*_filled(question), *_of_heads(question))
-    geometry = maps.geometry(question, OF_SLOTS[0])
-    there = [n for n in SETS[-1] if getattr(question, n) is not None]
-    for names in (names for names in SETS if set(names) <= {*there}):
-        for by in (*maps.rows(question), *maps.sequences(question), *maps.heads(question)):
-            text = f"{', '.join(names)}: {by.words}"
-            yield _moved(text, question, names, partial(by.moved, geometry))
+    yield from _of_heads(question)
+    there = [name for name in OF_SLOTS if getattr(question, name) is not None]
+    for names in (names for names in SETS if {*names} <= {*there}):
+        for kind, words, move in _moves(question, "block_scale" not in names):
+            yield _moved(kind, f"{', '.join(names)}, {words}", question, names, move)
+
+
+def _moves(question: Question, of_ints: bool) -> Iterator[tuple[str, str, Move]]:
+    """How arrays like block_indices may be read: a class, words, and what is read."""
+    layouts = (by for by in maps.layouts(False) if "batch" not in by.words)
+    for by in (*layouts, *maps.sequences(question), *maps.rows(question), *maps.heads(question)):
+        yield NAME if by.family in ("rows", "heads") else "input-layout", by.words, by.moved
+    yield "input-layout", "the first slot", lambda g, x: np.broadcast_to(x[..., :1], x.shape)
+    for by_rows, more in ((False, ""), (True, ", each row from its start")) if of_ints else ():
+        yield "input-layout", f"int64 as int32{more}", partial(_words, by_rows)
 
 
 def _of_heads(question: Question) -> Iterator[Bug]:
     """Query heads with other key/value heads, and the lists of these or their own."""
-    heads, count, group = np.arange(question.num_heads_q), question.num_heads_kv, question.group
-    selections = maps.geometry(question, OF_SLOTS[0]).shape[1]
-    for words, head in HEADS.items() if count > 1 else ():
-        kv = head(heads, count, group)
+    heads, group = np.arange(question.num_heads_q), question.group
+    selections = maps.geometry(question, "dblock_scale").shape[1]
+    for words, kv in maps.other_heads(heads // group, question.num_heads_kv, group).items():
         for of, lists in ((kv * group, "its lists too"), (heads, "its own lists")):
             see = partial(_with_heads, kv, of * selections // len(heads))
             yield Bug("gqa-head-map", f"{words}, {lists}", FIRST, see)
@@ -107,38 +99,40 @@ def _with_heads(
     return with_kv(kv, lists(question, views))
 
 
-def _filled(question: Question) -> Iterator[Bug]:
-    """Masked scores that are numbers, of keys in blocks that are walked."""
-    for (words, kept), value in product(FILLED.items(), FILLS):
-        see = listed(where(counted=kept, cut=lambda x: x.cut & False))
-        for how in ("", "added"):
-            text = f"{value:g} {how or 'in their place'}, {words}"
-            steps = {"S": partial(_fill, value, how)}
-            yield Bug("mask-fill", text, FIRST, see, steps)
-
-
-def _fill(value: float, how: str, c: Context) -> Floats:
-    view, S = c.view, np.asarray(STEPS["S"](c))
-    if view.lists is None:
-        return S
-    key = view.keys - c.question.cu_seqlens_k[view.sequence]
-    masked = (key > view.lists.bound[view.rows, 0]) & (c.question.causal | (view.slot < 0))
-    return np.where(masked & (c.W > 0), value + S * (how != ""), S)
-
-
 def _kept(number: Number, x: Lists) -> Ints:
     return np.where(x.is_block, number(x), x.named)
 
 
-def _moved(text: str, question: Question, names: tuple[str, ...], move: Move) -> Bug:
-    """These arrays by one map."""
+@lru_cache(maxsize=2)
+def _arrays(question: Question) -> dict[str, Ints]:
+    """What slots have, in the memory of the whole pack."""
+    whole = question.whole or question
+    found = {name: np.asarray(getattr(whole, name)) for name in OF_SLOTS}
+    limit = lists_of(whole).limit
+    return found | {"block_counts": np.broadcast_to(limit, found["block_indices"].shape)}
+
+
+def _moved(kind: str, text: str, question: Question, names: tuple[str, ...], move: Move) -> Bug:
+    """These arrays as they are read."""
+
+    def read(name: str, question: Question) -> Ints:
+        g = maps.geometry(question.whole or question, "dblock_scale")
+        return move(g, _arrays(question)[name])[: len(question.q)]
+
     fields: dict[str, Number] = {}
     if "block_indices" in names:
-        fields["named"] = lambda x: move(x.named).astype(np.int64)
+        fields["named"] = lambda x: read("block_indices", x.question).astype(np.int64)
     if "block_counts" in names:
-        fields["counted"] = lambda x: x.slots < move(np.broadcast_to(x.limit, x.named.shape))
-    steps: Mapping[str, Step] = {}
-    if "block_scale" in names:
-        steps = with_gate(move(np.asarray(question.block_scale)))
+        fields["counted"] = lambda x: x.slots < read("block_counts", x.question)
+    steps = with_gate(read("block_scale", question)) if "block_scale" in names else {}
     see = listed(where(**fields)) if fields else None
-    return Bug(NAME, text, tuple(STAGES), see, steps)
+    return Bug(kind, text, tuple(STAGES), see, steps)
+
+
+def _words(by_rows: bool, g: maps.Geometry, x: Ints) -> Ints:
+    """int64 as int32: low and high words in turn, of the first half; ``by_rows``: those of every
+    token and head from where they should start."""
+    words = np.ascontiguousarray(x).astype("<i8").reshape(-1).view("<i4").astype(np.int64)
+    if by_rows:
+        return np.asarray(words.reshape(*x.shape[:2], 2 * x.shape[2])[..., : x.shape[2]])
+    return words[: x.size].reshape(x.shape)

@@ -1,7 +1,6 @@
 """The catalogue of bugs in block-sparse attention: lists of blocks that are read wrongly
 (``lists``), who sees what of a block, factors (``gates``), and the sliding branch."""
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -9,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.masks import distances, within
+from rawattn.check.diagnose.catalogue.masks import windows
 from rawattn.check.diagnose.catalogue.sparse import gates, misread, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows
 from rawattn.check.diagnose.catalogue.tiles import tiles
@@ -31,7 +30,7 @@ def _bugs(question: Question) -> Iterator[Bug]:
         if different(see := listed(change)):
             yield Bug(name, words, ALL, see=see)
     for text, zeros in (("zeros", True), ("up to the end of the last block", False)):
-        name = "sparse-partial-block-zeros" if zeros else "neighbour-leak"
+        name = "padded-keys" if zeros else "neighbour-leak"
         for own, where in ((False, "where it is selected"), (True, "where it is seen")):
             if different(see := partial(_completed, zeros, own)):
                 yield Bug(name, f"{text}, {where}", ALL, see=see)
@@ -41,7 +40,9 @@ def _bugs(question: Question) -> Iterator[Bug]:
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
-        yield from _sliding(question)
+        alone = replace(question, causal=False, window=question.sliding)
+        for name, form, window in windows(alone):
+            yield Bug(name, f"sliding, {form}", FORWARD, window.see)
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
@@ -49,7 +50,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
     and what dense passes have too."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
-    factors = () if question.block_scale is None else gates.by_places(question)
+    factors = () if question.block_scale is None else gates.by_numbers(question)
     every = chain(misread.bugs(question), walks.bugs(question, wrong), factors, of_tiles)
     yield from (bug for bug in every if stage in bug.stages)
 
@@ -108,31 +109,5 @@ def _first_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         view
         if view.slot is None
         else replace(view, keys=np.where(view.keys < 0, -1, view.keys - starts[view.sequence]))
-        for view in views
-    ]
-
-
-# ---- the sliding branch -----------------------------------------------------------------------
-
-
-def _sliding(question: Question) -> Iterator[Bug]:
-    left, right = (math.inf if side < 0 else side for side in question.sliding or (-1, -1))
-    for change in (1, -1):
-        for side, window in (
-            ("left", (left + change, right)),
-            ("right", (left, right + change)),
-        ):
-            if window != (left, right) and window[0] >= 0:
-                see = _other_window(*window)
-                yield Bug("sparse-sliding-off-by-one", f"{side} {change:+}", FORWARD, see)
-    if left < math.inf:
-        yield Bug("window-dropped", "sliding", FORWARD, _other_window(math.inf, right))
-
-
-def _other_window(left: float, right: float) -> See:
-    return lambda question, views: [
-        view
-        if view.slot is not None
-        else replace(view, weight=within(distances(question, view), left, right))
         for view in views
     ]
