@@ -51,11 +51,13 @@ def finding(
     alternatives: tuple[str, ...] = (),
     *,
     title: str = "",
+    form: str = "",
     look_at: str = "",
 ) -> Finding:
-    """Of a class, in its words where there are no others."""
+    """Of a class, in its words where there are no others; with the ``form`` that it has here."""
     known = CLASSES[bug]
-    title, look_at = title or known.title, look_at or known.look_at
+    title = title or known.title + (f": {form}" if form else "")
+    look_at = look_at or known.look_at
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
