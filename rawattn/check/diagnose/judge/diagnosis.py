@@ -20,13 +20,12 @@ from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import directions, invariants, structure
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Sight, readable
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import (
     GENERIC,
     LOOSE,
-    Explained,
     Stage,
     StageVerdict,
     judge_stage,
@@ -44,6 +43,8 @@ WORDS = {
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
+INSIDE = re.compile(r", (given out|own softmax)\b")  # of a form: what matters to the engine alone
+NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 
@@ -211,25 +212,25 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
-    """The finding with the identities that fail for its tensors as evidence."""
-    tensors = _tensors(finding.where)
-    failing = [check for check in failing if not tensors or _about(check) & tensors]
-    said = tuple(
-        f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
-        f"{check.allowed:.2g}" + (f", in {check.place}" if check.place else "")
-        for check in failing[:3]
-    )
-    return replace(finding, evidence=finding.evidence + said, failing=tuple(failing))
+    """The finding with the simplest identity that fails for its tensors as evidence."""
+    tensors = tensors_in(finding.where)
+    about = [check for check in failing if not tensors or _about(check) & tensors]
+    for check in sorted(about, key=lambda check: "with one key" not in check.text)[:1]:
+        place = re.split("[;:]", check.place)[0]
+        held = f"{check.text}, but it is off by {readable(check.value)}"
+        held += f" in {place}" if place else ""
+        return replace(finding, evidence=(*finding.evidence[:1], held, *finding.evidence[1:]))
+    return finding
 
 
-def _tensors(text: str) -> set[str]:
+def tensors_in(text: str) -> set[str]:
     """The tensors that a text names."""
     return {name for names in STAGES.values() for name in names} & set(WORD.findall(text))
 
 
 def _about(check: Check) -> set[str]:
     """The tensors that fail with an identity: of those that it names, the last stage's."""
-    named = _tensors(check.text)
+    named = tensors_in(check.text)
     if check.name == "I10" and not named:
         named = set(STAGES["second"])
     by_stage = (named & {*STAGES[one]} for one in ("second", "jvp", "backward", "forward"))
@@ -293,54 +294,68 @@ def _found(
         for n in part.tensors
         if not part.verdict.null[n].good
     }
-    proved = [_proof(question, part, part.best[name]) for part in parts]
-    evidence = [
-        _said(part, part.best[name], proof) for part, proof in zip(parts, proved, strict=True)
-    ]
+    bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
+    form, sight = INSIDE.sub("", bugs[0].variant), sight_of(question, bugs[0])
+    evidence = [_said(name, parts, form, must)]
     for tensor, work in list(wrong.items())[:1]:
         told = structure.where(question, tensor, work.bad(tensor))[:3]
         evidence += [f"{tensor}: {text}" for text in told if not text.startswith("no pattern")]
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
-    look_at = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
+    look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
     evidence += [CUT] if cut else []
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     clear = clear and _in_numbers(wrong)
     finding = proofs.finding(
-        side,
-        name,
-        f"{where}: {', '.join(wrong or tensors)}",
-        "high" if clear else "medium",
-        evidence,
-        tuple(others),
+        *(side, name, f"{where}: {', '.join(wrong or tensors)}", "high" if clear else "medium"),
+        *(evidence, tuple(others)),
+        title=_title(name, form, must, sight),
         look_at="; ".join(filter(None, look_at)),
     )
-    return replace(finding, proof=proved[0])
+    return replace(finding, form=bugs[0].variant, sight=sight)
 
 
-def _proof(question: Question, part: _Part, one: Explained) -> Proof:
-    return Proof(
-        form=one.prediction.bug.variant,
-        must=mask_rule(question),
-        agrees=max(one.fits[tensor].relative for tensor in part.tensors),
-        differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),
-        precision=part.verdict.precision,
-        sight=sight_of(question, one.prediction.bug),
+def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
+    """What is wrong, with the form that the bug has here."""
+    title = CLASSES[name].title
+    if form.startswith("j ") and must:
+        return f"{_how_many(sight) or title}: the mask is {form}, it must be {must}"
+    if not form or form in title:
+        return title
+    return f"{title}: {form}" + f", where the mask must be {must}" * (
+        "window" in name and must != ""
     )
 
 
-def _said(part: _Part, one: Explained, proof: Proof) -> str:
-    """How well a bug fits, in words."""
-    form = f" ({proof.form})" if proof.form else ""
-    source = f", from {one.prediction.source}" if one.prediction.source else ""
-    leaves = f"The right computation leaves {proof.differs:.2g}."
-    if not math.isfinite(proof.differs):
-        leaves = "The right computation differs in which elements are finite, or not 0."
+def _how_many(sight: Sight | None) -> str:
+    """How many keys a query sees too many, or too few."""
+    if sight is None:
+        return ""
+    most, least = (int(f((sight.found - sight.right).sum(axis=1))) for f in (np.max, np.min))
+    if (most > 0) == (least < 0) or max(most, -least) not in NUMBERS:
+        return ""
+    return f"each query sees {NUMBERS[max(most, -least)]} too {'many' if most > 0 else 'few'}"
+
+
+def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
+    """How well a bug fits, in the words of somebody who sees none of the tool's."""
+    agrees = max(part.best[name].fits[tensor].relative for part in parts for tensor in part.tensors)
+    differs = max(part.verdict.null[tensor].relative for part in parts for tensor in part.tensors)
+    bug, without = (form, f"with {must}") if form.startswith("j ") and must else ("", "")
+    near = f"to {agrees:.1g} of their size" if agrees else "exactly"
+    near += f", which is the rounding of {parts[0].verdict.precision}" * (agrees >= 1e-6)
+    apart = f"they are {_share(differs)} apart"
+    if not math.isfinite(differs):
+        apart = "other elements are finite, or not 0"
     return (
-        f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
-        f"{', '.join(part.tensors)} agree{'s' * (len(part.tensors) == 1)} to {proof.agrees:.2g} of "
-        f"the size: {one.rms:.2g} times the noise of {proof.precision}. {leaves}"
+        f"the float64 reference with {bug or 'this bug'} gives these numbers {near} "
+        f"({without or 'without it'} {apart})"
     )
+
+
+def _share(value: float) -> str:
+    """0.51 as "51 %"; as it is where that would hide it."""
+    return f"{readable(100 * value)} %" if 1e-4 < value < 10 else readable(value)
 
 
 def _in_numbers(wrong: Mapping[str, Stage]) -> bool:

@@ -8,7 +8,6 @@ made in the other.
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
 )
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.diagnosis import diagnose, tensors_in
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.read.name import Readings, read
@@ -72,7 +71,11 @@ def explain_failures(
         if found and (spent() > until or _agree(found)):
             break
         diagnosis = explain_failure(candidate, kind[0], other, **given, shown=shown)
-        sure = {one.bug for one in diagnosis.findings if one.confidence == "high" and one.proof}
+        sure = {
+            one.bug
+            for one in diagnosis.findings
+            if one.confidence == "high" and one.form is not None
+        }
         shown |= sure - {*NAMELESS}
         found.append((kind, diagnosis))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
@@ -286,8 +289,6 @@ def _real(array: np.ndarray) -> bool:
 
 
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
-WORD = re.compile(r"\w+")
-KNOWN = {name for names in STAGES.values() for name in names}
 
 
 def _fineness(kind: Kind) -> int:
@@ -311,7 +312,7 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
     fine = {what: max(_fineness(kind) for _, kind in alike) for what, alike in said.items()}
-    tensors = {what: {*WORD.findall(alike[0][0].where)} & KNOWN for what, alike in said.items()}
+    tensors = {what: tensors_in(alike[0][0].where) for what, alike in said.items()}
 
     def outdone(what: tuple[str, str, str], nameless: Sequence[str] = ()) -> bool:
         """Whether cases of finer numbers say something else of the same, that is not nameless."""

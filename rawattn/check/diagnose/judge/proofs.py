@@ -209,7 +209,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         if (named := proof(verdict)) is not None:
             bug, confidence, evidence = named
             return finding(side, bug, where, confidence, evidence)
-    said = [f"no bug of the catalogue reproduces {', '.join(names)} down to rounding"]
+    said = ["no known bug gives these numbers"]
     given = " of the out and lse beside it" if verdict.source else ""
     for name in names:
         places = structure.where(question, name, verdict.work.bad(name))

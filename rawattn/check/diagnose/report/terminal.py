@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.findings import Diagnosis, Finding, Map
+from rawattn.check.diagnose.findings import Diagnosis, Finding, Map, readable
 from rawattn.check.diagnose.report import glossary, words
 
 COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
@@ -106,15 +106,13 @@ def _lines(
     kind, colour = HEADS.get(finding.bug, ("error", "bold red"))
     label = f"{kind}[{finding.bug}]: "
     side = "" if alone or not finding.side else f"{finding.side}: "
-    head = [Text(line, "bold") for line in _wrapped(label + side + words.sentence(finding), width)]
+    head = [Text(line, "bold") for line in _wrapped(label + side + finding.title, width)]
     head[0].stylize(colour, 0, len(label) - 2)
     lines = [*head, *_place(finding, about, width)]
-    sight = finding.proof.sight if finding.proof else None
-    if sight is not None and queries:
-        drawn = picture(sight, queries, width - 5)
+    if finding.sight is not None and queries:
+        drawn = picture(finding.sight, queries, width - 5)
         lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
-    whose = "your" if alone or not finding.side else f"{finding.side}'s"
-    told = words.proved_by(finding, whose)
+    told = [line for line in finding.evidence if not line.startswith("shown by ")]
     named = finding.bug != "unknown"
     for n, proof in enumerate(told[: proofs if named else proofs + 1]):
         lines += _entry("also" if n else "proof" if named else "seen", proof, width)
@@ -196,7 +194,7 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
-        numbers = words.readable(check.value), words.readable(check.allowed)
+        numbers = readable(check.value), readable(check.allowed)
         rows.append((verdict, check.side, check.name, said, *numbers))
     heads = ("verdict", "side", "name", "what must hold", "error", "allowed")
     _print(console, title, heads, rows)
@@ -204,8 +202,8 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
     rows = []
     for level in diagnosis.levels:
         part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
-        slope = words.readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
-        numbers = words.readable(level.residual, ".1%"), words.readable(level.error)
+        slope = readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
+        numbers = readable(level.residual, ".1%"), readable(level.error)
         rows.append((level.tensor, part, slope, *numbers))
     _print(console, title, ("tensor", "part", "slope", "residual", "largest error"), rows)
 
