@@ -173,10 +173,10 @@ def _judge(
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     resolved = _resolve(question, side, verdicts)
     findings = [_by_direction(one, question, verdicts, call) for one in resolved]
-    zeros = proofs.of_zeros(question, answers, side)
+    zeros = any(one.bug == "vacuous" for one in empty_ones)
     for verdict in verdicts:
-        findings += rounding.of_right(verdict, side, zeros=bool(zeros))
-    findings += [*zeros, *empty_ones]
+        findings += rounding.of_right(verdict, side, zeros=zeros)
+    findings += empty_ones
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
