@@ -164,12 +164,6 @@ def _judge(
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
-    facts += [
-        f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
-        "the lse that the backward pass had is far below the right one"
-        for verdict in verdicts
-        for name, count in verdict.work.too_large.items()
-    ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     resolved = _resolve(question, side, verdicts)
     findings = [_by_direction(one, question, verdicts, call) for one in resolved]
