@@ -178,6 +178,19 @@ def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
     )
 
 
+def rows_off(
+    found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
+) -> np.ndarray:
+    """Which of some rows are off by more than a share of their size, of that of all, and of
+    ``least``."""
+    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+    typical = size[rows].mean() if rows.any() else 0.0
+    with np.errstate(invalid="ignore"):
+        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
+    allowed = share * np.maximum(np.maximum(size, typical), least)
+    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
+
+
 class Explained(NamedTuple):
     """A prediction that fits all of ``tensors``; ``fits`` of each."""
 
@@ -227,7 +240,6 @@ class Stage:
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
-        self.sizes = sizes(question, stage, self.given)
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
@@ -241,6 +253,10 @@ class Stage:
                 yield predictions(self.question, self.answers, self.stage, bugs)
         yield self.usual
         yield self.every
+
+    @cached_property
+    def sizes(self) -> Answers:
+        return sizes(self.question, self.stage, self.given)
 
     @cached_property
     def usual(self) -> list[Prediction]:
@@ -267,8 +283,8 @@ class Stage:
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     def _held(self, name: str) -> np.ndarray:
-        """All rows but those that are inf since the right values are more than their dtype holds, as
-        the lse that a backward pass had is far below the right one."""
+        """All rows but those that are inf since the right values are more than their dtype holds,
+        as the lse that a backward pass had is far below the right one."""
         found, right = self.pair(name)
         most = float(ml_dtypes.finfo(self.found[name].dtype).max)  # type: ignore[no-untyped-call]
         held = np.isfinite(found) | (np.abs(right) <= most)
@@ -278,15 +294,17 @@ class Stage:
         """What was found and what is right, by rows."""
         return by_rows(name, self.found[name]), by_rows(name, self.rights[0].answers[name])
 
-    def bad(self, name: str) -> np.ndarray:
-        """Rows (tokens, heads) that are off by more than rounding of their size."""
-        (found, right), rows = self.pair(name), self.rows[name]
-        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
-        eps = 2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3
-        allowed = eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
-        with np.errstate(invalid="ignore"):
-            off = np.where(found == right, 0.0, np.abs(found - right))
-        return np.asarray(rows & (np.nan_to_num(off, nan=np.inf).max(axis=2) > allowed))
+    def bad(self, name: str, share: float = 0.0) -> np.ndarray:
+        """Rows (tokens, heads) that are off by more than rounding, or a share, of their size, with
+        whatever out and lse."""
+        share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
+        bad = self.rows[name]
+        for one in self.rights:
+            right, found = (by_rows(name, x) for x in (one.answers[name], self.found[name]))
+            bad = bad & rows_off(found, right, self.rows[name], share)
+        if bad.any():  # those that cancel are judged by what went in
+            bad &= rows_off(found, right, bad, share, self.sizes.get(name, 0.0))
+        return bad
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""

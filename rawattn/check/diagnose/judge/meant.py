@@ -34,11 +34,11 @@ def options(question: Question, answers: Answers, *, forward: bool) -> Iterator[
     if not forward:
         yield from _of_delta(question, answers)
         return
-    wanted = _read(question, answers)
-    for changes in () if wanted is None else (_window(question, wanted), *_offsets(wanted)):
-        if np.array_equal(_seen(replace(question, **changes)), wanted):
-            yield changes
-            break
+    if (wanted := _read(question, answers)) is not None:
+        for changes in (_window(question, wanted), *_offsets(wanted)):
+            if np.array_equal(_seen(replace(question, **changes)), wanted):
+                yield changes
+                break
     yield from _of_scale(question, answers)
 
 
