@@ -10,12 +10,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Bug, empty
+from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import directions, invariants, structure
@@ -26,6 +26,7 @@ from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import (
     GENERIC,
     LOOSE,
+    Explained,
     Stage,
     StageVerdict,
     judge_stage,
@@ -57,15 +58,13 @@ def diagnose(
     side: str = "candidate",
     call: Callable[[Question], Answers] | None = None,
     until: float | None = None,
-    hints: Sequence[Bug] = (),
     told: Readings = UNREAD,
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. until: by effort.spent(), EFFORT from now by default; from then on only the usual bugs
-    are tried. hints: bugs that ``side`` may have, to be tried with these. told: what was read off
-    it.
+    are tried. told: what was read off it.
     """
     until = spent() + EFFORT if until is None else until
     given, strange = _well_formed(question, answers, side)
@@ -76,7 +75,7 @@ def diagnose(
 
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
-    found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
+    found, checks, facts = _judge(question, part, side, asked_again, until, told)
     if fact:
         found = of_all(whole, _with_rows(given), side, found)
     else:
@@ -146,8 +145,7 @@ def _judge(
     side: str,
     call: Callable[[Question], Answers] | None,
     until: float,
-    told: Readings = UNREAD,
-    others: Sequence[Bug] = (),
+    told: Readings,
 ) -> tuple[list[Finding], list[Check], list[str]]:
     checks = list(invariants.checks(question, answers, side, call=call))
     failing = [check for check in checks if check.verdict == "FAIL"]
@@ -155,7 +153,7 @@ def _judge(
         failing, answers = races, {}
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
+    hints = told.general
     for stage in question.stages:
         known: dict[str, Any] = {"hints": hints, "told": told.bugs, "shown": told.shown}
         verdict = judge_stage(question, answers, stage, until=until, **known)
@@ -231,13 +229,12 @@ def _about(check: Check) -> set[str]:
     return next(filter(None, by_stage), named)
 
 
-class _Part:
-    """Wrong tensors of one stage that one bug has to explain."""
+class _Part(NamedTuple):
+    """Wrong tensors of one stage that one bug has to explain; the best fit of each class."""
 
-    def __init__(self, verdict: StageVerdict, tensors: tuple[str, ...]) -> None:
-        self.verdict, self.tensors = verdict, tensors
-        explained = [one for one in verdict.explained if one.tensors == tensors]
-        self.best = {one.name: one for one in explained[::-1]}  # the first of a name
+    verdict: StageVerdict
+    tensors: tuple[str, ...]
+    best: dict[str, Explained]
 
 
 def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) -> list[Finding]:
@@ -246,8 +243,10 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
     left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
-        tensors = dict.fromkeys(one.tensors for one in verdict.explained)
-        left += [_Part(verdict, names) for names in tensors]
+        best: dict[tuple[str, ...], dict[str, Explained]] = {}
+        for one in verdict.explained:
+            best.setdefault(one.tensors, {}).setdefault(one.name, one)
+        left += [_Part(verdict, *item) for item in best.items()]
         if verdict.unexplained:
             findings += rounding.of_wrong(verdict, side) or [proofs.of_structure(verdict, side)]
 
@@ -261,10 +260,10 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
     while left:
         names = {name for part in left for name in part.best}
         parts = {name: [part for part in left if name in part.best] for name in names}
-        best = min(names, key=lambda name: merit(name, parts[name]))
-        others = set.intersection(*(set(part.best) for part in parts[best])) - {best, *LOOSE}
-        found.append(_found(question, side, best, parts[best], sorted(others, key=_order)))
-        left = [part for part in left if best not in part.best]
+        name = min(names, key=lambda name: merit(name, parts[name]))
+        others = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
+        found.append(_found(question, side, name, parts[name], sorted(others, key=_order)))
+        left = [part for part in left if name not in part.best]
     return found + findings
 
 
@@ -274,20 +273,11 @@ def _order(name: str) -> int:
 
 
 def _found(
-    question: Question,
-    side: str,
-    name: str,
-    parts: Sequence[_Part],
-    others: Sequence[str],
+    question: Question, side: str, name: str, parts: Sequence[_Part], others: Sequence[str]
 ) -> Finding:
     """A bug, in all parts that it explains."""
-    tensors = [tensor for part in parts for tensor in part.tensors]
-    wrong = {
-        n: part.verdict.work
-        for part in parts
-        for n in part.tensors
-        if not part.verdict.null[n].good
-    }
+    works = {tensor: part.verdict for part in parts for tensor in part.tensors}
+    wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
     bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
     form, sight = INSIDE.sub("", bugs[0].variant), sight_of(question, bugs[0])
     evidence = [_said(name, parts, form, must)]
@@ -301,7 +291,7 @@ def _found(
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     clear = clear and _in_numbers(wrong)
     finding = proofs.finding(
-        *(side, name, f"{where}: {', '.join(wrong or tensors)}", "high" if clear else "medium"),
+        *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
         *(evidence, tuple(others)),
         title=_title(name, form, must, sight),
         look_at="; ".join(filter(None, look_at)),
