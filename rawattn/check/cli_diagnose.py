@@ -84,7 +84,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
-    @click.option("--full", is_flag=True, help="show all evidence, maps, identities and slopes.")
+    @click.option("--full", is_flag=True, help="show all evidence, identities and slopes.")
     @html_option
     @json_option
     @wraps(command)

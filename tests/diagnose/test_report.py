@@ -21,7 +21,7 @@ from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.evidence.sight import sight_of
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level, Map
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
 from rawattn.check.diagnose.harness.causes import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import glossary, terminal
@@ -210,10 +210,8 @@ LEVELS = (
     *(Level("dv", "sequence", str(b), 1 / (b + 1), 0.002, 0.25) for b in range(12)),
     Level("dk", "all", "", math.nan, math.inf, math.nan),
 )
-VALUES = np.array([[0.5, np.nan], [-np.inf, 2]])
-MAP = Map("dv", "errors by token and head", VALUES, "token", "head", (0, 1))
 FACTS = ("attention of 4 sequences (3, 5, 9, 2 tokens), float16", "A: causal is not said")
-WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACTS)
+WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, FACTS)
 
 
 def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
@@ -227,7 +225,7 @@ def test_everything_is_said_and_fits(width: int) -> None:
     joined = " ".join(text.split())
     assert joined.startswith("error[padded-keys]: B: padded keys are in the softmax denominator")
     whole = (*PADDED.evidence, *PADDED.alternatives, PADDED.where, PADDED.look_at, *FACTS)
-    for part in (*whole, "I10", "no data", MAP.caption):
+    for part in (*whole, "I10", "no data"):
         assert " ".join(part.split()) in joined, part
     assert "warning[vacuous]: A: both sides are zero" in joined
     order = ("error[", "warning[", "1. B", "2. A", "must hold on a side", "slope", FACTS[0])
@@ -251,7 +249,6 @@ def test_json() -> None:
     assert [finding["bug"] for finding in found["findings"]] == ["padded-keys", "vacuous"]
     assert found["checks"][2]["value"] is None and found["checks"][3]["allowed"] is None
     assert found["levels"][0]["slope"] == 0.51 and found["levels"][-1]["slope"] is None
-    assert found["maps"][0]["values"] == [[0.5, None], [None, 2.0]]
     assert as_json(replace(WHOLE, findings=()))["ok"] is True
 
 
@@ -262,22 +259,11 @@ def test_the_page_has_all_and_fetches_nothing() -> None:
         assert part not in page(WHOLE).lower()
 
 
-def test_a_map_shows_what_is_above_the_allowance() -> None:
-    """Also of more tokens than there is room for: the worst of those that share a place."""
-    assert "       ||\nhead 0 1.\nhead 1  2\n" in all_of(WHOLE, 60)
-    values = np.full((300, 1), -1.0)
-    values[[7, 299], 0] = 3.5, 99
-    many = replace(WHOLE, maps=(replace(MAP, values=values),))
-    (line,) = re.findall(r"\nhead 0 (.*)", all_of(many, 60))
-    assert line == ".4" + "." * 47 + "9", "six in a place"
-
-
 def test_hostile_text_stays_text() -> None:
     finding = Finding(*[HOSTILE] * 5, (HOSTILE,), HOSTILE, (HOSTILE,))
     checks = (Check(HOSTILE, HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE, HOSTILE),)
     levels = tuple(Level(HOSTILE, "sequence", key, 1.0, 0.0, 0.0) for key in ("1", HOSTILE))
-    maps = (Map(HOSTILE, HOSTILE, np.zeros((3, 2)), HOSTILE, HOSTILE),)
-    hostile = Diagnosis(HOSTILE, (finding,), checks, levels, maps, (HOSTILE,))
+    hostile = Diagnosis(HOSTILE, (finding,), checks, levels, (HOSTILE,))
     source = page(hostile)
     assert "<script" not in source and "<img" not in source and "<!--" not in source
     assert source.count("&lt;script&gt;") >= 14
@@ -288,6 +274,5 @@ def test_hostile_text_stays_text() -> None:
 @pytest.mark.parametrize("slope", [1e-9, 0.5, 1e6, -3.0, 1e300, -math.inf, math.nan])
 def test_any_numbers_are_shown(slope: float) -> None:
     levels = tuple(Level("dq", "sequence", str(n), slope, 0.0, 0.0) for n in range(3))
-    for values in (np.full((4, 3), math.nan), np.zeros((0, 3)), np.full((4, 3), slope)):
-        given = replace(WHOLE, levels=levels, maps=(replace(MAP, values=values),))
-        assert re.search(r"head 2 *([.1-9]{4})?\n", all_of(given)) and page(given)
+    given = replace(WHOLE, levels=levels)
+    assert "dq     sequence 2" in all_of(given) and page(given)

@@ -105,21 +105,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Map:
-    """A picture of errors: ``values`` is log10 of error over allowance, NaN where there is none.
-
-    boundaries: rows at which sequences begin.
-    """
-
-    tensor: str
-    caption: str
-    values: np.ndarray
-    rows: str
-    columns: str
-    boundaries: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All of it. No findings: nothing is wrong. ``facts``: what was looked at, in sentences."""
 
@@ -127,7 +112,6 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     checks: tuple[Check, ...] = ()
     levels: tuple[Level, ...] = ()
-    maps: tuple[Map, ...] = ()
     facts: tuple[str, ...] = ()
 
     @property

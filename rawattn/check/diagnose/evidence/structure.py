@@ -1,4 +1,4 @@
-"""Where one side differs from the other: slopes by part, the pattern of the wrong rows, pictures.
+"""Where one side differs from the other: slopes by part, the pattern of the wrong rows.
 
 A row is a token with one head: arrays are brought to (tokens, heads, width), numbers by row too.
 Longer than other modules by the features that wrong rows are told by.
@@ -20,18 +20,15 @@ from rawattn.check.diagnose.engine.question import (
     by_rows,
     side_of,
 )
-from rawattn.check.diagnose.evidence.precision import eps_of
 from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
-from rawattn.check.diagnose.findings import Level, Map
+from rawattn.check.diagnose.findings import Level
 
 TILES = (16, 32, 64, 128)
 FEW = 5  # rows that have levels of their own
 CLOSE = 0.02  # slopes this near to 1 with residuals below it are those of rounding
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
-PIXELS = 512  # of a map, at most, each way
-LOWEST, HIGHEST = -4.0, 8.0  # of a map
 ROWS = {"q": "row", "k": "key"}
 
 
@@ -66,15 +63,6 @@ def off(level: Level) -> bool:
 def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
     """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
     return tuple(_sentences(question, tensor, bad))
-
-
-def maps(question: Question, answers: Answers, reference: Answers) -> tuple[Map, ...]:
-    """Pictures of the errors of the worst tensors, over what rounding of stored results makes of
-    them: values are between LOWEST and HIGHEST."""
-    with np.errstate(all="ignore"):
-        drawn = [_map(x, eps_of(answers[x.tensor])) for x in _pairs(question, answers, reference)]
-    found = [one for one in drawn if np.isfinite(one.values).any()]
-    return tuple(sorted(found, key=lambda one: -float(np.nanmax(one.values)))[:FEW])
 
 
 def named(what: str, indices: Any) -> str:
@@ -239,20 +227,3 @@ class _Rows:
 
     def feature(self, name: str) -> Any:
         return self.features[name]()
-
-
-def _map(pair: _Pair, eps: float) -> Map:
-    """log10 of errors over what is allowed."""
-    size = np.abs(np.where(np.isfinite(pair.wanted), pair.wanted, 0.0)).max(initial=0.0)
-    allowance = (16 * np.finfo(np.float32).eps + eps) * size
-    ratio = np.where(pair.error == 0, 0.0, pair.error / allowance)
-    ratio = np.nan_to_num(ratio, nan=np.inf, posinf=10.0**HIGHEST)
-    picture = np.clip(np.log10(np.maximum(ratio, 10.0**LOWEST)), LOWEST, HIGHEST)
-    picture[pair.sequence < 0] = np.nan
-    step = -(-max(len(picture), 1) // PIXELS)
-    rows = "token" if step == 1 else f"line of {step} tokens"
-    starts = sorted({int(start) // step for start in pair.question.offsets(pair.tensor)[:-1]})
-    caption, pooled = "errors by token and head", picture
-    if len(picture):
-        pooled = np.fmax.reduceat(picture, np.arange(0, len(picture), step), axis=0)
-    return Map(pair.tensor, caption, pooled, rows, pair.head, tuple(starts))

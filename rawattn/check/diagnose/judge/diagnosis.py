@@ -86,7 +86,6 @@ def diagnose(
         findings=(*strange, *found),
         checks=tuple(checks),
         levels=structure.levels(question, part, reference),
-        maps=structure.maps(question, part, reference),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)

@@ -5,13 +5,12 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.findings import Diagnosis, Finding, Map, readable
+from rawattn.check.diagnose.findings import Diagnosis, Finding, readable
 from rawattn.check.diagnose.report import glossary, words
 
 COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
@@ -21,7 +20,6 @@ LINES = 15  # of a finding in short
 EACH = 3  # lines of one proof
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
-FIGURES = {0: "dim", 1: "black on yellow", 3: "white on red"}  # of a map, from these on
 NUMBERS = ("error", "allowed", "slope", "residual", "largest error")  # columns of them
 TRIAL = re.compile(r"[RW]\d+")  # names of what a comparison was fed: right and wrong results
 
@@ -167,7 +165,7 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
 
 
 def _evidence(console: Console, diagnosis: Diagnosis) -> None:
-    """Every line of evidence, every map, every identity, every slope."""
+    """Every line of evidence, every identity, every slope."""
     for n, finding in enumerate(diagnosis.findings, start=1):
         number = f"{n}. " if len(diagnosis.findings) > 1 else ""
         side = f"{finding.side}: " if finding.side else ""
@@ -185,8 +183,6 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
             for m, line in enumerate(dict.fromkeys(filter(None, lines))):
                 grid.add_row("" if m else name, Text(line))
         console.print(grid)
-    for one in diagnosis.maps:
-        console.print(Text("\n").join(_map(one, max(LEAST, console.width))), soft_wrap=True)
     fed = any(TRIAL.fullmatch(check.name) for check in diagnosis.checks)
     title = "what it was fed, and how often its verdict was wrong"
     title = title if fed else "identities that must hold on a side alone"
@@ -225,28 +221,3 @@ def _print(
     for first, *others in rows:
         table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
     console.print(Text(f"\n{title}", "italic"), table)
-
-
-def _map(given: Map, width: int) -> list[Text]:
-    """Errors in figures, tokens from left to right: how many powers of ten above the allowance."""
-    values = np.asarray(given.values, dtype=np.float64).T
-    label = len(f"{given.columns} {len(values)} ")
-    step = max(1, -(-values.shape[1] // (width - label)))
-    several = f", {step} in a place" if step > 1 else ""
-    said = f"{given.tensor}: {given.caption}, {given.rows} after {given.rows}{several}; . is as"
-    said += (
-        " rounding allows, 1 up to 10 times that, 2 up to 100 times, and so on; | a sequence begins"
-    )
-    starts = {at // step for at in given.boundaries}
-    cuts = "".join("|" if at in starts else " " for at in range(max(starts, default=-1) + 1))
-    lines = [Text(), *(Text(line, "italic") for line in _wrapped(said, width, ""))]
-    lines.append(Text(" " * label + cuts, "blue"))
-    places = np.arange(0, values.shape[1], step)
-    worst = np.fmax.reduceat(values, places, axis=1) if len(places) else values
-    for n, row in enumerate(worst):
-        lines.append(Text(f"{f'{given.columns} {n}':{label}}"))
-        for power in np.ceil(np.clip(row, 0, 9)):
-            shown = " " if np.isnan(power) else f"{power:.0f}" if power else "."
-            colour = max((x for x in FIGURES if x <= power), default=0)
-            lines[-1].append(shown, FIGURES[colour])
-    return lines
