@@ -42,12 +42,10 @@ def show(
     console: Console, diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = False
 ) -> None:
     """The verdict in short; with ``full`` all that it rests on below it."""
-    wide = max(LEAST, console.width)
+    wide = min(max(LEAST, console.width), MOST)
     for n, finding in enumerate(diagnosis.findings):
-        lines = short(finding, about, min(wide, MOST), alone=_alone(diagnosis, about))
-        console.print(Text("\n").join(lines), soft_wrap=True)
-        if n < len(diagnosis.findings) - 1:
-            console.print()
+        lines = short(finding, about, wide, alone=_alone(diagnosis, about))
+        console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
         compared = diagnosis.checks or diagnosis.levels or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
@@ -129,29 +127,29 @@ def _place(finding: Finding, about: About, width: int) -> list[Text]:
     whose = " in ".join(part for part in (functions, file) if part)
     whose = "" if finding.where.endswith(f"/{whose}") else whose
     where = ", ".join(dict.fromkeys(part for part in (whose, finding.where) if part))
-    if not where:
-        return []
     line = f"  --> {where}"
-    if about.tally and len(line) + len(about.tally) + 3 <= width:
-        return [Text.assemble(("  --> ", "blue"), where, (f"   {about.tally}", "dim"))]
-    lines = _wrapped(line + (f"; {about.tally}" if about.tally else ""), width, " " * 6)
-    found = [Text(part) for part in lines]
-    found[0].stylize("blue", 0, 5)
-    return found
+    fits = len(line) + len(about.tally) + 3 <= width
+    tally = ("   " if fits else "; ") + about.tally if about.tally else ""
+    return _led(line + tally, 6, width) if where else []
 
 
 def _entry(label: str, text: str, width: int) -> list[Text]:
     """ "= fix:   what it says", below it what does not fit, up to EACH lines."""
-    if not text:
-        return []
     before = f"   = {label + ':':6} "
-    lines = _wrapped(before + " ".join(text.split()), width, " " * len(before))
-    if len(lines) > EACH:
-        cut = lines[EACH - 1][: width - 3].rpartition(" ")[0].rstrip(" ,;(")
-        lines = [*lines[: EACH - 1], f"{cut} ..."]
+    lines = _led(before + " ".join(text.split()), len(before), width, EACH) if text else []
+    for line in lines[:1]:
+        line.stylize("bold", 5, len(before))
+    return lines
+
+
+def _led(text: str, indent: int, width: int, most: int = LINES) -> list[Text]:
+    """Lines after an arrow or the like; the last of too many ends in dots."""
+    lines = _wrapped(text, width, " " * indent)
+    if len(lines) > most:
+        cut = lines[most - 1][: width - 3].rpartition(" ")[0].rstrip(" ,;(")
+        lines = [*lines[: most - 1], f"{cut} ..."]
     found = [Text(line) for line in lines]
     found[0].stylize("blue", 0, 5)
-    found[0].stylize("bold", 5, len(before))
     return found
 
 
