@@ -154,7 +154,7 @@ def test_a_sequence_that_nobody_writes(sequence: int, tensors: tuple[str, ...]) 
         x[rows] = x[rows] if name == "lse" else 0
     found = first(diagnose(question, answers))
     assert (found.bug, found.confidence) == ("rows-not-written", "high")
-    assert f"of sequence {sequence}" in found.evidence[0]
+    assert f"of sequence {sequence}" in found.title
 
 
 FAULTS: dict[str, Callable[[Array], Array]] = {

@@ -242,10 +242,7 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
     left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
-        best: dict[tuple[str, ...], dict[str, Explained]] = {}
-        for one in verdict.explained:
-            best.setdefault(one.tensors, {}).setdefault(one.name, one)
-        left += [_Part(verdict, *item) for item in best.items()]
+        left += [_Part(verdict, *part) for part in verdict.parts.items()]
         if verdict.unexplained:
             findings += rounding.of_wrong(verdict, side) or [proofs.of_structure(verdict, side)]
 

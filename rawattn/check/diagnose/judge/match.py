@@ -290,9 +290,10 @@ class Stage:
         held = np.isfinite(found) | (np.abs(right) <= most)
         return np.asarray(held.all(axis=2) | (name not in ("dq", "dk", "dv")))
 
-    def pair(self, name: str) -> tuple[Floats, Floats]:
-        """What was found and what is right, by rows."""
-        return by_rows(name, self.found[name]), by_rows(name, self.rights[0].answers[name])
+    def pair(self, name: str, guess: Prediction | None = None) -> tuple[Floats, Floats]:
+        """What was found and what is right, or predicted, by rows."""
+        guess = guess or self.rights[0]
+        return by_rows(name, self.found[name]), by_rows(name, guess.answers[name])
 
     def bad(self, name: str, share: float = 0.0) -> np.ndarray:
         """Rows (tokens, heads) that are off by more than rounding, or a share, of their size, with
@@ -300,10 +301,9 @@ class Stage:
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
         bad = self.rows[name]
         for one in self.rights:
-            right, found = (by_rows(name, x) for x in (one.answers[name], self.found[name]))
-            bad = bad & rows_off(found, right, self.rows[name], share)
+            bad = bad & rows_off(*self.pair(name, one), self.rows[name], share)
         if bad.any():  # those that cancel are judged by what went in
-            bad &= rows_off(found, right, bad, share, self.sizes.get(name, 0.0))
+            bad &= rows_off(*self.pair(name), self.rows[name], share, self.sizes.get(name, 0.0))
         return bad
 
     def _tells(self, name: str) -> bool:
@@ -328,7 +328,7 @@ class Stage:
 
     def _finite_part(self, guess: Prediction, name: str) -> float:
         """The residual in rows that are finite, of both."""
-        a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
+        a, b = self.pair(name, guess)
         finite = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
         return relative_residual(a, b, finite) if finite.any() else math.inf
 
@@ -357,7 +357,7 @@ class Stage:
         key = (guess, name)
         if key not in self.distances:
             spend(OF_A_DISTANCE)
-            a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
+            a, b = self.pair(name, guess)
             same = a.shape == b.shape
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
@@ -400,21 +400,22 @@ class StageVerdict:
         return len(self.right) == len(self.tensors)
 
     @property
-    def stories(self) -> int:
-        """How many bugs it takes: of tensors that are explained apart, those in common once."""
-        groups: dict[tuple[str, ...], set[str]] = {}
+    def parts(self) -> dict[tuple[str, ...], dict[str, Explained]]:
+        """Of tensors that are explained together the best fit of each class."""
+        found: dict[tuple[str, ...], dict[str, Explained]] = {}
         for one in self.explained:
-            groups.setdefault(one.tensors, set()).add(one.name)
-        return 1 if groups and set.intersection(*groups.values()) else len(groups)
+            found.setdefault(one.tensors, {}).setdefault(one.name, one)
+        return found
 
     @property
     def left(self) -> tuple[int, int]:
-        """What is not explained, and by how many bugs the rest is."""
-        return len(self.unexplained), self.stories
+        """How much is not explained, and by how many bugs the rest is: one that is in all parts is
+        enough."""
+        parts = [{*part} for part in self.parts.values()]
+        return len(self.unexplained), 1 if parts and set.intersection(*parts) else len(parts)
 
 
 def good(fits: dict[str, Fit]) -> tuple[str, ...]:
-    """The tensors that fit."""
     return tuple(name for name in fits if fits[name].good)
 
 
@@ -508,22 +509,18 @@ def _explain(
         elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
-    verdict = StageVerdict(work, precision.name, right, (), wrong, null)
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
-        whole = [e._replace(tensors=wrong) for e in (*whole, *parts) if {*wrong} <= {*e.tensors}]
-    if whole:
-        whole.sort(key=lambda e: e.rms)
-        return replace(verdict, explained=tuple(whole), unexplained=())
-    if not parts:
-        return None
-    parts.sort(key=lambda e: (-len(e.tensors), e.rms))
+        whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
+    found = sorted(whole, key=lambda e: (-len(e.tensors), e.rms))
     left = set(wrong)
     chosen: list[Explained] = []
-    while tensors := max((left & {*e.tensors} for e in parts), key=len):
-        chosen += [e for e in parts if left & {*e.tensors} == tensors]
+    while tensors := max((left & {*e.tensors} for e in found), key=len, default=set()):
+        chosen += [e for e in found if left & {*e.tensors} == tensors]
         left -= tensors
+    if not chosen:
+        return None
     unexplained = tuple(name for name in wrong if name in left)
-    return replace(verdict, explained=tuple(chosen), unexplained=unexplained)
+    return StageVerdict(work, precision.name, right, tuple(chosen), unexplained, null)
 
 
 def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
