@@ -21,11 +21,13 @@ SHORT = ("sight", "cases")  # fields of a finding that are for the terminal
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it; numbers that JSON lacks (nan, inf) are null."""
-    found: dict[str, Any] = _plain(asdict(diagnosis))
-    for finding in found["findings"]:
-        for name in SHORT:
-            del finding[name]
-    return {"ok": nothing_wrong(diagnosis), **found}
+    return {"ok": nothing_wrong(diagnosis), **asdict(diagnosis, dict_factory=_plain)}
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What JSON has for a dataclass."""
+    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n not in SHORT)
+    return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in kept}
 
 
 def nothing_wrong(diagnosis: Diagnosis) -> bool:
@@ -56,14 +58,3 @@ def sure(finding: Finding) -> str:
 def stages_of(text: str) -> list[str]:
     """The stages whose tensors a text names."""
     return [stage for stage, tensors in STAGES.items() if tensors_in(text) & set(tensors)]
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has for ``value``."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
