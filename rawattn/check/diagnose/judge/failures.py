@@ -278,11 +278,6 @@ def _real(array: np.ndarray) -> bool:
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
-def _fineness(kind: Kind) -> int:
-    """Of the numbers of the case that was looked at."""
-    return DTYPES.index(kind[0][0].dtype)
-
-
 def _agree(found: Sequence[Kind]) -> bool:
     """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
     said = [{(f.side, f.bug) for f in diagnosis.findings} for _, diagnosis in found]
@@ -298,7 +293,11 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
-    fine = {what: max(_fineness(kind) for _, kind in alike) for what, alike in said.items()}
+    def fineness(alike: list[tuple[Finding, Kind]]) -> int:
+        """Of the numbers of the cases that were looked at."""
+        return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
+
+    fine = {what: fineness(alike) for what, alike in said.items()}
     tensors = {what: tensors_in(alike[0][0].where) for what, alike in said.items()}
 
     def outdone(what: tuple[str, str, str], nameless: Sequence[str] = ()) -> bool:

@@ -73,7 +73,6 @@ class Prediction:
     """What a stage with ``bug`` gives; a backward one is given the out and lse of ``source``."""
 
     bug: Bug
-    stage: str
     source: str
     given: Given
     answers: Answers
@@ -145,7 +144,7 @@ def _planted(
 ) -> Iterator[Prediction]:
     """What the stage gives with a bug, if it can be planted."""
     with _searching():
-        yield Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
+        yield Prediction(bug, source, given, solve(question, stage, bug, given=given))
 
 
 def with_other_inputs(
