@@ -298,11 +298,13 @@ class Stage:
         """Rows (tokens, heads) that are off by more than rounding, or a share, of their size, with
         whatever out and lse."""
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
-        bad = self.rows[name]
+        bad: np.ndarray = self.rows[name]
         for one in self.rights:
             bad = bad & rows_off(*self.pair(name, one), self.rows[name], share)
         if bad.any():  # those that cancel are judged by what went in
-            bad &= rows_off(*self.pair(name), self.rows[name], share, self.sizes.get(name, 0.0))
+            bad = bad & rows_off(
+                *self.pair(name), self.rows[name], share, self.sizes.get(name, 0.0)
+            )
         return bad
 
     def _tells(self, name: str) -> bool:

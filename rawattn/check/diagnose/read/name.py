@@ -95,13 +95,14 @@ def evidence_of(said: Said) -> tuple[str, ...]:
 
 def _with(finding: Finding, said: Said) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
-    own = finding.evidence
-    evidence = dict.fromkeys((*own[:2], *evidence_of(said), *own[2:]))
+    told = finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread
+    own, first = finding.evidence, 0 if told else 2
+    evidence = dict.fromkeys((*own[:first], *evidence_of(said), *own[first:]))
     finding = replace(finding, evidence=tuple(evidence))
     of_rules = said.bug and finding.form == said.bug.variant
     if of_rules and not said.support.plain and finding.confidence == "high":
         finding = replace(finding, confidence="medium")
-    if finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread:
+    if told:
         confidence = "low" if said.name in PLAIN else "medium"
         return replace(finding, bug=said.name, title=said.title, confidence=confidence)
     if finding.bug not in PLAIN or not said.wrong:
