@@ -313,7 +313,7 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     [
         ("odd", "score-bias", "added to the scores: -0.03 (h + 1) log(1 + |j - i|)"),
         ("back", "unknown", "dS is multiplied by 0.98^|j - i|"),
-        ("j <= i + 1", "causal-off-by-one", "the causal mask is off by one key"),
+        ("j <= i + 1", "causal-off-by-one", "each query sees one key too many"),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
         ("rows of dq", "rows-not-written", "some rows are never written"),
     ],
