@@ -84,7 +84,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
-    @click.option("--full", is_flag=True, help="show all evidence, maps, identities and slopes.")
+    @click.option("--full", is_flag=True, help="show all evidence, identities and slopes.")
     @html_option
     @json_option
     @wraps(command)
@@ -355,7 +355,7 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
         of_rows = of_all(question, saved.answers, name, of_part)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
-    for changes in _left_out(saved, question) if diagnosis.findings else ():
+    for changes in _left_out(saved, question, diagnosis) if diagnosis.findings else ():
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
             title = f"right if {_meant(changes)} was meant, which is not said"
@@ -396,11 +396,13 @@ def _not_shown(
     return finding(side, "vacuous", where, sure, why, title=title, look_at=look_at)
 
 
-def _left_out(saved: Saved, question: Question) -> Iterator[dict[str, Any]]:
+def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[dict[str, Any]]:
     """What a file may have meant and does not say."""
     if "causal" in saved.left_out:
         yield {"causal": not question.causal}
-    for changes in meant.options(question, saved.answers) if saved.left_out else ():
+    forward = any("forward" in words.stages_of(one.where) for one in found.findings)
+    given = question, saved.answers
+    for changes in meant.options(*given, forward=forward) if saved.left_out else ():
         said = {n: x for n, x in changes.items() if not np.array_equal(x, getattr(question, n))}
         if said and said.keys() <= {*saved.left_out}:
             yield said

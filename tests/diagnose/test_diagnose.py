@@ -129,7 +129,6 @@ def test_what_overflows_for_a_wrong_lse_is_not_judged() -> None:
     told = diagnose(question, {"out": given[0], "lse": given[1], **found})
     where = {finding.where.partition(":")[0] for finding in told.findings}
     assert where <= {"forward pass", "forward"}
-    assert any("not judged" in fact for fact in told.facts)
 
 
 @pytest.mark.parametrize("rare", [False, True])

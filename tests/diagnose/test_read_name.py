@@ -313,7 +313,7 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     [
         ("odd", "score-bias", "added to the scores: -0.03 (h + 1) log(1 + |j - i|)"),
         ("back", "unknown", "dS is multiplied by 0.98^|j - i|"),
-        ("j <= i + 1", "causal-off-by-one", "the causal mask is off by one key"),
+        ("j <= i + 1", "causal-off-by-one", "each query sees one key too many"),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
         ("rows of dq", "rows-not-written", "some rows are never written"),
     ],
@@ -326,10 +326,10 @@ def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
     (finding,) = found.findings
     assert (finding.bug, finding.confidence) == (bug, "high")
     assert finding.title.startswith(said)
-    form = finding.proof.form if finding.proof else ""
-    assert not form or form not in finding.title  # a title says it
     told = "\n".join(finding.evidence)
-    assert "read off entry by entry, " in told and " calls" in told and "planted" in told
+    assert (
+        "read off entry by entry, " in told and " calls" in told and "the float64 reference" in told
+    )
     assert ("." in told and " + " in told) or name in ("odd", "back", "rows of dq")
 
 

@@ -1,5 +1,6 @@
 """What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -28,31 +29,14 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What the float64 computation with a bug in it gives: the numbers of a side, to rounding.
-
-    form: of the bug, as its class has several. must: the rule of the right mask, "" without one.
-    agrees, differs: how far the numbers are from those with the bug, and from the right ones,
-    relative to their size. precision: whose rounding the first of these is.
-    """
-
-    form: str
-    must: str
-    agrees: float
-    differs: float
-    precision: str
-    sight: Sight | None = None
-
-
-@dataclass(frozen=True)
 class Finding:
     """One thing that is wrong. ``bug`` is a class of ``classes``, or "unknown" or "vacuous".
 
     confidence: "proved" (an identity that needs no reference fails, and only so), "high" (the bug
     planted in the reference gives the same numbers down to rounding, and no other one does),
-    "medium", "low". ``alternatives`` are bugs that would look the same on this data. What the last
-    three fields hold ``evidence`` says in words: they are for the short form, and not in JSON.
-    ``failing`` are identities that fail where the bug is, ``cases`` those that show it.
+    "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
+    same on this data. form: of the bug that was planted, None where none was. sight: whom the
+    queries see with it. ``cases`` show it.
     """
 
     side: str
@@ -63,8 +47,8 @@ class Finding:
     evidence: tuple[str, ...]
     look_at: str
     alternatives: tuple[str, ...] = ()
-    proof: Proof | None = field(default=None, compare=False)
-    failing: "tuple[Check, ...]" = field(default=(), compare=False)
+    form: str | None = None
+    sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -80,7 +64,8 @@ class Finding:
             confidence=CONFIDENCE[min(self.rank, other.rank)],
             evidence=tuple(dict.fromkeys(self.evidence + other.evidence)),
             alternatives=tuple(name for name in self.alternatives if name in other.alternatives),
-            proof=self.proof or other.proof,
+            form=other.form if self.form is None else self.form,
+            sight=self.sight or other.sight,
         )
 
 
@@ -148,3 +133,12 @@ def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
         checks=tuple(check for diagnosis in found for check in diagnosis.checks),
         facts=(*dict.fromkeys(facts), *(fact for one in found for fact in one.facts[1:])),
     )
+
+
+def readable(value: float, form: str = ".2g") -> str:
+    """As people write it; "-" where there is none."""
+    if form == ".2g" and 99.5 <= abs(value) < 1e5:
+        form = ".0f"  # 109, not 1.1e+02
+    if not math.isfinite(value):
+        return "-" if math.isnan(value) else str(value)
+    return format(value, form)

@@ -38,15 +38,12 @@ def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
 
 
 def _run(costs: list[int]) -> tuple[int, int]:
-    """The longest run of sequences within the budget; the cheapest single one if none is."""
-    best = (int(np.argmin(costs)), int(np.argmin(costs)) + 1)
-    for first in range(len(costs)):
-        for stop in range(first + 1, len(costs) + 1):
-            if sum(costs[first:stop]) > SCORES:
-                break
-            if stop - first > best[1] - best[0] or sum(costs[best[0] : best[1]]) == 0:
-                best = (first, stop)
-    return best
+    """The longest run of sequences within the budget that has scores; else the cheapest one."""
+    total = np.append(0, np.cumsum(costs))
+    stops = np.searchsorted(total, total[:-1] + SCORES, side="right") - 1
+    longest = (stops - np.arange(len(costs))) * (total[stops] > total[:-1])
+    first = int(np.argmax(longest) if longest.any() else np.argmin(costs))
+    return first, max(first + 1, int(stops[first]))
 
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:

@@ -10,17 +10,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Bug, empty
+from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
 from rawattn.check.diagnose.evidence import directions, invariants, structure
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Proof
+from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Sight, readable
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import (
@@ -44,6 +44,8 @@ WORDS = {
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 WORD = re.compile(r"\w+")
+INSIDE = re.compile(r", (given out|own softmax)\b")  # of a form: what matters to the engine alone
+NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 
@@ -56,15 +58,13 @@ def diagnose(
     side: str = "candidate",
     call: Callable[[Question], Answers] | None = None,
     until: float | None = None,
-    hints: Sequence[Bug] = (),
     told: Readings = UNREAD,
 ) -> Diagnosis:
     """What is wrong with ``answers`` to ``question``.
 
     side: what to call whoever gave them. call: that function itself, to be asked again on other
     inputs. until: by effort.spent(), EFFORT from now by default; from then on only the usual bugs
-    are tried. hints: bugs that ``side`` may have, to be tried with these. told: what was read off
-    it.
+    are tried. told: what was read off it.
     """
     until = spent() + EFFORT if until is None else until
     given, strange = _well_formed(question, answers, side)
@@ -75,7 +75,7 @@ def diagnose(
 
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
-    found, checks, facts = _judge(question, part, side, asked_again, until, told, hints)
+    found, checks, facts = _judge(question, part, side, asked_again, until, told)
     if fact:
         found = of_all(whole, _with_rows(given), side, found)
     else:
@@ -144,8 +144,7 @@ def _judge(
     side: str,
     call: Callable[[Question], Answers] | None,
     until: float,
-    told: Readings = UNREAD,
-    others: Sequence[Bug] = (),
+    told: Readings,
 ) -> tuple[list[Finding], list[Check], list[str]]:
     checks = list(invariants.checks(question, answers, side, call=call))
     failing = [check for check in checks if check.verdict == "FAIL"]
@@ -153,7 +152,7 @@ def _judge(
         failing, answers = races, {}
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = list({id(bug): bug for bug in (*told.general, *others)}.values())
+    hints = told.general
     for stage in question.stages:
         known: dict[str, Any] = {"hints": hints, "told": told.bugs, "shown": told.shown}
         verdict = judge_stage(question, answers, stage, until=until, **known)
@@ -162,19 +161,13 @@ def _judge(
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
     facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
-    facts += [
-        f"{side}: not judged: {count} rows of {name}, which are more than their dtype holds, since "
-        "the lse that the backward pass had is far below the right one"
-        for verdict in verdicts
-        for name, count in verdict.work.too_large.items()
-    ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     resolved = _resolve(question, side, verdicts)
     findings = [_by_direction(one, question, verdicts, call) for one in resolved]
-    zeros = proofs.of_zeros(question, answers, side)
+    zeros = any(one.bug == "vacuous" for one in empty_ones)
     for verdict in verdicts:
-        findings += rounding.of_right(verdict, side, zeros=bool(zeros))
-    findings += [*zeros, *empty_ones]
+        findings += rounding.of_right(verdict, side, zeros=zeros)
+    findings += empty_ones
     if all(one.bug == "rounding" for one in findings):
         findings += proofs.of_runs(side, failing)
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
@@ -210,38 +203,37 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
-    """The finding with the identities that fail for its tensors as evidence."""
-    tensors = _tensors(finding.where)
-    failing = [check for check in failing if not tensors or _about(check) & tensors]
-    said = tuple(
-        f"{check.name} fails ({check.text}): off by {check.value:.3g}, rounding explains "
-        f"{check.allowed:.2g}" + (f", in {check.place}" if check.place else "")
-        for check in failing[:3]
-    )
-    return replace(finding, evidence=finding.evidence + said, failing=tuple(failing))
+    """The finding with the simplest identity that fails for its tensors as evidence."""
+    tensors = tensors_in(finding.where)
+    about = [check for check in failing if not tensors or _about(check) & tensors]
+    for check in sorted(about, key=lambda check: "with one key" not in check.text)[:1]:
+        place = re.split("[;:]", check.place)[0]
+        held = f"{check.text}, but it is off by {readable(check.value)}"
+        held += f" in {place}" if place else ""
+        return replace(finding, evidence=(*finding.evidence[:1], held, *finding.evidence[1:]))
+    return finding
 
 
-def _tensors(text: str) -> set[str]:
+def tensors_in(text: str) -> set[str]:
     """The tensors that a text names."""
     return {name for names in STAGES.values() for name in names} & set(WORD.findall(text))
 
 
 def _about(check: Check) -> set[str]:
     """The tensors that fail with an identity: of those that it names, the last stage's."""
-    named = _tensors(check.text)
+    named = tensors_in(check.text)
     if check.name == "I10" and not named:
         named = set(STAGES["second"])
     by_stage = (named & {*STAGES[one]} for one in ("second", "jvp", "backward", "forward"))
     return next(filter(None, by_stage), named)
 
 
-class _Part:
-    """Wrong tensors of one stage that one bug has to explain."""
+class _Part(NamedTuple):
+    """Wrong tensors of one stage that one bug has to explain; the best fit of each class."""
 
-    def __init__(self, verdict: StageVerdict, tensors: tuple[str, ...]) -> None:
-        self.verdict, self.tensors = verdict, tensors
-        explained = [one for one in verdict.explained if one.tensors == tensors]
-        self.best = {one.name: one for one in explained[::-1]}  # the first of a name
+    verdict: StageVerdict
+    tensors: tuple[str, ...]
+    best: dict[str, Explained]
 
 
 def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) -> list[Finding]:
@@ -250,8 +242,7 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
     left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
-        tensors = dict.fromkeys(one.tensors for one in verdict.explained)
-        left += [_Part(verdict, names) for names in tensors]
+        left += [_Part(verdict, *part) for part in verdict.parts.items()]
         if verdict.unexplained:
             findings += rounding.of_wrong(verdict, side) or [proofs.of_structure(verdict, side)]
 
@@ -265,10 +256,10 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
     while left:
         names = {name for part in left for name in part.best}
         parts = {name: [part for part in left if name in part.best] for name in names}
-        best = min(names, key=lambda name: merit(name, parts[name]))
-        others = set.intersection(*(set(part.best) for part in parts[best])) - {best, *LOOSE}
-        found.append(_found(question, side, best, parts[best], sorted(others, key=_order)))
-        left = [part for part in left if best not in part.best]
+        name = min(names, key=lambda name: merit(name, parts[name]))
+        others = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
+        found.append(_found(question, side, name, parts[name], sorted(others, key=_order)))
+        left = [part for part in left if name not in part.best]
     return found + findings
 
 
@@ -278,68 +269,73 @@ def _order(name: str) -> int:
 
 
 def _found(
-    question: Question,
-    side: str,
-    name: str,
-    parts: Sequence[_Part],
-    others: Sequence[str],
+    question: Question, side: str, name: str, parts: Sequence[_Part], others: Sequence[str]
 ) -> Finding:
     """A bug, in all parts that it explains."""
-    tensors = [tensor for part in parts for tensor in part.tensors]
-    wrong = {
-        n: part.verdict.work
-        for part in parts
-        for n in part.tensors
-        if not part.verdict.null[n].good
-    }
-    proved = [_proof(question, part, part.best[name]) for part in parts]
-    evidence = [
-        _said(part, part.best[name], proof) for part, proof in zip(parts, proved, strict=True)
-    ]
+    works = {tensor: part.verdict for part in parts for tensor in part.tensors}
+    wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
+    bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
+    form, sight = INSIDE.sub("", bugs[0].variant), sight_of(question, bugs[0])
+    evidence = [_said(name, parts, form, must)]
     for tensor, work in list(wrong.items())[:1]:
         told = structure.where(question, tensor, work.bad(tensor))[:3]
         evidence += [f"{tensor}: {text}" for text in told if not text.startswith("no pattern")]
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
-    look_at = dict.fromkeys(part.best[name].prediction.bug.look_at for part in parts)
+    look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
     evidence += [CUT] if cut else []
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     clear = clear and _in_numbers(wrong)
     finding = proofs.finding(
-        side,
-        name,
-        f"{where}: {', '.join(wrong or tensors)}",
-        "high" if clear else "medium",
-        evidence,
-        tuple(others),
+        *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
+        *(evidence, tuple(others)),
+        title=_title(name, form, must, sight),
         look_at="; ".join(filter(None, look_at)),
     )
-    return replace(finding, proof=proved[0])
+    return replace(finding, form=bugs[0].variant, sight=sight)
 
 
-def _proof(question: Question, part: _Part, one: Explained) -> Proof:
-    return Proof(
-        form=one.prediction.bug.variant,
-        must=mask_rule(question),
-        agrees=max(one.fits[tensor].relative for tensor in part.tensors),
-        differs=max(part.verdict.null[tensor].relative for tensor in part.tensors),
-        precision=part.verdict.precision,
-        sight=sight_of(question, one.prediction.bug),
+def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
+    """What is wrong, with the form that the bug has here."""
+    title = CLASSES[name].title
+    if form.startswith("j ") and must:
+        return f"{_how_many(sight) or title}: the mask is {form}, it must be {must}"
+    if not form or form in title:
+        return title
+    return f"{title}: {form}" + f", where the mask must be {must}" * (
+        "window" in name and must != ""
     )
 
 
-def _said(part: _Part, one: Explained, proof: Proof) -> str:
-    """How well a bug fits, in words."""
-    form = f" ({proof.form})" if proof.form else ""
-    source = f", from {one.prediction.source}" if one.prediction.source else ""
-    leaves = f"The right computation leaves {proof.differs:.2g}."
-    if not math.isfinite(proof.differs):
-        leaves = "The right computation differs in which elements are finite, or not 0."
+def _how_many(sight: Sight | None) -> str:
+    """How many keys a query sees too many, or too few."""
+    if sight is None:
+        return ""
+    most, least = (int(f((sight.found - sight.right).sum(axis=1))) for f in (np.max, np.min))
+    if (most > 0) == (least < 0) or max(most, -least) not in NUMBERS:
+        return ""
+    return f"each query sees {NUMBERS[max(most, -least)]} too {'many' if most > 0 else 'few'}"
+
+
+def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
+    """How well a bug fits, in the words of somebody who sees none of the tool's."""
+    agrees = max(part.best[name].fits[tensor].relative for part in parts for tensor in part.tensors)
+    differs = max(part.verdict.null[tensor].relative for part in parts for tensor in part.tensors)
+    bug, without = (form, f"with {must}") if form.startswith("j ") and must else ("", "")
+    near = f"to {agrees:.1g} of their size" if agrees else "exactly"
+    near += f", which is the rounding of {parts[0].verdict.precision}" * (agrees >= 1e-6)
+    apart = f"they are {_share(differs)} apart"
+    if not math.isfinite(differs):
+        apart = "other elements are finite, or not 0"
     return (
-        f"With this bug{form} planted in the float64 {WORDS[part.verdict.stage]}{source}, "
-        f"{', '.join(part.tensors)} agree{'s' * (len(part.tensors) == 1)} to {proof.agrees:.2g} of "
-        f"the size: {one.rms:.2g} times the noise of {proof.precision}. {leaves}"
+        f"the float64 reference with {bug or 'this bug'} gives these numbers {near} "
+        f"({without or 'without it'} {apart})"
     )
+
+
+def _share(value: float) -> str:
+    """0.51 as "51 %"; as it is where that would hide it."""
+    return f"{readable(100 * value)} %" if 1e-4 < value < 10 else readable(value)
 
 
 def _in_numbers(wrong: Mapping[str, Stage]) -> bool:

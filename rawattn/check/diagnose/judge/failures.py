@@ -8,7 +8,6 @@ made in the other.
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
-from rawattn.check.diagnose.engine.attention import Bug, empty, solve
+from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
@@ -29,7 +28,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
 )
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.diagnosis import diagnose, tensors_in
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.read.name import Readings, read
@@ -41,7 +40,6 @@ SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
-Hints = dict[tuple[int, ...], list[Bug]]  # by numbers of heads, and whether lengths are equal
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -66,14 +64,14 @@ def explain_failures(
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
     found: list[Kind] = []
-    given: dict[str, Any] = {"against": against, "until": until, "hints": {}}
     shown: frozenset[str] = frozenset()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
-        diagnosis = explain_failure(candidate, kind[0], other, **given, shown=shown)
-        sure = {one.bug for one in diagnosis.findings if one.confidence == "high" and one.proof}
-        shown |= sure - {*NAMELESS}
+        given: dict[str, Any] = {"against": against, "until": until, "shown": shown}
+        diagnosis = explain_failure(candidate, kind[0], other, **given)
+        sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
+        shown |= {one.bug for one in sure} - {*NAMELESS}
         found.append((kind, diagnosis))
     left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
     joined = _joined(f"{candidate.name} against {against}", found, left)
@@ -95,32 +93,27 @@ def explain_failure(
     *,
     against: str = "reference",
     until: float = math.inf,
-    hints: Hints | None = None,
     shown: frozenset[str] = frozenset(),
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``.
 
     The case itself is looked at where the small problem shows no bug that has a name, unless it is
-    ``until`` by effort.spent(). hints: what was read off ``candidate`` on other cases; more is
-    added. shown: as of Readings.
+    ``until`` by effort.spent(). shown: as of Readings.
     """
     asked = question_of(candidate.fit(small(case)), clean=True)
+    look = partial(_asked, candidate, other=other, against=against)
     if shown:  # what it has to be for other cases to agree, first
-        best = _asked(candidate, asked, other, against, 0.0, Readings(shown=shown), ())
+        best = look(asked, until=0.0, told=Readings(shown=shown))
         if best.findings and {one.bug for one in best.findings} <= shown:
             return best
     told = _read(candidate, asked) if spent() < until else Readings()
-    like = asked.num_heads_q, asked.num_heads_kv, asked.lengths_q == asked.lengths_k
-    others = ({} if hints is None else hints).setdefault(like, [])
-    best = _asked(candidate, asked, other, against, until, told, others)
-    others += told.general
+    best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     tried = "a small problem of its kind"
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
         tried += ", the case itself"
-        itself = question_of(candidate.fit(case))
-        own = _asked(candidate, itself, other, against, until, told, others)
+        own = look(question_of(candidate.fit(case)), until=until, told=told)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
@@ -217,12 +210,9 @@ def _asked(
     against: str,
     until: float,
     told: Readings,
-    bugs: Sequence[Bug],
 ) -> Diagnosis:
-    """The diagnosis of what ``candidate``, and ``other`` if there is one, say to ``question``.
-
-    told: what was read off ``candidate``; bugs: others that it may have.
-    """
+    """The diagnosis of what ``candidate``, of which this was told, and ``other`` if there is one,
+    say to ``question``."""
     judged: dict[str, Diagnosis] = {}
     for side, one in (SIDE, candidate), (against, other):
         if one is None:
@@ -231,8 +221,8 @@ def _asked(
         def call(asked: Question, one: Candidate = one) -> Answers:
             return _as_due(asked, answers_of(one, asked))
 
-        known: dict[str, Any] = {"hints": bugs, "told": told} if side == SIDE else {}
-        known |= {"side": side, "until": until, "call": None if SIDE in judged else call}
+        known: dict[str, Any] = {"told": told, "call": call} if side == SIDE else {}
+        known |= {"side": side, "until": until}
         try:
             answers = answers_of(one, question)
         except Unsupported as lack:
@@ -286,13 +276,6 @@ def _real(array: np.ndarray) -> bool:
 
 
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
-WORD = re.compile(r"\w+")
-KNOWN = {name for names in STAGES.values() for name in names}
-
-
-def _fineness(kind: Kind) -> int:
-    """Of the numbers of the case that was looked at."""
-    return DTYPES.index(kind[0][0].dtype)
 
 
 def _agree(found: Sequence[Kind]) -> bool:
@@ -310,8 +293,12 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
-    fine = {what: max(_fineness(kind) for _, kind in alike) for what, alike in said.items()}
-    tensors = {what: {*WORD.findall(alike[0][0].where)} & KNOWN for what, alike in said.items()}
+    def fineness(alike: list[tuple[Finding, Kind]]) -> int:
+        """Of the numbers of the cases that were looked at."""
+        return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
+
+    fine = {what: fineness(alike) for what, alike in said.items()}
+    tensors = {what: tensors_in(alike[0][0].where) for what, alike in said.items()}
 
     def outdone(what: tuple[str, str, str], nameless: Sequence[str] = ()) -> bool:
         """Whether cases of finer numbers say something else of the same, that is not nameless."""

@@ -73,7 +73,6 @@ class Prediction:
     """What a stage with ``bug`` gives; a backward one is given the out and lse of ``source``."""
 
     bug: Bug
-    stage: str
     source: str
     given: Given
     answers: Answers
@@ -81,17 +80,16 @@ class Prediction:
 
 def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     """All bugs that a stage may have, in the order of preference where they look alike."""
-    found: list[Bug]
+    found = [*first_order.bugs(question)]
     if question.sparse:
         found = [*selection.bugs(question), *first_order.bugs_anywhere(question)]
-    else:
-        found = list(first_order.bugs(question))
     if stage in ("second", "jvp"):
-        wide = [
-            bug.at(*bug.stages, stage)
-            for bug in found
-            if stage in bug.stages or bug.name == "score-scale" or _of_masks(bug)
-        ]
+
+        def anywhere(bug: Bug) -> bool:
+            of_masks = bug.see is not None and bug.stages != ("forward",)
+            return stage in bug.stages or bug.name == "score-scale" or of_masks
+
+        wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
         wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
         found = [*second_order.bugs(question), *wide]
         if stage == "second":
@@ -106,11 +104,6 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
 def _of_scores(bug: Bug) -> bool:
     """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
     return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
-
-
-def _of_masks(bug: Bug) -> bool:
-    """Whether a bug of who sees whom may be in any stage."""
-    return bug.see is not None and bug.stages != ("forward",)
 
 
 def _given(question: Question, answers: Answers, stage: str) -> tuple[str, Given]:
@@ -141,19 +134,17 @@ def _searching() -> Iterator[None]:
 def predictions(
     question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
 ) -> list[Prediction]:
-    """What the stage gives with each bug, given what it was given."""
+    """What the stage gives with each bug that can be planted, given what it was given."""
     source, given = _given(question, answers, stage)
-    planted = (_planted(question, stage, bug, source, given) for bug in bugs)
-    return [one for one in planted if one is not None]
+    return [one for bug in bugs for one in _planted(question, stage, bug, source, given)]
 
 
 def _planted(
     question: Question, stage: str, bug: Bug, source: str, given: Given
-) -> Prediction | None:
-    """What the stage gives with a bug; None where it cannot be planted."""
+) -> Iterator[Prediction]:
+    """What the stage gives with a bug, if it can be planted."""
     with _searching():
-        return Prediction(bug, stage, source, given, solve(question, stage, bug, given=given))
-    return None
+        yield Prediction(bug, source, given, solve(question, stage, bug, given=given))
 
 
 def with_other_inputs(
@@ -165,31 +156,38 @@ def with_other_inputs(
     source, given = _given(question, answers, stage)
     wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
-        found: list[Prediction | None] = []
         if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
-            found.append(_planted(question, stage, bug, "the right out and lse", None))
-        if _of_scores(bug) and "forward" in bug.stages:
-            forward = _planted(question, "forward", bug, "", None)
-            of = {} if forward is None else forward.answers
-            other = (of["out"], of["lse"]) if of else None
-            source_there = "those of a forward with the same bug"
-            found.append(_planted(question, stage, bug, source_there, other))
+            yield from _planted(question, stage, bug, "the right out and lse", None)
+        for forward in _planted(question, "forward", bug, "", None) if _of_scores(bug) else ():
+            if "forward" in bug.stages:
+                of, source_there = forward.answers, "those of a forward with the same bug"
+                yield from _planted(question, stage, bug, source_there, (of["out"], of["lse"]))
         if _of_scores(bug) and "bP" not in bug.steps:  # P anew, not from lse
             own = replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
-            found.append(_planted(question, stage, own, source, given))
-        yield from (one for one in found if one is not None)
+            yield from _planted(question, stage, own, source, given)
 
 
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
     """Whether an out and lse are other numbers than the right ones, by more than rounding."""
-    right = solve(question, "forward")
-    off = (
-        relative_residual(
-            by_rows(name, array), by_rows(name, right[name]), defined(question, name, right[name])
-        )
-        for name, array in zip(("out", "lse"), given, strict=True)
+    right, most = solve(question, "forward"), 16 * eps_of(question.q)
+    return any(
+        relative_residual(by_rows(n, x), by_rows(n, right[n]), defined(question, n, right[n]))
+        > most
+        for n, x in zip(("out", "lse"), given, strict=True)
     )
-    return any(residual > 16 * eps_of(question.q) for residual in off)
+
+
+def rows_off(
+    found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
+) -> np.ndarray:
+    """Which of some rows are off by more than a share of their size, of that of all, and of
+    ``least``."""
+    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+    typical = size[rows].mean() if rows.any() else 0.0
+    with np.errstate(invalid="ignore"):
+        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
+    allowed = share * np.maximum(np.maximum(size, typical), least)
+    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 
 
 class Explained(NamedTuple):
@@ -212,7 +210,7 @@ class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for.
 
     found: its arrays. rights: predictions without a bug, of other sources. rows: those that can be
-    judged. too_large: how many rows nobody can judge.
+    judged.
     """
 
     def __init__(
@@ -236,15 +234,11 @@ class Stage:
             *predictions(question, answers, stage, RIGHT if stage == "second" else RIGHT[:1]),
             *with_other_inputs(question, answers, stage, [NO_BUG]),
         ]
-        self.given, truth = self.rights[0].given, self.rights[0].answers
-        self.tensors = tuple(n for n in self.found if n in truth)
+        self.given = self.rights[0].given
+        self.tensors = tuple(n for n in self.found if n in self.rights[0].answers)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
-        self.rows = {n: defined(question, n, right[n]) for n in self.tensors}
-        self.too_large: dict[str, int] = {}
-        for name in self.rows.keys() & {"dq", "dk", "dv"} if self.given else ():
-            self._leave_out_overflow(name, truth[name])
+        self.rows = {n: defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
-        self.sizes = sizes(question, stage, self.given)
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
@@ -258,6 +252,10 @@ class Stage:
                 yield predictions(self.question, self.answers, self.stage, bugs)
         yield self.usual
         yield self.every
+
+    @cached_property
+    def sizes(self) -> Answers:
+        return sizes(self.question, self.stage, self.given)
 
     @cached_property
     def usual(self) -> list[Prediction]:
@@ -283,30 +281,31 @@ class Stage:
         others = with_other_inputs(*given, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
-    def _leave_out_overflow(self, name: str, truth: Floats) -> None:
-        """Rows for which the lse that was given is so small that P = exp(S - lse) makes them more
-        than their dtype holds: the lse is what is wrong."""
-        found = self.found[name]
-        most = float(ml_dtypes.finfo(found.dtype).max)  # type: ignore[no-untyped-call]
-        rows = ~(np.abs(truth).max(axis=-1, initial=0.0) <= most) & self.rows[name]
-        rows &= ~np.isfinite(found).all(axis=-1)
-        if rows.any():
-            self.too_large[name] = int(rows.sum())
-            self.rows[name] = self.rows[name] & ~rows
+    def _held(self, name: str) -> np.ndarray:
+        """All rows but those that are inf since the right values are more than their dtype holds,
+        as the lse that a backward pass had is far below the right one."""
+        found, right = self.pair(name)
+        most = float(ml_dtypes.finfo(self.found[name].dtype).max)  # type: ignore[no-untyped-call]
+        held = np.isfinite(found) | (np.abs(right) <= most)
+        return np.asarray(held.all(axis=2) | (name not in ("dq", "dk", "dv")))
 
-    def pair(self, name: str) -> tuple[Floats, Floats]:
-        """What was found and what is right, by rows."""
-        return by_rows(name, self.found[name]), by_rows(name, self.rights[0].answers[name])
+    def pair(self, name: str, guess: Prediction | None = None) -> tuple[Floats, Floats]:
+        """What was found and what is right, or predicted, by rows."""
+        guess = guess or self.rights[0]
+        return by_rows(name, self.found[name]), by_rows(name, guess.answers[name])
 
-    def bad(self, name: str) -> np.ndarray:
-        """Rows (tokens, heads) that are off by more than rounding of their size."""
-        (found, right), rows = self.pair(name), self.rows[name]
-        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
-        eps = 2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3
-        allowed = eps * np.maximum(size, size[rows].mean() if rows.any() else 0.0)
-        with np.errstate(invalid="ignore"):
-            off = np.where(found == right, 0.0, np.abs(found - right))
-        return np.asarray(rows & (np.nan_to_num(off, nan=np.inf).max(axis=2) > allowed))
+    def bad(self, name: str, share: float = 0.0) -> np.ndarray:
+        """Rows (tokens, heads) that are off by more than rounding, or a share, of their size, with
+        whatever out and lse."""
+        share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
+        bad: np.ndarray = self.rows[name]
+        for one in self.rights:
+            bad = bad & rows_off(*self.pair(name, one), self.rows[name], share)
+        if bad.any():  # those that cancel are judged by what went in
+            bad = bad & rows_off(
+                *self.pair(name), self.rows[name], share, self.sizes.get(name, 0.0)
+            )
+        return bad
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -330,7 +329,7 @@ class Stage:
 
     def _finite_part(self, guess: Prediction, name: str) -> float:
         """The residual in rows that are finite, of both."""
-        a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
+        a, b = self.pair(name, guess)
         finite = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
         return relative_residual(a, b, finite) if finite.any() else math.inf
 
@@ -359,7 +358,7 @@ class Stage:
         key = (guess, name)
         if key not in self.distances:
             spend(OF_A_DISTANCE)
-            a, b = (by_rows(name, x) for x in (self.found[name], guess.answers[name]))
+            a, b = self.pair(name, guess)
             same = a.shape == b.shape
             self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
@@ -402,21 +401,22 @@ class StageVerdict:
         return len(self.right) == len(self.tensors)
 
     @property
-    def stories(self) -> int:
-        """How many bugs it takes: of tensors that are explained apart, those in common once."""
-        groups: dict[tuple[str, ...], set[str]] = {}
+    def parts(self) -> dict[tuple[str, ...], dict[str, Explained]]:
+        """Of tensors that are explained together the best fit of each class."""
+        found: dict[tuple[str, ...], dict[str, Explained]] = {}
         for one in self.explained:
-            groups.setdefault(one.tensors, set()).add(one.name)
-        return 1 if groups and set.intersection(*groups.values()) else len(groups)
+            found.setdefault(one.tensors, {}).setdefault(one.name, one)
+        return found
 
     @property
     def left(self) -> tuple[int, int]:
-        """What is not explained, and by how many bugs the rest is."""
-        return len(self.unexplained), self.stories
+        """How much is not explained, and by how many bugs the rest is: one that is in all parts is
+        enough."""
+        parts = [{*part} for part in self.parts.values()]
+        return len(self.unexplained), 1 if parts and set.intersection(*parts) else len(parts)
 
 
 def good(fits: dict[str, Fit]) -> tuple[str, ...]:
-    """The tensors that fit."""
     return tuple(name for name in fits if fits[name].good)
 
 
@@ -510,22 +510,18 @@ def _explain(
         elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
-    verdict = StageVerdict(work, precision.name, right, (), wrong, null)
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
-        whole = [e._replace(tensors=wrong) for e in (*whole, *parts) if {*wrong} <= {*e.tensors}]
-    if whole:
-        whole.sort(key=lambda e: e.rms)
-        return replace(verdict, explained=tuple(whole), unexplained=())
-    if not parts:
-        return None
-    parts.sort(key=lambda e: (-len(e.tensors), e.rms))
+        whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
+    found = sorted(whole, key=lambda e: (-len(e.tensors), e.rms))
     left = set(wrong)
     chosen: list[Explained] = []
-    while tensors := max((left & {*e.tensors} for e in parts), key=len):
-        chosen += [e for e in parts if left & {*e.tensors} == tensors]
+    while tensors := max((left & {*e.tensors} for e in found), key=len, default=set()):
+        chosen += [e for e in found if left & {*e.tensors} == tensors]
         left -= tensors
+    if not chosen:
+        return None
     unexplained = tuple(name for name in wrong if name in left)
-    return replace(verdict, explained=tuple(chosen), unexplained=unexplained)
+    return StageVerdict(work, precision.name, right, tuple(chosen), unexplained, null)
 
 
 def _ruled_out(changed: set[str], wrong: set[str]) -> bool:

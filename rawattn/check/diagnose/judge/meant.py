@@ -1,58 +1,45 @@
-"""Which options would make a wrong answer right? Read off the bug that explains it.
+"""Which options would make a wrong answer right? Read off the numbers of it.
 
-What a bug does with masks, offsets, softmax_scale or D may be what was meant, where nobody said.
+Another mask, other offsets, another softmax_scale or D may be what was meant, where nobody said.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import (
-    Bug,
     Floats,
-    View,
     contexts,
     sequences,
+    solve,
     times,
     views_of,
 )
-from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
-from rawattn.check.diagnose.judge.match import judge_stage
 
-EFFORT = 10_000.0  # units, for a stage
-LARGEST = 4096 * 4096  # pairs of tokens that are looked at
-STARTS, STEPS = (0.3, 1.0, 4.0), 8  # of Newton's method, for a scale
+STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 8, 1e-4  # of Newton's method, for a scale
 CELLS = 2_000_000  # intervals of all rows that are tried
 NEAR = {2: 2e-2, 4: 1e-4, 8: 1e-6}  # of the values, by the bytes of the inputs
 
 Changes = dict[str, Any]  # fields of a Question
 
 
-def options(question: Question, answers: Answers) -> list[Changes]:
-    """What may have been meant, by the bugs that explain the first wrong stage."""
+def options(question: Question, answers: Answers, *, forward: bool) -> Iterator[Changes]:
+    """What may have been meant. forward: the forward pass is wrong, so that what is wrong with the
+    backward pass may follow from it."""
     if question.sparse:
-        return []
-    found: list[Changes] = []
-    for stage in question.stages:
-        verdict = judge_stage(question, answers, stage, until=spent() + EFFORT)
-        if verdict is not None and not verdict.sound:
-            if stage == "forward":
-                seen = _of_seen(question, _read(question, answers))
-                found += [x for x in (seen, _of_scale(question, answers)) if x]
-            bugs = {id(one.prediction.bug): one.prediction.bug for one in verdict.explained}
-            found += [x for bug in bugs.values() if (x := _of(question, bug))]
-            if stage == "backward" and question.dlse is None:
-                found += _of_delta(question, answers)
-            break
-    return found
-
-
-def _of(question: Question, bug: Bug) -> Changes:
-    if bug.store is not None or bug.see is None:
-        return {}
-    return _of_seen(question, _seen(question, tuple(bug.see(question, views_of(question)))))
+        return
+    if not forward:
+        yield from _of_delta(question, answers)
+        return
+    if (wanted := _read(question, answers)) is not None:
+        for changes in (_window(question, wanted), *_offsets(wanted)):
+            if np.array_equal(_seen(replace(question, **changes)), wanted):
+                yield changes
+                break
+    yield from _of_scale(question, answers)
 
 
 # ---- who sees whom ----------------------------------------------------------------------------
@@ -90,30 +77,12 @@ def _intervals(x: Floats) -> Floats:
     return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
 
 
-def _of_seen(question: Question, wanted: np.ndarray | None) -> Changes:
-    if wanted is None or not wanted.any():
-        return {}
-    tried: list[Changes] = [_window(question, wanted), *_offsets(wanted)]
-    for changes in tried:
-        other = replace(question, **changes)
-        if np.array_equal(np.asarray(_seen(other, views_of(other))), wanted):
-            return changes
-    return {}
-
-
-def _seen(question: Question, views: tuple[View, ...]) -> np.ndarray | None:
-    """Which token sees which, (total_q, total_k); None where heads differ, or how often."""
-    shape = (question.num_heads_kv, len(question.q), len(question.k))
-    if shape[1] * shape[2] > LARGEST:
-        return None
-    found = np.zeros(shape, dtype=bool)
-    for view in views:
-        if not np.isin(view.weight, (0, 1)).all() or np.ptp(view.weight, axis=0).any():
-            return None
-        if (view.keys < 0).any():
-            return None
-        found[view.head_kv, view.rows[:, None], view.keys] |= view.weight[0] > 0
-    return found[0] if (found == found[:1]).all() else None
+def _seen(question: Question) -> np.ndarray:
+    """Which token sees which, (total_q, total_k), in all heads alike."""
+    found = np.zeros((len(question.q), len(question.k)), dtype=bool)
+    for view in views_of(question):
+        found[view.rows[:, None], view.keys] = view.weight[0] > 0
+    return found
 
 
 def _window(question: Question, wanted: np.ndarray) -> Changes:
@@ -144,43 +113,40 @@ def _offsets(wanted: np.ndarray) -> list[Changes]:
 # ---- numbers ----------------------------------------------------------------------------------
 
 
-def _of_scale(question: Question, answers: Answers) -> Changes:
+def _of_scale(question: Question, answers: Answers) -> Iterator[Changes]:
     """Another softmax_scale that gives these lse: by Newton's method from several ones."""
-    if "lse" not in answers or question.rare:
-        return {}
+    if "lse" not in answers:
+        return
     found = np.asarray(answers["lse"], dtype=np.float64)
-    scale = question.scale
 
     def off(s: float) -> tuple[float, float]:
         """What lse is off by, as a share of it, and how much larger s had better be."""
-        slope, lse = np.zeros_like(found), np.full_like(found, -np.inf)
-        for c in contexts(replace(question, softmax_scale=s), "forward"):
-            at = c.view.heads[:, None], c.view.rows
-            lse[at] = c.L
-            slope[at] = (c.P * np.where(c.W > 0, c.Y, 0.0)).sum(axis=-1) / s
-        there = np.isfinite(lse) & np.isfinite(found)
-        left, by = found[there] - lse[there], slope[there]
+        asked = (replace(question, softmax_scale=x) for x in (s, s * (1 + STEP)))
+        here, beside = (solve(one, "forward")["lse"] for one in asked)
+        there = np.isfinite(here) & np.isfinite(found)
+        left, by = found[there] - here[there], (beside[there] - here[there]) / (s * STEP)
         size = float(np.abs(found[there]).max(initial=1e-30))
         return float(np.abs(left).max(initial=0.0)) / size, float(left @ by / (by @ by or 1.0))
 
     tried: list[tuple[float, float]] = []
     for start in STARTS:
-        s = scale * start
+        s = question.scale * start
         for _ in range(STEPS):
-            left, by = off(s)
-            s = max(s + by, s / 4)
+            s = max(s + off(s)[1], s / 4)
         tried.append((off(s)[0], s))
     left, s = min(tried)
-    return {"softmax_scale": s} if left < NEAR[question.dtype.itemsize] else {}
+    if left < NEAR[question.dtype.itemsize]:
+        yield {"softmax_scale": s}
 
 
-def _of_delta(question: Question, answers: Answers) -> list[Changes]:
+def _of_delta(question: Question, answers: Answers) -> Iterator[Changes]:
     """D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row."""
-    if "dq" not in answers:
-        return []
+    if "dq" not in answers or question.dlse is not None:
+        return
     found = np.zeros(question.q.shape[1::-1])
     for c in contexts(question, "backward", given_to_backward(question, answers)):
         at = c.view.rows[None], c.view.heads[:, None]
         more, once = np.asarray(answers["dq"][at], np.float64) - c.dQ, c.s * times(c.P, c.K)
         found[at[::-1]] = (more * once).sum(axis=-1) / np.maximum((once**2).sum(axis=-1), 1e-30)
-    return [{"dlse": found.astype(np.float32)}] if np.isfinite(found).all() else []
+    if np.isfinite(found).all():
+        yield {"dlse": found.astype(np.float32)}

@@ -5,13 +5,15 @@ planted computation gives these numbers, but their structure says enough. Long, 
 other.
 """
 
+import re
 from collections.abc import Sequence
 from operator import itemgetter
 
 import numpy as np
 
+from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import TILES, solve
+from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -21,6 +23,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
     by_rows,
     given_to_backward,
+    side_of,
 )
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import (
@@ -37,7 +40,7 @@ from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
-OFTEN, SELDOM = 0.8, 0.02  # share of rows that are wrong, where a place in a tile decides
+PERIOD = re.compile(r"^the \w+ with [ij] % ")  # of rows, in words: a place in a tile decides
 NEAR = {"out": 0.5, "lse": 2.0**-8}  # what is left of those of the same inputs, at most
 UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
@@ -51,11 +54,13 @@ def finding(
     alternatives: tuple[str, ...] = (),
     *,
     title: str = "",
+    form: str = "",
     look_at: str = "",
 ) -> Finding:
-    """Of a class, in its words where there are no others."""
+    """Of a class, in its words where there are no others; with the ``form`` that it has here."""
     known = CLASSES[bug]
-    title, look_at = title or known.title, look_at or known.look_at
+    title = title or known.title + (f": {form}" if form else "")
+    look_at = look_at or known.look_at
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
@@ -82,21 +87,29 @@ def reference_of(question: Question, answers: Answers, given: Given) -> Answers:
 
 
 def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Finding], Answers]:
-    """Tensors that are NaN all over, or copies of an input, and the answers without them."""
+    """Tensors that are NaN all over, or copies of an input, and the answers without them; and those
+    of zeros where the right values are too small for the dtype to hold."""
     told: dict[str, list[str]] = {}  # titles, and whose
+    zeros = []
     inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
     rights = reference_of(question, answers, given_to_backward(question, answers))
     for name, right in rights.items():
-        rows = defined(question, name, right)
-        found, wanted = (by_rows(name, x) for x in (answers[name], right))
+        x, rows = answers[name], defined(question, name, right)
+        found, wanted = by_rows(name, x), by_rows(name, right)
+        if x.size and right.any() and not found.any() and not right.astype(x.dtype).any():
+            size = float(np.abs(np.where(np.isfinite(right), right, 0)).max())
+            zeros.append(
+                f"{name} is 0 everywhere, and in {x.dtype.name} the right values are too: they "
+                f"reach {size:.2g}, its smallest number is {smallest_of(x):.2g}"
+            )
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
             continue
-        of = [n for n, x in inputs.items() if x is not None and np.array_equal(x, answers[name])]
+        of = [n for n, given in inputs.items() if given is not None and np.array_equal(given, x)]
         if np.isnan(found[rows]).all():
             told.setdefault("every element is NaN", []).append(name)
         elif of:
             told.setdefault(f"a copy of {' and '.join(of)}", []).append(name)
-    findings = []
+    findings = [finding(side, "vacuous", "the comparison", "proved", zeros)] if zeros else []
     look_at = "whether the kernel ran, what it was given, and which array was saved"
     for text, names in told.items():
         title = f"{', '.join(names)}: {text}"
@@ -106,39 +119,21 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
     return findings, {name: x for name, x in answers.items() if name not in gone}
 
 
-def of_zeros(question: Question, answers: Answers, side: str) -> list[Finding]:
-    """Tensors of zeros where the right values are too small for the dtype to hold."""
-    found = []
-    rights = reference_of(question, answers, given_to_backward(question, answers))
-    for name, wanted in rights.items():
-        x = np.asarray(answers[name])
-        if not x.size or np.any(x.astype(np.float64) != 0) or not np.any(wanted):
-            continue
-        if not np.any(wanted.astype(x.dtype)):
-            size = float(np.abs(np.where(np.isfinite(wanted), wanted, 0)).max())
-            found.append(
-                f"{name} is 0 everywhere, and in {x.dtype.name} the right values are too: they "
-                f"reach {size:.2g}, its smallest number is {smallest_of(x):.2g}"
-            )
-    return [finding(side, "vacuous", "the comparison", "proved", found)] if found else []
-
-
-def of_past(question: Question, answers: Answers, side: str) -> list[Finding]:
+def of_past(
+    of: Question | Case, answers: Answers, side: str, sure: str = "medium"
+) -> list[Finding]:
     """Rows behind the last sequence that are not 0."""
-    found: dict[str, str] = {}
+    said = {}
     for name in (n for names in STAGES.values() for n in names if n in answers):
-        x = answers[name]
-        if name not in BY_ROW and len(x) == len(question.sequence_of(name)):
-            there = x[question.sequence_of(name) < 0]
-            if there.any():
-                found[name] = f"{there[there != 0].flat[0]:.4g}"
-    said = [
-        f"rows of {name} past the last sequence hold {number}" for name, number in found.items()
-    ]
-    title = f"rows of {', '.join(found)} past the last sequence must be 0, and are not"
+        x, sequence = answers[name], of.sequence_of(side_of(name))
+        there = x[sequence < 0] if name not in BY_ROW and len(x) == len(sequence) else np.zeros(0)
+        if there.any():
+            number = f"{there[there != 0].flat[0]:.4g}"
+            said[name] = f"rows of {name} past the last sequence hold {number}"
+    title = f"rows of {', '.join(said)} past the last sequence must be 0, and are not"
     look_at = "the bounds of what is stored, and what results begin with"
-    given = (side, "rows-not-written", ", ".join(found), "medium", said)
-    return [finding(*given, title=title, look_at=look_at)] if found else []
+    given = (side, "rows-not-written", ", ".join(said), sure, [*said.values()])
+    return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
 # ---- sinks ------------------------------------------------------------------------------------
@@ -201,27 +196,27 @@ def of_runs(side: str, failing: Sequence[Check]) -> list[Finding]:
 
 def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
-    question, names = verdict.work.question, verdict.unexplained
-    where = f"{verdict.stage}: {', '.join(names)}"
-    for proof in (_stale_max, _unrelated, _rearranged, _dead, _by_place_in_tile):
-        if (named := proof(verdict)) is not None:
-            bug, confidence, evidence = named
-            return finding(side, bug, where, confidence, evidence)
-    said = [f"no bug of the catalogue reproduces {', '.join(names)} down to rounding"]
+    work, names = verdict.work, verdict.unexplained
+    question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
+    named = stale_max.of_forward(question, work.answers, names)
+    for proof in (_unrelated, _rearranged, _dead):
+        named = named or proof(verdict)
+    if named is not None:
+        bug, confidence, evidence = named
+        return finding(side, bug, where, confidence, evidence)
+    said = ["no known bug gives these numbers"]
     given = " of the out and lse beside it" if verdict.source else ""
     for name in names:
-        places = structure.where(question, name, verdict.work.bad(name))
-        finite = (np.where(np.isfinite(x), x, 0.0) for x in verdict.work.pair(name))
+        places = structure.where(question, name, work.bad(name))
+        if any(map(PERIOD.search, places)):
+            return finding(side, "tile-period", where, "medium", (f"{name}: {'; '.join(places)}",))
+        finite = (np.where(np.isfinite(x), x, 0.0) for x in work.pair(name))
         slope, residual, _ = structure.fit(*finite)
         fitted = (
             f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
         )
-        told = (
-            _first_nan(question, name, verdict.work.found[name]),
-            *places[:1],
-            fitted,
-            *places[1:],
-        )
+        nan = _first_nan(question, name, work.found[name])
+        told = (nan, *places[:1], fitted, *places[1:])
         said.append(f"{name}: {'; '.join(filter(None, told))}")
     return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
 
@@ -263,11 +258,6 @@ def _conclusion(verdict: StageVerdict) -> str:
 
 
 Named = tuple[str, str, tuple[str, ...]] | None
-
-
-def _stale_max(verdict: StageVerdict) -> Named:
-    """Each row has a maximum of its own in it, or lacks it."""
-    return stale_max.of_forward(verdict.work.question, verdict.work.answers, verdict.unexplained)
 
 
 def _unrelated(verdict: StageVerdict) -> Named:
@@ -319,25 +309,4 @@ def _dead(verdict: StageVerdict) -> Named:
             return None
         text = f"{name}: {int(bad.sum())} rows are wrong, all of them rows without an allowed key"
         return "dead-rows", "high", (text,)
-    return None
-
-
-def _by_place_in_tile(verdict: StageVerdict) -> Named:
-    """Which rows are wrong depends on their number modulo a tile, in all sequences and heads."""
-    for name in verdict.unexplained:
-        inside = verdict.work.question.sequence_of(name) >= 0
-        row = verdict.work.question.place_of(name)[inside]
-        bad = verdict.work.bad(name).mean(axis=1)[inside]
-        for tile in TILES:
-            count = np.bincount(row % tile, minlength=tile)
-            share = np.bincount(row % tile, bad, tile)[count > 0] / count[count > 0]
-            wrong = np.flatnonzero(count > 0)[share > OFTEN]
-            # right rows between wrong ones: else it is no period, but a first or a last part
-            comes_back = np.isin(row, wrong + tile).any()
-            if comes_back and (share < SELDOM).any() and ((share > OFTEN) | (share < SELDOM)).all():
-                text = (
-                    f"{name}: wrong are the rows whose number in the sequence, modulo {tile}, is "
-                    f"{structure.named('', wrong)}, in every sequence, and no others"
-                )
-                return "tile-period", "medium", (text,)
     return None

@@ -5,12 +5,12 @@ The slope to the right values is 1: such a computation is right, but coarser tha
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import (
     FIRST,
     NO_BUG,
@@ -26,7 +26,7 @@ from rawattn.check.diagnose.engine.attention import (
     times,
 )
 from rawattn.check.diagnose.engine.question import Answers, by_rows
-from rawattn.check.diagnose.evidence.precision import ladder, to_dtype
+from rawattn.check.diagnose.evidence.precision import to_dtype
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict
 from rawattn.check.diagnose.judge.proofs import finding
@@ -43,15 +43,13 @@ Rounded = Callable[[Floats], Floats]
 
 def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     """What the errors of a right stage are. zeros: there are tensors of nothing but zeros."""
-    stage = verdict.stage
     if not verdict.sound:
         return []
-    finest = ladder(verdict.work.question.dtype)[0].name
+    finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
     coarse = verdict.precision != finest
     noise = {name: verdict.null[name].rms for name in verdict.tensors}
     enough = max(LARGE, UNEVEN * min(noise.values()))
-    fine = verdict.work.question.dtype.itemsize == 2
-    asked = [name for name in noise if coarse or (fine and noise[name] > enough)]
+    asked = [name for name in noise if coarse or (narrow and noise[name] > enough)]
     found = in_16_bits(verdict, side, asked, fine=not coarse) if asked and not zeros else []
     if found or not coarse:
         return found
@@ -62,28 +60,22 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         f"{verdict.precision}, not to that of {finest}: {most} is off by {off[most]:.1g} of its "
         "size"
     )
-    told = narrowed(verdict, verdict.tensors)
-    where = f"{stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
+    where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
+    form, told = narrowed(verdict, verdict.tensors)
     # float16 may be TF32, which is allowed and has as many bits
-    narrow = not fine and any(" in float16" not in text for text in told)
-    coarser = finding(side, "rounding", where, "high", (said, *told))
-    return [_narrow(side, where, [*told, said]) if narrow else coarser]
+    if form and not narrow and " in float16" not in form:
+        return [finding(side, "narrow-intermediate", where, "high", (told, said), form=form)]
+    return [finding(side, "rounding", where, "high", (said, told) if told else (said,))]
 
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     """The same of tensors that are off by more than any rounding of single operations."""
     found = in_16_bits(verdict, side, verdict.unexplained)
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
-    if not found and (said := narrowed(verdict, verdict.unexplained)):
-        found = [_narrow(side, where, said)]
+    form, told = ("", "") if found else narrowed(verdict, verdict.unexplained)
+    if form:
+        found = [finding(side, "narrow-intermediate", where, "high", (told,), form=form)]
     return found
-
-
-def _narrow(side: str, where: str, said: Sequence[str]) -> Finding:
-    """What ``narrowed`` has found, which is the first of what is ``said``."""
-    form = said[0].partition(" that of ")[2].partition(", which leaves")[0]
-    title = f"{CLASSES['narrow-intermediate'].title}: {form}"
-    return finding(side, "narrow-intermediate", where, "high", said, title=title)
 
 
 def _stored(
@@ -96,6 +88,18 @@ def _stored(
     return {n: by_rows(n, x)[work.rows[n]] for n, x in kept.items()}
 
 
+def _followed(
+    verdict: StageVerdict, names: Sequence[str], how: Rounding, bugs: Iterable[Bug]
+) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Of each bug its form, and how the errors of tensors, beside those of ``how``, follow those
+    that it makes."""
+    found = {n: verdict.work.pair(n)[0][verdict.work.rows[n]] for n in names}
+    null = _stored(verdict, names, how)
+    for bug in bugs:
+        planted = _stored(verdict, names, how, bug)
+        yield bug.variant, {n: _follows(found[n] - x, planted[n] - x) for n, x in null.items()}
+
+
 def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
     """The correlation of an error with a predicted one, and how large that is beside it; zeros
     where there is none."""
@@ -105,26 +109,21 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
     return float(np.mean(error * predicted) / (size * of)), of / size
 
 
-def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> list[str]:
-    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes."""
+def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
+    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, and
+    a sentence of that; nothing where there is none."""
     question, stage = verdict.work.question, verdict.stage
-    if stage not in FIRST:
-        return []
-    found = {n: verdict.work.pair(n)[0][verdict.work.rows[n]] for n in tensors}
-    best = (0, NARROWS, "")  # how many tensors, what is left of their errors
-    ways = {2: (ladder(question.dtype)[0].rounding, NONE), 8: (NONE,)}
-    for how in ways.get(question.dtype.itemsize, (ladder(question.dtype)[0].rounding,)):
-        null = _stored(verdict, tensors, how)
-        for bug in _roundings(stage):
-            planted = _stored(verdict, tensors, how, bug)
-            of = {n: _follows(found[n] - x, planted[n] - x) for n, x in null.items()}
+    best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
+    ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
+    for how in ways if stage in FIRST else ():
+        for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             share = math.sqrt(max(0.0, *left.values())) if left else 1.0
             if share < NARROWS:
-                text = f"{', '.join(left)}: the error is that of {bug.variant}"
-                best = min(best, (-len(left), share, text))
-    _, share, text = best
-    return [f"{text}, which leaves {share:.2g} of it; the slope is 1"] if text else []
+                best = min(best, (-len(left), share, form, ", ".join(left)))
+    _, share, form, names = best
+    text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
+    return (form, text) if form else ("", "")
 
 
 def _roundings(stage: str) -> Iterator[Bug]:
@@ -142,18 +141,15 @@ def _flushed(x: Floats) -> Floats:
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
-    def unnormalised(tile: int) -> Step:
-        def out(c: Context) -> Floats:
-            """With P beside the maximum of a row so far, that is after the key's ``tile``."""
-            keys = np.arange(c.S.shape[2])
-            last = np.minimum(keys - keys % tile + tile, len(keys)) - 1
-            with np.errstate(all="ignore"):
-                top = np.maximum.accumulate(np.where(c.W > 0, c.S, -np.inf), axis=2)
-                size = np.exp(top[:, :, last] - c.L[..., None])
-            size = np.where(size > 0, size, 1.0)
-            return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
-
-        return out
+    def unnormalised(c: Context, tile: int) -> Floats:
+        """out with P beside the maximum of a row so far, that is after the key's ``tile``."""
+        keys = np.arange(c.S.shape[2])
+        last = np.minimum(keys - keys % tile + tile, len(keys)) - 1
+        with np.errstate(all="ignore"):
+            top = np.maximum.accumulate(np.where(c.W > 0, c.S, -np.inf), axis=2)
+            size = np.exp(top[:, :, last] - c.L[..., None])
+        size = np.where(size > 0, size, 1.0)
+        return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
 
     def after(step: str) -> dict[str, Step]:
         return {step: lambda c: r(STEPS[step](c))}
@@ -161,10 +157,10 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     yield "S", after("Y")
     if stage == "forward":
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
-        yield "exp(S - row maximum)", {"O": unnormalised(WHOLE)}
+        yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
         for tile in CHUNKS[2:]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
-            yield words, {"O": unnormalised(tile)}
+            yield words, {"O": partial(unnormalised, tile=tile)}
     else:
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         for words, step in {"P": "bP", "D": "D", "dP": "dP", "dS": "dY"}.items():
@@ -176,23 +172,18 @@ def in_16_bits(
 ) -> list[Finding]:
     """Errors that follow those of a running sum in 16 bits; ``fine``: beside the rounding that
     right results have too, and of nothing that is nearer to exact values than these are."""
-    question, stage, rows = verdict.work.question, verdict.stage, verdict.work.rows
-    how = ladder(question.dtype)[0].rounding if fine else NONE
-    right = _stored(verdict, tensors, how)
-    best: tuple[float, str, str] = (FOLLOWS, "", "")
-    off: dict[str, Floats] = {}
-    for name, x in right.items():
-        found, exact = (a[rows[name]] for a in verdict.work.pair(name))
-        if not fine or np.mean((found - exact) ** 2) >= np.mean((found - x) ** 2):
-            off[name] = found - x
-    for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS):
-        bug = Bug("accumulates-in-16-bit", steps=_running(dtype, chunk))
-        planted = _stored(verdict, [*off], how, bug)
-        for name, error in off.items():
-            like, by = _follows(error, planted[name] - right[name])
-            if 1 / 4 < by < 4:
-                form = f"{np.dtype(dtype).name}, {chunk} at a time"
-                best = max(best, (like, name, form))
+    how = verdict.work.finest.rounding if fine else NONE
+    for name, x in _stored(verdict, tensors, how).items() if fine else ():
+        found, exact = (a[verdict.work.rows[name]] for a in verdict.work.pair(name))
+        if np.mean((found - exact) ** 2) < np.mean((found - x) ** 2):
+            tensors = [other for other in tensors if other != name]
+    best = (FOLLOWS, "", "")
+    sums = [
+        Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk))
+        for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS)
+    ]
+    for form, of in _followed(verdict, tensors, how, sums):
+        best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])
     follows, name, form = best
     if not name:
         return []
@@ -200,8 +191,8 @@ def in_16_bits(
         f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}. "
         "The slope to the right values is 1, and the error grows with the length."
     )
-    confidence = "high" if follows > 0.8 else "medium"
-    return [finding(side, "accumulates-in-16-bit", f"{stage}: {name}", confidence, (evidence,))]
+    confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.stage}: {name}"
+    return [finding(side, "accumulates-in-16-bit", where, confidence, (evidence,))]
 
 
 def _running(dtype: type, chunk: int) -> dict[str, Step]:

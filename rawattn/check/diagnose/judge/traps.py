@@ -1,5 +1,5 @@
 """What only a case itself shows, not a small problem of its kind: strides that are ignored, rows
-that must stay 0."""
+past the end that must stay 0."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,9 +8,10 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case
+from rawattn.check.diagnose.engine.question import BY_ROW
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.judge.proofs import finding
-from rawattn.check.expected import Expected, Target, expect
+from rawattn.check.diagnose.judge.proofs import finding, of_past
+from rawattn.check.expected import Expected, expect
 
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
@@ -25,7 +26,7 @@ def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
         found = _of_strides(candidate, expected, wrong, side)
     except Exception:  # of which others tell
         return []
-    return _of_zeros(expected, wrong, side) if found is None else found
+    return _of_past(expected, wrong, side) if found is None else found
 
 
 def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Results:
@@ -56,29 +57,13 @@ def _of_strides(
     return [finding(*of, title=title, look_at=look_at)] if ignored else []
 
 
-def _of_zeros(expected: Expected, wrong: Results, side: str) -> list[Finding]:
-    """Rows that must be 0, where all that is wrong is there."""
-    places = []
+def _of_past(expected: Expected, wrong: Results, side: str) -> list[Finding]:
+    """Rows past the end, where all that is wrong is there."""
     for name, x in wrong.items():
-        target = expected.targets[name]
-        if target.zeros is None or x.shape != target.reference.shape:
+        target, due = expected.targets[name], x.copy()
+        if name in BY_ROW or target.sequence_of.shape != x.shape[:1]:
             return []
-        if target.zeros.size != x.shape[target.token_axis]:  # of some heads alone
-            return []
-        due = np.where(_along(target.zeros, target, x), 0, x).astype(x.dtype)
+        due[target.sequence_of < 0] = 0
         if target.judge(due).verdict == "FAIL":
             return []
-        there = _along(target.zeros, target, x) & (x != 0)
-        past = _along(target.sequence_of < 0, target, x)
-        what = "past the last sequence" if not (there & ~past).any() else "that nothing adds to"
-        places.append(f"rows of {name} {what} must be 0, and are not: {x[there].flat[0]:.4g}")
-    look_at = "the bounds of what is stored, and what results begin with"
-    of = (side, "rows-not-written", ", ".join(wrong), "high", places)
-    return [finding(*of, title=places[0], look_at=look_at)] if places else []
-
-
-def _along(rows: np.ndarray, target: Target, x: np.ndarray) -> np.ndarray:
-    """Tokens as elements."""
-    shape = [1] * x.ndim
-    shape[target.token_axis] = -1
-    return np.broadcast_to(rows.reshape(shape), x.shape)
+    return of_past(expected.case, wrong, side, "high")

@@ -9,24 +9,15 @@ from dataclasses import replace
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.catalogue.masks import neighbours
 from rawattn.check.diagnose.catalogue.reading import reading
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, solve
-from rawattn.check.diagnose.engine.question import (
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    given_to_backward,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import structure
-from rawattn.check.diagnose.evidence.precision import sizes
 from rawattn.check.diagnose.findings import NAMELESS, Finding
 from rawattn.check.diagnose.judge.cut import cost
+from rawattn.check.diagnose.judge.match import Stage, rows_off
 from rawattn.check.diagnose.judge.proofs import finding
-from rawattn.check.transfer import Array
 
 OFF = 2.0**-5  # of the size of a row: more than any rounding
 FEW = 4  # sequences on which a bug is tried first
@@ -40,18 +31,19 @@ def of_all(
     named = any(one.bug not in NAMELESS or one.confidence == "high" for one in findings)
     if named or sum(cost(question, b) for b in range(question.batch)) > MOST:
         return [*findings]
-    wrong = _wrong(question, answers, question.stages)
+    works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
+    of = {name: work for work in works for name in work.tensors if name != "delta"}
+    wrong = {name: bad for name, work in of.items() if (bad := work.bad(name, OFF)).any()}
     if not wrong:
         return [*findings]
-    forward = wrong.keys() & {*(() if question.sparse else STAGES["forward"])}
-    rows = next(iter(wrong.values())).any(axis=1)
-    few = [int(b) for b in np.unique(question.sequence_of("q")[rows])[:FEW]] if forward else []
+    forward = sorted(name for name in wrong if of[name].stage == "forward" and not question.sparse)
+    rows, every = next(iter(wrong.values())).any(axis=1), range(question.batch)
+    few = np.unique(question.sequence_of("q")[rows])[:FEW].tolist() if forward else []
     for name, text, asked, bug in _suspects(question) if forward else ():
-        fits = not _wrong(asked, answers, ("forward",), bug, few)
-        if fits and not _wrong(asked, answers, ("forward",), bug):
+        if all(_fits(asked, answers, bug, of_these) for of_these in (few, every)):
             said = ["all rows of all sequences are as if this were so"]
-            where = f"forward pass: {', '.join(sorted(forward))}"
-            return [finding(side, name, where, "high", said, title=text)]
+            where = f"forward pass: {', '.join(forward)}"
+            return [finding(side, name, where, "high", said, form=text)]
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
     places = {name: structure.where(question, name, bad) for name, bad in wrong.items()}
@@ -77,60 +69,19 @@ def _suspects(question: Question) -> Iterator[tuple[str, str, Question, Bug]]:
                 yield "offsets-shifted", text, asked, NO_BUG
     for bug in neighbours(question):
         if bug.name == "neighbour-leak":
-            yield bug.name, f"{CLASSES[bug.name].title}: {bug.variant}", question, bug
+            yield bug.name, bug.variant, question, bug
     for name in "qkv":
         for by in maps.overflows(question, name):
             bug = Bug("offsets-shifted", "", ("forward",), steps=reading({name: name}, by))
             yield "offsets-shifted", f"{name} is read at other rows: {by.words}", question, bug
 
 
-def _wrong(
-    question: Question,
-    answers: Answers,
-    stages: Sequence[str],
-    bug: Bug = NO_BUG,
-    few: Sequence[int] = (),
-) -> dict[str, np.ndarray]:
-    """Rows (tokens, heads) of tensors that are off by more than any rounding; of a ``few``
-    sequences, or of all. A row without a bug that cancels is judged by the size of what went in;
-    that of a backward pass must be off whether that had the out and lse of the file or exact ones.
-    """
-    found: dict[str, np.ndarray] = {}
-    for stage in stages:
-        given = None if stage in ("forward", "jvp") else given_to_backward(question, answers)
-        bad = _off(question, answers, stage, bug, few, given)
-        if bad and given is not None and question.passed is None:
-            exact = _off(question, answers, stage, bug, few, None)
-            bad = {name: x & exact[name] for name, x in bad.items() if name in exact}
-        found |= {name: x for name, x in bad.items() if x.any()}
-    return found
-
-
-def _off(
-    question: Question,
-    answers: Answers,
-    stage: str,
-    bug: Bug,
-    few: Sequence[int],
-    given: tuple[Array, Array] | None,
-) -> dict[str, np.ndarray]:
-    """``_wrong`` of a stage that was given these out and lse."""
-    only = (lambda view: view.sequence in few) if few else None
-    right = solve(question, stage, bug, given=given, only=only)
-    found: dict[str, np.ndarray] = {}
-    went_in: Answers | None = None if bug is NO_BUG else {}
-    for name in (n for n in STAGES[stage] if n in answers and n in right and n != "delta"):
-        a, b = (
-            by_rows(name, np.asarray(x, dtype=np.float64)) for x in (answers[name], right[name])
-        )
-        sequence = question.sequence_of(side_of(name))
-        inside = (np.isin(sequence, few) if few else sequence >= 0)[:, None]
-        size = np.abs(np.where(np.isfinite(b), b, 0.0)).max(axis=2)
-        with np.errstate(invalid="ignore"):
-            off = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)).max(axis=2), nan=np.inf)
-        allowed = OFF * np.maximum(size, size[inside[:, 0]].mean() if inside.any() else 0.0)
-        if (inside & (off > allowed)).any():
-            went_in = sizes(question, stage, given) if went_in is None else went_in
-            bad = inside & (off > np.maximum(allowed, OFF * went_in.get(name, 0.0)))
-            found |= {name: bad} if bad.any() else {}
-    return found
+def _fits(question: Question, answers: Answers, bug: Bug, sequences: Sequence[int]) -> bool:
+    """Whether the forward pass of these sequences is as with a bug."""
+    right = solve(question, "forward", bug, only=lambda view: view.sequence in sequences)
+    inside = np.isin(question.sequence_of("q"), sequences)[:, None]
+    rows = np.broadcast_to(inside, question.q.shape[:2])
+    return not any(
+        rows_off(by_rows(n, answers[n]), by_rows(n, right[n]), rows, OFF).any()
+        for n in answers.keys() & right.keys()
+    )

@@ -95,20 +95,21 @@ def evidence_of(said: Said) -> tuple[str, ...]:
 
 def _with(finding: Finding, said: Said) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
-    evidence = dict.fromkeys((*evidence_of(said), *finding.evidence))
+    told = finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread
+    own, first = finding.evidence, 0 if told else 2
+    evidence = dict.fromkeys((*own[:first], *evidence_of(said), *own[first:]))
     finding = replace(finding, evidence=tuple(evidence))
-    of_rules = finding.proof and said.bug and finding.proof.form == said.bug.variant
+    of_rules = said.bug and finding.form == said.bug.variant
     if of_rules and not said.support.plain and finding.confidence == "high":
         finding = replace(finding, confidence="medium")
-    if finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread:
+    if told:
         confidence = "low" if said.name in PLAIN else "medium"
         return replace(finding, bug=said.name, title=said.title, confidence=confidence)
     if finding.bug not in PLAIN or not said.wrong:
         return finding
-    proof = finding.proof and replace(finding.proof, form="")  # which is the title
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
         finding = replace(finding, look_at=LOOK_AT[said.stage])
-    return replace(finding, title=said.title, proof=proof)
+    return replace(finding, title=said.title)
 
 
 def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.diagnose.report import terminal
 
-WIDTH = 150  # of tables and maps; sentences are narrower
+WIDTH = 150  # of tables; sentences are narrower
 FORMAT = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>rawattn-check</title>
 <style>{stylesheet}\nbody {{ color: {foreground}; background: {background}; }}</style>

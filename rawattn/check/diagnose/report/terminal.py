@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import Diagnosis, Finding, readable
 from rawattn.check.diagnose.report import glossary, words
 
 COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
@@ -41,12 +41,10 @@ def show(
     console: Console, diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = False
 ) -> None:
     """The verdict in short; with ``full`` all that it rests on below it."""
-    wide = max(LEAST, console.width)
+    wide = min(max(LEAST, console.width), MOST)
     for n, finding in enumerate(diagnosis.findings):
-        lines = short(finding, about, min(wide, MOST), alone=_alone(diagnosis, about))
-        console.print(Text("\n").join(lines), soft_wrap=True)
-        if n < len(diagnosis.findings) - 1:
-            console.print()
+        lines = short(finding, about, wide, alone=_alone(diagnosis, about))
+        console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
         compared = diagnosis.checks or diagnosis.levels or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
@@ -103,15 +101,13 @@ def _lines(
     kind, colour = HEADS.get(finding.bug, ("error", "bold red"))
     label = f"{kind}[{finding.bug}]: "
     side = "" if alone or not finding.side else f"{finding.side}: "
-    head = [Text(line, "bold") for line in _wrapped(label + side + words.sentence(finding), width)]
+    head = [Text(line, "bold") for line in _wrapped(label + side + finding.title, width)]
     head[0].stylize(colour, 0, len(label) - 2)
     lines = [*head, *_place(finding, about, width)]
-    sight = finding.proof.sight if finding.proof else None
-    if sight is not None and queries:
-        drawn = picture(sight, queries, width - 5)
+    if finding.sight is not None and queries:
+        drawn = picture(finding.sight, queries, width - 5)
         lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
-    whose = "your" if alone or not finding.side else f"{finding.side}'s"
-    told = words.proved_by(finding, whose)
+    told = [line for line in finding.evidence if not line.startswith("shown by ")]
     named = finding.bug != "unknown"
     for n, proof in enumerate(told[: proofs if named else proofs + 1]):
         lines += _entry("also" if n else "proof" if named else "seen", proof, width)
@@ -130,29 +126,29 @@ def _place(finding: Finding, about: About, width: int) -> list[Text]:
     whose = " in ".join(part for part in (functions, file) if part)
     whose = "" if finding.where.endswith(f"/{whose}") else whose
     where = ", ".join(dict.fromkeys(part for part in (whose, finding.where) if part))
-    if not where:
-        return []
     line = f"  --> {where}"
-    if about.tally and len(line) + len(about.tally) + 3 <= width:
-        return [Text.assemble(("  --> ", "blue"), where, (f"   {about.tally}", "dim"))]
-    lines = _wrapped(line + (f"; {about.tally}" if about.tally else ""), width, " " * 6)
-    found = [Text(part) for part in lines]
-    found[0].stylize("blue", 0, 5)
-    return found
+    fits = len(line) + len(about.tally) + 3 <= width
+    tally = ("   " if fits else "; ") + about.tally if about.tally else ""
+    return _led(line + tally, 6, width) if where else []
 
 
 def _entry(label: str, text: str, width: int) -> list[Text]:
     """ "= fix:   what it says", below it what does not fit, up to EACH lines."""
-    if not text:
-        return []
     before = f"   = {label + ':':6} "
-    lines = _wrapped(before + " ".join(text.split()), width, " " * len(before))
-    if len(lines) > EACH:
-        cut = lines[EACH - 1][: width - 3].rpartition(" ")[0].rstrip(" ,;(")
-        lines = [*lines[: EACH - 1], f"{cut} ..."]
+    lines = _led(before + " ".join(text.split()), len(before), width, EACH) if text else []
+    for line in lines[:1]:
+        line.stylize("bold", 5, len(before))
+    return lines
+
+
+def _led(text: str, indent: int, width: int, most: int = LINES) -> list[Text]:
+    """Lines after an arrow or the like; the last of too many ends in dots."""
+    lines = _wrapped(text, width, " " * indent)
+    if len(lines) > most:
+        cut = lines[most - 1][: width - 3].rpartition(" ")[0].rstrip(" ,;(")
+        lines = [*lines[: most - 1], f"{cut} ..."]
     found = [Text(line) for line in lines]
     found[0].stylize("blue", 0, 5)
-    found[0].stylize("bold", 5, len(before))
     return found
 
 
@@ -189,7 +185,7 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
-        numbers = words.readable(check.value), words.readable(check.allowed)
+        numbers = readable(check.value), readable(check.allowed)
         rows.append((verdict, check.side, check.name, said, *numbers))
     heads = ("verdict", "side", "name", "what must hold", "error", "allowed")
     _print(console, title, heads, rows)
@@ -197,8 +193,8 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
     rows = []
     for level in diagnosis.levels:
         part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
-        slope = words.readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
-        numbers = words.readable(level.residual, ".1%"), words.readable(level.error)
+        slope = readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
+        numbers = readable(level.residual, ".1%"), readable(level.error)
         rows.append((level.tensor, part, slope, *numbers))
     _print(console, title, ("tensor", "part", "slope", "residual", "largest error"), rows)
 
