@@ -9,9 +9,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places, Right
-from rawattn.check.diagnose.read.probe import Slopes, context_of
+from rawattn.check.diagnose.read.contexts import backward_of, places_of
+from rawattn.check.diagnose.read.fields import Field
+from rawattn.check.diagnose.read.probe import Slopes
 from rawattn.check.diagnose.read.said import TINY, Said, noise_of
-from rawattn.check.diagnose.read.terms import Field
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
@@ -44,8 +45,8 @@ class Part:
 
     def context(self, question: Question) -> Context:
         """Of a call, with what is known of P."""
-        places = Places(question)
-        c = context_of(Right(places))
+        places = places_of(question)
+        c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
         with np.errstate(over="ignore"):
             scores = self.said.scores(places, c.S, once=self.once)
