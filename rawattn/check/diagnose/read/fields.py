@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -20,9 +21,13 @@ class Field:
     by_row: bool
     noise: float
 
-    def centred(self, x: Array | None = None) -> Array:
+    @cached_property
+    def own(self) -> Array:
+        return self.centred(self.x)
+
+    def centred(self, x: Array) -> Array:
         """Without the mean of each row, or of nothing; 0 where nothing is."""
-        x = np.where(self.there, self.x if x is None else x, 0.0)
+        x = np.where(self.there, x, 0.0)
         if not self.by_row:
             return x
         count = np.maximum(self.there.sum(axis=-1, keepdims=True), 1)
@@ -32,7 +37,7 @@ class Field:
         """What ``x`` leaves in units of the noise, or of the worst entry, which may be PEAK times
         as far off; inf for what is no number."""
         with np.errstate(invalid="ignore", over="ignore"):
-            off = np.abs(self.centred() - self.centred(x))
+            off = np.abs(self.own - self.centred(x))
             count = np.maximum(self.there.sum(axis=(1, 2)), 1)
             rms = np.sqrt((off**2).sum(axis=(1, 2)) / count)
         worst = np.maximum(rms, off.max(axis=(1, 2), initial=0.0) / PEAK) / self.noise
@@ -52,7 +57,7 @@ class Field:
     def slopes(self, x: Array) -> Array:
         """(heads, 1, 1): how often ``x`` is in the field, in each head; rounded, as somebody may
         have written it, where that leaves no more."""
-        a, b = self.centred(x), self.centred()
+        a, b = self.centred(x), self.own
         size = (a * a).sum(axis=(1, 2))
         found = ((a * b).sum(axis=(1, 2)) / np.where(size > 0, size, 1.0))[:, None, None]
         same = self.left(plain(found) * x) <= 1.2 * self.left(found * x) + 1e-6
@@ -61,7 +66,7 @@ class Field:
     def shares(self, basis: Sequence[Array]) -> Array:
         """How often each of ``basis`` is in the field, of all heads together."""
         a = np.stack([self.centred(np.broadcast_to(x, self.x.shape))[self.there] for x in basis])
-        return np.asarray(np.linalg.lstsq(a @ a.T, a @ self.centred()[self.there], rcond=1e-12)[0])
+        return np.asarray(np.linalg.lstsq(a @ a.T, a @ self.own[self.there], rcond=1e-12)[0])
 
     def means(self, head: int, x: Array, unit: Array | None = None) -> Array:
         """Of every value of ``x`` (total_q, total_k), from 0 on, the mean of a head's field, or how

@@ -230,7 +230,8 @@ def by_pair(D: Array, shape: tuple[int, ...]) -> Array:
 def _is_D(part: Part, at: tuple[Array, ...], D: Array) -> Array:
     """Where D is the row term, of the pairs of a call."""
     with np.errstate(invalid="ignore"):
-        return np.abs(part.row_term[at] - np.broadcast_to(D, part.P.shape)[at]) < size_of(part)
+        off = np.abs(part.row_term[at] - np.broadcast_to(D, part.P.shape)[at])
+        return np.asarray(off < size_of(part))
 
 
 def with_delta(D: Of, c: Context) -> Array:
@@ -249,7 +250,7 @@ def _moved(name: str, by: maps.Map, c: Context) -> Array:
 
 
 def _summed(factors: dict[str, float], c: Context) -> Array:
-    return np.sum([x * ROW_SUMS[name](c) for name, x in factors.items()], axis=0)
+    return np.asarray(sum(x * ROW_SUMS[name](c) for name, x in factors.items()))
 
 
 def _of_tile(tile: int, over: Callable[[Array, Array], Array], c: Context) -> Array:

@@ -152,11 +152,16 @@ def _gates(field: Field, c: Context) -> Iterator[Term]:
         yield Term(text, name, {"S": gated})
 
 
+def _multiplied(text: str, factor: Function) -> Term:
+    steps = capped(lambda c, S: S * factor.at(c))
+    return Term(f"the scores are multiplied by {text}", "score-scale", steps, factor.values)
+
+
 def _factors(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
     values = tuple(float(x) for x in factors.ravel())
-    text = f"the scores are multiplied by {by_head(factors)}"
-    yield Term(text, "score-scale", capped(lambda c, S: factors[c.view.heads] * S), values)
+    of = partial(_times, factors, lambda places: np.ones((1, *places.j.shape)))
+    yield _multiplied(by_head(factors), Function("", of, values))
 
 
 def _factors_by_place(field: Field, c: Context) -> Iterator[Term]:
@@ -173,10 +178,8 @@ def _factors_by_place(field: Field, c: Context) -> Iterator[Term]:
         told = [f"{number(runs[0][2])} where {name} < {known[runs[1][0]]}"]
         told += [f"{number(x)} from {known[first]} on" for first, _, x in runs[1:]]
         of_known = np.repeat([x for *_, x in runs], [b - a + 1 for a, b, _ in runs])
-        factor = Function("", partial(_looked_up, name, known, of_known[None]), ())
-        steps = capped(lambda c, S, factor=factor: S * factor.at(c))
-        text = f"the scores are multiplied by {', '.join(told)}"
-        yield Term(text, "score-scale", steps, tuple(x for *_, x in runs))
+        of = partial(_looked_up, name, known, of_known[None])
+        yield _multiplied(", ".join(told), Function("", of, tuple(x for *_, x in runs)))
 
 
 def _columns(field: Field, c: Context) -> Iterator[Term]:
@@ -213,7 +216,8 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             continue
 
         def left_by(x: float, curve: Any = curve) -> float:
-            return field.left(scores_of(c, {"cap": partial(options.bent, curve, x)}) - c.S)
+            with np.errstate(invalid="ignore", over="ignore"):
+                return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
         x, low, high = 1.0, 0.3, 60.0
         if "{c}" in words:
@@ -236,9 +240,9 @@ def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
         return None
     values = field.shares([np.interp(S, knots, row) for row in np.eye(len(knots))])
     found = np.interp(S, knots, values)
-    left = np.square(field.centred() - field.centred(found)).sum()
+    left = np.square(field.own - field.centred(found)).sum()
     noise = field.noise**2 * field.there.sum()
-    nearly = left < max(0.02 * np.square(field.centred()).sum(), noise)
+    nearly = left < max(0.02 * np.square(field.own).sum(), noise)
     return (knots, values) if nearly else None
 
 
