@@ -22,23 +22,23 @@ CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 class Part:
     """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
     total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
-    seen: other pairs than those of P.
+    seen: of right scores, and these pairs.
     """
 
     def __init__(
         self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
     ) -> None:
         self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
-        self.seen, self.once = said.support.at(places) if seen is None else seen, seen is not None
+        self.seen = said.support.at(places) if seen is None else seen
+        self.said = said if seen is None else None
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
-            scores = said.scores(places, slopes.S, once=self.once)
+            scores = slopes.S if self.said is None else said.scores(places, slopes.S)
             self.P = np.where(self.seen, np.exp(scores - L), 0.0)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
         self.f = np.where(self.there, slopes.dS / due, 1.0)
-        self.said = said
         self.gone = self.there & (np.abs(self.f) < 1e-3)
         self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
         self.known = self.there & ~self.gone
@@ -49,7 +49,7 @@ class Part:
         c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
         with np.errstate(over="ignore"):
-            scores = self.said.scores(places, c.S, once=self.once)
+            scores = c.S if self.said is None else self.said.scores(places, c.S)
             c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS

@@ -7,7 +7,6 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
@@ -20,43 +19,18 @@ COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Keys that count ``often``, which may be a feature, where ``rule`` says."""
-
-    often: int | str
-    rule: Rule
-
-    def times(self, places: Places) -> Array:
-        """(total_q, total_k)."""
-        often = places.feature(self.often) if isinstance(self.often, str) else self.often
-        return np.where(self.rule.holds(places), np.maximum(often, 1), 1).astype(np.float64)
-
-    @property
-    def of_tile(self) -> bool:
-        """Whether they are those of a tile: by places, not by distances or remainders."""
-        other = (f in ("j - i", "j - p") or "%" in f for f, *_ in self.rule.spans)
-        return bool(self.rule.spans) and not any(other)
-
-    def __str__(self) -> str:
-        if isinstance(self.often, str):
-            return f"keys count more than once: {self.often}"
-        return f"keys count {self.often} times: {self.rule}"
-
-
 @dataclass(eq=False)
 class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term, counted: what the sentences are
-    about. loose: what the scores are is not known in full.
+    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: what
+    the scores are is not known in full.
     """
 
     weights: Weights
     support: Support
     term: Term | None = None
-    counted: Counted | None = None
     loose: bool = False
     right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -101,25 +75,14 @@ class Said:
         stages = FIRST if self.stage == "forward" else BACKWARD
         return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
 
-    def scores(self, places: Places, S: Array, *, once: bool = False) -> Array:
-        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones;
-        ``once``: every key counts once."""
-        found = scores_of(context_of(places, S), self.steps)
-        return np.asarray(found if once else found + np.log(self.times(places)))
-
-    def times(self, places: Places) -> Array:
-        """(num_heads_q or 1, total_q, total_k): how often a key counts where it is seen."""
-        if self.counted is None:
-            return np.ones((1, *places.j.shape))
-        heads = range(places.question.num_heads_q if places.question.sparse else 1)
-        return np.stack([self.counted.times(places.of(head)) for head in heads])
+    def scores(self, places: Places, S: Array) -> Array:
+        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
+        return scores_of(context_of(places, S), self.steps)
 
     @property
     def see(self) -> See | None:
-        """Who sees whom and how often, as a change of views; None where that is right."""
-        if self.support.right and self.counted is None:
-            return None
-        return self.support.see(self.times)
+        """Who sees whom, as a change of views; None where that is right."""
+        return None if self.support.right else self.support.see()
 
 
 def noise_of(places: Places) -> float:

@@ -1,6 +1,7 @@
 """What weights are divided by, lse, and which head of v they are of."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,11 @@ from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
-from rawattn.check.diagnose.read.contexts import capped, of_view, places_of
+from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import by_head, number, of_heads, sum_in_words, sums_of
 from rawattn.check.diagnose.read.maps import of_other_heads
 from rawattn.check.diagnose.read.said import Said, noise_of
+from rawattn.check.diagnose.read.terms import adding
 
 Array = np.ndarray
 
@@ -75,7 +77,8 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
     added = None if said.term is None else said.term.added
     if added is not None and added.table and np.ptp(lse - wanted) < 8 * noise:
         by, wanted = float(np.mean(lse - wanted)), lse  # a table is known up to a number
-        said.steps |= capped(lambda c, S: S + added.at(c) + by)
+        raised = replace(added, of=lambda places: added.of(places) + by)
+        said.steps |= adding(raised).steps
     close = partial(np.allclose, lse, rtol=0, atol=8 * noise)
     if close(wanted):
         said.right.append("lse")
@@ -139,6 +142,11 @@ def _L(factors: dict[str, float], c: Context) -> Array:
     return np.asarray(np.where(np.isneginf(L), L, found))
 
 
+def _sink(factors: dict[str, float], c: Context) -> Array:
+    parts = {"sink": c.sink, "row_max": c.S.max(axis=-1, initial=-np.inf), "": 1.0}
+    return np.asarray(sum(x * parts[name] for name, x in factors.items()))
+
+
 def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise: float) -> bool:
     """Whether the row sums have another head's sink, or exp of a sum of the sink and of the row's
     maximum; due, total: their logarithms without sinks and as they are."""
@@ -156,7 +164,7 @@ def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise
         said.steps |= options.with_sink(lambda c: sinks[near][c.view.heads, None])
     else:
         top = np.where(said.weights.places.right, S, -np.inf).max(axis=-1)
-        parts = {"sink": np.broadcast_to(sinks[:, None], top.shape), "maximum": top, "": top**0}
+        parts = {"sink": np.broadcast_to(sinks[:, None], top.shape), "row_max": top, "": top**0}
         basis = {name: (x / allowed)[known] for name, x in parts.items()}
         factors = next(sums_of(basis, (wanted / allowed)[known], len(parts)), None)
         if factors is None:
@@ -165,11 +173,6 @@ def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise
         said.steps |= options.with_sink(partial(_sink, factors))
     said.say(f"the row sums have {text}, in place of exp(sink)", "sinks-misplaced")
     return True
-
-
-def _sink(factors: dict[str, float], c: Context) -> Array:
-    parts = {"sink": c.sink, "maximum": c.S.max(axis=-1, initial=-np.inf), "": 1.0}
-    return np.asarray(sum(x * parts[name] for name, x in factors.items()) + 0 * parts["maximum"])
 
 
 def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:

@@ -113,9 +113,9 @@ def function_of(field: Field, places: Places) -> Function | None:
     return next((f for f in tried if field.fits(f.of(places))), None)
 
 
-def adding(f: Function) -> Term:
-    steps = capped(lambda c, S: S + f.at(c))
-    return Term(f"added to the scores: {f}", "score-bias", steps, f.values, f)
+def adding(f: Function, text: str = "added to the scores: {}", name: str = "score-bias") -> Term:
+    steps = capped(lambda c, S: S + f.at(c) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
+    return Term(text.format(f), name, steps, f.values, f)
 
 
 def _distance(f: Callable[[Array], Array], places: Places) -> Array:

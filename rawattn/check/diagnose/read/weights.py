@@ -13,9 +13,9 @@ from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.maps import heads_of, rows_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Counted, Said, least_of, noise_of, seen_of
+from rawattn.check.diagnose.read.said import COARSE, Said, least_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import loosely, term_of
+from rawattn.check.diagnose.read.terms import Function, Term, adding, loosely, term_of
 
 Array = np.ndarray
 
@@ -53,9 +53,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     return said
 
 
-def _say_scores(
-    said: Said, x: Field, counted: Counted | None, second: Callable[[], Weights]
-) -> None:
+def _say_scores(said: Said, x: Field, counted: Term | None, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read = said.weights
     c, passed = context_of(read.places, read.right.S), read.passed
@@ -64,10 +62,7 @@ def _say_scores(
     elif not x.zero and (term := term_of(x, c)) is not None:
         said.term = term
     elif counted is not None:
-        dense = "tile-counted-twice" if counted.of_tile else "wrong-keys"
-        sparse = read.places.question.sparse
-        said.say(str(counted), "sparse-duplicate-twice" if sparse else dense)
-        said.counted = counted
+        said.term = counted
     elif not passed and (term := heads_of(x, c) or rows_of(read, second, x.noise)) is not None:
         said.term = term
     elif (term := term_of(x, c, table=True)) is not None:
@@ -133,7 +128,7 @@ def _say_support(said: Said, alive: Array) -> None:
     said.names.append(class_of(rules, rows, backward=said.weights.passed))
 
 
-def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted | None:
+def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once."""
     for relative in (False, True):
         found, known = _times(read, relative)
@@ -145,11 +140,33 @@ def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted 
         if (rule := rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))) is None:
             continue
         if len(values[values > 1]) == 1:
-            return Counted(int(values[-1]), rule)
+            return _counting(int(values[-1]), rule, read.places)
         for name in read.places.features:
             if all(_as_often(of, n, k, name) for of, n, k in shown):
-                return Counted(name, Rule(()))
+                return _counting(name, Rule(()), read.places)
     return None
+
+
+def _counting(often: int | str, rule: Rule, places: Places) -> Term:
+    """Keys that count ``often``, which may be a feature, where ``rule`` says: to weights the
+    logarithm is added."""
+
+    def of(places: Places) -> Array:
+        heads = range(places.question.num_heads_q if places.question.sparse else 1)
+        found = np.ones((len(heads), *places.j.shape))
+        for head in heads:
+            here = places.of(head)
+            count = here.feature(often) if isinstance(often, str) else often
+            found[head] = np.where(rule.holds(here), np.maximum(count, 1), 1)
+        return np.log(found)
+
+    # of a tile: by places, not by distances or remainders
+    other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
+    name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
+    name = "sparse-duplicate-twice" if places.question.sparse else name
+    text = f"keys count {often} times: {rule}"
+    text = f"keys count more than once: {often}" if isinstance(often, str) else text
+    return adding(Function("", of, ()), text, name)
 
 
 def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
