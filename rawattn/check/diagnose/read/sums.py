@@ -91,7 +91,7 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         said.say("the sinks are not in lse", "sinks-dropped")
     else:
         top = np.where(places.right, S, -np.inf).max(axis=-1)
-        _say_lse(said, lse, total[rows], top[rows], 8 * noise)
+        _say_lse(said, lse, total[rows], top[rows], noise)
 
 
 def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
@@ -115,10 +115,10 @@ def _filled(number: float, adds: bool, c: Context) -> Array:
     return np.asarray(np.where(wrong, (S if adds else 0.0) + number, S))
 
 
-def _say_lse(said: Said, lse: Array, total: Array, top: Array, allowed: float) -> None:
+def _say_lse(said: Said, lse: Array, total: Array, top: Array, noise: float) -> None:
     """What lse is made of in place of the logarithm of the row sums, ``total``."""
     parts = {"the right lse": total, "row_max": top, "row_sum": np.exp(total - top), "": top**0}
-    tried = sums_of({name: x / allowed for name, x in parts.items()}, lse / allowed, len(parts))
+    tried = sums_of({name: x / noise for name, x in parts.items()}, lse / noise, len(parts))
     factors = next(tried, None) if np.isfinite(lse).all() else None
     if factors is None:
         said.say("lse is not the logarithm of the row sums", "")
@@ -155,18 +155,18 @@ def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise
     known = rows & (more > 0)
     if not known.any(axis=1).all():
         return False
-    wanted, allowed = (np.where(known, x, 1.0) for x in (more, 8 * noise * np.exp(total)))
-    wanted, allowed = np.log(wanted), allowed / wanted + 1e-9
+    wanted, size = (np.where(known, x, 1.0) for x in (more, noise * np.exp(total)))
+    wanted, size = np.log(wanted), size / wanted + 1e-9
     values = np.array([np.median(row[there]) for row, there in zip(wanted, known, strict=True)])
     near = np.abs(values[:, None] - sinks).argmin(axis=1)
-    if (np.abs(wanted - sinks[near, None]) <= allowed)[known].all():
+    if (np.abs(wanted - sinks[near, None]) <= 8 * size)[known].all():
         text = f"exp(sink) of head {of_heads(near)}"
         said.steps |= options.with_sink(lambda c: sinks[near][c.view.heads, None])
     else:
         top = np.where(said.weights.places.right, S, -np.inf).max(axis=-1)
         parts = {"sink": np.broadcast_to(sinks[:, None], top.shape), "row_max": top, "": top**0}
-        basis = {name: (x / allowed)[known] for name, x in parts.items()}
-        factors = next(sums_of(basis, (wanted / allowed)[known], len(parts)), None)
+        basis = {name: (x / size)[known] for name, x in parts.items()}
+        factors = next(sums_of(basis, (wanted / size)[known], len(parts)), None)
         if factors is None:
             return False
         text = f"exp({sum_in_words(factors)})"
