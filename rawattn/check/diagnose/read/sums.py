@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.contexts import of_view, places_of
@@ -221,7 +220,7 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         with np.errstate(divide="ignore"):
             name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
     said.say(f"the row sums have {text}", name)
-    said.steps["softmax"] = _with_mass(partial(_of_rows, times, of))
+    said.steps |= options.with_sink(partial(_and_more, times, of))
 
 
 def _others() -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
@@ -256,19 +255,12 @@ def _hidden(tile: int, places: Places) -> Array:
     return np.asarray(np.exp(log_sum(np.where(hidden, Right(places).S, -np.inf))))
 
 
-def _of_rows(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
+def _and_more(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
+    """The sink, if there is one, with what else is in the row sums, by its logarithm."""
     whole = times[:, None] * of(places_of(c.question))
-    return np.asarray(whole[np.ix_(c.view.heads, c.view.rows)])
-
-
-def _with_mass(mass: Callable[[Context], Any]) -> Step:
-    def softmax(c: Context) -> tuple[Array, Array]:
-        L, P = STEPS["softmax"](c)
-        with np.errstate(divide="ignore"):
-            total = np.logaddexp(L, np.log(np.maximum(mass(c), 0.0)))
-        return total, P * np.exp(L - total)[..., None]
-
-    return softmax
+    with np.errstate(divide="ignore"):
+        more = np.log(np.maximum(whole[np.ix_(c.view.heads, c.view.rows)], 0.0))
+    return np.asarray(more if c.sink is None else np.logaddexp(more, c.sink))
 
 
 def say_values(said: Said) -> None:

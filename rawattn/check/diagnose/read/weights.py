@@ -7,6 +7,7 @@ import numpy as np
 
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
@@ -109,12 +110,8 @@ def _say_support(said: Said, alive: Array) -> None:
     if rules.right:
         said.right.append("who sees whom")
         return
-    heads = places.question.num_heads_q
-    left, right = places.question.mask_window
-    of = "i" if places.aligned else "p"
-    bounds = [f"-{left} <= "] * (left >= 0), [f" <= {right}"] * (right >= 0)
-    due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
-    due = "the keys of its blocks" if places.question.sparse else due
+    q, heads = places.question, places.question.num_heads_q
+    due = "the keys of its blocks" if q.sparse else mask_rule(q) or "every key"
     if rules.of_rows:
         told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
         what = "add nothing to dv" if said.weights.passed else "see no key, or are not written"
