@@ -74,7 +74,7 @@ class Change:
 def form_of(part: Part, second: Callable[[], Part | None]) -> Change | None:
     """The plainest form that gives all that was read; ``second``: the same on other lengths."""
     rows = partial(_row_terms, second=second)
-    return _first(part, _lacking, _sums, _other_heads, rows, _columns) or _another_term(part)
+    return _first(part, _sums, _other_heads, rows, _columns) or _another_term(part)
 
 
 def dropped(part: Part) -> Change | None:
@@ -93,13 +93,6 @@ def of_terms(c: Context, Z: Array) -> Array:
 
 
 # ---- products ---------------------------------------------------------------------------------
-
-
-def _lacking(part: Part) -> Iterator[Change]:
-    sparse = part.places.question.block_scale is not None
-    text = "lacks block_scale" if sparse else "lacks the derivative of the softcap"
-    name = "sparse-gate-ignored" if sparse else "softcap-slope-omitted"
-    yield Change([text], name, lambda c: c.dS, whole=True)
 
 
 def _sums(part: Part) -> Iterator[Change]:

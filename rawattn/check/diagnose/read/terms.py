@@ -22,14 +22,6 @@ DISTANCES: dict[str, Callable[[Array], Array]] = {
     "(j - i)^2": lambda d: d * d,
     "sqrt|j - i|": np.sqrt,
 }
-GATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {  # a class; of Y and the gates
-    "the scores lack block_scale": ("sparse-gate-ignored", lambda Y, G: Y),
-    "the scores have block_scale twice": ("sparse-gate-on-p", lambda Y, G: Y * G * G),
-    "block_scale multiplies weights, not scores": (
-        "sparse-gate-on-p",
-        lambda Y, G: Y + np.log(G),
-    ),
-}
 CURVES: dict[str, options.Curve] = {
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
@@ -79,12 +71,10 @@ class Term:
 
 def term_of(field: Field, c: Context, *, table: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``table``: of many numbers."""
-    makes = (_columns, _factors_by_place) if table else (_gates, _factors, _curves)
-    tried = [functions(field, places_of(c.question), table=table)]
-    added = (adding(f) for made in tried for f in made)
-    parts = [make(field, c) for make in makes]
-    order = [*parts, added] if table else [parts[0], added, *parts[1:]]
-    terms = (term for part in order for term in part)
+    added = (adding(f) for f in functions(field, places_of(c.question), table=table))
+    plain = (added, _factors(field, c), _curves(field, c))
+    parts = (_columns(field, c), _factors_by_place(field, c), added) if table else plain
+    terms = (term for part in parts for term in part)
     return next((t for t in terms if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
@@ -139,17 +129,6 @@ def _by_value(
 def _looked_up(name: str, known: Array, values: Array, places: Places) -> Array:
     x = np.broadcast_to(places.feature(name), places.j.shape)
     return np.asarray(values[:, np.searchsorted(known, x).clip(0, len(known) - 1)])
-
-
-def _gates(field: Field, c: Context) -> Iterator[Term]:
-    for text, (name, form) in GATES.items() if c.question.block_scale is not None else ():
-
-        def gated(c: Context, form: Any = form) -> Array:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                Y = form(c.cap[0], np.broadcast_to(c.G, c.Y.shape))
-            return np.asarray(STEPS["S"](changed(c, G=1.0, cap=(Y,))))
-
-        yield Term(text, name, {"S": gated})
 
 
 def _multiplied(text: str, factor: Function) -> Term:
