@@ -34,8 +34,9 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         return said  # what dS should be is not known
     changes: dict[str, Change] = {}
     for name, slopes in read.slopes.items():
-        if said.see is not None and _by_the_mask(Part(said, places, slopes, places.rights)):
-            changes[name] = Change(["sees whom it must"], "", _masked, masked=True)
+        wrong = said.see is not None or said.term is not None
+        if wrong and _is_right(Part(said, places, slopes, places.rights)):
+            changes[name] = Change(["is that of the right weights"], "", _masked, masked=True)
             continue
         part = Part(said, places, slopes)
         rows = -1 if name == "dq" else -2
@@ -83,14 +84,15 @@ def _of_sums(read: Backward) -> Said | None:
     return None if said.sound else said
 
 
-def _by_the_mask(part: "Part") -> bool:
+def _is_right(part: Part) -> bool:
     """Whether dS is right, for all that P is not."""
     return not (part.gone.any() or part.wrongly.any()) and part.field(part.f - 1).zero
 
 
 def _masked(c: Context) -> Array:
-    """dY over the pairs of the mask, whatever the views are."""
-    return np.where(of_view(c, places_of(c.question).rights), _unmasked(c), 0.0)
+    """dY over the pairs of the mask with the right scores, whatever the views are."""
+    right = _unmasked(changed(c, cap=STEPS["cap"](c)))
+    return np.where(of_view(c, places_of(c.question).rights), right, 0.0)
 
 
 def _unmasked(c: Context) -> Array:
