@@ -55,7 +55,8 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     else:
         _say(said, dq, "dQ", " of dq")
         _say(said, dk, "dK", " of dk")
-    if dq.masked and places.question.sparse:
+    twice = said.names == ["sparse-duplicate-twice"]
+    if dq.masked and places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
 
