@@ -20,20 +20,18 @@ CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 
 
 class Part:
-    """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
-    total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
-    seen: of right scores, and these pairs.
+    """dS of ``slopes``, beside what it must be with what is ``said`` of P, or the right one; all
+    (num_heads_q, total_q, total_k). there: where it tells something. gone, wrongly: where it is 0
+    by mistake, or is not.
     """
 
-    def __init__(
-        self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
-    ) -> None:
+    def __init__(self, said: Said | None, places: Places, slopes: Slopes) -> None:
         self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
-        self.seen = said.support.at(places) if seen is None else seen
-        self.said = said if seen is None else None
+        self.seen = places.rights if said is None else said.support.at(places)
+        self.said = said
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
-            scores = slopes.S if self.said is None else said.scores(places, slopes.S)
+            scores = slopes.S if said is None else said.scores(places, slopes.S)
             self.P = np.where(self.seen, np.exp(scores - L), 0.0)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)

@@ -35,7 +35,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     changes: dict[str, Change] = {}
     for name, slopes in read.slopes.items():
         wrong = said.see is not None or said.term is not None
-        if wrong and _is_right(Part(said, places, slopes, places.rights)):
+        if wrong and _is_right(Part(None, places, slopes)):
             changes[name] = Change(["is that of the right weights"], "", _masked, masked=True)
             continue
         part = Part(said, places, slopes)
