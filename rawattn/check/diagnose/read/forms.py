@@ -1,5 +1,7 @@
 """What a backward pass has in place of dS = P o (dP - D): products, other row terms, another
 function of each value. A form is a step of the engine, and tried on all that was read.
+
+Long by the forms.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,7 @@
-"""What weights are divided by, lse, and which head of v they are of."""
+"""What weights are divided by, lse, and which head of v they are of.
+
+Long by what may be in a row's sum.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

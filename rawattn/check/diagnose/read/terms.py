@@ -1,5 +1,7 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
 of some columns. A term is planted by steps, and fits if these give the log-weights that were read.
+
+Long by the terms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
