@@ -21,6 +21,7 @@ Long, since every order of derivative shares its steps with the others.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class Kernel:
     keeps_right: bool = False
     tile_m: int = 16
     tile_n: int = 16
-    order: str = "ascending"  # of key tiles; "descending", "shuffled", "pairwise"
+    order: str = "ascending"  # of key tiles; "descending", "shuffled"; "merged" at the end
     two_pass: bool = False  # the row maximum first, then the sums
     base_2: bool = False  # exp2 of scores in units of ln 2
     rounding: str = "operands"  # "tf32"; "every step"; "results" alone
@@ -144,11 +145,11 @@ def spans(question: Question) -> list[tuple[int, int, int, int]]:
     return [(q0, q1 - q0, k0, k1 - k0) for q0, q1, k0, k1 in ends]
 
 
-def in_window(p: Array, j: Array, window: tuple[int, int]) -> Array:
+def in_window(p: Array, j: Array, window: tuple[int, int], left: int = 0, right: int = 0) -> Array:
+    """left, right: by how much its sides, where it has them, are farther away."""
     seen = np.ones(np.broadcast_shapes(p.shape, j.shape), dtype=bool)
-    left, right = window
-    seen = seen & (j - p >= -left) if left >= 0 else seen
-    return seen & (j - p <= right) if right >= 0 else seen
+    seen = seen & (j - p >= -window[0] - left) if window[0] >= 0 else seen
+    return seen & (j - p <= window[1] + right) if window[1] >= 0 else seen
 
 
 def heads(run: Run, window: tuple[int, int] | None = None) -> Iterator[Head]:
@@ -217,32 +218,23 @@ def _visits(run: Run) -> Visits:
     q, found = run.question, {}
     indices, size = run.of("indices", np.asarray(q.block_indices)), q.block_size
     for b, (start_q, n, start_k, m) in enumerate(spans(q)):
-        t = SimpleNamespace(b=b, n=n, m=m, start_q=start_q, start_k=start_k, question=q)
-        t.blocks = _of(run, "blocks", t, -(-m // size))
+        at = {"run": run, "question": q, "n": n, "m": m, "start_k": start_k}
         for sel in range(indices.shape[1]):
-            lists = []
-            for i in range(n):
-                t.i, t.sel, t.place = i, sel, i + m - n
-                t.own = _of(run, "own block", t, t.place // size)
-                t.named = [int(block) for block in indices[start_q + i, sel]]
-                counted = len(t.named)
+            tokens = [Head(i=i, place=i + m - n, **at) for i in range(n)]
+            for t in tokens:
+                t.blocks = t.of("blocks", -(-m // size))
+                t.own = t.of("own block", t.place // size)
+                t.named = [int(block) for block in indices[start_q + t.i, sel]]
+                t.count = len(t.named)
                 if q.block_counts is not None:
-                    counted = min(max(0, int(q.block_counts[start_q + i, sel])), counted)
-                t.count = _of(run, "count", t, counted)
-                lists.append(_of(run, "entries", t, entries(t)) if m else [])
-            lists = _of(run, "lists", t, lists)
-            for i, of_token in enumerate(lists):
-                t.i, t.place = i, i + m - n
-                t.own = _of(run, "own block", t, t.place // size)
-                visits = [_visit(run, t, block, slot) for block, slot in of_token]
+                    t.count = min(max(0, int(q.block_counts[start_q + t.i, sel])), t.count)
+                t.count = t.of("count", t.count)
+            lists = run.of("lists", [t.of("entries", entries(t)) if m else [] for t in tokens])
+            for t, of_token in zip(tokens, lists, strict=True):
+                visits = [_visit(t, block, slot) for block, slot in of_token]
                 visits = [visit for visit in visits if visit.first < visit.stop or visit.zeros]
-                found[b, start_q + i, sel] = _of(run, "visits", t, visits)
+                found[b, start_q + t.i, sel] = t.of("visits", visits)
     return run.of("inverted", found)
-
-
-def _of(run: Run, name: str, at: Any, value: Any) -> Any:
-    hook = run.kernel.hooks.get(name)
-    return value if hook is None else hook(at, value)
 
 
 def entries(t: Any, *, repeats: bool = False, again: bool = False, any_block: bool = False) -> Any:
@@ -261,14 +253,13 @@ def entries(t: Any, *, repeats: bool = False, again: bool = False, any_block: bo
     return found
 
 
-def _visit(run: Run, t: Any, block: int, slot: int) -> Visit:
-    q, size = t.question, t.question.block_size
-    t.block, t.slot, t.size, end = block, slot, size, t.start_k + t.m
-    first = t.start_k + block * size
-    cut = q.causal or (slot < 0 and block == t.own)
-    first, stop, cut = _of(run, "span", t, (first, min(first + size, end), cut))
+def _visit(t: Head, block: int, slot: int) -> Visit:
+    t.block, t.slot, t.size = block, slot, t.question.block_size
+    first = t.start_k + block * t.size
+    cut = t.question.causal or (slot < 0 and block == t.own)
+    first, stop, cut = t.of("span", (first, min(first + t.size, t.start_k + t.m), cut))
     last = t.start_k + t.place if cut else stop - 1
-    return Visit(block, slot, first, stop, last, 0 if cut else _of(run, "zeros", t, 0))
+    return Visit(block, slot, first, stop, last, 0 if cut else t.of("zeros", 0))
 
 
 def _see_blocks(c: Head, visits: Visits, views: dict[int, Head]) -> None:
@@ -342,24 +333,17 @@ def tiles(size: int, tile: int) -> list[slice]:
 def online(c: Head, rows: slice, moved: bool) -> tuple[Array, dict[str, Array]]:
     """The row maximum and the sums over all keys of a tile of queries, tile by tile of keys."""
     k, run, size = c.kernel, c.run, rows.stop - rows.start
-    loop = [
-        keys
-        for keys in tiles(len(c.keys), k.tile_n)
-        if not k.skips_masked or c.seen[rows, keys].any()
-    ]
+    loop = tiles(len(c.keys), k.tile_n)
+    loop = [keys for keys in loop if not k.skips_masked or c.seen[rows, keys].any()]
     loop = loop[::-1] if k.order == "descending" else loop
     if k.order == "shuffled":
         loop = [loop[place] for place in run.chance.permutation(len(loop))]
     top = np.full((size, 1), -np.inf, run.wide)
     one, wide = np.zeros((size, 1), run.wide), np.zeros((size, c.V.shape[1]), run.wide)
     sums = {"row_sum": one, "out": wide} | ({"e": one, "tout": wide} if moved else {})
-    if k.order == "pairwise" and loop:
+    if k.order == "merged" and loop:
         states = [_added(c, (rows, keys), (top, sums), moved) for keys in loop]
-        while len(states) > 1:
-            odd = states[len(states) // 2 * 2 :]
-            pairs = zip(states[::2], states[1::2], strict=False)
-            states = [_merged(one, other) for one, other in pairs] + odd
-        return states[0]
+        return reduce(_merged, states)
     if k.two_pass and loop:
         top = c.S[rows].max(axis=1, keepdims=True)
     c.loop = loop
@@ -618,11 +602,10 @@ def answers(planted: Planted | None, question: Question, chance: int = 0) -> Ans
     first = planted.at("forward")
     with np.errstate(all="ignore"):
         found = _stage(question, "forward", first, None, chance)
-        passed = question.passed
+        own, passed = found, question.passed
         if passed is None:
-            own = (
-                _stage(question, "forward", Kernel(), None, chance) if first.keeps_right else found
-            )
+            if first.keeps_right:
+                own = _stage(question, "forward", Kernel(), None, chance)
             passed = own["out"], own["lse"]
         gives = [stage for stage in question.stages if stage in (planted.gives or STAGES)]
         found = found if "forward" in gives else {}

@@ -53,23 +53,23 @@ def written_as(order: tuple[int, ...]) -> Callable[..., Array]:
     return lambda x, name, question: x.transpose(order).reshape(x.shape)
 
 
-def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
-    """``of`` every sequence's rows."""
+def by_sequences(of: Callable[[Array, int, int], Array]) -> Callable[..., Array]:
+    """Every sequence's rows: ``of`` all rows, the first one of them and where they end."""
 
     def change(x: Array, name: str, question: Question) -> Array:
         found = x.copy()
         rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
         for start, stop in bounds(name, question):
-            rows[start:stop] = of(there[start:stop])
+            rows[start:stop] = of(there, start, stop)
         return found
 
     return change
 
 
-def local(x: Array, name: str, question: Question) -> Array:
-    """Read by the number of the row in its sequence, without the sequence's offset."""
-    found = x.copy()
-    rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
-    for start, stop in bounds(name, question):
-        rows[start:stop] = there[: stop - start]
-    return found
+def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
+    """``of`` every sequence's rows alone."""
+    return by_sequences(lambda x, start, stop: of(x[start:stop]))
+
+
+# read by the number of the row in its sequence, without the sequence's offset
+local = by_sequences(lambda x, start, stop: x[: stop - start])

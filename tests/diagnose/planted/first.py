@@ -16,10 +16,12 @@ from tests.diagnose.hooks import (
     no_window,
     of_each,
     of_group,
+    padding,
     power,
     tiled,
     times,
     window,
+    with_zeros,
 )
 from tests.diagnose.plain import BFLOAT16, FLOAT16, FLOAT32, LN_2, ZEROS, Array, Head, Planted
 from tests.diagnose.problems import Needs, normal, problems
@@ -75,17 +77,6 @@ def running_on(tile: int, step: int = 1) -> Any:
     return in_sequences(rows)
 
 
-def padded(upto: int | str) -> Hooks:
-    """Keys of zeros up to a multiple, or up to the longest sequence."""
-
-    def keys(c: Head, x: Array) -> Array:
-        longest = max(c.question.lengths_k)
-        stop = longest if isinstance(upto, str) else -(-len(x) // upto) * upto
-        return np.concatenate([x, np.full(stop - len(x), ZEROS)])
-
-    return {"keys": keys}
-
-
 def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
     """Keys of the neighbours, some or up to the end of a tile."""
 
@@ -99,17 +90,13 @@ def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
 def past_dout(number: float) -> Hooks:
     """Queries of zeros up to the longest sequence, with a cotangent."""
 
+    def past(of: Any) -> Any:
+        return lambda c, x: np.where((c.rows == ZEROS)[:, None], c.run.wide.type(of(c)), x)
+
     def rows(c: Head, x: Array) -> Array:
         return np.concatenate([x, np.full(max(c.question.lengths_q) - c.n, ZEROS)])
 
-    def past(c: Head, right: Array, other: float) -> Array:
-        return np.where((c.rows == ZEROS)[:, None], c.run.wide.type(other), right)
-
-    return {
-        "rows": rows,
-        "dO": lambda c, x: past(c, x, number),
-        "L": lambda c, x: past(c, x, np.log(max(c.m, 1))),
-    }
+    return {"rows": rows, "dO": past(lambda c: number), "L": past(lambda c: np.log(max(c.m, 1)))}
 
 
 def no_tail_of_queries(tile: int) -> Hooks:
@@ -240,10 +227,10 @@ _BY_HEADS, _BY_COLUMNS = written_as((1, 0, 2)), written_as((2, 1, 0))
 
 _TABLE: Table = (
     # ---- who sees whom ----
-    ("padded-keys: up to the longest", "f b fb", padded("longest") | _OWN_LSE),
-    ("padded-keys: up to the longest, as autograd has it", "b fb", padded("longest") | _OWN),
-    ("padded-keys: up to 16", "f fb", padded(16) | _OWN_LSE),
-    ("padded-keys: up to 64", "f b fb", padded(64) | _OWN_LSE),
+    ("padded-keys: up to the longest", "f b fb", with_zeros(padding) | _OWN_LSE),
+    ("padded-keys: up to the longest, as autograd has it", "b fb", with_zeros(padding) | _OWN),
+    ("padded-keys: up to 16", "f fb", with_zeros(lambda c: -c.m % 16) | _OWN_LSE),
+    ("padded-keys: up to 64", "f b fb", with_zeros(lambda c: -c.m % 64) | _OWN_LSE),
     ("padded-grad-out: ones", "b", past_dout(1.0)),
     ("padded-grad-out: negative", "b", past_dout(-2.0)),
     ("mask-missing-in-backward: softmax over all keys", "b", no_window() | _OWN_LSE),
@@ -380,7 +367,7 @@ RIGHT: tuple[Planted, ...] = (
     _right("masked tiles are computed too", {"skips_masked": False}),
     _right("from the last key", {"order": "descending"}),
     _right("tiles in any order", {"order": "shuffled", "tile_n": 8}),
-    _right("partial softmaxes, merged in pairs", {"order": "pairwise", "tile_n": 8}),
+    _right("partial softmaxes, merged at the end", {"order": "merged", "tile_n": 8}),
     _right("two passes over the keys", {"two_pass": True}),
     _right("exp2", {"base_2": True}),
     _right("its own softmax in the backward pass", _OWN_LSE),
@@ -402,6 +389,4 @@ def answers(plant: Planted | None, question: Question, chance: int = 0) -> Answe
     return found
 
 
-def right_answers(kind: Planted, question: Question) -> Answers:
-    """Those of a right implementation, one of RIGHT."""
-    return answers(kind, question)
+right_answers = answers  # of one of RIGHT

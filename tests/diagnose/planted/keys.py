@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.hooks import and_seen, or_seen, seen, times
+from tests.diagnose.hooks import and_seen, or_seen, padding, seen, times, with_zeros
 from tests.diagnose.plain import FLOAT16, ZEROS, Array, Head, answers
 from tests.diagnose.problems import DTYPES, problems
-from tests.diagnose.stores import bounds, stored
+from tests.diagnose.stores import by_sequences, stored
 from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -21,11 +20,6 @@ Test = Callable[[Head], Any]
 
 def ceil(x: Any, tile: int) -> Any:
     return -(-x // tile)
-
-
-def up_to(x: Array, tile: int) -> Array:
-    """The first row of the tile of x."""
-    return x // tile * tile
 
 
 # ---- which keys -------------------------------------------------------------------------------
@@ -38,19 +32,6 @@ def open_tile(keys: int) -> Hooks:
 def of_rows(test: Test) -> Hooks:
     """Any row of k may be seen; ``test`` goes by the row r, counted from the pack's first."""
     return {"keys": lambda c, x: np.arange(c.total_k)} | seen(test)
-
-
-def with_zeros(number: Callable[[Head], int], hidden: bool = False) -> Hooks:
-    """Zeros in front of the keys; hidden: as many of the last keys are not seen."""
-
-    def keys(c: Head, x: Array) -> Array:
-        zeros = np.full(number(c), ZEROS)
-        return np.concatenate([zeros, x])[: len(x)] if hidden else np.concatenate([x, zeros])
-
-    def see(c: Head, x: Array) -> Array:
-        return np.where(c.r == ZEROS, True, x)
-
-    return {"keys": keys, "seen": see}
 
 
 def part(c: Head, number: int, parts: int) -> Any:
@@ -108,13 +89,11 @@ def dropout(share: float, rescaled: bool = True) -> Hooks:
 # ---- which rows are stored --------------------------------------------------------------------
 
 
-def never_run(x: Array, name: str, question: Question, tile: int = 16) -> Array:
+@by_sequences
+def never_run(x: Array, start: int, stop: int) -> Array:
     """0 in rows of q, where tiles are counted by the offsets, as if these began at tiles."""
-    x = x.copy()
-    for start, end in bounds("q", question):
-        first = min(start + (ceil(end, tile) - ceil(start, tile)) * tile, end)
-        (x.T if name == "lse" else x)[first:end] = 0.0
-    return x
+    run = (ceil(stop, 16) - ceil(start, 16)) * 16
+    return np.concatenate([x[start:stop][:run], 0 * x[start:stop][run:]])
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -129,7 +108,7 @@ _ROW_SIDE = left_side(lambda c: c.i - c.window[0])
 _FIRST_LENGTH = and_seen(lambda c: c.j < c.question.lengths_k[0])
 _HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
 _FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
-_LEFT_PADDED = with_zeros(lambda c: max(c.question.lengths_k) - c.m, hidden=True)
+_LEFT_PADDED = {"keys": lambda c, x: np.concatenate([np.full(padding(c), ZEROS), x])[: len(x)]}
 _AS_FROM_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m))
 _NEXT_SEQUENCE = of_rows(
     lambda c: (
@@ -139,7 +118,7 @@ _NEXT_SEQUENCE = of_rows(
 )
 _AS_LONGEST = of_rows(lambda c: (c.r >= c.start_k) & (c.r - c.start_k < max(c.question.lengths_k)))
 _IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1]))
-_NO_TAIL = or_seen(lambda c: c.i >= up_to(c.n, 16))
+_NO_TAIL = or_seen(lambda c: c.i >= c.n // 16 * 16)
 
 _CAUSAL: Table = (
     ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),

@@ -7,17 +7,11 @@ import numpy as np
 
 from tests.diagnose.hooks import by
 from tests.diagnose.plain import Head, answers
+from tests.diagnose.planted.softmax import attended
 from tests.diagnose.problems import problems
 from tests.diagnose.table import Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
-
-
-def of_seen(c: Head, L: Any) -> Any:
-    """lse without a sink, of the scores."""
-    top = np.where(np.isneginf(c.S), -np.inf, c.S).max(axis=1, keepdims=True, initial=-np.inf)
-    top = np.where(np.isneginf(top), 0, top)
-    return top + np.log(np.exp(c.S - top).sum(axis=1, keepdims=True))
 
 
 def raised(c: Head, right: Any) -> Any:
@@ -64,7 +58,7 @@ _TABLE: Table = (
     ("sinks-dropped: tangent", "j", _NO_SINKS),
     ("sinks-dropped: lse", "f", {"softmax": lambda c, x: (c.bare_L, x[1])}),
     ("sinks-dropped: out", "f", {"softmax": lambda c, x: (x[0], c.bare_O)}),
-    ("sinks-dropped: backward", "b", {"L": of_seen}),
+    ("sinks-dropped: backward", "b", {"L": lambda c, L: attended(c.S, c.V)[0]}),
     ("sinks-misplaced: of the key/value head", "f", _OF_GROUP),
     ("sinks-misplaced: of the next head", "f", {"sink": lambda c, x: c.question.sinks[c.h - 1]}),
     ("sinks-misplaced: not relative to the maximum", "f", {"softmax": raised}),

@@ -16,7 +16,7 @@ import numpy as np
 from tests.diagnose.hooks import by, of_each
 from tests.diagnose.plain import Array, Head, Run, Visit, Visits, answers, entries
 from tests.diagnose.problems import problems
-from tests.diagnose.stores import as_if, bounds
+from tests.diagnose.stores import as_if, in_sequences, local
 from tests.diagnose.table import FEW, Hooks, Table, plants, stages_of
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -57,14 +57,15 @@ def compared_with_last(t: Any, right: Entries) -> Entries:
     return found + [(block, slot) for block, slot in right if slot < 0]
 
 
-def own_there(t: Any) -> int:
-    return t.count if 0 <= t.own < t.blocks else 0
+def own_for_every_slot(t: Any, right: Entries) -> Entries:
+    own = [(t.own, -1)] if 0 <= t.own < t.blocks else []
+    return [entry for entry in right if entry[1] >= 0] + t.count * own
 
 
 def united(tile: int) -> Hooks:
     """With the blocks of all queries of a tile."""
 
-    def of(t: Any, lists: list[Entries]) -> list[Entries]:
+    def of(run: Run, lists: list[Entries]) -> list[Entries]:
         found = []
         for i, mine in enumerate(lists):
             start, slots = i // tile * tile, {block: slot for block, slot in reversed(mine)}
@@ -144,27 +145,9 @@ def words(x: Array) -> Array:
     return np.frombuffer(x.astype("<i8").tobytes(), dtype="<i4")[: x.size].reshape(x.shape)
 
 
-def first_rows(run: Run, x: Array) -> Array:
-    found = x.copy()
-    for start, stop in bounds("q", run.question):
-        found[start:stop] = x[: stop - start]
-    return found
-
-
-def per_row(at: Callable[[Array], Any]) -> Hooks:
-    """The lists of other rows of the sequence."""
-
-    def of(run: Run, x: Array) -> Array:
-        found = x.copy()
-        for start, stop in bounds("q", run.question):
-            found[start:stop] = x[start + at(np.arange(stop - start))]
-        return found
-
-    return {"indices": of}
-
-
-def indices_as_if(*order: int) -> Hooks:
-    return {"indices": lambda run, x: as_if(order)(x, "", run.question)}
+def misread(of: Callable[..., Array]) -> Hooks:
+    """block_indices as ``of`` has them, a function of the array, a name and the question."""
+    return {"indices": lambda run, x: of(x, "", run.question)}
 
 
 def first_of_group(c: Head) -> int:
@@ -233,10 +216,11 @@ _ALL, _OWN_SELECTED = (
 )
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
-_AS_WORDS = {"indices": lambda run, x: words(x)}
+_AS_WORDS = misread(lambda x, *_: words(x))
+_EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _REPEATS_APART = {"entries": compared_with_last}
-_OWN_ALWAYS = {"entries": lambda t, x: [e for e in x if e[1] >= 0] + [(t.own, -1)] * own_there(t)}
+_OWN_ALWAYS = {"entries": own_for_every_slot}
 _BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
@@ -352,8 +336,8 @@ _LISTS: Table = (
     ("sparse-duplicate-twice: compared with the last", "fb", _REPEATS_APART, _TWICE),
     ("sparse-duplicate-twice: own for every slot", "fb", _OWN_ALWAYS, _OWN),
     ("input-layout: indices as words", "fb", _AS_WORDS),
-    ("input-layout: indices of first rows", "fb", {"indices": first_rows}),
-    ("input-layout: indices as T S H", "fb", indices_as_if(0, 2, 1), _SEVERAL),
+    ("input-layout: indices of first rows", "fb", misread(local)),
+    ("input-layout: indices as T S H", "fb", misread(as_if((0, 2, 1))), _SEVERAL),
     ("neighbour-leak: end of k", "fb b", placed("total"), _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
@@ -377,8 +361,8 @@ _LISTS: Table = (
     ("sparse-other-place: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
     ("sparse-other-place: own block and mask of the row", "fb b", _OWN_AND_MASK, _OTHER_KEYS),
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
-    ("sparse-lists-misread: of even rows", "fb b", per_row(lambda i: i // 2 * 2)),
-    ("sparse-lists-misread: counted from 1", "fb f", {"indices": lambda run, x: x - 1}),
+    ("sparse-lists-misread: of even rows", "fb b", _EVEN_ROWS),
+    ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("sparse-gate-order: by the turn", "fb", {"G": gate_of_turn}),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
     ("tile-overwrites: dq of the last block", "b", {"dS of dq": last_turn}),
