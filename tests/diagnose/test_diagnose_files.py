@@ -45,9 +45,8 @@ def load(path: Path) -> tuple[Question | None, Answers]:
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
     """Bit for bit, dtype included."""
-    return (
-        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    )
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and one.tobytes() == other.tobytes()
 
 
 def assert_same(found: tuple[Question | None, Answers], wanted: Problem) -> None:
@@ -82,25 +81,25 @@ def plain(wanted: Problem, **more: Any) -> dict[str, Any]:
     return {name: getattr(question, name) for name in names} | answers | more
 
 
-def batched(array: np.ndarray, batch: int, heads_first: bool) -> np.ndarray:
-    """Packed rows of equal lengths as (batch, tokens, heads, dim), or heads before tokens."""
-    array = array.reshape(batch, -1, *array.shape[1:])
-    return array.swapaxes(1, 2) if heads_first else array
-
-
-def rows_batched(array: np.ndarray, batch: int) -> np.ndarray:
-    """(heads, total) as (batch, heads, tokens)."""
-    return array.reshape(len(array), batch, -1).swapaxes(0, 1)
-
-
 def padded(array: np.ndarray, lengths: tuple[int, ...], heads_first: bool) -> np.ndarray:
     """Packed rows as a batch of ``max(lengths)`` rows each, with 7 in the padding."""
     full = np.full((len(lengths), max(lengths), *array.shape[1:]), 7, dtype=array.dtype)
-    start = 0
-    for b, n in enumerate(lengths):
-        full[b, :n] = array[start : start + n]
-        start += n
+    for rows, x in zip(full, np.split(array, np.cumsum(lengths)[:-1]), strict=True):
+        rows[: len(x)] = x
     return full.swapaxes(1, 2) if heads_first else full
+
+
+def batches(wanted: Problem, heads_first: bool) -> dict[str, Any]:
+    """Its entries as (batch, tokens, heads, dim), or heads before tokens, as lse always has."""
+    found = {}
+    for name, array in plain(wanted).items():
+        of_keys = name in ("k", "v", "tk", "dk", "dv")
+        lengths = wanted[0].lengths_k if of_keys else wanted[0].lengths_q
+        if name in ("lse", "dlse"):
+            found[name] = padded(array.T, lengths, True)
+        elif "cu_seqlens" not in name:
+            found[name] = padded(array, lengths, heads_first)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16])
@@ -144,17 +143,12 @@ def test_other_names(names: dict[str, str], save: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("said", [False, True])
 def test_batches(heads_first: bool, said: bool, save: Callable[..., Path]) -> None:
     wanted = problem((20,) * 3, (20,) * 3)
-    question, answers = wanted
-    entries = {
-        name: rows_batched(array, 3) if name in ("lse", "dlse") else batched(array, 3, heads_first)
-        for name, array in plain(wanted).items()
-        if "cu_seqlens" not in name
-    }
+    entries = batches(wanted, heads_first)
     if not heads_first:  # of the other form, (batch, tokens, heads)
         entries["lse"] = entries["lse"].swapaxes(1, 2)
     layout = {"layout": "bhsd" if heads_first else "bshd"} if said else {}
     path = save(**entries, **layout, causal=False)
-    assert_same(load(path), (question, answers))
+    assert_same(load(path), wanted)
     guess = f"{'bhtd' if heads_first else 'bthd'} is assumed (4 heads, 20 tokens)"
     assert [note for note in read(path).notes if guess in note] == list(read(path).notes)
     assert bool(read(path).notes) == (not said)
@@ -175,13 +169,7 @@ def test_a_batch_that_may_be_either_way_is_refused(save: Callable[..., Path]) ->
 @pytest.mark.parametrize("how", ["cu_seqlens", "lengths"])
 def test_padding_is_taken_out(heads_first: bool, how: str, save: Callable[..., Path]) -> None:
     wanted = problem()
-    sides = {"dk": LENGTHS_K, "dv": LENGTHS_K, "k": LENGTHS_K, "v": LENGTHS_K, "tk": LENGTHS_K}
-    entries = {}
-    for name, array in plain(wanted).items():
-        if name in ("lse", "dlse"):
-            entries[name] = padded(array.T, LENGTHS_Q, True)
-        elif "cu_seqlens" not in name:
-            entries[name] = padded(array, sides.get(name, LENGTHS_Q), heads_first)
+    entries = batches(wanted, heads_first)
     if how == "lengths":
         entries |= {"seqlens_q": np.array(LENGTHS_Q), "seqlens_k": np.array(LENGTHS_K)}
     else:
@@ -289,10 +277,10 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
     wanted = problem((20,) * 3, (20,) * 3, causal=True)
     question = wanted[0]
     entries = plain(wanted)
-    gradients = {name: entries.pop(name) for name in ("dout", "dlse", "tk", "dq", "dk", "dv")}
-    one = save("a.npz", **entries)
-    other = {n: batched(a, 3, True) for n, a in gradients.items() if a.ndim == 3}
-    other |= {"dlse": rows_batched(question.dlse, 3), "is_causal": True}
+    of_second = {"dout", "dlse", "tk", "dq", "dk", "dv"}
+    one = save("a.npz", **{name: entries[name] for name in entries.keys() - of_second})
+    other: dict[str, Any] = {"is_causal": True}
+    other |= {name: x for name, x in batches(wanted, True).items() if name in of_second}
     two = save("b.npz", **other, layout="bhtd")
     for swapped in (False, True):
         pair = load_two(*((two, one) if swapped else (one, two)))

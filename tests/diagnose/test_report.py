@@ -40,13 +40,24 @@ SAMPLE = [
 OF_THE_TRADE = re.compile(r"\b(noise|planted|catalogue|I\d+)\b")
 
 
-def told(diagnosis: Diagnosis, width: int, *, full: bool = False, **about: Any) -> str:
+def captured(width: int, *shows: Callable[[Console], None]) -> str:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        terminal.show(console, diagnosis, terminal.About(**about), full=full)
-        if full:
-            terminal.facts(console, diagnosis, full=True)
+        for show in shows:
+            show(console)
     return capture.get()
+
+
+def told(diagnosis: Diagnosis, width: int, **about: Any) -> str:
+    return captured(width, lambda to: terminal.show(to, diagnosis, terminal.About(**about)))
+
+
+def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
+    return captured(
+        width,
+        lambda to: terminal.show(to, diagnosis, terminal.About(), full=True),
+        lambda to: terminal.facts(to, diagnosis, full=True),
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -105,13 +116,8 @@ def test_the_picture_is_right(form: str) -> None:
 
 # ---- by the command line ------------------------------------------------------------------------
 
-ONE_MORE = (
-    *(
-        "    out, lse =",
-        "    mask['window'] = (-1, 1 if mask.pop('causal') else -1)\n    out, lse =",
-    ),
-    *("def attend_backward", "def nothing"),
-)
+WIDER = "    mask['window'] = (-1, 1 if mask.pop('causal') else -1)\n    out, lse ="
+ONE_MORE = ("    out, lse =", WIDER, "def attend_backward", "def nothing")
 
 
 def test_diff_says_the_cause_and_how_to_see_it_again(candidate: Callable[..., str]) -> None:
@@ -130,15 +136,9 @@ def test_diff_says_the_cause_and_how_to_see_it_again(candidate: Callable[..., st
     assert "2 of 2 checks fail" in once_more.stdout, "that case alone"
     full = call(*arguments, "--full").stdout
     assert full.startswith("\n".join(lines[:10])), "the verdict first"
-    for part in (
-        "backend",
-        "FAIL worst at (",
-        "by sequence and head",
-        "With this bug (j <= i + 1)",
-    ):
-        assert part in full and part not in result.stdout
-    for part in ("identities that must hold", "slope of one over the other", "I12", "shown by "):
-        assert part in full and part not in result.stdout
+    parts = ("backend", "FAIL worst at (", "by sequence and head", "With this bug (j <= i + 1)")
+    parts += ("identities that must hold", "slope of one over the other", "I12", "shown by ")
+    assert all(part in full and part not in result.stdout for part in parts)
 
 
 def test_explain_repeats_itself(candidate: Callable[..., str], tmp_path: Path) -> None:
@@ -165,10 +165,7 @@ def test_explain_a_class() -> None:
 
 @pytest.mark.parametrize("name", glossary.KNOWN)
 def test_every_class_is_told(name: str) -> None:
-    console = Console(width=60, no_color=True)
-    with console.capture() as capture:
-        terminal.show_class(console, name)
-    lines = capture.get().splitlines()
+    lines = captured(60, lambda to: terminal.show_class(to, name)).splitlines()
     said = " ".join(" ".join(lines).split())
     known = {**HARNESS, **classes.CLASSES}[name]
     assert known.title in said and known.origin and known.looks in said
@@ -219,10 +216,6 @@ VALUES = np.array([[0.5, np.nan], [-np.inf, 2]])
 MAP = Map("dv", "errors by token and head", VALUES, "token", "head", (0, 1))
 FACTS = ("attention of 4 sequences (3, 5, 9, 2 tokens), float16", "A: causal is not said")
 WHOLE = Diagnosis("A against B", (PADDED, VACUOUS), CHECKS, LEVELS, (MAP,), FACTS)
-
-
-def all_of(diagnosis: Diagnosis, width: int = 120) -> str:
-    return told(diagnosis, width, full=True)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
