@@ -37,6 +37,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ZEROS = -1  # a row of zeros in the place of q, k or v; nothing is stored for it
 LN_2 = float(np.log(2))
 OPEN = (-1, -1)
+OPERANDS = {"q": "Q", "tq": "tQ", "dout": "dO", "k": "K", "v": "V", "tk": "tK", "tv": "tV"}
+OF_KEYS = ("k", "v", "tk", "tv")
 
 
 @dataclass(frozen=True)
@@ -75,21 +77,17 @@ class Run:
         q, k, v = question.q, question.k, question.v
         like = {"q": q, "k": k, "v": v, "tq": q, "tk": k, "tv": v, "dlse": np.zeros(q.shape[1::-1])}
         like["dout"] = np.zeros((*q.shape[:2], v.shape[2]))
-        given = {name: getattr(question, name) for name in like}
-        arrays = {
-            name: np.zeros(a.shape, self.wide) if given[name] is None else self.load(given[name])
-            for name, a in like.items()
-        }
+        arrays = {}
+        for name, a in like.items():
+            given = getattr(question, name)
+            x = np.zeros(a.shape, self.wide) if given is None else given.astype(self.wide)
+            arrays[name] = self.operand(x) if kernel.rounding == "tf32" else x
         self.arrays: dict[str, Array] = self.of("arrays", arrays)
 
     def of(self, name: str, value: Any) -> Any:
         """``value``, or what a hook puts in its place."""
         hook = self.kernel.hooks.get(name)
         return value if hook is None else hook(self, value)
-
-    def load(self, x: Array) -> Array:
-        x = x.astype(self.wide)
-        return self.operand(x) if self.kernel.rounding == "tf32" else x
 
     def operand(self, x: Array) -> Array:
         if self.kernel.rounding == "tf32":
@@ -125,7 +123,7 @@ class Head(SimpleNamespace):
 
     def read(self, name: str, head: int) -> Array:
         """Rows of an array of q's or of k's."""
-        rows = self.keys if name in ("k", "v", "tk", "tv") else self.rows
+        rows = self.keys if name in OF_KEYS else self.rows
         x: Array = self.run.arrays[name][np.maximum(rows, 0), head]
         return np.where((rows == ZEROS)[:, None], x.dtype.type(0), x)
 
@@ -187,10 +185,8 @@ def _see(c: Head) -> None:
 
 
 def _load(c: Head) -> None:
-    for name, big in {"q": "Q", "tq": "tQ", "dout": "dO"}.items():
-        setattr(c, big, c.of(big, c.read(name, c.h)))
-    for name, big in {"k": "K", "v": "V", "tk": "tK", "tv": "tV"}.items():
-        setattr(c, big, c.of(big, c.read(name, c.g)))
+    for name, big in OPERANDS.items():
+        setattr(c, big, c.of(big, c.read(name, c.g if name in OF_KEYS else c.h)))
     sinks, tsinks = c.question.sinks, c.question.tsinks
     c.sink = c.of("sink", None if sinks is None else c.run.wide.type(sinks[c.h]))
     c.tsink = 0.0 if tsinks is None else c.run.wide.type(tsinks[c.h])
@@ -446,7 +442,8 @@ def gradient_of_scores(c: Head) -> None:
     c.dP = c.of("dP", c.run.step(c.dO @ c.V.T))
     c.Z = c.dP - c.D
     c.dS = c.of("dS", c.P * c.Z)
-    c.dY = c.run.operand(c.of("dY", c.of("G in dY", c.G) * c.slope * c.dS))
+    c.back = c.of("G in dY", c.G) * c.slope
+    c.dY = c.run.operand(c.of("dY", c.back * c.dS))
     c.often = c.of("often", c.run.wide.type(1))
 
 
@@ -510,16 +507,12 @@ def backward(run: Run, out: Array, lse: Array) -> Answers:
         scores(c)
         weights(c)
         gradient_of_scores(c)
-        A, P = (c.of(f"dS of {name}", c.dY) for name in ("dq", "dk")), c.of("P of dv", c.P)
-        dQ, dK = (
-            product(c, name, a, c.of(f"{big} of {name}", getattr(c, big)))
-            for name, big, a in zip(("dq", "dk"), "KQ", A, strict=True)
-        )
         s = run.wide.type(c.s)
-        dQ, dK = c.of("dQ", s * dQ), c.of("dK", s * dK)
-        dV = product(c, "dv", run.operand(P), c.dO)
+        dQ = s * product(c, "dq", c.of("dS of dq", c.dY), c.of("K of dq", c.K))
+        dK = s * product(c, "dk", c.of("dS of dk", c.dY), c.Q)
+        dV = product(c, "dv", run.operand(c.of("P of dv", c.P)), c.dO)
         dsink = -(c.P0 * c.of("D of dsinks", c.D))
-        sums.add(c, dQ, dK, dV, c.of("dG", c.dS * c.Y), dsink)
+        sums.add(c, c.of("dQ", dQ), c.of("dK", dK), dV, c.of("dG", c.dS * c.Y), dsink)
     return {"delta": run.arrays["delta"]} | sums.found
 
 
@@ -548,16 +541,14 @@ def double_backward(run: Run, out: Array, lse: Array) -> Answers:
         c.D, c.w = c.row("delta"), c.row("W")
         gradient_of_scores(c)
         c.tP = c.P * (c.E - c.of("e in dS", c.e))
-        c.tZ = c.of("tdP", c.dO @ c.of("tV of tdP", c.tV).T) - c.w
+        c.tZ = c.of("tdP", c.dO @ c.tV.T) - c.w
         c.tdS = c.of("tP Z", c.tP * c.Z) + c.of("P tZ", c.P * c.tZ)
-        slope = c.of("G in dY", c.G) * c.slope
-        tdY = run.operand(slope * c.tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
-        s, tQ, Q = run.wide.type(c.s), c.of("tQ of gk", c.tQ), c.of("Q of gk", c.Q)
-        gQ = product(c, "gq", c.of("tdS of gq", tdY), c.of("K of gq", c.K))
-        gQ = c.of("tdS K", s * gQ)
+        tdY = run.operand(c.back * c.tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
+        s = run.wide.type(c.s)
+        gQ = s * product(c, "gq", c.of("tdS of gq", tdY), c.of("K of gq", c.K))
         gQ = gQ + c.of("dS tK", s * product(c, "gq", c.dY, c.of("tK of gq", c.tK)))
-        gK = c.of("tdS Q", s * product(c, "gk", tdY, Q))
-        gK = gK + c.of("dS tQ", s * product(c, "gk", c.dY, tQ))
+        gK = c.of("tdS Q", s * product(c, "gk", tdY, c.Q))
+        gK = gK + c.of("dS tQ", s * product(c, "gk", c.dY, c.tQ))
         tP = c.of("tP of gv", c.P * (c.E - c.of("e in gv", c.e)))
         gV = product(c, "gv", run.operand(tP), c.of("dO of gv", c.dO))
         dsink = -(c.P0 * ((c.tsink - c.e) * c.D + c.w))
@@ -635,12 +626,8 @@ def _stage(question: Question, stage: str, kernel: Kernel, passed: Any, chance: 
         right = _stage(asked, "forward", Kernel(), None, chance) if passed else {}
         passed = passed and (right["out"], right["lse"])
     run = Run(asked, kernel, chance)
-    computed = {
-        "forward": lambda: forward(run),
-        "backward": lambda: backward(run, *passed),
-        "second": lambda: double_backward(run, *passed),
-        "jvp": lambda: jvp(run),
-    }[stage]()
+    of_stage = {"forward": forward, "jvp": jvp, "backward": backward, "second": double_backward}
+    computed = of_stage[stage](run, *(passed if stage in ("backward", "second") else ()))
     if kernel.only:
         right = _stage(question, stage, replace(kernel, hooks={}, only=()), passed, chance)
         computed = {name: computed[name] if name in kernel.only else x for name, x in right.items()}

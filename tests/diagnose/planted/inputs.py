@@ -70,10 +70,8 @@ def stale(rows_too: bool, by_tiles: int, zeros: bool = False) -> Callable[[Head,
 
 def stale_values(c: Head, V: Array) -> Array:
     """In the forward pass: V of the tile of keys before in the loop."""
-    before = c.V[c.loop[max(c.place - 1, 0)]]
-    found = np.zeros_like(V)
-    found[: len(before)] = before[: len(V)]
-    return found
+    before = c.V[c.loop[max(c.place - 1, 0)]][: len(V)]
+    return np.concatenate([before, 0 * V[len(before) :]])
 
 
 def lse_by_key(c: Head, L: Array) -> Array:

@@ -26,7 +26,6 @@ _USUAL: dict[str, Any] = {
     **{"heads_kv": (2,), "groups": (1, 2, 3), "head_dims": (16,), "same_dims": 1.0},
     **{"scaled": 0.0, "dlse": 1.0, "past_end": 0.0, "moved": 0.0},
 }
-_OWN = {"own_beyond": True}
 _UNCAPPED = {"cap": lambda c, x: (c.Y, 1.0, 0.0)}
 _NO_SLOPE = {"cap": lambda c, x: (x[0], 1.0, 0.0)}
 _NO_SINKS = {"sink": lambda c, x: None}
@@ -71,4 +70,4 @@ _TABLE: Table = (
     ("seqused-ignored: backward", "b", _ALL_KEYS),
     ("seqused-ignored: diagonal", "fbsj", {"p": lambda c, p: c.i + c.given - c.n}),
 )
-PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every=_OWN)
+PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every={"own_beyond": True})

@@ -71,7 +71,8 @@ _NEEDS = {
     "tile-overwrites": _WHOLE,
     "statistics-misplaced": _SEVERAL,
 }
-_OUT_HELD = of_each(ZERO, "e in dS", "e in gv")
+_PASSES_OF_E = ("e in dS", "e in gv")
+_OUT_HELD = of_each(ZERO, *_PASSES_OF_E)
 _TO_IN_GV = {"dO of gv": lambda c, x: c.tO}
 _PASSES = ("P", "P in ddout")
 _SECOND_EXP, _OVER_ALL = {"P": unmasked, "P in ddout": masked}, of_each(over_all, *_PASSES)
@@ -122,11 +123,7 @@ _TABLE: Table = (
     ("value-term-dropped: dO ddv^T of Z'", "s", {"tdP": ZERO}),
     ("mask-missing-in-backward: second pass, exp(S - L)", "s", _SECOND_EXP),
     ("mask-missing-in-backward: second pass, softmax over all", "s", _SECOND_PASS),
-    (
-        "mask-missing-in-backward: both passes, exp(S - L)",
-        "s",
-        of_each(unmasked, "P", "P in ddout"),
-    ),
+    ("mask-missing-in-backward: both passes, exp(S - L)", "s", of_each(unmasked, *_PASSES)),
     ("mask-missing-in-backward: both passes, softmax over all", "s", _OVER_ALL),
     ("tangent-e-omitted: in tout", "j", {"e in tout": ZERO}),
     ("value-term-dropped: P tv", "j", {"P tV": ZERO}),
@@ -160,12 +157,7 @@ _TABLE: Table = (
     ("tile-overwrites or tile-skipped: P o E of tlse, first, jvp", "j", _FIRST_PE, _WHOLE),
     ("tail-tile-dropped or tile-skipped: P o E, jvp", "j", _WHOLE_TILES, _WHOLE),
     ("tile-overwrites or tile-skipped: dS' k of gq, last", "s", _LAST_TDS),
-    (
-        "statistics-misplaced: e of row i & ~8",
-        "s",
-        of_each(_8_BEFORE, "e in dS", "e in gv"),
-        _WHOLE,
-    ),
+    ("statistics-misplaced: e of row i & ~8", "s", of_each(_8_BEFORE, *_PASSES_OF_E), _WHOLE),
     ("statistics-misplaced: e of row i & ~8 in gv", "s", {"e in gv": _8_BEFORE}, _WHOLE),
     ("statistics-misplaced: W, heads last", "s", between(written_as((1, 0)), "W")),
     ("statistics-misplaced: D, heads last, second", "s", between(written_as((1, 0)), "delta")),

@@ -139,15 +139,13 @@ _PADDED = _OPEN | {"lengths_k": ("equal",)}
 _HEADS = {"groups": (2, 3)}
 _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)}
 _LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
-_PADDED_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 8) ** -0.5}
 _OTHER_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 37) ** -0.5}
 _FROM_DIAGONAL = {"seen": lambda c, x: ~x | (c.j == c.p)}
-_POWER = {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}
 
 _TABLE: Table = (
-    ("score-scale: of a padded head_dim", "fb", _PADDED_SCALE),
+    ("score-scale: of a padded head_dim", "fb", {"scale": lambda c, s: (c.Q.shape[1] + 8) ** -0.5}),
     ("score-scale: of another head_dim, forward", "f", _OTHER_SCALE),
-    ("score-scale: exp2 without log2(e)", "b", _POWER),
+    ("score-scale: exp2 without log2(e)", "b", {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}),
     ("softcap: 2", "fb", capped_at(2.0)),
     ("softcap: 2.5, without derivative", "fb", capped_at(2.5, False)),
     ("score-bias: ALiBi", "fb", sloped(lambda c: c.j - c.p), _CAUSAL),

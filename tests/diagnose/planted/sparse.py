@@ -150,10 +150,6 @@ def misread(of: Callable[..., Array]) -> Hooks:
     return {"indices": lambda run, x: of(x, "", run.question)}
 
 
-def first_of_group(c: Head) -> int:
-    return c.h - c.h % c.group
-
-
 def from_first_key(t: Any, right: int) -> int:
     t.place = t.i
     return int(t.i // t.question.block_size)
@@ -203,12 +199,10 @@ _CAUSAL, _OWN, _GATE, _COUNTS = ({name: True} for name in ("causal", "own", "gat
 _TWICE, _PADDED, _OPEN = {"duplicates": True}, {"padding": True}, {"causal": False}
 _OF_GATES = ("ignored", "gradient-missing", "on-p", "order")
 _GROUPED = {"groups": (2, 4)}
-_SHARED_GATE = _GATE | _GROUPED | {"per_head": False}
 _HEADS = {"gate": False, "heads_kv": (2, 3)}
 _SHARED = _HEADS | _GROUPED | {"per_head": False}
 _PER_HEAD = _GROUPED | {"gate": False, "per_head": True}
 _OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
-_SEVERAL = {"heads_kv": (2, 3)}
 
 _ALL, _OWN_SELECTED = (
     seen_past(lambda t: t.slot >= 0),
@@ -216,15 +210,14 @@ _ALL, _OWN_SELECTED = (
 )
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
-_AS_WORDS = misread(lambda x, *_: words(x))
 _EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _REPEATS_APART = {"entries": compared_with_last}
-_OWN_ALWAYS = {"entries": own_for_every_slot}
 _BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
 _FIRST_TWICE = inverted(lambda some: some[:1] + some)
+_LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
 _WHOLE_OWN, _ALWAYS_WHOLE = (
     seen_past(lambda t: t.slot < 0),
@@ -241,13 +234,11 @@ _OWN_OF_ROW = {"own block": lambda t, x: t.i // t.question.block_size}
 _OWN_OF_TILE = {"own block": lambda t, x: t.place // 32 * 32 // t.question.block_size}
 _OWN_AND_MASK = {"own block": from_first_key}
 _DOUT_OF_FIRST = {"dO": lambda c, x: c.run.arrays["dout"][c.i[:, 0], c.h], "only": ("dk", "dv")}
-_LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", first_of_group(c))}
-_FILLED = {"span": lambda t, x: (*x[:2], False), "scores": zero_for_masked}
+_LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", c.h - c.h % c.group)}
 _OWN_OF_NEXT = {"own block": lambda t, x: (t.place + 1) // t.question.block_size}
 _PACKED = sorted_by(lambda t, block: not 0 <= block < t.blocks)
 _LAST_SLOT = {"count": lambda t, x: min(x, len(t.named) - 1)}
 _LAST_COUNTED = {"count": lambda t, x: max(x - 1, 0)}
-_UNCOUNTED = {"count": lambda t, x: len(t.named)}
 _ANY_BLOCK = listed(any_block=True, again=True)
 _LONG = _CAUSAL | _OWN | {"lengths": (60, 130), "batch": (1, 2), "lengths_k": ("equal",)}
 
@@ -259,7 +250,6 @@ def one(c: Head, G: Any) -> Any:
 _NO_GATE = of_each(one, "G in S", "G in dY")
 _STILL = {"tG": by(0)}
 _NO_GATE_BEYOND = _NO_GATE | {"G in E": one} | _STILL
-_NO_GRADIENT = of_each(by(0), "dblock_scale", "gblock_scale")
 _ON_P = {
     "scores": lambda c, x: c.Y,
     "P of out": lambda c, P: P * c.G[c.here],
@@ -290,7 +280,7 @@ _NEEDS = {
     **dict.fromkeys(("sparse-not-causal", "sparse-masked-block-resets"), _CAUSAL),
     **dict.fromkeys(("sparse-own-block-missing", "sparse-own-block-not-causal"), _OWN),
     **dict.fromkeys((f"sparse-gate-{x}" for x in _OF_GATES), _GATE),
-    "sparse-gate-not-summed": _SHARED_GATE,
+    "sparse-gate-not-summed": _GATE | _GROUPED | {"per_head": False},
     "sparse-padding-read": _PADDED,
     "sparse-counts-ignored": _COUNTS,
     "sparse-partial-block-zeros": _OPEN,
@@ -304,7 +294,7 @@ _TABLE: Table = (
     ("sparse-duplicate-twice: slots", "fb b s j", listed(repeats=True), _TWICE),
     ("sparse-partial-block-zeros: zero keys", "fb j fbsj", _ZEROS),
     ("sparse-padding-read: as block 0", "fb s j", _AS_BLOCK_0),
-    ("sparse-gate-gradient-missing: zeros", "b s", _NO_GRADIENT),
+    ("sparse-gate-gradient-missing: zeros", "b s", of_each(by(0), "dblock_scale", "gblock_scale")),
     ("sparse-gate-gradient-missing: does not move", "s j", _STILL),
     ("sparse-gate-not-summed: last head", "b s", _LAST_HEAD),
     ("sparse-gate-ignored: everywhere", "fb", _NO_GATE),
@@ -325,7 +315,7 @@ _TABLE: Table = (
     ("sparse-other-heads-selection: of the group's first head", "fb", _OF_FIRST, _PER_HEAD),
     ("sparse-last-slot-dropped: last slot", "fb b s j", _LAST_SLOT),
     ("sparse-last-slot-dropped: last that counts", "fb", _LAST_COUNTED, _COUNTS),
-    ("sparse-counts-ignored: all slots", "fb b s j", _UNCOUNTED),
+    ("sparse-counts-ignored: all slots", "fb b s j", {"count": lambda t, x: len(t.named)}),
     ("direction-ignored or sparse-gate-gradient-missing: of the gate", "sj", _STILL, _GATE),
 )
 # of lists, whose sliding branch is off
@@ -334,10 +324,10 @@ _LISTS: Table = (
     ("sparse-list-cut: at a negative", "fb b", until(lambda t, s: t.named[s] < 0), _PADDED),
     ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
     ("sparse-duplicate-twice: compared with the last", "fb", _REPEATS_APART, _TWICE),
-    ("sparse-duplicate-twice: own for every slot", "fb", _OWN_ALWAYS, _OWN),
-    ("input-layout: indices as words", "fb", _AS_WORDS),
+    ("sparse-duplicate-twice: own for every slot", "fb", {"entries": own_for_every_slot}, _OWN),
+    ("input-layout: indices as words", "fb", misread(lambda x, *_: words(x))),
     ("input-layout: indices of first rows", "fb", misread(local)),
-    ("input-layout: indices as T S H", "fb", misread(as_if((0, 2, 1))), _SEVERAL),
+    ("input-layout: indices as T S H", "fb", misread(as_if((0, 2, 1))), {"heads_kv": (2, 3)}),
     ("neighbour-leak: end of k", "fb b", placed("total"), _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
@@ -366,12 +356,8 @@ _LISTS: Table = (
     ("sparse-gate-order: by the turn", "fb", {"G": gate_of_turn}),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
     ("tile-overwrites: dq of the last block", "b", {"dS of dq": last_turn}),
-    (
-        "tile-overwrites: the last 8 queries",
-        "b",
-        inverted(lambda some: some[(len(some) - 1) // 8 * 8 :]),
-    ),
-    ("mask-fill: 0", "f", _FILLED),
+    ("tile-overwrites: the last 8 queries", "b", _LAST_8),
+    ("mask-fill: 0", "f", {"span": lambda t, x: (*x[:2], False), "scores": zero_for_masked}),
     ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
     ("gqa-head-map: head modulo num_heads_kv, lists too", "fb", _KV_MODULO | _MODULO, _SHARED),
