@@ -165,10 +165,8 @@ def packed(
     given = {"causal": True, "dout": dout, **options}
     if dlse:
         given["dlse"] = normal(rng, shapes[0][1::-1], wide_of(dtype))
-    if moved:
-        given |= {
-            name: normal(rng, x.shape, dtype) for name, x in (("tq", q), ("tk", k), ("tv", v))
-        }
+    for name, x in {"tq": q, "tk": k, "tv": v}.items() if moved else ():
+        given[name] = normal(rng, x.shape, dtype)
     return Question(q, k, v, *offsets, **given)
 
 

@@ -31,10 +31,8 @@ from tests.diagnose.test_diagnose_printed import ERRORS
 CASES = {case.name: case for case in (*standard("small"), *standard_sparse("small"))}
 DENSE = ("edges-causal", "two-kv-heads", "unequal", "window-causal", "scale", "no-dlse", "strided")
 OPTIONS = tuple(name for name, case in CASES.items() if case.sinks or case.softcap)
-SPARSE = tuple(
-    f"sparse-{name}"
-    for name in ("edges-open", "query-heads", "counts", "gate", "sliding-window", "scale")
-)
+SPARSE = ("edges-open", "query-heads", "counts", "gate", "sliding-window", "scale")
+SPARSE = tuple(f"sparse-{name}" for name in SPARSE)
 WRONG_SCALE = ("return dq,", "return dq / q.dtype.type(q.shape[2] ** -0.5),")
 
 

@@ -22,6 +22,7 @@ from tests.diagnose.hooks import (
     heavier,
     of_group,
     or_seen,
+    padding,
     power,
     seen,
     times,
@@ -104,6 +105,9 @@ def few_bits(c: Head, x: Any) -> Any:
 
 
 _CLIPPED = {"cap": lambda c, x: (np.clip(c.Y, -1.5, 1.5), 1.0, 0.0)}
+_ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
+_NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
+_NEXT_HEAD = delta(lambda a, q: (a["dout"] * np.roll(a["out"], -1, 1)).sum(2).T)
 _NEXT_SINK = {"sink": lambda c, x: c.question.sinks[(c.h + 1) % 3]}
 _LATE, _PAIRS = rows(lambda i: i - 16 * (i >= 16)), rows(lambda i: np.minimum(i ^ 1, len(i) - 1))
 _BEFORE = delta(lambda a, q: np.roll(a["delta"], 1, 1) * (np.arange(len(q.q)) > 0))
@@ -125,9 +129,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "skipped": (and_seen(lambda c: (c.j // 16 != 1) | (c.i < 40)), "<= j <= 31 and i >= 40"),
     "dilated": (and_seen(lambda c: (c.j - c.p) % 2 == 0), "(j - i) % 2 = 1"),
     "strided": (and_seen(lambda c: c.j % 4 != 3), "j % 4 = 3"),
-    "two": (
-        *(and_seen(lambda c: (c.j > 2) & (c.j - c.p != -8)), "misses keys: j - i = -8, or j <= 2"),
-    ),
+    "two": (and_seen(lambda c: (c.j > 2) & (c.j - c.p != -8)), "keys: j - i = -8, or j <= 2"),
     "sink": (and_seen(lambda c: (c.j < 4) | (away(c) < 16)), "j - i <= -16 and j >= 4"),
     "half": (and_seen(lambda c: 2 * c.j < c.m), "2 j - seqlen_k >= 0"),
     "head": (or_seen(lambda c: c.h == 2), "(head 2): all of them", "group3"),
@@ -139,7 +141,8 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     # ---- scores ----
     "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
     "ALiBi": (
-        *(added(lambda c: 0.5 ** (c.h + 1) * (c.j - c.p)), "-0.5 (head 0), -0.25 (head 1)"),
+        added(lambda c: -away(c) / 2 ** (c.h + 1)),
+        "-0.5 (head 0), -0.25 (head 1)",
         "group3",
     ),
     "square": (added(lambda c: -0.001 * away(c) ** 2), "-0.001 (j - i)^2"),
@@ -165,34 +168,18 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "order of v": ({"V": _PAIRS}, "v: of every 2 rows in the order 1, 0"),
     "first rows of k": (_FIRST_ROWS, "other rows of k: without the offset of the seq", OPEN),
     # ---- row sums, heads, stores ----
-    "padding": (
-        heavier(lambda c: np.log(max(c.question.lengths_k) - c.m)),
-        "up to the longest sequence",
-    ),
+    "padding": (heavier(lambda c: np.log(padding(c))), "up to the longest sequence"),
     "tile of padding": (heavier(lambda c: np.log(-c.m % 32)), "its last tile of 32 keys"),
     "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
     "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
-    "h % heads": (
-        *({"kv head": lambda c, g: c.h % c.question.num_heads_kv}, "keys of head h % 2"),
-        GROUP,
-    ),
+    "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
     "NaN": (_NAN_TAIL, "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),
     "rows": ({"softmax": unwritten}, "rows see no key, or are not written: i % 16 = 15"),
-    "of q": (
-        of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p)),
-        *("the keys of the row in k - the query's first row in q >= 0 and", UNEQUAL),
-    ),
+    "of q": (_ROWS_OF_Q, "keys of the row in k - the query's first row in q >= 0 and", UNEQUAL),
     "base 2": ({"lse": by(1 / LN_2)}, "lse is in base 2"),
-    "no logarithm": (
-        {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])},
-        "lse is row_max + row_sum (a logarithm",
-    ),
-    "scaled sink": (
-        {"sink": by(lambda c: c.question.scale)},
-        "have exp(softmax_scale sink), in place of",
-        "sinks",
-    ),
+    "no logarithm": (_NO_LOGARITHM, "lse is row_max + row_sum (a logarithm"),
+    "scaled sink": ({"sink": power(2)}, "exp(softmax_scale sink), in place of", "sinks"),
     "another sink": ({"sink": lambda c, x: 0.7 * x - 0.4}, "have exp(", "sinks"),
     "sinks of the next": (_NEXT_SINK, "exp(sink) of head (h +1) % 3", "sinks"),
     "merged": (merged(2, mean), "by a factor, another one in every row", "edges"),
@@ -216,10 +203,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "D so far": ({"dS": lambda c, x: c.P * (c.dP - so_far(c))}, "over the tiles of 16 keys so far"),
     "half of D": (_HALF_OF_D, "D sums columns 0 to 7 of 16"),
     "D of the row before": (_BEFORE, "takes D of row i - 1"),
-    "out of the next head": (
-        *(delta(lambda a, q: (a["dout"] * np.roll(a["out"], -1, 1)).sum(2).T), "the next head"),
-        "group3",
-    ),
+    "out of the next head": (_NEXT_HEAD, "the next head", "group3"),
     "D of some": ({"D": lambda c, D: D * (c.i % 16 < 12)}, "has no D where i % 16 >= 12"),
     "fewer columns": ({"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T}, "dP sums columns 0 to 11"),
     "dout . dout": ({"D": lambda c, x: (c.dO**2).sum(1, keepdims=True)}, "1 dout . dout in place"),
@@ -240,10 +224,6 @@ def alike(bug: Bug, dtype: str) -> Case:
     return replace(small(CASES[bug.case]), dtype=dtype, dlse=False)
 
 
-def numbers(x: np.ndarray) -> np.ndarray:
-    return np.nan_to_num(x.astype(float))
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
@@ -261,10 +241,8 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     right = solve(question, bug.stage, given=question.passed)
     names = STAGES[bug.stage][:2] if bug.stage == FORWARD else ("dq", "dk", "dv")
     known = {n: np.isfinite(right[n]) for n in names}
-    off, null = (
-        max(np.abs(numbers(answers[n])[known[n]] - numbers(x[n])[known[n]]).max() for n in names)
-        for x in (planted, right)
-    )
+    mine = {n: np.nan_to_num(answers[n].astype(float)) for n in names}
+    off, null = (max(abs(mine[n] - x[n])[known[n]].max() for n in names) for x in (planted, right))
     assert off < (1e-4 if dtype == "float64" else 0.06) * max(1, null) and null > 5 * off
 
 
@@ -305,10 +283,8 @@ def test_a_function_may_want_multiples() -> None:
 
         return of_stage if stage == FORWARD else None
 
-    case = replace(
-        CASES["edges-causal"], lengths_q=(44, 84), lengths_k=(44, 84), past_q=0, past_k=0
-    )
-    question = question_of(case, clean=True)
+    lengths: Any = {"lengths_q": (44, 84), "lengths_k": (44, 84), "past_q": 0, "past_k": 0}
+    question = question_of(replace(CASES["edges-causal"], **lengths), clean=True)
     (found,) = read(question, wants).of
     assert "a query misses keys: by no plain rule" in found.wrong[0] and found.bug is not None
 

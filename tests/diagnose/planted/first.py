@@ -183,9 +183,8 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "accumulator-not-reset": {"lengths_k": ("equal",), "lengths": (40, 90)},
     "other-data": {"lengths": (4, 90)},
 }
-_NARROW = of_each(
-    lambda c, x: c.run.narrow(x), "sum row_sum", "sum out", "sum dq", "sum dk", "sum dv"
-)
+_SUMS_OF = ("sum row_sum", "sum out", "sum dq", "sum dk", "sum dv")
+_NARROW = of_each(lambda c, x: c.run.narrow(x), *_SUMS_OF)
 _MEAN = {"S": lambda c, S: np.where(c.seen > 0, S, c.run.wide.type(HIDDEN))} | _ALL_TILES
 _KEPT_OUT, _KEPT_SUM = ({f"sum {x}": lambda c, x: c.old + c.part} for x in ("out", "row_sum"))
 _UNSUBTRACTED, _NO_SUM = {"subtracts_max": False}, {"unguarded": ("sum",)}

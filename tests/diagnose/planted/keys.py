@@ -167,8 +167,8 @@ _OPEN: Table = (
     ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),
     ("rows-not-written: dq", "b", stored(never_run, "dq")),
 )
-PLANTED = tuple(
-    plant
-    for mask, table in (("causal", _CAUSAL), ("window", _WINDOW), ("open", _OPEN))
-    for plant in plants(table, lambda on, mask=mask: _USUAL | {"masks": (mask,)})
+PLANTED = (
+    *plants(_CAUSAL, lambda on: _USUAL | {"masks": ("causal",)}),
+    *plants(_WINDOW, lambda on: _USUAL | {"masks": ("window",)}),
+    *plants(_OPEN, lambda on: _USUAL | {"masks": ("open",)}),
 )

@@ -140,6 +140,7 @@ _HEADS = {"groups": (2, 3)}
 _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)}
 _LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
 _OTHER_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 37) ** -0.5}
+_EMPTY_AS_0: Any = lambda x, lse, out: weighted(x, finite(lse), out)  # noqa: E731
 _FROM_DIAGONAL = {"seen": lambda c, x: ~x | (c.j == c.p)}
 
 _TABLE: Table = (
@@ -167,12 +168,7 @@ _TABLE: Table = (
     ("partial-merge: base 2", "f", merged(2, partial(weighted, factor=1 / LN_2))),
     ("partial-merge: the largest lse", "f", merged(4, lambda x, lse, out: (lse.max(axis=0), x[1]))),
     ("partial-merge: mean", "f", merged(3, mean), _LONG),
-    (
-        "partial-merge: empty as 0",
-        "f",
-        merged(3, lambda x, lse, out: weighted(x, finite(lse), out)),
-        _CAUSAL,
-    ),
+    ("partial-merge: empty as 0", "f", merged(3, _EMPTY_AS_0), _CAUSAL),
     ("partial-merge: lse of a part", "b", ring(2, lse=True)),
     ("partial-merge: delta of a part", "b", ring(3, lse=False)),
 )

@@ -100,10 +100,8 @@ def placed(how: str) -> Hooks:
 
 
 def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
-    back = t.start_k
-    return [
-        v._replace(first=v.first - back, stop=v.stop - back, last=v.last - back) for v in visits
-    ]
+    at = t.start_k
+    return [v._replace(first=v.first - at, stop=v.stop - at, last=v.last - at) for v in visits]
 
 
 def after_masked(own_first: bool) -> Hooks:
@@ -204,10 +202,8 @@ _SHARED = _HEADS | _GROUPED | {"per_head": False}
 _PER_HEAD = _GROUPED | {"gate": False, "per_head": True}
 _OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
 
-_ALL, _OWN_SELECTED = (
-    seen_past(lambda t: t.slot >= 0),
-    seen_past(lambda t: t.slot >= 0 and t.block == t.own),
-)
+_ALL = seen_past(lambda t: t.slot >= 0)
+_OWN_SELECTED = seen_past(lambda t: t.slot >= 0 and t.block == t.own)
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
@@ -219,10 +215,8 @@ _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
 _FIRST_TWICE = inverted(lambda some: some[:1] + some)
 _LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
-_WHOLE_OWN, _ALWAYS_WHOLE = (
-    seen_past(lambda t: t.slot < 0),
-    seen_past(lambda t: t.block == t.own and t.question.own),
-)
+_WHOLE_OWN = seen_past(lambda t: t.slot < 0)
+_ALWAYS_WHOLE = seen_past(lambda t: t.block == t.own and t.question.own)
 _ZEROS = {"zeros": lambda t, x: max((t.block + 1) * t.size - t.m, 0) if t.slot >= 0 else 0}
 _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
@@ -258,16 +252,9 @@ _ON_P = {
     "G in dY": one,
     "dG": lambda c, x: c.P * (c.dO @ c.V.T),
 }
-_ON_EXP = {
-    "scores": lambda c, x: c.Y + np.log(c.G),
-    "G in dY": one,
-    "dG": lambda c, x: c.dS / c.G,
-}
-_SQUARED = {
-    "scores": lambda c, x: c.G**2 * c.Y,
-    "G in dY": lambda c, G: G**2,
-    "dG": lambda c, x: 2 * c.G * c.dS * c.Y,
-}
+_ON_EXP = {"scores": lambda c, x: c.Y + np.log(c.G), "dG": lambda c, x: c.dS / c.G, "G in dY": one}
+_SQUARED = {"scores": lambda c, x: c.G**2 * c.Y, "G in dY": lambda c, G: G**2}
+_SQUARED |= {"dG": lambda c, x: 2 * c.G * c.dS * c.Y}
 
 
 def gate_of_block(c: Head, G: Any) -> Any:
@@ -368,15 +355,15 @@ def _usual(on: str) -> dict[str, Any]:
     return _USUAL | ({"moved": 0.15} if {"s", "j"} & set(on) else {})
 
 
+def _staged(words: str, on: str) -> str:
+    return f"{words}, {' '.join(stages_of(on))}"
+
+
 def _named(words: str, on: str) -> str:
-    alone = f", {' '.join(stages_of(on))} alone"
-    return words + {"fb": "", "fbsj": ", in every stage"}.get(on, alone)
+    return words + {"fb": "", "fbsj": ", in every stage"}.get(on, f"{_staged('', on)} alone")
 
 
 PLANTED = (
     *plants(_TABLE, _usual, _NEEDS, named=_named),
-    *plants(
-        *(_LISTS, lambda on: _usual(on) | {"blocks": {"sliding": False}}, _NEEDS),
-        named=lambda words, on: f"{words}, {' '.join(stages_of(on))}",
-    ),
+    *plants(_LISTS, lambda on: _usual(on) | {"blocks": {"sliding": False}}, _NEEDS, named=_staged),
 )
