@@ -38,6 +38,11 @@ def change(of: Callable[..., Array], *names: str, at: str = "read") -> Hooks:
     return {at: lambda run, a: a | {n: of(a[n], n, run.question) for n in names if n in a}}
 
 
+def read_as(at: str = "read", **others: str) -> Hooks:
+    """Arrays in the place of others; delta is still that of the right ones."""
+    return {at: lambda run, a: a | {name: a[other] for name, other in others.items()}}
+
+
 def stored(of: Callable[..., Array], *names: str) -> Hooks:
     """Results as ``of`` has them."""
     return dict.fromkeys(names, lambda run, x: of(x, run.name, run.question))
@@ -45,8 +50,12 @@ def stored(of: Callable[..., Array], *names: str) -> Hooks:
 
 def as_if(order: tuple[int, ...]) -> Callable[..., Array]:
     """Memory with its axes in another order, read as if they were in the right one."""
-    back = np.argsort(order)
-    return lambda x, name, question: x.reshape([x.shape[a] for a in order]).transpose(back)
+
+    def of(x: Array, name: str, question: Question) -> Array:
+        axes = order[: x.ndim]
+        return x.reshape([x.shape[a] for a in axes]).transpose(np.argsort(axes))
+
+    return of
 
 
 def written_as(order: tuple[int, ...]) -> Callable[..., Array]:

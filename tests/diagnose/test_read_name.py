@@ -140,11 +140,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "no rule": (and_seen(lambda c: (7919 * c.i + c.j**2) % 11 > 0), "no plain rule"),
     # ---- scores ----
     "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
-    "ALiBi": (
-        added(lambda c: -away(c) / 2 ** (c.h + 1)),
-        "-0.5 (head 0), -0.25 (head 1)",
-        "group3",
-    ),
+    "ALiBi": (added(lambda c: -away(c) / 2**c.h / 2), "-0.5 (head 0), -0.25 (head 1)", "group3"),
     "square": (added(lambda c: -0.001 * away(c) ** 2), "-0.001 (j - i)^2"),
     "root": (added(lambda c: -0.1 * np.sqrt(away(c))), "-0.1 sqrt|j - i|"),
     "waves": (added(lambda c: 0.3 * np.sin((c.j - c.p) / 3)), "on j - i and the head alone"),

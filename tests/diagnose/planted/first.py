@@ -122,12 +122,6 @@ def unmasked(out: Array, question: Question) -> Array:
     return plain.forward(plain.Run(open_, plain.Kernel()))["out"]
 
 
-def some_lost(c: Head, x: Array) -> Array:
-    """The contributions of some pairs of tiles, by chance."""
-    k = c.kernel
-    return by_pairs(lambda pair: c.run.chance.random() >= 0.15, k.tile_m, k.tile_n)(c, x)
-
-
 # ---- the table ----
 
 _CAUSAL = ("causal", "causal window")
@@ -223,6 +217,9 @@ _DIAGONAL = times(lambda c: 1 + (c.i // 16 == c.j // 16))
 _DEFAULT = {"scale": lambda c, s: c.question.q.shape[2] ** -0.5}
 _OPERANDS = ("dS of dq", "dS of dk", "P of dv")
 _REVERSED: Any = lambda x, *_: x[..., ::-1]  # noqa: E731
+_LOST, _LOST_32 = (
+    by_pairs(lambda t: t.c.run.chance.random() >= 0.15, tile, tile) for tile in (16, 32)
+)  # pairs of tiles, by chance
 _BY_HEADS, _BY_COLUMNS = written_as((1, 0, 2)), written_as((2, 1, 0))
 
 _TABLE: Table = (
@@ -341,9 +338,9 @@ _TABLE: Table = (
     ("transposed: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
     ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv"), _TILES_16),
     # ---- no function of the inputs ----
-    ("race: dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),
-    ("race: dq", "b", {"dS of dq": some_lost}),
-    ("race: all gradients, 32", "b", of_each(some_lost, *_OPERANDS) | tiled(32)),
+    ("race: dk and dv", "b", of_each(_LOST, "dS of dk", "P of dv")),
+    ("race: dq", "b", {"dS of dq": _LOST}),
+    ("race: all gradients, 32", "b", of_each(_LOST_32, *_OPERANDS) | tiled(32)),
     ("other-data: all inputs", "f b fb", {"question": other_data}),
 )
 PLANTED = plants(

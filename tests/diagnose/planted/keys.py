@@ -49,25 +49,11 @@ def by_document(c: Head) -> Array:
     return (c.j % 3 == c.i % 3) | (c.j == 0) | (c.j**2 % 7 == c.i % 7)
 
 
-def writer(c: Head, tile: int) -> Array:
-    """Whose last tile of queries goes on over a row of the next sequences: its number, or -1."""
-    token, found = c.start_q + c.i, np.full((c.n, 1), -1)
-    for b in reversed(range(c.b)):
-        end = int(c.question.cu_seqlens_q[b + 1])
-        over = (token >= end) & (token < end + -c.question.lengths_q[b] % tile)
-        found = np.where(over, b, found)
-    return found
-
-
-def tails(tile: int = 32) -> Hooks:
-    """Rows past a sequence's end, up to its tile's, over those of the next."""
-
-    def see(c: Head, x: Array) -> Array:
-        b, starts = writer(c, tile), np.asarray(c.question.cu_seqlens_k)
-        own = x & (b < 0) & (c.j >= 0) & (c.j < c.m)
-        return own | ((b >= 0) & (c.r >= starts[b]) & (c.r < starts[b + 1]))
-
-    return {"keys": lambda c, x: np.arange(c.total_k), "seen": see}
+def tails(c: Head, x: Array) -> Array:
+    """The last tile of the sequence before goes on over the first rows."""
+    over = (c.i < -c.question.lengths_q[c.b - 1] % 32) & (c.b > 0)
+    before = (c.r < c.start_k) & (c.r >= int(c.question.cu_seqlens_k[c.b - 1]))
+    return np.where(over, before, x & (c.j >= 0) & (c.j < c.m))
 
 
 def left_side(by: Test) -> Hooks:
@@ -108,6 +94,7 @@ _ROW_SIDE = left_side(lambda c: c.i - c.window[0])
 _FIRST_LENGTH = and_seen(lambda c: c.j < c.question.lengths_k[0])
 _HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
 _FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
+_TAILS = {"keys": lambda c, x: np.arange(c.total_k), "seen": tails}
 _LEFT_PADDED = {"keys": lambda c, x: np.concatenate([np.full(padding(c), ZEROS), x])[: len(x)]}
 _AS_FROM_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m))
 _NEXT_SEQUENCE = of_rows(
@@ -161,7 +148,7 @@ _OPEN: Table = (
     ("wrong-keys: causal, not asked for", "fb", and_seen(lambda c: c.j <= c.p)),
     ("wrong-keys: a window, not asked for", "fb", and_seen(lambda c: abs(c.j - c.p) <= 11)),
     ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
-    ("wrong-keys: tail rows of the sequence before", "fb", tails()),
+    ("wrong-keys: tail rows of the sequence before", "fb", _TAILS),
     ("wrong-keys: documents", "fb", and_seen(by_document), _DOCUMENTS),
     ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
     ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),

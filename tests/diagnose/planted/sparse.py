@@ -84,19 +84,15 @@ def seen_past(test: Callable[[Any], Any]) -> Hooks:
 # ---- what a visit is --------------------------------------------------------------------------
 
 
-def placed(how: str) -> Hooks:
-    """Keys of a block elsewhere than where they are."""
+def wide(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
+    """Blocks of twice the size, and so elsewhere."""
+    first = t.start_k + t.block * 2 * t.size
+    return first, min(first + 2 * t.size, t.start_k + t.m), x[2]
 
-    def span(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
-        (first, stop, cut), size, end = x, t.size, t.start_k + t.m
-        if how == "wide":
-            first = t.start_k + t.block * 2 * size
-            stop = min(first + 2 * size, end)
-        elif how == "total" and t.slot >= 0:
-            stop = min(first + size, len(t.question.k))
-        return first, stop, cut
 
-    return {"span": span}
+def past_end(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
+    """Up to the end of k."""
+    return x[0], min(x[0] + t.size, len(t.question.k)) if t.slot >= 0 else x[1], x[2]
 
 
 def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
@@ -315,7 +311,7 @@ _LISTS: Table = (
     ("input-layout: indices as words", "fb", misread(lambda x, *_: words(x))),
     ("input-layout: indices of first rows", "fb", misread(local)),
     ("input-layout: indices as T S H", "fb", misread(as_if((0, 2, 1))), {"heads_kv": (2, 3)}),
-    ("neighbour-leak: end of k", "fb b", placed("total"), _OPEN),
+    ("neighbour-leak: end of k", "fb b", {"span": past_end}, _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
     ("sparse-gate-on-p: twice", "fb", _SQUARED),
@@ -331,7 +327,7 @@ _LISTS: Table = (
     ("sparse-inverted-lists or sparse-own-block-missing: no own", "b", _NO_OWN, _OWN),
     ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
-    ("wrong-keys: blocks of twice the size", "fb", placed("wide")),
+    ("wrong-keys: blocks of twice the size", "fb", {"span": wide}),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
     ("sparse-own-block-missing: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
     ("sparse-other-place: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
