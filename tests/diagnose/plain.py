@@ -84,10 +84,10 @@ class Run:
             arrays[name] = self.operand(x) if kernel.rounding == "tf32" else x
         self.arrays: dict[str, Array] = self.of("arrays", arrays)
 
-    def of(self, name: str, value: Any) -> Any:
-        """``value``, or what a hook puts in its place."""
+    def of(self, name: str, value: Any, at: Any = None) -> Any:
+        """``value``, or what a hook puts in its place, of all or ``at`` a head."""
         hook = self.kernel.hooks.get(name)
-        return value if hook is None else hook(self, value)
+        return value if hook is None else hook(at or self, value)
 
     def operand(self, x: Array) -> Array:
         if self.kernel.rounding == "tf32":
@@ -118,8 +118,7 @@ class Head(SimpleNamespace):
     """
 
     def of(self, name: str, value: Any) -> Any:
-        hook = self.run.kernel.hooks.get(name)
-        return value if hook is None else hook(self, value)
+        return self.run.of(name, value, self)
 
     def read(self, name: str, head: int) -> Array:
         """Rows of an array of q's or of k's."""
@@ -163,25 +162,36 @@ def heads(run: Run, window: tuple[int, int] | None = None) -> Iterator[Head]:
             c.m, c.group = c.of("used", used), q.group
             c.g = c.of("kv head", h // q.group)
             c.window = c.of("window", window or q.mask_window)
-            if visits is None:
-                _see(c)
-            else:
-                _see_blocks(c, visits, views)
+            _see(c, visits, views)
             _load(c)
             if len(c.rows) and (len(c.keys) or c.sink is not None):
                 yield c
 
 
-def _see(c: Head) -> None:
+def _see(c: Head, visits: "Visits | None", views: dict[int, Head]) -> None:
+    """Who sees whom; with lists of blocks there is a copy of the keys for every slot, and for none,
+    each with its own gate. views: what heads of one list share."""
+    q, view = c.question, Head(keys=np.arange(c.start_k, c.start_k + c.m), slot=None)
     c.rows = c.of("rows", np.arange(c.start_q, c.start_q + c.n))
     c.i = np.arange(len(c.rows))[:, None]
-    c.keys = np.asarray(c.of("keys", np.arange(c.start_k, c.start_k + c.m)), dtype=np.int64)
+    if visits is not None:
+        c.sel = c.of("selection", c.h * q.block_indices.shape[1] // q.num_heads_q)
+        view = views[c.sel] = views.get(c.sel) or _copies(c, visits)
+    c.slot, c.keys = view.slot, np.asarray(c.of("keys", view.keys), dtype=np.int64)
     past = c.m - 1 + np.cumsum(c.keys == ZEROS)
     c.j = np.where(c.keys == ZEROS, past, c.keys - c.start_k)[None]
     c.r = c.keys[None]
     c.p = c.of("p", c.i + c.m - c.n)
-    c.seen = np.asarray(c.of("seen", in_window(c.p, c.j, c.window)), dtype=c.run.wide)
-    c.G, c.tG, c.slot = 1.0, 0.0, None
+    seen = in_window(c.p, c.j, c.window) if visits is None else view.seen
+    c.seen = np.asarray(c.of("seen", seen), dtype=c.run.wide)
+    c.G = c.of("G", _gate(c, q.block_scale, 1.0))
+    c.tG = c.of("tG", _gate(c, q.tblock_scale, 0.0))
+
+
+def _gate(c: Head, gate: Array | None, still: float) -> Any:
+    if gate is None or c.slot is None:
+        return still
+    return np.where(c.slot < 0, still, gate[c.rows, c.sel][:, c.slot]).astype(c.run.wide)
 
 
 def _load(c: Head) -> None:
@@ -258,39 +268,21 @@ def _visit(t: Head, block: int, slot: int) -> Visit:
     return Visit(block, slot, first, stop, last, 0 if cut else t.of("zeros", 0))
 
 
-def _see_blocks(c: Head, visits: Visits, views: dict[int, Head]) -> None:
-    """A copy of the keys for every slot, one for none, each with its own gate."""
-    q, size = c.question, c.question.block_size
-    slots = q.block_indices.shape[2]
-    c.sel = c.of("selection", c.h * q.block_indices.shape[1] // q.num_heads_q)
-    c.rows = np.arange(c.start_q, c.start_q + c.n)
-    c.i = np.arange(c.n)[:, None]
-    c.p = c.i + c.m - c.n
-    if c.sel not in views:
-        own = [visits.get((c.b, int(row), c.sel), []) for row in c.rows]
-        width = max((visit.zeros for some in own for visit in some), default=0)
-        often = np.zeros((c.n, slots + 1, c.total_k + width), dtype=c.run.wide)
-        for i, some in enumerate(own):
-            for visit in some:
-                stop = min(visit.stop, visit.last + 1)
-                often[i, visit.slot, visit.first : max(stop, visit.first)] += 1
-                often[i, visit.slot, c.total_k : c.total_k + visit.zeros] += 1
-        seen = often.any(axis=0)
-        slot, keys = np.nonzero(seen)
-        view = Head(seen=often[:, seen], slot=np.where(slot == slots, -1, slot))
-        view.keys = np.where(keys >= c.total_k, ZEROS, keys)
-        views[c.sel] = view
-    c.seen, c.slot, c.keys = views[c.sel].seen, views[c.sel].slot, views[c.sel].keys
-    c.r, c.j = c.keys[None], c.keys[None] - c.start_k
-    c.block = np.where(c.keys == ZEROS, 0, (c.keys - c.start_k) // size)
-    c.G = c.of("G", _gate(c, q.block_scale, 1.0))
-    c.tG = c.of("tG", _gate(c, q.tblock_scale, 0.0))
-
-
-def _gate(c: Head, gate: Array | None, still: float) -> Any:
-    if gate is None:
-        return still
-    return np.where(c.slot < 0, still, gate[c.rows, c.sel][:, c.slot]).astype(c.run.wide)
+def _copies(c: Head, visits: Visits) -> Head:
+    """The keys that some token visits, of which slot, and how often each token sees them."""
+    slots = c.question.block_indices.shape[2]
+    own = [visits.get((c.b, int(row), c.sel), []) for row in c.rows]
+    width = max((visit.zeros for some in own for visit in some), default=0)
+    often = np.zeros((c.n, slots + 1, c.total_k + width), dtype=c.run.wide)
+    for i, some in enumerate(own):
+        for visit in some:
+            stop = min(visit.stop, visit.last + 1)
+            often[i, visit.slot, visit.first : max(stop, visit.first)] += 1
+            often[i, visit.slot, c.total_k : c.total_k + visit.zeros] += 1
+    seen = often.any(axis=0)
+    slot, keys = np.nonzero(seen)
+    slot, keys = np.where(slot == slots, -1, slot), np.where(keys >= c.total_k, ZEROS, keys)
+    return Head(seen=often[:, seen], slot=slot, keys=keys)
 
 
 # ---- scores and softmax -----------------------------------------------------------------------

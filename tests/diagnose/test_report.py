@@ -27,7 +27,7 @@ from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import glossary, terminal
 from rawattn.check.diagnose.report.page import WIDTH, page
 from rawattn.check.diagnose.report.words import as_json, nothing_wrong
-from tests.diagnose.called import call, in_sweeps, said
+from tests.diagnose.called import call, in_sweeps
 from tests.diagnose.problems import packed
 from tests.diagnose.test_planted import MODULES
 
@@ -162,21 +162,6 @@ def test_every_class_is_told(name: str) -> None:
     known = {**HARNESS, **classes.CLASSES}[name]
     assert known.title in said and known.origin and known.looks in said
     assert len(lines) <= terminal.LINES + 8 and max(map(len, lines)) <= 60
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("caual-of-by-one",), "near to it: causal-off-by-one"),
-        (("window",), "near to it: window-dropped, window-off-by-one"),
-        (("xyz",), "there is no class 'xyz'; none is near to it"),
-        ((), "requires an argument"),
-        (("dead-rows", "--log", __file__), "or --class NAME"),
-    ],
-)
-def test_classes_that_do_not_exist(arguments: tuple[str, ...], message: str) -> None:
-    result = call("explain", "--class", *arguments)
-    assert result.exit_code == 2 and message in said(result)
 
 
 # ---- all of it ----------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ _SQUARED |= {"dG": lambda c, x: 2 * c.G * c.dS * c.Y}
 
 def gate_of_block(c: Head, G: Any) -> Any:
     gate = c.question.block_scale
-    by_block = gate[c.rows, c.sel][:, np.clip(c.block, 0, gate.shape[2] - 1)]
+    block = c.j[0] // c.question.block_size
+    by_block = gate[c.rows, c.sel][:, np.clip(block, 0, gate.shape[2] - 1)]
     return np.where(c.slot < 0, 1.0, by_block).astype(c.run.wide)
 
 
