@@ -356,11 +356,11 @@ def _added(c: Head, here: tuple[slice, slice], state: Any, moved: bool) -> Any:
         PE = P * c.E[here]
         parts["e"] = PE.sum(axis=1, keepdims=True)
         parts["tout"] = run.operand(PE) @ c.V[keys] + c.of("P tV", kept @ c.tV[keys])
-    found = {}
+    c.found = {}
     for name, c.part in parts.items():
         c.old = sums[name]
-        found[name] = c.of(f"sum {name}", c.old * c.factor + c.part)
-    return new, found
+        c.found[name] = c.of(f"sum {name}", c.old * c.factor + c.part)
+    return new, c.found
 
 
 def _merged(one: Any, other: Any) -> Any:

@@ -176,15 +176,6 @@ def gate_of_turn(c: Head, G: Any) -> Any:
     return np.where(c.seen > 0, found, 1.0).astype(c.run.wide)
 
 
-def last_turn(c: Head, x: Array) -> Array:
-    turn = turns(c)
-    return x * (turn == turn.max(axis=1, keepdims=True))
-
-
-def zero_for_masked(c: Head, x: Array) -> Array:
-    return np.where((c.j > c.p) & (c.question.causal | (c.slot < 0)), 0, x)
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 _USUAL: dict[str, Any] = FEW | {"masks": ("open",), "lengths": (1, 70), "over": 19, "blocks": {}}
@@ -200,6 +191,9 @@ _OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
 
 _ALL = seen_past(lambda t: t.slot >= 0)
 _OWN_SELECTED = seen_past(lambda t: t.slot >= 0 and t.block == t.own)
+_LAST_TURN = {"dS of dq": lambda c, x: x * (turns(c) == turns(c).max(axis=1, keepdims=True))}
+_HIDDEN: Any = lambda c: (c.j > c.p) & (c.question.causal | (c.slot < 0))  # noqa: E731
+_FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where(_HIDDEN(c), 0, x)}
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
@@ -339,9 +333,9 @@ _LISTS: Table = (
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("sparse-gate-order: by the turn", "fb", {"G": gate_of_turn}),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
-    ("tile-overwrites: dq of the last block", "b", {"dS of dq": last_turn}),
+    ("tile-overwrites: dq of the last block", "b", _LAST_TURN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
-    ("mask-fill: 0", "f", {"span": lambda t, x: (*x[:2], False), "scores": zero_for_masked}),
+    ("mask-fill: 0", "f", _FILLED),
     ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
     ("gqa-head-map: head modulo num_heads_kv, lists too", "fb", _KV_MODULO | _MODULO, _SHARED),
