@@ -243,15 +243,16 @@ def _visits(run: Run) -> Visits:
     return run.of("inverted", found)
 
 
-def entries(t: Any, *, repeats: bool = False, again: bool = False, any_block: bool = False) -> Any:
+def entries(t: Any, *, within: int = 99, again: bool = False, any_block: bool = False) -> Any:
     """Block and slot of all that a token names and that counts; the own block has slot -1.
 
-    repeats: a block counts whenever it is named. again: the own one too. any_block: past the end.
+    A block is a repeat where it is among those ``within`` so many before; again: the own one counts
+    though it is a repeat. any_block: past the end.
     """
     found: list[tuple[int, int]] = []
     for slot, block in enumerate(t.named[: t.count]):
-        there = 0 <= block and (any_block or block < t.blocks)
-        if there and (repeats or block not in [other for other, _ in found]):
+        before = [other for other, _ in found[max(len(found) - within, 0) :]]
+        if 0 <= block and (any_block or block < t.blocks) and block not in before:
             found.append((block, slot))
     if t.question.own and 0 <= t.own < t.blocks:
         if again or t.own not in [block for block, _ in found]:

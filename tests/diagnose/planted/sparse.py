@@ -26,7 +26,7 @@ Entries = list[tuple[int, int]]  # block and slot, -1 for the own block
 # ---- lists of a token -------------------------------------------------------------------------
 
 
-def listed(**how: bool) -> Hooks:
+def listed(**how: Any) -> Hooks:
     return {"entries": lambda t, x: entries(t, **how)}
 
 
@@ -46,15 +46,6 @@ def until(test: Callable[[Any, int], Any]) -> Hooks:
 def sorted_by(key: Callable[[Any, int], Any]) -> Hooks:
     """Blocks in another order than their factors."""
     return {"entries": lambda t, x: entries_with(t, named=sorted(t.named, key=partial(key, t)))}
-
-
-def compared_with_last(t: Any, right: Entries) -> Entries:
-    """A block is a repeat where it is the one before in the list."""
-    found: Entries = []
-    for slot, block in enumerate(t.named[: t.count]):
-        if 0 <= block < t.blocks and block not in [other for other, _ in found][-1:]:
-            found.append((block, slot))
-    return found + [(block, slot) for block, slot in right if slot < 0]
 
 
 def own_for_every_slot(t: Any, right: Entries) -> Entries:
@@ -198,7 +189,6 @@ _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.co
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
-_REPEATS_APART = {"entries": compared_with_last}
 _BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
@@ -269,7 +259,7 @@ _TABLE: Table = (
     ("sparse-not-causal: own block where selected", "fb", _OWN_SELECTED),
     ("sparse-not-causal: all blocks", "b s j fbsj", _ALL),
     ("sparse-duplicate-twice: own block", "fb s j", listed(again=True), _OWN),
-    ("sparse-duplicate-twice: slots", "fb b s j", listed(repeats=True), _TWICE),
+    ("sparse-duplicate-twice: slots", "fb b s j", listed(within=0), _TWICE),
     ("sparse-partial-block-zeros: zero keys", "fb j fbsj", _ZEROS),
     ("sparse-padding-read: as block 0", "fb s j", _AS_BLOCK_0),
     ("sparse-gate-gradient-missing: zeros", "b s", of_each(by(0), "dblock_scale", "gblock_scale")),
@@ -301,7 +291,7 @@ _LISTS: Table = (
     ("sparse-list-cut: after so many as named", "fb", _AS_MANY, _PADDED),
     ("sparse-list-cut: at a negative", "fb b", until(lambda t, s: t.named[s] < 0), _PADDED),
     ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
-    ("sparse-duplicate-twice: compared with the last", "fb", _REPEATS_APART, _TWICE),
+    ("sparse-duplicate-twice: compared with the last", "fb", listed(within=1), _TWICE),
     ("sparse-duplicate-twice: own for every slot", "fb", {"entries": own_for_every_slot}, _OWN),
     ("input-layout: indices as words", "fb", misread(lambda x, *_: words(x))),
     ("input-layout: indices of first rows", "fb", misread(local)),
