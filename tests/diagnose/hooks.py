@@ -40,16 +40,12 @@ def seen(test: Callable[[Head], Any]) -> Hooks:
     return {"seen": lambda c, x: np.broadcast_to(test(c), x.shape)}
 
 
-def and_seen(test: Callable[[Head], Any]) -> Hooks:
-    return {"seen": lambda c, x: x & test(c)}
-
-
 def or_seen(test: Callable[[Head], Any]) -> Hooks:
     return {"seen": lambda c, x: x | test(c)}
 
 
 def times(number: Callable[[Head], Any]) -> Hooks:
-    """How often keys count that are seen."""
+    """How often keys count that are seen, or whether."""
     return {"seen": lambda c, x: x * number(c)}
 
 

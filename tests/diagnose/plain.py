@@ -246,8 +246,8 @@ def _visits(run: Run) -> Visits:
 def entries(t: Any, *, within: int = 99, again: bool = False, any_block: bool = False) -> Any:
     """Block and slot of all that a token names and that counts; the own block has slot -1.
 
-    A block is a repeat where it is among those ``within`` so many before; again: the own one counts
-    though it is a repeat. any_block: past the end.
+    A block counts once ``within`` so many entries; again: the own one though it is there already.
+    any_block: past the end.
     """
     found: list[tuple[int, int]] = []
     for slot, block in enumerate(t.named[: t.count]):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import and_seen, or_seen, padding, seen, times, with_zeros
+from tests.diagnose.hooks import or_seen, padding, seen, times, with_zeros
 from tests.diagnose.plain import FLOAT16, ZEROS, Array, Head, answers
 from tests.diagnose.problems import DTYPES, problems
 from tests.diagnose.stores import by_sequences, stored
@@ -91,8 +91,8 @@ _LONGER = {"lengths_k": ("more",)}
 _SMALL = {"lengths": (34, 60), "head_dims": (64,), "heads_kv": (1, 2), "dtypes": DTYPES[:2]}
 _DOCUMENTS = {"lengths": (20, 48), "head_dims": (32,), "heads_kv": (2, 4)}
 _ROW_SIDE = left_side(lambda c: c.i - c.window[0])
-_FIRST_LENGTH = and_seen(lambda c: c.j < c.question.lengths_k[0])
-_HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
+_FIRST_LENGTH = times(lambda c: c.j < c.question.lengths_k[0])
+_HALF, _QUARTER = times(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
 _FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
 _TAILS = {"keys": lambda c, x: np.arange(c.total_k), "seen": tails}
 _LEFT_PADDED = {"keys": lambda c, x: np.concatenate([np.full(padding(c), ZEROS), x])[: len(x)]}
@@ -110,20 +110,20 @@ _NO_TAIL = or_seen(lambda c: c.i >= c.n // 16 * 16)
 _CAUSAL: Table = (
     ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),
     ("wrong-keys: own tile of 32 open, more keys", "fb", open_tile(32), _LONGER),
-    ("wrong-keys: tiles by number, 16 by 32", "fb", and_seen(lambda c: c.j // 16 <= c.i // 32)),
+    ("wrong-keys: tiles by number, 16 by 32", "fb", times(lambda c: c.j // 16 <= c.i // 32)),
     ("wrong-keys: counted from a chunk", "fb", seen(lambda c: c.j <= c.i % 32)),
     ("wrong-keys: packed row of q", "fb", seen(lambda c: c.j <= c.start_q + c.i)),
     ("wrong-keys: prefix of 5 seen by all", "fb", seen(lambda c: (c.j <= c.p) | (c.j < 5))),
     ("wrong-keys: five keys more", "fb", seen(lambda c: c.j <= c.p + 5)),
-    ("wrong-keys: every second key", "fb", and_seen(lambda c: (c.p - c.j) % 2 == 0)),
+    ("wrong-keys: every second key", "fb", times(lambda c: (c.p - c.j) % 2 == 0)),
     ("wrong-keys or mask-inverted: transposed", "fb", seen(lambda c: c.j >= c.p)),
-    ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", and_seen(lambda c: c.j < 32)),
+    ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", times(lambda c: c.j < 32)),
     ("wrong-keys or causal-dropped: no mask in the tail tile", "fb", _NO_TAIL),
     ("wrong-keys: a span of its own by row", "fb", seen(irregular_span)),
     ("wrong-keys: backward alone: five more", "b", seen(lambda c: c.j <= c.p + 5)),
     ("causal-dropped: in every second head", "fb", or_seen(lambda c: c.h % 2 == 1)),
     ("mask-missing-in-backward: in the own tile", "b", open_tile(16)),
-    ("pairs-dropped: tiles by number, 32 by 16", "b", and_seen(lambda c: c.j // 16 <= c.i // 32)),
+    ("pairs-dropped: tiles by number, 32 by 16", "b", times(lambda c: c.j // 16 <= c.i // 32)),
     ("dropout: p = 0.1", "fb", dropout(0.1), _SMALL),
     ("dropout: p = 0.2, not rescaled", "fb", dropout(0.2, rescaled=False), _SMALL),
     ("rows-not-written or tail-tile-dropped: out and lse", "f", stored(never_run, "out", "lse")),
@@ -143,13 +143,13 @@ _OPEN: Table = (
     ("wrong-keys or tile-skipped or tail-tile-dropped: a half alone", "fb", _HALF),
     ("wrong-keys or tile-counted-twice: a quarter twice", "fb", _QUARTER),
     ("wrong-keys: own key twice", "fb", times(lambda c: 1 + (c.j == c.p))),
-    ("wrong-keys: own key hidden", "fb", and_seen(lambda c: c.j != c.p)),
-    ("wrong-keys: own chunk alone", "fb", and_seen(lambda c: c.j // 16 == c.p // 16)),
-    ("wrong-keys: causal, not asked for", "fb", and_seen(lambda c: c.j <= c.p)),
-    ("wrong-keys: a window, not asked for", "fb", and_seen(lambda c: abs(c.j - c.p) <= 11)),
+    ("wrong-keys: own key hidden", "fb", times(lambda c: c.j != c.p)),
+    ("wrong-keys: own chunk alone", "fb", times(lambda c: c.j // 16 == c.p // 16)),
+    ("wrong-keys: causal, not asked for", "fb", times(lambda c: c.j <= c.p)),
+    ("wrong-keys: a window, not asked for", "fb", times(lambda c: abs(c.j - c.p) <= 11)),
     ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
     ("wrong-keys: tail rows of the sequence before", "fb", _TAILS),
-    ("wrong-keys: documents", "fb", and_seen(by_document), _DOCUMENTS),
+    ("wrong-keys: documents", "fb", times(by_document), _DOCUMENTS),
     ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
     ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),
     ("rows-not-written: dq", "b", stored(never_run, "dq")),
