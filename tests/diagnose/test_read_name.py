@@ -236,8 +236,11 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     right = solve(question, bug.stage, given=question.passed)
     names = STAGES[bug.stage][:2] if bug.stage == FORWARD else ("dq", "dk", "dv")
     known = {n: np.isfinite(right[n]) for n in names}
-    mine = {n: np.nan_to_num(answers[n].astype(float)) for n in names}
-    off, null = (max(abs(mine[n] - x[n])[known[n]].max() for n in names) for x in (planted, right))
+    mine, *due = (
+        {n: np.nan_to_num(x[n].astype(float))[known[n]] for n in names}
+        for x in (answers, planted, right)
+    )
+    off, null = (max(abs(mine[n] - x[n]).max() for n in names) for x in due)
     assert off < (1e-4 if dtype == "float64" else 0.06) * max(1, null) and null > 5 * off
 
 
