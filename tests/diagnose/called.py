@@ -1,8 +1,9 @@
 """What is called: plants stage by stage, or with rawattn's signatures; and the command itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 from rawattn.check.candidate import Candidate
@@ -64,6 +65,12 @@ def candidate(planted: Planted, *stages: str) -> Candidate:
 
     passes = {"forward": forward, "backward": backward}
     return Candidate("plain", "numpy", **{n: passes[n] for n in stages or passes})
+
+
+def in_sweeps(names: Iterable[str], every: int) -> list[Any]:
+    """Parameters of which each ``every``-th is run always."""
+    sweep = pytest.mark.sweep
+    return [pytest.param(x, marks=[sweep] if n % every else []) for n, x in enumerate(names)]
 
 
 def call(*arguments: Any) -> Result:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.diagnose.plain import OPEN, Array, Head, Hook, in_window, tiles
+from tests.diagnose.plain import ZEROS, Array, Head, Hook, in_window, tiles
 from tests.diagnose.table import Hooks
 
 
@@ -40,33 +40,33 @@ def seen(test: Callable[[Head], Any]) -> Hooks:
     return {"seen": lambda c, x: np.broadcast_to(test(c), x.shape)}
 
 
-def and_seen(test: Callable[[Head], Any]) -> Hooks:
-    return {"seen": lambda c, x: x & test(c)}
-
-
 def or_seen(test: Callable[[Head], Any]) -> Hooks:
     return {"seen": lambda c, x: x | test(c)}
 
 
 def times(number: Callable[[Head], Any]) -> Hooks:
-    """How often keys count that are seen."""
+    """How often keys count that are seen, or whether."""
     return {"seen": lambda c, x: x * number(c)}
 
 
 def window(left: int = 0, right: int = 0) -> Hooks:
     """Sides of the window that are moved, where it has them."""
 
-    def see(c: Head, x: Array) -> Array:
-        sides = c.window
-        found = in_window(c.p, c.j, OPEN)
-        found = found & (c.j - c.p >= -sides[0] - left) if sides[0] >= 0 else found
-        return found & (c.j - c.p <= sides[1] + right) if sides[1] >= 0 else found
-
-    return {"seen": see}
+    return {"seen": lambda c, x: in_window(c.p, c.j, c.window, left, right)}
 
 
 def no_window(left: bool = True, right: bool = True) -> Hooks:
     return {"window": lambda c, x: (-1 if left else x[0], -1 if right else x[1])}
+
+
+def with_zeros(number: Callable[[Head], int]) -> Hooks:
+    """So many keys of zeros behind the others."""
+    return {"keys": lambda c, x: np.concatenate([x, np.full(number(c), ZEROS)])}
+
+
+def padding(c: Head) -> int:
+    """Up to the longest sequence."""
+    return max(c.question.lengths_k) - c.m
 
 
 # ---- scores and sums ----

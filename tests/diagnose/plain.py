@@ -21,6 +21,7 @@ Long, since every order of derivative shares its steps with the others.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ZEROS = -1  # a row of zeros in the place of q, k or v; nothing is stored for it
 LN_2 = float(np.log(2))
 OPEN = (-1, -1)
+OPERANDS = {"q": "Q", "tq": "tQ", "dout": "dO", "k": "K", "v": "V", "tk": "tK", "tv": "tV"}
+OF_KEYS = ("k", "v", "tk", "tv")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Kernel:
     keeps_right: bool = False
     tile_m: int = 16
     tile_n: int = 16
-    order: str = "ascending"  # of key tiles; "descending", "shuffled", "pairwise"
+    order: str = "ascending"  # of key tiles; "descending", "shuffled"; "merged" at the end
     two_pass: bool = False  # the row maximum first, then the sums
     base_2: bool = False  # exp2 of scores in units of ln 2
     rounding: str = "operands"  # "tf32"; "every step"; "results" alone
@@ -74,21 +77,17 @@ class Run:
         q, k, v = question.q, question.k, question.v
         like = {"q": q, "k": k, "v": v, "tq": q, "tk": k, "tv": v, "dlse": np.zeros(q.shape[1::-1])}
         like["dout"] = np.zeros((*q.shape[:2], v.shape[2]))
-        given = {name: getattr(question, name) for name in like}
-        arrays = {
-            name: np.zeros(a.shape, self.wide) if given[name] is None else self.load(given[name])
-            for name, a in like.items()
-        }
+        arrays = {}
+        for name, a in like.items():
+            given = getattr(question, name)
+            x = np.zeros(a.shape, self.wide) if given is None else given.astype(self.wide)
+            arrays[name] = self.operand(x) if kernel.rounding == "tf32" else x
         self.arrays: dict[str, Array] = self.of("arrays", arrays)
 
-    def of(self, name: str, value: Any) -> Any:
-        """``value``, or what a hook puts in its place."""
+    def of(self, name: str, value: Any, at: Any = None) -> Any:
+        """``value``, or what a hook puts in its place, of all or ``at`` a head."""
         hook = self.kernel.hooks.get(name)
-        return value if hook is None else hook(self, value)
-
-    def load(self, x: Array) -> Array:
-        x = x.astype(self.wide)
-        return self.operand(x) if self.kernel.rounding == "tf32" else x
+        return value if hook is None else hook(at or self, value)
 
     def operand(self, x: Array) -> Array:
         if self.kernel.rounding == "tf32":
@@ -119,12 +118,11 @@ class Head(SimpleNamespace):
     """
 
     def of(self, name: str, value: Any) -> Any:
-        hook = self.run.kernel.hooks.get(name)
-        return value if hook is None else hook(self, value)
+        return self.run.of(name, value, self)
 
     def read(self, name: str, head: int) -> Array:
         """Rows of an array of q's or of k's."""
-        rows = self.keys if name in ("k", "v", "tk", "tv") else self.rows
+        rows = self.keys if name in OF_KEYS else self.rows
         x: Array = self.run.arrays[name][np.maximum(rows, 0), head]
         return np.where((rows == ZEROS)[:, None], x.dtype.type(0), x)
 
@@ -144,11 +142,11 @@ def spans(question: Question) -> list[tuple[int, int, int, int]]:
     return [(q0, q1 - q0, k0, k1 - k0) for q0, q1, k0, k1 in ends]
 
 
-def in_window(p: Array, j: Array, window: tuple[int, int]) -> Array:
+def in_window(p: Array, j: Array, window: tuple[int, int], left: int = 0, right: int = 0) -> Array:
+    """left, right: by how much its sides, where it has them, are farther away."""
     seen = np.ones(np.broadcast_shapes(p.shape, j.shape), dtype=bool)
-    left, right = window
-    seen = seen & (j - p >= -left) if left >= 0 else seen
-    return seen & (j - p <= right) if right >= 0 else seen
+    seen = seen & (j - p >= -window[0] - left) if window[0] >= 0 else seen
+    return seen & (j - p <= window[1] + right) if window[1] >= 0 else seen
 
 
 def heads(run: Run, window: tuple[int, int] | None = None) -> Iterator[Head]:
@@ -164,32 +162,41 @@ def heads(run: Run, window: tuple[int, int] | None = None) -> Iterator[Head]:
             c.m, c.group = c.of("used", used), q.group
             c.g = c.of("kv head", h // q.group)
             c.window = c.of("window", window or q.mask_window)
-            if visits is None:
-                _see(c)
-            else:
-                _see_blocks(c, visits, views)
+            _see(c, visits, views)
             _load(c)
             if len(c.rows) and (len(c.keys) or c.sink is not None):
                 yield c
 
 
-def _see(c: Head) -> None:
+def _see(c: Head, visits: "Visits | None", views: dict[int, Head]) -> None:
+    """Who sees whom; with lists of blocks there is a copy of the keys for every slot, and for none,
+    each with its own gate. views: what heads of one list share."""
+    q, view = c.question, Head(keys=np.arange(c.start_k, c.start_k + c.m), slot=None)
     c.rows = c.of("rows", np.arange(c.start_q, c.start_q + c.n))
     c.i = np.arange(len(c.rows))[:, None]
-    c.keys = np.asarray(c.of("keys", np.arange(c.start_k, c.start_k + c.m)), dtype=np.int64)
+    if visits is not None:
+        c.sel = c.of("selection", c.h * q.block_indices.shape[1] // q.num_heads_q)
+        view = views[c.sel] = views.get(c.sel) or _copies(c, visits)
+    c.slot, c.keys = view.slot, np.asarray(c.of("keys", view.keys), dtype=np.int64)
     past = c.m - 1 + np.cumsum(c.keys == ZEROS)
     c.j = np.where(c.keys == ZEROS, past, c.keys - c.start_k)[None]
     c.r = c.keys[None]
     c.p = c.of("p", c.i + c.m - c.n)
-    c.seen = np.asarray(c.of("seen", in_window(c.p, c.j, c.window)), dtype=c.run.wide)
-    c.G, c.tG, c.slot = 1.0, 0.0, None
+    seen = in_window(c.p, c.j, c.window) if visits is None else view.seen
+    c.seen = np.asarray(c.of("seen", seen), dtype=c.run.wide)
+    c.G = c.of("G", _gate(c, q.block_scale, 1.0))
+    c.tG = c.of("tG", _gate(c, q.tblock_scale, 0.0))
+
+
+def _gate(c: Head, gate: Array | None, still: float) -> Any:
+    if gate is None or c.slot is None:
+        return still
+    return np.where(c.slot < 0, still, gate[c.rows, c.sel][:, c.slot]).astype(c.run.wide)
 
 
 def _load(c: Head) -> None:
-    for name, big in {"q": "Q", "tq": "tQ", "dout": "dO"}.items():
-        setattr(c, big, c.of(big, c.read(name, c.h)))
-    for name, big in {"k": "K", "v": "V", "tk": "tK", "tv": "tV"}.items():
-        setattr(c, big, c.of(big, c.read(name, c.g)))
+    for name, big in OPERANDS.items():
+        setattr(c, big, c.of(big, c.read(name, c.g if name in OF_KEYS else c.h)))
     sinks, tsinks = c.question.sinks, c.question.tsinks
     c.sink = c.of("sink", None if sinks is None else c.run.wide.type(sinks[c.h]))
     c.tsink = 0.0 if tsinks is None else c.run.wide.type(tsinks[c.h])
@@ -217,43 +224,35 @@ def _visits(run: Run) -> Visits:
     q, found = run.question, {}
     indices, size = run.of("indices", np.asarray(q.block_indices)), q.block_size
     for b, (start_q, n, start_k, m) in enumerate(spans(q)):
-        t = SimpleNamespace(b=b, n=n, m=m, start_q=start_q, start_k=start_k, question=q)
-        t.blocks = _of(run, "blocks", t, -(-m // size))
+        at = {"run": run, "question": q, "n": n, "m": m, "start_k": start_k}
         for sel in range(indices.shape[1]):
-            lists = []
-            for i in range(n):
-                t.i, t.sel, t.place = i, sel, i + m - n
-                t.own = _of(run, "own block", t, t.place // size)
-                t.named = [int(block) for block in indices[start_q + i, sel]]
-                counted = len(t.named)
+            tokens = [Head(i=i, place=i + m - n, **at) for i in range(n)]
+            for t in tokens:
+                t.blocks = t.of("blocks", -(-m // size))
+                t.own = t.of("own block", t.place // size)
+                t.named = [int(block) for block in indices[start_q + t.i, sel]]
+                t.count = len(t.named)
                 if q.block_counts is not None:
-                    counted = min(max(0, int(q.block_counts[start_q + i, sel])), counted)
-                t.count = _of(run, "count", t, counted)
-                lists.append(_of(run, "entries", t, entries(t)) if m else [])
-            lists = _of(run, "lists", t, lists)
-            for i, of_token in enumerate(lists):
-                t.i, t.place = i, i + m - n
-                t.own = _of(run, "own block", t, t.place // size)
-                visits = [_visit(run, t, block, slot) for block, slot in of_token]
+                    t.count = min(max(0, int(q.block_counts[start_q + t.i, sel])), t.count)
+                t.count = t.of("count", t.count)
+            lists = run.of("lists", [t.of("entries", entries(t)) if m else [] for t in tokens])
+            for t, of_token in zip(tokens, lists, strict=True):
+                visits = [_visit(t, block, slot) for block, slot in of_token]
                 visits = [visit for visit in visits if visit.first < visit.stop or visit.zeros]
-                found[b, start_q + i, sel] = _of(run, "visits", t, visits)
+                found[b, start_q + t.i, sel] = t.of("visits", visits)
     return run.of("inverted", found)
 
 
-def _of(run: Run, name: str, at: Any, value: Any) -> Any:
-    hook = run.kernel.hooks.get(name)
-    return value if hook is None else hook(at, value)
-
-
-def entries(t: Any, *, repeats: bool = False, again: bool = False, any_block: bool = False) -> Any:
+def entries(t: Any, *, within: int = 99, again: bool = False, any_block: bool = False) -> Any:
     """Block and slot of all that a token names and that counts; the own block has slot -1.
 
-    repeats: a block counts whenever it is named. again: the own one too. any_block: past the end.
+    A block counts once ``within`` so many entries; again: the own one though it is there already.
+    any_block: past the end.
     """
     found: list[tuple[int, int]] = []
     for slot, block in enumerate(t.named[: t.count]):
-        there = 0 <= block and (any_block or block < t.blocks)
-        if there and (repeats or block not in [other for other, _ in found]):
+        before = [other for other, _ in found[max(len(found) - within, 0) :]]
+        if 0 <= block and (any_block or block < t.blocks) and block not in before:
             found.append((block, slot))
     if t.question.own and 0 <= t.own < t.blocks:
         if again or t.own not in [block for block, _ in found]:
@@ -261,49 +260,30 @@ def entries(t: Any, *, repeats: bool = False, again: bool = False, any_block: bo
     return found
 
 
-def _visit(run: Run, t: Any, block: int, slot: int) -> Visit:
-    q, size = t.question, t.question.block_size
-    t.block, t.slot, t.size, end = block, slot, size, t.start_k + t.m
-    first = t.start_k + block * size
-    cut = q.causal or (slot < 0 and block == t.own)
-    first, stop, cut = _of(run, "span", t, (first, min(first + size, end), cut))
+def _visit(t: Head, block: int, slot: int) -> Visit:
+    t.block, t.slot, t.size = block, slot, t.question.block_size
+    first = t.start_k + block * t.size
+    cut = t.question.causal or (slot < 0 and block == t.own)
+    first, stop, cut = t.of("span", (first, min(first + t.size, t.start_k + t.m), cut))
     last = t.start_k + t.place if cut else stop - 1
-    return Visit(block, slot, first, stop, last, 0 if cut else _of(run, "zeros", t, 0))
+    return Visit(block, slot, first, stop, last, 0 if cut else t.of("zeros", 0))
 
 
-def _see_blocks(c: Head, visits: Visits, views: dict[int, Head]) -> None:
-    """A copy of the keys for every slot, one for none, each with its own gate."""
-    q, size = c.question, c.question.block_size
-    slots = q.block_indices.shape[2]
-    c.sel = c.of("selection", c.h * q.block_indices.shape[1] // q.num_heads_q)
-    c.rows = np.arange(c.start_q, c.start_q + c.n)
-    c.i = np.arange(c.n)[:, None]
-    c.p = c.i + c.m - c.n
-    if c.sel not in views:
-        own = [visits.get((c.b, int(row), c.sel), []) for row in c.rows]
-        width = max((visit.zeros for some in own for visit in some), default=0)
-        often = np.zeros((c.n, slots + 1, c.total_k + width), dtype=c.run.wide)
-        for i, some in enumerate(own):
-            for visit in some:
-                stop = min(visit.stop, visit.last + 1)
-                often[i, visit.slot, visit.first : max(stop, visit.first)] += 1
-                often[i, visit.slot, c.total_k : c.total_k + visit.zeros] += 1
-        seen = often.any(axis=0)
-        slot, keys = np.nonzero(seen)
-        view = Head(seen=often[:, seen], slot=np.where(slot == slots, -1, slot))
-        view.keys = np.where(keys >= c.total_k, ZEROS, keys)
-        views[c.sel] = view
-    c.seen, c.slot, c.keys = views[c.sel].seen, views[c.sel].slot, views[c.sel].keys
-    c.r, c.j = c.keys[None], c.keys[None] - c.start_k
-    c.block = np.where(c.keys == ZEROS, 0, (c.keys - c.start_k) // size)
-    c.G = c.of("G", _gate(c, q.block_scale, 1.0))
-    c.tG = c.of("tG", _gate(c, q.tblock_scale, 0.0))
-
-
-def _gate(c: Head, gate: Array | None, still: float) -> Any:
-    if gate is None:
-        return still
-    return np.where(c.slot < 0, still, gate[c.rows, c.sel][:, c.slot]).astype(c.run.wide)
+def _copies(c: Head, visits: Visits) -> Head:
+    """The keys that some token visits, of which slot, and how often each token sees them."""
+    slots = c.question.block_indices.shape[2]
+    own = [visits.get((c.b, int(row), c.sel), []) for row in c.rows]
+    width = max((visit.zeros for some in own for visit in some), default=0)
+    often = np.zeros((c.n, slots + 1, c.total_k + width), dtype=c.run.wide)
+    for i, some in enumerate(own):
+        for visit in some:
+            stop = min(visit.stop, visit.last + 1)
+            often[i, visit.slot, visit.first : max(stop, visit.first)] += 1
+            often[i, visit.slot, c.total_k : c.total_k + visit.zeros] += 1
+    seen = often.any(axis=0)
+    slot, keys = np.nonzero(seen)
+    slot, keys = np.where(slot == slots, -1, slot), np.where(keys >= c.total_k, ZEROS, keys)
+    return Head(seen=often[:, seen], slot=slot, keys=keys)
 
 
 # ---- scores and softmax -----------------------------------------------------------------------
@@ -342,24 +322,17 @@ def tiles(size: int, tile: int) -> list[slice]:
 def online(c: Head, rows: slice, moved: bool) -> tuple[Array, dict[str, Array]]:
     """The row maximum and the sums over all keys of a tile of queries, tile by tile of keys."""
     k, run, size = c.kernel, c.run, rows.stop - rows.start
-    loop = [
-        keys
-        for keys in tiles(len(c.keys), k.tile_n)
-        if not k.skips_masked or c.seen[rows, keys].any()
-    ]
+    loop = tiles(len(c.keys), k.tile_n)
+    loop = [keys for keys in loop if not k.skips_masked or c.seen[rows, keys].any()]
     loop = loop[::-1] if k.order == "descending" else loop
     if k.order == "shuffled":
         loop = [loop[place] for place in run.chance.permutation(len(loop))]
     top = np.full((size, 1), -np.inf, run.wide)
     one, wide = np.zeros((size, 1), run.wide), np.zeros((size, c.V.shape[1]), run.wide)
     sums = {"row_sum": one, "out": wide} | ({"e": one, "tout": wide} if moved else {})
-    if k.order == "pairwise" and loop:
+    if k.order == "merged" and loop:
         states = [_added(c, (rows, keys), (top, sums), moved) for keys in loop]
-        while len(states) > 1:
-            odd = states[len(states) // 2 * 2 :]
-            pairs = zip(states[::2], states[1::2], strict=False)
-            states = [_merged(one, other) for one, other in pairs] + odd
-        return states[0]
+        return reduce(_merged, states)
     if k.two_pass and loop:
         top = c.S[rows].max(axis=1, keepdims=True)
     c.loop = loop
@@ -384,11 +357,11 @@ def _added(c: Head, here: tuple[slice, slice], state: Any, moved: bool) -> Any:
         PE = P * c.E[here]
         parts["e"] = PE.sum(axis=1, keepdims=True)
         parts["tout"] = run.operand(PE) @ c.V[keys] + c.of("P tV", kept @ c.tV[keys])
-    found = {}
+    c.found = {}
     for name, c.part in parts.items():
         c.old = sums[name]
-        found[name] = c.of(f"sum {name}", c.old * c.factor + c.part)
-    return new, found
+        c.found[name] = c.of(f"sum {name}", c.old * c.factor + c.part)
+    return new, c.found
 
 
 def _merged(one: Any, other: Any) -> Any:
@@ -462,7 +435,8 @@ def gradient_of_scores(c: Head) -> None:
     c.dP = c.of("dP", c.run.step(c.dO @ c.V.T))
     c.Z = c.dP - c.D
     c.dS = c.of("dS", c.P * c.Z)
-    c.dY = c.run.operand(c.of("dY", c.of("G in dY", c.G) * c.slope * c.dS))
+    c.back = c.of("G in dY", c.G) * c.slope
+    c.dY = c.run.operand(c.of("dY", c.back * c.dS))
     c.often = c.of("often", c.run.wide.type(1))
 
 
@@ -526,16 +500,12 @@ def backward(run: Run, out: Array, lse: Array) -> Answers:
         scores(c)
         weights(c)
         gradient_of_scores(c)
-        A, P = (c.of(f"dS of {name}", c.dY) for name in ("dq", "dk")), c.of("P of dv", c.P)
-        dQ, dK = (
-            product(c, name, a, c.of(f"{big} of {name}", getattr(c, big)))
-            for name, big, a in zip(("dq", "dk"), "KQ", A, strict=True)
-        )
         s = run.wide.type(c.s)
-        dQ, dK = c.of("dQ", s * dQ), c.of("dK", s * dK)
-        dV = product(c, "dv", run.operand(P), c.dO)
+        dQ = s * product(c, "dq", c.of("dS of dq", c.dY), c.of("K of dq", c.K))
+        dK = s * product(c, "dk", c.of("dS of dk", c.dY), c.Q)
+        dV = product(c, "dv", run.operand(c.of("P of dv", c.P)), c.dO)
         dsink = -(c.P0 * c.of("D of dsinks", c.D))
-        sums.add(c, dQ, dK, dV, c.of("dG", c.dS * c.Y), dsink)
+        sums.add(c, c.of("dQ", dQ), c.of("dK", dK), dV, c.of("dG", c.dS * c.Y), dsink)
     return {"delta": run.arrays["delta"]} | sums.found
 
 
@@ -564,16 +534,14 @@ def double_backward(run: Run, out: Array, lse: Array) -> Answers:
         c.D, c.w = c.row("delta"), c.row("W")
         gradient_of_scores(c)
         c.tP = c.P * (c.E - c.of("e in dS", c.e))
-        c.tZ = c.of("tdP", c.dO @ c.of("tV of tdP", c.tV).T) - c.w
+        c.tZ = c.of("tdP", c.dO @ c.tV.T) - c.w
         c.tdS = c.of("tP Z", c.tP * c.Z) + c.of("P tZ", c.P * c.tZ)
-        slope = c.of("G in dY", c.G) * c.slope
-        tdY = run.operand(slope * c.tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
-        s, tQ, Q = run.wide.type(c.s), c.of("tQ of gk", c.tQ), c.of("Q of gk", c.Q)
-        gQ = product(c, "gq", c.of("tdS of gq", tdY), c.of("K of gq", c.K))
-        gQ = c.of("tdS K", s * gQ)
+        tdY = run.operand(c.back * c.tdS + c.tG * c.dS + c.bend * c.tY * c.dS)
+        s = run.wide.type(c.s)
+        gQ = s * product(c, "gq", c.of("tdS of gq", tdY), c.of("K of gq", c.K))
         gQ = gQ + c.of("dS tK", s * product(c, "gq", c.dY, c.of("tK of gq", c.tK)))
-        gK = c.of("tdS Q", s * product(c, "gk", tdY, Q))
-        gK = gK + c.of("dS tQ", s * product(c, "gk", c.dY, tQ))
+        gK = c.of("tdS Q", s * product(c, "gk", tdY, c.Q))
+        gK = gK + c.of("dS tQ", s * product(c, "gk", c.dY, c.tQ))
         tP = c.of("tP of gv", c.P * (c.E - c.of("e in gv", c.e)))
         gV = product(c, "gv", run.operand(tP), c.of("dO of gv", c.dO))
         dsink = -(c.P0 * ((c.tsink - c.e) * c.D + c.w))
@@ -618,11 +586,10 @@ def answers(planted: Planted | None, question: Question, chance: int = 0) -> Ans
     first = planted.at("forward")
     with np.errstate(all="ignore"):
         found = _stage(question, "forward", first, None, chance)
-        passed = question.passed
+        own, passed = found, question.passed
         if passed is None:
-            own = (
-                _stage(question, "forward", Kernel(), None, chance) if first.keeps_right else found
-            )
+            if first.keeps_right:
+                own = _stage(question, "forward", Kernel(), None, chance)
             passed = own["out"], own["lse"]
         gives = [stage for stage in question.stages if stage in (planted.gives or STAGES)]
         found = found if "forward" in gives else {}
@@ -652,12 +619,8 @@ def _stage(question: Question, stage: str, kernel: Kernel, passed: Any, chance: 
         right = _stage(asked, "forward", Kernel(), None, chance) if passed else {}
         passed = passed and (right["out"], right["lse"])
     run = Run(asked, kernel, chance)
-    computed = {
-        "forward": lambda: forward(run),
-        "backward": lambda: backward(run, *passed),
-        "second": lambda: double_backward(run, *passed),
-        "jvp": lambda: jvp(run),
-    }[stage]()
+    of_stage = {"forward": forward, "jvp": jvp, "backward": backward, "second": double_backward}
+    computed = of_stage[stage](run, *(passed if stage in ("backward", "second") else ()))
     if kernel.only:
         right = _stage(question, stage, replace(kernel, hooks={}, only=()), passed, chance)
         computed = {name: computed[name] if name in kernel.only else x for name, x in right.items()}

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import STAGES, Question
-from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, Array, Planted, answers
+from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, OPEN, Array, Planted, answers
 
 Span = tuple[int, int]  # the least and the most
 DTYPES = (FLOAT64, FLOAT32, BFLOAT16)
@@ -77,11 +77,10 @@ def shows(planted: Planted, question: Question) -> bool:
     """Whether the bug changes a result of its own stages by more than rounding does."""
     right = answers(replace(planted, stages=()), question)
     wrong, needs = answers(planted, question), planted.needs
-    names = [name for stage in planted.stages for name in STAGES[stage] if name in right]
-    names += [name for name in right if name.endswith("sinks")]
+    names = {name for stage in planted.stages for name in STAGES[stage]} | {"dsinks", "gsinks"}
     eps = float(ml_dtypes.finfo(question.dtype).eps)
     bound = max(needs.least, needs.shows * eps if question.dtype.itemsize == 2 else 0.0)
-    return any(difference(wrong[name], right[name]) > bound for name in names)
+    return any(difference(wrong[name], right[name]) > bound for name in names & right.keys())
 
 
 def difference(wrong: Array, right: Array) -> float:
@@ -112,21 +111,22 @@ def draw(
     softmax_scale = round(rng.uniform(0.1, 0.4), 3) if rng.random() < needs.scaled else None
     if needs.large:
         _enlarge(rng, q, k, dim**-0.5 if softmax_scale is None else softmax_scale)
-    window, causal = _window(str(rng.choice(needs.masks)), rng)
-    wide = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    mask, left, right = rng.choice(needs.masks), int(rng.integers(2, 20)), int(rng.integers(2, 10))
+    windows = {"window": (left, right), "left": (left, -1), "right": (-1, right)}
+    windows["causal window"] = windows["left"]
     question = Question(
         q=q.astype(dtype),
         k=k.astype(dtype),
         v=normal(rng, (rows_k, heads_kv, dim_v), dtype),
         cu_seqlens_q=np.cumsum([0, *lengths_q], dtype=np.int32),
         cu_seqlens_k=np.cumsum([0, *lengths_k], dtype=np.int32),
-        causal=causal,
-        window=window,
+        causal="causal" in mask,
+        window=windows.get(mask, OPEN),
         softmax_scale=softmax_scale,
     )
     if needs.dout is not None:
         dout = (needs.dout * rng.standard_normal((rows_q, heads_q, dim_v))).astype(dtype)
-        dlse = normal(rng, (heads_q, rows_q), wide) if rng.random() < needs.dlse else None
+        dlse = normal(rng, (heads_q, rows_q), wide_of(dtype)) if rng.random() < needs.dlse else None
         question = replace(question, dout=dout, dlse=dlse)
     if needs.moved is not None:
         gone = "qkv"[rng.integers(3)] if rng.random() < needs.moved else ""
@@ -164,11 +164,9 @@ def packed(
     offsets = [np.cumsum([0, *side], dtype=np.int32) for side in sides]
     given = {"causal": True, "dout": dout, **options}
     if dlse:
-        given["dlse"] = normal(rng, shapes[0][1::-1], FLOAT64 if dtype == FLOAT64 else FLOAT32)
-    if moved:
-        given |= {
-            f"t{n}": normal(rng, x.shape, dtype) for n, x in zip("qkv", (q, k, v), strict=True)
-        }
+        given["dlse"] = normal(rng, shapes[0][1::-1], wide_of(dtype))
+    for name, x in {"tq": q, "tk": k, "tv": v}.items() if moved else ():
+        given[name] = normal(rng, x.shape, dtype)
     return Question(q, k, v, *offsets, **given)
 
 
@@ -192,13 +190,6 @@ def _lengths(needs: Needs, rng: np.random.Generator) -> tuple[list[int], list[in
     return [int(n) for n in queries], [int(n) for n in keys]
 
 
-def _window(mask: str, rng: np.random.Generator) -> tuple[tuple[int, int], bool]:
-    left, right = int(rng.integers(2, 20)), int(rng.integers(2, 10))
-    windows = {"window": (left, right), "left": (left, -1), "right": (-1, right)}
-    windows["causal window"] = (left, -1)
-    return windows.get(mask, (-1, -1)), mask in ("causal", "causal window")
-
-
 def _enlarge(rng: np.random.Generator, q: Array, k: Array, scale: float) -> None:
     """Some rows of q, and all keys, get a common direction: scores around 130, and around -130."""
     direction = rng.standard_normal(q.shape[2])
@@ -207,6 +198,10 @@ def _enlarge(rng: np.random.Generator, q: Array, k: Array, scale: float) -> None
     rows = rng.random(q.shape[:2]) < 0.2
     signs = rng.choice((-1, 1), int(rows.sum()))
     q[rows] += 130 / (4 * scale) * signs[:, None] * direction
+
+
+def wide_of(dtype: Any) -> np.dtype[Any]:
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -218,8 +213,7 @@ def _blocks(question: Question, needs: Needs, rng: np.random.Generator) -> dict[
     itself; duplicates: a block may be named twice; padding: some slots are -1 or past the end."""
 
     def drawn(option: str, chance: float) -> bool:
-        by_chance = bool(rng.random() < chance)
-        return bool((needs.blocks or {}).get(option, by_chance))
+        return (needs.blocks or {}).get(option, bool(rng.random() < chance))
 
     size, slots = int(rng.choice([16, 16, 32])), int(rng.integers(1, 5))
     selecting = question.num_heads_q if drawn("per_head", 0.3) else question.num_heads_kv
@@ -228,19 +222,18 @@ def _blocks(question: Question, needs: Needs, rng: np.random.Generator) -> dict[
     indices = np.full(shape, -1, np.int32)
     for b, seqlen_k in enumerate(question.lengths_k):
         blocks = -(-seqlen_k // size)
-        for row in indices[question.cu_seqlens_q[b] : question.cu_seqlens_q[b + 1]].reshape(
-            -1, slots
-        ):
+        of_b = slice(*question.cu_seqlens_q[b : b + 2])
+        for row in indices[of_b].reshape(-1, slots):
             twice = repeats and blocks > 0
             named = rng.integers(blocks, size=slots) if twice else rng.permutation(blocks)[:slots]
             row[: len(named)] = named
             if padded:
                 row[rng.random(slots) < 0.3] = rng.choice([-1, -1, blocks])
-    wide = FLOAT64 if question.dtype == FLOAT64 else FLOAT32
+    wide = wide_of(question.dtype)
     counts, gates = rng.integers(0, slots + 1, shape[:2], np.int32), rng.uniform(0.3, 1.8, shape)
     gated = drawn("gate", 0.3)
     return {
-        "window": (-1, -1),
+        "window": OPEN,
         "causal": drawn("causal", 0.6),
         "block_indices": indices,
         "block_counts": counts if drawn("counts", 0.3) else None,
@@ -256,8 +249,7 @@ def _options(
     question: Question, options: Mapping[str, float], rng: np.random.Generator
 ) -> dict[str, Any]:
     there = {name: rng.random() < chance for name, chance in options.items()}
-    wide = FLOAT64 if question.dtype == FLOAT64 else FLOAT32
-    sinks, tsinks = rng.standard_normal((2, question.num_heads_q)).astype(wide)
+    sinks, tsinks = normal(rng, (2, question.num_heads_q), wide_of(question.dtype))
     unused = rng.integers(2, 7, question.batch)
     return {
         "softcap": float(rng.uniform(0.8, 3.0)) if there["softcap"] else None,

@@ -38,6 +38,11 @@ def change(of: Callable[..., Array], *names: str, at: str = "read") -> Hooks:
     return {at: lambda run, a: a | {n: of(a[n], n, run.question) for n in names if n in a}}
 
 
+def read_as(at: str = "read", **others: str) -> Hooks:
+    """Arrays in the place of others; delta is still that of the right ones."""
+    return {at: lambda run, a: a | {name: a[other] for name, other in others.items()}}
+
+
 def stored(of: Callable[..., Array], *names: str) -> Hooks:
     """Results as ``of`` has them."""
     return dict.fromkeys(names, lambda run, x: of(x, run.name, run.question))
@@ -45,31 +50,35 @@ def stored(of: Callable[..., Array], *names: str) -> Hooks:
 
 def as_if(order: tuple[int, ...]) -> Callable[..., Array]:
     """Memory with its axes in another order, read as if they were in the right one."""
-    back = np.argsort(order)
-    return lambda x, name, question: x.reshape([x.shape[a] for a in order]).transpose(back)
+
+    def of(x: Array, name: str, question: Question) -> Array:
+        axes = order[: x.ndim]
+        return x.reshape([x.shape[a] for a in axes]).transpose(np.argsort(axes))
+
+    return of
 
 
 def written_as(order: tuple[int, ...]) -> Callable[..., Array]:
     return lambda x, name, question: x.transpose(order).reshape(x.shape)
 
 
-def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
-    """``of`` every sequence's rows."""
+def by_sequences(of: Callable[[Array, int, int], Array]) -> Callable[..., Array]:
+    """Every sequence's rows: ``of`` all rows, the first one of them and where they end."""
 
     def change(x: Array, name: str, question: Question) -> Array:
         found = x.copy()
         rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
         for start, stop in bounds(name, question):
-            rows[start:stop] = of(there[start:stop])
+            rows[start:stop] = of(there, start, stop)
         return found
 
     return change
 
 
-def local(x: Array, name: str, question: Question) -> Array:
-    """Read by the number of the row in its sequence, without the sequence's offset."""
-    found = x.copy()
-    rows, there = (a.T if x.ndim == 2 else a for a in (found, x))
-    for start, stop in bounds(name, question):
-        rows[start:stop] = there[: stop - start]
-    return found
+def in_sequences(of: Callable[[Array], Array]) -> Callable[..., Array]:
+    """``of`` every sequence's rows alone."""
+    return by_sequences(lambda x, start, stop: of(x[start:stop]))
+
+
+# read by the number of the row in its sequence, without the sequence's offset
+local = by_sequences(lambda x, start, stop: x[: stop - start])

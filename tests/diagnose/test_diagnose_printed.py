@@ -116,18 +116,10 @@ def test_errors_without_what_they_are_of_say_nothing() -> None:
 
 def torch_like(values: Array, dtype: str = "", digits: int = 4) -> str:
     """A print in torch's form, without torch."""
-    text = np.array2string(
-        values.astype(np.float64),
-        separator=", ",
-        prefix="tensor(",
-        threshold=1000,
-        formatter={"float_kind": f"{{: .{digits}f}}".format},
-    )
+    form: Any = {"separator": ", ", "prefix": "tensor(", "threshold": 1000}
+    form["formatter"] = {"float_kind": f"{{: .{digits}f}}".format}
+    text = np.array2string(values.astype(np.float64), **form)
     return f"tensor({text}, dtype=torch.{dtype})" if dtype else f"tensor({text})"
-
-
-def numpy_like(values: Array) -> str:
-    return "\n" + str(values.astype(np.float32))
 
 
 FORMS: dict[str, Callable[[Array], str]] = {
@@ -135,7 +127,7 @@ FORMS: dict[str, Callable[[Array], str]] = {
     "bfloat16": lambda a: torch_like(a, "bfloat16"),
     "digits": lambda a: torch_like(a, digits=7),
     "repr": lambda a: repr(a.astype(np.float32)),
-    "str": numpy_like,
+    "str": lambda a: "\n" + str(a.astype(np.float32)),
     "list": lambda a: str(a.tolist()),
 }
 
@@ -203,11 +195,6 @@ def attention(seed: int, rows: int = 6, keys: int = 6, causal: bool = True) -> H
     return heads_of(packed((rows,), FLOAT64, seed=seed, causal=causal, **sizes))[0, 0]
 
 
-def softmax(scores: Array) -> Array:
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.asarray(weights / weights.sum(-1, keepdims=True))
-
-
 def gradients(a: Head, dS: Array, P: Array) -> dict[str, Array]:
     return {"dQ": dS @ a.K / 2, "dK": dS.T @ a.Q / 2, "dV": P.T @ a.dO}
 
@@ -237,14 +224,9 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
         a = attention(seed, rows, keys, causal)
         P, out = rounded(a.P, dtype), rounded(rounded(a.P, dtype) @ a.V, dtype)
         dS = rounded(a.P * (a.dP - (a.dO * out).sum(1, keepdims=True)), dtype)
-        right = {
-            "dS": a.dS,
-            "P": a.P,
-            "out": a.P @ a.V,
-            "lse": a.L[:, 0],
-            **gradients(a, a.dS, a.P),
-        }
-        other = {"dS": dS, "P": P, "out": out, "lse": a.L[:, 0], **gradients(a, dS, P)}
+        right = {"dS": a.dS, "P": a.P, "out": a.P @ a.V} | gradients(a, a.dS, a.P)
+        other = {"dS": dS, "P": P, "out": out} | gradients(a, dS, P)
+        right["lse"] = other["lse"] = a.L[:, 0]
         other = {name: rounded(values, dtype) for name, values in other.items()}
         text = log_of(form, right, other, causal)
         diagnosis = explain_log(text)
@@ -258,15 +240,13 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
 def test_unmasked_p(form: str, masked_lse: bool, rows: int) -> None:
     for seed in range(3):
         a = attention(seed, rows, rows)
-        P = np.exp(a.bare - a.L) if masked_lse else softmax(a.bare)
+        P = np.exp(a.bare - a.L)
+        P = P if masked_lse else P / P.sum(axis=1, keepdims=True)
         dS = P * (a.dP - a.D)
         right = {"dS": a.dS, "dQ": gradients(a, a.dS, a.P)["dQ"]}
         wrong = {"dS": dS, "dQ": gradients(a, dS, P)["dQ"]}
-        for text, side in (
-            (log_of(form, right, wrong), "kernel"),
-            (log_of(form, wrong, right), "ref"),
-        ):
-            finding = only(explain_log(text))
+        for sides, side in (((right, wrong), "kernel"), ((wrong, right), "ref")):
+            finding = only(explain_log(log_of(form, *sides)))
             assert (finding.bug, finding.side) == ("mask-missing-in-backward", side)
             assert finding.confidence == "proved"
 
@@ -291,10 +271,10 @@ def test_a_plain_factor_is_no_padding() -> None:
 
 def test_known_factors() -> None:
     a = attention(2, 12, 12)
-    finding = only(
-        explain_log(log_of("torch", {"lse": a.L[:, 0]}, {"lse": a.L[:, 0] / math.log(2)}))
-    )
-    assert (finding.bug, finding.side, finding.confidence) == ("lse-base-2", "kernel", "high")
-    dQ = gradients(a, a.dS, a.P)["dQ"]
-    finding = only(explain_log(log_of("torch", {"dQ": dQ}, {"dQ": dQ * 2})))
-    assert (finding.bug, finding.side, finding.confidence) == ("output-scale", "kernel", "medium")
+    lse, dQ = a.L[:, 0], gradients(a, a.dS, a.P)["dQ"]
+    for name, right, factor, due in (
+        ("lse", lse, 1 / math.log(2), ("lse-base-2", "kernel", "high")),
+        ("dQ", dQ, 2, ("output-scale", "kernel", "medium")),
+    ):
+        finding = only(explain_log(log_of("torch", {name: right}, {name: right * factor})))
+        assert (finding.bug, finding.side, finding.confidence) == due

@@ -84,5 +84,3 @@ def test_dumped_and_explained(tmp_path: Path) -> None:
     assert done.exit_code == 1 and "B: dS is wrong, and no result shows it" in said(done)
     for part in ("S, P, dP right; sequence 2: dS parts first", "queries 5"):
         assert part in said(done)
-    done = call("dump", *sizes, "--intermediates", "3")
-    assert done.exit_code == 2 and "3 sequences" in said(done)

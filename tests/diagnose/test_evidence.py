@@ -146,20 +146,18 @@ def test_a_function_that_cannot_do_it() -> None:
 # ---- where wrong rows lie ---------------------------------------------------------------------
 
 
-LENGTHS = (20, 64, 30, 47)
+LENGTHS, SOME, SIDES = (20, 64, 30, 47), (3, 8, 9, 10, 11), {"window": (9, 9)}
 ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
     # a sentence, of a question like this and a tensor, when these rows are wrong
     "the rows with seqlen_q - 1 - i <= 2": ({}, "dq", lambda i, n: n - 1 - i < 3),
     "the rows with i >= 12": ({}, "dq", lambda i, n: i >= 12),
     "the keys with j - seqlen_k // 32 * 32 >= 0": ({}, "dv", lambda i, n: i >= n - n % 32),
     "the rows with i // 4 % 2 <= 0 and i % 16 >= 3": (
-        *({}, "out"),
-        lambda i, n: np.isin(i % 16, (3, 8, 9, 10, 11)),
+        {},
+        "out",
+        lambda i, n: np.isin(i % 16, SOME),
     ),
-    "the rows with keys seen <= 12": (
-        *({"window": (9, 9)}, "out"),
-        lambda i, n: (i < 3) | (n - 1 - i < 3),
-    ),
+    "the rows with keys seen <= 12": (SIDES, "out", lambda i, n: (i < 3) | (n - 1 - i < 3)),
 }
 
 
@@ -182,9 +180,8 @@ def test_sequences_and_heads() -> None:
 
     some = "only sequences 0, 2, 3 of 4", "the rows with keys seen <= 47"
     assert of(lambda b, h: b != 1) == some
-    assert of(lambda b, h: b > 1) == (
-        *("only sequences 2, 3 of 4", "the rows with 30 <= keys seen <= 47"),
-    )
+    two = "only sequences 2, 3 of 4", "the rows with 30 <= keys seen <= 47"
+    assert of(lambda b, h: b > 1) == two
     for heads, sentence in (((1, 2), "whether h % 2 is not h // 2 = 1"), ((1, 3), "h % 2 = 1")):
         told = f"only {named('head', heads)} of 4", f"the rows with {sentence}"
         assert of(partial(lambda some, b, h: np.isin(h, some), heads)) == told

@@ -17,11 +17,11 @@ from tests.diagnose import plain
 from tests.diagnose.called import asked, candidate, told, wrong
 from tests.diagnose.hooks import (
     added,
-    and_seen,
     by,
     heavier,
     of_group,
     or_seen,
+    padding,
     power,
     seen,
     times,
@@ -30,7 +30,7 @@ from tests.diagnose.hooks import (
 from tests.diagnose.plain import LN_2, Head, Planted
 from tests.diagnose.planted.first import leaking
 from tests.diagnose.planted.keys import of_rows
-from tests.diagnose.planted.softmax import capped_at, merged
+from tests.diagnose.planted.softmax import capped_at, mean, merged
 from tests.diagnose.stores import delta
 from tests.diagnose.table import Hooks
 
@@ -56,85 +56,29 @@ def away(c: Head) -> Any:
     return abs(c.j - c.p)
 
 
-def by_no_rule(c: Head) -> Any:
-    return (7919 * c.i + c.j**2) % 11 > 0
-
-
-def padding(c: Head) -> Any:
-    return np.log(max(c.question.lengths_k) - c.m)
-
-
-def nan_tail(c: Head, x: Any) -> Any:
-    return x[0], np.where(c.i >= c.n // 16 * 16, np.nan, x[1])
-
-
 def unwritten(c: Head, x: Any) -> Any:
     there = c.i % 16 < 15
     return np.where(there, x[0], -np.inf), x[1] * there
-
-
-def of_queries(c: Head) -> Any:
-    return (c.r >= c.start_q) & (c.r - c.start_q <= c.p)
 
 
 def odd(c: Head) -> Any:
     return -0.03 * (c.h + 1) * np.log1p(away(c))
 
 
-def clipped(c: Head, x: Any) -> Any:
-    return np.clip(c.Y, -1.5, 1.5), 1.0, 0.0
+def rows(of: Callable[[Any], Any]) -> Any:
+    return lambda c, x: x[of(np.arange(len(x)))]
 
 
 def first_columns(c: Head, Y: Any) -> Any:
     return (c.s * (c.Q[:, :8] @ c.K[:, :8].T)).astype(Y.dtype)
 
 
-def own_tile(c: Head) -> Any:
-    return c.j // 16 == c.p // 16
-
-
 def of_hidden(fill: float | None) -> Any:
     return lambda c, S: np.where(c.j <= c.p, S, S - 3 if fill is None else fill).astype(S.dtype)
 
 
-def late(c: Head) -> Any:
-    return c.j[0] - 16 * (c.j[0] >= 16)
-
-
-def pairs(c: Head) -> Any:
-    return np.where(c.j[0] < c.m // 2 * 2, c.j[0] ^ 1, c.j[0])
-
-
-def first_rows(c: Head, x: Any) -> Any:
-    return c.run.arrays["k"][: len(x), c.g]
-
-
-def no_logarithm(c: Head, x: Any) -> Any:
-    return c.top + np.exp(x[0] - c.top), x[1]
-
-
-def scaled(c: Head, x: Any) -> Any:
-    return c.question.scale * x
-
-
-def next_sink(c: Head, x: Any) -> Any:
-    return c.question.sinks[(c.h + 1) % 3]
-
-
-def other_dP(c: Head, dP: Any) -> Any:
-    return c.dO @ c.read("v", c.h % c.question.num_heads_kv).T
-
-
 def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
     return {name: lambda c, x: np.where(c.seen > 0, x * factor(c), x)}
-
-
-def half(a: Any, question: Question) -> Any:
-    return (a["dout"] * a["out"])[..., : a["out"].shape[2] // 2].sum(2).T
-
-
-def row_before(a: Any, question: Question) -> Any:
-    return np.roll(a["delta"], 1, 1) * (np.arange(len(question.q)) > 0)
 
 
 def so_far(c: Head) -> Any:
@@ -147,9 +91,18 @@ def over_tiles(c: Head, D: Any) -> Any:
     return (c.P * (c.dO @ c.V.T)) @ (tiles == tiles.T)
 
 
-def on_D(there: Callable[[Head], Any]) -> Hooks:
-    return {"D": lambda c, D: np.where(there(c), D, 0)}
-
+_CLIPPED = {"cap": lambda c, x: (np.clip(c.Y, -1.5, 1.5), 1.0, 0.0)}
+_ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
+_NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
+_NEXT_HEAD = delta(lambda a, q: (a["dout"] * np.roll(a["out"], -1, 1)).sum(2).T)
+_NEXT_SINK = {"sink": lambda c, x: c.question.sinks[(c.h + 1) % 3]}
+_LATE, _PAIRS = rows(lambda i: i - 16 * (i >= 16)), rows(lambda i: np.minimum(i ^ 1, len(i) - 1))
+_BEFORE = delta(lambda a, q: np.roll(a["delta"], 1, 1) * (np.arange(len(q.q)) > 0))
+_HALF_OF_D = delta(lambda a, q: (a["dout"] * a["out"])[..., :8].sum(2).T)
+_OTHER_DP = {"dP": lambda c, x: c.dO @ c.read("v", c.h % c.question.num_heads_kv).T}
+_OPEN_TILE = or_seen(lambda c: c.j // 16 == c.p // 16)
+_NAN_TAIL = {"softmax": lambda c, x: (x[0], np.where(c.i >= c.n // 16 * 16, np.nan, x[1]))}
+_FIRST_ROWS = {"K": lambda c, x: c.run.arrays["k"][: len(x), c.g]}
 
 # what is wrong, what is said first, and the case
 _FORWARD: dict[str, tuple[Any, ...]] = {
@@ -158,28 +111,23 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "j < i": (window(right=-1), "misses keys: j - i = 0 "),
     "window": (window(left=-1), "misses keys: j - i = -16", WINDOW),
     "wide": (window(left=3), "-19 <= j - i <= -17", WINDOW),
-    "tail tile": (and_seen(lambda c: c.j < c.m // 16 * 16), "(seqlen_k - 1) // 16 - j // 16 = 0"),
-    "open tile": (or_seen(lambda c: c.j // 16 == c.p // 16), "keys: j // 16 - i // 16 = 0"),
-    "skipped": (and_seen(lambda c: (c.j // 16 != 1) | (c.i < 40)), "<= j <= 31 and i >= 40"),
-    "dilated": (and_seen(lambda c: (c.j - c.p) % 2 == 0), "(j - i) % 2 = 1"),
-    "strided": (and_seen(lambda c: c.j % 4 != 3), "j % 4 = 3"),
-    "two": (
-        *(and_seen(lambda c: (c.j > 2) & (c.j - c.p != -8)), "misses keys: j - i = -8, or j <= 2"),
-    ),
-    "sink": (and_seen(lambda c: (c.j < 4) | (away(c) < 16)), "j - i <= -16 and j >= 4"),
-    "half": (and_seen(lambda c: 2 * c.j < c.m), "2 j - seqlen_k >= 0"),
+    "tail tile": (times(lambda c: c.j < c.m // 16 * 16), "(seqlen_k - 1) // 16 - j // 16 = 0"),
+    "open tile": (_OPEN_TILE, "keys: j // 16 - i // 16 = 0"),
+    "skipped": (times(lambda c: (c.j // 16 != 1) | (c.i < 40)), "<= j <= 31 and i >= 40"),
+    "dilated": (times(lambda c: (c.j - c.p) % 2 == 0), "(j - i) % 2 = 1"),
+    "strided": (times(lambda c: c.j % 4 != 3), "j % 4 = 3"),
+    "two": (times(lambda c: (c.j > 2) & (c.j - c.p != -8)), "keys: j - i = -8, or j <= 2"),
+    "sink": (times(lambda c: (c.j < 4) | (away(c) < 16)), "j - i <= -16 and j >= 4"),
+    "half": (times(lambda c: 2 * c.j < c.m), "2 j - seqlen_k >= 0"),
     "head": (or_seen(lambda c: c.h == 2), "(head 2): all of them", "group3"),
     "top left": (seen(lambda c: c.j <= c.i), "j - i", UNEQUAL),
     "one key more": (leaking(1), "not its own: seqlen_k - 1 - j = -1", OPEN),
     "one key before": (leaking(before=1), "own: j = -1", OPEN),
     "tile of neighbours": (leaking(tile=16), "(seqlen_k - 1) // 16 - j // 16 = 0", OPEN),
-    "no rule": (and_seen(by_no_rule), "no plain rule"),
+    "no rule": (times(lambda c: (7919 * c.i + c.j**2) % 11 > 0), "no plain rule"),
     # ---- scores ----
     "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
-    "ALiBi": (
-        *(added(lambda c: 0.5 ** (c.h + 1) * (c.j - c.p)), "-0.5 (head 0), -0.25 (head 1)"),
-        "group3",
-    ),
+    "ALiBi": (added(lambda c: -away(c) / 2**c.h / 2), "-0.5 (head 0), -0.25 (head 1)", "group3"),
     "square": (added(lambda c: -0.001 * away(c) ** 2), "-0.001 (j - i)^2"),
     "root": (added(lambda c: -0.1 * np.sqrt(away(c))), "-0.1 sqrt|j - i|"),
     "waves": (added(lambda c: 0.3 * np.sin((c.j - c.p) / 3)), "on j - i and the head alone"),
@@ -190,39 +138,33 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "cos": ({"scores": lambda c, S: np.cos(S)}, "function of the right ones alone: -1.5 is -0.93"),
     "clipped": ({"scores": lambda c, S: np.clip(S, -1, 1)}, "the scores are clipped at 1"),
     "absolute": ({"scores": lambda c, S: np.abs(S)}, "the scores are their absolute values"),
-    "no softcap, clipped": ({"cap": clipped}, "the scores are clipped at 1.5", "softcap"),
+    "no softcap, clipped": (_CLIPPED, "the scores are clipped at 1.5", "softcap"),
     "few columns": ({"Y": first_columns}, "q . k without columns 8 to 15"),
     "by tile": ({"Y": by(lambda c: 1 + 3 * (c.j >= 16))}, "4 from 16 on (softmax_scale is mis"),
     "diagonal": ({"Y": by(lambda c: 1 + (c.j // 16 == c.i // 16))}, "2 from 0 on (2)"),
-    "filled": (or_seen(own_tile) | {"S": of_hidden(0)}, "masked scores are 0, not -inf"),
-    "not hidden enough": (or_seen(own_tile) | {"S": of_hidden(None)}, "-3 is added to masked"),
+    "filled": (_OPEN_TILE | {"S": of_hidden(0)}, "masked scores are 0, not -inf"),
+    "not hidden enough": (_OPEN_TILE | {"S": of_hidden(None)}, "-3 is added to masked"),
     # ---- rows ----
-    "late v": ({"V": lambda c, x: x[late(c)]}, "v: row i - 16, its own in the first tile"),
-    "late k": ({"K": lambda c, x: x[late(c)]}, "k: row i - 16, its own in the first tile"),
-    "order of v": ({"V": lambda c, x: x[pairs(c)]}, "j % 2 <= 0; j - 1 for j % 2 = 1"),
-    "first rows of k": ({"K": first_rows}, "other rows of k: without the offset of the seq", OPEN),
+    "late v": ({"V": _LATE}, "v: row i - 16, its own in the first tile"),
+    "late k": ({"K": _LATE}, "k: row i - 16, its own in the first tile"),
+    "order of v": ({"V": _PAIRS}, "j % 2 <= 0; j - 1 for j % 2 = 1"),
+    "first rows of k": (_FIRST_ROWS, "other rows of k: without the offset of the seq", OPEN),
     # ---- row sums, heads, stores ----
-    "padding": (heavier(padding), "up to the longest sequence"),
+    "padding": (heavier(lambda c: np.log(padding(c))), "up to the longest sequence"),
     "tile of padding": (heavier(lambda c: np.log(-c.m % 32)), "its last tile of 32 keys"),
     "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
     "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
-    "h % heads": (
-        *({"kv head": lambda c, g: c.h % c.question.num_heads_kv}, "keys of head h % 2"),
-        GROUP,
-    ),
+    "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
-    "NaN": ({"softmax": nan_tail}, "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),
+    "NaN": (_NAN_TAIL, "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),
     "rows": ({"softmax": unwritten}, "rows see no key, or are not written: i % 16 = 15"),
-    "of q": (
-        *(of_rows(of_queries), "the keys of the row in k - the query's first row in q >= 0 and"),
-        UNEQUAL,
-    ),
+    "of q": (_ROWS_OF_Q, "keys of the row in k - the query's first row in q >= 0 and", UNEQUAL),
     "base 2": ({"lse": by(1 / LN_2)}, "lse is in base 2"),
-    "no logarithm": ({"softmax": no_logarithm}, "lse is row_max + row_sum (a logarithm"),
-    "scaled sink": ({"sink": scaled}, "have exp(0.25 sink), in place of", "sinks"),
+    "no logarithm": (_NO_LOGARITHM, "lse is row_max + row_sum (a logarithm"),
+    "scaled sink": ({"sink": power(2)}, "have exp(0.25 sink), in place of", "sinks"),
     "another sink": ({"sink": lambda c, x: 0.7 * x - 0.4}, "have exp(0.7 sink - 0.4), in", "sinks"),
-    "sinks of the next": ({"sink": next_sink}, "exp(sink) of head (h +1) % 3", "sinks"),
-    "merged": (merged("mean", 2), "by a factor, another one in every row", "edges"),
+    "sinks of the next": (_NEXT_SINK, "exp(sink) of head (h +1) % 3", "sinks"),
+    "merged": (merged(2, mean), "by a factor, another one in every row", "edges"),
 }
 _BACKWARD: dict[str, tuple[Any, ...]] = {
     "back": (on("dS", lambda c: 0.98 ** away(c)), "by 0.98^|j - i|"),
@@ -236,18 +178,15 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "dq without a tile": (on("dS of dq", lambda c: c.j // 16 != 1), "dq misses pairs: 16 <= j"),
     "rows of dq": (on("dS of dq", lambda c: c.i % 16 >= 4), "dS of dq misses pairs: i % 16"),
     "dk without rows": (on("dS of dk", lambda c: c.i >= 8), "dS of dk misses pairs: i <= 7"),
-    "dP of another head": ({"dP": other_dP}, "takes dP of query head h with v of", GROUP),
+    "dP of another head": (_OTHER_DP, "takes dP of query head h with v of", GROUP),
     "P(1 - P) dP": ({"dS": lambda c, x: c.P * (1 - c.P) * c.dP}, "dS is P dP - P^2 dP, not"),
     "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
     "D of a tile": ({"D": over_tiles}, "D over the keys of one tile of 16"),
     "D so far": ({"dS": lambda c, x: c.P * (c.dP - so_far(c))}, "over the tiles of 16 keys so far"),
-    "half of D": (delta(half), "dout . out without columns 8 to 15"),
-    "D of the row before": (delta(row_before), "takes D of row i - 1"),
-    "out of the next head": (
-        *(delta(lambda a, q: (a["dout"] * np.roll(a["out"], -1, 1)).sum(2).T), "the next head"),
-        "group3",
-    ),
-    "D of some": (on_D(lambda c: c.i % 16 < 12), "has no D where i % 16 >= 12"),
+    "half of D": (_HALF_OF_D, "dout . out without columns 8 to 15"),
+    "D of the row before": (_BEFORE, "takes D of row i - 1"),
+    "out of the next head": (_NEXT_HEAD, "the next head", "group3"),
+    "D of some": ({"D": lambda c, D: D * (c.i % 16 < 12)}, "has no D where i % 16 >= 12"),
     "fewer columns": (
         {"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T},
         "dP = dout . v without columns 12 to 15",
@@ -270,10 +209,6 @@ def alike(bug: Bug, dtype: str) -> Case:
     return replace(small(CASES[bug.case]), dtype=dtype, dlse=False)
 
 
-def numbers(x: np.ndarray) -> np.ndarray:
-    return np.nan_to_num(x.astype(float))
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
@@ -291,10 +226,11 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     right = solve(question, bug.stage, given=question.passed)
     names = STAGES[bug.stage][:2] if bug.stage == FORWARD else ("dq", "dk", "dv")
     known = {n: np.isfinite(right[n]) for n in names}
-    off, null = (
-        max(np.abs(numbers(answers[n])[known[n]] - numbers(x[n])[known[n]]).max() for n in names)
-        for x in (planted, right)
+    mine, *due = (
+        {n: np.nan_to_num(x[n].astype(float))[known[n]] for n in names}
+        for x in (answers, planted, right)
     )
+    off, null = (max(abs(mine[n] - x[n]).max() for n in names) for x in due)
     assert off < (1e-4 if dtype == "float64" else 0.06) * max(1, null) and null > 5 * off
 
 
@@ -335,10 +271,8 @@ def test_a_function_may_want_multiples() -> None:
 
         return of_stage if stage == FORWARD else None
 
-    case = replace(
-        CASES["edges-causal"], lengths_q=(44, 84), lengths_k=(44, 84), past_q=0, past_k=0
-    )
-    question = question_of(case, clean=True)
+    lengths: Any = {"lengths_q": (44, 84), "lengths_k": (44, 84), "past_q": 0, "past_k": 0}
+    question = question_of(replace(CASES["edges-causal"], **lengths), clean=True)
     (found,) = read(question, wants).of
     assert "a query misses keys: by no plain rule" in found.wrong[0] and found.bug is not None
 

@@ -110,8 +110,7 @@ def test_standard_cases_and_what_cannot_be_read(tmp_path: Path) -> None:
     names = ("cu_seqlens_q", "cu_seqlens_k")
     without_the_last = {name: getattr(question, name)[:-1] for name in names}
     for change, text in ((moved, "are not those"), (without_the_last, "write its file anew")):
-        dump(
-            tmp_path / "other.npz", replace(question, **change), {"out": answers["out"]}, identify=4
-        )
+        other = replace(question, **change)
+        dump(tmp_path / "other.npz", other, {"out": answers["out"]}, identify=4)
         done = call("explain", tmp_path / "other.npz")
         assert done.exit_code == 2 and text in said(done)

@@ -36,7 +36,7 @@ KINDS = {
     "TF32": ("float32",),
     "its own softmax in the backward pass": ("bfloat16",),
     "from the last key": ("bfloat16",),
-    "partial softmaxes, merged in pairs": ("bfloat16",),
+    "partial softmaxes, merged at the end": ("bfloat16",),
     "refuses": ("float32",),
 }
 

@@ -11,7 +11,7 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.judge.failures import explain_failures
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose import plain
-from tests.diagnose.called import candidate, told, wrong
+from tests.diagnose.called import candidate, in_sweeps, told, wrong
 from tests.diagnose.plain import FLOAT32, FLOAT64, Planted
 from tests.diagnose.planted import sparse
 from tests.diagnose.planted.sparse import entries_with
@@ -46,13 +46,7 @@ def posed(planted: Planted, dtype: np.dtype[Any] = FLOAT64) -> Question:
     return next(question for question in drawn if not planted.bug or shows(planted, question))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if n % 4 == 0 else pytest.param(name, marks=pytest.mark.sweep)
-        for n, name in enumerate(KEYS)
-    ],
-)
+@pytest.mark.parametrize("name", in_sweeps(KEYS, 4))
 def test_bugs_are_read_and_planted(name: str) -> None:
     planted = plant(name)
     question = posed(planted)

@@ -39,17 +39,11 @@ def test_maps_take_what_numpy_would() -> None:
             assert np.array_equal(moved, right), words
 
 
-@pytest.mark.parametrize(
-    ("cuts", "of"),
-    [
-        (partial_sums.splits, partial_sums.merged),
-        (
-            partial_sums.tiles,
-            partial(partial_sums.rescaled, wrong=(), way=partial_sums.WAYS["rescaled twice"]),
-        ),
-    ],
-    ids=["merged", "one after the other"],
-)
+RESCALED = partial(partial_sums.rescaled, wrong=(), way=partial_sums.WAYS["rescaled twice"])
+WAYS = [(partial_sums.splits, partial_sums.merged), (partial_sums.tiles, RESCALED)]
+
+
+@pytest.mark.parametrize(("cuts", "of"), WAYS, ids=["merged", "one after the other"])
 def test_right_parts_make_the_whole(cuts: Callable[..., dict], of: Callable[..., object]) -> None:
     """With the right weights, parts of the keys give what all keys give."""
     question = packed((50, 41), np.float64, dim=32, moved=True)

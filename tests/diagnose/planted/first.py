@@ -16,10 +16,12 @@ from tests.diagnose.hooks import (
     no_window,
     of_each,
     of_group,
+    padding,
     power,
     tiled,
     times,
     window,
+    with_zeros,
 )
 from tests.diagnose.plain import BFLOAT16, FLOAT16, FLOAT32, LN_2, ZEROS, Array, Head, Planted
 from tests.diagnose.problems import Needs, normal, problems
@@ -75,17 +77,6 @@ def running_on(tile: int, step: int = 1) -> Any:
     return in_sequences(rows)
 
 
-def padded(upto: int | str) -> Hooks:
-    """Keys of zeros up to a multiple, or up to the longest sequence."""
-
-    def keys(c: Head, x: Array) -> Array:
-        longest = max(c.question.lengths_k)
-        stop = longest if isinstance(upto, str) else -(-len(x) // upto) * upto
-        return np.concatenate([x, np.full(stop - len(x), ZEROS)])
-
-    return {"keys": keys}
-
-
 def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
     """Keys of the neighbours, some or up to the end of a tile."""
 
@@ -99,17 +90,13 @@ def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
 def past_dout(number: float) -> Hooks:
     """Queries of zeros up to the longest sequence, with a cotangent."""
 
+    def past(of: Any) -> Any:
+        return lambda c, x: np.where((c.rows == ZEROS)[:, None], c.run.wide.type(of(c)), x)
+
     def rows(c: Head, x: Array) -> Array:
         return np.concatenate([x, np.full(max(c.question.lengths_q) - c.n, ZEROS)])
 
-    def past(c: Head, right: Array, other: float) -> Array:
-        return np.where((c.rows == ZEROS)[:, None], c.run.wide.type(other), right)
-
-    return {
-        "rows": rows,
-        "dO": lambda c, x: past(c, x, number),
-        "L": lambda c, x: past(c, x, np.log(max(c.m, 1))),
-    }
+    return {"rows": rows, "dO": past(lambda c: number), "L": past(lambda c: np.log(max(c.m, 1)))}
 
 
 def no_tail_of_queries(tile: int) -> Hooks:
@@ -133,12 +120,6 @@ def delta_of(out: Any) -> Hooks:
 def unmasked(out: Array, question: Question) -> Array:
     open_ = replace(question, causal=False, window=plain.OPEN)
     return plain.forward(plain.Run(open_, plain.Kernel()))["out"]
-
-
-def some_lost(c: Head, x: Array) -> Array:
-    """The contributions of some pairs of tiles, by chance."""
-    k = c.kernel
-    return by_pairs(lambda pair: c.run.chance.random() >= 0.15, k.tile_m, k.tile_n)(c, x)
 
 
 # ---- the table ----
@@ -196,9 +177,8 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "accumulator-not-reset": {"lengths_k": ("equal",), "lengths": (40, 90)},
     "other-data": {"lengths": (4, 90)},
 }
-_NARROW = of_each(
-    lambda c, x: c.run.narrow(x), "sum row_sum", "sum out", "sum dq", "sum dk", "sum dv"
-)
+_SUMS_OF = ("sum row_sum", "sum out", "sum dq", "sum dk", "sum dv")
+_NARROW = of_each(lambda c, x: c.run.narrow(x), *_SUMS_OF)
 _MEAN = {"S": lambda c, S: np.where(c.seen > 0, S, c.run.wide.type(HIDDEN))} | _ALL_TILES
 _KEPT_OUT, _KEPT_SUM = ({f"sum {x}": lambda c, x: c.old + c.part} for x in ("out", "row_sum"))
 _UNSUBTRACTED, _NO_SUM = {"subtracts_max": False}, {"unguarded": ("sum",)}
@@ -236,14 +216,18 @@ _NO_KEYS_TAIL = times(lambda c: c.j < c.m // 16 * 16)
 _DIAGONAL = times(lambda c: 1 + (c.i // 16 == c.j // 16))
 _DEFAULT = {"scale": lambda c, s: c.question.q.shape[2] ** -0.5}
 _OPERANDS = ("dS of dq", "dS of dk", "P of dv")
+_REVERSED: Any = lambda x, *_: x[..., ::-1]  # noqa: E731
+_LOST, _LOST_32 = (
+    by_pairs(lambda t: t.c.run.chance.random() >= 0.15, tile, tile) for tile in (16, 32)
+)  # pairs of tiles, by chance
 _BY_HEADS, _BY_COLUMNS = written_as((1, 0, 2)), written_as((2, 1, 0))
 
 _TABLE: Table = (
     # ---- who sees whom ----
-    ("padded-keys: up to the longest", "f b fb", padded("longest") | _OWN_LSE),
-    ("padded-keys: up to the longest, as autograd has it", "b fb", padded("longest") | _OWN),
-    ("padded-keys: up to 16", "f fb", padded(16) | _OWN_LSE),
-    ("padded-keys: up to 64", "f b fb", padded(64) | _OWN_LSE),
+    ("padded-keys: up to the longest", "f b fb", with_zeros(padding) | _OWN_LSE),
+    ("padded-keys: up to the longest, as autograd has it", "b fb", with_zeros(padding) | _OWN),
+    ("padded-keys: up to 16", "f fb", with_zeros(lambda c: -c.m % 16) | _OWN_LSE),
+    ("padded-keys: up to 64", "f b fb", with_zeros(lambda c: -c.m % 64) | _OWN_LSE),
     ("padded-grad-out: ones", "b", past_dout(1.0)),
     ("padded-grad-out: negative", "b", past_dout(-2.0)),
     ("mask-missing-in-backward: softmax over all keys", "b", no_window() | _OWN_LSE),
@@ -330,15 +314,11 @@ _TABLE: Table = (
     ("transposed: out by heads", "f", stored(_BY_HEADS, "out")),
     ("transposed: out by heads, not read so", "f", stored(_BY_HEADS, "out") | _RIGHT),
     ("transposed: out by columns", "f", stored(_BY_COLUMNS, "out")),
-    ("transposed: columns of out reversed", "f", stored(lambda x, *_: x[..., ::-1], "out")),
+    ("transposed: columns of out reversed", "f", stored(_REVERSED, "out")),
     ("transposed: lse by tokens", "f", stored(written_as((1, 0)), "lse") | _RIGHT),
     ("transposed: gradients by heads", "b", stored(_BY_HEADS, *GRADIENTS)),
     ("transposed: dq by columns", "b", stored(_BY_COLUMNS, "dq")),
-    (
-        "transposed: columns of gradients reversed",
-        "b",
-        stored(lambda x, *_: x[..., ::-1], *GRADIENTS),
-    ),
+    ("transposed: columns of gradients reversed", "b", stored(_REVERSED, *GRADIENTS)),
     ("tail-tile-dropped: queries, 16", "f b fb", no_tail_of_queries(16)),
     ("tail-tile-dropped: queries, 64", "f", no_tail_of_queries(64), _OVER_64),
     ("tail-tile-dropped: keys, 16", "f b fb", _NO_KEYS_TAIL),
@@ -358,9 +338,9 @@ _TABLE: Table = (
     ("transposed: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
     ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv"), _TILES_16),
     # ---- no function of the inputs ----
-    ("race: dk and dv", "b", of_each(some_lost, "dS of dk", "P of dv")),
-    ("race: dq", "b", {"dS of dq": some_lost}),
-    ("race: all gradients, 32", "b", of_each(some_lost, *_OPERANDS) | tiled(32)),
+    ("race: dk and dv", "b", of_each(_LOST, "dS of dk", "P of dv")),
+    ("race: dq", "b", {"dS of dq": _LOST}),
+    ("race: all gradients, 32", "b", of_each(_LOST_32, *_OPERANDS) | tiled(32)),
     ("other-data: all inputs", "f b fb", {"question": other_data}),
 )
 PLANTED = plants(
@@ -380,7 +360,7 @@ RIGHT: tuple[Planted, ...] = (
     _right("masked tiles are computed too", {"skips_masked": False}),
     _right("from the last key", {"order": "descending"}),
     _right("tiles in any order", {"order": "shuffled", "tile_n": 8}),
-    _right("partial softmaxes, merged in pairs", {"order": "pairwise", "tile_n": 8}),
+    _right("partial softmaxes, merged at the end", {"order": "merged", "tile_n": 8}),
     _right("two passes over the keys", {"two_pass": True}),
     _right("exp2", {"base_2": True}),
     _right("its own softmax in the backward pass", _OWN_LSE),
@@ -402,6 +382,4 @@ def answers(plant: Planted | None, question: Question, chance: int = 0) -> Answe
     return found
 
 
-def right_answers(kind: Planted, question: Question) -> Answers:
-    """Those of a right implementation, one of RIGHT."""
-    return answers(kind, question)
+right_answers = answers  # of one of RIGHT

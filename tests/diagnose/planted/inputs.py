@@ -6,25 +6,16 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from tests.diagnose.hooks import Pair, by, by_pairs, meeting, of_each, tiled
+from tests.diagnose.hooks import by, by_pairs, meeting, of_each, tiled
 from tests.diagnose.plain import Array, Head, Run, answers, tiles
 from tests.diagnose.problems import problems
-from tests.diagnose.stores import apart, as_if, change, in_sequences, local, stored
+from tests.diagnose.stores import apart, as_if, change, in_sequences, local, read_as, stored
 from tests.diagnose.table import FEW, GRADIENTS, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
 
 
 # ---- what is read ----
-
-
-def read_as(**others: str) -> Hooks:
-    """Arrays in the place of others; delta is still that of the right ones."""
-    return {"read": lambda run, a: a | {name: a[other] for name, other in others.items()}}
-
-
-def turned(*names: str) -> Hooks:
-    return change(lambda x, name, q: as_if((1, 0, 2)[: x.ndim])(x, name, q), *names)
 
 
 @in_sequences
@@ -70,10 +61,8 @@ def stale(rows_too: bool, by_tiles: int, zeros: bool = False) -> Callable[[Head,
 
 def stale_values(c: Head, V: Array) -> Array:
     """In the forward pass: V of the tile of keys before in the loop."""
-    before = c.V[c.loop[max(c.place - 1, 0)]]
-    found = np.zeros_like(V)
-    found[: len(before)] = before[: len(V)]
-    return found
+    before = c.V[c.loop[max(c.place - 1, 0)]][: len(V)]
+    return np.concatenate([before, 0 * V[len(before) :]])
 
 
 def lse_by_key(c: Head, L: Array) -> Array:
@@ -95,20 +84,6 @@ def masked_by_tiles(first_alone: bool, tile_m: int = 32, tile_n: int = 32) -> Ho
     return {"seen": see}
 
 
-def hashed(pair: Pair) -> bool:
-    return (pair.i * 5 + pair.j * 3 + pair.c.h * 7 + pair.c.b) % 4 != 1
-
-
-def queries_past(tile: int) -> Hooks:
-    """The last tile of queries goes on; what is stored is not more than the own ones."""
-
-    def rows(c: Head, x: Array) -> Array:
-        stop = c.start_q + -(-c.n // tile) * tile
-        return np.arange(c.start_q, min(stop, len(c.question.q)))
-
-    return {"rows": rows}
-
-
 # ---- what is written ----
 
 
@@ -116,15 +91,6 @@ def heads_of_groups_apart(array: Array, name: str, question: Question) -> Array:
     """The i-th query head of a key/value head as head i * num_heads_kv + head_kv."""
     order = np.arange(question.num_heads_q).reshape(question.num_heads_kv, -1).T.ravel()
     return array[order] if name == "lse" else array[:, order]
-
-
-def of_key_head(after: int) -> Any:
-    """Keys of another key/value head: so many after its own, or of h % num_heads_kv."""
-
-    def keys(c: Head, K: Array) -> Array:
-        return c.read("k", (c.g + after if after else c.h) % c.question.num_heads_kv)
-
-    return keys
 
 
 # ---- the table ----
@@ -147,11 +113,17 @@ _MEAN = {"dv": by(lambda run: 1 / run.question.group)}
 
 _FROM_12, _FROM_20 = {"lengths": (12, 70)}, {"lengths": (20, 70)}
 _POWERS = {"head_dims": (16, 32, 64)}
+_TURNED = as_if((1, 0, 2))
 _HEADS_FIRST = in_sequences(lambda x: x.swapaxes(0, 1).reshape(x.shape))
 _BEFORE = in_sequences(lambda x: x[np.arange(len(x)) & ~8])
 _8_APART, _16_APART = (lambda c, x, far=far: apart(far, 2 * far)(x) for far in (8, 16))
 _OVER_QUERIES = {"dS": lambda c, x: c.P * (c.dP - (c.P * c.dP).sum(axis=0))}
-_LOST, _LOST_16 = ({"dS of dq": by_pairs(hashed, tile, 32)} for tile in (32, 16))
+_HASHED: Any = lambda t: (t.i * 5 + t.j * 3 + t.c.h * 7 + t.c.b) % 4 != 1  # noqa: E731
+_LOST, _LOST_16 = ({"dS of dq": by_pairs(_HASHED, tile, 32)} for tile in (32, 16))
+_NEXT_K = {"K of dq": lambda c, K: c.read("k", (c.g + 1) % c.question.num_heads_kv)}
+_K_BY_REMAINDER = {"K": lambda c, K: c.read("k", c.h % c.question.num_heads_kv)}
+# the last tile of queries goes on; what is stored is not more than the own ones
+_ROWS_PAST = {"rows": lambda c, x: np.arange(x[0], min(x[0] - c.n // -32 * 32, len(c.question.q)))}
 _NEXT_LSE = change(lambda x, *_: np.roll(x, -1, 0), "lse")
 _HALVES = stored(lambda x, *_: np.roll(x, x.shape[2] // 2, 2), "dv")
 _GROUPS = {"groups": (2, 3), "heads_kv": (2, 3), "lengths": (10, 90)}
@@ -167,13 +139,13 @@ _TABLE: Table = (
     ("arguments-swapped: q, k and v in turn", "fb", read_as(q="k", k="v", v="q"), _SINGLE),
     ("arguments-swapped: q and dout", "b", read_as(q="dout", dout="q"), _SAME),
     ("arguments-swapped: lse and delta", "b", read_as(lse="delta", delta="lse")),
-    ("input-layout: v, heads first", "fb", turned("v"), _SEVERAL),
-    ("input-layout: q, k, v heads first", "f", turned("q", "k", "v"), _HEADS),
-    ("input-layout: dout, heads first", "b", turned("dout"), _HEADS),
+    ("input-layout: v, heads first", "fb", change(_TURNED, "v"), _SEVERAL),
+    ("input-layout: q, k, v heads first", "f", change(_TURNED, "q", "k", "v"), _HEADS),
+    ("input-layout: dout, heads first", "b", change(_TURNED, "dout"), _HEADS),
     ("input-layout: k, columns before heads", "f", change(as_if((0, 2, 1)), "k"), _SEVERAL),
     ("input-layout: a swizzle of k", "fb", change(halves_swapped, "k"), _POWERS),
     ("input-layout: heads for tokens", "f", {"results": over_heads}, _THREE),
-    ("statistics-misplaced: lse, tokens first", "b", turned("lse"), _HEADS),
+    ("statistics-misplaced: lse, tokens first", "b", change(_TURNED, "lse"), _HEADS),
     ("statistics-misplaced: lse of the first sequence", "b", change(local, "lse")),
     ("statistics-misplaced: delta of row i & ~8", "b", change(_BEFORE, "delta"), _FROM_12),
     ("statistics-misplaced: lse of the next head", "b", _NEXT_LSE, _HEADS),
@@ -181,8 +153,8 @@ _TABLE: Table = (
     ("statistics-misplaced: delta of the first sequence", "b", change(local, "delta")),
     ("stale-tile: V of the tile before", "f", {"V tile": stale_values}, _LONG),
     ("stale-tile: K of the next tile in dq", "b", {"K of dq": stale(False, 1)}, _LONG),
-    ("gqa-head-map: K of the next head in dq", "b", {"K of dq": of_key_head(1)}, _GROUPS),
-    ("gqa-head-map: h % heads, K alone", "b", {"K": of_key_head(0)}, _GROUPS),
+    ("gqa-head-map: K of the next head in dq", "b", _NEXT_K, _GROUPS),
+    ("gqa-head-map: h % heads, K alone", "b", _K_BY_REMAINDER, _GROUPS),
     ("accumulator-not-reset: dv, from head to head", "b", stored(_HEADS_ON, "dv"), _GROUPS),
     ("stale-tile: P of the tile before", "b", {"P of dv": stale(True, -1, zeros=True)}, _LONG),
     ("stale-tile: dS of the next tile", "b", {"dS of dk": stale(True, 1)}, _LONG),
@@ -200,7 +172,7 @@ _TABLE: Table = (
     ("transposed or input-layout: dv, halves of columns", "b", _HALVES, _EVEN),
     ("mask-missing-in-backward: but for the first tile", "b", masked_by_tiles(True, 16), _OVER_40),
     ("mask-missing-in-backward: in tiles of 32", "b", masked_by_tiles(False), {"over": 40}),
-    ("neighbour-leak: queries up to 32", "b", queries_past(32), {"lengths": (20, 60)}),
+    ("neighbour-leak: queries up to 32", "b", _ROWS_PAST, {"lengths": (20, 60)}),
     ("pairs-dropped: lost updates of dq", "b", _LOST, {"masks": ("open",)}),
     ("pairs-dropped: lost updates of dq, causal", "b", _LOST_16, _CAUSAL),
     ("softmax-axis: dS over queries", "b", _OVER_QUERIES),

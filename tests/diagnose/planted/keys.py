@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Question
-from tests.diagnose.hooks import and_seen, or_seen, seen, times
+from tests.diagnose.hooks import or_seen, padding, seen, times, with_zeros
 from tests.diagnose.plain import FLOAT16, ZEROS, Array, Head, answers
 from tests.diagnose.problems import DTYPES, problems
-from tests.diagnose.stores import bounds, stored
+from tests.diagnose.stores import by_sequences, stored
 from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -21,11 +20,6 @@ Test = Callable[[Head], Any]
 
 def ceil(x: Any, tile: int) -> Any:
     return -(-x // tile)
-
-
-def up_to(x: Array, tile: int) -> Array:
-    """The first row of the tile of x."""
-    return x // tile * tile
 
 
 # ---- which keys -------------------------------------------------------------------------------
@@ -38,19 +32,6 @@ def open_tile(keys: int) -> Hooks:
 def of_rows(test: Test) -> Hooks:
     """Any row of k may be seen; ``test`` goes by the row r, counted from the pack's first."""
     return {"keys": lambda c, x: np.arange(c.total_k)} | seen(test)
-
-
-def with_zeros(number: Callable[[Head], int], hidden: bool = False) -> Hooks:
-    """Zeros in front of the keys; hidden: as many of the last keys are not seen."""
-
-    def keys(c: Head, x: Array) -> Array:
-        zeros = np.full(number(c), ZEROS)
-        return np.concatenate([zeros, x])[: len(x)] if hidden else np.concatenate([x, zeros])
-
-    def see(c: Head, x: Array) -> Array:
-        return np.where(c.r == ZEROS, True, x)
-
-    return {"keys": keys, "seen": see}
 
 
 def part(c: Head, number: int, parts: int) -> Any:
@@ -68,25 +49,11 @@ def by_document(c: Head) -> Array:
     return (c.j % 3 == c.i % 3) | (c.j == 0) | (c.j**2 % 7 == c.i % 7)
 
 
-def writer(c: Head, tile: int) -> Array:
-    """Whose last tile of queries goes on over a row of the next sequences: its number, or -1."""
-    token, found = c.start_q + c.i, np.full((c.n, 1), -1)
-    for b in reversed(range(c.b)):
-        end = int(c.question.cu_seqlens_q[b + 1])
-        over = (token >= end) & (token < end + -c.question.lengths_q[b] % tile)
-        found = np.where(over, b, found)
-    return found
-
-
-def tails(tile: int = 32) -> Hooks:
-    """Rows past a sequence's end, up to its tile's, over those of the next."""
-
-    def see(c: Head, x: Array) -> Array:
-        b, starts = writer(c, tile), np.asarray(c.question.cu_seqlens_k)
-        own = x & (b < 0) & (c.j >= 0) & (c.j < c.m)
-        return own | ((b >= 0) & (c.r >= starts[b]) & (c.r < starts[b + 1]))
-
-    return {"keys": lambda c, x: np.arange(c.total_k), "seen": see}
+def tails(c: Head, x: Array) -> Array:
+    """The last tile of the sequence before goes on over the first rows."""
+    over = (c.i < -c.question.lengths_q[c.b - 1] % 32) & (c.b > 0)
+    before = (c.r < c.start_k) & (c.r >= int(c.question.cu_seqlens_k[c.b - 1]))
+    return np.where(over, before, x & (c.j >= 0) & (c.j < c.m))
 
 
 def left_side(by: Test) -> Hooks:
@@ -108,13 +75,12 @@ def dropout(share: float, rescaled: bool = True) -> Hooks:
 # ---- which rows are stored --------------------------------------------------------------------
 
 
-def never_run(x: Array, name: str, question: Question, tile: int = 16) -> Array:
+@by_sequences
+def never_run(x: Array, start: int, stop: int) -> Array:
     """0 in rows of q, where tiles are counted by the offsets, as if these began at tiles."""
-    x = x.copy()
-    for start, end in bounds("q", question):
-        first = min(start + (ceil(end, tile) - ceil(start, tile)) * tile, end)
-        (x.T if name == "lse" else x)[first:end] = 0.0
-    return x
+    found, run = x[start:stop].copy(), (ceil(stop, 16) - ceil(start, 16)) * 16
+    found[run:] = 0
+    return found
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -126,10 +92,11 @@ _LONGER = {"lengths_k": ("more",)}
 _SMALL = {"lengths": (34, 60), "head_dims": (64,), "heads_kv": (1, 2), "dtypes": DTYPES[:2]}
 _DOCUMENTS = {"lengths": (20, 48), "head_dims": (32,), "heads_kv": (2, 4)}
 _ROW_SIDE = left_side(lambda c: c.i - c.window[0])
-_FIRST_LENGTH = and_seen(lambda c: c.j < c.question.lengths_k[0])
-_HALF, _QUARTER = and_seen(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
+_FIRST_LENGTH = times(lambda c: c.j < c.question.lengths_k[0])
+_HALF, _QUARTER = times(lambda c: part(c, 0, 2)), times(lambda c: 1 + part(c, 2, 4))
 _FIRST_TWICE = times(lambda c: 1 + ((c.j > 0) & (c.j % 16 == 0)))
-_LEFT_PADDED = with_zeros(lambda c: max(c.question.lengths_k) - c.m, hidden=True)
+_TAILS = {"keys": lambda c, x: np.arange(c.total_k), "seen": tails}
+_LEFT_PADDED = {"keys": lambda c, x: np.concatenate([np.full(padding(c), ZEROS), x])[: len(x)]}
 _AS_FROM_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r < c.start_q + c.m))
 _NEXT_SEQUENCE = of_rows(
     lambda c: (
@@ -139,25 +106,25 @@ _NEXT_SEQUENCE = of_rows(
 )
 _AS_LONGEST = of_rows(lambda c: (c.r >= c.start_k) & (c.r - c.start_k < max(c.question.lengths_k)))
 _IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1]))
-_NO_TAIL = or_seen(lambda c: c.i >= up_to(c.n, 16))
+_NO_TAIL = or_seen(lambda c: c.i >= c.n // 16 * 16)
 
 _CAUSAL: Table = (
     ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),
     ("wrong-keys: own tile of 32 open, more keys", "fb", open_tile(32), _LONGER),
-    ("wrong-keys: tiles by number, 16 by 32", "fb", and_seen(lambda c: c.j // 16 <= c.i // 32)),
+    ("wrong-keys: tiles by number, 16 by 32", "fb", times(lambda c: c.j // 16 <= c.i // 32)),
     ("wrong-keys: counted from a chunk", "fb", seen(lambda c: c.j <= c.i % 32)),
     ("wrong-keys: packed row of q", "fb", seen(lambda c: c.j <= c.start_q + c.i)),
     ("wrong-keys: prefix of 5 seen by all", "fb", seen(lambda c: (c.j <= c.p) | (c.j < 5))),
     ("wrong-keys: five keys more", "fb", seen(lambda c: c.j <= c.p + 5)),
-    ("wrong-keys: every second key", "fb", and_seen(lambda c: (c.p - c.j) % 2 == 0)),
+    ("wrong-keys: every second key", "fb", times(lambda c: (c.p - c.j) % 2 == 0)),
     ("wrong-keys or mask-inverted: transposed", "fb", seen(lambda c: c.j >= c.p)),
-    ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", and_seen(lambda c: c.j < 32)),
+    ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", times(lambda c: c.j < 32)),
     ("wrong-keys or causal-dropped: no mask in the tail tile", "fb", _NO_TAIL),
     ("wrong-keys: a span of its own by row", "fb", seen(irregular_span)),
     ("wrong-keys: backward alone: five more", "b", seen(lambda c: c.j <= c.p + 5)),
     ("causal-dropped: in every second head", "fb", or_seen(lambda c: c.h % 2 == 1)),
     ("mask-missing-in-backward: in the own tile", "b", open_tile(16)),
-    ("pairs-dropped: tiles by number, 32 by 16", "b", and_seen(lambda c: c.j // 16 <= c.i // 32)),
+    ("pairs-dropped: tiles by number, 32 by 16", "b", times(lambda c: c.j // 16 <= c.i // 32)),
     ("dropout: p = 0.1", "fb", dropout(0.1), _SMALL),
     ("dropout: p = 0.2, not rescaled", "fb", dropout(0.2, rescaled=False), _SMALL),
     ("rows-not-written or tail-tile-dropped: out and lse", "f", stored(never_run, "out", "lse")),
@@ -177,19 +144,19 @@ _OPEN: Table = (
     ("wrong-keys or tile-skipped or tail-tile-dropped: a half alone", "fb", _HALF),
     ("wrong-keys or tile-counted-twice: a quarter twice", "fb", _QUARTER),
     ("wrong-keys: own key twice", "fb", times(lambda c: 1 + (c.j == c.p))),
-    ("wrong-keys: own key hidden", "fb", and_seen(lambda c: c.j != c.p)),
-    ("wrong-keys: own chunk alone", "fb", and_seen(lambda c: c.j // 16 == c.p // 16)),
-    ("wrong-keys: causal, not asked for", "fb", and_seen(lambda c: c.j <= c.p)),
-    ("wrong-keys: a window, not asked for", "fb", and_seen(lambda c: abs(c.j - c.p) <= 11)),
+    ("wrong-keys: own key hidden", "fb", times(lambda c: c.j != c.p)),
+    ("wrong-keys: own chunk alone", "fb", times(lambda c: c.j // 16 == c.p // 16)),
+    ("wrong-keys: causal, not asked for", "fb", times(lambda c: c.j <= c.p)),
+    ("wrong-keys: a window, not asked for", "fb", times(lambda c: abs(c.j - c.p) <= 11)),
     ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
-    ("wrong-keys: tail rows of the sequence before", "fb", tails()),
-    ("wrong-keys: documents", "fb", and_seen(by_document), _DOCUMENTS),
+    ("wrong-keys: tail rows of the sequence before", "fb", _TAILS),
+    ("wrong-keys: documents", "fb", times(by_document), _DOCUMENTS),
     ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
     ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),
     ("rows-not-written: dq", "b", stored(never_run, "dq")),
 )
-PLANTED = tuple(
-    plant
-    for mask, table in (("causal", _CAUSAL), ("window", _WINDOW), ("open", _OPEN))
-    for plant in plants(table, lambda on, mask=mask: _USUAL | {"masks": (mask,)})
+PLANTED = (
+    *plants(_CAUSAL, lambda on: _USUAL | {"masks": ("causal",)}),
+    *plants(_WINDOW, lambda on: _USUAL | {"masks": ("window",)}),
+    *plants(_OPEN, lambda on: _USUAL | {"masks": ("open",)}),
 )

@@ -7,17 +7,11 @@ import numpy as np
 
 from tests.diagnose.hooks import by
 from tests.diagnose.plain import Head, answers
+from tests.diagnose.planted.softmax import attended
 from tests.diagnose.problems import problems
 from tests.diagnose.table import Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
-
-
-def of_seen(c: Head, L: Any) -> Any:
-    """lse without a sink, of the scores."""
-    top = np.where(np.isneginf(c.S), -np.inf, c.S).max(axis=1, keepdims=True, initial=-np.inf)
-    top = np.where(np.isneginf(top), 0, top)
-    return top + np.log(np.exp(c.S - top).sum(axis=1, keepdims=True))
 
 
 def raised(c: Head, right: Any) -> Any:
@@ -32,7 +26,6 @@ _USUAL: dict[str, Any] = {
     **{"heads_kv": (2,), "groups": (1, 2, 3), "head_dims": (16,), "same_dims": 1.0},
     **{"scaled": 0.0, "dlse": 1.0, "past_end": 0.0, "moved": 0.0},
 }
-_OWN = {"own_beyond": True}
 _UNCAPPED = {"cap": lambda c, x: (c.Y, 1.0, 0.0)}
 _NO_SLOPE = {"cap": lambda c, x: (x[0], 1.0, 0.0)}
 _NO_SINKS = {"sink": lambda c, x: None}
@@ -64,7 +57,7 @@ _TABLE: Table = (
     ("sinks-dropped: tangent", "j", _NO_SINKS),
     ("sinks-dropped: lse", "f", {"softmax": lambda c, x: (c.bare_L, x[1])}),
     ("sinks-dropped: out", "f", {"softmax": lambda c, x: (x[0], c.bare_O)}),
-    ("sinks-dropped: backward", "b", {"L": of_seen}),
+    ("sinks-dropped: backward", "b", {"L": lambda c, L: attended(c.S, c.V)[0]}),
     ("sinks-misplaced: of the key/value head", "f", _OF_GROUP),
     ("sinks-misplaced: of the next head", "f", {"sink": lambda c, x: c.question.sinks[c.h - 1]}),
     ("sinks-misplaced: not relative to the maximum", "f", {"softmax": raised}),
@@ -77,4 +70,4 @@ _TABLE: Table = (
     ("seqused-ignored: backward", "b", _ALL_KEYS),
     ("seqused-ignored: diagonal", "fbsj", {"p": lambda c, p: c.i + c.given - c.n}),
 )
-PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every=_OWN)
+PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every={"own_beyond": True})

@@ -8,7 +8,7 @@ import numpy as np
 from tests.diagnose.hooks import by, of_each, of_group, power
 from tests.diagnose.plain import Array, Head, answers
 from tests.diagnose.problems import problems
-from tests.diagnose.stores import as_if, change, local, written_as
+from tests.diagnose.stores import as_if, change, local, read_as, written_as
 from tests.diagnose.table import FEW, Hooks, Table, plants
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -50,12 +50,6 @@ def unread(*names: str) -> Hooks:
     return before(lambda x, name, question: 0 * x, *names)
 
 
-def exchanged(*order: str) -> Hooks:
-    """The directions that stand in the place of tq, tk and tv."""
-    read = dict(zip(("tq", "tk", "tv"), order, strict=True))
-    return {"arrays": lambda run, a: a | {name: a[other] for name, other in read.items()}}
-
-
 _USUAL = FEW | {"lengths": (1, 70), "over": 19, "batch": (2, 4), "groups": (1, 2, 4), "moved": 0.15}
 _USUAL |= {"lengths_k": ("equal", "equal", "any"), "head_dims": (16, 24, 32, 40, 48)}
 _NO_E = of_each(ZERO, "e in tout", "e in dS", "e in gv")
@@ -63,6 +57,7 @@ _GROUPED, _WHOLE = {"groups": (2, 4)}, {"moved": 0.0}
 _MASKED = {"masks": ("causal", "window", "causal window"), "lengths_k": ("equal", "more")}
 _SEVERAL = _WHOLE | {"heads_kv": (2, 3)}
 _ALIKE = _WHOLE | {"same_dims": 1.0, "groups": (1,), "lengths_k": ("equal",)}
+_TK_AND_TV, _TQ_AND_TK = read_as("arrays", tk="tv", tv="tk"), read_as("arrays", tq="tk", tk="tq")
 _W = {"W": right_W}
 _NEEDS = {
     "gqa-group-not-summed": _GROUPED,
@@ -71,7 +66,8 @@ _NEEDS = {
     "tile-overwrites": _WHOLE,
     "statistics-misplaced": _SEVERAL,
 }
-_OUT_HELD = of_each(ZERO, "e in dS", "e in gv")
+_PASSES_OF_E = ("e in dS", "e in gv")
+_OUT_HELD = of_each(ZERO, *_PASSES_OF_E)
 _TO_IN_GV = {"dO of gv": lambda c, x: c.tO}
 _PASSES = ("P", "P in ddout")
 _SECOND_EXP, _OVER_ALL = {"P": unmasked, "P in ddout": masked}, of_each(over_all, *_PASSES)
@@ -122,11 +118,7 @@ _TABLE: Table = (
     ("second-term-dropped: dO ddv^T of Z'", "s", {"tdP": ZERO}),
     ("mask-missing-in-backward: second pass, exp(S - L)", "s", _SECOND_EXP),
     ("mask-missing-in-backward: second pass, softmax over all", "s", _SECOND_PASS),
-    (
-        "mask-missing-in-backward: both passes, exp(S - L)",
-        "s",
-        of_each(unmasked, "P", "P in ddout"),
-    ),
+    ("mask-missing-in-backward: both passes, exp(S - L)", "s", of_each(unmasked, *_PASSES)),
     ("mask-missing-in-backward: both passes, softmax over all", "s", _OVER_ALL),
     ("tangent-e-omitted: in tout", "j", {"e in tout": ZERO}),
     ("second-term-dropped: P tv", "j", {"P tV": ZERO}),
@@ -149,8 +141,8 @@ _TABLE: Table = (
     ("tile-overwrites or pairs-dropped or rows-not-written: gk, second", "s", _LAST_QUERIES),
     ("input-layout: tk and tv without offset, second jvp", "sj", before(local, "tk", "tv")),
     ("input-layout: tk turned, second jvp", "sj", before(as_if((1, 0, 2)), "tk"), _SEVERAL),
-    ("arguments-swapped: tk and tv, second jvp", "sj", exchanged("tq", "tv", "tk"), _ALIKE),
-    ("arguments-swapped: tq and tk, second jvp", "sj", exchanged("tk", "tq", "tv"), _ALIKE),
+    ("arguments-swapped: tk and tv, second jvp", "sj", _TK_AND_TV, _ALIKE),
+    ("arguments-swapped: tq and tk, second jvp", "sj", _TQ_AND_TK, _ALIKE),
     ("arguments-swapped: ddout for dout in gv, second", "s", _TO_IN_GV, _WHOLE),
     ("arguments-swapped: k for ddk in gq, second", "s", {"tK of gq": lambda c, x: c.K}, _WHOLE),
     ("gqa-head-map: tk of h % num_heads_kv, jvp", "j", _BY_REMAINDER, _SEVERAL | _GROUPED),
@@ -160,12 +152,7 @@ _TABLE: Table = (
     ("tile-overwrites or tile-skipped: P o E of tlse, first, jvp", "j", _FIRST_PE, _WHOLE),
     ("tail-tile-dropped or tile-skipped: P o E, jvp", "j", _WHOLE_TILES, _WHOLE),
     ("tile-overwrites or tile-skipped: dS' k of gq, last", "s", _LAST_TDS),
-    (
-        "statistics-misplaced: e of row i & ~8",
-        "s",
-        of_each(_8_BEFORE, "e in dS", "e in gv"),
-        _WHOLE,
-    ),
+    ("statistics-misplaced: e of row i & ~8", "s", of_each(_8_BEFORE, *_PASSES_OF_E), _WHOLE),
     ("statistics-misplaced: e of row i & ~8 in gv", "s", {"e in gv": _8_BEFORE}, _WHOLE),
     ("statistics-misplaced: W, heads last", "s", between(written_as((1, 0)), "W")),
     ("statistics-misplaced: D, heads last, second", "s", between(written_as((1, 0)), "delta")),

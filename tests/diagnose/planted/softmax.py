@@ -1,11 +1,12 @@
 """Bugs in what the softmax is taken over: scores, masks, sums, and how parts are merged."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tests.diagnose.hooks import added, heavier
+from tests.diagnose.hooks import added, heavier, padding, with_zeros
 from tests.diagnose.plain import LN_2, ZEROS, Array, Head, answers, capped, finite
 from tests.diagnose.problems import problems
 from tests.diagnose.table import FEW, Hooks, Table, plants
@@ -44,13 +45,9 @@ def sloped(away: Callable[[Head], Array]) -> Hooks:
 
 
 def padded(valid: float, fill: float) -> Hooks:
-    """Keys of zeros up to the longest sequence; ``valid`` is added to the scores of all others, and
-    ``fill`` stands for those of the padding."""
-
-    def keys(c: Head, x: Array) -> Array:
-        return np.concatenate([x, np.full(max(c.question.lengths_k) - len(x), ZEROS)])
-
-    return {"keys": keys, "S": lambda c, S: np.where(c.r == ZEROS, fill, S + valid).astype(S.dtype)}
+    """``valid`` is added to the scores of all keys but the padding, for whose ``fill`` stands."""
+    S_of = {"S": lambda c, S: np.where(c.r == ZEROS, fill, S + valid).astype(S.dtype)}
+    return with_zeros(padding) | S_of
 
 
 def filled(fill: float, adds: bool = False, stops: bool = True) -> Hooks:
@@ -74,31 +71,30 @@ def parts_of(c: Head, parts: int) -> Iterator[tuple[slice, Array, Array]]:
 def by_sums(c: Head, x: Softmax) -> Softmax:
     """Parts weighted by row sums without their maxima."""
     total, O = 0.0, 0.0  # noqa: E741
-    for here, _, out in parts_of(c, 3):
-        part = c.S[:, here]
-        own = exp(part - finite(part.max(axis=1, keepdims=True))).sum(axis=1, keepdims=True)
+    for here, lse, out in parts_of(c, 3):
+        own = exp(lse - finite(c.S[:, here].max(axis=1, keepdims=True)))
         total, O = total + own, O + own * out  # noqa: E741
     return x[0], O / np.where(total == 0, 1, total)
 
 
-def merged(how: str, parts: int) -> Hooks:
-    def of(c: Head, x: Softmax) -> Softmax:
-        L, O = x  # noqa: E741
-        states = [(lse, out) for _, lse, out in parts_of(c, parts)]
-        if how == "largest":
-            return np.max([lse for lse, _ in states], axis=0), O
-        if how == "mean":
-            return L, np.mean([out for _, out in states], axis=0)
-        found = np.stack([lse for lse, _ in states])
-        found = finite(found) if how == "empty as 0" else found
-        factor = {"empty as 0": 1.0, "base 2": 1 / LN_2}[how]
-        top = finite(found.max(axis=0))
-        weights = exp(factor * (found - top))
-        total = weights.sum(axis=0)
-        O = sum(w * out for w, (_, out) in zip(weights, states, strict=True))  # noqa: E741
-        return top + np.log(total) / factor, O / np.where(total == 0, 1, total)
+def merged(parts: int, of: Callable[[Softmax, Array, Array], Softmax]) -> Hooks:
+    """L and O of those of ``parts`` of the keys."""
 
-    return {"softmax": of}
+    def softmax(c: Head, x: Softmax) -> Softmax:
+        return of(x, *map(np.stack, zip(*(part[1:] for part in parts_of(c, parts)), strict=True)))
+
+    return {"softmax": softmax}
+
+
+def mean(x: Softmax, lse: Array, out: Array) -> Softmax:
+    return x[0], out.mean(axis=0)
+
+
+def weighted(x: Softmax, lse: Array, out: Array, factor: float = 1.0) -> Softmax:
+    top = finite(lse.max(axis=0))
+    weights = exp(factor * (lse - top))
+    total = weights.sum(axis=0)
+    return top + np.log(total) / factor, (weights * out).sum(0) / np.where(total == 0, 1, total)
 
 
 def not_reset(tile: int) -> Hooks:
@@ -143,15 +139,14 @@ _PADDED = _OPEN | {"lengths_k": ("equal",)}
 _HEADS = {"groups": (2, 3)}
 _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)}
 _LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
-_PADDED_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 8) ** -0.5}
 _OTHER_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 37) ** -0.5}
+_EMPTY_AS_0: Any = lambda x, lse, out: weighted(x, finite(lse), out)  # noqa: E731
 _FROM_DIAGONAL = {"seen": lambda c, x: ~x | (c.j == c.p)}
-_POWER = {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}
 
 _TABLE: Table = (
-    ("score-scale: of a padded head_dim", "fb", _PADDED_SCALE),
+    ("score-scale: of a padded head_dim", "fb", {"scale": lambda c, s: (c.Q.shape[1] + 8) ** -0.5}),
     ("score-scale: of another head_dim, forward", "f", _OTHER_SCALE),
-    ("score-scale: exp2 without log2(e)", "b", _POWER),
+    ("score-scale: exp2 without log2(e)", "b", {"P": lambda c, P: exp(LN_2 * (c.S - finite(c.L)))}),
     ("softcap: 2", "fb", capped_at(2.0)),
     ("softcap: 2.5, without derivative", "fb", capped_at(2.5, False)),
     ("score-bias: ALiBi", "fb", sloped(lambda c: c.j - c.p), _CAUSAL),
@@ -170,10 +165,10 @@ _TABLE: Table = (
     ("denominator: sinks", "f", heavier(lambda c: -0.6 * (c.h % 3)), _HEADS),
     ("denominator: not reset", "f", not_reset(16), _SEVERAL),
     ("partial-merge: by sums, 3 of 16", "f", {"softmax": by_sums}, _LONG),
-    ("partial-merge: base 2", "f", merged("base 2", 2)),
-    ("partial-merge: the largest lse", "f", merged("largest", 4)),
-    ("partial-merge: mean", "f", merged("mean", 3), _LONG),
-    ("partial-merge: empty as 0", "f", merged("empty as 0", 3), _CAUSAL),
+    ("partial-merge: base 2", "f", merged(2, partial(weighted, factor=1 / LN_2))),
+    ("partial-merge: the largest lse", "f", merged(4, lambda x, lse, out: (lse.max(axis=0), x[1]))),
+    ("partial-merge: mean", "f", merged(3, mean), _LONG),
+    ("partial-merge: empty as 0", "f", merged(3, _EMPTY_AS_0), _CAUSAL),
     ("partial-merge: lse of a part", "b", ring(2, lse=True)),
     ("partial-merge: delta of a part", "b", ring(3, lse=False)),
 )

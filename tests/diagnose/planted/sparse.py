@@ -16,7 +16,7 @@ import numpy as np
 from tests.diagnose.hooks import by, of_each
 from tests.diagnose.plain import Array, Head, Run, Visit, Visits, answers, entries
 from tests.diagnose.problems import problems
-from tests.diagnose.stores import as_if, bounds
+from tests.diagnose.stores import as_if, in_sequences, local
 from tests.diagnose.table import FEW, Hooks, Table, plants, stages_of
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -26,7 +26,7 @@ Entries = list[tuple[int, int]]  # block and slot, -1 for the own block
 # ---- lists of a token -------------------------------------------------------------------------
 
 
-def listed(**how: bool) -> Hooks:
+def listed(**how: Any) -> Hooks:
     return {"entries": lambda t, x: entries(t, **how)}
 
 
@@ -48,23 +48,15 @@ def sorted_by(key: Callable[[Any, int], Any]) -> Hooks:
     return {"entries": lambda t, x: entries_with(t, named=sorted(t.named, key=partial(key, t)))}
 
 
-def compared_with_last(t: Any, right: Entries) -> Entries:
-    """A block is a repeat where it is the one before in the list."""
-    found: Entries = []
-    for slot, block in enumerate(t.named[: t.count]):
-        if 0 <= block < t.blocks and block not in [other for other, _ in found][-1:]:
-            found.append((block, slot))
-    return found + [(block, slot) for block, slot in right if slot < 0]
-
-
-def own_there(t: Any) -> int:
-    return t.count if 0 <= t.own < t.blocks else 0
+def own_for_every_slot(t: Any, right: Entries) -> Entries:
+    own = [(t.own, -1)] if 0 <= t.own < t.blocks else []
+    return [entry for entry in right if entry[1] >= 0] + t.count * own
 
 
 def united(tile: int) -> Hooks:
     """With the blocks of all queries of a tile."""
 
-    def of(t: Any, lists: list[Entries]) -> list[Entries]:
+    def of(run: Run, lists: list[Entries]) -> list[Entries]:
         found = []
         for i, mine in enumerate(lists):
             start, slots = i // tile * tile, {block: slot for block, slot in reversed(mine)}
@@ -83,26 +75,20 @@ def seen_past(test: Callable[[Any], Any]) -> Hooks:
 # ---- what a visit is --------------------------------------------------------------------------
 
 
-def placed(how: str) -> Hooks:
-    """Keys of a block elsewhere than where they are."""
+def wide(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
+    """Blocks of twice the size, and so elsewhere."""
+    first = t.start_k + t.block * 2 * t.size
+    return first, min(first + 2 * t.size, t.start_k + t.m), x[2]
 
-    def span(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
-        (first, stop, cut), size, end = x, t.size, t.start_k + t.m
-        if how == "wide":
-            first = t.start_k + t.block * 2 * size
-            stop = min(first + 2 * size, end)
-        elif how == "total" and t.slot >= 0:
-            stop = min(first + size, len(t.question.k))
-        return first, stop, cut
 
-    return {"span": span}
+def past_end(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
+    """Up to the end of k."""
+    return x[0], min(x[0] + t.size, len(t.question.k)) if t.slot >= 0 else x[1], x[2]
 
 
 def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
-    back = t.start_k
-    return [
-        v._replace(first=v.first - back, stop=v.stop - back, last=v.last - back) for v in visits
-    ]
+    at = t.start_k
+    return [v._replace(first=v.first - at, stop=v.stop - at, last=v.last - at) for v in visits]
 
 
 def after_masked(own_first: bool) -> Hooks:
@@ -144,31 +130,9 @@ def words(x: Array) -> Array:
     return np.frombuffer(x.astype("<i8").tobytes(), dtype="<i4")[: x.size].reshape(x.shape)
 
 
-def first_rows(run: Run, x: Array) -> Array:
-    found = x.copy()
-    for start, stop in bounds("q", run.question):
-        found[start:stop] = x[: stop - start]
-    return found
-
-
-def per_row(at: Callable[[Array], Any]) -> Hooks:
-    """The lists of other rows of the sequence."""
-
-    def of(run: Run, x: Array) -> Array:
-        found = x.copy()
-        for start, stop in bounds("q", run.question):
-            found[start:stop] = x[start + at(np.arange(stop - start))]
-        return found
-
-    return {"indices": of}
-
-
-def indices_as_if(*order: int) -> Hooks:
-    return {"indices": lambda run, x: as_if(order)(x, "", run.question)}
-
-
-def first_of_group(c: Head) -> int:
-    return c.h - c.h % c.group
+def misread(of: Callable[..., Array]) -> Hooks:
+    """block_indices as ``of`` has them, a function of the array, a name and the question."""
+    return {"indices": lambda run, x: of(x, "", run.question)}
 
 
 def from_first_key(t: Any, right: int) -> int:
@@ -203,15 +167,6 @@ def gate_of_turn(c: Head, G: Any) -> Any:
     return np.where(c.seen > 0, found, 1.0).astype(c.run.wide)
 
 
-def last_turn(c: Head, x: Array) -> Array:
-    turn = turns(c)
-    return x * (turn == turn.max(axis=1, keepdims=True))
-
-
-def zero_for_masked(c: Head, x: Array) -> Array:
-    return np.where((c.j > c.p) & (c.question.causal | (c.slot < 0)), 0, x)
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 _USUAL: dict[str, Any] = FEW | {"masks": ("open",), "lengths": (1, 70), "over": 19, "blocks": {}}
@@ -220,32 +175,28 @@ _CAUSAL, _OWN, _GATE, _COUNTS = ({name: True} for name in ("causal", "own", "gat
 _TWICE, _PADDED, _OPEN = {"duplicates": True}, {"padding": True}, {"causal": False}
 _OF_GATES = ("ignored", "gradient-missing", "on-p", "order")
 _GROUPED = {"groups": (2, 4)}
-_SHARED_GATE = _GATE | _GROUPED | {"per_head": False}
 _HEADS = {"gate": False, "heads_kv": (2, 3)}
 _SHARED = _HEADS | _GROUPED | {"per_head": False}
 _PER_HEAD = _GROUPED | {"gate": False, "per_head": True}
 _OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
-_SEVERAL = {"heads_kv": (2, 3)}
 
-_ALL, _OWN_SELECTED = (
-    seen_past(lambda t: t.slot >= 0),
-    seen_past(lambda t: t.slot >= 0 and t.block == t.own),
-)
+_ALL = seen_past(lambda t: t.slot >= 0)
+_OWN_SELECTED = seen_past(lambda t: t.slot >= 0 and t.block == t.own)
+_LAST_TURN = {"dS of dq": lambda c, x: x * (turns(c) == turns(c).max(axis=1, keepdims=True))}
+_HIDDEN: Any = lambda c: (c.j > c.p) & (c.question.causal | (c.slot < 0))  # noqa: E731
+_FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where(_HIDDEN(c), 0, x)}
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
-_AS_WORDS = {"indices": lambda run, x: words(x)}
+_EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
-_REPEATS_APART = {"entries": compared_with_last}
-_OWN_ALWAYS = {"entries": lambda t, x: [e for e in x if e[1] >= 0] + [(t.own, -1)] * own_there(t)}
 _BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
 _FIRST_TWICE = inverted(lambda some: some[:1] + some)
+_LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
-_WHOLE_OWN, _ALWAYS_WHOLE = (
-    seen_past(lambda t: t.slot < 0),
-    seen_past(lambda t: t.block == t.own and t.question.own),
-)
+_WHOLE_OWN = seen_past(lambda t: t.slot < 0)
+_ALWAYS_WHOLE = seen_past(lambda t: t.block == t.own and t.question.own)
 _ZEROS = {"zeros": lambda t, x: max((t.block + 1) * t.size - t.m, 0) if t.slot >= 0 else 0}
 _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
@@ -257,13 +208,11 @@ _OWN_OF_ROW = {"own block": lambda t, x: t.i // t.question.block_size}
 _OWN_OF_TILE = {"own block": lambda t, x: t.place // 32 * 32 // t.question.block_size}
 _OWN_AND_MASK = {"own block": from_first_key}
 _DOUT_OF_FIRST = {"dO": lambda c, x: c.run.arrays["dout"][c.i[:, 0], c.h], "only": ("dk", "dv")}
-_LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", first_of_group(c))}
-_FILLED = {"span": lambda t, x: (*x[:2], False), "scores": zero_for_masked}
+_LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", c.h - c.h % c.group)}
 _OWN_OF_NEXT = {"own block": lambda t, x: (t.place + 1) // t.question.block_size}
 _PACKED = sorted_by(lambda t, block: not 0 <= block < t.blocks)
 _LAST_SLOT = {"count": lambda t, x: min(x, len(t.named) - 1)}
 _LAST_COUNTED = {"count": lambda t, x: max(x - 1, 0)}
-_UNCOUNTED = {"count": lambda t, x: len(t.named)}
 _ANY_BLOCK = listed(any_block=True, again=True)
 _LONG = _CAUSAL | _OWN | {"lengths": (60, 130), "batch": (1, 2), "lengths_k": ("equal",)}
 
@@ -275,7 +224,6 @@ def one(c: Head, G: Any) -> Any:
 _NO_GATE = of_each(one, "G in S", "G in dY")
 _STILL = {"tG": by(0)}
 _NO_GATE_BEYOND = _NO_GATE | {"G in E": one} | _STILL
-_NO_GRADIENT = of_each(by(0), "dblock_scale", "gblock_scale")
 _ON_P = {
     "scores": lambda c, x: c.Y,
     "P of out": lambda c, P: P * c.G[c.here],
@@ -284,21 +232,15 @@ _ON_P = {
     "G in dY": one,
     "dG": lambda c, x: c.P * (c.dO @ c.V.T),
 }
-_ON_EXP = {
-    "scores": lambda c, x: c.Y + np.log(c.G),
-    "G in dY": one,
-    "dG": lambda c, x: c.dS / c.G,
-}
-_SQUARED = {
-    "scores": lambda c, x: c.G**2 * c.Y,
-    "G in dY": lambda c, G: G**2,
-    "dG": lambda c, x: 2 * c.G * c.dS * c.Y,
-}
+_ON_EXP = {"scores": lambda c, x: c.Y + np.log(c.G), "dG": lambda c, x: c.dS / c.G, "G in dY": one}
+_SQUARED = {"scores": lambda c, x: c.G**2 * c.Y, "G in dY": lambda c, G: G**2}
+_SQUARED |= {"dG": lambda c, x: 2 * c.G * c.dS * c.Y}
 
 
 def gate_of_block(c: Head, G: Any) -> Any:
     gate = c.question.block_scale
-    by_block = gate[c.rows, c.sel][:, np.clip(c.block, 0, gate.shape[2] - 1)]
+    block = c.j[0] // c.question.block_size
+    by_block = gate[c.rows, c.sel][:, np.clip(block, 0, gate.shape[2] - 1)]
     return np.where(c.slot < 0, 1.0, by_block).astype(c.run.wide)
 
 
@@ -306,7 +248,7 @@ _NEEDS = {
     "sparse-masked-block-resets": _CAUSAL,
     "sparse-own-block-missing": _OWN,
     **dict.fromkeys((f"sparse-gate-{x}" for x in _OF_GATES), _GATE),
-    "sparse-gate-not-summed": _SHARED_GATE,
+    "sparse-gate-not-summed": _GATE | _GROUPED | {"per_head": False},
     "sparse-padding-read": _PADDED,
     "sparse-counts-ignored": _COUNTS,
     "padded-keys": _OPEN,
@@ -317,10 +259,10 @@ _TABLE: Table = (
     ("sparse-not-causal: own block where selected", "fb", _OWN_SELECTED, _CAUSAL),
     ("sparse-not-causal: all blocks", "b s j fbsj", _ALL, _CAUSAL),
     ("sparse-duplicate-twice: own block", "fb s j", listed(again=True), _OWN),
-    ("sparse-duplicate-twice: slots", "fb b s j", listed(repeats=True), _TWICE),
+    ("sparse-duplicate-twice: slots", "fb b s j", listed(within=0), _TWICE),
     ("padded-keys: in the last block, zero keys", "fb j fbsj", _ZEROS),
     ("sparse-padding-read: as block 0", "fb s j", _AS_BLOCK_0),
-    ("sparse-gate-gradient-missing: zeros", "b s", _NO_GRADIENT),
+    ("sparse-gate-gradient-missing: zeros", "b s", of_each(by(0), "dblock_scale", "gblock_scale")),
     ("sparse-gate-gradient-missing: does not move", "s j", _STILL),
     ("sparse-gate-not-summed: last head", "b s", _LAST_HEAD),
     ("sparse-gate-ignored: everywhere", "fb", _NO_GATE),
@@ -341,7 +283,7 @@ _TABLE: Table = (
     ("sparse-other-heads-selection: of the group's first head", "fb", _OF_FIRST, _PER_HEAD),
     ("sparse-list-cut: last slot", "fb b s j", _LAST_SLOT),
     ("sparse-list-cut: last that counts", "fb", _LAST_COUNTED, _COUNTS),
-    ("sparse-counts-ignored: all slots", "fb b s j", _UNCOUNTED),
+    ("sparse-counts-ignored: all slots", "fb b s j", {"count": lambda t, x: len(t.named)}),
     ("direction-ignored or sparse-gate-gradient-missing: of the gate", "sj", _STILL, _GATE),
 )
 # of lists, whose sliding branch is off
@@ -349,12 +291,12 @@ _LISTS: Table = (
     ("sparse-list-cut: after so many as named", "fb", _AS_MANY, _PADDED),
     ("sparse-list-cut: at a negative", "fb b", until(lambda t, s: t.named[s] < 0), _PADDED),
     ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
-    ("sparse-duplicate-twice: compared with the last", "fb", _REPEATS_APART, _TWICE),
-    ("sparse-duplicate-twice: own for every slot", "fb", _OWN_ALWAYS, _OWN),
-    ("input-layout: indices as words", "fb", _AS_WORDS),
-    ("input-layout: indices of first rows", "fb", {"indices": first_rows}),
-    ("input-layout: indices as T S H", "fb", indices_as_if(0, 2, 1), _SEVERAL),
-    ("neighbour-leak: end of k", "fb b", placed("total"), _OPEN),
+    ("sparse-duplicate-twice: compared with the last", "fb", listed(within=1), _TWICE),
+    ("sparse-duplicate-twice: own for every slot", "fb", {"entries": own_for_every_slot}, _OWN),
+    ("input-layout: indices as words", "fb", misread(lambda x, *_: words(x))),
+    ("input-layout: indices of first rows", "fb", misread(local)),
+    ("input-layout: indices as T S H", "fb", misread(as_if((0, 2, 1))), {"heads_kv": (2, 3)}),
+    ("neighbour-leak: end of k", "fb b", {"span": past_end}, _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
     ("sparse-gate-on-p: twice", "fb", _SQUARED),
@@ -370,23 +312,19 @@ _LISTS: Table = (
     ("sparse-inverted-lists or sparse-own-block-missing: no own", "b", _NO_OWN, _OWN),
     ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
-    ("wrong-keys: blocks of twice the size", "fb", placed("wide")),
+    ("wrong-keys: blocks of twice the size", "fb", {"span": wide}),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
     ("sparse-own-block-missing: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
     ("sparse-other-place: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
     ("sparse-other-place: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
     ("sparse-other-place: own block and mask of the row", "fb b", _OWN_AND_MASK, _OTHER_KEYS),
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
-    ("sparse-lists-misread: of even rows", "fb b", per_row(lambda i: i // 2 * 2)),
-    ("sparse-lists-misread: counted from 1", "fb f", {"indices": lambda run, x: x - 1}),
+    ("sparse-lists-misread: of even rows", "fb b", _EVEN_ROWS),
+    ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("sparse-gate-order: by the turn", "fb", {"G": gate_of_turn}),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
-    ("tile-overwrites: dq of the last block", "b", {"dS of dq": last_turn}),
-    (
-        "tile-overwrites: the last 8 queries",
-        "b",
-        inverted(lambda some: some[(len(some) - 1) // 8 * 8 :]),
-    ),
+    ("tile-overwrites: dq of the last block", "b", _LAST_TURN),
+    ("tile-overwrites: the last 8 queries", "b", _LAST_8),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
@@ -398,15 +336,15 @@ def _usual(on: str) -> dict[str, Any]:
     return _USUAL | ({"moved": 0.15} if {"s", "j"} & set(on) else {})
 
 
+def _staged(words: str, on: str) -> str:
+    return f"{words}, {' '.join(stages_of(on))}"
+
+
 def _named(words: str, on: str) -> str:
-    alone = f", {' '.join(stages_of(on))} alone"
-    return words + {"fb": "", "fbsj": ", in every stage"}.get(on, alone)
+    return words + {"fb": "", "fbsj": ", in every stage"}.get(on, f"{_staged('', on)} alone")
 
 
 PLANTED = (
     *plants(_TABLE, _usual, _NEEDS, named=_named),
-    *plants(
-        *(_LISTS, lambda on: _usual(on) | {"blocks": {"sliding": False}}, _NEEDS),
-        named=lambda words, on: f"{words}, {' '.join(stages_of(on))}",
-    ),
+    *plants(_LISTS, lambda on: _usual(on) | {"blocks": {"sliding": False}}, _NEEDS, named=_staged),
 )
