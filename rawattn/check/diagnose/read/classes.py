@@ -1,8 +1,6 @@
 """What a wrong mask that was read is called: by the windows that people take for the right one, and
 by which keys there are too many, or too few, of."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
@@ -23,7 +21,9 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
     if support.of_rows:
         return of_pairs(places, support.inside(LESS), places.right & alive[..., None])
     if dense:
-        for name, window in _windows(places, backward):
+        known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
+        known += [(name, window) for name, _, window in windows(places.question)]
+        for name, window in known:
             if _is(support, window, alive):
                 return name
     kinds = {part.kind for part in support.parts}
@@ -45,12 +45,6 @@ def of_pairs(x: Places, lost: np.ndarray, due: np.ndarray) -> str:
             if np.array_equal(due & tail, due & lost):
                 return "tail-tile-dropped"
     return "pairs-dropped"
-
-
-def _windows(places: Places, backward: bool) -> Iterator[tuple[str, Window]]:
-    if backward:
-        yield from ((BACKWARD_ONLY, window) for _, window in unmasked(places.question))
-    yield from ((name, window) for name, _, window in windows(places.question))
 
 
 def _is(support: Support, window: Window, alive: np.ndarray) -> bool:

@@ -7,7 +7,6 @@ Long by the forms.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -15,10 +14,12 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.steps import times
-from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
-from rawattn.check.diagnose.read.maps import of_heads, of_other_heads
+from rawattn.check.diagnose.read.contexts import places_of
+from rawattn.check.diagnose.read.fields import of_heads, sum_in_words, sums_of
+from rawattn.check.diagnose.read.maps import taken
 from rawattn.check.diagnose.read.part import Part
+from rawattn.check.diagnose.read.terms import of_columns
 
 Array = np.ndarray
 Of = Callable[[Context], Array]
@@ -49,7 +50,7 @@ OVER: dict[str, Callable[[Array, Array], Array]] = {  # of numbers of tiles: tho
 VALUES: dict[str, Of] = {  # what may decide whether a pair is there
     "dS": lambda c: c.dY,
     "dP - D": lambda c: c.dP - c.D[..., None],
-    "S": lambda c: c.cap[0] * c.G,
+    "S": lambda c: c.S,
     "P": lambda c: c.P,
     "dP": lambda c: c.dP,
     "|dS|": lambda c: np.abs(c.dY),
@@ -74,8 +75,8 @@ class Change:
 
 def form_of(part: Part, second: Callable[[], Part | None]) -> Change | None:
     """The plainest form that gives all that was read; ``second``: the same on other lengths."""
-    found = _first(part, _lacking, _sums, _other_heads, _row_terms, _columns, _tiles, _rounded)
-    return found or _in_some_pairs(part, second) or _another_term(part)
+    rows = partial(_row_terms, second=second)
+    return _first(part, _sums, _other_heads, rows, _columns) or _another_term(part)
 
 
 def dropped(part: Part) -> Change | None:
@@ -93,61 +94,32 @@ def of_terms(c: Context, Z: Array) -> Array:
     return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
 
 
-def with_delta(D: Of, c: Context) -> Array:
-    """dY of another D, (heads, n) or (heads, n, m)."""
-    other = D(c)
-    return of_terms(c, c.P * (c.dP - (other[..., None] if other.ndim == 2 else other)))
-
-
 # ---- products ---------------------------------------------------------------------------------
-
-
-def _lacking(part: Part) -> Iterator[Change]:
-    sparse = part.places.question.block_scale is not None
-    text = "lacks block_scale" if sparse else "lacks the derivative of the softcap"
-    name = "sparse-gate-ignored" if sparse else "softcap-slope-omitted"
-    yield Change([text], name, lambda c: c.dS, whole=True)
 
 
 def _sums(part: Part) -> Iterator[Change]:
     """A sum of few of TERMS, with any factors."""
     slopes, there = part.slopes, part.known
-    size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there]
-    of = [(slopes.slope * f(part.P, slopes.dP, slopes.D))[there] / size for f in TERMS.values()]
-    columns, due = np.stack(of, axis=1), slopes.dS[there] / size
-    names = [*TERMS]
-    products, with_due = columns.T @ columns, columns.T @ due
-    for count in range(1, MOST + 1):
-        for some in map(list, combinations(range(len(TERMS)), count)):
-            found = np.linalg.lstsq(products[np.ix_(some, some)], with_due[some], rcond=1e-12)[0]
-            if np.mean((columns[:, some] @ found - due) ** 2) > part.noise**2:
-                continue
-            factors = {
-                names[place]: float(np.rint(x) if near else x)
-                for place, x, near in zip(
-                    some, found, np.abs(found - np.rint(found)) < part.noise, strict=True
-                )
-            }
-            text, name = _of_terms(factors)
-            yield Change([text], name, partial(_with_terms, factors), whole=True)
+    size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there] * part.noise
+    of = {name: f(part.P, slopes.dP, slopes.D) for name, f in TERMS.items()}
+    basis = {name: (slopes.slope * x)[there] / size for name, x in of.items()}
+    for factors in sums_of(basis, slopes.dS[there] / size, MOST):
+        text, name = _of_terms(factors)
+        yield Change([text], name, partial(_with_terms, factors), whole=True)
 
 
 def _of_terms(factors: dict[str, float]) -> tuple[str, str]:
     """What dS of these terms is called, and its class."""
     a, b = factors.get("P dP"), -factors.get("P D", 0.0)
-    signed = [
-        f"{x:+.3g} {term}".replace("+1 ", "+").replace("-1 ", "-") for term, x in factors.items()
-    ]
-    form = " ".join(f"{text[0]} {text[1:]}" for text in signed).removeprefix("+ ")
+    text = f"is {sum_in_words(factors)}, not P dP - P D"
     if not factors.keys() <= {"P dP", "P D"}:
         known = factors.keys() <= {"P dP", "P D", "dP", "D"}
         name = "softmax-backward-without-p" if known else "unknown"
-        name = "arguments-swapped" if factors == {"P": 1} else name
-        return f"is {form}, not P dP - P D", name
+        return text, "arguments-swapped" if factors == {"P": 1} else name
     if a == 1 and b in (0, -1):
-        text, name = "lacks the row term D: it is P dP", "delta-omitted"
-        return (text, name) if b == 0 else ("has D with the wrong sign", ANOTHER)
-    return f"is {form}, not P dP - P D", ANOTHER if a == 1 else "constant-factor"
+        omitted = "lacks the row term D: it is P dP", "delta-omitted"
+        return omitted if b == 0 else ("has D with the wrong sign", ANOTHER)
+    return text, ANOTHER if a == 1 else "constant-factor"
 
 
 def _with_terms(factors: dict[str, float], c: Context) -> Array:
@@ -167,66 +139,8 @@ def _other_heads(part: Part) -> Iterator[Change]:
 
 
 def _with_heads(heads: Array, c: Context) -> Array:
-    return of_terms(c, c.P * (of_other_heads("v", heads).dP(c) - c.D[..., None]))
-
-
-# ---- another D --------------------------------------------------------------------------------
-
-
-def _near(part: Part) -> Callable[[Of], bool]:
-    """Whether a row term is that of about all pairs of one call, which costs little to ask."""
-    (c, at), T = part.main, part.row_term
-    there = np.isfinite(T[at])
-    due = T[at][there]
-    size = part.noise * np.abs(due).max(initial=1.0)
-
-    def near(D: Of) -> bool:
-        x = D(c)
-        found = np.broadcast_to(x[..., None] if x.ndim == 2 else x, T.shape)[at][there]
-        return bool((np.abs(found - due) < size).mean() > MOST_PAIRS)
-
-    return near
-
-
-def _row_terms(part: Part) -> Iterator[Change]:
-    """D of other rows or heads, of another out or dout; other sums of a row."""
-    near = _near(part)
-    for text, name, D in _row_sums(part):
-        if near(D):
-            yield Change([text], name, partial(with_delta, D), whole=True)
-    (c, at), T = part.main, part.row_term
-    there = np.isfinite(T[at])
-    for text, sums in ROW_SUMS.items():
-        x, due = np.broadcast_to(sums(c)[..., None], T.shape)[at][there], T[at][there]
-        a = float((x * due).sum() / max((x * x).sum(), 1e-30))
-        a = float(np.rint(a)) if abs(a - np.rint(a)) < part.noise else a
-        D = partial(_times, a, sums)
-        said = f"has {a:.4g} {text} in place of D"
-        yield Change([said], ANOTHER, partial(with_delta, D), whole=True)
-
-
-def _times(a: float, of: Of, c: Context) -> Array:
-    return np.asarray(a * of(c))
-
-
-def _row_sums(part: Part) -> Iterator[tuple[str, str, Of]]:
-    q = part.places.question
-    for by in maps.families(q, True):
-        yield f"takes D of {by.words}", MISPLACED, partial(_moved, "delta", by)
-    for name in ("out", "dout"):
-        for by in (*maps.heads(q), *maps.sequences(q), *maps.rows(q)):
-            text = f"has D = dout . out with {name} of {by.words}"
-            yield text, ANOTHER, partial(_moved, name, by)
-
-
-def _moved(name: str, by: maps.Map, c: Context) -> Array:
-    """D with an array that is read by a map."""
-    q, given = c.question, c.given
-    whole = {"delta": deltas(q, given), "out": given[0], "dout": q.dout}[name]
-    x = of_view(c, name, by.moved(maps.geometry(q, name), np.asarray(whole)))
-    if name == "delta":
-        return x
-    return np.asarray((x * (c.dO if name == "out" else c.O)).sum(axis=-1) - c.dL)
+    dP = c.dO @ taken("v", heads, None, c).mT
+    return of_terms(c, c.P * (dP - c.D[..., None]))
 
 
 def _columns(part: Part) -> Iterator[Change]:
@@ -244,43 +158,94 @@ def _columns(part: Part) -> Iterator[Change]:
     factors = np.rint(found).reshape(2, width)
     if np.abs(found - factors.ravel()).max(initial=0.0) > 0.2 or (factors == 1).all():
         return
-    told = [
-        f"{name} sums columns {_runs(x)} of {width}"
-        for name, x in zip(("dP", "D"), factors, strict=True)
-        if (x != 1).any()
-    ]
+    products = zip(("dP = dout . v", "D = dout . out"), factors, strict=True)
+    told = [f"{name} {of_columns(x)[0]}" for name, x in products if (x != 1).any()]
     name = "head-dim-tail" if (factors[0] != 1).any() else ANOTHER
-    text = f"is made of few columns: {', '.join(told)}"
+    text = f"is made of other columns: {'; '.join(told)}"
     yield Change([text], name, partial(_of_columns, factors), whole=True)
 
 
-def _runs(x: Array) -> str:
-    """The places of what is not 0, as runs; with factors that are not 1."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], x, [0]])))
-    told = [
-        f"{a} to {b - 1}" + (f" ({x[a]:g} times)" if x[a] != 1 else "")
-        for a, b in pairwise(edges)
-        if x[a]
-    ]
-    return ", ".join(told[:6]) + ", ..." * (len(told) > 6) or "none"
-
-
 def _of_columns(factors: Array, c: Context) -> Array:
-    V = np.swapaxes(c.V * factors[0], -1, -2)
     D = (c.dO * c.O * factors[1]).sum(axis=-1) - c.dL
-    dP = c.dO @ V if V.ndim == 3 else times(c.dO, V)
+    dP = times(c.dO, (c.V * factors[0]).mT)
     return of_terms(c, c.P * (dP - D[..., None]))
 
 
-def _tiles(part: Part) -> Iterator[Change]:
-    """D of the keys of one tile, or of some of them."""
-    near = _near(part)
+# ---- another D --------------------------------------------------------------------------------
+
+
+def _row_terms(part: Part, second: Callable[[], Part | None]) -> Iterator[Change]:
+    """Another D, in all pairs or, where a rule says so, in some and the right one elsewhere."""
+    (c, at), known = part.main, part.known[part.main[1]]
+    some, own = [], _is_D(part, at, part.slopes.D)
+    few = bool(known.any()) and own.mean(where=known) < 1 - MOST_PAIRS
+    for text, name, D in _others(part):
+        held = _is_D(part, at, by_pair(D(c), part.P.shape))
+        if known.any() and held.mean(where=known) > MOST_PAIRS:
+            yield Change([text], name, partial(with_delta, D), whole=True)
+        elif not few and (own | held | ~known).all():
+            some.append((text, name, D))
+    there = second() if some else None
+    for text, name, D in some if there is not None else ():
+        rule = rule_of(*(_shown(of, D) for of in (part, there) if of is not None))
+        if rule is not None:
+            of_rule = partial(with_delta, partial(_where, rule, D))
+            yield Change([f"{text} where {rule}"], name, of_rule, whole=True)
+
+
+def _others(part: Part) -> Iterator[tuple[str, str, Of]]:
+    """None; D of other rows or heads, of another out or dout; other sums of a row, or of a tile."""
+    yield "has no D", "delta-omitted", lambda c: 0.0 * c.D
+    q, (c, at), T = part.places.question, part.main, part.row_term
+    for by in maps.families(q, True):
+        yield f"takes D of {by.words}", MISPLACED, partial(_moved, "delta", by)
+    for name in ("out", "dout"):
+        for by in (*maps.heads(q), *maps.sequences(q), *maps.rows(q)):
+            text = f"has D = dout . out with {name} of {by.words}"
+            yield text, ANOTHER, partial(_moved, name, by)
+    there, size = np.isfinite(T[at]), size_of(part)
+    basis = {name: by_pair(of(c), T.shape)[at][there] / size for name, of in ROW_SUMS.items()}
+    for factors in sums_of(basis, T[at][there] / size, 1):
+        yield f"has {sum_in_words(factors)} in place of D", ANOTHER, partial(_summed, factors)
     for tile in TILES:
         for text, over in OVER.items():
-            D = partial(_of_tile, tile, over)
-            if near(D):
-                text = f"takes D over {text.format(tile)} alone: the sum of P dP there"
-                yield Change([text], "partial-merge", partial(with_delta, D), whole=True)
+            said = f"takes D over {text.format(tile)} alone: the sum of P dP there"
+            yield said, "partial-merge", partial(_of_tile, tile, over)
+
+
+def size_of(part: Part) -> float:
+    """What a row term may be off by."""
+    return part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
+
+
+def by_pair(D: Array, shape: tuple[int, ...]) -> Array:
+    return np.broadcast_to(D[..., None] if D.ndim == 2 else D, shape)
+
+
+def _is_D(part: Part, at: tuple[Array, ...], D: Array) -> Array:
+    """Where D is the row term, of the pairs of a call."""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(part.row_term[at] - np.broadcast_to(D, part.P.shape)[at])
+        return np.asarray(off < size_of(part))
+
+
+def with_delta(D: Of, c: Context) -> Array:
+    """dY of another D, (heads, n) or (heads, n, m)."""
+    return of_terms(c, c.P * (c.dP - by_pair(D(c), c.P.shape)))
+
+
+def _moved(name: str, by: maps.Map, c: Context) -> Array:
+    """D with an array that is read by a map."""
+    q, given = c.question, c.given
+    whole = {"delta": deltas(q, given), "out": given[0], "dout": q.dout}[name]
+    x = of_view(c, name, by.moved(maps.geometry(q, name), np.asarray(whole)))
+    if name == "delta":
+        return x
+    return np.asarray((x * (c.dO if name == "out" else c.O)).sum(axis=-1) - c.dL)
+
+
+def _summed(factors: dict[str, float], c: Context) -> Array:
+    return np.asarray(sum(x * ROW_SUMS[name](c) for name, x in factors.items()))
 
 
 def _of_tile(tile: int, over: Callable[[Array, Array], Array], c: Context) -> Array:
@@ -290,46 +255,10 @@ def _of_tile(tile: int, over: Callable[[Array, Array], Array], c: Context) -> Ar
     return np.asarray(c.P * c.dP @ summed.T.astype(np.float64))
 
 
-def _in_some_pairs(part: Part, second: Callable[[], Part | None]) -> Change | None:
-    """D of other rows, or none, where a rule says so, and the right one elsewhere."""
-    T, D = part.row_term, part.slopes.D
-    size = part.noise * np.nanmax(np.abs(T), initial=1.0)
-    with np.errstate(invalid="ignore"):
-        own = np.abs(T - D) < size
-    if not part.known.any() or own[part.known].mean() < 0.05:
-        return None
-    none: tuple[str, str, Of] = "has no D", "delta-omitted", partial(_times, 0.0, lambda c: c.D)
-    for text, name, D_of in (none, *_row_sums(part)):
-        c, at = part.main
-        other = np.broadcast_to(D_of(c)[..., None], T.shape)[at]
-        if (own[at] | ~part.known[at] | (np.abs(T[at] - other) < size)).all():
-            shown = [_shown(of, D_of) for of in (part, second()) if of is not None]
-            rule = rule_of(*shown) if len(shown) == 2 else None
-            if rule is not None:
-                dY = partial(with_delta, partial(_where, rule, D_of))
-                if part.fits(part.of(dY)):
-                    return Change([f"{text} where {rule}"], name, dY, whole=True)
-    return None
-
-
-def _another_term(part: Part) -> Change | None:
-    """Whether what stands in the place of D is a number of every row, in every call."""
-    T = part.row_term
-    size = part.noise * np.nanmax(np.abs(T), initial=1.0)
-    for _, at in part.slopes.asked:
-        there = np.isfinite(T[at])
-        low, high = (np.where(there, T[at], x) for x in (np.inf, -np.inf))
-        if (high.max(axis=-1) - low.min(axis=-1) > size).any():
-            return None
-    text = "has another row term than D = dout . out"
-    return Change([text], ANOTHER) if part.known.any() else None
-
-
 def _shown(part: Part, D: Of) -> Shown:
     """Pairs that tell whether they have D or its own, and those that have."""
-    T = part.row_term
-    size = part.noise * float(np.nanmax(np.abs(T), initial=1.0))
-    other = part.of(lambda c: D(c)[..., None] + 0 * c.P)
+    T, size = part.row_term, size_of(part)
+    other = part.of(lambda c: by_pair(D(c), c.P.shape))
     with np.errstate(invalid="ignore"):
         telling = part.known & (np.abs(other - part.slopes.D) > 2 * size)
         there = telling & (np.abs(T - other) < size)
@@ -337,8 +266,19 @@ def _shown(part: Part, D: Of) -> Shown:
 
 
 def _where(rule: Rule, D: Of, c: Context) -> Array:
-    held = rule.holds(Places(c.question))[np.ix_(c.view.rows, np.maximum(c.view.keys, 0))]
-    return np.where(held, D(c)[..., None], c.D[..., None])
+    held = rule.holds(places_of(c.question))[np.ix_(c.view.rows, np.maximum(c.view.keys, 0))]
+    return np.where(held, by_pair(D(c), c.P.shape), c.D[..., None])
+
+
+def _another_term(part: Part) -> Change | None:
+    """Whether what stands in the place of D is a number of every row, in every call."""
+    for _, at in part.slopes.asked:
+        T = part.row_term[at]
+        low, high = (np.where(np.isfinite(T), T, x) for x in (np.inf, -np.inf))
+        if (high.max(axis=-1) - low.min(axis=-1) > size_of(part)).any():
+            return None
+    text = "has another row term than D = dout . out"
+    return Change([text], ANOTHER) if part.known.any() else None
 
 
 # ---- each value -------------------------------------------------------------------------------
@@ -368,38 +308,3 @@ def _between(low: float, high: float) -> float:
 
 def _without(value: Of, sign: int, at: float, c: Context) -> Array:
     return np.where(sign * value(c) < sign * at, 0.0, c.dY)
-
-
-def _rounded(part: Part) -> Iterator[Change]:
-    """Multiples of a step, numbers of few bits, or what is cut at both ends."""
-    there = part.P > 1e-4
-    found = part.slopes.dS[there]
-    sizes = np.unique(np.abs(found[found != 0]))
-    if len(found) < 64 or len(sizes) == 0:
-        return
-    low, high = float(found.min()), float(found.max())
-    text, narrow = f"is cut at {low:.4g} and {high:.4g}", "narrow-intermediate"
-    yield Change([text], narrow, lambda c: np.clip(c.dY, low, high), whole=True)
-    step = float(sizes[0])
-    off = np.abs(sizes / step - np.rint(sizes / step))
-    if (off < 1e-2).all():
-        step = float(np.mean(sizes / np.rint(sizes / step)))
-        step = _between(step * (1 - 1e-5), step * (1 + 1e-5))
-        for word, to in (("rounded", np.rint), ("cut down", np.trunc), ("rounded down", np.floor)):
-            text = f"is {word} to multiples of {step:.6g}"
-            yield Change([text], narrow, partial(_in_steps, to, step), whole=True)
-    for bits in range(2, 7):
-        x = np.ldexp(np.frexp(sizes)[0], bits)
-        if (np.abs(x - np.rint(x)) < 1e-3).all():
-            text = f"is rounded to {bits} bits"
-            yield Change([text], narrow, partial(_in_bits, bits), whole=True)
-            return
-
-
-def _in_steps(to: Callable[[Array], Array], step: float, c: Context) -> Array:
-    return np.asarray(step * to(c.dY / step))
-
-
-def _in_bits(bits: int, c: Context) -> Array:
-    mantissa, exponent = np.frexp(c.dY)
-    return np.asarray(np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits))

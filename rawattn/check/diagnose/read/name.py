@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
@@ -24,6 +24,10 @@ HOW = {
 LOOK_AT = {
     "forward": "where the weights are made: scores, mask, row sums",
     "backward": "where P and dS = P o (dP - D) are made, and what comes before dq and dk",
+}
+READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
+    "forward": (read_forward, said_of),
+    "backward": (read_backward, said_of_backward),
 }
 PASSES = {"forward": "forward pass", "backward": "backward pass"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
@@ -143,13 +147,8 @@ def _read(question: Question, stage: str, ask: Ask) -> Said:
         calls += 1
         return ask(asked)
 
-    here = problem(question, 0)
-    if stage == "forward":
-        again = partial(_elsewhere, read_forward, counted, here)
-        said = said_of(read_forward(counted, here), again)
-    else:
-        elsewhere = partial(_elsewhere, read_backward, counted, here)
-        said = said_of_backward(read_backward(counted, here), elsewhere)
+    here, (reader, say) = problem(question, 0), READERS[stage]
+    said: Said = say(reader(counted, here), partial(_elsewhere, reader, counted, here))
     said.stage, said.calls = stage, calls
     for told in (said.right, said.wrong):
         told[:] = dict.fromkeys(told)
@@ -162,6 +161,5 @@ def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -
     try:
         return of(ask, problem(question, 1, other=1))
     except Refused:
-        return of(
-            ask, problem(question, 1, other=math.gcd(*question.lengths_q, *question.lengths_k))
-        )
+        multiple = math.gcd(*question.lengths_q, *question.lengths_k)
+        return of(ask, problem(question, 1, other=multiple))

@@ -13,20 +13,12 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
-from rawattn.check.diagnose.read.name import Readings, read
-from rawattn.check.diagnose.read.probe import (
-    OF_DERIVATIVES,
-    Ask,
-    Refused,
-    problem,
-    read_backward,
-    read_forward,
-)
+from rawattn.check.diagnose.read.name import READERS, Readings, read
+from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, problem
 
 Array = np.ndarray
 PAST = 128  # keys behind the first sequences, which a tile of these may have read too
 ADDED = 9  # tokens at most, to a sequence of the reader's second problem
-READERS = {"forward": read_forward, "backward": read_backward}
 
 
 def packed(like: Question) -> Question:
@@ -111,7 +103,7 @@ def _questions(like: Question) -> list[Question]:
         given = {"dq": question.q, "dk": question.k, "dv": question.v, "out": question.out}
         return {name: np.zeros(np.shape(x)) for name, x in (given | {"dout": dout}).items()}
 
-    for reader in READERS.values():
+    for reader, _ in READERS.values():
         for seed, other in ((0, False), (1, True)):
             reader(ask, problem(like, seed, other=other))
     return [_plain(question) for question in found]

@@ -9,9 +9,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places, Right
-from rawattn.check.diagnose.read.probe import Slopes, context_of
+from rawattn.check.diagnose.read.contexts import backward_of, places_of
+from rawattn.check.diagnose.read.fields import Field
+from rawattn.check.diagnose.read.probe import Slopes
 from rawattn.check.diagnose.read.said import TINY, Said, noise_of
-from rawattn.check.diagnose.read.terms import Field
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
@@ -19,36 +20,34 @@ CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 
 
 class Part:
-    """dS of ``slopes``, beside what it must be with what is known of P; all (num_heads_q, total_q,
-    total_k). there: where it tells something. gone, wrongly: where it is 0 by mistake, or is not.
-    seen: other pairs than those of P.
+    """dS of ``slopes``, beside what it must be with what is ``said`` of P, or the right one; all
+    (num_heads_q, total_q, total_k). there: where it tells something. gone, wrongly: where it is 0
+    by mistake, or is not.
     """
 
-    def __init__(
-        self, said: Said, places: Places, slopes: Slopes, seen: Array | None = None
-    ) -> None:
+    def __init__(self, said: Said | None, places: Places, slopes: Slopes) -> None:
         self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
-        self.seen, self.once = said.support.at(places) if seen is None else seen, seen is not None
+        self.seen = places.rights if said is None else said.support.at(places)
+        self.said = said
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
-            scores = said.scores(places, slopes.S, once=self.once)
+            scores = slopes.S if said is None else said.scores(places, slopes.S)
             self.P = np.where(self.seen, np.exp(scores - L), 0.0)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
         self.f = np.where(self.there, slopes.dS / due, 1.0)
-        self.said = said
         self.gone = self.there & (np.abs(self.f) < 1e-3)
         self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
         self.known = self.there & ~self.gone
 
     def context(self, question: Question) -> Context:
         """Of a call, with what is known of P."""
-        places = Places(question)
-        c = context_of(Right(places))
+        places = places_of(question)
+        c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
         with np.errstate(over="ignore"):
-            scores = self.said.scores(places, c.S, once=self.once)
+            scores = c.S if self.said is None else self.said.scores(places, c.S)
             c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS

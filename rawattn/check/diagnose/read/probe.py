@@ -10,15 +10,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.cases import in_use
-from rawattn.check.diagnose.engine.attention import Context, Same, View, exact
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.places import Places, Right
+from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
@@ -36,7 +35,7 @@ class Refused(Exception):
 class Weights:
     """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
     is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
-    like where that is none.
+    like where that is none; None of a backward pass.
     """
 
     right: Right
@@ -47,6 +46,11 @@ class Weights:
     @property
     def places(self) -> Places:
         return self.right.places
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is that of a backward pass, which makes it with the lse that it is given."""
+        return self.value_head is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,26 +248,9 @@ def _with_right(question: Question) -> tuple[Right, Question]:
 
 def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:
     """Store what one call gave at ``at``, and what is right there."""
-    c = context_of(right)
+    c = backward_of(right)
     slopes.asked.append((c.question, at))
-    values = {"S": right.S, "L": c.L[..., None], "dP": c.dP, "D": c.D[..., None], "slope": c.slope}
     slopes.dS[at] = dS
+    values = {"S": c.S, "L": c.L[..., None], "dP": c.dP, "D": c.D[..., None], "slope": c.slope}
     for name, x in values.items():
         getattr(slopes, name)[at] = np.broadcast_to(x, slopes.dS.shape)[at]
-
-
-def context_of(right: Right) -> Context:
-    """What steps of a backward pass take, as of one view that holds all: of all heads, also K and
-    V, and of pairs that no query sees P too."""
-    q, (n, m) = right.places.question, right.places.j.shape
-    rows, keys, heads = (np.arange(count) for count in (n, m, q.num_heads_q))
-    view = View(0, rows, keys, heads, 0, np.ones((1, n, m)))
-    c = SimpleNamespace(question=q, view=view, W=view.weight, s=q.scale, r=exact, o=exact, dL=0.0)
-    c.given = Same((right.out, right.lse))
-    c.Q, c.dO, c.O = (np.asarray(x, np.float64).swapaxes(0, 1) for x in (q.q, q.dout, right.out))
-    c.K, c.V = (x.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0) for x in (q.k, q.v))
-    c.L, c.S, c.G, c.dP = right.lse, right.S, right.gate, c.dO @ c.V.swapaxes(1, 2)
-    c.D = (c.dO * c.O).sum(axis=-1)
-    c.cap = right.S, 1.0 if q.softcap is None else 1 - (right.S / q.softcap) ** 2
-    c.slope = c.G * c.cap[1]
-    return c

@@ -2,55 +2,21 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    STEPS,
-    Bug,
-    Context,
-    See,
-    Step,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import Support
+from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.terms import Term
+from rawattn.check.diagnose.read.terms import TABLE, Term
 
 Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
 TINY = 1e-30
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
-TABLE = " (head 0, nearest first: "  # before its values
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Keys that count ``often``, which may be a feature, where ``rule`` says."""
-
-    often: int | str
-    rule: Rule
-
-    def times(self, places: Places) -> Array:
-        """(total_q, total_k)."""
-        often = places.feature(self.often) if isinstance(self.often, str) else self.often
-        return np.where(self.rule.holds(places), np.maximum(often, 1), 1).astype(np.float64)
-
-    @property
-    def of_tile(self) -> bool:
-        """Whether they are those of a tile: by places, not by distances or remainders."""
-        other = (f in ("j - i", "j - p") or "%" in f for f, *_ in self.rule.spans)
-        return bool(self.rule.spans) and not any(other)
-
-    def __str__(self) -> str:
-        if isinstance(self.often, str):
-            return f"keys count more than once: {self.often}"
-        return f"keys count {self.often} times: {self.rule}"
 
 
 @dataclass(eq=False)
@@ -58,16 +24,13 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term, counted: what the sentences are
-    about. moved: a product takes other rows or heads. loose: what the scores are is not known in
-    full.
+    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: what
+    the scores are is not known in full.
     """
 
     weights: Weights
     support: Support
     term: Term | None = None
-    counted: Counted | None = None
-    moved: bool = False
     loose: bool = False
     right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -76,6 +39,16 @@ class Said:
     steps: dict[str, Step] = field(default_factory=dict)
     stage: str = ""
     calls: int = 0
+
+    def say(self, text: str, name: str) -> None:
+        self.wrong.append(text)
+        self.names += [name] if name else []
+
+    def say_term(self, term: Term) -> None:
+        """The scores have a term, or P V other values."""
+        scale = of_scale(np.array(term.values), self.support.places)
+        self.say(term.text + scale * (term.name == "score-scale"), term.name)
+        self.steps |= term.steps
 
     @property
     def sound(self) -> bool:
@@ -102,25 +75,14 @@ class Said:
         stages = FIRST if self.stage == "forward" else BACKWARD
         return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
 
-    def scores(self, places: Places, S: Array, *, once: bool = False) -> Array:
-        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones;
-        ``once``: every key counts once."""
-        found = S if self.term is None else S + self.term.of(places, S)
-        return np.asarray(found if once else found + np.log(self.times(places)))
-
-    def times(self, places: Places) -> Array:
-        """(num_heads_q or 1, total_q, total_k): how often a key counts where it is seen."""
-        if self.counted is None:
-            return np.ones((1, *places.j.shape))
-        heads = range(places.question.num_heads_q if places.question.sparse else 1)
-        return np.stack([self.counted.times(places.of(head)) for head in heads])
+    def scores(self, places: Places, S: Array) -> Array:
+        """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
+        return scores_of(context_of(places, S), self.steps)
 
     @property
     def see(self) -> See | None:
-        """Who sees whom and how often, as a change of views; None where that is right."""
-        if self.support.right and self.counted is None:
-            return None
-        return self.support.see(self.times)
+        """Who sees whom, as a change of views; None where that is right."""
+        return None if self.support.right else self.support.see()
 
 
 def noise_of(places: Places) -> float:
@@ -139,14 +101,6 @@ def least_of(read: Weights) -> float:
     return SEEN.get(read.places.question.dtype.name, TINY)
 
 
-def in_words(term: Term) -> str:
-    """The text, with some values where it is a table."""
-    if not term.table:
-        return term.text
-    told = ", ".join(f"{value - term.values[0]:.4g}" for value in term.values)
-    return f"{term.text}{TABLE}{told}, ...)"
-
-
 def of_scale(factors: Array, places: Places) -> str:
     """What the factors by head of scores or of their gradients are, in brackets."""
     q, size = places.question, places.question.q.shape[2]
@@ -163,24 +117,3 @@ def of_scale(factors: Array, places: Places) -> str:
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
     text = " or ".join([name for name in told if abs(known[name] - 1) > 1e-2][:3])
     return f" ({text})" if text else ""
-
-
-def of_view(c: Context, whole: Array) -> Array:
-    """Of (num_heads_q, total_q, total_k) the part of a view."""
-    return np.asarray(whole[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))])
-
-
-def of_term(term: Term, c: Context) -> Array:
-    """The term, where it does not depend on the scores, of a view."""
-    places = Places(c.question)
-    return of_view(c, term.of(places, np.zeros((c.question.num_heads_q, *places.j.shape))))
-
-
-def biased(term: Term) -> Step:
-    """The scores with the term, which is a constant for every derivative."""
-
-    def cap(c: Context) -> Any:
-        value, *derivatives = STEPS["cap"](c)
-        return (value + of_term(term, c), *derivatives)
-
-    return cap

@@ -1,7 +1,4 @@
-"""What a backward pass has in place of dS, and which heads it adds up where.
-
-Long by the forms that a wrong dS may have.
-"""
+"""What a backward pass has in place of dS, and which heads it adds up where."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -9,20 +6,15 @@ from functools import cache, partial
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
-from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
+from rawattn.check.diagnose.read.contexts import of_view, places_of
+from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, dropped, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
-from rawattn.check.diagnose.read.said import (
-    COARSE,
-    Said,
-    of_scale,
-    of_term,
-    of_view,
-)
-from rawattn.check.diagnose.read.terms import Field, Term, by_head, term_of
+from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
+from rawattn.check.diagnose.read.terms import TABLE, Function, function_of
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -33,34 +25,18 @@ IN_ANOTHER_WAY = "is wrong in another way"
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
-    second = cache(again)
-    places = read.weights.places
-    heads_kv = np.arange(places.question.num_heads_kv)
-    own = heads_kv.repeat(places.question.group)[:, None] == heads_kv
-    sums: list[str] = []
-    found: list[Array] = []
-    for name, adds in read.adds.items():
-        where = adds > 0.02 * adds.max(initial=0.0)
-        if not np.array_equal(where, own):
-            found.append(where)
-            clear = np.isfinite(adds).all() and (adds[where] > 0.2 * adds.max()).all()
-            sums.append(_of_sums(name, where) if clear and where.any() else "")
-    if sums:
-        said = Said(read.weights, Support(places, places.right[None], ()))
-        said.wrong += [text for text in sums if text]
-        if not all(sums):
-            said.unread.append("dk and dv are not sums over the queries of their heads")
-        one = all((where & own).sum() == where.sum() == where.shape[1] for where in found)
-        said.names.append("gqa-group-not-summed" if one else "gqa-reduction-map")
-        return said
-    said = said_of(read.weights, lambda: second().weights, passed=True)
+    second, places = cache(again), read.weights.places
+    if (of_heads := _of_sums(read)) is not None:
+        return of_heads
+    said = said_of(read.weights, lambda: second().weights)
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
-    changes = {}
+    changes: dict[str, Change] = {}
     for name, slopes in read.slopes.items():
-        if said.see is not None and _by_the_mask(Part(said, places, slopes, places.rights)):
-            changes[name] = Change(["sees whom it must"], "", _masked, masked=True)
+        wrong = said.see is not None or said.term is not None
+        if wrong and _is_right(Part(None, places, slopes)):
+            changes[name] = Change(["is that of the right weights"], "", _masked, masked=True)
             continue
         part = Part(said, places, slopes)
         rows = -1 if name == "dq" else -2
@@ -70,26 +46,54 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
             continue
         changes[name] = _change_of(part, partial(_elsewhere, said, second, name), rows)
     dq, dk = changes["dq"], changes["dk"]
-    if _delta(dq) != _delta(dk) and dq.text and dk.text:  # dq has the cotangents of all heads
+    other_D = [change.name.startswith("delta") for change in (dq, dk)]
+    if other_D[0] != other_D[1] and dq.text and dk.text:  # dq has the cotangents of all heads
         dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
-    if [_plain(text) for text in dq.text] == [_plain(text) for text in dk.text]:
+    # tables differ by rounding
+    if [text.partition(TABLE)[0] for text in dq.text] == [x.partition(TABLE)[0] for x in dk.text]:
         _say(said, dq, "dS", "")
     else:
         _say(said, dq, "dQ", " of dq")
         _say(said, dk, "dK", " of dk")
-    if dq.masked and places.question.sparse:
+    twice = said.names == ["sparse-duplicate-twice"]
+    if dq.masked and places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
 
 
-def _by_the_mask(part: "Part") -> bool:
+def _of_sums(read: Backward) -> Said | None:
+    """Where other query heads than its own add to a head of dk or dv."""
+    places = read.weights.places
+    count, group = places.question.num_heads_kv, places.question.group
+    own = np.arange(count).repeat(group)[:, None] == np.arange(count)
+    said, alone = Said(read.weights, Support(places, places.right[None], ())), True
+    for name, adds in read.adds.items():
+        where = adds > 0.02 * adds.max(initial=0.0)
+        if np.array_equal(where, own):
+            continue
+        alone = alone and (where & own).sum() == where.sum() == count
+        if not (np.isfinite(adds).all() and where.any() and adds[where].min() > 0.2 * adds.max()):
+            said.unread[:] = ["dk and dv are not sums over the queries of their heads"]
+            continue
+        heads = ([np.flatnonzero(of).tolist() for of in x.T] for x in (where, own))
+        told = [
+            f"head {head} of query heads {of or 'none'}, not {due}"
+            for head, (of, due) in enumerate(zip(*heads, strict=True))
+        ]
+        said.wrong.append(f"{name}, {'; '.join(told)}")
+    said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
+    return None if said.sound else said
+
+
+def _is_right(part: Part) -> bool:
     """Whether dS is right, for all that P is not."""
     return not (part.gone.any() or part.wrongly.any()) and part.field(part.f - 1).zero
 
 
 def _masked(c: Context) -> Array:
-    """dY over the pairs of the mask, whatever the views are."""
-    return np.where(of_view(c, Places(c.question).rights), _unmasked(c), 0.0)
+    """dY over the pairs of the mask with the right scores, whatever the views are."""
+    right = _unmasked(changed(c, cap=STEPS["cap"](c)))
+    return np.where(of_view(c, places_of(c.question).rights), right, 0.0)
 
 
 def _unmasked(c: Context) -> Array:
@@ -97,31 +101,6 @@ def _unmasked(c: Context) -> Array:
     with np.errstate(over="ignore"):
         P = np.exp(c.G * c.cap[0] - dead_to_inf(np, c.L)[..., None])
     return np.asarray(c.G * c.cap[1] * P * (c.dP - c.D[..., None]))
-
-
-def _plain(text: str) -> str:
-    """Without the values in it, which differ by rounding."""
-    return text.partition(" (head 0, nearest")[0]
-
-
-def _delta(change: Change) -> bool:
-    return change.name.startswith("delta")
-
-
-def _of_sums(name: str, where: Array) -> str:
-    """Which query heads add to which head of a result; where (num_heads_q, num_heads_kv)."""
-    group = where.shape[0] // where.shape[1]
-    told = []
-    for head in range(where.shape[1]):
-        due = list(range(head * group, (head + 1) * group))
-        told.append(
-            f"head {head} of query heads {_listed(np.flatnonzero(where[:, head]))}, not {due}"
-        )
-    return f"{name}, {'; '.join(told)}"
-
-
-def _listed(heads: Array) -> str:
-    return str([int(head) for head in heads]) if len(heads) else "none"
 
 
 def _say(said: Said, change: Change, step: str, of: str) -> None:
@@ -181,14 +160,14 @@ def _change_of(part: Part, second: Callable[[], Part | None], rows: int) -> Chan
 
 def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Context) -> Array:
     """dY of these pairs alone."""
-    places, found = Places(c.question), c.dY if dY is None else dY(c)
+    places, found = places_of(c.question), c.dY if dY is None else dY(c)
     seen, right = (of_view(c, x) for x in (pairs.at(places), places.rights))
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
 def _form_of(part: Part, second: Callable[[], Part | None]) -> Change:
     """What stands there in place of dS."""
-    f, places, S = part.f, part.places, part.slopes.S
+    f, places = part.f, part.places
     if part.field(f - 1).zero:
         return (dropped(part) if part.gone.any() else None) or Change()
     values = [
@@ -203,21 +182,19 @@ def _form_of(part: Part, second: Callable[[], Part | None]) -> Change:
     if (found := form_of(part, second)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    told = None
-    if (f > 0)[logs.there].all():
-        told = term_of(logs, places, S) or term_of(logs, places, S, table=True)
+    told = function_of(logs, places) if (f > 0)[logs.there].all() else None
     if told is not None:
         text = f"is multiplied by {_power(told)}"
-        return Change([text], "unknown", lambda c: np.exp(of_term(told, c)) * c.dY)
+        return Change([text], "unknown", lambda c: np.exp(told.at(c)) * c.dY)
     coarse = Field(f - 1, logs.there, False, COARSE).zero
     return Change([] if coarse else [IN_ANOTHER_WAY])
 
 
-def _power(term: Term) -> str:
-    """exp of a term, in words."""
-    if term.table:
-        told = ", ".join(f"{np.exp(value):.4g}" for value in term.values)
-        return f"a factor: {term.text} (head 0, nearest first: {told}, ...)"
-    if term.text.endswith(" |j - i|"):
-        return f"{by_head(np.exp(np.array(term.values)))}^|j - i|"
-    return f"exp({term.text})"
+def _power(f: Function) -> str:
+    """exp of a function, in words."""
+    if f.table:
+        told = ", ".join(f"{np.exp(value):.4g}" for value in f.values)
+        return f"a factor: {f.text}{TABLE}{told}, ...)"
+    if f.text.endswith(" |j - i|"):
+        return f"{by_head(np.exp(np.array(f.values)))}^|j - i|"
+    return f"exp({f.text})"

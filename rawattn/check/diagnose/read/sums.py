@@ -1,19 +1,23 @@
-"""What weights are divided by, lse, and which head of v they are of."""
+"""What weights are divided by, lse, and which head of v they are of.
+
+Long by what may be in a row's sum.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.support import LESS
-from rawattn.check.diagnose.read.maps import of_heads, of_other_heads
-from rawattn.check.diagnose.read.said import Said, biased, noise_of
-from rawattn.check.diagnose.read.terms import Term, by_head, number
+from rawattn.check.diagnose.read.contexts import of_view, places_of
+from rawattn.check.diagnose.read.fields import by_head, number, of_heads, sum_in_words, sums_of
+from rawattn.check.diagnose.read.maps import of_other_heads
+from rawattn.check.diagnose.read.said import Said, noise_of
+from rawattn.check.diagnose.read.terms import adding
 
 Array = np.ndarray
 
@@ -55,42 +59,28 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
     noise, rows, total = _totals(said, S, logs, seen, alive)
     wrongly = seen & ~places.right & alive[..., None] & rows[..., None]
     level = logs + total[..., None]  # of which weights are exp
-    usual = np.abs(level - S)[wrongly].max(initial=0.0) < 8 * noise
-    if not usual:
-        filled, added = level[wrongly], (level - S)[wrongly]
-        text = "weights of keys that must not be seen are not those of their scores"
-        if min(np.ptp(filled), np.ptp(added)) < 8 * noise:
-            said.names[:] = ["mask-fill"]
-            adds = bool(np.ptp(added) < np.ptp(filled))
-            number = float((added if adds else filled).mean())
-            whole = abs(number - np.rint(number)) < noise
-            number = float(np.rint(number) if whole else np.round(number, 4)) + 0.0
-            text = f"masked scores are {number:.4g}, not -inf"
-            text = f"{number:.4g} is added to masked scores, not -inf" if adds else text
-            said.steps["S"] = partial(_filled, number, adds)
-        said.wrong.insert(0, text)
+    if np.abs(level - S)[wrongly].max(initial=0.0) >= 8 * noise:
+        _say_filled(said, level[wrongly], (level - S)[wrongly], noise)
         S = np.where(wrongly, level, S)
     due = log_sum(np.where(seen, S, -np.inf))
     if _say_dropped(said, total - read.right.lse, rows, noise):
         return
     sinks = None if q.sinks is None else np.asarray(q.sinks, dtype=np.float64)[:, None]
     with_sinks = due if sinks is None else np.logaddexp(due, sinks)
-    off = np.abs(total - with_sinks)[rows].max(initial=0.0)
-    if off < noise:
+    if np.abs(total - with_sinks)[rows].max(initial=0.0) < noise:
         said.right.append("row sums")
     elif sinks is not None and np.abs(total - due)[rows].max() < noise:
-        said.wrong.append("the sinks are not in the row sums")
-        said.names.append("sinks-dropped")
-    elif sinks is not None and _say_sink(said, S, due, total, rows, noise):
-        pass
-    else:
+        said.say("the sinks are not in the row sums", "sinks-dropped")
+    elif sinks is None or not _say_sink(said, S, due, total, rows, noise):
         _say_mass(said, np.exp(total) - np.exp(with_sinks), total - with_sinks, rows, noise)
     if read.lse is None:
         return
     lse, wanted = read.lse[rows], total[rows]
-    if said.term is not None and said.term.table and np.ptp(lse - wanted) < 8 * noise:
-        said.term = _raised(said.term, float(np.mean(lse - wanted)))
-        said.steps["cap"], wanted = biased(said.term), lse
+    added = None if said.term is None else said.term.added
+    if added is not None and added.table and np.ptp(lse - wanted) < 8 * noise:
+        by, wanted = float(np.mean(lse - wanted)), lse  # a table is known up to a number
+        raised = replace(added, of=lambda places: added.of(places) + by)
+        said.steps |= adding(raised).steps
     close = partial(np.allclose, lse, rtol=0, atol=8 * noise)
     if close(wanted):
         said.right.append("lse")
@@ -100,91 +90,91 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
             own = said.steps["softmax"]
             said.steps["softmax"] = lambda c: (STEPS["softmax"](c)[0], own(c)[1])
     elif close(due[rows]):
-        said.wrong.append("the sinks are not in lse")
-        said.names.append("sinks-dropped")
+        said.say("the sinks are not in lse", "sinks-dropped")
     else:
         top = np.where(places.right, S, -np.inf).max(axis=-1)
-        _say_lse(said, lse, total[rows], top[rows], 8 * noise)
+        _say_lse(said, lse, total[rows], top[rows], noise)
 
 
-_BASE_2 = np.array([1 / np.log(2), 0.0, 0.0, 0.0])
+def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
+    """What masked scores are, or what is added to them."""
+    adds, text = bool(np.ptp(added) < np.ptp(level)), ""
+    if np.ptp(added if adds else level) < 8 * noise:
+        x = float((added if adds else level).mean())
+        whole = abs(x - np.rint(x)) < noise
+        x = float(np.rint(x) if whole else np.round(x, 4)) + 0.0
+        text = f"{x:.4g} is added to masked scores" if adds else f"masked scores are {x:.4g}"
+        said.names[:] = ["mask-fill"]
+        said.steps["S"] = partial(_filled, x, adds)
+    other = "weights of keys that must not be seen are not those of their scores"
+    said.wrong.insert(0, f"{text}, not -inf" if text else other)
 
 
-def _say_lse(said: Said, lse: Array, total: Array, top: Array, allowed: float) -> None:
+def _filled(number: float, adds: bool, c: Context) -> Array:
+    """Scores of keys that are wrongly seen."""
+    S = STEPS["S"](c)
+    wrong = ~of_view(c, places_of(c.question).rights) & (c.W > 0)
+    return np.asarray(np.where(wrong, (S if adds else 0.0) + number, S))
+
+
+def _say_lse(said: Said, lse: Array, total: Array, top: Array, noise: float) -> None:
     """What lse is made of in place of the logarithm of the row sums, ``total``."""
     parts = {"the right lse": total, "row_max": top, "row_sum": np.exp(total - top), "": top**0}
-    features = np.stack([*parts.values()], axis=1)
-    by = np.linalg.lstsq(features, lse, rcond=1e-9)[0] if np.isfinite(lse).all() else 0 * top[:4]
-    if not len(by) == 4 or np.abs(features @ by - lse).max(initial=0.0) > allowed:
-        said.wrong.append("lse is not the logarithm of the row sums")
+    tried = sums_of({name: x / noise for name, x in parts.items()}, lse / noise, len(parts))
+    factors = next(tried, None) if np.isfinite(lse).all() else None
+    if factors is None:
+        said.say("lse is not the logarithm of the row sums", "")
         return
-    by = np.where(np.abs(by - np.rint(by)) < 1e-2, np.rint(by), by)
-    base_2 = np.allclose(by, _BASE_2, atol=1e-2)
-    by = _BASE_2 if base_2 else by
-    no_max = np.allclose(by, [1, -1, 0, 0], atol=1e-2)
-    told = (f"{number(x)} {name}".strip() for x, name in zip(by, parts, strict=True) if x)
-    told = (text.removeprefix("1 ") for text in told)
-    made = " + ".join(told).replace("+ -", "- ").replace("-1 ", "-") or "0"
-    text = f"lse is {made}" + " (a logarithm is missing)" * (not by[0])
-    said.wrong.append("lse is in base 2" if base_2 else text)
-    said.names.append("lse-base-2" if base_2 else "lse-without-max" if no_max else "unknown")
-    said.steps["L"] = partial(_L, by)
+    base_2 = factors.keys() == {"the right lse"} and np.isclose(
+        factors["the right lse"], 1 / np.log(2), atol=1e-2
+    )
+    factors = {"the right lse": 1 / np.log(2)} if base_2 else factors
+    missing = " (a logarithm is missing)" * ("the right lse" not in factors)
+    name = "lse-without-max" if factors == {"the right lse": 1, "row_max": -1} else "unknown"
+    text = f"lse is {sum_in_words(factors)}{missing}"
+    said.say("lse is in base 2" if base_2 else text, "lse-base-2" if base_2 else name)
+    said.steps["L"] = partial(_L, factors)
 
 
-def _L(by: Array, c: Context) -> Array:
+def _L(factors: dict[str, float], c: Context) -> Array:
     L, top = c.softmax[0], c.S.max(axis=-1, initial=-np.inf)
     with np.errstate(invalid="ignore"):
-        found = by[0] * L + by[1] * top + by[2] * np.exp(L - top) + by[3]
+        parts = {"the right lse": L, "row_max": top, "row_sum": np.exp(L - top), "": 1.0}
+        found = sum(x * parts[name] for name, x in factors.items())
     return np.asarray(np.where(np.isneginf(L), L, found))
 
 
+def _sink(factors: dict[str, float], c: Context) -> Array:
+    parts = {"sink": c.sink, "row_max": c.S.max(axis=-1, initial=-np.inf), "": 1.0}
+    return np.asarray(sum(x * parts[name] for name, x in factors.items()))
+
+
 def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise: float) -> bool:
-    """Whether the row sums have a function of the sink and of the row's maximum; due, total: their
-    logarithms without sinks and as they are."""
-    places = said.weights.places
-    q, more = places.question, np.exp(total) - np.exp(due)
-    sink = np.broadcast_to(np.asarray(q.sinks, dtype=np.float64)[:, None], due.shape)
-    top = np.where(places.right, S, -np.inf).max(axis=-1)
-    known, allowed = rows & (more > 0), 8 * noise * np.exp(total)
-    if not known.any():
-        return False
-    text, logit = "", None
-    for words, of in options.others(q.scale):
-        if logit is None and (np.abs(more - np.exp(of(sink, top))) < allowed)[rows].all():
-            text, logit = words, of
-    wanted, allowed = np.log(np.where(known, more, 1.0)), allowed / np.where(known, more, 1.0)
-    times = np.exp(wanted - sink)[known]
-    features = np.stack([sink[known], top[known], np.ones(known.sum())], axis=1)
-    if logit is not None:
-        said.steps |= options.with_sink(partial(_of_row, logit))
-    elif (values := _by_head(wanted, known, allowed)) is not None:
-        near = np.abs(values[:, None] - sink[:, 0]).argmin(axis=1)
-        text = f"exp({by_head(values)})"
-        if np.abs(values - sink[near, 0]).max() < 8 * noise:
-            text = f"exp(sink) of head {of_heads(near)}"
-        said.steps |= options.with_sink(lambda c: values[c.view.heads, None])
-    elif times.min() > 0.5 and (np.abs(times - np.rint(times)) < 0.02).all():
-        text = f"exp(sink) {times.min():.0f} to {times.max():.0f} times, by the row"
-    else:
-        by, *_ = np.linalg.lstsq(features, wanted[known], rcond=1e-6)
-        if (np.abs(features @ by - wanted[known]) > allowed[known]).any():
-            return False
-        text = f"exp({by[0]:.3g} sink {by[1]:+.3g} maximum {by[2]:+.3g})"
-    said.wrong.append(f"the row sums have {text}, in place of exp(sink)")
-    said.names.append("sinks-misplaced")
-    return True
-
-
-def _by_head(x: Array, known: Array, allowed: Array) -> Array | None:
-    """Of each head what all its rows have."""
+    """Whether the row sums have another head's sink, or exp of a sum of the sink and of the row's
+    maximum; due, total: their logarithms without sinks and as they are."""
+    q, more = said.weights.places.question, np.exp(total) - np.exp(due)
+    sinks = np.asarray(q.sinks, dtype=np.float64)
+    known = rows & (more > 0)
     if not known.any(axis=1).all():
-        return None
-    values = np.array([np.median(row[there]) for row, there in zip(x, known, strict=True)])
-    return values if (np.abs(x - values[:, None]) <= allowed + 1e-9)[known].all() else None
-
-
-def _of_row(logit: options.Logit, c: Context) -> Array:
-    return np.asarray(logit(c.sink, c.S.max(axis=-1, initial=-np.inf)))
+        return False
+    wanted, size = (np.where(known, x, 1.0) for x in (more, noise * np.exp(total)))
+    wanted, size = np.log(wanted), size / wanted + 1e-9
+    values = np.array([np.median(row[there]) for row, there in zip(wanted, known, strict=True)])
+    near = np.abs(values[:, None] - sinks).argmin(axis=1)
+    if (np.abs(wanted - sinks[near, None]) <= 8 * size)[known].all():
+        text = f"exp(sink) of head {of_heads(near)}"
+        said.steps |= options.with_sink(lambda c: sinks[near][c.view.heads, None])
+    else:
+        top = np.where(said.weights.places.right, S, -np.inf).max(axis=-1)
+        parts = {"sink": np.broadcast_to(sinks[:, None], top.shape), "row_max": top, "": top**0}
+        basis = {name: (x / size)[known] for name, x in parts.items()}
+        factors = next(sums_of(basis, (wanted / size)[known], len(parts)), None)
+        if factors is None:
+            return False
+        text = f"exp({sum_in_words(factors)})"
+        said.steps |= options.with_sink(partial(_sink, factors))
+    said.say(f"the row sums have {text}, in place of exp(sink)", "sinks-misplaced")
+    return True
 
 
 def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:
@@ -205,21 +195,17 @@ def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:
     return True
 
 
-def _raised(term: Term, by: float) -> Term:
-    """A table is known up to a number, which lse tells."""
-    return replace(term, of=lambda places, S: term.of(places, S) + by)
-
-
 def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) -> None:
     """What is in the row sums beside the keys that are seen; mass (num_heads_q, total_q)."""
     places = said.weights.places
     if np.ptp(ratio[rows]) < 8 * noise:
         mean = float(np.exp(-ratio[rows].mean()))
-        said.wrong.append(f"the weights of a row sum to {number(mean)}, not 1")
+        said.say(f"the weights of a row sum to {number(mean)}, not 1", "")
         return
     allowed = 8 * noise * np.maximum(np.abs(np.exp(said.weights.right.lse)), 1)
     found: list[tuple[float, str, str, Array, Callable[[Places], Array]]] = []
-    for name, text, of in _others():
+    padded = int(np.rint(np.median((mass + places.m[:, 0])[rows])))
+    for name, text, of in _others(max(places.question.lengths_k), padded):
         unit = np.where(rows, of(places), 0.0) / allowed
         size = (unit**2).sum(axis=1)
         times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
@@ -227,36 +213,30 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         left = float(np.abs(mass / allowed - times[:, None] * unit)[rows].max())
         if left < 1 and size.any() and (name != "denominator" or not text or (times == 1).all()):
             found.append((left, name, text, times, of))
-    if found:
-        _, name, text, times, of = min(found, key=lambda one: one[0])
-        if not text:
-            text = f"{by_head(times)} more than the keys that are seen"
-        elif not (times == 1).all():
-            with np.errstate(divide="ignore"):
-                name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
-        said.wrong.append(f"the row sums have {text}")
-        said.names.append(name)
-        said.steps["softmax"] = _with_mass(partial(_of_rows, times, of))
+    if not found:
+        factors = by_head(np.exp(ratio[rows][:4]))
+        said.say(f"the row sums are off, by factors of {factors}, ...", "denominator")
         return
-    b = places.b[:, 0]
-    here = [mass[:, b == n][rows[:, b == n]] for n in range(places.question.batch)]
-    counts = np.array([np.rint(np.median(of)) if of.size else 0.0 for of in here])
-    if counts.min() >= 0 and (np.abs(mass - counts[b]) < allowed)[rows].all():
-        told = ", ".join(f"{count:g}" for count in counts)
-        said.wrong.append(f"the row sums have {told} keys of score 0 more, by sequence")
-        said.names.append("padded-keys")
-        return
-    said.wrong.append(
-        f"the row sums are off, by factors of {by_head(np.exp(ratio[rows][:4]))}, ..."
-    )
-    said.names.append("denominator")
+    _, name, text, times, of = min(found, key=lambda one: one[0])
+    if not text:
+        text = f"{by_head(times)} more than the keys that are seen"
+    elif not (times == 1).all():
+        with np.errstate(divide="ignore"):
+            name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
+    said.say(f"the row sums have {text}", name)
+    said.steps |= options.with_sink(partial(_and_more, times, of))
 
 
-def _others() -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
-    """What may be in the row sums: a class, words, and how much it is if it is there once."""
-    for tile in (0, *TILES):
-        upto = f"the end of its last tile of {tile} keys" if tile else "the longest sequence"
-        yield "padded-keys", f"every key of padding up to {upto}", partial(_padding, tile)
+def _others(longest: int, padded: int) -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
+    """What may be in the row sums: a class, words, and how much it is if it is there once. padded:
+    a length that all sequences may be padded to, which may be that of one that is not here."""
+    every = "every key of padding up to"
+    yield "padded-keys", f"{every} the longest sequence", partial(_padding, 0, 0)
+    if padded > longest:
+        yield "padded-keys", f"{every} {padded} keys", partial(_padding, 0, padded)
+    for tile in TILES:
+        text = f"{every} the end of its last tile of {tile} keys"
+        yield "padded-keys", text, partial(_padding, tile, 0)
     yield "denominator", "", lambda places: np.ones((1, len(places.j)))
     yield "denominator", "1, relative to the row's maximum", _exp_of_maximum
     for tile in (0, *TILES):
@@ -264,10 +244,10 @@ def _others() -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
         yield "denominator", f"keys{of} that the mask hides", partial(_hidden, tile)
 
 
-def _padding(tile: int, places: Places) -> Array:
-    """(1, total_q): keys from a sequence's end to that of a tile; 0: of the longest sequence."""
+def _padding(tile: int, length: int, places: Places) -> Array:
+    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
     m = places.m[:, 0]
-    return np.asarray(-m % tile if tile else max(places.question.lengths_k) - m)[None]
+    return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
 
 
 def _exp_of_maximum(places: Places) -> Array:
@@ -284,27 +264,12 @@ def _hidden(tile: int, places: Places) -> Array:
     return np.asarray(np.exp(log_sum(np.where(hidden, Right(places).S, -np.inf))))
 
 
-def _filled(number: float, adds: bool, c: Context) -> Array:
-    """Scores of keys that are wrongly seen."""
-    S, places = STEPS["S"](c), Places(c.question)
-    own = places.rights[np.ix_(c.view.heads, c.view.rows, np.maximum(c.view.keys, 0))]
-    wrong = (own == 0) & (c.W > 0)
-    return np.asarray(np.where(wrong, (S if adds else 0.0) + number, S))
-
-
-def _of_rows(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
-    whole = times[:, None] * of(Places(c.question))
-    return np.asarray(whole[np.ix_(c.view.heads, c.view.rows)])
-
-
-def _with_mass(mass: Callable[[Context], Any]) -> Step:
-    def softmax(c: Context) -> tuple[Array, Array]:
-        L, P = STEPS["softmax"](c)
-        with np.errstate(divide="ignore"):
-            total = np.logaddexp(L, np.log(np.maximum(mass(c), 0.0)))
-        return total, P * np.exp(L - total)[..., None]
-
-    return softmax
+def _and_more(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
+    """The sink, if there is one, with what else is in the row sums, by its logarithm."""
+    whole = times[:, None] * of(places_of(c.question))
+    with np.errstate(divide="ignore"):
+        more = np.log(np.maximum(whole[np.ix_(c.view.heads, c.view.rows)], 0.0))
+    return np.asarray(more if c.sink is None else np.logaddexp(more, c.sink))
 
 
 def say_values(said: Said) -> None:
@@ -321,7 +286,4 @@ def say_values(said: Said) -> None:
     taken = np.rint(heads).astype(int)
     there = (np.abs(taken - heads) < 0.1) & (taken >= 0) & (taken < q.num_heads_kv)
     if not np.array_equal(taken, np.arange(q.num_heads_q) // q.group) and there.all():
-        values = of_other_heads("v", taken)
-        said.wrong.append(values.text)
-        said.names.append("gqa-head-map")
-        said.steps |= values.steps
+        said.say_term(of_other_heads("v", taken))

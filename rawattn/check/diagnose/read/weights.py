@@ -5,99 +5,83 @@ from functools import cache
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Step
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
-from rawattn.check.diagnose.read.maps import map_of, moved_of, transposed_of
+from rawattn.check.diagnose.read.contexts import context_of
+from rawattn.check.diagnose.read.fields import Field
+from rawattn.check.diagnose.read.maps import heads_of, rows_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import (
-    COARSE,
-    Counted,
-    Said,
-    biased,
-    in_words,
-    least_of,
-    noise_of,
-    of_scale,
-    seen_of,
-)
+from rawattn.check.diagnose.read.said import COARSE, Said, least_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import Field, Term, loosely, term_of
+from rawattn.check.diagnose.read.terms import Function, Term, adding, loosely, term_of
 
 Array = np.ndarray
 
 
-def said_of(read: Weights, again: Callable[[], Weights], *, passed: bool = False) -> Said:
-    """``again``: the same on other lengths, where rules are checked. passed: the weights are of a
-    backward pass, which makes them with the lse that it is given."""
+def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
+    """``again``: the same on other lengths, where rules are checked."""
     places, noise, S = read.places, noise_of(read.places), read.right.S
     seen, alive = seen_of(read)
     second = cache(again)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
         _say_dead(said, alive, second)
-    alive = alive & _telling(read, passed)
+    alive = alive & _telling(read)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.where(seen, read.P, 1.0))
     x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
-    counted = _counted(read, x, second) if passed or not x.zero else None
-    if x.zero and counted is None:
-        said.right.append("scores and softmax_scale")
-    elif not x.zero and (term := term_of(x, places, S)) is not None:
-        _say_term(said, term)
-    elif counted is not None:
-        said.wrong.append(str(counted))
-        dense = "tile-counted-twice" if counted.of_tile else "wrong-keys"
-        said.names.append("sparse-duplicate-twice" if places.question.sparse else dense)
-        said.counted = counted
-    elif (found := map_of(x, places, S)) is not None:
-        _say_taken(said, found.text, found.name, found.steps)
-    elif not passed and (found := moved_of(read, second, noise)) is not None:
-        _say_taken(said, found.text, found.name, found.steps)
-    elif not passed and (turned := transposed_of(read, noise)) is not None:
-        _say_taken(said, turned[0], "stale-tile", turned[1])
-    elif (term := term_of(x, places, S, table=True)) is not None:
-        _say_term(said, term)
-    elif x.left(np.zeros_like(S)) * noise < COARSE:
-        said.right.append("scores and softmax_scale, roughly")
-    elif not passed and (loose := loosely(x, places, S))[0]:
-        said.loose = True
-        said.wrong.append(loose[0])
-        said.names.append(loose[1])
-    else:
-        said.unread.append("the weights of keys that are rightly seen are wrong in another way")
-    if not said.moved:
+    _say_scores(said, x, _counted(read, x, second) if read.passed or not x.zero else None, second)
+    values = "O" in said.steps  # other rows of v: who sees whom does not tell
+    if not values:
         seen = seen | _too_small(said, read, seen)
         if (seen != places.right)[alive].any():
             there = second()
             seen_there, alive_there = seen_of(there)
-            alive_there = alive_there & _telling(there, passed)
+            alive_there = alive_there & _telling(there)
             seen_there = seen_there | _too_small(said, there, seen_there)
             there_read = there.places, seen_there, alive_there[..., None]
             said.support = support_of((places, seen, alive[..., None]), there_read)
         if said.unread and not said.support.named:
             said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
         else:
-            _say_support(said, alive, passed)
-    if not said.unread and not said.loose and not said.moved:
-        (say_passed if passed else say_sums)(said, logs, seen_of(read)[0], alive)
+            _say_support(said, alive)
+    if not said.unread and not said.loose and not values:
+        (say_passed if read.passed else say_sums)(said, logs, seen_of(read)[0], alive)
     say_values(said)
     return said
 
 
-def _say_taken(said: Said, text: str, name: str, steps: dict[str, Step]) -> None:
-    """A product takes other rows or heads, and who sees whom does not tell."""
-    said.wrong.append(text)
-    said.names.append(name)
-    said.steps |= steps
-    said.moved = True
+def _say_scores(said: Said, x: Field, counted: Term | None, second: Callable[[], Weights]) -> None:
+    """What ``x``, log-weights less the right scores, tells of the scores."""
+    read = said.weights
+    c, passed = context_of(read.places, read.right.S), read.passed
+    if x.zero and counted is None:
+        said.right.append("scores and softmax_scale")
+    elif not x.zero and (term := term_of(x, c)) is not None:
+        said.term = term
+    elif counted is not None:
+        said.term = counted
+    elif not passed and (term := heads_of(x, c) or rows_of(read, second, x.noise)) is not None:
+        said.term = term
+    elif (term := term_of(x, c, table=True)) is not None:
+        said.term = term
+    elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
+        said.right.append("scores and softmax_scale, roughly")
+    elif not passed and (loose := loosely(x, read.places, c.S))[0]:
+        said.loose = True
+        said.say(*loose)
+    else:
+        said.unread.append("the weights of keys that are rightly seen are wrong in another way")
+    if said.term is not None:
+        said.say_term(said.term)
 
 
-def _telling(read: Weights, passed: bool) -> Array | bool:
+def _telling(read: Weights) -> Array | bool:
     """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-    return np.isfinite(read.lse) if passed and read.lse is not None else True
+    return np.isfinite(read.lse) if read.passed and read.lse is not None else True
 
 
 def _too_small(said: Said, read: Weights, seen: Array) -> Array:
@@ -121,20 +105,16 @@ def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
     said.wrong.append(text if rule is None else f"{text}: {rule}")
 
 
-def _say_support(said: Said, alive: Array, passed: bool) -> None:
+def _say_support(said: Said, alive: Array) -> None:
     places, rules = said.support.places, said.support
     if rules.right:
         said.right.append("who sees whom")
         return
-    heads = places.question.num_heads_q
-    left, right = places.question.mask_window
-    of = "i" if places.aligned else "p"
-    bounds = [f"-{left} <= "] * (left >= 0), [f" <= {right}"] * (right >= 0)
-    due = "".join((*bounds[0], f"j - {of}", *bounds[1])) if left >= 0 or right >= 0 else "every key"
-    due = "the keys of its blocks" if places.question.sparse else due
+    q, heads = places.question, places.question.num_heads_q
+    due = "the keys of its blocks" if q.sparse else mask_rule(q) or "every key"
     if rules.of_rows:
         told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
-        what = "add nothing to dv" if passed else "see no key, or are not written"
+        what = "add nothing to dv" if said.weights.passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
     elif rules.whole is not None:
         said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
@@ -142,20 +122,10 @@ def _say_support(said: Said, alive: Array, passed: bool) -> None:
         must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
     rows = np.broadcast_to(alive, rules.seen.shape[:2])
-    said.names.append(class_of(rules, rows, backward=passed))
+    said.names.append(class_of(rules, rows, backward=said.weights.passed))
 
 
-def _say_term(said: Said, term: Term) -> None:
-    """The scores have a term: what it is, and the steps that it is planted by."""
-    said.term = term
-    added = term.name == "score-bias"
-    scale = of_scale(np.array(term.values), said.support.places) * (term.name == "score-scale")
-    said.wrong.append(f"added to the scores: {in_words(term)}" if added else term.text + scale)
-    said.names.append(term.name)
-    said.steps |= {"cap": biased(term)} if added else term.steps
-
-
-def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted | None:
+def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once."""
     for relative in (False, True):
         found, known = _times(read, relative)
@@ -167,11 +137,33 @@ def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Counted 
         if (rule := rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))) is None:
             continue
         if len(values[values > 1]) == 1:
-            return Counted(int(values[-1]), rule)
+            return _counting(int(values[-1]), rule, read.places)
         for name in read.places.features:
             if all(_as_often(of, n, k, name) for of, n, k in shown):
-                return Counted(name, Rule(()))
+                return _counting(name, Rule(()), read.places)
     return None
+
+
+def _counting(often: int | str, rule: Rule, places: Places) -> Term:
+    """Keys that count ``often``, which may be a feature, where ``rule`` says: to weights the
+    logarithm is added."""
+
+    def of(places: Places) -> Array:
+        heads = range(places.question.num_heads_q if places.question.sparse else 1)
+        found = np.ones((len(heads), *places.j.shape))
+        for head in heads:
+            here = places.of(head)
+            count = here.feature(often) if isinstance(often, str) else often
+            found[head] = np.where(rule.holds(here), np.maximum(count, 1), 1)
+        return np.log(found)
+
+    # of a tile: by places, not by distances or remainders
+    other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
+    name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
+    name = "sparse-duplicate-twice" if places.question.sparse else name
+    text = f"keys count {often} times: {rule}"
+    text = f"keys count more than once: {often}" if isinstance(often, str) else text
+    return adding(Function("", of, ()), text, name)
 
 
 def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:

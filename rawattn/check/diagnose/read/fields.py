@@ -1,0 +1,151 @@
+"""Fields of numbers that were read, (num_heads_q, total_q, total_k): what fits them, in words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+
+import numpy as np
+
+Array = np.ndarray
+PEAK = 8  # the worst of many entries over their root mean square
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """``x`` where ``there``. by_row: each row is known up to a number, as that of log-weights is.
+    noise: of one entry."""
+
+    x: Array
+    there: Array
+    by_row: bool
+    noise: float
+
+    @cached_property
+    def own(self) -> Array:
+        return self.centred(self.x)
+
+    def centred(self, x: Array) -> Array:
+        """Without the mean of each row, or of nothing; 0 where nothing is."""
+        x = np.where(self.there, x, 0.0)
+        if not self.by_row:
+            return x
+        count = np.maximum(self.there.sum(axis=-1, keepdims=True), 1)
+        return np.where(self.there, x - x.sum(axis=-1, keepdims=True) / count, 0.0)
+
+    def left_by_head(self, x: Array) -> Array:
+        """What ``x`` leaves in units of the noise, or of the worst entry, which may be PEAK times
+        as far off; inf for what is no number."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            off = np.abs(self.own - self.centred(x))
+            count = np.maximum(self.there.sum(axis=(1, 2)), 1)
+            rms = np.sqrt((off**2).sum(axis=(1, 2)) / count)
+        worst = np.maximum(rms, off.max(axis=(1, 2), initial=0.0) / PEAK) / self.noise
+        return np.where(np.isfinite(worst), worst, np.inf)
+
+    def left(self, x: Array) -> float:
+        """The same of the worst head."""
+        return float(self.left_by_head(x).max(initial=0.0))
+
+    def fits(self, x: Array) -> bool:
+        return self.left(x) <= 1
+
+    @property
+    def zero(self) -> bool:
+        return self.fits(np.zeros_like(self.x))
+
+    def slopes(self, x: Array) -> Array:
+        """(heads, 1, 1): how often ``x`` is in the field, in each head; rounded, as somebody may
+        have written it, where that leaves no more."""
+        a, b = self.centred(x), self.own
+        size = (a * a).sum(axis=(1, 2))
+        found = ((a * b).sum(axis=(1, 2)) / np.where(size > 0, size, 1.0))[:, None, None]
+        same = self.left(plain(found) * x) <= 1.2 * self.left(found * x) + 1e-6
+        return plain(found) if same else np.asarray(found)
+
+    def shares(self, basis: Sequence[Array]) -> Array:
+        """How often each of ``basis`` is in the field, of all heads together."""
+        a = np.stack([self.centred(np.broadcast_to(x, self.x.shape))[self.there] for x in basis])
+        return np.asarray(np.linalg.lstsq(a @ a.T, a @ self.own[self.there], rcond=1e-12)[0])
+
+    def means(self, head: int, x: Array, unit: Array | None = None) -> Array:
+        """Of every value of ``x`` (total_q, total_k), from 0 on, the mean of a head's field, or how
+        often it holds ``unit``, like the field; rows being free."""
+        there = self.there[head]
+        rows, keys = np.nonzero(there)
+        values, groups, size = self.x[head][rows, keys], x[rows, keys], int(x.max()) + 1
+        weights = np.ones(len(rows)) if unit is None else unit[head][rows, keys]
+        sums, squares = (np.bincount(groups, w * weights, size) for w in (values, weights))
+        if not self.by_row:
+            return np.asarray(sums / np.maximum(squares, 1))
+        share = np.zeros((len(there), size))  # the free numbers of rows eliminated
+        np.add.at(share, (rows, groups), weights)
+        per_row = np.maximum(np.bincount(rows, minlength=len(there)), 1.0)
+        of_row = np.bincount(rows, values, len(there)) / per_row
+        left = np.diag(squares) - share.T @ (share / per_row[:, None])
+        return np.asarray(np.linalg.lstsq(left, sums - share.T @ of_row, rcond=1e-10)[0])
+
+
+def sums_of(basis: Mapping[str, Array], due: Array, most: int) -> Iterator[dict[str, float]]:
+    """Sums of ``most`` of ``basis`` that are ``due``, both in units of what is allowed: how often
+    each is there, the fewest first."""
+    columns = np.stack([*basis.values()], axis=1)
+    products, with_due = columns.T @ columns, columns.T @ due
+    for count in range(1, most + 1):
+        for some in map(list, combinations(range(len(basis)), count)):
+            found = np.linalg.lstsq(products[np.ix_(some, some)], with_due[some], rcond=1e-12)[0]
+            whole = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found), found)
+            fit = (x for x in (whole, found) if np.mean((columns[:, some] @ x - due) ** 2) <= 1)
+            if (factors := next(fit, None)) is not None:
+                names = (name for n, name in enumerate(basis) if n in some)
+                yield {name: float(x) for name, x in zip(names, factors, strict=True) if x}
+
+
+def sum_in_words(factors: Mapping[str, float]) -> str:
+    told = ""
+    for name, x in factors.items():
+        size = "" if abs(x) == 1 and name else number(abs(x))
+        told += f" {'-' if x < 0 else '+'} {size} {name}".replace("  ", " ").rstrip()
+    return told.strip().removeprefix("+ ") or "0"
+
+
+def by_head(values: Array) -> str:
+    """Numbers of heads: one if they are alike, a multiple of h + 1, or all of them."""
+    values = np.asarray(values, dtype=np.float64).ravel()
+    size = float(np.abs(values).max(initial=0.0)) or 1.0
+    if np.ptp(values) < 1e-2 * size:
+        return number(float(values.mean()))
+    steps = values / (np.arange(len(values)) + 1)
+    if np.ptp(steps) < 1e-2 * np.abs(steps).max():
+        return f"{steps.mean():.3g} (h + 1)"
+    return ", ".join(f"{number(value)} (head {h})" for h, value in enumerate(values[:8]))
+
+
+def of_heads(heads: Array) -> str:
+    """A map from h to a head, as a formula or as a list."""
+    h, top = np.arange(len(heads)), int(heads.max(initial=0)) + 1
+    known = {"h": h, "0": 0 * h}
+    known |= {f"h % {n}": h % n for n in range(2, top + 1)}
+    known |= {f"h // {n}": h // n for n in range(2, len(heads) + 1)}
+    known |= {f"(h {by:+}) % {len(heads)}": (h + by) % len(heads) for by in (1, -1)}
+    known |= {f"{len(heads) - 1} - h": len(heads) - 1 - h}
+    text = next((name for name, x in known.items() if np.array_equal(x, heads)), "")
+    return text or ", ".join(map(str, heads))
+
+
+def number(x: float) -> str:
+    """In three digits, or as many as tell it from 1."""
+    return f"{x:.3g}" if abs(x - 1) > 5e-3 or abs(x - 1) < 1e-6 else f"{x:.6g}"
+
+
+def plain(values: Array) -> Array:
+    """Rounded to three digits."""
+    return np.array([float(f"{x:.3g}") for x in values.ravel()]).reshape(values.shape)
+
+
+def runs_of(values: Array) -> list[tuple[int, int, float]]:
+    """First and last place of about equal numbers, and the number."""
+    near = np.abs(np.diff(values)) <= 1e-2 * np.maximum(np.abs(values[1:]), 1.0)
+    edges = [0, *(np.flatnonzero(~near) + 1).tolist(), len(values)]
+    pairs = pairwise(edges)
+    return [(a, b - 1, float(plain(np.median(values[a:b])))) for a, b in pairs if b > a]
