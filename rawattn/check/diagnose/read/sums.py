@@ -204,7 +204,8 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         return
     allowed = 8 * noise * np.maximum(np.abs(np.exp(said.weights.right.lse)), 1)
     found: list[tuple[float, str, str, Array, Callable[[Places], Array]]] = []
-    for name, text, of in _others():
+    padded = int(np.rint(np.median((mass + places.m[:, 0])[rows])))
+    for name, text, of in _others(max(places.question.lengths_k), padded):
         unit = np.where(rows, of(places), 0.0) / allowed
         size = (unit**2).sum(axis=1)
         times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
@@ -226,11 +227,16 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
     said.steps |= options.with_sink(partial(_and_more, times, of))
 
 
-def _others() -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
-    """What may be in the row sums: a class, words, and how much it is if it is there once."""
-    for tile in (0, *TILES):
-        upto = f"the end of its last tile of {tile} keys" if tile else "the longest sequence"
-        yield "padded-keys", f"every key of padding up to {upto}", partial(_padding, tile)
+def _others(longest: int, padded: int) -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
+    """What may be in the row sums: a class, words, and how much it is if it is there once. padded:
+    a length that all sequences may be padded to, which may be that of one that is not here."""
+    every = "every key of padding up to"
+    yield "padded-keys", f"{every} the longest sequence", partial(_padding, 0, 0)
+    if padded > longest:
+        yield "padded-keys", f"{every} {padded} keys", partial(_padding, 0, padded)
+    for tile in TILES:
+        text = f"{every} the end of its last tile of {tile} keys"
+        yield "padded-keys", text, partial(_padding, tile, 0)
     yield "denominator", "", lambda places: np.ones((1, len(places.j)))
     yield "denominator", "1, relative to the row's maximum", _exp_of_maximum
     for tile in (0, *TILES):
@@ -238,10 +244,10 @@ def _others() -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
         yield "denominator", f"keys{of} that the mask hides", partial(_hidden, tile)
 
 
-def _padding(tile: int, places: Places) -> Array:
-    """(1, total_q): keys from a sequence's end to that of a tile; 0: of the longest sequence."""
+def _padding(tile: int, length: int, places: Places) -> Array:
+    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
     m = places.m[:, 0]
-    return np.asarray(-m % tile if tile else max(places.question.lengths_k) - m)[None]
+    return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
 
 
 def _exp_of_maximum(places: Places) -> Array:
