@@ -85,7 +85,7 @@ sinks-dropped: the sinks are not in the softmax denominator
 sinks-misplaced: the row sum has another sink than that of its head, relative to the row's maximum
     the index of the sink, by the query head; exp(sink - row_max), as of all else in the sum
     out and lse are off by a factor for every row, most where few keys are seen
-denominator: the softmax denominator has terms of no key
+denominator: the softmax denominator is not the sum of what is weighed
     the row sum: what it begins with, and whether masked keys and sinks are added to it
     out is too small in every row, most where few keys are seen
 sinks-gradient: the gradient of the sinks is wrong

@@ -214,7 +214,9 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         kind = "offsets-shifted" if shifted else "transposed"
         text = f"{name}: {by.words.replace('read', 'stored')}"
         look_at = SWIZZLED if by.family == "columns" else ""
-        yield Bug(kind, text, stages, None, {}, stored(by, (name,)), look_at)
+        for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
+            store = stored(by, (name,), nothing)
+            yield Bug(kind, text, stages, None, {}, store, look_at)
 
 
 # ---- arrays in each other's place -------------------------------------------------------------

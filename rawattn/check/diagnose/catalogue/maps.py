@@ -95,20 +95,20 @@ class Map:
     words: str
     of: Callable[[Geometry], At]
 
-    def moved(self, g: Geometry, x: Floats) -> Floats:
+    def moved(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """All of an array, (tokens, heads, columns) or (heads, tokens), as it is found there."""
         if x.ndim == 3:
-            return _taken(x, self.of(g))
-        return _taken(np.asarray(x).T[..., None], self.of(g))[..., 0].T
+            return _taken(x, self.of(g), nothing)
+        return _taken(np.asarray(x).T[..., None], self.of(g), nothing)[..., 0].T
 
 
-def _taken(x: Floats, at: At) -> Floats:
-    """``x`` (tokens, heads, columns) at these places, 0 where there is nothing."""
+def _taken(x: Floats, at: At, nothing: float) -> Floats:
+    """``x`` (tokens, heads, columns) at these places, ``nothing`` where there are none."""
     there = [(i >= 0) & (i < n) for i, n in zip(at, x.shape, strict=True)]
     t, h, j = (np.where(inside, i, 0) for i, inside in zip(at, there, strict=True))
     inside = there[0] & there[1] & there[2]
     found = x[t, h, j].astype(np.float64)
-    return found if inside.all() else np.where(inside, found, 0.0)
+    return found if inside.all() else np.where(inside, found, nothing)
 
 
 # ---- rows and heads ---------------------------------------------------------------------------
@@ -124,6 +124,9 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
+    "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
+        i < by, (n - 1 - i) // by * by + i, -NOWHERE
+    ),
     "rows of {} reversed": lambda i, by, n: i - i % by + by - 1 - i % by,
     "rows of {} interleaved": lambda i, by, n: i - i % by + i % by // 2 + i % 2 * (by // 2),
 }

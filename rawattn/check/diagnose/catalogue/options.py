@@ -60,6 +60,9 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps=L)
         yield Bug("sinks-dropped", "in out alone", FORWARD, steps=P)
+        for text, rows in (("sequences", _no_keys), ("rows", _sees_none)):
+            L = {"L": partial(_unsunk, rows)}
+            yield Bug("sinks-dropped", f"in lse of {text} without keys", FORWARD, steps=L)
         yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:
@@ -83,6 +86,18 @@ def _square(c: Context) -> tuple[Floats, Floats, Floats]:
     """The softcap with a derivative as if it were tanh itself."""
     S, slope, _ = STEPS["cap"](c)
     return S, 1 - S**2, -2 * S * slope
+
+
+def _no_keys(c: Context) -> Floats:
+    return np.full(c.S.shape[1], c.S.shape[2] == 0)
+
+
+def _sees_none(c: Context) -> Floats:
+    return np.asarray(~(c.W > 0).any(axis=-1))
+
+
+def _unsunk(rows: Step, c: Context) -> Floats:
+    return np.where(rows(c), -np.inf, STEPS["L"](c))
 
 
 def _part(softmax: Step, i: int, c: Context) -> Floats:

@@ -89,9 +89,9 @@ def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
 
 
-def stored(by: Map, names: Collection[str] = ()) -> Store:
-    """Results, or some of them, by a map."""
+def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0) -> Store:
+    """Results, or some of them, by a map; ``nothing`` is what is left where none is stored."""
     return lambda question, answers: {
-        name: by.moved(geometry(question, name), x) if not names or name in names else x
+        name: by.moved(geometry(question, name), x, nothing) if not names or name in names else x
         for name, x in answers.items()
     }

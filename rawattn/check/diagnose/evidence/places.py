@@ -18,6 +18,7 @@ from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+SPLITS = (2, 3, 4)  # parts of a sequence
 PLACE = re.compile(r"\b[ip]\b")
 
 
@@ -119,6 +120,8 @@ class Places:
         }
         for t in TILES:
             found |= self._of_tiles(t, of)
+        for parts in SPLITS:
+            found |= self._of_parts(parts)
         found |= {
             "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
@@ -156,6 +159,15 @@ class Places:
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
             f"(j % {t} - {of})": lambda: np.where(j < 0, j, j % t) - p,
             f"(j - {of} % {t})": lambda: j - p % t,
+        }
+
+    def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
+        """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
+        j, m, size = self.j, self.m, np.maximum(-(-self.m // parts), 1)
+        return {
+            f"j // ceil(seqlen_k / {parts})": lambda: j // size,
+            f"j % ceil(seqlen_k / {parts})": lambda: j % size,
+            f"j - seqlen_k // {parts} * {parts}": lambda: j - m // parts * parts,
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:

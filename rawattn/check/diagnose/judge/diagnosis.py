@@ -17,10 +17,11 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.parts import part as sequences_of
+from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import directions, invariants, structure
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
-from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Sight, readable
+from rawattn.check.diagnose.findings import NAMELESS, Check, Diagnosis, Finding, Sight, readable
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import (
@@ -76,6 +77,11 @@ def diagnose(
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
     found, checks, facts = _judge(question, part, side, asked_again, until, told)
+    if any(one.bug == "unknown" for one in found) and (run := _numbers(question, part)):
+        others, *_ = _judge(*sequences_of(question, part, *run), side, asked_again, until, UNREAD)
+        if others and not any(one.bug in NAMELESS for one in others):
+            found = others
+            facts.append(f"{side}: there is NaN in sequences other than {run[0]} to {run[1] - 1}")
     if fact:
         found = of_all(whole, _with_rows(given), side, found)
     else:
@@ -89,6 +95,18 @@ def diagnose(
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
+
+
+def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
+    """The longest run of sequences without NaN, where others have some."""
+    nan = np.zeros(question.batch, dtype=bool)
+    for name, x in answers.items():
+        rows = np.isnan(by_rows(name, x)).any(axis=(1, 2))
+        nan[np.unique(question.sequence_of(name)[rows & (question.sequence_of(name) >= 0)])] = True
+    edges = np.flatnonzero(np.concatenate([[True], nan, [True]]))
+    longest = int(np.diff(edges).argmax())
+    first, stop = int(edges[longest]), int(edges[longest + 1]) - 1
+    return (first, stop) if nan.any() and first < stop else None
 
 
 def _with_rows(answers: Answers) -> Answers:

@@ -87,11 +87,11 @@ def reference_of(question: Question, answers: Answers, given: Given) -> Answers:
 
 
 def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Finding], Answers]:
-    """Tensors that are NaN all over, or copies of an input, and the answers without them; and those
+    """Tensors that are NaN all over, or copies of others, and the answers without them; and those
     of zeros where the right values are too small for the dtype to hold."""
     told: dict[str, list[str]] = {}  # titles, and whose
     zeros = []
-    inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
+    others = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")} | answers
     rights = reference_of(question, answers, given_to_backward(question, answers))
     for name, right in rights.items():
         x, rows = answers[name], defined(question, name, right)
@@ -104,7 +104,7 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
             )
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
             continue
-        of = [n for n, given in inputs.items() if given is not None and np.array_equal(given, x)]
+        of = [n for n, y in others.items() if n != name and y is not None and np.array_equal(y, x)]
         if np.isnan(found[rows]).all():
             told.setdefault("every element is NaN", []).append(name)
         elif of:

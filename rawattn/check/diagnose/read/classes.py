@@ -28,7 +28,8 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
                 return name
     kinds = {part.kind for part in support.parts}
     if kinds == {OTHER}:
-        return "neighbour-leak"
+        own = places.question.sequence_of("k")[None] == places.b
+        return "neighbour-leak" if (support.inside(OTHER) & ~own).any() else "seqused-ignored"
     rules = [part.rule for part in support.parts if part.rule is not None]
     if backward and kinds == {LESS} and dense:
         return of_pairs(places, support.inside(LESS), places.right & alive[..., None])

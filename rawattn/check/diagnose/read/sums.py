@@ -12,27 +12,53 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
+from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import by_head, number, of_heads, sum_in_words, sums_of
 from rawattn.check.diagnose.read.maps import of_other_heads
-from rawattn.check.diagnose.read.said import Said, noise_of
+from rawattn.check.diagnose.read.probe import Weights
+from rawattn.check.diagnose.read.said import Said, noise_of, seen_of
 from rawattn.check.diagnose.read.terms import adding
+from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
+ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 
 
-def say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
+class _Rows:
+    """Of what was read of the sums of rows: S and the logarithms of weights (num_heads_q, total_q,
+    total_k), of pairs that are seen; rows (num_heads_q, total_q) that tell the logarithm ``total``
+    of what their weights are divided by; the noise of one."""
+
+    def __init__(self, said: Said, read: Weights) -> None:
+        self.places = read.places
+        self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.logs = np.log(np.where(self.seen, read.P, 1.0))
+        right = read.places.right & self.seen
+        count = np.maximum(right.sum(axis=-1), 1)
+        self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
+        self.noise, self.known = 3 * noise_of(read.places), right.any(axis=-1) & alive
+
+    def fits(self, keys: Array) -> bool:
+        """Whether the sums are those of these keys."""
+        off = np.abs(log_sum(np.where(keys, self.S, -np.inf)) - self.total)
+        return bool(off[self.known].max(initial=0.0) < self.noise)
+
+
+def say_passed(said: Said) -> None:
     """Whether weights are exp(score - lse), with the lse that was given."""
     read = said.weights
     if read.lse is None:
         return
-    noise, rows, total = _totals(said, said.scores(read.places, read.right.S), logs, seen, alive)
-    off, names = total - read.lse, [*said.names]
-    if _say_dropped(said, off, rows, noise):
+    x, names = _Rows(said, read), [*said.names]
+    rows = x.known & np.isfinite(read.lse)
+    off = x.total - read.lse
+    if _say_dropped(said, off, rows, x.noise):
         return
-    if np.abs(off[rows]).max(initial=0.0) > 8 * noise:
-        _say_mass(said, np.exp(total) - np.exp(read.lse), off, rows, noise)
+    if np.abs(off[rows]).max(initial=0.0) > 8 * x.noise:
+        _say_mass(said, np.exp(x.total) - np.exp(read.lse), off, rows, x.noise)
         if "softmax" not in said.steps:
             said.names[:] = names  # it may be the lse that was read
         else:
@@ -40,25 +66,13 @@ def say_passed(said: Said, logs: Array, seen: Array, alive: Array) -> None:
             said.steps["bP"] = lambda c: own(c)[1]
 
 
-def _totals(
-    said: Said, S: Array, logs: Array, seen: Array, alive: Array
-) -> tuple[float, Array, Array]:
-    """The noise of a row; (num_heads_q, total_q) rows that tell the logarithm of what their weights
-    are divided by, and that."""
-    right = said.weights.places.right & seen
-    count = np.maximum(right.sum(axis=-1), 1)
-    total = np.where(right, S - logs, 0.0).sum(axis=-1) / count
-    return 3 * noise_of(said.weights.places), right.any(axis=-1) & alive, total
-
-
-def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
-    """What the weights are divided by, and lse."""
+def say_sums(said: Said, second: Callable[[], Weights]) -> None:
+    """What the weights are divided by, and lse; ``second``: the same on other lengths."""
     read = said.weights
-    places, q = read.places, read.places.question
-    S = said.scores(places, read.right.S)
-    noise, rows, total = _totals(said, S, logs, seen, alive)
-    wrongly = seen & ~places.right & alive[..., None] & rows[..., None]
-    level = logs + total[..., None]  # of which weights are exp
+    places, q, x = read.places, read.places.question, _Rows(said, read)
+    S, seen, noise, rows, total = x.S, x.seen, x.noise, x.known, x.total
+    wrongly = seen & ~places.right & rows[..., None]
+    level = x.logs + total[..., None]  # of which weights are exp
     if np.abs(level - S)[wrongly].max(initial=0.0) >= 8 * noise:
         _say_filled(said, level[wrongly], (level - S)[wrongly], noise)
         S = np.where(wrongly, level, S)
@@ -71,7 +85,9 @@ def say_sums(said: Said, logs: Array, seen: Array, alive: Array) -> None:
         said.right.append("row sums")
     elif sinks is not None and np.abs(total - due)[rows].max() < noise:
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif sinks is None or not _say_sink(said, S, due, total, rows, noise):
+    elif not _say_keys(said, x, second) and (
+        sinks is None or not _say_sink(said, S, due, total, rows, noise)
+    ):
         _say_mass(said, np.exp(total) - np.exp(with_sinks), total - with_sinks, rows, noise)
     if read.lse is None:
         return
@@ -123,7 +139,10 @@ def _say_lse(said: Said, lse: Array, total: Array, top: Array, noise: float) -> 
     tried = sums_of({name: x / noise for name, x in parts.items()}, lse / noise, len(parts))
     factors = next(tried, None) if np.isfinite(lse).all() else None
     if factors is None:
-        said.say("lse is not the logarithm of the row sums", "")
+        if np.abs(lse - total).max() < ROUNDED:
+            said.unread.append("lse is off by less than a hundredth")
+        else:
+            said.wrong.append("lse is not the logarithm of the row sums")
         return
     base_2 = factors.keys() == {"the right lse"} and np.isclose(
         factors["the right lse"], 1 / np.log(2), atol=1e-2
@@ -177,6 +196,50 @@ def _say_sink(said: Said, S: Array, due: Array, total: Array, rows: Array, noise
     return True
 
 
+def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
+    """Whether the row sums are of other keys than the weights: of the right ones, or of some by a
+    rule of one bound."""
+    q = said.weights.places.question
+    if q.sparse or q.sinks is not None:
+        return False
+    if x.fits(x.places.rights):
+        rule, of = None, "the keys that must be seen"
+    else:
+        both = x, _Rows(said, second())
+        rules = (r for r in _bounds(x) if all(y.fits(r.holds(y.places) & y.seen) for y in both))
+        rule = min(rules, key=lambda one: one.size, default=None)
+        if rule is None:
+            return False
+        of = f"keys with {rule}"
+    said.say(f"the row sums are of {of} alone", "denominator")
+    said.steps["softmax"] = partial(_over, rule)
+    return True
+
+
+def _bounds(x: _Rows) -> Iterator[Rule]:
+    """Rules of one bound with which the row that is off most has its sum."""
+    seen = np.where(x.seen, x.S, -np.inf)
+    off = np.where(x.known, np.abs(log_sum(seen) - x.total), 0.0)
+    h, i = np.unravel_index(off.argmax(), off.shape)
+    there, top = x.seen[h, i], seen[h, i].max()
+    e, due = np.exp(seen[h, i, there] - top), x.total[h, i] - top
+    for name in x.places.features:
+        of = np.broadcast_to(x.places.feature(name), x.places.j.shape)[i, there]
+        for value in np.unique(of):
+            for span in (Span(name, None, int(value)), Span(name, int(value), None)):
+                if abs(np.log(e[span.among(of)].sum()) - due) < x.noise:
+                    yield Rule((span,))
+
+
+def _over(rule: Rule | None, c: Context) -> tuple[Array, Array]:
+    """Weights over the sum of the right keys, or of those by a rule."""
+    places = places_of(c.question)
+    keys = places.rights if rule is None else rule.holds(places)[None]
+    L = log_sum(np.where(of_view(c, keys), c.S, -np.inf))
+    with np.errstate(over="ignore"):
+        return L, np.asarray(np.exp(c.S - dead_to_inf(np, L)[..., None]))
+
+
 def _say_dropped(said: Said, off: Array, rows: Array, noise: float) -> bool:
     """Whether weights are missing by no rule, and the others are what they would be without that,
     times one number; off: of the logarithm of what weights are divided by, from the right one."""
@@ -214,8 +277,17 @@ def _say_mass(said: Said, mass: Array, ratio: Array, rows: Array, noise: float) 
         if left < 1 and size.any() and (name != "denominator" or not text or (times == 1).all()):
             found.append((left, name, text, times, of))
     if not found:
-        factors = by_head(np.exp(ratio[rows][:4]))
-        said.say(f"the row sums are off, by factors of {factors}, ...", "denominator")
+        whole = np.abs(mass - np.rint(mass)) / allowed
+        if np.abs(ratio[rows]).max() < ROUNDED:
+            said.unread.append("the row sums are off by less than a hundredth, by no rule")
+        elif whole[rows].max() < 1 and mass[rows].min() > -0.5:
+            least, most = np.rint(mass[rows].min()) + 0.0, np.rint(mass[rows].max())
+            text = f"{least:.0f} to {most:.0f} more than the keys that are seen, another number in"
+            said.say(f"the row sums have {text} every row: exp(0) of what is no key", "denominator")
+        else:
+            least, most = (number(float(np.exp(x))) for x in (ratio[rows].min(), ratio[rows].max()))
+            text = f"are times {least} to {most} what they must be, another number in every row"
+            said.say(f"the row sums {text}", "denominator")
         return
     _, name, text, times, of = min(found, key=lambda one: one[0])
     if not text:

@@ -49,7 +49,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
         else:
             _say_support(said, alive)
     if not said.unread and not said.loose and not values:
-        (say_passed if read.passed else say_sums)(said, logs, seen_of(read)[0], alive)
+        say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
 
@@ -70,7 +70,7 @@ def _say_scores(said: Said, x: Field, counted: Term | None, second: Callable[[],
         said.term = term
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not passed and (loose := loosely(x, read.places, c.S))[0]:
+    elif not passed and (loose := _loosely(read, x))[0]:
         said.loose = True
         said.say(*loose)
     else:
@@ -129,12 +129,11 @@ def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Term | N
     """How often, and which, where keys count more than once."""
     for relative in (False, True):
         found, known = _times(read, relative)
-        values = np.unique(np.round(found[known]))
-        exact = np.abs(found - np.round(found))[known] < 8 * x.noise * np.maximum(found[known], 1)
-        if not exact.size or not exact.all() or not 1 < values[-1] <= 16:
+        if not (values := _whole(found, known, x.noise)).size:
             continue
         shown = [(read.places, found, known), (second().places, *_times(second(), relative))]
-        if (rule := rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))) is None:
+        rule = rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
+        if rule is None:
             continue
         if len(values[values > 1]) == 1:
             return _counting(int(values[-1]), rule, read.places)
@@ -142,6 +141,27 @@ def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Term | N
             if all(_as_often(of, n, k, name) for of, n, k in shown):
                 return _counting(name, Rule(()), read.places)
     return None
+
+
+def _whole(found: Array, known: Array, noise: float) -> Array:
+    """How often keys count, where these are whole numbers, and some count more than once."""
+    values = np.unique(np.round(found[known]))
+    exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
+    return values if exact.size and exact.all() and 1 < values[-1] <= 16 else values[:0]
+
+
+def _by_no_rule(read: Weights, noise: float) -> tuple[str, str]:
+    """The same of keys that no rule tells, in words, and a class."""
+    for relative in (False, True):
+        if (values := _whole(*_times(read, relative), noise)).size:
+            name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
+            return f"keys count up to {values[-1]:.0f} times, by no plain rule", name
+    return "", ""
+
+
+def _loosely(read: Weights, x: Field) -> tuple[str, str]:
+    often = _by_no_rule(read, x.noise)
+    return often if often[0] else loosely(x, read.places, read.right.S)
 
 
 def _counting(often: int | str, rule: Rule, places: Places) -> Term:
