@@ -224,7 +224,7 @@ tangent-e-omitted: the tangent of P is not centred: e is missing or wrong
 tangent-scale: softmax_scale is missing, or there twice, in a second derivative or a tangent
     E = s (ddq K^T + q ddk^T), and the outer s of gq and gk
     second derivatives are off by one factor
-second-term-dropped: a term of a second derivative or of a tangent is missing
+second-term-dropped: a term of a second derivative or a tangent is missing, or counts otherwise
     gq = s (dS' K + dS ddk), gk = s (dS'^T Q + dS^T ddq), P ddv in ddout, dout ddv^T in dP'
     wrong even where P is constant, or right for a direction of q and k alone
 tangent-lse-missing: the tangent of lse is 0

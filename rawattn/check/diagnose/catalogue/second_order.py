@@ -215,8 +215,10 @@ TABLE: tuple[Row, ...] = (
     (W, "W added", SECOND, {"w": lambda c: -STEPS["w"](c)}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
     *(
-        (IN_E if "E" in text else DROPPED, text, SECOND, at(sites, **{name: _zero(name)}), needs)
+        (kind, text + how, SECOND, at(sites, **{name: _times(factor, name)}), needs)
+        for how, factor in {"": 0.0, ", with the wrong sign": -1.0, ", twice": 2.0}.items()
         for text, (name, sites, needs) in TERMS.items()
+        for kind in (IN_E if "E" in text and not factor else DROPPED,)
     ),
     (DROPPED, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
     ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),

@@ -127,6 +127,9 @@ def _reordered(different: Callable[[See], bool]) -> Iterator[Bug]:
         for when, before in (("", True), (", then counted", False)):
             if different(see := listed(partial(_sorted, order, before))):
                 yield Bug("sparse-gate-order", f"{text}{when}", ALL, see=see)
+    for text, taken in TAKEN.items():
+        if different(see := listed(taken)):
+            yield Bug("sparse-gate-order", text, ALL, see=see)
 
 
 def _sorted(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists) -> Lists:
@@ -136,6 +139,21 @@ def _sorted(order: Callable[[Lists], np.ndarray], counted_before: bool, x: Lists
     return replace(x, named=named, counted=counted if counted_before else x.counted)
 
 
+def _of_the_last(x: Lists) -> Lists:
+    back = replace(x, named=x.named[..., ::-1], counted=x.counted[..., ::-1])
+    last = (back.exists & (back.number == 0))[..., ::-1]
+    return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
+
+
+def _of_none(x: Lists) -> Lists:
+    named = x.walked[..., :-1] * ~x.names_own
+    return replace(x, times=np.concatenate([named, x.has_own.astype(np.int64)], axis=2))
+
+
+TAKEN: dict[str, Callable[[Lists], Lists]] = {
+    "of a block that is named twice that of the last slot": _of_the_last,
+    "1 for the own block where a slot names it": _of_none,
+}
 Numbers = Callable[[Context], np.ndarray]  # of every key, below 0 where it has no factor
 
 
