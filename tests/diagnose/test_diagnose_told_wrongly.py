@@ -27,8 +27,8 @@ from rawattn.check.diagnose.logs.explain import explain_log
 from tests.diagnose import plain
 from tests.diagnose.called import candidate, wrong
 from tests.diagnose.called import told as read_off
-from tests.diagnose.hooks import by, of_each
-from tests.diagnose.plain import BFLOAT16, FLOAT32, ZEROS, Array, Head
+from tests.diagnose.hooks import by, of_each, seen
+from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, ZEROS, Array, Head
 from tests.diagnose.planted.first import leaking as leaking_keys
 from tests.diagnose.problems import packed
 from tests.diagnose.table import Hooks
@@ -522,3 +522,33 @@ def test_rows_behind_those_that_are_judged() -> None:
     answers["out"][500:] *= 1.1
     (one,) = whole.of_all(question, only(answers, "out", "lse"), "A", [])
     assert one.title == "rows of out are wrong, from row 500 of out on"
+
+
+# ---- what hides in a few sequences --------------------------------------------------------------
+
+
+def test_nan_of_some_sequences_hides_nothing_in_the_others() -> None:
+    """Queries before the first key have an lse of -inf; aligned otherwise they see keys, and
+    P = exp(S + inf) is NaN."""
+    question = packed((20, 37, 9, 48), lengths_k=(41, 50, 16, 33))
+    found = computed(question, seen(lambda c: c.j <= c.i), "backward")
+    rows = {of: question.sequence_of(of) == 3 for of in "qk"}
+    for name, of in {"dq": "q", "dk": "k", "dv": "k"}.items():
+        found[name][rows[of]] = np.nan
+    finding = first(diagnose(question, found))
+    assert finding.bug == "causal-alignment"
+
+
+def test_a_copy_of_another_result_is_told() -> None:
+    question = packed((20, 37))
+    found = computed(question)
+    finding = first(diagnose(question, found | {"dk": found["dv"]}))
+    assert finding.title == "dk: a copy of dv" and finding.confidence == "proved"
+
+
+def test_sinks_of_sequences_without_keys_are_asked_for() -> None:
+    sinks = np.array([0.3, -0.4, 0.1, 0.7])
+    question = packed((20, 7, 9), FLOAT64, lengths_k=(20, 0, 9), sinks=sinks)
+    found = computed(question)
+    found["lse"][:, 20:27] = -np.inf
+    assert "sequences without keys" in first(diagnose(question, only(found, "out", "lse"))).title

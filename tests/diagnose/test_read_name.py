@@ -69,6 +69,16 @@ def rows(of: Callable[[Any], Any]) -> Any:
     return lambda c, x: x[of(np.arange(len(x)))]
 
 
+def of_sums(keys: Callable[[Head], Any]) -> Any:
+    """A softmax whose row sums are of these keys alone."""
+
+    def softmax(c: Head, x: Any) -> Any:
+        lse = np.logaddexp.reduce(np.where(keys(c), c.S, -np.inf), axis=1, keepdims=True)
+        return lse, np.exp(c.S - lse) @ c.V
+
+    return softmax
+
+
 def first_columns(c: Head, Y: Any) -> Any:
     return (c.s * (c.Q[:, :8] @ c.K[:, :8].T)).astype(Y.dtype)
 
@@ -124,6 +134,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "one key more": (leaking(1), "not its own: seqlen_k - 1 - j = -1", OPEN),
     "one key before": (leaking(before=1), "own: j = -1", OPEN),
     "tile of neighbours": (leaking(tile=16), "(seqlen_k - 1) // 16 - j // 16 = 0", OPEN),
+    "third": (times(lambda c: c.j < c.m // 3 * 3), "j - seqlen_k // 3 * 3 >= 0"),
     "no rule": (times(lambda c: (7919 * c.i + c.j**2) % 11 > 0), "no plain rule"),
     # ---- scores ----
     "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
@@ -154,6 +165,8 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "tile of padding": (heavier(lambda c: np.log(-c.m % 32)), "its last tile of 32 keys"),
     "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
     "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
+    "overlap": (times(lambda c: 1 + ((c.j > 0) & (c.j % -(-c.m // 3) == 0))), "count 2 times: "),
+    "fewer summed": ({"softmax": of_sums(lambda c: c.j % 4 < 3)}, "of keys with j % 4 <= 2 alone"),
     "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
     "NaN": (_NAN_TAIL, "rows are NaN: i - seqlen_q // 16 * 16 >= 0"),

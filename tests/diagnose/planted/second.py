@@ -108,6 +108,7 @@ _TABLE: Table = (
     ("tangent-scale: dS'^T q with s twice, second", "s", {"tdS Q": power(2)}, _WHOLE),
     ("second-term-dropped: dS ddk of gq", "s", {"dS tK": ZERO}),
     ("second-term-dropped: dS^T ddq of gk", "s", {"dS tQ": ZERO}),
+    ("second-term-dropped: dS^T ddq of gk, the other sign", "s", {"dS tQ": by(-1)}),
     ("second-term-dropped: dS ddk and dS^T ddq", "s", of_each(ZERO, "dS tK", "dS tQ")),
     ("gqa-group-not-summed: last head", "s", of_group(-1, "gk", "gv")),
     ("gqa-group-not-summed: first head", "s", of_group(0, "gk", "gv")),

@@ -244,6 +244,11 @@ def gate_of_block(c: Head, G: Any) -> Any:
     return np.where(c.slot < 0, 1.0, by_block).astype(c.run.wide)
 
 
+def gate_but_of_own(c: Head, G: Any) -> Any:
+    own = c.j[0] // c.question.block_size == c.p // c.question.block_size
+    return np.where(own, 1.0, G).astype(c.run.wide)
+
+
 _NEEDS = {
     "sparse-masked-block-resets": _CAUSAL,
     "sparse-own-block-missing": _OWN,
@@ -302,6 +307,7 @@ _LISTS: Table = (
     ("sparse-gate-on-p: twice", "fb", _SQUARED),
     ("sparse-gate-order: ascending", "fb", sorted_by(lambda t, block: block)),
     ("sparse-gate-order: by block", "fb", {"G": gate_of_block}),
+    ("sparse-gate-order: none for the own block", "f", {"G": gate_but_of_own}, _OWN),
     ("sparse-gate-order: packed", "fb", _PACKED, _PADDED),
     ("sparse-tile-union: of 4", "fb", united(4)),
     ("sparse-tile-union: of 8", "b", united(8)),
