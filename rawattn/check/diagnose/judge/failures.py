@@ -314,11 +314,18 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
         best = min(one.rank for one, _ in alike)
         return outdone(what, NAMELESS), alike[0][0].bug in NAMELESS, best, -len(alike)
 
+    def doubted(what: tuple[str, str, str]) -> bool:
+        """Whether one kind of case alone shows it, and others something that has no name."""
+        others = (w for w in said if w[0] == what[0] and tensors[w] & tensors[what])
+        return len(said[what]) == 1 and any(w[1] in NAMELESS for w in others if w != what)
+
     findings: list[Finding] = []
     shown = [diagnosis for _, diagnosis in found] or [Diagnosis(title, ())]
     for key in sorted(said, key=rank):
         best, (cases, diagnosis) = min(said[key], key=lambda one: one[0].rank)
         best = replace(best, confidence="low") if outdone(key) else best
+        if best.confidence == "high" and doubted(key):
+            best = replace(best, confidence="medium")
         shown = shown if findings else [diagnosis]
         more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
         told = tuple(map(str, cases))

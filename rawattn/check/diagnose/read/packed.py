@@ -39,6 +39,8 @@ def read_packed(
     """
     here, given = part(question, answers, 0, batch, PAST)
     told = read(_shorter(here), _asked(question, answers, here))
+    for reading in told.of:  # of other lengths than those that are judged
+        reading.loose |= not reading.support.named
     forward = tuple(reading for reading in told.of if reading.stage == "forward")
     if forward and question.passed is None:
         told = replace(told, of=forward)
