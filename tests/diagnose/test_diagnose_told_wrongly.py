@@ -552,3 +552,11 @@ def test_sinks_of_sequences_without_keys_are_asked_for() -> None:
     found = computed(question)
     found["lse"][:, 20:27] = -np.inf
     assert "sequences without keys" in first(diagnose(question, only(found, "out", "lse"))).title
+
+
+def test_what_cancels_in_second_order_is_no_bug() -> None:
+    """With one key P' = P (E - e) is 0, or what rounding leaves of it."""
+    question = packed((20, 1, 9), FLOAT64, moved=True)
+    found = plain.answers(wrong({}, *STAGES), question)
+    found["gv"][20] += 1e-17
+    assert not diagnose(question, found).findings

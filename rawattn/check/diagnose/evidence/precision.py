@@ -162,9 +162,11 @@ SQUARES: dict[str, Step] = {
 
 
 def sizes(question: Question, stage: str, given: Given) -> Answers:
-    """Of every row of a stage's results the size of what is added up in it, (tokens, heads)."""
+    """Of every row of a stage's results the size of what is added up in it, (tokens, heads); of
+    second order that of all rows, since terms cancel there that no step has alone."""
     if stage not in FIRST:
-        return {}
+        right = {n: by_rows(n, x) for n, x in solve(question, stage, given=given).items()}
+        return {n: np.full(x.shape[:2], np.sqrt(np.mean(finite(x) ** 2))) for n, x in right.items()}
     with np.errstate(all="ignore"):
         squares = solve(question, stage, Bug("", steps=SQUARES), given=given)
         found = {n: np.sqrt(by_rows(n, x).mean(axis=2)) for n, x in squares.items() if x.ndim > 1}
