@@ -1,5 +1,6 @@
 """What a diagnosis knows: the inputs of one attention problem, and what somebody computed of it."""
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -158,6 +159,11 @@ class Question:
         """For every row its number in its sequence."""
         sequence = self.sequence_of(of)
         return np.asarray(np.arange(len(sequence)) - self.offsets(of)[sequence])
+
+
+def tensors_in(text: str) -> set[str]:
+    """The tensors that a text names."""
+    return {name for names in STAGES.values() for name in names} & set(re.findall(r"\w+", text))
 
 
 def side_of(tensor: str) -> str:

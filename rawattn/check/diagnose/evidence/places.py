@@ -120,8 +120,6 @@ class Places:
         }
         for t in TILES:
             found |= self._of_tiles(t, of)
-        for parts in SPLITS:
-            found |= self._of_parts(parts)
         found |= {
             "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
@@ -135,6 +133,8 @@ class Places:
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
             "j - the row in q": lambda: j - query,
         }
+        for parts in SPLITS:
+            found |= self._of_parts(parts)
         if self.question.sparse:
             found = self._of_lists() | found
         if self.question.group > 1:

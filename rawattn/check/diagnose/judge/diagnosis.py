@@ -18,7 +18,14 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
-from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import (
+    OF_SINKS,
+    STAGES,
+    Answers,
+    Question,
+    by_rows,
+    tensors_in,
+)
 from rawattn.check.diagnose.evidence import directions, invariants, structure
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Check, Diagnosis, Finding, Sight, readable
@@ -44,7 +51,6 @@ WORDS = {
 }
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-WORD = re.compile(r"\w+")
 INSIDE = re.compile(r", (given out|own softmax)\b")  # of a form: what matters to the engine alone
 NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
@@ -230,11 +236,6 @@ def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
         held += f" in {place}" if place else ""
         return replace(finding, evidence=(*finding.evidence[:1], held, *finding.evidence[1:]))
     return finding
-
-
-def tensors_in(text: str) -> set[str]:
-    """The tensors that a text names."""
-    return {name for names in STAGES.values() for name in names} & set(WORD.findall(text))
 
 
 def _about(check: Check) -> set[str]:

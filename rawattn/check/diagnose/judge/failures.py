@@ -26,9 +26,10 @@ from rawattn.check.diagnose.engine.question import (
     STAGES,
     Answers,
     Question,
+    tensors_in,
 )
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose, tensors_in
+from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.read.name import Readings, read

@@ -107,7 +107,7 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
         of = [n for n, y in others.items() if n != name and y is not None and np.array_equal(y, x)]
         if np.isnan(found[rows]).all():
             told.setdefault("every element is NaN", []).append(name)
-        elif of:
+        elif of and found.any():
             told.setdefault(f"a copy of {' and '.join(of)}", []).append(name)
     findings = [finding(side, "vacuous", "the comparison", "proved", zeros)] if zeros else []
     look_at = "whether the kernel ran, what it was given, and which array was saved"

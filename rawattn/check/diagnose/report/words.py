@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import STAGES
+from rawattn.check.diagnose.engine.question import STAGES, tensors_in
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.judge.diagnosis import tensors_in
 
 SURE = {
     "proved": "these numbers show it by themselves, no reference is needed",
