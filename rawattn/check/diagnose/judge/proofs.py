@@ -91,7 +91,7 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
     of zeros where the right values are too small for the dtype to hold."""
     told: dict[str, list[str]] = {}  # titles, and whose
     zeros = []
-    others = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")} | answers
+    inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
     rights = reference_of(question, answers, given_to_backward(question, answers))
     for name, right in rights.items():
         x, rows = answers[name], defined(question, name, right)
@@ -104,7 +104,8 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
             )
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
             continue
-        of = [n for n, y in others.items() if n != name and y is not None and np.array_equal(y, x)]
+        others = {n: answers[n] for n, y in rights.items() if not _alike(y, right)}  # not itself
+        of = [n for n, y in (inputs | others).items() if y is not None and np.array_equal(y, x)]
         if np.isnan(found[rows]).all():
             told.setdefault("every element is NaN", []).append(name)
         elif of and found.any():
@@ -117,6 +118,10 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
         findings.append(finding(*given, title=title, look_at=look_at))
     gone = {name for names in told.values() for name in names}
     return findings, {name: x for name, x in answers.items() if name not in gone}
+
+
+def _alike(x: np.ndarray, y: np.ndarray) -> bool:
+    return x.shape == y.shape and np.allclose(x, y, equal_nan=True)
 
 
 def of_past(
