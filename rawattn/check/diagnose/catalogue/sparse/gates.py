@@ -147,9 +147,9 @@ def _of_the_last(x: Lists) -> Lists:
 
 def _of_none(x: Lists) -> Lists:
     walked = [x.walked[..., :-1] * ~x.names_own, x.has_own.astype(np.int64)]
-    of_slots, of_own = x.cut[..., :-1], x.cut[..., -1:]  # where a slot names it, it is cut as that
-    of_own = np.where(x.names_own.any(axis=2, keepdims=True), of_slots[..., :1], of_own)
-    cut = np.concatenate([of_slots, of_own], axis=2)
+    named = x.names_own.any(axis=2, keepdims=True)  # it is cut as the slot that names it
+    own = np.where(named, x.cut[..., :1], x.cut[..., -1:])
+    cut = np.concatenate([x.cut[..., :-1], own], axis=2)
     return replace(x, times=np.concatenate(walked, axis=2), cut=cut)
 
 
