@@ -107,8 +107,8 @@ def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
     """The longest run of sequences without NaN, where others have some."""
     nan = np.zeros(question.batch, dtype=bool)
     for name, x in answers.items():
-        rows = np.isnan(by_rows(name, x)).any(axis=(1, 2))
-        nan[np.unique(question.sequence_of(name)[rows & (question.sequence_of(name) >= 0)])] = True
+        of, rows = question.sequence_of(name), np.isnan(by_rows(name, x)).any(axis=(1, 2))
+        nan[of[rows & (of >= 0)]] = True
     edges = np.flatnonzero(np.concatenate([[True], nan, [True]]))
     longest = int(np.diff(edges).argmax())
     first, stop = int(edges[longest]), int(edges[longest + 1]) - 1
@@ -241,8 +241,6 @@ def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
 def _about(check: Check) -> set[str]:
     """The tensors that fail with an identity: of those that it names, the last stage's."""
     named = tensors_in(check.text)
-    if check.name == "I10" and not named:
-        named = set(STAGES["second"])
     by_stage = (named & {*STAGES[one]} for one in ("second", "jvp", "backward", "forward"))
     return next(filter(None, by_stage), named)
 

@@ -13,6 +13,7 @@ from rawattn.check.diagnose.evidence.rows import by_rules, in_words, moves_of
 from rawattn.check.diagnose.read.contexts import scores_of
 from rawattn.check.diagnose.read.fields import Field, of_heads
 from rawattn.check.diagnose.read.probe import Weights
+from rawattn.check.diagnose.read.said import logs_of
 from rawattn.check.diagnose.read.terms import Term
 
 Array = np.ndarray
@@ -128,8 +129,7 @@ def _of_scores(read: Weights, of: str, noise: float) -> Array | None:
     seen, S = (read.P > 0) & np.isfinite(lse), read.right.S
     if (seen != read.places.right)[:, np.isfinite(read.right.lse[0])].any():
         return None  # the weights themselves are elsewhere
-    with np.errstate(divide="ignore", invalid="ignore"):
-        T = np.where(seen, np.log(np.where(seen, read.P, 1.0)) + lse, 0.0)
+    T = np.where(seen, logs_of(read, seen) + lse, 0.0)
     T, seen, S = ((x.swapaxes(1, 2) if of == "q" else x) for x in (T, seen, S))
     a, there, b = (x.reshape(-1, x.shape[2]).astype(np.float64) for x in (T, seen, S))
     error = (a**2).sum(axis=0)[:, None] - 2 * a.T @ b + there.T @ b**2

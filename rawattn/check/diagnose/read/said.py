@@ -96,6 +96,12 @@ def seen_of(read: Weights) -> tuple[Array, Array]:
     return np.asarray(np.where(alive[..., None], np.nan_to_num(read.P) > least, False)), alive
 
 
+def logs_of(read: Weights, seen: Array) -> Array:
+    """The logarithms of the weights that are seen, 0 of others."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log(np.where(seen, read.P, 1.0))
+
+
 def least_of(read: Weights) -> float:
     """The smallest weight that is seen."""
     return SEEN.get(read.places.question.dtype.name, TINY)

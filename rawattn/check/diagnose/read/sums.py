@@ -18,7 +18,7 @@ from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import by_head, number, of_heads, sum_in_words, sums_of
 from rawattn.check.diagnose.read.maps import of_other_heads
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import Said, noise_of, seen_of
+from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.terms import adding
 from rawattn.reference.dense import dead_to_inf
 
@@ -34,8 +34,7 @@ class _Rows:
     def __init__(self, said: Said, read: Weights) -> None:
         self.places = read.places
         self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.logs = np.log(np.where(self.seen, read.P, 1.0))
+        self.logs = logs_of(read, self.seen)
         right = read.places.right & self.seen
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count

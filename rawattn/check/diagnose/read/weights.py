@@ -14,7 +14,7 @@ from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.maps import heads_of, rows_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said, least_of, noise_of, seen_of
+from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Function, Term, adding, loosely, term_of
 
@@ -30,8 +30,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     if not alive.all():
         _say_dead(said, alive, second)
     alive = alive & _telling(read)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(np.where(seen, read.P, 1.0))
+    logs = logs_of(read, seen)
     x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
     _say_scores(said, x, _counted(read, x, second) if read.passed or not x.zero else None, second)
     values = "O" in said.steps  # other rows of v: who sees whom does not tell
@@ -197,8 +196,7 @@ def _times(read: Weights, relative: bool) -> tuple[Array, Array]:
     row that count least; and of which that is known."""
     seen, alive = seen_of(read)
     common = seen & read.right.seen & alive[..., None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(np.where(common, read.P, 1.0)) - read.right.S
+    logs = logs_of(read, common) - read.right.S
     least = np.where(common, logs, np.inf).min(axis=-1)
     if not relative:
         least = np.full_like(least, np.nan) if read.lse is None else -read.lse
