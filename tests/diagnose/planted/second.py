@@ -27,10 +27,6 @@ def unmasked(c: Head, P: Array) -> Array:
     return np.where(np.isneginf(L), 0, np.exp(c.bare - L))
 
 
-def masked(c: Head, P: Array) -> Array:
-    return np.exp(c.S - np.where(np.isneginf(c.L), np.inf, c.L))
-
-
 def over_all(c: Head, P: Array) -> Array:
     weights = np.exp(c.bare - c.bare.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True)
@@ -70,8 +66,7 @@ _PASSES_OF_E = ("e in dS", "e in gv")
 _OUT_HELD = of_each(ZERO, *_PASSES_OF_E)
 _TO_IN_GV = {"dO of gv": lambda c, x: c.tO}
 _PASSES = ("P", "P in ddout")
-_SECOND_EXP, _OVER_ALL = {"P": unmasked, "P in ddout": masked}, of_each(over_all, *_PASSES)
-_SECOND_PASS = {"P": over_all, "P in ddout": masked}
+_OVER_ALL = of_each(over_all, *_PASSES)
 _LAST_KEYS = {"often": lambda c, x: x * (c.j >= (c.m - 1) // 16 * 16), "only": ("gq",)}
 _LAST_QUERIES = {"often": lambda c, x: x * (c.i >= (c.n - 1) // 16 * 16), "only": ("gk",)}
 _STILL = {"sum e": lambda c, x: c.old + c.part}
@@ -117,8 +112,6 @@ _TABLE: Table = (
     ("second-term-dropped: P ddv of ddout and W", "s", {"P tV": ZERO}),
     ("second-term-dropped: P ddv of ddout", "s", {"P tV": ZERO} | _W),
     ("second-term-dropped: dO ddv^T of Z'", "s", {"tdP": ZERO}),
-    ("mask-missing-in-backward: second pass, exp(S - L)", "s", _SECOND_EXP),
-    ("mask-missing-in-backward: second pass, softmax over all", "s", _SECOND_PASS),
     ("mask-missing-in-backward: both passes, exp(S - L)", "s", of_each(unmasked, *_PASSES)),
     ("mask-missing-in-backward: both passes, softmax over all", "s", _OVER_ALL),
     ("tangent-e-omitted: in tout", "j", {"e in tout": ZERO}),

@@ -8,15 +8,13 @@ in which something is a constant to it that depends on the inputs. Long by the t
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, View
+from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, OWN_P, STEPS, Context, Floats, Step, changed
-from rawattn.reference.dense import allowed
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
@@ -68,8 +66,6 @@ def bugs(question: Question) -> Iterator[Bug]:
     for name, variant, stages, steps, needs in rows:
         if set(needs.split()) <= given:
             yield Bug(name, variant, stages, steps=steps)
-    if not question.sparse and question.mask_window != (-1, -1):
-        yield from _masks()
 
 
 # ---- other values -----------------------------------------------------------------------------
@@ -156,19 +152,9 @@ def _through_exp(c: Context) -> Floats:
     return np.asarray(c.r(c.P * _of_probabilities(c)))
 
 
-def _through_sum(c: Context) -> Floats:
-    """The same, and through D = rowsum(P o dP)."""
-    return np.asarray(c.r(c.P * (_of_probabilities(c) - _row(c.e) * c.dP)))
-
-
 def _through_softmax(c: Context) -> Floats:
     X = _of_probabilities(c)
     return np.asarray(c.r(c.P * (X - (c.P * X).sum(axis=-1, keepdims=True))))
-
-
-def _through_out(c: Context) -> Floats:
-    """What flows to S through an out that D was made of: -e dO, through the first backward."""
-    return np.asarray(-_row(c.e) * c.P * (c.dP - _row(without_dlse(c))))
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -176,8 +162,6 @@ def _through_out(c: Context) -> Floats:
 NO_P, NO_ROWS = _zero("P"), _zero("L")
 GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
-DELTA_AND_LSE = {"tP": _uncentred, "tdS": _through_exp}
-OUT_IS_NONE: dict[str, Step] = {"tdS": lambda c: _through_exp(c) + _through_out(c)}
 BUT_FOR_DLSE = {"tP": _uncentred} | at(["W"], tP=STEPS["tP"])  # without dlse W = 0, and delta
 ADDED_E: dict[str, Step] = {"tP": lambda c: c.r(c.P * (c.E + _row(c.e)))}
 E_FOR_EO: dict[str, Step] = {"tO": lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)}
@@ -189,17 +173,10 @@ P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
 TABLE: tuple[Row, ...] = (
     (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
-    (P, "P of the first backward, out is none", SECOND, {"tdS": _through_out}, ""),
     (P, "P and out of the first backward", SECOND, {"tdS": NO_P} | GV, ""),
     (P, "P and delta of the first backward", SECOND, SAVED_P, ""),
-    (P, "P and delta of the first backward, ddlse = 0", SECOND, SAVED_P | NO_DDLSE, ""),
-    (P, "lse of the first backward", SECOND, {"tdS": _through_sum}, ""),
     (P, "lse and out of the first backward", SECOND, {"tdS": _through_exp} | GV, ""),
-    (P, "lse of the first backward, out is none", SECOND, OUT_IS_NONE, "dlse"),
     (D, "delta", SECOND, DELTA, ""),
-    (D, "delta, ddlse = 0", SECOND, DELTA | NO_DDLSE, ""),
-    (D, "delta and lse", SECOND, DELTA_AND_LSE, ""),
-    (D, "delta and lse, ddlse = 0", SECOND, DELTA_AND_LSE | NO_DDLSE, ""),
     (D, "out", SECOND, {"tdS": _through_softmax} | GV, ""),
     (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}, ""),
     (D, "delta but for dlse", SECOND, BUT_FOR_DLSE, "dlse"),
@@ -241,16 +218,12 @@ def _scales(question: Question) -> Iterator[Row]:
         factors |= {"without s": 1 / question.scale, "with s twice": question.scale}
     name = "tangent-scale"
     for text, factor in factors.items():
-        E, of_e = _scaled(factor, "tY"), _scaled(factor, "e")
-        tP = with_values("tP", E=_times(factor, "E"))
+        E = _scaled(factor, "tY")
         found: dict[str, Mapping[str, Step]] = {
             f"E {text}": E,
             f"gq {text}": _scaled(factor, "gQ"),
             f"gk {text}": _scaled(factor, "gK"),
             f"gq and gk {text}": _scaled(factor, "gQ", "gK"),
-            f"E, gq and gk {text}": _scaled(factor, "tY", "gQ", "gK"),
-            f"E {text} in ddout and ddlse": of_e | at(["ddout", "W"], tP=tP),
-            f"E {text} in dS' and gv": at(["dS'", "gv"], tP=tP),
         }
         yield name, f"E {text}", JVP, E, ""
         yield from ((name, words, SECOND, steps, "") for words, steps in found.items())
@@ -270,43 +243,3 @@ def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:
             for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
                 text = " and ".join(f"{prefix}{name}" for name in ignored)
                 yield "direction-ignored", text, stages, steps, ""
-
-
-# ---- masks ------------------------------------------------------------------------------------
-
-
-def _all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    return [replace(view, weight=np.ones_like(view.weight)) for view in views]
-
-
-def _masks() -> Iterator[Bug]:
-    """A P over all keys in both passes or in one of them.
-
-    With it, P' V is not (P o E) V - e O with the O that was given: kernels compute either.
-    """
-    given_out: dict[str, Step] = {"tO": by_given_out}
-    for text, P in {"exp(S - lse)": STEPS["bP"], "softmax": OWN_P["bP"]}.items():
-        first, second = {"bP": P} | _second_pass(_masked), {"bP": _masked} | _second_pass(P)
-        variants: dict[str, dict[str, Step]] = {
-            f"{text} in both passes": {"bP": P},
-            f"{text} in both passes, given out": {"bP": P} | given_out,
-            f"{text} in ddout and ddlse": first,
-            f"{text} in ddout and ddlse, given out": first | given_out,
-            f"{text} in gq, gk and gv": second,
-        }
-        for variant, steps in variants.items():
-            yield Bug("mask-missing-in-backward", variant, SECOND, _all_keys, steps)
-
-
-def _masked(c: Context) -> Floats:
-    n, m = c.S.shape[1:]
-    return np.where(allowed(n, m, c.question.mask_window), STEPS["bP"](c), 0.0)
-
-
-def _second_pass(P: Step) -> dict[str, Step]:
-    """Another P behind dS, dS' and gv."""
-
-    def tP(c: Context) -> Floats:
-        return np.asarray(c.r(P(c) * (c.E - _row(c.e))))
-
-    return {name: with_values(name, P=P, tP=tP) for name in ("dS", "tdS", "gV")}

@@ -87,10 +87,10 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
 
         def anywhere(bug: Bug) -> bool:
             of_masks = bug.see is not None and bug.stages != ("forward",)
+            of_masks &= stage == "second" or bug.name != "mask-missing-in-backward"
             return stage in bug.stages or bug.name == "score-scale" or of_masks
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
-        wide = [bug for bug in wide if bug.name != "mask-missing-in-backward"]
         found = [*second_order.bugs(question), *wide]
         if stage == "second":
             found += [
