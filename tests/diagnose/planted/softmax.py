@@ -113,22 +113,6 @@ def not_reset(tile: int) -> Hooks:
     return {"softmax": of}
 
 
-def ring(parts: int, lse: bool) -> Hooks:
-    """A backward pass that has statistics of one part of the keys alone: lse, or delta."""
-
-    def P(c: Head, x: Array) -> Array:
-        found = [exp(c.S[:, here] - finite(L)) for here, L, _ in parts_of(c, parts)]
-        return np.concatenate(found, axis=1)
-
-    def D(c: Head, x: Array) -> Array:
-        found = np.zeros_like(c.S)
-        for here, _, out in parts_of(c, parts):
-            found[:, here] = (c.dO * out).sum(axis=1, keepdims=True) - c.row("dlse")
-        return found
-
-    return {"P": P} if lse else {"D": D}
-
-
 # ---- the table ----
 
 
@@ -169,7 +153,5 @@ _TABLE: Table = (
     ("partial-merge: the largest lse", "f", merged(4, lambda x, lse, out: (lse.max(axis=0), x[1]))),
     ("partial-merge: mean", "f", merged(3, mean), _LONG),
     ("partial-merge: empty as 0", "f", merged(3, _EMPTY_AS_0), _CAUSAL),
-    ("partial-merge: lse of a part", "b", ring(2, lse=True)),
-    ("partial-merge: delta of a part", "b", ring(3, lse=False)),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL | {"given": on == "b"})

@@ -69,17 +69,6 @@ def rescaled(factor: Callable[[Head], Array] | None, *names: str, late: bool = F
     return of_each(of, *(f"sum {name}" for name in names))
 
 
-def late(first: float) -> Hooks:
-    """The accumulator of out is rescaled by the factor of the tile before."""
-
-    def of(c: Head, x: Array) -> Array:
-        factor = c.run.memory.get("factor") if c.place else np.ones_like(c.factor)
-        c.run.memory["factor"] = c.factor if c.place else first * np.ones_like(c.factor)
-        return c.old * factor + c.part
-
-    return {"sum out": of}
-
-
 def divided(c: Head, x: Array) -> Array:
     return x / np.where(c.found["row_sum"] == 0, 1, c.found["row_sum"])
 
@@ -118,7 +107,6 @@ _DLSE_TURNED = delta(lambda a, q: a["delta"] + a["dlse"] - as_if((1, 0))(a["dlse
 _NO_TAILS = of_rows(lambda x: x * (np.arange(len(x)) < len(x) // 32 * 32)[:, None])
 _ROUNDED_UP = {"often": by_pairs(lambda t: t.i >= -(-t.j // 2) or t.i > t.first_i, 64, 32)}
 _TURNED_LSE = lse(lambda L, q: as_if((1, 0))(L, "", q))
-_BY_ROW_BEFORE = rescaled(lambda c: c.factor[np.arange(len(c.factor)) & ~8], "out")
 _HALF_IN_DK = delta(lambda a, q: 0.5 * a["delta"], "dk")
 _IN_FLOAT16, _IN_FLOAT8 = ({"dY": of_dtype(of)} for of in (np.float16, ml_dtypes.float8_e5m2))
 _BASE_2 = delta(lambda a, q: a["delta"] + a["dlse"] * (1 - np.log(2)), *B)
@@ -169,10 +157,8 @@ _TABLE: Table = (
     ("narrow-intermediate: D in bfloat16", "b", _NARROW_D, _FINE | _ROWS),
     ("narrow-intermediate: lse in bfloat16", "b", _NARROW_L, _FINE | _ROWS),
     # ---- online sums ----
-    ("no-rescale: out by the row 8 before", "f", _BY_ROW_BEFORE),
     ("no-rescale: out after P V is added", "f", rescaled(None, "out", late=True)),
     ("no-rescale: row_sum after the sum is added", "f", rescaled(None, "row_sum", late=True)),
-    ("no-rescale: by the factor of the tile before, at first 0", "f", late(0.0)),
     ("no-rescale: divided at every tile", "f", {"sum out": divided}),
     ("no-rescale: the row sum of the last tile", "f", {"sum row_sum": lambda c, x: c.part}),
     ("no-rescale: out rescaled twice", "f", rescaled(lambda c: c.factor**2, "out")),

@@ -13,7 +13,6 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import options, tile_sums
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
-from rawattn.check.diagnose.catalogue.partial_sums import of_rings
 from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
@@ -50,7 +49,6 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
     if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
         yield from _heads_as_tokens(question)
-    yield from of_rings(question)
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:

@@ -1,12 +1,11 @@
-"""The softmax made of parts of the keys: tiles one after the other, splits that are merged, and
-backward passes of such that know their own part's lse or out alone.
+"""The softmax made of parts of the keys: tiles one after the other, and splits that are merged.
 
 Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
 in forward mode of P o E (e) and (P o E) V + P tV (tout). A result is made of the sums of all parts,
 each with a weight of its own; the tables are of wrong weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.sparse import walks
-from rawattn.check.diagnose.engine.attention import TILES, Bug
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
@@ -23,8 +22,8 @@ COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
 # the keys of a view in parts, in the order of the loop: which, or which pairs (heads, n, m)
 Cut = Callable[[Context], list[np.ndarray]]
 Keys = Callable[[int], list[np.ndarray]]  # the same of so many keys
-Rows = Callable[[np.ndarray], np.ndarray]  # another row for each
 Way = Callable[["Turns"], tuple[Floats, Floats]]  # what sums so far, and a part's, are times
+Taken = Callable[["Parts"], tuple[Floats, float]]
 Weights = Callable[["Parts"], Floats]  # (parts, heads, n)
 
 
@@ -51,12 +50,11 @@ class Parts(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Of every step of the loop, (parts, heads, n): exp(old max - new max), 1 at the first one; the
-    row sum so far; which is the first one, that has a key for the row."""
+    """Of every step of the loop, (parts, heads, n): exp(old max - new max), 1 at the first one that
+    has a key for the row, and the row sum so far."""
 
     factors: Floats
     row_sums: Floats
-    first: np.ndarray
 
 
 class Results(NamedTuple):
@@ -78,11 +76,6 @@ def _tiles(size: int, m: int) -> list[np.ndarray]:
 def _equal(count: int, of_tiles: int, m: int) -> list[np.ndarray]:
     """So many parts, each of whole tiles, and the last one shorter."""
     return _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
-
-
-def _in_turns(count: int, size: int, m: int) -> list[np.ndarray]:
-    """So many parts, which take tiles of so many keys in turn."""
-    return [np.flatnonzero(np.arange(m) // size % count == part) for part in range(count)]
 
 
 def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
@@ -107,7 +100,6 @@ def splits(question: Question) -> dict[str, Cut]:
     cuts |= {f"parts of {tile} keys": partial(_tiles, tile) for tile in TILES}
     for tile, count in product(TILES, COUNTS):
         cuts[f"{count} parts of as many tiles of {tile} keys"] = partial(_equal, count, tile)
-        cuts[f"{count} parts, by tiles of {tile} keys in turn"] = partial(_in_turns, count, tile)
     found: dict[tuple[tuple[int, ...], ...], str] = {}
     for text, of in cuts.items():
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
@@ -152,41 +144,15 @@ def _in_turn(old: Floats, new: Floats) -> Floats:
 
 # ---- one after the other ----------------------------------------------------------------------
 
-ROWS: dict[str, Rows] = {
-    "the row 8 before, for rows i with i % 16 in 8 to 15": lambda i: i & ~8,
-    "row i xor 8": lambda i: i ^ 8,
-    "row i // 2 * 2": lambda i: i & ~1,
-    "row i xor 1": lambda i: i ^ 1,
-    "row i // 4 * 4": lambda i: i & ~3,
-    "row i // 16 * 16": lambda i: i & ~15,
-}
-
 
 def _power(x: float) -> Way:
     return lambda t: (t.factors**x, np.ones_like(t.factors))
-
-
-def _of_rows(rows: Rows, t: Turns) -> tuple[Floats, Floats]:
-    n = t.factors.shape[2]
-    return t.factors[..., np.minimum(rows(np.arange(n)), n - 1)], np.ones_like(t.factors)
-
-
-def _before(first: float, t: Turns) -> tuple[Floats, Floats]:
-    """The factor of the tile before, ``first`` of the first one."""
-    factors, ones = np.where(t.first, first, t.factors), np.ones_like(t.factors)
-    return np.concatenate([ones[:1], factors[:-1]]), ones
 
 
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
 WAYS: dict[str, Way] = {
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda t: (t.factors, t.factors),
-    "rescaled after the new tile is added, by 0 at the first one": lambda t: (
-        t.factors,
-        np.where(t.first, 0, t.factors),
-    ),
-    "by the factor of the tile before": partial(_before, 1.0),
-    "by the factor of the tile before, 0 of the first one": partial(_before, 0.0),
     "rescaled twice": _power(2),
     "by the reciprocal of the factor": _power(-1),
     "by exp2 of natural units": _power(LN_2),
@@ -197,7 +163,6 @@ WAYS: dict[str, Way] = {
         t.factors / t.row_sums,
         t.row_sums[-1] / t.row_sums,
     ),
-    **{f"by the factor of {text}": partial(_of_rows, rows) for text, rows in ROWS.items()},
 }
 
 
@@ -216,10 +181,9 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
     running = np.maximum.accumulate(parts.tops, axis=0)
     before = np.concatenate([np.full_like(running[:1], -np.inf), running[:-1]])
     share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
-    first = np.isneginf(before)
-    factors = np.where(first, 1.0, np.exp(before - _finite(running)))
+    factors = np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running)))
     row_sums = (_exp(parts.tops) * parts.row_sums).cumsum(axis=0) * np.exp(-_finite(running))
-    old, new = way(Turns(factors, np.where(row_sums > 0, row_sums, 1.0), first & there))
+    old, new = way(Turns(factors, np.where(row_sums > 0, row_sums, 1.0)))
     old = np.where(there, old, 1.0)
     weights = _in_turn(old, new * share)[..., None]
     return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
@@ -239,55 +203,41 @@ def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
 # ---- merged -----------------------------------------------------------------------------------
 
 
-def _whole(lses: Floats) -> Floats:
+def _whole(taken: Taken, parts: Parts) -> Floats:
+    """The lse of all parts."""
+    lses, unit = taken(parts)
     top = _finite(lses.max(axis=0))
-    return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top)
+    return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top) / unit
 
 
-def _shares(lses: Floats) -> Floats:
-    """The right weights; 0 for a row without keys."""
-    return _exp(lses - _finite(_whole(lses)))
-
-
-def _normalised(x: Floats) -> Floats:
-    total = x.sum(axis=0)
-    return np.asarray(x / np.where(total == 0, 1.0, total))
+def _shares(taken: Taken, parts: Parts) -> Floats:
+    """Weights of parts; 0 for a row without keys."""
+    lses, unit = taken(parts)
+    return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
 RIGHT = "right"
+# what is taken for the lse of parts, in units of so many natural ones
+TAKEN: dict[str, Taken] = {
+    RIGHT: lambda p: (p.lses, 1.0),
+    "exp2 where lse is in natural units": lambda p: (p.lses * LN_2, LN_2),
+    "exp where lse is in base 2": lambda p: (p.lses / LN_2, 1 / LN_2),
+    "row sums, without their maxima": lambda p: (p.lses - _finite(p.tops), 1.0),
+    "maxima, without row sums": lambda p: (p.tops, 1.0),
+    "an lse of 0 for a part without keys": lambda p: (_finite(p.lses), 1.0),
+}
 # what the results of parts are multiplied by
-WEIGHTS: dict[str, Weights] = {
-    RIGHT: lambda p: _shares(p.lses),
-    "exp2 where lse is in natural units": lambda p: _shares(p.lses * LN_2),
-    "exp where lse is in base 2": lambda p: _shares(p.lses / LN_2),
+WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
     "exp(lse - largest), not divided by their sum": lambda p: _exp(
         p.lses - _finite(p.lses.max(axis=0))
     ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
-    "the mean of the parts that have keys": lambda p: _normalised(1.0 * (p.row_sums > 0)),
-    "row sums, without their maxima": lambda p: _normalised(p.row_sums),
-    "exp(maximum - largest), without row sums": lambda p: _normalised(
-        _exp(p.tops - _finite(p.tops.max(axis=0)))
-    ),
-    "an lse of 0 for a part without keys": lambda p: _shares(_finite(p.lses)),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
-    RIGHT: lambda p: _whole(p.lses),
+    **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "that of the last part": lambda p: p.lses[-1],
-    "that of the first part": lambda p: p.lses[0],
-    "the sum of those of the parts": lambda p: p.lses.sum(axis=0),
-    "log2 of sums of exp2 of natural units": lambda p: _whole(p.lses * LN_2) / LN_2,
-    "the logarithm of sums of exp2 of natural units": lambda p: (
-        p.lses.max(axis=0) * (1 - LN_2) + _whole(p.lses * LN_2)
-    ),
-    "of sums of exp of base 2": lambda p: _whole(p.lses / LN_2) * LN_2,
-    "with an lse of 0 for a part without keys": lambda p: _whole(_finite(p.lses)),
-    "the largest maximum + log(the sum of row sums)": lambda p: (
-        p.tops.max(axis=0) + np.log(p.row_sums.sum(axis=0))
-    ),
-    "log(the sum of row sums)": lambda p: np.log(p.row_sums.sum(axis=0)),
 }
 
 
@@ -313,28 +263,3 @@ def steps(stage: str, cut: Cut, of: Callable[[Parts], Results]) -> Mapping[str, 
     if stage == "forward":
         return {"L": lambda c: result(c, "lse"), "O": lambda c: c.results.out}
     return {"e": lambda c: result(c, "e"), "tO": lambda c: c.results.tout}
-
-
-def of_rings(question: Question) -> Iterator[Bug]:
-    """A backward pass whose keys are in parts, each with its own lse, or with the D of its own
-    out."""
-
-    def of_keys(c: Context, cut: Cut, x: Floats) -> Floats:
-        """(heads, n, keys) of numbers (parts, heads, n)."""
-        found = np.zeros(c.S.shape)
-        for keys, part in zip(cut(c), x, strict=True):
-            found[..., keys] = part[..., None]
-        return found
-
-    def by_lse(c: Context, cut: Cut) -> Floats:
-        return _exp(c.S - of_keys(c, cut, _finite(parts_of(c, cut).lses)))
-
-    def by_delta(c: Context, cut: Cut) -> Floats:
-        D = (c.dO * parts_of(c, cut).outs).sum(axis=-1) - c.dL
-        return np.asarray(c.P * (c.dP - of_keys(c, cut, D)))
-
-    for (text, cut), (step, words, of) in product(
-        splits(question).items(), (("bP", "lse", by_lse), ("dS", "D by the out", by_delta))
-    ):
-        planted = {step: partial(of, cut=cut)}
-        yield Bug("partial-merge", f"the {words} of a part: {text}", ("backward",), steps=planted)
