@@ -14,15 +14,12 @@ from tests.diagnose.problems import packed
 def test_maps_take_what_numpy_would() -> None:
     question = packed((50, 41), np.float64, dim=32, moved=True)
     x, rows = np.asarray(question.q), np.random.default_rng(4).standard_normal((4, 91))
-    padded = np.concatenate((x[50:], np.zeros((9, 4, 32))))
-    padded = [part.swapaxes(0, 1).reshape(50, 4, 32) for part in (x[:50], padded)]
     heads_first, tokens_first = "(heads, tokens, columns)", "(tokens, heads, columns)"
     parts = [part.reshape(4, -1, 32).swapaxes(0, 1) for part in (x[:50], x[50:])]
     of_columns = {
         f"{tokens_first} read as {heads_first}": x.reshape(4, 91, 32).swapaxes(0, 1),
         f"{heads_first} read as {tokens_first}": x.swapaxes(0, 1).reshape(x.shape),
         f"{tokens_first} read as {heads_first}, every sequence": np.concatenate(parts),
-        f"{heads_first} read as {tokens_first}, every padded sequence": np.concatenate(padded)[:91],
         "without the offset of the sequence": np.concatenate((x[:50], x[:41])),
         "head h % num_heads_kv": x[:, [0, 1, 0, 1]],
         "columns j ^ 16": np.roll(x, 16, axis=2),

@@ -65,12 +65,6 @@ def stale_values(c: Head, V: Array) -> Array:
     return np.concatenate([before, 0 * V[len(before) :]])
 
 
-def lse_by_key(c: Head, L: Array) -> Array:
-    """Row j % 32 of a tile of queries, for key j."""
-    row = c.i // 32 * 32 + c.j % 32
-    return np.where(row < c.n, L[np.minimum(row, c.n - 1), 0], np.inf)
-
-
 def masked_by_tiles(first_alone: bool, tile_m: int = 32, tile_n: int = 32) -> Hooks:
     """Tiles that meet are not masked, or but for the first one of a tile of keys."""
 
@@ -149,7 +143,6 @@ _TABLE: Table = (
     ("statistics-misplaced: lse of the first sequence", "b", change(local, "lse")),
     ("statistics-misplaced: delta of row i & ~8", "b", change(_BEFORE, "delta"), _FROM_12),
     ("statistics-misplaced: lse of the next head", "b", _NEXT_LSE, _HEADS),
-    ("statistics-misplaced: lse of a transposed tile", "b", {"L": lse_by_key}, _FROM_20),
     ("statistics-misplaced: delta of the first sequence", "b", change(local, "delta")),
     ("stale-tile: V of the tile before", "f", {"V tile": stale_values}, _LONG),
     ("stale-tile: K of the next tile in dq", "b", {"K of dq": stale(False, 1)}, _LONG),

@@ -146,8 +146,6 @@ _TABLE: Table = (
     ("tile-overwrites or tile-skipped: P o E of tlse, first, jvp", "j", _FIRST_PE, _WHOLE),
     ("tail-tile-dropped or tile-skipped: P o E, jvp", "j", _WHOLE_TILES, _WHOLE),
     ("tile-overwrites or tile-skipped: dS' k of gq, last", "s", _LAST_TDS),
-    ("statistics-misplaced: e of row i & ~8", "s", of_each(_8_BEFORE, *_PASSES_OF_E), _WHOLE),
-    ("statistics-misplaced: e of row i & ~8 in gv", "s", {"e in gv": _8_BEFORE}, _WHOLE),
     ("statistics-misplaced: W, heads last", "s", between(written_as((1, 0)), "W")),
     ("statistics-misplaced: D, heads last, second", "s", between(written_as((1, 0)), "delta")),
 )

@@ -4,7 +4,8 @@
 read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 
@@ -24,10 +25,9 @@ from rawattn.check.diagnose.catalogue.reading import (
     stored,
     whole,
 )
-from rawattn.check.diagnose.catalogue.second_order import READERS, at
-from rawattn.check.diagnose.engine.attention import BACKWARD, TILES, Bug, Store
+from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
-from rawattn.check.diagnose.engine.steps import Context, Floats, Step
+from rawattn.check.diagnose.engine.steps import Context, Floats
 
 # Arrays that are read alike, in any stage and in those that go backward.
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
@@ -62,9 +62,11 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
     "gV": ("gv", ("tP", "dO"), {"gv"}),
 }
-# operands of the same shape
-ALIKE: tuple[tuple[str, ...], ...] = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))
-ALIKE_BEYOND = (("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("P", "tP"), ("dY", "tdY"))
+ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
+    "forward": "K V",
+    "backward": "K V, Q dO O, P dY dP",
+    "second": "K tK, V tV, Q tQ, dO tO, P tP, dY tdY",
+}
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
 NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}
@@ -72,10 +74,6 @@ NUMBERS = {"D": "delta", "w": "w"}
 SWIZZLED = (
     "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
     "formula and read by another, a layout of fragments"
-)
-ALONG_KEYS = (
-    "the transposed tile S^T of the kernel of dk and dv: lse and delta belong to its columns, the "
-    "queries, and not to its rows, the keys"
 )
 
 
@@ -86,8 +84,6 @@ def candidates(
     right, wrong = set(right), set(wrong)
     if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
         right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
-    if stage == "backward" and not {"dq", "dk"} & right and not question.sparse:
-        yield from _along_keys(question)
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
     yield from _read(question, stage, wrong, right)
@@ -113,8 +109,7 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
             text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
             yield Bug(kind, text, (stage,), steps=steps)
             if "dout" in names:
-                but = {**steps, "D": right_delta}
-                yield Bug(kind, f"{text}, but for delta", (stage,), steps=but)
+                yield _but_for_delta(Bug(kind, text, (stage,), steps=steps))
             if names[:3] == ("q", "k", "v") and by.family != "sequences":
                 form = f"{text}, results too"
                 yield Bug(kind, form, (stage,), None, steps, stored(by))
@@ -127,10 +122,9 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
     of_columns = [] if beyond else list(maps.columns(question))
     of_numbers = maps.families(question, True)
     of_arrays = [*maps.heads(question), *maps.sequences(question)]
-    alike: tuple[tuple[str, ...], ...] = (
-        ALIKE if question.q.shape[2] == question.v.shape[2] else ALIKE[2:]
-    )
-    alike = (ALIKE_BEYOND if stage == "second" else ()) if beyond else alike
+    alike = [some.split() for some in ALIKE[stage].split(", ")]
+    if not beyond and question.q.shape[2] != question.v.shape[2]:
+        alike = alike[2:]
     for step, (product, operands, results) in PRODUCTS.items():
         if results & right or not results & wrong:
             continue
@@ -152,21 +146,10 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
         for some in alike:
             for operand, other in permutations(some, 2):
-                if operand not in operands:
-                    continue
-                if stage == "forward" and other not in ("K", "V"):
-                    continue
-                text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                steps = in_product(step, operand, partial(_named, other))
-                yield Bug("arguments-swapped", text, (stage,), steps=steps)
-    for words, sites in READERS.items() if stage == "second" else ():
-        results = {"gq", "gk"} if "dS'" in sites else set()
-        results |= {"gv"} if "gv" in sites else set()
-        if "ddout" in sites or "W" in sites or results & right or not results & wrong:
-            continue
-        for by in of_numbers:
-            steps = at(sites, tP=partial(_tangent_by, by))
-            yield Bug("statistics-misplaced", f"e {words}: {by.words}", (stage,), steps=steps)
+                if operand in operands:
+                    text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
+                    steps = in_product(step, operand, partial(_named, other))
+                    yield Bug("arguments-swapped", text, (stage,), steps=steps)
 
 
 def _word(operand: str, stage: str) -> str:
@@ -193,11 +176,6 @@ def _elsewhere(name: str, by: Map, c: Context) -> Floats:
     return of_view(c, name, whole(c.question, c.given, name, name, by))
 
 
-def _tangent_by(by: Map, c: Context) -> Floats:
-    """P' of another e."""
-    return np.asarray(c.r(c.P * (c.E - _elsewhere("e", by, c)[..., None])))
-
-
 def _moved(operand: str, by: Map, c: Context) -> Floats:
     return in_sequence(c, getattr(c, operand), by, operand)
 
@@ -217,6 +195,12 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
             store = stored(by, (name,), nothing)
             yield Bug(kind, text, stages, None, {}, store, look_at)
+
+
+def _but_for_delta(bug: Bug) -> Bug:
+    """The same where D was made before, and is right."""
+    steps = {**bug.steps, "D": right_delta}
+    return replace(bug, variant=f"{bug.variant}, but for delta", steps=steps)
 
 
 # ---- arrays in each other's place -------------------------------------------------------------
@@ -250,45 +234,14 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
             continue
         if not _given(question, moved.values()):
             continue
-        text, steps = ", ".join(f"{of} for {to}" for to, of in moved.items()), reading(moved)
-        yield Bug(name, text, (stage,), steps=steps)
+        text = ", ".join(f"{of} for {to}" for to, of in moved.items())
+        bug = Bug(name, text, (stage,), steps=reading(moved))
+        yield bug
         if set(moved) & {"dout", "out"}:
-            but = {**steps, "D": right_delta}
-            yield Bug(name, f"{text}, but for delta", (stage,), steps=but)
-        elif stage == "backward":
-            store = _renamed({f"d{to}": f"d{of}" for to, of in moved.items()})
-            yield Bug(name, f"{text}, gradients too", BACKWARD, None, steps, store)
+            yield _but_for_delta(bug)
     others = ("delta", "dlse") if question.dlse is not None else ("delta",)
     for other in others if backward else ():
         swapped = {"lse": other, other: "lse"}
         yield Bug(name, f"lse and {other}", (stage,), steps=reading(swapped))
         for to, of in swapped.items():
             yield Bug(name, f"{of} for {to}", (stage,), steps=reading({to: of}))
-
-
-def _renamed(names: Mapping[str, str]) -> Store:
-    return lambda question, answers: answers | {of: answers[to] for to, of in names.items()}
-
-
-# ---- statistics in registers ------------------------------------------------------------------
-
-
-def _along_keys(question: Question) -> Iterator[Bug]:
-    """S^T in tiles: its rows are keys, and lse or delta of a tile are taken by the row."""
-    for by in maps.by_columns(question):
-        lse: dict[str, Step] = {"bP": partial(_P_by_key, by)}
-        delta: dict[str, Step] = {"dS": partial(_dS_by_key, by)}
-        for text, steps in {"lse": lse, "lse and delta": lse | delta, "delta": delta}.items():
-            form = f"{text} {by.words} for key j"
-            yield Bug("statistics-misplaced", form, BACKWARD, None, steps, None, ALONG_KEYS)
-
-
-def _P_by_key(by: Map, c: Context) -> Floats:
-    sums = np.broadcast_to(np.exp(np.where(np.isneginf(c.L), -np.inf, -c.L))[..., None], c.S.shape)
-    with np.errstate(divide="ignore"):
-        return np.asarray(c.r(np.exp(c.S + np.log(in_sequence(c, sums, by)))))
-
-
-def _dS_by_key(by: Map, c: Context) -> Floats:
-    D = np.broadcast_to(c.D[..., None], c.S.shape)
-    return np.asarray(c.r(c.P * (c.dP - in_sequence(c, D, by))))

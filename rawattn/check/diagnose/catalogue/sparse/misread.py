@@ -74,8 +74,12 @@ def bugs(question: Question) -> Iterator[Bug]:
 
 def _moves(question: Question, of_ints: bool) -> Iterator[tuple[str, str, Move]]:
     """How arrays like block_indices may be read: a class, words, and what is read."""
-    layouts = (by for by in maps.layouts(False) if "batch" not in by.words)
-    for by in (*layouts, *maps.sequences(question), *maps.rows(question), *maps.heads(question)):
+    for by in (
+        *maps.layouts(False),
+        *maps.sequences(question),
+        *maps.rows(question),
+        *maps.heads(question),
+    ):
         yield NAME if by.family in ("rows", "heads") else "input-layout", by.words, by.moved
     yield "input-layout", "the first slot", lambda g, x: np.broadcast_to(x[..., :1], x.shape)
     for by_rows, more in ((False, ""), (True, ", each row from its start")) if of_ints else ():
