@@ -161,12 +161,6 @@ def added_up(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
     return x[0], np.where(np.isneginf(x[0]), 0, out * np.exp(top - x[0])).astype(c.run.wide)
 
 
-def gate_of_turn(c: Head, G: Any) -> Any:
-    gate = c.question.block_scale[c.rows, c.sel]
-    found = np.take_along_axis(gate, np.clip(turns(c), 0, gate.shape[1] - 1), axis=1)
-    return np.where(c.seen > 0, found, 1.0).astype(c.run.wide)
-
-
 # ---- the table --------------------------------------------------------------------------------
 
 _USUAL: dict[str, Any] = FEW | {"masks": ("open",), "lengths": (1, 70), "over": 19, "blocks": {}}
@@ -202,10 +196,9 @@ _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
 _MODULO = {"selection": lambda c, right: c.h % c.question.block_indices.shape[1]}
 _OF_FIRST = {"selection": lambda c, right: right - right % c.group}
-_KV_MODULO = {"kv head": lambda c, x: c.h % c.question.num_heads_kv}
 _BLOCKS_OF_Q = {"blocks": lambda t, x: -(-t.n // t.question.block_size)}
 _OWN_OF_ROW = {"own block": lambda t, x: t.i // t.question.block_size}
-_OWN_OF_TILE = {"own block": lambda t, x: t.place // 32 * 32 // t.question.block_size}
+_OWN_OF_TILE = {"own block": lambda t, x: (t.place - t.i % 32) // t.question.block_size}
 _OWN_AND_MASK = {"own block": from_first_key}
 _DOUT_OF_FIRST = {"dO": lambda c, x: c.run.arrays["dout"][c.i[:, 0], c.h], "only": ("dk", "dv")}
 _LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", c.h - c.h % c.group)}
@@ -235,13 +228,6 @@ _ON_P = {
 _ON_EXP = {"scores": lambda c, x: c.Y + np.log(c.G), "dG": lambda c, x: c.dS / c.G, "G in dY": one}
 _SQUARED = {"scores": lambda c, x: c.G**2 * c.Y, "G in dY": lambda c, G: G**2}
 _SQUARED |= {"dG": lambda c, x: 2 * c.G * c.dS * c.Y}
-
-
-def gate_of_block(c: Head, G: Any) -> Any:
-    gate = c.question.block_scale
-    block = c.j[0] // c.question.block_size
-    by_block = gate[c.rows, c.sel][:, np.clip(block, 0, gate.shape[2] - 1)]
-    return np.where(c.slot < 0, 1.0, by_block).astype(c.run.wide)
 
 
 def gate_but_of_own(c: Head, G: Any) -> Any:
@@ -306,7 +292,6 @@ _LISTS: Table = (
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
     ("sparse-gate-on-p: twice", "fb", _SQUARED),
     ("sparse-gate-order: ascending", "fb", sorted_by(lambda t, block: block)),
-    ("sparse-gate-order: by block", "fb", {"G": gate_of_block}),
     ("sparse-gate-order: none for the own block", "f", {"G": gate_but_of_own}, _OWN),
     ("sparse-gate-order: packed", "fb", _PACKED, _PADDED),
     ("sparse-tile-union: of 4", "fb", united(4)),
@@ -327,14 +312,12 @@ _LISTS: Table = (
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
     ("sparse-lists-misread: of even rows", "fb b", _EVEN_ROWS),
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
-    ("sparse-gate-order: by the turn", "fb", {"G": gate_of_turn}),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
     ("tile-overwrites: dq of the last block", "b", _LAST_TURN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
-    ("gqa-head-map: head modulo num_heads_kv, lists too", "fb", _KV_MODULO | _MODULO, _SHARED),
 )
 
 

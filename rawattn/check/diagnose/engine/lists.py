@@ -67,11 +67,6 @@ class Lists:
         return _by_token(self.question, np.cumsum(of_each) - of_each)
 
     @property
-    def last(self) -> Ints:
-        """The last key."""
-        return _by_token(self.question, np.subtract(self.question.lengths_k, 1))
-
-    @property
     def limit(self) -> Ints:
         """block_counts (total_q, num_heads_sel, 1)"""
         heads, width = np.asarray(self.question.block_indices).shape[1:]

@@ -5,17 +5,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.catalogue.sparse import walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, per_key
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 
 ALL = tuple(STAGES)
 SECOND, JVP = ("second",), ("jvp",)
@@ -109,15 +107,7 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
     "blocks ascending, repeats and padding last": lambda x: np.where(
         x.exists & (x.number == 0), x.named, _LAST
     ),
-    "blocks descending": lambda x: -x.named,
     "padding last": lambda x: np.where(x.is_block, 0, 1),
-    "slots reversed": lambda x: -np.arange(x.named.shape[2]) + 0 * x.named,
-}
-Place = Callable[[np.ndarray, int], np.ndarray]
-PLACES: dict[str, Place] = {  # slots, by a number
-    "the last one for those behind": np.minimum,
-    "modulo their number": lambda block, last: block % (last + 1),
-    "1 for those behind": lambda block, last: np.where(block <= last, block, -1),
 }
 
 
@@ -157,43 +147,13 @@ TAKEN: dict[str, Callable[[Lists], Lists]] = {
     "of a block that is named twice that of the last slot": _of_the_last,
     "1 for the own block where a slot names it": _of_none,
 }
-Numbers = Callable[[Context], np.ndarray]  # of every key, below 0 where it has no factor
 
 
-def by_numbers(question: Question) -> Iterator[Bug]:
-    """Factors that are found by another number than that of their slot."""
-    numbers: dict[str, Numbers] = {"the block's number": _block}
-    for words, order in walks.ORDERS.items():
-        for own, too in ((False, ""), (True, ", the own block too")):
-            text = f"the block's place among those that are walked, {words}{too}"
-            numbers[text] = partial(_step, order, own)
-    scale = np.asarray(question.block_scale)
-    for (what, of), (text, place) in product(numbers.items(), PLACES.items() if scale.size else ()):
-        form = f"by {what} in place of the slot's number, {text}"
-        steps = with_gate(scale, partial(_slot, of, place))
-        yield Bug("sparse-gate-order", form, ALL, steps=steps)
-
-
-def _block(c: Context) -> np.ndarray:
-    key = c.view.keys - c.question.cu_seqlens_k[c.view.sequence]
-    return np.where(c.view.slot >= 0, np.maximum(key, 0) // c.question.block_size, -1)
-
-
-def _step(order: walks.Order, own: bool, c: Context) -> np.ndarray:
-    return np.where((c.view.slot >= 0) | own, walks.walked(c, order)[0], -1)
-
-
-def _slot(of: Numbers, place: Place, c: Context) -> np.ndarray:
-    number = of(c)
-    return np.where(number >= 0, place(np.maximum(number, 0), c.question.slots - 1), -1)
-
-
-def with_gate(scale: np.ndarray, slot: Numbers | None = None) -> dict[str, Step]:
-    """Another array for block_scale, or other slots, from the scores on."""
+def with_gate(scale: np.ndarray) -> dict[str, Step]:
+    """Another array for block_scale, from the scores on."""
 
     def S(c: Context) -> Floats:
-        view = c.view if slot is None or c.view.slot is None else replace(c.view, slot=slot(c))
-        c.G = per_key(view, scale, 1.0)
+        c.G = per_key(c.view, scale, 1.0)
         return np.asarray(STEPS["S"](c))
 
     return {"S": S}
@@ -213,7 +173,6 @@ P_V: dict[str, Step] = {
     "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
 }
 ALONE: dict[str, Step] = S | P_V | {"dY": lambda c: c.dS, "dG": _through_p}
-GATED_LSE: dict[str, Step] = {"L": lambda c: STEPS["softmax"](changed(c, S=STEPS["S"](c)))[0]}
 TWICE: dict[str, Step] = {
     "S": with_values("S", G=lambda c: c.G**2),
     "dY": lambda c: c.r(c.G**2 * c.dS),
@@ -224,11 +183,8 @@ ON_EXP: dict[str, Step] = {
     "dY": lambda c: c.dS,
     "dG": lambda c: c.dS / c.G,
 }
-BOTH: dict[str, Step] = P_V | {"dG": lambda c: STEPS["dG"](c) + _through_p(c)}
 OTHERWISE: tuple[tuple[str, tuple[str, ...], Mapping[str, Step]], ...] = (
     ("P V alone", FIRST, ALONE),
-    ("P V alone, lse of gated scores", FORWARD, S | P_V | GATED_LSE),
-    ("the scores and P V", FIRST, BOTH),
     ("twice", FIRST, TWICE),
     (EXP, FIRST, ON_EXP),
 )

@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug
+from rawattn.check.diagnose.engine.attention import BACKWARD, Bug
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -25,14 +25,9 @@ Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     "at most {}, the first": lambda p, n, t: p < t,
-    "at most {}, the last": lambda p, n, t: p >= n - t,
     "without the last {}": lambda p, n, t: p < n - t,
-    "without the last {} where there are more": lambda p, n, t: (p < n - t) | (n <= t),
     "without the first {}": lambda p, n, t: p >= t,
-    "without the first {} where there are more": lambda p, n, t: (p >= t) | (n <= t),
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
-    "in whole lots of {} alone, where there is one": lambda p, n, t: (p < n // t * t) | (n < t),
-    "every other lot of {}": lambda p, n, t: p // t % 2 == 0,
 }
 OVERWRITES = "the last {} alone"
 Place = Callable[[Context], tuple[Ints, Ints]]
@@ -49,19 +44,13 @@ def walked(c: Context, order: Order, tile: int = 0) -> tuple[Ints, Ints]:
     return _ranked(by, c.W > 0)
 
 
-def in_lists(c: Context, masked: bool = False) -> tuple[Ints, Ints]:
+def in_lists(c: Context) -> tuple[Ints, Ints]:
     """The same of every query in the list of the key's block, with the length of that (heads, 1,
-    m); ``masked``: the lists have queries too that see nothing of the block."""
-    view, seen = c.view, c.W > 0
-    block = (view.keys - c.question.cu_seqlens_k[view.sequence]) // c.question.block_size
+    m)."""
+    seen = c.W > 0
+    block = (c.view.keys - c.question.cu_seqlens_k[c.view.sequence]) // c.question.block_size
     of_block = np.zeros((int(block.max(initial=0)) + 1, *seen.shape[1::-1]), dtype=bool)
     np.logical_or.at(of_block, block, seen.T)
-    if masked:
-        named, exists = (
-            x[view.rows][:, view.selections] for x in (view.lists.named, view.lists.exists)
-        )
-        i, head, slot = np.nonzero(exists)
-        of_block[named[i, head, slot], i, head] = True
     place = np.cumsum(of_block, axis=1)[block].T - 1
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
@@ -91,41 +80,26 @@ def _steps(order: Order, tile: int, c: Context) -> list[Ints]:
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
     """A part of a walk, or of a list of queries, that counts alone, in what is ``wrong``."""
-    tensors = [f"d{name[1].upper()}" for name in ("dk", "dv") if name in wrong]
-    said = " and ".join(name for name in ("dk", "dv") if name in wrong)
-    longest = max(question.lengths_q)
-    for words, share in SHARES.items():
-        overwrites = words == OVERWRITES
+    for of, order in ORDERS.items() if "dq" in wrong else ():
+        steps = _weighed(["dQ"], partial(walked, order=order), SHARES[OVERWRITES], 1)
+        text = f"dq, of a query's blocks the last one alone, {of}"
+        yield Bug("tile-overwrites", text, BACKWARD, steps=steps)
+    names, longest = [name for name in ("dk", "dv") if name in wrong], max(question.lengths_q)
+    for words, share in SHARES.items() if names else ():
+        name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
-            for of, order in ORDERS.items() if lot < question.slots + 1 else ():
-                place = partial(walked, order=order)
-                text = f"of a query's blocks {words.format(lot)}, {of}"
-                if overwrites and "dq" in wrong:
-                    steps = {"dQ": partial(_weighed, "dQ", place, share, lot)}
-                    yield Bug("tile-overwrites", f"dq, {text}", BACKWARD, steps=steps)
-                elif not overwrites:
-                    steps = {"S": partial(_without, place, share, lot)}
-                    yield Bug("sparse-list-cut", text, FIRST, steps=steps)
-            if lot < longest and tensors:
+            if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                name = "tile-overwrites" if overwrites else "sparse-queries-lost"
-                for masked in (False, True) if question.causal else (False,):
-                    place = partial(in_lists, masked=masked)
-                    steps = {n: partial(_weighed, n, place, share, lot) for n in tensors}
-                    form = f"{said}, {text}" + ", masked ones counted" * masked
-                    yield Bug(name, form, BACKWARD, steps=steps)
+                steps = _weighed([f"d{name[1].upper()}" for name in names], in_lists, share, lot)
+                yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
-def _kept(c: Context, place: Place, share: Share, lot: int) -> Ints:
-    at, count = place(c)
-    return np.asarray((at >= 0) & share(at, count, lot))
+def _weighed(names: Collection[str], place: Place, share: Share, lot: int) -> dict[str, Step]:
+    """These products of the pairs that count."""
 
+    def step(name: str, c: Context) -> Floats:
+        at, count = place(c)
+        kept = (at >= 0) & share(at, count, lot)
+        return np.asarray(STEPS[name](changed(c, P=c.P * kept, dY=c.dY * kept)))
 
-def _without(place: Place, share: Share, lot: int, c: Context) -> Floats:
-    S = np.asarray(STEPS["S"](c))  # of the sliding branch too, which has no lists
-    return S if c.view.lists is None else np.where(_kept(c, place, share, lot), S, -np.inf)
-
-
-def _weighed(name: str, place: Place, share: Share, lot: int, c: Context) -> Floats:
-    kept = _kept(c, place, share, lot)
-    return np.asarray(STEPS[name](changed(c, P=c.P * kept, dY=c.dY * kept)))
+    return {name: partial(step, name) for name in names}
