@@ -40,11 +40,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from tile_sums.listed(question)
     yield from dead_rows(question)
     if 1 < question.num_heads_kv and 1 < question.group:
-        steps = {"Y": partial(_with_right, OF_KEYS)}
-        yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, steps)
-        for name, other in ("kv", "vk"):  # gradients are stored as one of the two is read
-            steps, text = {"Y": partial(_with_right, other)}, f"{name} alone: head {BY_REMAINDER}"
-            yield Bug("gqa-head-map", text, BACKWARD, _by_remainder, steps)
+        yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, {"Y": _with_right})
     yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
     yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
     if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
@@ -68,27 +64,23 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
 
 def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     """Query head h with key/value head h % num_heads_kv."""
-    return with_kv(np.arange(question.num_heads_q) % question.num_heads_kv, views)
-
-
-def with_kv(heads_kv: np.ndarray, views: Sequence[View]) -> Sequence[View]:
-    """Every query head with another key/value head."""
 
     def one(view: View, i: int) -> View:
         own, heads = slice(i, i + 1), view.heads[i : i + 1]
         weight = view.weight[own] if len(view.weight) > 1 else view.weight
         slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
-        found = replace(view, heads=heads, head_kv=int(heads_kv[heads[0]]))
+        found = replace(view, heads=heads, head_kv=int(heads[0]) % question.num_heads_kv)
         return replace(found, weight=weight, slot=slot, selections=selections)
 
     return [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def _with_right(names: Sequence[str], c: Context) -> Floats:
-    """The scores of these arrays' right heads, where others and dk and dv are of other ones."""
+def _with_right(c: Context) -> Floats:
+    """The scores of the right heads, where dk and dv are of other ones."""
     own = changed(c, view=replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group))
-    for name in (name for name in names if getattr(c.question, name) is not None):
-        setattr(c, OPERANDS[name], of_view(own, name, getattr(c.question, name)))
+    for name in OF_KEYS:
+        if (x := getattr(c.question, name)) is not None:
+            setattr(c, OPERANDS[name], of_view(own, name, x))
     return np.asarray(STEPS["Y"](c))
 
 

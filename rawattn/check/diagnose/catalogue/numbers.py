@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.maps import Map
+from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
@@ -53,20 +53,14 @@ def of_scores(question: Question) -> Iterator[Bug]:
         yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
     yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
     yield Bug("not-normalised", "by lse", FORWARD, steps={"O": lambda c: np.exp(c.S) @ c.V})
-    for dtype in ("float32", "float16"):
-        exps = {"softmax": partial(_plain_exp, dtype)}
-        yield Bug("no-max-subtraction", dtype, FORWARD, steps=exps)
-        ratio: dict[str, Step] = {"bP": partial(_ratio_of_exps, dtype)}
-        yield Bug("no-max-subtraction", f"{dtype}, exp(S) / exp(lse)", BACKWARD, steps=ratio)
-    d, d_v = question.q.shape[2], question.v.shape[2]
-    for columns in {d // step * step for step in (16, 32, 64)} - {0, d}:
-        fewer = {"Y": partial(_fewer, "Y", "Q", "K", columns)}
-        yield Bug("head-dim-tail", f"scores of {columns}", FIRST, steps=fewer)
-        yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=_columns(columns))
-    for columns in {d_v // step * step for step in (16, 32, 64)} - {0, d_v}:
-        fewer = {"dP": partial(_fewer, "dP", "dO", "V", columns)}
-        yield Bug("head-dim-tail", f"{columns} of v", FIRST, store=_columns(columns))
-        yield Bug("head-dim-tail", f"dP of {columns}", BACKWARD, steps=fewer)
+    exps: dict[str, Step] = {"softmax": _plain_exp, "bP": _ratio_of_exps}
+    yield Bug("no-max-subtraction", "in float32", FIRST, steps=exps)
+    for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
+        width = (question.q if step == "Y" else question.v).shape[2]
+        for columns in {width // deep * deep for deep in (16, 32, 64)} - {0, width}:
+            fewer = {step: partial(_fewer, step, a, b, columns)}
+            yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
+            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=_columns(columns))
 
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
@@ -101,18 +95,17 @@ def _not_normalised(c: Context) -> Floats:
     return np.asarray(np.exp(c.S - _top(c)[..., None]) @ c.V)
 
 
-def _plain_exp(dtype: str, c: Context) -> tuple[Floats, Floats]:
+def _plain_exp(c: Context) -> tuple[Floats, Floats]:
     with np.errstate(all="ignore"):
-        weights = np.exp(c.S.astype(dtype)).astype(dtype)
+        weights = np.exp(c.S.astype(np.float32))
         sums = weights.sum(axis=-1)
-        L = np.log(sums.astype(np.float64))
-        P = (weights / np.where(sums == 0, 1, sums)[..., None]).astype(np.float64)
-    return L, P
+        P = weights / np.where(sums == 0, 1, sums)[..., None]
+        return np.log(sums.astype(np.float64)), P.astype(np.float64)
 
 
-def _ratio_of_exps(dtype: str, c: Context) -> Floats:
+def _ratio_of_exps(c: Context) -> Floats:
     with np.errstate(all="ignore"):
-        over, under = (np.exp(x.astype(dtype)) for x in (c.S, c.L))
+        over, under = (np.exp(x.astype(np.float32)) for x in (c.S, c.L))
         found = (over / under[..., None]).astype(np.float64)
     return np.where(np.isneginf(c.L)[..., None], 0.0, found)
 
@@ -125,12 +118,13 @@ def _fewer(step: str, a: str, b: str, columns: int, c: Context) -> Floats:
 
 def _columns(columns: int) -> Store:
     """Columns from there on stay 0."""
-    by = Map("columns", "", lambda g: g.everywhere._replace(j=_first(columns, g.everywhere.j)))
-    return stored(by, [name for names in STAGES.values() for name in names if name not in OF_SLOTS])
 
+    def of(g: Geometry) -> At:
+        j = g.everywhere.j
+        return g.everywhere._replace(j=np.where(j < columns, j, -1))
 
-def _first(columns: int, j: np.ndarray) -> np.ndarray:
-    return np.where(j < columns, j, -1)
+    names = [name for names in STAGES.values() for name in names if name not in OF_SLOTS]
+    return stored(Map("columns", "", of), names)
 
 
 # ---- gradients --------------------------------------------------------------------------------

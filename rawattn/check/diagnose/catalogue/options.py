@@ -18,8 +18,6 @@ Logit = Callable[[Floats, Floats], Floats]  # of sinks and of the rows' largest 
 ROWS: dict[str, Logit] = {
     "": lambda sink, top: np.zeros_like(top),
     ", not relative to the maximum": lambda sink, top: top,
-    ", not relative to the maximum, sinks in it": np.maximum,
-    ", relative to the maximum twice": lambda sink, top: -top,
 }
 
 
@@ -27,13 +25,9 @@ Curve = Callable[[Floats, float], tuple[Floats, Floats]]  # other scores, and th
 # what somebody makes of uncapped scores S with a number c, beside c tanh(S / c)
 CURVES: dict[str, Curve] = {
     "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
-    "cut off above {c}": lambda S, c: (np.minimum(S, c), 1.0 * (c > S)),
-    "cut off below -{c}": lambda S, c: (np.maximum(S, -c), 1.0 * (-c < S)),
-    "max(S, 0)": lambda S, c: (np.maximum(S, 0), 1.0 * (S > 0)),
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
+    "max(S, 0)": lambda S, c: (np.maximum(S, 0), 1.0 * (S > 0)),
     "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
-    "{c} atan(S / {c})": lambda S, c: (c * np.arctan(S / c), 1 / (1 + (S / c) ** 2)),
-    "S |S|": lambda S, c: (S * abs(S), 2 * abs(S)),
 }
 
 
@@ -106,8 +100,7 @@ def _part(softmax: Step, i: int, c: Context) -> Floats:
 
 def others(s: float) -> Iterator[tuple[str, Logit]]:
     """What the row sum may have in place of exp(sink), by its logarithm; s is softmax_scale."""
-    factors = {"": 1.0, "softmax_scale ": s, "1 / softmax_scale ": 1 / s, "log2(e) ": LOG2_E}
-    factors |= {"ln 2 ": 1 / LOG2_E, "-": -1.0, "0 ": 0.0}
+    factors = {"": 1.0, "softmax_scale ": s, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     for (words, x), (row, of) in product(factors.items(), ROWS.items()):
         if words or row:
             text = f"exp({words}sink){row}".replace("exp(0 sink)", "1")

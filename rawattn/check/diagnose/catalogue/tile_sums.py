@@ -26,8 +26,6 @@ SUMS: dict[str, dict[str, tuple[str, ...]]] = {
     "P o E of {e}": {"e": ("E",)},
     "(P o E) v of {out}": {"tO": ("tP",)},
     "P {t}v of {out}": {"tO": ("P",)},
-    "(P o E) v and P {t}v of {out}": {"tO": ("tP", "P")},
-    "P o E and (P o E) v": {"e": ("E",), "tO": ("tP",)},
     "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
     "dq": {"dQ": ("dY",)},
     "dk": {"dK": ("dY",)},
@@ -57,10 +55,8 @@ EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
     (OVER, "the first tile alone", lambda c, at, n: at == 0),
     (LACKS, "without the first tile", lambda c, at, n: at > 0),
-    (LACKS, "without the second tile", lambda c, at, n: at != 1),
     (LACKS, "without the last tile", lambda c, at, n: at < n - 1),
     (TWICE, "the first tile twice", lambda c, at, n: 1 + (at == 0)),
-    (TWICE, "the second tile twice", lambda c, at, n: 1 + (at == 1)),
     (TWICE, "the last tile twice", lambda c, at, n: 1 + (at == n - 1)),
     (SCALE, "s inside of the loop from the first tile", lambda c, at, n: c.s ** (n - 1 - at)),
     (SCALE, "s inside of the loop from the last tile", lambda c, at, n: c.s**at),
@@ -93,8 +89,7 @@ def _weights(question: Question, stage: str, tile: int) -> Iterator[tuple[str, s
         for every in (False, True) if question.mask_window != (-1, -1) else (True,):
             more = "" if every else " of those that see something"
             yield name, words + more, partial(_by_tile, factor, tile, every)
-    for words, least in ("", 0), (" but a first one", tile):
-        yield "tail-tile-dropped", f"no partial tile{words}", partial(_whole, tile, least)
+    yield "tail-tile-dropped", "no partial tile", partial(_whole, tile)
     if stage == "jvp":
         yield "no-rescale", "not rescaled", partial(_unscaled, tile)
 
@@ -125,10 +120,10 @@ def _by_tile(of: Factor, tile: int, every: bool, c: Context, axis: int) -> Float
     return weight if axis == 1 else weight.T
 
 
-def _whole(tile: int, least: int, c: Context, axis: int) -> Floats:
-    """No pairs of a last tile that is partial, but for the first so many."""
+def _whole(tile: int, c: Context, axis: int) -> Floats:
+    """No pairs of a last tile that is partial."""
     at, count = np.ogrid[: c.S.shape[1], : c.S.shape[2]][axis], c.S.shape[1 + axis]
-    return np.where(at < max(count // tile * tile, least), 1.0, 0.0)
+    return np.where(at < count // tile * tile, 1.0, 0.0)
 
 
 def _unscaled(tile: int, c: Context, axis: int) -> Floats:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,31 +22,23 @@ from rawattn.check.diagnose.engine.attention import (
     views_of,
 )
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
 # ---- tiles ------------------------------------------------------------------------------------
 
 
-class _Pairs(NamedTuple):
-    """Queries (n, 1) and keys (1, m) of a view, by their places in it, and how many there are."""
-
-    i: np.ndarray
-    j: np.ndarray
-    n: int
-    m: int
-
-
-Part = Callable[[_Pairs, int], np.ndarray]  # which pairs (n, m), for a size of tile
+# of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
+Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
 TAILS: dict[str, Part] = {
-    "query rows": lambda x, t: x.i >= x.n // t * t,
-    "keys": lambda x, t: x.j >= x.m // t * t,
-    "rows and keys": lambda x, t: (x.i >= x.n // t * t) | (x.j >= x.m // t * t),
+    "query rows": lambda i, j, n, m, t: i >= n // t * t,
+    "keys": lambda i, j, n, m, t: j >= m // t * t,
+    "rows and keys": lambda i, j, n, m, t: (i >= n // t * t) | (j >= m // t * t),
 }
 OF_KEYS_ALONE: dict[str, Part] = {
-    "first of keys": lambda x, t: x.j // t == 0,
-    "second of keys": lambda x, t: x.j // t == 1,
-    "last of keys": lambda x, t: x.j // t == (x.m - 1) // t,
-    "diagonal": lambda x, t: x.j // t == (x.i + x.m - x.n) // t,
+    "first of keys": lambda i, j, n, m, t: j // t == 0,
+    "second of keys": lambda i, j, n, m, t: j // t == 1,
+    "last of keys": lambda i, j, n, m, t: j // t == (m - 1) // t,
+    "diagonal": lambda i, j, n, m, t: j // t == (i + m - n) // t,
 }
 
 
@@ -61,7 +52,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
-    of_queries = _often(lambda x, t: x.i // t == 0, tile, 0.0)
+    of_queries = _often(lambda i, j, n, m, t: i // t == 0, tile, 0.0)
     yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
     left, _ = bounds(question)
     if left < math.inf:
@@ -76,7 +67,7 @@ def _often(part: Part, tile: int, factor: float) -> See:
 
     def of(view: View) -> View:
         n, m = len(view.rows), len(view.keys)
-        there = part(_Pairs(np.arange(n)[:, None], np.arange(m)[None], n, m), tile)
+        there = part(*np.ogrid[:n, :m], n, m, tile)
         return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]
@@ -150,17 +141,11 @@ def dead_rows(question: Question) -> Iterator[Bug]:
     nan: Store = lambda question, answers: _spoilt(question, answers, _dead(question))  # noqa: E731
     yield Bug("dead-rows", "NaN", FIRST, store=nan)
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
-    yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
 
 
 def _zero_dead(c: Context) -> Floats:
     """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
     return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
-
-
-def _dv_of_dead(c: Context) -> Floats:
-    P = _uniform_dead(changed(c, S=_zero_dead(c)))
-    return np.asarray(P.swapaxes(1, 2) @ c.dO)
 
 
 def _uniform_dead(c: Context) -> Floats:

@@ -90,24 +90,11 @@ def _differs_from_last(x: Lists) -> Ints:
     return np.asarray(np.take_along_axis(x.named, np.maximum(before, 0), 2) != x.named)
 
 
-def _padding(value: Of, negative: bool = False) -> Change:
+def _padding(value: Of) -> Change:
     def named(x: Lists) -> Ints:
-        there = ~x.is_block & (x.blocks > 0) & ((x.named < 0) | (not negative))
-        return np.where(there, value(x), x.named)
+        return np.where(~x.is_block & (x.blocks > 0), value(x), x.named)
 
     return where(named=named)
-
-
-def _is_last(x: Lists) -> Ints:
-    return np.asarray((x.place + 1) % x.size == 0)
-
-
-def _is_behind(x: Lists) -> Ints:
-    return np.asarray(x.exists & (x.named > x.own_block))
-
-
-def _as_named(x: Lists) -> Ints:
-    return np.asarray(np.cumsum(x.is_block, axis=2) <= x.limit)
 
 
 def _as_many(x: Lists) -> Ints:
@@ -126,11 +113,11 @@ def _reset(own_first: bool, x: Lists) -> Lists:
     return replace(x, counted=kept, own=x.own & ~lost)
 
 
-def _union(size: int, packed: bool, x: Lists) -> Lists:
-    """With the blocks of all of a tile of queries, of its sequence or of the packed array."""
+def _union(size: int, x: Lists) -> Lists:
+    """With the blocks of all of a tile of queries of its sequence."""
     token, start = np.arange(len(x.named)), x.start[:, 0, 0]
-    tile = token // size * size if packed else start + (token - start) // size * size
-    tile = np.where(x.question.sequence_of("q") < 0, token, np.maximum(tile, start))
+    tile = start + (token - start) // size * size
+    tile = np.where(x.question.sequence_of("q") < 0, token, tile)
     block = np.arange(int(x.blocks.max(initial=0)))
     named = np.where(x.exists, x.named, -1)
     seen = (named[..., None] == block).any(axis=2) | ((block == x.own_block) & x.own)
@@ -151,30 +138,22 @@ TABLE: tuple[Row, ...] = (
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
     (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
-    (MISSING, "but where the query is its last one", _own_where(_is_last)),
     (TWICE, "of the selection", _again(lambda x: x.exists)),
     (TWICE, "compared with the one before alone", _again(_differs_from_last)),
-    (TWICE, "compared with the first slot alone", _again(lambda x: x.named != x.named[..., :1])),
     (TWICE, "the own block", _again(own=lambda x: 1)),
     (TWICE, "the own block once for every slot", _again(own=lambda x: _count(x.counted))),
     (TWICE, "all", _again(lambda x: x.exists, lambda x: 1)),
     (READ, "as the first block", _padding(lambda x: 0)),
     (READ, "as the last block", _padding(lambda x: x.blocks - 1)),
-    (READ, "as the own block", _padding(lambda x: x.own_block)),
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
-    (READ, "if negative as the first block", _padding(lambda x: 0, True)),
-    (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks, True)),
+    (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks * (x.named < 0))),
     (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
-    (CUT, "without the first one", _counting(lambda x: x.counted & (x.slots > 0))),
     (CUT, "without the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
-    (COUNTS, "it counts named blocks, not slots", _counting(_as_named)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
-    (CUT, "at the first block behind the query's own", _ending(_is_behind)),
-    (CUT, "at the query's own block", _ending(lambda x: x.named == x.own_block)),
     (CUT, "after as many slots as there are named blocks", _counting(_as_many)),
     ("sparse-masked-block-resets", "the own block first", partial(_reset, True)),
     ("sparse-masked-block-resets", "the own block last", partial(_reset, False)),
@@ -197,9 +176,7 @@ def rows(question: Question) -> Iterator[Row]:
             change = partial(of_heads, of, factors)
             yield ("sparse-other-heads-selection", f"{words}{own}", change)
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
-        for packed, words in ((False, ""), (True, " of the packed array")):
-            change = partial(_union, size, packed)
-            yield ("sparse-tile-union", f"of {size} queries{words}", change)
+        yield ("sparse-tile-union", f"of {size} queries", partial(_union, size))
 
 
 def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
