@@ -216,7 +216,6 @@ _NO_KEYS_TAIL = times(lambda c: c.j < c.m // 16 * 16)
 _DIAGONAL = times(lambda c: 1 + (c.i // 16 == c.j // 16))
 _DEFAULT = {"scale": lambda c, s: c.question.q.shape[2] ** -0.5}
 _OPERANDS = ("dS of dq", "dS of dk", "P of dv")
-_REVERSED: Any = lambda x, *_: x[..., ::-1]  # noqa: E731
 _LOST, _LOST_32 = (
     by_pairs(lambda t: t.c.run.chance.random() >= 0.15, tile, tile) for tile in (16, 32)
 )  # pairs of tiles, by chance
@@ -314,11 +313,9 @@ _TABLE: Table = (
     ("transposed: out by heads", "f", stored(_BY_HEADS, "out")),
     ("transposed: out by heads, not read so", "f", stored(_BY_HEADS, "out") | _RIGHT),
     ("transposed: out by columns", "f", stored(_BY_COLUMNS, "out")),
-    ("transposed: columns of out reversed", "f", stored(_REVERSED, "out")),
     ("transposed: lse by tokens", "f", stored(written_as((1, 0)), "lse") | _RIGHT),
     ("transposed: gradients by heads", "b", stored(_BY_HEADS, *GRADIENTS)),
     ("transposed: dq by columns", "b", stored(_BY_COLUMNS, "dq")),
-    ("transposed: columns of gradients reversed", "b", stored(_REVERSED, *GRADIENTS)),
     ("tail-tile-dropped: queries, 16", "f b fb", no_tail_of_queries(16)),
     ("tail-tile-dropped: queries, 64", "f", no_tail_of_queries(64), _OVER_64),
     ("tail-tile-dropped: keys, 16", "f b fb", _NO_KEYS_TAIL),

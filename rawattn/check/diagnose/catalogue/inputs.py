@@ -239,9 +239,8 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
         yield bug
         if set(moved) & {"dout", "out"}:
             yield _but_for_delta(bug)
-    others = ("delta", "dlse") if question.dlse is not None else ("delta",)
-    for other in others if backward else ():
-        swapped = {"lse": other, other: "lse"}
-        yield Bug(name, f"lse and {other}", (stage,), steps=reading(swapped))
-        for to, of in swapped.items():
-            yield Bug(name, f"{of} for {to}", (stage,), steps=reading({to: of}))
+    if backward:
+        swapped = {"lse": "delta", "delta": "lse"}
+        for moved in (swapped, *({to: of} for to, of in swapped.items())):
+            text = ", ".join(f"{of} for {to}" for to, of in moved.items())
+            yield Bug(name, text, (stage,), steps=reading(moved))

@@ -276,39 +276,34 @@ def _words(written: str, read: str) -> str:
 
 # ---- columns ----------------------------------------------------------------------------------
 
-Column = Callable[[Ints, Ints, int], Ints]  # of row i for column j of so many
-COLUMNS: dict[str, Column] = {
-    "columns reversed": lambda i, j, n: n - 1 - j,
-    "halves of columns interleaved": lambda i, j, n: j // 2 + j % 2 * (n // 2),
-    "even columns before odd ones": lambda i, j, n: j * 2 % n + j * 2 // n,
-    "one column further": lambda i, j, n: j + 1,
-}
-SWIZZLES = (*((2, shift) for shift in range(4)), (4, 0), (4, 1), (8, 0))  # of rows
 
-
-def _flipped(chunk: int, i: Ints, j: Ints, n: int) -> Ints:
-    return j ^ chunk
-
-
-def _swizzled(chunk: int, modulus: int, shift: int, i: Ints, j: Ints, n: int) -> Ints:
+def _swizzled(modulus: int, shift: int, i: Ints, j: Ints, chunk: int) -> Ints:
     return np.asarray(j ^ ((i >> shift) % modulus * chunk))
 
 
-def _columns(column: Column, g: Geometry) -> At:
-    return g.everywhere._replace(j=column(g.row.i, g.everywhere.j, g.shape[2]))
+SWIZZLES = (*((2, shift) for shift in range(4)), (4, 0), (4, 1), (8, 0))  # of rows
+COLUMNS: dict[str, Callable[[Ints, Ints, int], Ints]] = {  # of row i for column j, by chunks
+    "columns j ^ {}": lambda i, j, chunk: j ^ chunk,
+    "{} columns further": lambda i, j, chunk: j + chunk,
+    **{
+        f"chunks of {{}} columns ^ row / {1 << shift} % {modulus}": partial(
+            _swizzled, modulus, shift
+        )
+        for modulus, shift in SWIZZLES
+    },
+}
+
+
+def _columns(column: Callable[[Ints, Ints, int], Ints], chunk: int, g: Geometry) -> At:
+    return g.everywhere._replace(j=column(g.row.i, g.everywhere.j, chunk))
 
 
 def columns(question: Question) -> Iterator[Map]:
-    """Other columns of a row, by its number in its sequence: swizzles and fragments."""
-    dims, forms = max(question.q.shape[2], question.v.shape[2]), dict(COLUMNS)
+    """Other columns of a row, by its number in its sequence: swizzles of shared memory."""
+    dims = max(question.q.shape[2], question.v.shape[2])
     for chunk in (bit for bit in BITS if bit < dims):
-        forms[f"columns j ^ {chunk}"] = partial(_flipped, chunk)
-        for modulus, shift in SWIZZLES if chunk > 2 else ():
-            if chunk * modulus <= dims:
-                text = f"chunks of {chunk} columns ^ row / {1 << shift} % {modulus}"
-                forms[text] = partial(_swizzled, chunk, modulus, shift)
-    for words, column in forms.items():
-        yield Map("columns", words, partial(_columns, column))
+        for words, column in COLUMNS.items():
+            yield Map("columns", words.format(chunk), partial(_columns, column, chunk))
 
 
 def families(question: Question, statistics: bool) -> list[Map]:

@@ -1,7 +1,7 @@
 """Bugs of what is computed: scales, bases, lse, sums, and the row term of the backward pass."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -52,7 +52,6 @@ def of_scores(question: Question) -> Iterator[Bug]:
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
         yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
     yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
-    yield Bug("not-normalised", "by lse", FORWARD, steps={"O": lambda c: np.exp(c.S) @ c.V})
     exps: dict[str, Step] = {"softmax": _plain_exp, "bP": _ratio_of_exps}
     yield Bug("no-max-subtraction", "in float32", FIRST, steps=exps)
     for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
@@ -139,9 +138,10 @@ def of_backward(question: Question) -> Iterator[Bug]:
     factors = {"without": 1 / question.scale, "twice": question.scale}
     factors |= {"by log2(e)": LOG2_E, "by ln 2": 1 / LOG2_E}
     for text, factor in factors.items():
-        for tensors, steps in by_tensor({n: partial(_times, n, factor) for n in ("dQ", "dK")}):
-            look_at = BASE if text.startswith("by ") else ""
-            form = f"{tensors}, {text}"
+        look_at = BASE if text.startswith("by ") else ""
+        for names in (("dQ", "dK"), ("dQ",), ("dK",)):
+            steps = {name: partial(_times, name, factor) for name in names}
+            form = f"{' and '.join(names)}, {text}"
             yield Bug("output-scale", form, BACKWARD, steps=steps, look_at=look_at)
     others: dict[tuple[str, str], Step] = {
         ("delta-omitted", ""): lambda c: np.zeros(c.dO.shape[:2]) - c.dL
@@ -176,14 +176,6 @@ def _of_unmasked(c: Context) -> Floats:
     K, V = (np.asarray(x[keys, head], dtype=np.float64) for x in (c.question.k, c.question.v))
     P = STEPS["softmax"](changed(c, S=c.s * times(c.Q, K.T)))[1]
     return np.asarray((c.dO * times(P, V)).sum(axis=-1) - c.dL)
-
-
-def by_tensor(steps: Mapping[str, Step]) -> Iterator[tuple[str, dict[str, Step]]]:
-    """Steps for dQ, dK and dV: all, each alone, and those of keys together."""
-    yield "everywhere", dict(steps)
-    for names in (("dQ",), ("dK",), ("dV",), ("dK", "dV")):
-        if set(names) < set(steps):
-            yield " and ".join(names), {name: steps[name] for name in names}
 
 
 def _times(step: str, factor: float, c: Context) -> Floats:

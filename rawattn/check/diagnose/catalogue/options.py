@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import numpy as np
 
@@ -14,13 +13,6 @@ from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, 
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
-Logit = Callable[[Floats, Floats], Floats]  # of sinks and of the rows' largest scores
-ROWS: dict[str, Logit] = {
-    "": lambda sink, top: np.zeros_like(top),
-    ", not relative to the maximum": lambda sink, top: top,
-}
-
-
 Curve = Callable[[Floats, float], tuple[Floats, Floats]]  # other scores, and their derivative
 # what somebody makes of uncapped scores S with a number c, beside c tanh(S / c)
 CURVES: dict[str, Curve] = {
@@ -98,23 +90,13 @@ def _part(softmax: Step, i: int, c: Context) -> Floats:
     return np.asarray(softmax(c)[i])
 
 
-def others(s: float) -> Iterator[tuple[str, Logit]]:
-    """What the row sum may have in place of exp(sink), by its logarithm; s is softmax_scale."""
-    factors = {"": 1.0, "softmax_scale ": s, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    for (words, x), (row, of) in product(factors.items(), ROWS.items()):
-        if words or row:
-            text = f"exp({words}sink){row}".replace("exp(0 sink)", "1")
-            yield text, partial(_logit, x, of)
-
-
-def _logit(x: float, of: Logit, sink: Floats, top: Floats) -> Floats:
-    return x * sink + of(sink, top)
-
-
 def _other_sinks(question: Question) -> Iterator[Bug]:
     count, group = question.num_heads_q, question.group
     every, own = np.asarray(question.sinks, dtype=np.float64), np.arange(count)
-    found: dict[str, Step] = {text: partial(_of_row, of) for text, of in others(question.scale)}
+    found: dict[str, Step] = {"exp(sink), not relative to the maximum": _raised}
+    factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
+    for words, x in factors.items():
+        found[f"exp({words}sink)"] = partial(_times, x)
     for words, head in maps.HEADS.items() if count > 1 else ():
         heads = np.broadcast_to(head(own, count, group), own.shape)
         if not np.array_equal(heads, own):
@@ -123,8 +105,12 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
 
 
-def _of_row(of: Logit, c: Context) -> Floats:
-    return of(c.sink, c.S.max(axis=-1, initial=-np.inf))
+def _raised(c: Context) -> Floats:
+    return np.asarray(c.sink + c.S.max(axis=-1, initial=-np.inf))
+
+
+def _times(x: float, c: Context) -> Floats:
+    return np.asarray(x * c.sink)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:

@@ -159,10 +159,6 @@ WAYS: dict[str, Way] = {
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda t: (0 * t.factors, np.ones_like(t.factors)),
     "divided by the row sum at every tile": lambda t: (t.factors / t.row_sums, 1 / t.row_sums),
-    "divided by the row sum at every tile, not at the end": lambda t: (
-        t.factors / t.row_sums,
-        t.row_sums[-1] / t.row_sums,
-    ),
 }
 
 

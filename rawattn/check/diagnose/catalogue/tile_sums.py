@@ -70,7 +70,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
     sums = [x for x in SUMS.items() if RESULTS[next(iter(x[1]))] & {*wrong}]
     sizes = [tile for tile in TILES[::-1] if tile < longest and stage in WORDS]
     for (said, terms), tile in product(sums, sizes):
-        for name, words, weights in _weights(question, stage, tile):
+        for name, words, weights in _weights(question, tile):
             steps: dict[str, Step] = {
                 step: partial(_summed, step, operands, weights) for step, operands in terms.items()
             }
@@ -84,14 +84,12 @@ def listed(question: Question) -> Iterator[Bug]:
     return (bug for bug in of_gradients if bug.name == OVER)
 
 
-def _weights(question: Question, stage: str, tile: int) -> Iterator[tuple[str, str, Weights]]:
+def _weights(question: Question, tile: int) -> Iterator[tuple[str, str, Weights]]:
     for name, words, factor in EVENTS:
         for every in (False, True) if question.mask_window != (-1, -1) else (True,):
             more = "" if every else " of those that see something"
             yield name, words + more, partial(_by_tile, factor, tile, every)
     yield "tail-tile-dropped", "no partial tile", partial(_whole, tile)
-    if stage == "jvp":
-        yield "no-rescale", "not rescaled", partial(_unscaled, tile)
 
 
 def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) -> Floats:
@@ -124,11 +122,3 @@ def _whole(tile: int, c: Context, axis: int) -> Floats:
     """No pairs of a last tile that is partial."""
     at, count = np.ogrid[: c.S.shape[1], : c.S.shape[2]][axis], c.S.shape[1 + axis]
     return np.where(at < count // tile * tile, 1.0, 0.0)
-
-
-def _unscaled(tile: int, c: Context, axis: int) -> Floats:
-    """Weights that stay relative to the running maximum at their own tile."""
-    tops = np.maximum.accumulate(c.S, axis=-1)
-    last = np.minimum(np.arange(c.S.shape[2]) // tile * tile + tile, c.S.shape[2]) - 1
-    tops = tops[..., last] if c.sink is None else np.maximum(tops[..., last], c.sink[..., None])
-    return np.where(np.isneginf(tops), 0.0, np.exp(tops[..., -1:] - np.maximum(tops, -1e300)))
