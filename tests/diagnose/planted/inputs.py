@@ -111,7 +111,6 @@ _TURNED = as_if((1, 0, 2))
 _HEADS_FIRST = in_sequences(lambda x: x.swapaxes(0, 1).reshape(x.shape))
 _BEFORE = in_sequences(lambda x: x[np.arange(len(x)) & ~8])
 _8_APART, _16_APART = (lambda c, x, far=far: apart(far, 2 * far)(x) for far in (8, 16))
-_OVER_QUERIES = {"dS": lambda c, x: c.P * (c.dP - (c.P * c.dP).sum(axis=0))}
 _HASHED: Any = lambda t: (t.i * 5 + t.j * 3 + t.c.h * 7 + t.c.b) % 4 != 1  # noqa: E731
 _LOST, _LOST_16 = ({"dS of dq": by_pairs(_HASHED, tile, 32)} for tile in (32, 16))
 _NEXT_K = {"K of dq": lambda c, K: c.read("k", (c.g + 1) % c.question.num_heads_kv)}
@@ -125,7 +124,6 @@ _HEADS_ON: Any = lambda x, *_: np.cumsum(x, axis=1)  # noqa: E731
 _NEEDS = {
     "mask-missing-in-backward": _CAUSAL,
     "pairs-dropped": _LONG,
-    "softmax-axis": {"lengths": (10, 60)},
 }
 _TABLE: Table = (
     ("arguments-swapped: k and v", "fb", read_as(k="v", v="k"), _SAME),
@@ -168,7 +166,5 @@ _TABLE: Table = (
     ("neighbour-leak: queries up to 32", "b", _ROWS_PAST, {"lengths": (20, 60)}),
     ("pairs-dropped: lost updates of dq", "b", _LOST, {"masks": ("open",)}),
     ("pairs-dropped: lost updates of dq, causal", "b", _LOST_16, _CAUSAL),
-    ("softmax-axis: dS over queries", "b", _OVER_QUERIES),
-    ("softmax-axis: dS over queries, causal", "b", _OVER_QUERIES, _CAUSAL),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every=tiled(32))

@@ -16,7 +16,6 @@ import numpy as np
 from tests.diagnose.hooks import by, of_each
 from tests.diagnose.plain import Array, Head, Run, Visit, Visits, answers, entries
 from tests.diagnose.problems import problems
-from tests.diagnose.stores import as_if, in_sequences, local
 from tests.diagnose.table import FEW, Hooks, Table, plants, stages_of
 
 __all__ = ["PLANTED", "answers", "problems"]
@@ -91,17 +90,6 @@ def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
     return [v._replace(first=v.first - at, stop=v.stop - at, last=v.last - at) for v in visits]
 
 
-def after_masked(own_first: bool) -> Hooks:
-    """What was summed before a block of which no key is seen is lost."""
-
-    def of(t: Any, visits: list[Visit]) -> list[Visit]:
-        visits = sorted(visits, key=lambda visit: own_first and visit.slot >= 0)
-        hidden = [i for i, visit in enumerate(visits) if visit.first > visit.last]
-        return visits[hidden[-1] + 1 :] if hidden else visits
-
-    return {"visits": of}
-
-
 # ---- lists of a block -------------------------------------------------------------------------
 
 
@@ -123,11 +111,6 @@ def inverted(of: Callable[[list[tuple[int, Visit]]], Any]) -> Hooks:
 
 
 # ---- what is read -----------------------------------------------------------------------------
-
-
-def words(x: Array) -> Array:
-    """Indices of 64 bits read as if they had 32."""
-    return np.frombuffer(x.astype("<i8").tobytes(), dtype="<i4")[: x.size].reshape(x.shape)
 
 
 def misread(of: Callable[..., Array]) -> Hooks:
@@ -181,7 +164,6 @@ _HIDDEN: Any = lambda c: (c.j > c.p) & (c.question.causal | (c.slot < 0))  # noq
 _FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where(_HIDDEN(c), 0, x)}
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
-_EVEN_ROWS = misread(in_sequences(lambda x: x[np.arange(len(x)) // 2 * 2]))
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
@@ -226,8 +208,6 @@ _ON_P = {
     "dG": lambda c, x: c.P * (c.dO @ c.V.T),
 }
 _ON_EXP = {"scores": lambda c, x: c.Y + np.log(c.G), "dG": lambda c, x: c.dS / c.G, "G in dY": one}
-_SQUARED = {"scores": lambda c, x: c.G**2 * c.Y, "G in dY": lambda c, G: G**2}
-_SQUARED |= {"dG": lambda c, x: 2 * c.G * c.dS * c.Y}
 
 
 def gate_but_of_own(c: Head, G: Any) -> Any:
@@ -236,7 +216,6 @@ def gate_but_of_own(c: Head, G: Any) -> Any:
 
 
 _NEEDS = {
-    "sparse-masked-block-resets": _CAUSAL,
     "sparse-own-block-missing": _OWN,
     **dict.fromkeys((f"sparse-gate-{x}" for x in _OF_GATES), _GATE),
     "sparse-gate-not-summed": _GATE | _GROUPED | {"per_head": False},
@@ -284,20 +263,14 @@ _LISTS: Table = (
     ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
     ("sparse-duplicate-twice: compared with the last", "fb", listed(within=1), _TWICE),
     ("sparse-duplicate-twice: own for every slot", "fb", {"entries": own_for_every_slot}, _OWN),
-    ("input-layout: indices as words", "fb", misread(lambda x, *_: words(x))),
-    ("input-layout: indices of first rows", "fb", misread(local)),
-    ("input-layout: indices as T S H", "fb", misread(as_if((0, 2, 1))), {"heads_kv": (2, 3)}),
     ("neighbour-leak: end of k", "fb b", {"span": past_end}, _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
-    ("sparse-gate-on-p: twice", "fb", _SQUARED),
     ("sparse-gate-order: ascending", "fb", sorted_by(lambda t, block: block)),
     ("sparse-gate-order: none for the own block", "f", {"G": gate_but_of_own}, _OWN),
     ("sparse-gate-order: packed", "fb", _PACKED, _PADDED),
     ("sparse-tile-union: of 4", "fb", united(4)),
     ("sparse-tile-union: of 8", "b", united(8)),
-    ("sparse-masked-block-resets: own first", "f", after_masked(True)),
-    ("sparse-masked-block-resets: own last", "f", after_masked(False)),
     ("sparse-queries-lost: capacity", "b", inverted(lambda some: some[:9])),
     ("sparse-queries-lost: first query missing", "b", inverted(lambda some: some[1:])),
     ("sparse-inverted-lists or sparse-own-block-missing: no own", "b", _NO_OWN, _OWN),
@@ -310,7 +283,6 @@ _LISTS: Table = (
     ("sparse-other-place: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
     ("sparse-other-place: own block and mask of the row", "fb b", _OWN_AND_MASK, _OTHER_KEYS),
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
-    ("sparse-lists-misread: of even rows", "fb b", _EVEN_ROWS),
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
     ("tile-overwrites: dq of the last block", "b", _LAST_TURN),

@@ -41,8 +41,6 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from dead_rows(question)
     if 1 < question.num_heads_kv and 1 < question.group:
         yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, {"Y": _with_right})
-    yield Bug("softmax-axis", "forward", FORWARD, steps={"softmax": _over_queries})
-    yield Bug("softmax-axis", "backward", BACKWARD, steps={"dS": _dS_over_queries})
     if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
         yield from _heads_as_tokens(question)
 
@@ -85,20 +83,6 @@ def _with_right(c: Context) -> Floats:
 
 
 # ---- other axes -------------------------------------------------------------------------------
-
-
-def _over_queries(c: Context) -> tuple[Floats, Floats]:
-    """A softmax whose sums run over queries in place of keys."""
-    top = np.nan_to_num(c.S.max(axis=1, keepdims=True), neginf=0.0)
-    weights = np.exp(c.S - top)
-    sums = weights.sum(axis=1, keepdims=True)
-    P = weights / np.where(sums == 0, 1.0, sums)
-    return STEPS["softmax"](c)[0], np.asarray(c.r(P))
-
-
-def _dS_over_queries(c: Context) -> Floats:
-    D = (c.P * c.dP).sum(axis=1, keepdims=True)
-    return np.asarray(c.r(c.P * (c.dP - D)))
 
 
 def _heads_as_tokens(question: Question) -> Iterator[Bug]:

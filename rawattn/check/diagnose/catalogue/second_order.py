@@ -163,12 +163,10 @@ NO_P, NO_ROWS = _zero("P"), _zero("L")
 GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 BUT_FOR_DLSE = {"tP": _uncentred} | at(["W"], tP=STEPS["tP"])  # without dlse W = 0, and delta
-ADDED_E: dict[str, Step] = {"tP": lambda c: c.r(c.P * (c.E + _row(c.e)))}
 E_FOR_EO: dict[str, Step] = {"tO": lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)}
 DLSE_ADDED: dict[str, Step] = {"D": lambda c: without_dlse(c) + c.dL}
 DLSE_TWICE: dict[str, Step] = {"D": lambda c: STEPS["D"](c) - c.dL}
 NO_DLSE: dict[str, Step] = {"D": without_dlse}
-TLSE, LSE = {"tL": _times(LOG2_E, "e")}, {"L": lambda c: LOG2_E * c.softmax[0]}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
 TABLE: tuple[Row, ...] = (
@@ -183,7 +181,6 @@ TABLE: tuple[Row, ...] = (
     *((P, f"P' = 0 {text}", SECOND, at(sites, tP=NO_P), "") for text, sites in READERS.items()),
     *((E, f"no e {text}", SECOND, at(sites, tP=_uncentred), "") for text, sites in READERS.items()),
     (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
-    (E, "e added", SECOND + JVP, ADDED_E, ""),
     (E, "e for e O", SECOND + JVP, E_FOR_EO, ""),
     (E, "no e in tout", JVP, {"tP": _uncentred}, ""),
     (P, "P' = 0", JVP, {"tP": NO_P}, ""),
@@ -205,9 +202,7 @@ TABLE: tuple[Row, ...] = (
     ("lse-gradient-sign", "dlse counts twice: D = dout . out - 2 dlse", SECOND, DLSE_TWICE, "dlse"),
     ("lse-gradient-dropped", "dlse of D", SECOND, NO_DLSE, "dlse"),
     ("lse-gradient-dropped", "dlse of D, ddlse = 0", SECOND, NO_DLSE | NO_DDLSE, "dlse"),
-    ("lse-base-2", "tlse", JVP, TLSE, ""),
-    ("lse-base-2", "lse", JVP, LSE, ""),
-    ("lse-base-2", "both", JVP, TLSE | LSE, ""),
+    ("lse-base-2", "tlse", JVP, {"tL": _times(LOG2_E, "e")}, ""),
 )
 
 
@@ -228,10 +223,13 @@ def _scales(question: Question) -> Iterator[Row]:
         yield name, f"E {text}", JVP, E, ""
         yield from ((name, words, SECOND, steps, "") for words, steps in found.items())
         for term, (operand, sites, needs) in TERMS.items():
-            steps = at(sites, **{operand: _times(factor, operand)})
-            of_tangents = "of E" in term or term == "P ddv of ddout"
-            for stages in (SECOND, JVP) if of_tangents else (SECOND,):
-                yield name, f"{term} {text}", stages, steps, needs
+            yield (
+                name,
+                f"{term} {text}",
+                SECOND,
+                at(sites, **{operand: _times(factor, operand)}),
+                needs,
+            )
 
 
 def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:

@@ -61,12 +61,6 @@ class Lists:
         )
 
     @property
-    def first_block(self) -> Ints:
-        """How many the sequences before have."""
-        of_each = -(-np.array(self.question.lengths_k) // self.size)
-        return _by_token(self.question, np.cumsum(of_each) - of_each)
-
-    @property
     def limit(self) -> Ints:
         """block_counts (total_q, num_heads_sel, 1)"""
         heads, width = np.asarray(self.question.block_indices).shape[1:]

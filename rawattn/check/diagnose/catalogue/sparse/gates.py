@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, per_key
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
@@ -149,16 +149,6 @@ TAKEN: dict[str, Callable[[Lists], Lists]] = {
 }
 
 
-def with_gate(scale: np.ndarray) -> dict[str, Step]:
-    """Another array for block_scale, from the scores on."""
-
-    def S(c: Context) -> Floats:
-        c.G = per_key(c.view, scale, 1.0)
-        return np.asarray(STEPS["S"](c))
-
-    return {"S": S}
-
-
 # ---- what it multiplies -----------------------------------------------------------------------
 
 
@@ -173,11 +163,6 @@ P_V: dict[str, Step] = {
     "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
 }
 ALONE: dict[str, Step] = S | P_V | {"dY": lambda c: c.dS, "dG": _through_p}
-TWICE: dict[str, Step] = {
-    "S": with_values("S", G=lambda c: c.G**2),
-    "dY": lambda c: c.r(c.G**2 * c.dS),
-    "dG": lambda c: 2 * c.G * c.dS * c.Y,
-}
 ON_EXP: dict[str, Step] = {
     "S": with_values("S", G=_one, cap=lambda c: (c.Y + np.log(c.G),)),
     "dY": lambda c: c.dS,
@@ -185,6 +170,5 @@ ON_EXP: dict[str, Step] = {
 }
 OTHERWISE: tuple[tuple[str, tuple[str, ...], Mapping[str, Step]], ...] = (
     ("P V alone", FIRST, ALONE),
-    ("twice", FIRST, TWICE),
     (EXP, FIRST, ON_EXP),
 )

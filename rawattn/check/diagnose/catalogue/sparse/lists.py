@@ -105,14 +105,6 @@ def _count(slots: Ints) -> Ints:
     return np.asarray(slots.sum(axis=2, keepdims=True))
 
 
-def _reset(own_first: bool, x: Lists) -> Lists:
-    """What stands before a block that is masked is lost, the own block too if it is first."""
-    masked = x.exists & (x.number == 0) & (x.named > x.own_block) & x.question.causal
-    kept = x.exists & (x.number == 0) & (np.cumsum(masked[..., ::-1], axis=2)[..., ::-1] == 0)
-    lost = masked.any(axis=2, keepdims=True) & own_first
-    return replace(x, counted=kept, own=x.own & ~lost)
-
-
 def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
     token, start = np.arange(len(x.named)), x.start[:, 0, 0]
@@ -155,8 +147,6 @@ TABLE: tuple[Row, ...] = (
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
     (CUT, "after as many slots as there are named blocks", _counting(_as_many)),
-    ("sparse-masked-block-resets", "the own block first", partial(_reset, True)),
-    ("sparse-masked-block-resets", "the own block last", partial(_reset, False)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),

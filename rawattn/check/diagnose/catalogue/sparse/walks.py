@@ -33,14 +33,12 @@ OVERWRITES = "the last {} alone"
 Place = Callable[[Context], tuple[Ints, Ints]]
 
 
-def walked(c: Context, order: Order, tile: int = 0) -> tuple[Ints, Ints]:
+def walked(c: Context, order: Order) -> tuple[Ints, Ints]:
     """The place of every key's block in its query's walk, (heads, n, m), -1 where it is not seen,
-    and how many blocks, (heads, n, 1), that has; ``tile``: of tiles of so many keys of a block."""
+    and how many blocks, (heads, n, 1), that has."""
     size, view = c.question.block_size, c.view
     key = view.keys - c.question.cu_seqlens_k[view.sequence]
     by = order(view.slot, np.broadcast_to(key // size, view.slot.shape), c.question.slots)
-    if tile:
-        by = by * -(-size // tile) + key % size // tile
     return _ranked(by, c.W > 0)
 
 
@@ -64,17 +62,12 @@ def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
 
 
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
-    """Which pairs every step of a walk has: blocks, or tiles of them."""
-    found: dict[str, Callable[[Context], list[Ints]]] = {}
-    for words, order in ORDERS.items():
-        for tile in (0, *(t for t in (16, 32) if t < question.block_size)):
-            of_tiles = f", {tile} keys at a time" * bool(tile)
-            found[f"block by block, {words}{of_tiles}"] = partial(_steps, order, tile)
-    return found
+    """Which pairs every step of a walk has: blocks."""
+    return {f"block by block, {words}": partial(_steps, order) for words, order in ORDERS.items()}
 
 
-def _steps(order: Order, tile: int, c: Context) -> list[Ints]:
-    place, count = walked(c, order, tile)
+def _steps(order: Order, c: Context) -> list[Ints]:
+    place, count = walked(c, order)
     return [place == step for step in range(int(count.max(initial=1)))]
 
 
