@@ -42,7 +42,8 @@ def bugs(question: Question) -> Iterator[Bug]:
     if 1 < question.num_heads_kv and 1 < question.group:
         yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, {"Y": _with_right})
     if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
-        yield from _heads_as_tokens(question)
+        steps = {name: partial(_across_heads, name) for name in ("L", "O")}
+        yield Bug("input-layout", "over the heads of a token", FORWARD, steps=steps)
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
@@ -85,24 +86,12 @@ def _with_right(c: Context) -> Floats:
 # ---- other axes -------------------------------------------------------------------------------
 
 
-def _heads_as_tokens(question: Question) -> Iterator[Bug]:
-    """Attention of the heads of a token to each other, in place of the tokens."""
-    for causal in (False, True) if question.mask_window != (-1, -1) else (False,):
-        for repeated in (False, True) if question.group > 1 else (False,):
-            text = "over the heads of a token" + ", causal" * causal
-            text += ", key/value heads repeated" * repeated
-            steps = {name: partial(_across_heads, name, causal, repeated) for name in ("L", "O")}
-            yield Bug("input-layout", text, FORWARD, steps=steps)
-
-
-def _across_heads(name: str, causal: bool, repeated: bool, c: Context) -> Floats:
-    """L, or O, of the tokens of a view."""
+def _across_heads(name: str, c: Context) -> Floats:
+    """L, or O, of attention of the heads of a token to each other, in place of the tokens."""
     question, rows = c.question, c.view.rows
     q, k, v = (np.asarray(getattr(question, n)[rows]).astype(np.float64) for n in "qkv")
-    if repeated:
-        k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
+    k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
     S = c.r(question.scale * c.r(q @ k.swapaxes(1, 2)))
-    S = np.where(np.tri(*S.shape[1:]) > 0, S, -np.inf) if causal else S
     L = np.logaddexp.reduce(S, axis=-1, keepdims=True)
     if name == "L":
         return np.asarray(L[:, c.view.heads, 0].T)

@@ -223,13 +223,8 @@ def _scales(question: Question) -> Iterator[Row]:
         yield name, f"E {text}", JVP, E, ""
         yield from ((name, words, SECOND, steps, "") for words, steps in found.items())
         for term, (operand, sites, needs) in TERMS.items():
-            yield (
-                name,
-                f"{term} {text}",
-                SECOND,
-                at(sites, **{operand: _times(factor, operand)}),
-                needs,
-            )
+            steps = at(sites, **{operand: _times(factor, operand)})
+            yield name, f"{term} {text}", SECOND, steps, needs
 
 
 def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:

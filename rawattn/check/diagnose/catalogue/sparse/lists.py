@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import See, View, sparse_views
+from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
 from rawattn.check.diagnose.engine.lists import Ints, Lists
-from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.question import STAGES, Question
 
 TILES = (4, 6, 8, 16, 32)
 Of = Callable[[Lists], Any]
@@ -173,3 +174,38 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     """Lists by query heads, of other heads."""
     moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
     return replace(x, **moved, heads=factors)
+
+
+# ---- other numbers ----------------------------------------------------------------------------
+
+Number = Callable[[Lists], Ints]
+NUMBERS: dict[str, Number] = {  # of blocks that are named
+    "block n - 1": lambda x: x.named - 1,
+    "block n + 1": lambda x: x.named + 1,
+    "block 2 n": lambda x: 2 * x.named,
+}
+PLACES: dict[str, Number] = {  # of a query among the keys
+    "at i, without seqlen_k - seqlen_q": lambda x: x.row,
+    "at its token in the pack": lambda x: x.row + x.start,
+    "one key further": lambda x: x.place + 1,
+    "one key before": lambda x: x.place - 1,
+}
+OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
+OF_PLACES |= {"the mask": ("bound",)}
+
+
+def misread(question: Question) -> Iterator[Bug]:
+    """Blocks that are read as other numbers, and queries that stand at another key."""
+    stages = tuple(STAGES)
+    for words, number in NUMBERS.items():
+        see = listed(where(named=number))
+        yield Bug("sparse-lists-misread", f"block_indices: {words}", stages, see)
+    tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
+    for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
+        see = listed(where(**dict.fromkeys(fields, number)))
+        yield Bug("sparse-other-place", f"{what}: {words}", stages, see)
+
+
+def _of_tile(tile: int, x: Lists) -> Ints:
+    """The place of the first query of a tile."""
+    return np.asarray(x.place - x.row % tile)

@@ -9,8 +9,8 @@ from itertools import chain
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.sparse import gates, misread, walks
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, rows
+from rawattn.check.diagnose.catalogue.sparse import gates, walks
+from rawattn.check.diagnose.catalogue.sparse.lists import listed, misread, rows
 from rawattn.check.diagnose.catalogue.tiles import tiles
 from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
@@ -50,7 +50,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
     and what dense passes have too."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
-    every = chain(misread.bugs(question), walks.bugs(question, wrong), of_tiles)
+    every = chain(misread(question), walks.bugs(question, wrong), of_tiles)
     yield from (bug for bug in every if stage in bug.stages)
 
 
