@@ -285,7 +285,6 @@ _TABLE: Table = (
     ("dead-rows: mean, -1e30 for -inf", "f fb", _MEAN),
     ("dead-rows: mean, masked_fill", "b fb", _MEAN | _uniform(False) | _OWN),
     ("dead-rows or mask-fill: mean, a mask that is added", "fb", _MEAN | _uniform(True) | _OWN),
-    ("masked-tile-nan: all tiles, 16", "f", {"unguarded": ("max",)} | _ALL_TILES),
     ("masked-tile-nan: visible tiles, 16 by 8", "f", {"unguarded": ("max",), "tile_n": 8}),
     ("accumulates-in-16-bit: key by key", "f fb", _NARROW | {"tile_m": 128, "tile_n": 1}),
     ("accumulates-in-16-bit: query by query, dk and dv", "b", _BY_QUERY),

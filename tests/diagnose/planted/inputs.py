@@ -130,7 +130,6 @@ _TABLE: Table = (
     ("arguments-swapped: q and k", "f", read_as(q="k", k="q"), _SINGLE),
     ("arguments-swapped: q, k and v in turn", "fb", read_as(q="k", k="v", v="q"), _SINGLE),
     ("arguments-swapped: q and dout", "b", read_as(q="dout", dout="q"), _SAME),
-    ("arguments-swapped: lse and delta", "b", read_as(lse="delta", delta="lse")),
     ("input-layout: v, heads first", "fb", change(_TURNED, "v"), _SEVERAL),
     ("input-layout: q, k, v heads first", "f", change(_TURNED, "q", "k", "v"), _HEADS),
     ("input-layout: dout, heads first", "b", change(_TURNED, "dout"), _HEADS),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
+from operator import attrgetter
 
 import numpy as np
 
@@ -71,10 +72,6 @@ NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY":
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
 NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}
 NUMBERS = {"D": "delta", "w": "w"}
-SWIZZLED = (
-    "the order of columns on the way to memory: a swizzle of shared memory that is written by one "
-    "formula and read by another, a layout of fragments"
-)
 
 
 def candidates(
@@ -148,7 +145,7 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
             for operand, other in permutations(some, 2):
                 if operand in operands:
                     text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                    steps = in_product(step, operand, partial(_named, other))
+                    steps = in_product(step, operand, attrgetter(other))
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)
 
 
@@ -180,10 +177,6 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
     return in_sequence(c, getattr(c, operand), by, operand)
 
 
-def _named(name: str, c: Context) -> Floats:
-    return np.asarray(getattr(c, name))
-
-
 def rearranged(question: Question, name: str) -> Iterator[Bug]:
     """One result in another layout."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
@@ -191,10 +184,8 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         shifted = by.family in ("rows", "sequences")
         kind = "offsets-shifted" if shifted else "transposed"
         text = f"{name}: {by.words.replace('read', 'stored')}"
-        look_at = SWIZZLED if by.family == "columns" else ""
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
-            store = stored(by, (name,), nothing)
-            yield Bug(kind, text, stages, None, {}, store, look_at)
+            yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
 
 
 def _but_for_delta(bug: Bug) -> Bug:
@@ -239,8 +230,3 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
         yield bug
         if set(moved) & {"dout", "out"}:
             yield _but_for_delta(bug)
-    if backward:
-        swapped = {"lse": "delta", "delta": "lse"}
-        for moved in (swapped, *({to: of} for to, of in swapped.items())):
-            text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-            yield Bug(name, text, (stage,), steps=reading(moved))

@@ -46,9 +46,8 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps=L)
         yield Bug("sinks-dropped", "in out alone", FORWARD, steps=P)
-        for text, rows in (("sequences", _no_keys), ("rows", _sees_none)):
-            L = {"L": partial(_unsunk, rows)}
-            yield Bug("sinks-dropped", f"in lse of {text} without keys", FORWARD, steps=L)
+        text, L = "in lse of sequences without keys", {"L": _unsunk}
+        yield Bug("sinks-dropped", text, FORWARD, steps=L)
         yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:
@@ -74,16 +73,8 @@ def _square(c: Context) -> tuple[Floats, Floats, Floats]:
     return S, 1 - S**2, -2 * S * slope
 
 
-def _no_keys(c: Context) -> Floats:
-    return np.full(c.S.shape[1], c.S.shape[2] == 0)
-
-
-def _sees_none(c: Context) -> Floats:
-    return np.asarray(~(c.W > 0).any(axis=-1))
-
-
-def _unsunk(rows: Step, c: Context) -> Floats:
-    return np.where(rows(c), -np.inf, STEPS["L"](c))
+def _unsunk(c: Context) -> Floats:
+    return np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))
 
 
 def _part(softmax: Step, i: int, c: Context) -> Floats:

@@ -154,7 +154,6 @@ WAYS: dict[str, Way] = {
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda t: (t.factors, t.factors),
     "rescaled twice": _power(2),
-    "by the reciprocal of the factor": _power(-1),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda t: (0 * t.factors, np.ones_like(t.factors)),

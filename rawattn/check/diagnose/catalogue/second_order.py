@@ -162,10 +162,7 @@ def _through_softmax(c: Context) -> Floats:
 NO_P, NO_ROWS = _zero("P"), _zero("L")
 GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
-BUT_FOR_DLSE = {"tP": _uncentred} | at(["W"], tP=STEPS["tP"])  # without dlse W = 0, and delta
-E_FOR_EO: dict[str, Step] = {"tO": lambda c: STEPS["tO"](_without_e(c)) - _row(c.e)}
 DLSE_ADDED: dict[str, Step] = {"D": lambda c: without_dlse(c) + c.dL}
-DLSE_TWICE: dict[str, Step] = {"D": lambda c: STEPS["D"](c) - c.dL}
 NO_DLSE: dict[str, Step] = {"D": without_dlse}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
@@ -177,16 +174,13 @@ TABLE: tuple[Row, ...] = (
     (D, "delta", SECOND, DELTA, ""),
     (D, "out", SECOND, {"tdS": _through_softmax} | GV, ""),
     (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}, ""),
-    (D, "delta but for dlse", SECOND, BUT_FOR_DLSE, "dlse"),
     *((P, f"P' = 0 {text}", SECOND, at(sites, tP=NO_P), "") for text, sites in READERS.items()),
     *((E, f"no e {text}", SECOND, at(sites, tP=_uncentred), "") for text, sites in READERS.items()),
     (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
-    (E, "e for e O", SECOND + JVP, E_FOR_EO, ""),
     (E, "no e in tout", JVP, {"tP": _uncentred}, ""),
     (P, "P' = 0", JVP, {"tP": NO_P}, ""),
     (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
     (W, "W = 0", SECOND, {"w": NO_ROWS}, ""),
-    (W, "W added", SECOND, {"w": lambda c: -STEPS["w"](c)}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
     *(
         (kind, text + how, SECOND, at(sites, **{name: _times(factor, name)}), needs)
@@ -199,9 +193,7 @@ TABLE: tuple[Row, ...] = (
     ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
     ("lse-gradient-sign", "-ddlse", SECOND, {"tL": _times(-1, "e")}, ""),
     ("lse-gradient-sign", "D + dlse", SECOND, DLSE_ADDED, "dlse"),
-    ("lse-gradient-sign", "dlse counts twice: D = dout . out - 2 dlse", SECOND, DLSE_TWICE, "dlse"),
     ("lse-gradient-dropped", "dlse of D", SECOND, NO_DLSE, "dlse"),
-    ("lse-gradient-dropped", "dlse of D, ddlse = 0", SECOND, NO_DLSE | NO_DDLSE, "dlse"),
     ("lse-base-2", "tlse", JVP, {"tL": _times(LOG2_E, "e")}, ""),
 )
 

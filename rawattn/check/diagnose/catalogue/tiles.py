@@ -52,11 +52,8 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
-    of_queries = _often(lambda i, j, n, m, t: i // t == 0, tile, 0.0)
-    yield Bug("tile-skipped", f"first of queries, {at}", BACKWARD, of_queries)
     left, _ = bounds(question)
     if left < math.inf:
-        yield Bug("masked-tile-nan", f"first, {at}", FIRST, store=nan_rows(tile))
         for rows in TILES:
             store = nan_rows(tile, rows)
             yield Bug("masked-tile-nan", f"first visible, {rows} by {tile}", FIRST, store=store)
@@ -98,18 +95,17 @@ def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.
 
 
 def _meets_first_tile(seen: np.ndarray, tile: int, rows: int) -> np.ndarray:
-    """Rows that see something of the first tile of keys; with ``rows``, which is the number of
-    queries of a tile, of the first one that any of these sees."""
+    """Rows that see something of the first tile of keys that any of a tile of queries sees."""
     found = np.zeros(seen.shape[:2], dtype=bool)
-    for start in range(0, seen.shape[1], rows or seen.shape[1]):
-        here = slice(start, start + (rows or seen.shape[1]))
+    for start in range(0, seen.shape[1], rows):
+        here = slice(start, start + rows)
         for head, of_head in enumerate(seen[:, here]):
-            first = int(of_head.any(axis=0).argmax()) // tile * tile if rows else 0
+            first = int(of_head.any(axis=0).argmax()) // tile * tile
             found[head, here] = of_head[:, first : first + tile].any(axis=1)
     return found
 
 
-def nan_rows(tile: int, rows: int = 0) -> Store:
+def nan_rows(tile: int, rows: int) -> Store:
     """NaN in rows that see keys, but none in the tile where the running maximum starts."""
 
     def late(seen: np.ndarray) -> np.ndarray:

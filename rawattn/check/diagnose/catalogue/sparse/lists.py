@@ -76,14 +76,6 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
-def _own_where(kept: Of) -> Change:
-    """The own block for some tokens alone (total_q, 1, 1), whether slots name it or not."""
-    return where(
-        counted=lambda x: x.counted & (~x.names_own | kept(x)),
-        own=lambda x: kept(x) | (x.own & False),
-    )
-
-
 def _differs_from_last(x: Lists) -> Ints:
     """Slots that hold another block than the last one before them that exists."""
     at = np.maximum.accumulate(np.where(x.exists, x.slots, -1), axis=2)
@@ -96,10 +88,6 @@ def _padding(value: Of) -> Change:
         return np.where(~x.is_block & (x.blocks > 0), value(x), x.named)
 
     return where(named=named)
-
-
-def _as_many(x: Lists) -> Ints:
-    return np.asarray(x.counted & (x.slots < _count(x.exists)))
 
 
 def _count(slots: Ints) -> Ints:
@@ -130,7 +118,6 @@ TABLE: tuple[Row, ...] = (
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
-    (MISSING, "where the query is its first one", _own_where(lambda x: x.place % x.size != 0)),
     (TWICE, "of the selection", _again(lambda x: x.exists)),
     (TWICE, "compared with the one before alone", _again(_differs_from_last)),
     (TWICE, "the own block", _again(own=lambda x: 1)),
@@ -147,7 +134,6 @@ TABLE: tuple[Row, ...] = (
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
-    (CUT, "after as many slots as there are named blocks", _counting(_as_many)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
