@@ -264,9 +264,6 @@ def layouts(statistics: bool) -> Iterator[Map]:
         for read, written in ((other, memory), (memory, other)):
             words = _words(written, read) + ", every sequence" * each
             yield Map("layouts", words, partial(_at, Order(read, each), Order(written, each)))
-    if statistics:
-        of_each = partial(_at, Order(memory, each=True), Order(memory))
-        yield Map("layouts", _words(memory, memory) + " of each sequence", of_each)
 
 
 def _words(written: str, read: str) -> str:

@@ -33,7 +33,6 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "q ddk^T of E": ("tK", ("E",), "k"),
     "dS' k of gq": ("tdY", ("gq",), ""),
     "dS'^T q of gk": ("tdY", ("gk",), ""),
-    "terms of dS'": ("tdY", ("gq", "gk"), ""),
     "dS ddk of gq": ("dY", ("gq",), "k"),
     "dS^T ddq of gk": ("dY", ("gk",), "q"),
     "direct terms": ("dY", ("gq", "gk"), "q k"),

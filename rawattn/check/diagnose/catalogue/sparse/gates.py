@@ -61,7 +61,6 @@ GRADIENTS: tuple[Row, ...] = (
 DIRECTIONS: tuple[Row, ...] = (
     (MISSING, "its direction ignored", JVP, STILL_E),
     (MISSING, "its direction ignored", SECOND, STILL),
-    (MISSING, "its direction ignored, gblock_scale = 0", SECOND, STILL | {"gG": _zeros}),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
     (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
     (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
@@ -110,11 +109,9 @@ ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots a
 
 def _reordered(different: Callable[[See], bool]) -> Iterator[Bug]:
     """Named blocks in another order than their factors."""
-    for text, order in ORDERS.items():
-        if different(see := listed(partial(_sorted, order))):
-            yield Bug("sparse-gate-order", text, ALL, see=see)
-    for text, taken in TAKEN.items():
-        if different(see := listed(taken)):
+    changes = {text: partial(_sorted, order) for text, order in ORDERS.items()} | TAKEN
+    for text, change in changes.items():
+        if different(see := listed(change)):
             yield Bug("sparse-gate-order", text, ALL, see=see)
 
 
