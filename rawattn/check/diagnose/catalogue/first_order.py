@@ -20,8 +20,7 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 BY_REMAINDER = "h % num_heads_kv"
-Of = Callable[[Floats], Floats]  # the gradients of a group's heads in one
-SUMS: dict[str, Of] = {
+SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's heads in one
     "the last": lambda x: x[-1],
     "the first": lambda x: x[0],
     "the mean": lambda x: x.mean(axis=0),
