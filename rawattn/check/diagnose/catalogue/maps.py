@@ -220,9 +220,9 @@ def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of an array of keys, of other heads for the query heads of a group."""
-    for words, head in HEADS_OF_KEYS.items() if question.group > 1 else ():
-        if question.num_heads_kv > 1:
-            yield Map("heads of keys", words, partial(_heads_of_keys, head))
+    several = question.group > 1 and question.num_heads_kv > 1
+    for words, head in HEADS_OF_KEYS.items() if several else ():
+        yield Map("heads of keys", words, partial(_heads_of_keys, head))
 
 
 # ---- memory -----------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps=L)
         yield Bug("sinks-dropped", "in out alone", FORWARD, steps=P)
-        text, L = "in lse of sequences without keys", {"L": _unsunk}
-        yield Bug("sinks-dropped", text, FORWARD, steps=L)
+        text = "in lse of sequences without keys"
+        yield Bug("sinks-dropped", text, FORWARD, steps={"L": _unsunk})
         yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:

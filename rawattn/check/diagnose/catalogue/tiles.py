@@ -64,7 +64,8 @@ def _often(part: Part, tile: int, factor: float) -> See:
 
     def of(view: View) -> View:
         n, m = len(view.rows), len(view.keys)
-        there = part(*np.ogrid[:n, :m], n, m, tile)
+        i, j = np.ogrid[:n, :m]
+        there = part(i, j, n, m, tile)
         return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]

@@ -16,8 +16,6 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 TILES = (4, 6, 8, 16, 32)
 Of = Callable[[Lists], Any]
 Change = Callable[[Lists], Lists]
-
-
 Row = tuple[str, str, Change]  # a class, words, and other lists
 
 
