@@ -94,7 +94,7 @@ def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
 _CLIPPED = {"cap": lambda c, x: (np.clip(c.Y, -1.5, 1.5), 1.0, 0.0)}
 _ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
 _NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
-_LATE, _PAIRS = rows(lambda i: i - 16 * (i >= 16)), rows(lambda i: np.minimum(i ^ 1, len(i) - 1))
+_LATE = rows(lambda i: i - 16 * (i >= 16))
 _BEFORE = delta(lambda a, q: np.roll(a["delta"], 1, 1) * (np.arange(len(q.q)) > 0))
 _HALF_OF_D = delta(lambda a, q: (a["dout"] * a["out"])[..., :8].sum(2).T)
 _OPEN_TILE = or_seen(lambda c: c.j // 16 == c.p // 16)
@@ -143,7 +143,6 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     # ---- rows ----
     "late v": ({"V": _LATE}, "v: row i - 16, its own in the first tile"),
     "late k": ({"K": _LATE}, "k: row i - 16, its own in the first tile"),
-    "order of v": ({"V": _PAIRS}, "j % 2 <= 0; j - 1 for j % 2 = 1"),
     "first rows of k": (_FIRST_ROWS, "other rows of k: without the offset of the seq", OPEN),
     # ---- row sums, heads, stores ----
     "padding": (heavier(lambda c: np.log(padding(c))), "up to the longest sequence"),
@@ -187,7 +186,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
 }
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
-FINE = ("cos", "late v", "order of v", "scaled sink", "another sink")  # 16 bits do not show them
+FINE = ("cos", "late v", "scaled sink", "another sink")  # 16 bits do not show them
 NOT_PLANTED = ("cos", "NaN", "merged", "one of the group")
 
 

@@ -69,24 +69,16 @@ class Rows:
         return np.asarray(self.features[name]())
 
 
-def by_rules(of: str, moves: dict[int, Rule], question: Question) -> Array:
-    """For all rows of an array those that are taken."""
-    rows, places = np.arange(len(getattr(question, of))), Rows(question, of)
-    for by, rule in moves.items():
-        rows = np.where((rule.holds(places) & places.inside)[0], rows + by, rows)
-    return np.clip(rows, 0, len(rows) - 1)
-
-
-def moves_of(shown: list[tuple[Question, Array]], of: str) -> dict[int, Rule] | None:
-    """Distances of moved rows, each with a rule for the rows that are."""
-    places = [Rows(question, of) for question, _ in shown]
-    by = [np.where(x >= 0, x - np.arange(len(x)), 0)[None] for _, x in shown]
-    known = [(x >= 0)[None] & at.inside for at, (_, x) in zip(places, shown, strict=True)]
-    distances = sorted({int(d) for x in by for d in x.ravel()} - {0}, key=abs)
+def moves_of(question: Question, of: str, taken: Array) -> dict[int, Rule] | None:
+    """Distances of moved rows, each with a rule for the rows that are; taken: for every row the one
+    that is, -1 where that is not known."""
+    places = Rows(question, of)
+    by = np.where(taken >= 0, taken - np.arange(len(taken)), 0)[None]
+    known = (taken >= 0)[None] & places.inside
+    distances = sorted({*by.ravel().tolist()} - {0}, key=abs)
     found: dict[int, Rule] = {}
     for distance in distances[: FEW + 1]:
-        parts = zip(places, known, by, strict=True)
-        rule = rule_of(*(Shown(at, of, (x == distance) & of) for at, of, x in parts))
+        rule = rule_of(Shown(places, known, (by == distance) & known))
         if rule is None:
             return None
         found[distance] = rule

@@ -170,7 +170,7 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
         if unit == "tokens":
             tokens = np.full(len(sample.sequences(name)), -1)
             tokens[inside] = np.where(order < 0, inside + NOWHERE, inside[order])
-            moves = moves_of([(sample.question, tokens)], side_of(name))
+            moves = moves_of(sample.question, side_of(name), tokens)
             text = text if moves is None else f"{name}: {in_words(moves, side_of(name))}"
         if unit == "heads":
             text = f"{name}: heads in another order: {', '.join(map(str, order[:16]))}"

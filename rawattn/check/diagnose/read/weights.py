@@ -63,7 +63,7 @@ def _say_scores(said: Said, x: Field, counted: Term | None, second: Callable[[],
         said.term = term
     elif counted is not None:
         said.term = counted
-    elif not passed and (term := heads_of(x, c) or rows_of(read, second, x.noise)) is not None:
+    elif not passed and (term := heads_of(x, c) or rows_of(x, c, read)) is not None:
         said.term = term
     elif (term := term_of(x, c, table=True)) is not None:
         said.term = term
