@@ -5,8 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.question import Question, side_of
+from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.reach import Reach
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 
@@ -29,23 +29,12 @@ class Rows:
 
     @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:
-        j, n, at = self.j[:1], self.n, "ij"[self.side == "k"]
-        size = f"seqlen_{self.side}"
+        j, n, at, size = self.j[:1], self.n, "ij"[self.side == "k"], f"seqlen_{self.side}"
         found = {at: lambda: j, f"{size} - 1 - {at}": lambda: n - 1 - j}
         found |= self._of_heads() if self.heads else {}
-        for t in (2, 4, *TILES):
-            found |= self._of_tiles(t, at, size)
+        for t in TILES:
+            found |= of_tiles(at, j, size, n, t)
         return found
-
-    def _of_tiles(self, t: int, at: str, size: str) -> dict[str, Callable[[], Array]]:
-        j, n = self.j[:1], self.n
-        return {
-            f"{at} - {size} // {t} * {t}": lambda: j - n // t * t,
-            f"{at} % {t}": lambda: j % t,
-            f"{at} // {t}": lambda: j // t,
-            f"({size} - 1) // {t} - {at} // {t}": lambda: (n - 1) // t - j // t,
-            f"{at} // {t} % 2": lambda: j // t % 2,
-        }
 
     def _of_heads(self) -> dict[str, Callable[[], Array]]:
         q, b, h = self.question, self.b, np.arange(self.heads)[:, None]
@@ -55,8 +44,6 @@ class Rows:
             found["whether a query sees it"] = lambda: reach.seen.T.astype(int)
         elif self.heads == q.num_heads_q:
             found["keys seen"] = lambda: reach.count.T
-            found["keys not seen"] = lambda: of_k - reach.count.T
-            found["first key seen"] = lambda: reach.first.T - q.offsets("k")[b]
         found |= {"seqlen_q": lambda: of_q, "seqlen_k": lambda: of_k}
         found |= {"seqlen_k - seqlen_q": lambda: of_k - of_q, "the sequence": lambda: b[None]}
         if self.heads == q.num_heads_q and q.group > 1:

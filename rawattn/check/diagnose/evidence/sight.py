@@ -57,7 +57,7 @@ def _of_sequence(
     a, z = counts
     if np.array_equal(a, z):
         return None
-    i, j = _place(a, z)
+    i, j = _place(a != z)
     part = slice(i, i + QUERIES), slice(j, j + KEYS)
     queries = tuple(range(rows)[part[0]])
     zeros = any((view.keys < 0).any() for view in found)
@@ -83,14 +83,8 @@ def _seen(
         yield view.rows[here] - first_q, places[some], weight[:, some]
 
 
-def _place(right: np.ndarray, found: np.ndarray) -> tuple[int, int]:
-    """The first corner of a part that has some of each: wrong pairs, right ones, none."""
-    shape = min(QUERIES, right.shape[0]), min(KEYS, right.shape[1])
-    enough = 4, 3, 2
-    pairs = right != found, (right > 0) & (right == found), (right == 0) & (found == 0)
-    score = np.zeros((right.shape[0] - shape[0] + 1, right.shape[1] - shape[1] + 1))
-    for kind, most in zip(pairs, enough, strict=True):
-        parts = np.lib.stride_tricks.sliding_window_view(kind, shape)
-        score += np.minimum(parts.sum(axis=(2, 3)), most) * most
-    i, j = np.unravel_index(score.argmax(), score.shape)
+def _place(wrong: np.ndarray) -> tuple[int, int]:
+    """The corner of a part with the first wrong pair, and what is before it."""
+    first = np.argwhere(wrong)[0] - (1, KEYS // 2)
+    i, j = np.clip(first, 0, np.maximum(np.subtract(wrong.shape, (QUERIES, KEYS)), 0))
     return int(i), int(j)

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.sight import sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
 from rawattn.check.diagnose.read.said import Said
@@ -91,9 +89,6 @@ def evidence_of(said: Said) -> tuple[str, ...]:
     lines += [f"not understood: {text}" for text in said.unread]
     if any(" p " in line for line in said.wrong):
         lines.append("p is the key that query i stands at, i + seqlen_k - seqlen_q")
-    if not said.support.right:  # a part of the mask that is not as it must be
-        sight = sight_of(said.support.places.question, Bug("unknown", see=said.see))
-        lines += [] if sight is None else ["\n".join(picture(sight))]
     return tuple(lines)
 
 

@@ -185,8 +185,8 @@ def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
     return (knots, values) if nearly else None
 
 
-def loosely(field: Field, places: Places, S: Array) -> tuple[str, str]:
-    """What the field depends on where no term says what it is, and the class of bugs; "" of none:
+def loosely(field: Field, places: Places, S: Array) -> tuple[str, str] | None:
+    """What the field depends on where no term says what it is, and the class of bugs:
     a function of the scores, or one number for every row and part of the keys."""
     if (curve := _of_scores(field, S)) is not None:
         at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
@@ -203,4 +203,4 @@ def loosely(field: Field, places: Places, S: Array) -> tuple[str, str]:
         if free.fits(np.stack([free.means(head, index)[index] for head in range(len(S))])):
             text = f"the weights of {name} are off by a factor, another one in every row"
             return text, "no-rescale" if "each tile" in name else "partial-merge"
-    return "", ""
+    return None
