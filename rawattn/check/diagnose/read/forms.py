@@ -74,16 +74,14 @@ def _sums(part: Part) -> Iterator[Change]:
 
 def _of_terms(factors: dict[str, float]) -> tuple[str, str]:
     """What dS of these terms is called, and its class."""
-    a, b = factors.get("P dP"), -factors.get("P D", 0.0)
-    text = f"is {sum_in_words(factors)}, not P dP - P D"
-    if not factors.keys() <= {"P dP", "P D"}:
-        known = factors.keys() <= {"P dP", "P D", "dP", "D"}
-        name = "softmax-backward-without-p" if known else "unknown"
-        return text, "arguments-swapped" if factors == {"P": 1} else name
-    if a == 1 and b in (0, -1):
-        omitted = "lacks the row term D: it is P dP", "delta-omitted"
-        return omitted if b == 0 else ("has D with the wrong sign", ANOTHER)
-    return text, ANOTHER if a == 1 else "constant-factor"
+    text, name = f"is {sum_in_words(factors)}, not P dP - P D", "unknown"
+    if factors == {"P dP": 1}:
+        text, name = "lacks the row term D: it is P dP", "delta-omitted"
+    elif factors.keys() == {"P dP", "P D"}:
+        name = ANOTHER
+    elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
+        name = "softmax-backward-without-p"
+    return text, "arguments-swapped" if factors == {"P": 1} else name
 
 
 def _with_terms(factors: dict[str, float], c: Context) -> Array:

@@ -82,7 +82,7 @@ class Said:
     @property
     def see(self) -> See | None:
         """Who sees whom, as a change of views; None where that is right."""
-        return None if self.support.right else self.support.see()
+        return None if self.support.right else self.support.see
 
 
 def noise_of(places: Places) -> float:

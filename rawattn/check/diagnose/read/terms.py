@@ -5,14 +5,14 @@ Long by the terms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed
+from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.read.contexts import capped, of_view, places_of, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, runs_of
@@ -31,7 +31,6 @@ CURVES: dict[str, options.Curve] = {
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
 KNOTS = 24  # of a function of the scores
-MANY = 4  # keys of a part of a row, on average, that tell something
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,22 +184,12 @@ def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
     return (knots, values) if nearly else None
 
 
-def loosely(field: Field, places: Places, S: Array) -> tuple[str, str] | None:
-    """What the field depends on where no term says what it is, and the class of bugs:
-    a function of the scores, or one number for every row and part of the keys."""
-    if (curve := _of_scores(field, S)) is not None:
-        at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
-        found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
-        told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
-        return f"the scores are another function of the right ones alone: {told}", "softcap"
-    parts = {f"each of {n} equal parts": places.j // -(-places.m // n) for n in (2, 3, 4)}
-    parts |= {f"each tile of {t} keys": places.j // t for t in TILES[::-1]}
-    free = replace(field, by_row=False)
-    for name, part in parts.items():
-        index = np.arange(len(part))[:, None] * (part.max() + 2) + np.maximum(part, -1) + 1
-        if len(np.unique(index[field.there[0]])) * MANY > field.there[0].sum():
-            continue  # too few keys a part to tell
-        if free.fits(np.stack([free.means(head, index)[index] for head in range(len(S))])):
-            text = f"the weights of {name} are off by a factor, another one in every row"
-            return text, "no-rescale" if "each tile" in name else "partial-merge"
-    return None
+def loosely(field: Field, S: Array) -> tuple[str, str] | None:
+    """In numbers, where no term says what they are: another function of the scores, and the class
+    of bugs."""
+    if (curve := _of_scores(field, S)) is None:
+        return None
+    at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
+    found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
+    told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
+    return f"the scores are another function of the right ones alone: {told}", "softcap"

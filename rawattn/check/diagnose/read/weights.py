@@ -28,7 +28,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     second = cache(again)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
-        _say_dead(said, alive, second)
+        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
     alive = alive & _telling(read)
     logs = logs_of(read, seen)
     x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
@@ -62,7 +62,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.say_term(said.term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not read.passed and (loose := _by_no_rule(read, x) or loosely(x, read.places, c.S)):
+    elif not read.passed and (loose := _by_no_rule(read, x) or loosely(x, c.S)):
         said.loose = True
         said.say(*loose)
     else:
@@ -83,19 +83,6 @@ def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
     seen = seen | (right & (small < np.log(least_of(read)) + 1))
     return read.places, seen, (alive & _telling(read))[..., None]
-
-
-def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
-    """Rows that are NaN, by a rule of one head."""
-    head = int(np.argmin(alive.all(axis=1)))
-    shown = []
-    for read in (said.weights, second()):
-        whole = np.ones(read.places.j.shape, dtype=bool)
-        shown.append(Shown(read.places, whole, whole & ~seen_of(read)[1][head][:, None]))
-    rule = rule_of(*shown)
-    count = int((~alive).sum())
-    text = f"{count} of {alive.size} rows are NaN"
-    said.wrong.append(text if rule is None else f"{text}: {rule}")
 
 
 def _say_support(said: Said, alive: Array) -> None:
