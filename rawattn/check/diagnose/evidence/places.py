@@ -109,7 +109,7 @@ class Places:
     def features(self) -> dict[str, Callable[[], Array]]:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
-        lengths = self.question.lengths_k
+        lengths, sequence = self.question.lengths_k, self.question.sequence_of("k")[None]
         key, query = np.arange(j.shape[1])[None], self.query
         of = "i" if self.aligned else "p"
         found: dict[str, Callable[[], Array]] = {
@@ -125,9 +125,7 @@ class Places:
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,
             "the sequence": lambda: self.b,
-            "the key's sequence - the query's": lambda: (
-                self.question.sequence_of("k")[None] - self.b
-            ),
+            "the key's sequence - the query's": lambda: sequence - self.b,
         }
         for t in TILES:
             found |= self._of_tiles(t, of)
@@ -185,10 +183,8 @@ class Places:
         block = self.j // size
 
         def times(there: Array) -> Array:
-            found = np.zeros(block.shape, dtype=int)
-            for slot in range(named.shape[1]):
-                found += (named[:, slot, None] == block) & there[:, slot, None] & self.own
-            return found
+            found = (named[..., None] == block[:, None]) & there[..., None]
+            return np.asarray(found.sum(axis=1) * self.own)
 
         return {
             "the slot of the key's block": lambda: slots,

@@ -60,7 +60,8 @@ def _of_sequence(
     a, z = counts
     if np.array_equal(a, z):
         return None
-    i, j = _place(a != z)
+    first = np.argwhere(a != z)[0] - (1, KEYS // 2)  # a wrong pair, and what is before it
+    i, j = np.clip(first, 0, np.maximum(np.subtract(a.shape, (QUERIES, KEYS)), 0)).tolist()
     part = slice(i, i + QUERIES), slice(j, j + KEYS)
     queries = tuple(range(rows)[part[0]])
     zeros = any((view.keys < 0).any() for view in found)
@@ -84,13 +85,6 @@ def _seen(
         places = np.where(view.keys < 0, np.arange(len(view.keys)) + shift, view.keys) - first_k
         some = weight.any(axis=0)
         yield view.rows[here] - first_q, places[some], weight[:, some]
-
-
-def _place(wrong: np.ndarray) -> tuple[int, int]:
-    """The corner of a part with the first wrong pair, and what is before it."""
-    first = np.argwhere(wrong)[0] - (1, KEYS // 2)
-    i, j = np.clip(first, 0, np.maximum(np.subtract(wrong.shape, (QUERIES, KEYS)), 0))
-    return int(i), int(j)
 
 
 def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:

@@ -96,8 +96,7 @@ def _columns(part: Part) -> Iterator[Change]:
     inside[at] = True
     h, i, j = np.nonzero(inside & part.known)
     width = c.dO.shape[2]
-    step = max(1, len(h) // (SAMPLED * width))
-    h, i, j = (x[::step] for x in (h, i, j))
+    h, i, j = (x[:: max(1, len(h) // (SAMPLED * width))] for x in (h, i, j))
     of = [c.dO[h, i] * c.V[h, j], -c.dO[h, i] * c.O[h, i]]
     due = slopes.dS[h, i, j] / (part.P * slopes.slope)[h, i, j]
     found = np.linalg.lstsq(np.concatenate(of, axis=1), due, rcond=1e-9)[0]

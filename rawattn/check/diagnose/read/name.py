@@ -59,12 +59,8 @@ class Readings:
         """
         findings = list(diagnosis.findings)
         for said in self.of:
-            here = [
-                n
-                for n, one in enumerate(findings)
-                if one.side == side and one.bug != "rounding" and _is_of(one, said.stage)
-            ]
-            if here:
+            numbers = range(len(findings))
+            if here := [n for n in numbers if _is_of(findings[n], side, said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 findings[first] = _with(findings[first], said)
             elif not findings and said.wrong:
@@ -76,9 +72,10 @@ class Readings:
 UNREAD = Readings()
 
 
-def _is_of(finding: Finding, stage: str) -> bool:
-    """Whether a finding is about the stage."""
-    return PASSES[stage] in finding.where or finding.where.startswith(f"{stage}:")
+def _is_of(one: Finding, side: str, stage: str) -> bool:
+    """Whether a finding is about the stage of a side."""
+    of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
+    return of_stage and one.side == side and one.bug != "rounding"
 
 
 def evidence_of(said: Said) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 Long by what may be in a row's sum.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,17 +12,16 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.evidence.support import LESS
 from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
 from rawattn.check.diagnose.read.maps import of_other_heads
-from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.terms import adding
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
+PADDED = "padded-keys"
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
     "the right lse": lambda L, top: L,
@@ -38,7 +37,8 @@ class _Rows:
     total_k), of pairs that are seen; rows (num_heads_q, total_q) that tell the logarithm ``total``
     of what their weights are divided by; the noise of one."""
 
-    def __init__(self, said: Said, read: Weights) -> None:
+    def __init__(self, said: Said) -> None:
+        read = said.weights
         self.places = read.places
         self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
         self.logs = logs_of(read, self.seen)
@@ -51,14 +51,10 @@ class _Rows:
         """Whether these are the logarithms of the sums."""
         return bool(np.abs(self.total - due)[self.known].max(initial=0) < times * self.noise)
 
-    def are_of(self, keys: Array) -> bool:
-        """Whether the sums are those of these keys."""
-        return self.fit(log_sum(np.where(keys, self.S, -np.inf)))
-
 
 def say_passed(said: Said) -> None:
     """Whether weights are exp(score - lse), with the lse that was given."""
-    x, names, due = _Rows(said, said.weights), [*said.names], said.weights.right.lse
+    x, names, due = _Rows(said), [*said.names], said.weights.right.lse
     x.known &= np.isfinite(due)
     if _say_dropped(said, x) or x.fit(due, 8):
         return
@@ -70,9 +66,9 @@ def say_passed(said: Said) -> None:
         said.steps["bP"] = lambda c: own(c)[1]
 
 
-def say_sums(said: Said, second: Callable[[], Weights]) -> None:
-    """What the weights are divided by, and lse; ``second``: the same on other lengths."""
-    x = _Rows(said, said.weights)
+def say_sums(said: Said) -> None:
+    """What the weights are divided by, and lse."""
+    x = _Rows(said)
     wrongly = x.seen & ~x.places.right & x.known[..., None]
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
@@ -86,7 +82,10 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         said.right.append("row sums")
     elif sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
+    elif sinks is None and x.fit(log_sum(np.where(x.places.rights, x.S, -np.inf))):
+        said.say("the row sums are of the keys that must be seen alone", "denominator")
+        said.steps["softmax"] = _of_mask
+    elif sinks is None or not _say_sink(said, x, due):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
@@ -176,44 +175,9 @@ def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
     return True
 
 
-def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
-    """Whether the row sums are of other keys than the weights: of the right ones, or of some by a
-    rule of one bound."""
-    if x.places.question.sparse:
-        return False
-    rule, of = None, "the keys that must be seen"
-    if not x.are_of(x.places.rights):
-        both = x, _Rows(said, second())
-        fit = (r for r in _bounds(x) if all(y.are_of(r.holds(y.places) & y.seen) for y in both))
-        rule = min(fit, key=lambda one: one.size, default=None)
-        if rule is None:
-            return False
-        of = f"keys with {rule}"
-    said.say(f"the row sums are of {of} alone", "denominator")
-    said.steps["softmax"] = partial(_over, rule)
-    return True
-
-
-def _bounds(x: _Rows) -> Iterator[Rule]:
-    """Rules of one bound with which the row that is off most has its sum."""
-    seen = np.where(x.seen, x.S, -np.inf)
-    off = np.where(x.known, np.abs(log_sum(seen) - x.total), 0.0)
-    h, i = np.unravel_index(off.argmax(), off.shape)
-    there, top = x.seen[h, i], seen[h, i].max()
-    e, due = np.exp(seen[h, i, there] - top), x.total[h, i] - top
-    for name in x.places.features:
-        of = np.broadcast_to(x.places.feature(name), x.places.j.shape)[i, there]
-        for value in np.unique(of):
-            for span in (Span(name, None, int(value)), Span(name, int(value), None)):
-                if abs(np.log(e[span.among(of)].sum()) - due) < x.noise:
-                    yield Rule((span,))
-
-
-def _over(rule: Rule | None, c: Context) -> tuple[Array, Array]:
-    """Weights over the sum of the right keys, or of those by a rule."""
-    places = places_of(c.question)
-    keys = places.rights if rule is None else rule.holds(places)[None]
-    L = log_sum(np.where(of_view(c, keys), c.S, -np.inf))
+def _of_mask(c: Context) -> tuple[Array, Array]:
+    """Weights over the sum of the keys that must be seen."""
+    L = log_sum(np.where(of_view(c, places_of(c.question).rights), c.S, -np.inf))
     with np.errstate(over="ignore"):
         return L, np.asarray(np.exp(c.S - dead_to_inf(np, L)[..., None]))
 
@@ -239,38 +203,40 @@ def _say_dropped(said: Said, x: _Rows) -> bool:
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     """What is in the row sums beside the keys that are seen; due: the logarithms of the sums of
     these."""
-    ratio = np.where(x.known, x.total - due, 0.0)[x.known]
-    least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
+    ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
-    elif (more := _more(x, np.exp(x.total) - np.exp(due), said.weights.right.lse)) is not None:
+    elif (more := _more(x, mass, said.weights.right.lse)) is not None:
         text, name, step = more
         said.say(f"the row sums have {text}", name)
         said.steps |= options.with_sink(step)
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
     else:
-        text = f"times {least} to {most} what they must be, another number in every row"
-        said.say(f"the row sums are {text}", "denominator")
+        least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
+        text = f"are times {least} to {most} what they must be"
+        whole = np.rint(mass[x.known])
+        if np.abs(mass[x.known] - whole).max() < 0.1 and whole.min() >= 0:
+            text = f"have exp(0) of what is no key, {whole.min():.0f} to {whole.max():.0f} times"
+        said.say(f"the row sums {text}, another number in every row", "denominator")
 
 
 def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
     """What the ``mass`` (num_heads_q, total_q) in the row sums is, its class, and the logarithm of
     the sink that does it."""
     found: list[tuple[float, str, str, Step]] = []
-    allowed, longest = 8 * x.noise * np.maximum(np.exp(lse), 1), max(x.places.question.lengths_k)
-    padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
-    for name, text, of in _others(longest, padded):
+    allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
+    for text, of in _others(x, mass).items():
         unit = np.where(x.known, of(x.places), 0.0) / allowed
         size = (unit**2).sum(axis=1)
         times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
         times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
-        left = float(np.abs(mass / allowed - times[:, None] * unit)[x.known].max())
+        left, name = float(np.abs(mass / allowed - times[:, None] * unit)[x.known].max()), PADDED
         if left >= 1 or not size.any():
             continue
         if not text:
-            text = f"{by_head(times)} more than the keys that are seen"
+            name, text = "denominator", f"{by_head(times)} more than the keys that are seen"
         elif not (times == 1).all():
             with np.errstate(divide="ignore"):
                 name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
@@ -278,17 +244,16 @@ def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
     return min(found, key=lambda one: one[0])[1:] if found else None
 
 
-def _others(longest: int, padded: int) -> Iterator[tuple[str, str, Callable[[Places], Array]]]:
-    """What may be in the row sums: a class, words, and how much it is if it is there once. padded:
-    a length that all sequences may be padded to, which may be that of one that is not here."""
-    every = "every key of padding up to"
-    yield "padded-keys", f"{every} the longest sequence", partial(_padding, 0, 0)
-    if padded > longest:
-        yield "padded-keys", f"{every} {padded} keys", partial(_padding, 0, padded)
-    for tile in TILES:
-        text = f"{every} the end of its last tile of {tile} keys"
-        yield "padded-keys", text, partial(_padding, tile, 0)
-    yield "denominator", "", lambda places: np.ones((1, len(places.j)))
+def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
+    """What may be in the row sums, in words, and how much it is if it is there once: keys of
+    padding, or "" a number."""
+    found = {"the longest sequence": partial(_padding, 0, 0)}
+    padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
+    if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
+        found[f"{padded} keys"] = partial(_padding, 0, padded)
+    found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
+    every = {f"every key of padding up to {end}": of for end, of in found.items()}
+    return {**every, "": lambda places: np.ones((1, len(places.j)))}
 
 
 def _padding(tile: int, length: int, places: Places) -> Array:
