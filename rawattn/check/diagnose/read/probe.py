@@ -173,10 +173,10 @@ def read_forward(ask: Ask, question: Question) -> Weights:
     sums = P.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         value_head = np.where(np.abs(sums) > 0.1, out[..., 0].T / sums - 1, np.nan)
-    close = partial(np.allclose, rtol=1e-3, atol=1e-3, equal_nan=True)
-    there = given and all(x is not None and x.shape == P.shape[:2] for x in given)
-    same = there and all(close(x, given[0]) for x in given)  # else it depends on v
-    return Weights(Right(places), P, given[0] if same else None, value_head)
+    lses = [x for x in given if x is not None and x.shape == P.shape[:2]]
+    alike = (np.allclose(x, lses[0], 1e-3, 1e-3, equal_nan=True) for x in lses)
+    same = lses and len(lses) == len(given) and all(alike)  # else it depends on v
+    return Weights(Right(places), P, lses[0] if same else None, value_head)
 
 
 def read_backward(ask: Ask, question: Question) -> Backward:

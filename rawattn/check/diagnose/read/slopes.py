@@ -95,8 +95,8 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         return
     told = said.wrong if change.name else said.right if change.masked else said.unread
     told.extend(f"dS{of} {text}" for text in change.text)
-    scale = said.term.values if said.term is not None and change.times is not None else ()
-    if len(scale) == np.size(change.times) and np.allclose(change.times, scale, rtol=1e-2):
+    scale, by = () if said.term is None else said.term.values, change.times
+    if by is not None and len(by) == len(scale) and np.allclose(by, scale, rtol=1e-2):
         said.names[:] = ["score-scale"]  # everywhere
     elif change.name:
         said.names.append(change.name)

@@ -71,7 +71,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 
 def _telling(read: Weights) -> Array:
     """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-    return np.isfinite(read.right.lse) | (not read.passed)
+    return np.asarray(np.isfinite(read.right.lse) | (not read.passed))
 
 
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
