@@ -19,6 +19,7 @@ from tests.diagnose.hooks import (
     added,
     by,
     heavier,
+    of_group,
     or_seen,
     padding,
     power,
@@ -125,8 +126,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     # ---- scores ----
     "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
     "ALiBi": (added(lambda c: -away(c) / 2**c.h / 2), "-0.5 (head 0), -0.25 (head 1)", "group3"),
-    "square": (added(lambda c: -0.001 * away(c) ** 2), "-0.001 (j - i)^2"),
-    "root": (added(lambda c: -0.1 * np.sqrt(away(c))), "-0.1 sqrt|j - i|"),
+    "root": (added(lambda c: -0.1 * np.sqrt(away(c))), "what depends on j - i and the head alone"),
     "waves": (
         added(lambda c: 0.3 * np.sin((c.j - c.p) / 3)),
         "depends on j - i and the head alone",
@@ -186,11 +186,12 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
         {"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T},
         "dP = dout . v without columns 12 to 15",
     ),
+    "one of the group": (of_group(1, "dk", "dv"), "of query heads [1], not [0, 1, 2]", "group3"),
 }
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
 FINE = ("cos", "late v", "scaled sink", "another sink")  # 16 bits do not show them
-NOT_PLANTED = ("cos", "NaN")
+NOT_PLANTED = ("cos", "NaN", "one of the group")
 
 
 def alike(bug: Bug, dtype: str) -> Case:

@@ -38,8 +38,8 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
         return None
     sizes = [q * k for q, k in zip(question.lengths_q, question.lengths_k, strict=True)]
     fit = [b for b, size in enumerate(sizes) if size <= CELLS and question.lengths_q[b]]
-    short = {b: min(question.lengths_q[b], question.lengths_k[b]) < SHORTEST for b in fit}
-    for b in sorted(fit, key=lambda b: (short[b], sizes[b])):
+    shorter = np.minimum(question.lengths_q, question.lengths_k)
+    for b in sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b])):
         for head in range(question.num_heads_q):
             sight = _of_sequence(question, b, head, right, found)
             if sight is not None:

@@ -126,8 +126,6 @@ def of_heads(heads: Array) -> str:
     known = {"h": h, "0": 0 * h}
     known |= {f"h % {n}": h % n for n in range(2, top + 1)}
     known |= {f"h // {n}": h // n for n in range(2, len(heads) + 1)}
-    known |= {f"(h {by:+}) % {len(heads)}": (h + by) % len(heads) for by in (1, -1)}
-    known |= {f"{len(heads) - 1} - h": len(heads) - 1 - h}
     text = next((name for name, x in known.items() if np.array_equal(x, heads)), "")
     return text or ", ".join(map(str, heads))
 

@@ -26,7 +26,6 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "dP": lambda P, dP, D: dP,
     "D": lambda P, dP, D: D + 0 * P,
     "P^2 dP": lambda P, dP, D: P * P * dP,
-    "P^2 D": lambda P, dP, D: P * P * D,
     "P": lambda P, dP, D: P,
 }
 
@@ -56,9 +55,6 @@ def form_of(part: Part) -> Change | None:
 def of_terms(c: Context, Z: Array) -> Array:
     """dY of what stands in the place of dS."""
     return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
-
-
-# ---- products ---------------------------------------------------------------------------------
 
 
 def _sums(part: Part) -> Iterator[Change]:
@@ -114,9 +110,6 @@ def _of_columns(factors: Array, c: Context) -> Array:
     D = (c.dO * c.O * factors[1]).sum(axis=-1) - c.dL
     dP = times(c.dO, (c.V * factors[0]).mT)
     return of_terms(c, c.P * (dP - D[..., None]))
-
-
-# ---- another D --------------------------------------------------------------------------------
 
 
 def _row_terms(part: Part) -> Iterator[Change]:

@@ -24,14 +24,10 @@ IN_ANOTHER_WAY = "is wrong in another way"
 
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
-    """Like ``said_of``, of P as dv has it, and of dS as dq and dk have it."""
+    """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
     second, places = cache(again), read.weights.places
-    q = places.question
-    own = np.arange(q.num_heads_kv).repeat(q.group)[:, None] == np.arange(q.num_heads_kv)
-    if not all(np.array_equal(x > 0.02 * x.max(initial=0.0), own) for x in read.adds.values()):
-        said = Said(read.weights, Support(places, places.right[None], ()))
-        said.unread.append("dk and dv are not sums over the queries of their heads")
-        return said
+    if (of_heads := _of_sums(read)) is not None:
+        return of_heads
     said = said_of(read.weights, lambda: second().weights)
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
@@ -48,7 +44,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         _say(said, dq, "dQ", " of dq")
         _say(said, dk, "dK", " of dk")
     twice = said.names == ["sparse-duplicate-twice"]
-    if dq.masked and q.sparse and (twice or said.see is not None):
+    if dq.masked and places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
 
@@ -69,6 +65,28 @@ def _change(
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
     return _change_of(own, lambda: part(said, second()))
+
+
+def _of_sums(read: Backward) -> Said | None:
+    """Where other query heads than its own add to a head of dk or dv."""
+    places = read.weights.places
+    count, group = places.question.num_heads_kv, places.question.group
+    own = np.arange(count).repeat(group)[:, None] == np.arange(count)
+    said, alone = Said(read.weights, Support(places, places.right[None], ())), True
+    for name, adds in read.adds.items():
+        where = adds > 0.02 * adds.max(initial=0.0)
+        if np.array_equal(where, own):
+            continue
+        alone = alone and (where & own).sum() == where.sum() == count
+        if not (np.isfinite(adds).all() and where.any() and adds[where].min() > 0.2 * adds.max()):
+            said.unread[:] = ["dk and dv are not sums over the queries of their heads"]
+            continue
+        heads = ([np.flatnonzero(of).tolist() for of in x.T] for x in (where, own))
+        told = enumerate(zip(*heads, strict=True))
+        of_heads = (f"head {n} of query heads {of or 'none'}, not {due}" for n, (of, due) in told)
+        said.wrong.append(f"{name}, {'; '.join(of_heads)}")
+    said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
+    return None if said.sound else said
 
 
 def _is_right(part: Part) -> bool:

@@ -21,8 +21,6 @@ Array = np.ndarray
 DISTANCES: dict[str, Callable[[Array], Array]] = {
     "|j - i|": lambda d: d,
     "log(1 + |j - i|)": np.log1p,
-    "(j - i)^2": lambda d: d * d,
-    "sqrt|j - i|": np.sqrt,
 }
 CURVES: dict[str, options.Curve] = {
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
@@ -66,9 +64,6 @@ class Term:
     added: Function | None = None
 
 
-# ---- terms ------------------------------------------------------------------------------------
-
-
 def term_of(field: Field, c: Context, *, table: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``table``: of many numbers."""
     added = (adding(f) for f in functions(field, places_of(c.question), table=table))
@@ -85,18 +80,16 @@ def functions(field: Field, places: Places, *, table: bool = False) -> Iterator[
         values = tuple(float(slope) for slope in slopes.ravel())
         yield Function(f"{by_head(slopes)} {name}", partial(_by_distance, f, slopes), values)
     own = "j - i" if places.aligned else "j - p"
-    names = [own, "j", "seqlen_k - 1 - j"]
-    names += [] if field.by_row else ["i", "seqlen_q - 1 - i"]
+    names = [own, "j", "seqlen_k - 1 - j", *(() if field.by_row else ("i", "seqlen_q - 1 - i"))]
     for name in names if table else ():
         x = np.broadcast_to(places.feature(name), places.j.shape)
         known = np.unique(x[field.there.any(axis=0)])
         index = np.searchsorted(known, x).clip(0, len(known) - 1)
         values_of = np.stack([field.means(head, index) for head in range(len(field.x))])
-        near = known >= 0 if (known > 0).any() else known <= 0
-        nearest = values_of[0][near] if (known > 0).any() else values_of[0][near][::-1]
+        nearest = values_of[0][np.argsort(np.abs(known), kind="stable")[:6]]
         text = f"what depends on {name.replace(own, 'j - i')} and the head alone"
         look = partial(_looked_up, name, known, values_of)
-        yield Function(text, look, tuple(float(x) for x in nearest[:6]), table=True)
+        yield Function(text, look, tuple(map(float, nearest)), table=True)
 
 
 def function_of(field: Field, places: Places) -> Function | None:
@@ -146,9 +139,6 @@ def of_columns(factors: Array) -> tuple[str, bool]:
     told += [f"without columns {a} to {b}" for a, b, x in runs if abs(x) <= 1e-2]
     text = ", ".join(told[:4]) + ", ..." * (len(told) > 4)
     return text, all(abs(x) <= 1e-2 for *_, x in runs)
-
-
-# ---- functions of the scores ------------------------------------------------------------------
 
 
 def _curves(field: Field, c: Context) -> Iterator[Term]:

@@ -23,15 +23,13 @@ Array = np.ndarray
 
 def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     """``again``: the same on other lengths, where rules are checked."""
-    places, noise, S = read.places, noise_of(read.places), read.right.S
-    seen, alive = seen_of(read)
-    second = cache(again)
+    places, second, (seen, alive) = read.places, cache(again), seen_of(read)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
         said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
     alive = alive & _telling(read)
-    logs = logs_of(read, seen)
-    x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
+    due = seen & places.right & alive[..., None]
+    x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
     values = "O" in said.steps  # other rows of v: who sees whom does not tell
     if not values:
