@@ -216,7 +216,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     else:
         least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
         text = f"are times {least} to {most} what they must be"
-        whole = np.rint(mass[x.known])
+        whole = np.rint(mass[x.known]) + 0.0
         if np.abs(mass[x.known] - whole).max() < 0.1 and whole.min() >= 0:
             text = f"have exp(0) of what is no key, {whole.min():.0f} to {whole.max():.0f} times"
         said.say(f"the row sums {text}, another number in every row", "denominator")
