@@ -19,8 +19,7 @@ from rich.console import Console
 
 from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.sight import sight_of
+from rawattn.check.diagnose.evidence.sight import picture, sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding, Level
 from rawattn.check.diagnose.harness.causes import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose

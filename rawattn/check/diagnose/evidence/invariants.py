@@ -22,7 +22,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.reach import Float64
+from rawattn.check.diagnose.evidence.rows import Float64
 from rawattn.check.diagnose.evidence.runs import Call, Runs
 from rawattn.check.diagnose.evidence.side import Side
 from rawattn.check.diagnose.findings import Check

@@ -22,6 +22,17 @@ SPLITS = (2, 3, 4)  # parts of a sequence
 PLACE = re.compile(r"\b[ip]\b")
 
 
+def of_tiles(at: str, x: Array, size: str, n: Array, t: int) -> dict[str, Callable[[], Array]]:
+    """What an index ``at`` in a sequence of so many has by tiles of t."""
+    return {
+        f"{at} // {t}": lambda: x // t,
+        f"({size} - 1) // {t} - {at} // {t}": lambda: (n - 1) // t - x // t,
+        f"{at} - {size} // {t} * {t}": lambda: x - n // t * t,
+        f"{at} % {t}": lambda: x % t,
+        f"{at} // {t} % 2": lambda: x // t % 2,
+    }
+
+
 class Places:
     """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
     too; i and j count in the query's own sequence, so that j may lie before or behind it.
@@ -98,7 +109,7 @@ class Places:
     def features(self) -> dict[str, Callable[[], Array]]:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
-        lengths = self.question.lengths_k
+        lengths, sequence = self.question.lengths_k, self.question.sequence_of("k")[None]
         key, query = np.arange(j.shape[1])[None], self.query
         of = "i" if self.aligned else "p"
         found: dict[str, Callable[[], Array]] = {
@@ -114,9 +125,7 @@ class Places:
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,
             "the sequence": lambda: self.b,
-            "the key's sequence - the query's": lambda: (
-                self.question.sequence_of("k")[None] - self.b
-            ),
+            "the key's sequence - the query's": lambda: sequence - self.b,
         }
         for t in TILES:
             found |= self._of_tiles(t, of)
@@ -124,7 +133,6 @@ class Places:
             "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
             "the row in k - the row in q": lambda: key - query,
-            "2 j - seqlen_k": lambda: 2 * j - m,
             "j - the longest seqlen_k": lambda: j - max(lengths),
             "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
             "the row in k - i": lambda: key - i,
@@ -145,15 +153,9 @@ class Places:
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
         return {
             f"j // {t} - {of} // {t}": lambda: j // t - p // t,
-            f"j // {t}": lambda: j // t,
-            f"(seqlen_k - 1) // {t} - j // {t}": lambda: (m - 1) // t - j // t,
-            f"j - seqlen_k // {t} * {t}": lambda: j - m // t * t,
-            f"i // {t}": lambda: i // t,
-            f"i - seqlen_q // {t} * {t}": lambda: i - n // t * t,
-            f"j % {t}": lambda: j % t,
-            f"i % {t}": lambda: i % t,
+            **of_tiles("j", j, "seqlen_k", m, t),
+            **of_tiles("i", i, "seqlen_q", n, t),
             f"(j - {of}) % {t}": lambda: (j - p) % t,
-            f"j // {t} % 2": lambda: j // t % 2,
             f"j // {t} - {of} // {t} % 2": lambda: (j // t - p // t) % 2,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
@@ -178,31 +180,18 @@ class Places:
             count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
         inside = (named >= 0) & (named < -(-self.m // size))
         held = inside & (np.arange(named.shape[1]) < count)
-        negative = (named < 0).astype(int)
         block = self.j // size
 
         def times(there: Array) -> Array:
-            found = np.zeros(block.shape, dtype=int)
-            for slot in range(named.shape[1]):
-                found += (named[:, slot, None] == block) & there[:, slot, None] & self.own
-            return found
+            found = (named[..., None] == block[:, None]) & there[..., None]
+            return np.asarray(found.sum(axis=1) * self.own)
 
-        def of_slot(x: Array, otherwise: int = -1) -> Array:
-            """What each slot has, for the one that names the key's block."""
-            x = np.broadcast_to(x, named.shape)
-            taken = np.take_along_axis(x, np.maximum(slots, 0), axis=1)
-            return np.where(slots >= 0, taken, otherwise)
-
-        number = np.arange(named.shape[1])
-        sums = inside.sum(axis=1)[:, None]
         return {
             "the slot of the key's block": lambda: slots,
-            "slots that count behind it": lambda: of_slot(count - 1 - number),
+            "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "negative slots of the query": lambda: negative.sum(axis=1)[:, None],
-            "negative slots before it": lambda: of_slot(np.cumsum(negative, axis=1) - negative),
-            "the slot - slots that name a block": lambda: of_slot(number - sums, -len(number)),
+            "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }

@@ -1,4 +1,4 @@
-"""Which pairs of query and key a set holds, in words: at most three intervals of integer features.
+"""Which pairs of query and key a set holds, in words: one or two intervals of integer features.
 
 The set is found on one problem and must hold on a second one of other lengths.
 """
@@ -64,8 +64,8 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Of three spans, and of bounds for lengths, chance makes some."""
-        return len(self.spans) < 3 and not {x.feature for x in self.spans} & LENGTHS
+        """Of bounds for lengths chance makes some."""
+        return not {x.feature for x in self.spans} & LENGTHS
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
@@ -113,22 +113,15 @@ def rule_of(*shown: Shown) -> Rule | None:
 
 
 def _exact(spans: Sequence[Span], left: Sequence[Array], every: bool) -> Rule | None:
-    """The rule of one span, of two or of three that leaves nothing, of the plainest of these;
-    ``left``: what each leaves."""
+    """The rule of one span, or of two, that leaves nothing, of the plainest of these; ``left``:
+    what each leaves."""
     if not spans:
         return None
     matrix = np.stack(left).astype(np.float32)
     # what two of them leave; the diagonal is that of one
     pairs = np.argwhere(np.triu(matrix @ matrix.T == 0)).tolist()
-    chosen = min(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair)), default=[])
-    if not chosen:
-        first = int(matrix.sum(axis=1).argmin())
-        rest = matrix * matrix[first]
-        thirds = np.argwhere(rest @ rest.T == 0).tolist()
-        if not thirds:
-            return None
-        chosen = [first, *min(thirds, key=sum)]
-    return Rule(tuple(spans[place] for place in dict.fromkeys(chosen)), every)
+    chosen = min(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair)), default=())
+    return Rule(tuple(spans[place] for place in dict.fromkeys(chosen)), every) if chosen else None
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:

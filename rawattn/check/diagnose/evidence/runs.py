@@ -14,7 +14,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.parts import by_tokens, sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import TINY, eps_of, finite, narrowest
-from rawattn.check.diagnose.evidence.reach import Bools, Float64
+from rawattn.check.diagnose.evidence.rows import Bools, Float64
 from rawattn.check.diagnose.evidence.side import Side
 from rawattn.check.diagnose.findings import Check
 from rawattn.check.transfer import Array

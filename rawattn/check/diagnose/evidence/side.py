@@ -15,7 +15,7 @@ from rawattn.check.diagnose.engine.attention import NONE, Rounding, exact, solve
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import HELD_TO, coarsest, ways_to_round
-from rawattn.check.diagnose.evidence.reach import Bools, Float64, Ints, Reach
+from rawattn.check.diagnose.evidence.rows import Bools, Float64, Ints, Reach
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Check
 

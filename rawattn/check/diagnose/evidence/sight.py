@@ -1,6 +1,8 @@
-"""Who sees whom, with a bug and without, of a part that is small enough to be drawn."""
+"""Who sees whom, with a bug and without, of a part that is small enough; and drawn with letters: a
+query a line, a key a column."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from rawattn.check.diagnose.findings import Sight
 QUERIES, KEYS = 6, 8  # that a picture has room for
 CELLS = 250_000  # of a sequence, beyond which it is not looked at
 SHORTEST = 5  # queries and keys of a sequence that shows a mask
+RIGHT, MORE, LESS = ". as it must be", "+ seen by mistake", "- unseen by mistake"
 
 
 def mask_rule(question: Question) -> str:
@@ -35,8 +38,8 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
         return None
     sizes = [q * k for q, k in zip(question.lengths_q, question.lengths_k, strict=True)]
     fit = [b for b, size in enumerate(sizes) if size <= CELLS and question.lengths_q[b]]
-    short = {b: min(question.lengths_q[b], question.lengths_k[b]) < SHORTEST for b in fit}
-    for b in sorted(fit, key=lambda b: (short[b], sizes[b])):
+    shorter = np.minimum(question.lengths_q, question.lengths_k)
+    for b in sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b])):
         for head in range(question.num_heads_q):
             sight = _of_sequence(question, b, head, right, found)
             if sight is not None:
@@ -57,7 +60,8 @@ def _of_sequence(
     a, z = counts
     if np.array_equal(a, z):
         return None
-    i, j = _place(a, z)
+    first = np.argwhere(a != z)[0] - (1, KEYS // 2)  # a wrong pair, and what is before it
+    i, j = np.clip(first, 0, np.maximum(np.subtract(a.shape, (QUERIES, KEYS)), 0)).tolist()
     part = slice(i, i + QUERIES), slice(j, j + KEYS)
     queries = tuple(range(rows)[part[0]])
     zeros = any((view.keys < 0).any() for view in found)
@@ -83,14 +87,56 @@ def _seen(
         yield view.rows[here] - first_q, places[some], weight[:, some]
 
 
-def _place(right: np.ndarray, found: np.ndarray) -> tuple[int, int]:
-    """The first corner of a part that has some of each: wrong pairs, right ones, none."""
-    shape = min(QUERIES, right.shape[0]), min(KEYS, right.shape[1])
-    enough = 4, 3, 2
-    pairs = right != found, (right > 0) & (right == found), (right == 0) & (found == 0)
-    score = np.zeros((right.shape[0] - shape[0] + 1, right.shape[1] - shape[1] + 1))
-    for kind, most in zip(pairs, enough, strict=True):
-        parts = np.lib.stride_tricks.sliding_window_view(kind, shape)
-        score += np.minimum(parts.sum(axis=(2, 3)), most) * most
-    i, j = np.unravel_index(score.argmax(), score.shape)
-    return int(i), int(j)
+def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
+    """A header and a line for each of so many queries; behind them what the marks mean.
+
+    width: of a line at most, as far as that takes no more keys than half of them.
+    """
+    whole = len(sight.keys)
+    while max(map(len, lines := _drawn(sight, queries))) > width and 2 * len(sight.keys) > whole:
+        last = bool((sight.right != sight.found)[:queries, -1].any())
+        kept = slice(1, None) if last else slice(-1)
+        right, found = sight.right[:, kept], sight.found[:, kept]
+        sight = replace(sight, keys=sight.keys[kept], right=right, found=found)
+    return lines
+
+
+def _drawn(sight: Sight, queries: int) -> list[str]:
+    right, found = sight.right[:queries], sight.found[:queries]
+    wide = max(len(str(key)) for key in (*sight.keys, *sight.queries)) + 1
+    own = sum(key < sight.length for key in sight.keys)
+    rows = [("  key", [*map(str, sight.keys)])]
+    for n, (query, a, b) in enumerate(zip(sight.queries, right, found, strict=False)):
+        marks = [_mark(x, y) for x, y in zip(a, b, strict=True)]
+        rows.append((f"{'' if n else 'query':6}{query:>{wide - 1}}", marks))
+    lines = []
+    for label, cells in rows:
+        cells = [f"{cell:>{wide}}" for cell in cells]
+        bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
+        lines.append(
+            (f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])).rstrip(" |")
+        )
+    notes = list(_legend(sight, right, found))
+    width = max(map(len, lines)) + 3
+    notes += [""] * (len(lines) - len(notes))
+    return [f"{line:{width}}{note}".rstrip() for line, note in zip(lines, notes, strict=False)]
+
+
+def _mark(right: float, found: float) -> str:
+    if right == found:
+        return "." if right else ""
+    if right and found:
+        return f"{found:g}" if found == int(found) < 10 else "x"
+    return "+" if found else "-"
+
+
+def _legend(sight: Sight, right: np.ndarray, found: np.ndarray) -> Iterator[str]:
+    yield f"sequence {sight.sequence}, head {sight.head}"
+    due, there = right > 0, found > 0
+    marks = {RIGHT: due & (right == found), MORE: ~due & there, LESS: due & ~there}
+    marks["a number: so often"] = due & there & (right != found)
+    yield from (text for text, cells in marks.items() if cells.any())
+    if sight.keys[-1] >= sight.length:
+        yield f"| {'zeros' if sight.zeros else 'other keys'} from here on"
+    if sight.keys[0] < 0:
+        yield "below 0: keys before its own"

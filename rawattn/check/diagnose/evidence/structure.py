@@ -17,8 +17,7 @@ from rawattn.check.diagnose.engine.question import (
     by_rows,
     side_of,
 )
-from rawattn.check.diagnose.evidence.reach import Bools, Float64
-from rawattn.check.diagnose.evidence.rows import Rows
+from rawattn.check.diagnose.evidence.rows import Bools, Float64, Rows
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 from rawattn.check.diagnose.findings import Level
 

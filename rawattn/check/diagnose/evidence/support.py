@@ -1,11 +1,11 @@
 """Who sees whom, and how often, as it was read: the difference from the mask in rules."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import See, View
+from rawattn.check.diagnose.engine.attention import View
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
@@ -83,14 +83,10 @@ class Support:
                     found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
 
-    def see(self, times: Callable[[Places], Array | float] = lambda places: 1.0) -> See:
-        """The same as a change of views; times: how often a pair counts."""
-
-        def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-            places = Places(question)
-            return list(_views(places, views, np.asarray(self.at(places) * times(places))))
-
-        return see
+    def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        """The same as a change of views."""
+        places = Places(question)
+        return list(_views(places, views, self.at(places).astype(np.float64)))
 
 
 def support_of(*read: tuple[Places, Array, Array]) -> Support:

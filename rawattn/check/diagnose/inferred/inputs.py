@@ -19,10 +19,8 @@ from rawattn.check.diagnose.engine.question import (
     Question,
     by_rows,
     given_to_backward,
-    side_of,
 )
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
-from rawattn.check.diagnose.evidence.rows import NOWHERE, in_words, moves_of
 from rawattn.check.diagnose.inferred import accumulators
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
@@ -167,11 +165,6 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
         shifted = len(shifts) == len(np.unique(sequence)) and all(x.is_integer() for _, x in shifts)
         count = np.count_nonzero(order - np.arange(len(order)))
         text = f"{name}: {count} of {len(x)} {unit} are in other places"
-        if unit == "tokens":
-            tokens = np.full(len(sample.sequences(name)), -1)
-            tokens[inside] = np.where(order < 0, inside + NOWHERE, inside[order])
-            moves = moves_of([(sample.question, tokens)], side_of(name))
-            text = text if moves is None else f"{name}: {in_words(moves, side_of(name))}"
         if unit == "heads":
             text = f"{name}: heads in another order: {', '.join(map(str, order[:16]))}"
         bug = "offsets-shifted" if shifted else "transposed"

@@ -6,7 +6,6 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
 from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support
 
 BACKWARD_ONLY = "mask-missing-in-backward"
@@ -30,12 +29,15 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
     if kinds == {OTHER}:
         own = places.question.sequence_of("k")[None] == places.b
         return "neighbour-leak" if (support.inside(OTHER) & ~own).any() else "seqused-ignored"
-    rules = [part.rule for part in support.parts if part.rule is not None]
+    spans = [span for part in support.parts if part.rule for span in part.rule.spans]
     if backward and kinds == {LESS} and dense:
         return of_pairs(places, support.inside(LESS), places.right & alive[..., None])
-    if backward and kinds == {MORE} and dense and not _by_distance(support, rules):
+    by_distance = support.named and {span.feature for span in spans} in ({"j - i"}, {"j - p"})
+    if backward and kinds == {MORE} and dense and not by_distance:
         return BACKWARD_ONLY
-    return "tile-skipped" if kinds == {LESS} and _of_one_tile(rules) else "wrong-keys"
+    one = [span.feature for span in spans if span.low == span.high and "ceil" not in span.feature]
+    of_tile = len(spans) == len(one) == 1 and one[0].startswith(("j //", "(seqlen_k - 1) //"))
+    return "tile-skipped" if kinds == {LESS} and of_tile else "wrong-keys"
 
 
 def of_pairs(x: Places, lost: np.ndarray, due: np.ndarray) -> str:
@@ -55,15 +57,3 @@ def _is(support: Support, window: Window, alive: np.ndarray) -> bool:
     due = window.holds(x.j - x.p, x.j - x.i) & x.own
     heads = ((seen != x.right) & rows).any(axis=(1, 2))
     return bool(((seen == due) | ~rows)[heads].all())
-
-
-def _by_distance(support: Support, rules: list[Rule]) -> bool:
-    spans = [span for rule in rules for span in rule.spans]
-    near = all(span.feature in ("j - i", "j - p") for span in spans)
-    return support.named and bool(spans) and near
-
-
-def _of_one_tile(rules: list[Rule]) -> bool:
-    spans = [span for rule in rules for span in rule.spans]
-    one = len(spans) == 1 and spans[0].low == spans[0].high and "ceil" not in str(spans[0])
-    return one and spans[0].feature.startswith(("j //", "(seqlen_k - 1) //"))

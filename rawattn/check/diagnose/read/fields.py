@@ -68,21 +68,20 @@ class Field:
         a = np.stack([self.centred(np.broadcast_to(x, self.x.shape))[self.there] for x in basis])
         return np.asarray(np.linalg.lstsq(a @ a.T, a @ self.own[self.there], rcond=1e-12)[0])
 
-    def means(self, head: int, x: Array, unit: Array | None = None) -> Array:
-        """Of every value of ``x`` (total_q, total_k), from 0 on, the mean of a head's field, or how
-        often it holds ``unit``, like the field; rows being free."""
+    def means(self, head: int, x: Array) -> Array:
+        """Of every value of ``x`` (total_q, total_k), from 0 on, the mean of a head's field; rows
+        being free."""
         there = self.there[head]
         rows, keys = np.nonzero(there)
         values, groups, size = self.x[head][rows, keys], x[rows, keys], int(x.max()) + 1
-        weights = np.ones(len(rows)) if unit is None else unit[head][rows, keys]
-        sums, squares = (np.bincount(groups, w * weights, size) for w in (values, weights))
+        sums, counts = np.bincount(groups, values, size), np.bincount(groups, minlength=size)
         if not self.by_row:
-            return np.asarray(sums / np.maximum(squares, 1))
+            return np.asarray(sums / np.maximum(counts, 1))
         share = np.zeros((len(there), size))  # the free numbers of rows eliminated
-        np.add.at(share, (rows, groups), weights)
+        np.add.at(share, (rows, groups), 1)
         per_row = np.maximum(np.bincount(rows, minlength=len(there)), 1.0)
         of_row = np.bincount(rows, values, len(there)) / per_row
-        left = np.diag(squares) - share.T @ (share / per_row[:, None])
+        left = np.diag(counts) - share.T @ (share / per_row[:, None])
         return np.asarray(np.linalg.lstsq(left, sums - share.T @ of_row, rcond=1e-10)[0])
 
 
@@ -127,8 +126,6 @@ def of_heads(heads: Array) -> str:
     known = {"h": h, "0": 0 * h}
     known |= {f"h % {n}": h % n for n in range(2, top + 1)}
     known |= {f"h // {n}": h // n for n in range(2, len(heads) + 1)}
-    known |= {f"(h {by:+}) % {len(heads)}": (h + by) % len(heads) for by in (1, -1)}
-    known |= {f"{len(heads) - 1} - h": len(heads) - 1 - h}
     text = next((name for name, x in known.items() if np.array_equal(x, heads)), "")
     return text or ", ".join(map(str, heads))
 

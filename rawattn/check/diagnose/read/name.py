@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.picture import picture
-from rawattn.check.diagnose.evidence.sight import sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
 from rawattn.check.diagnose.read.said import Said
@@ -61,12 +59,8 @@ class Readings:
         """
         findings = list(diagnosis.findings)
         for said in self.of:
-            here = [
-                n
-                for n, one in enumerate(findings)
-                if one.side == side and one.bug != "rounding" and _is_of(one, said.stage)
-            ]
-            if here:
+            numbers = range(len(findings))
+            if here := [n for n in numbers if _is_of(findings[n], side, said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 findings[first] = _with(findings[first], said)
             elif not findings and said.wrong:
@@ -78,9 +72,10 @@ class Readings:
 UNREAD = Readings()
 
 
-def _is_of(finding: Finding, stage: str) -> bool:
-    """Whether a finding is about the stage."""
-    return PASSES[stage] in finding.where or finding.where.startswith(f"{stage}:")
+def _is_of(one: Finding, side: str, stage: str) -> bool:
+    """Whether a finding is about the stage of a side."""
+    of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
+    return of_stage and one.side == side and one.bug != "rounding"
 
 
 def evidence_of(said: Said) -> tuple[str, ...]:
@@ -91,9 +86,6 @@ def evidence_of(said: Said) -> tuple[str, ...]:
     lines += [f"not understood: {text}" for text in said.unread]
     if any(" p " in line for line in said.wrong):
         lines.append("p is the key that query i stands at, i + seqlen_k - seqlen_q")
-    if not said.support.right:  # a part of the mask that is not as it must be
-        sight = sight_of(said.support.places.question, Bug("unknown", see=said.see))
-        lines += [] if sight is None else ["\n".join(picture(sight))]
     return tuple(lines)
 
 

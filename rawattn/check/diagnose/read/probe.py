@@ -173,13 +173,10 @@ def read_forward(ask: Ask, question: Question) -> Weights:
     sums = P.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         value_head = np.where(np.abs(sums) > 0.1, out[..., 0].T / sums - 1, np.nan)
-    lse = given[0] if given else None
-    for other in given:
-        if lse is None or other is None or other.shape != P.shape[:2]:
-            lse = None
-        elif not np.allclose(other, lse, 1e-3, 1e-3, equal_nan=True):
-            lse = None  # it depends on v
-    return Weights(Right(places), P, lse, value_head)
+    lses = [x for x in given if x is not None and x.shape == P.shape[:2]]
+    alike = (np.allclose(x, lses[0], 1e-3, 1e-3, equal_nan=True) for x in lses)
+    same = lses and len(lses) == len(given) and all(alike)  # else it depends on v
+    return Weights(Right(places), P, lses[0] if same else None, value_head)
 
 
 def read_backward(ask: Ask, question: Question) -> Backward:
@@ -215,16 +212,9 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     _, asked = _with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
     answers = call(asked, dk=k.shape, dv=v.shape)
     adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
-    weights = Weights(_Passed(places, of_k.S, lse), P, lse, None)
-    return Backward(weights, {"dq": of_q, "dk": of_k}, adds)
-
-
-class _Passed(Right):
-    """The right S and lse of rows that were read in several calls."""
-
-    def __init__(self, places: Places, S: Array, lse: Array) -> None:
-        super().__init__(places)
-        self.__dict__ |= {"S": S, "lse": lse}  # in place of what is computed when asked for
+    passed = Right(places)
+    vars(passed).update(S=of_k.S, lse=lse)  # of several calls, in place of what is computed
+    return Backward(Weights(passed, P, lse, None), {"dq": of_q, "dk": of_k}, adds)
 
 
 def _blocks(count: int, width: int) -> Iterator[Array]:

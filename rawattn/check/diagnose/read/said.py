@@ -82,7 +82,7 @@ class Said:
     @property
     def see(self) -> See | None:
         """Who sees whom, as a change of views; None where that is right."""
-        return None if self.support.right else self.support.see()
+        return None if self.support.right else self.support.see
 
 
 def noise_of(places: Places) -> float:
@@ -113,8 +113,8 @@ def of_scale(factors: Array, places: Places) -> str:
     known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
     known |= {"the default softmax_scale is used": size**-0.5 / q.scale}
     known |= {"that of head_dim_v is used": q.v.shape[2] ** -0.5 / q.scale}
-    padded = next((n for n in (16, 32, 64, 128, 256) if n > size), size)
-    known |= {f"that of head_dim {padded} is used": padded**-0.5 / q.scale}
+    padded = [n for n in (16, 32, 64, 128, 256) if n > size][:1]
+    known |= {f"that of head_dim {n} is used": n**-0.5 / q.scale for n in padded}
     known |= {"1 / the size of the group": 1 / q.group}
     if q.softcap is not None:
         known["the outer factor of the softcap is missing"] = 1 / q.softcap

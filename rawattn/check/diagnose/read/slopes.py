@@ -10,11 +10,11 @@ from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import Field, by_head
-from rawattn.check.diagnose.read.forms import Change, dropped, form_of
+from rawattn.check.diagnose.read.forms import Change, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
-from rawattn.check.diagnose.read.terms import TABLE, Function, function_of
+from rawattn.check.diagnose.read.terms import TABLE, function_of
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -32,25 +32,13 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
-    changes: dict[str, Change] = {}
-    for name, slopes in read.slopes.items():
-        wrong = said.see is not None or said.term is not None
-        if wrong and _is_right(Part(None, places, slopes)):
-            changes[name] = Change(["is that of the right weights"], "", _masked, masked=True)
-            continue
-        part = Part(said, places, slopes)
-        rows = -1 if name == "dq" else -2
-        same = changes.get("dq")  # which has the cotangents of all heads, and tells more
-        if same is not None and same.whole and same.dY and part.fits(part.of(same.dY)):
-            changes[name] = same
-            continue
-        changes[name] = _change_of(part, partial(_elsewhere, said, second, name), rows)
-    dq, dk = changes["dq"], changes["dk"]
+    dq = _change(said, read, second, "dq", None)
+    dk = _change(said, read, second, "dk", dq)
     other_D = [change.name.startswith("delta") for change in (dq, dk)]
     if other_D[0] != other_D[1] and dq.text and dk.text:  # dq has the cotangents of all heads
         dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
-    # tables differ by rounding
-    if [text.partition(TABLE)[0] for text in dq.text] == [x.partition(TABLE)[0] for x in dk.text]:
+    plain = ([text.partition(TABLE)[0] for text in x.text] for x in (dq, dk))
+    if next(plain) == next(plain):  # tables differ by rounding
         _say(said, dq, "dS", "")
     else:
         _say(said, dq, "dQ", " of dq")
@@ -59,6 +47,24 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     if dq.masked and places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
+
+
+def _change(
+    said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
+) -> Change:
+    """What is wrong with dS of a gradient; ``same``: what is with that of dq, which has the
+    cotangents of all heads, and tells more."""
+
+    def part(said: Said | None, read: Backward) -> Part:
+        """ValueError where it is not known who sees whom."""
+        return Part(said, read.weights.places, name, read.slopes[name])
+
+    if (said.see is not None or said.term is not None) and _is_right(part(None, read)):
+        return Change(["is that of the right weights"], "", _masked, masked=True)
+    own = part(said, read)
+    if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
+        return same
+    return _change_of(own, lambda: part(said, second()))
 
 
 def _of_sums(read: Backward) -> Said | None:
@@ -76,11 +82,9 @@ def _of_sums(read: Backward) -> Said | None:
             said.unread[:] = ["dk and dv are not sums over the queries of their heads"]
             continue
         heads = ([np.flatnonzero(of).tolist() for of in x.T] for x in (where, own))
-        told = [
-            f"head {head} of query heads {of or 'none'}, not {due}"
-            for head, (of, due) in enumerate(zip(*heads, strict=True))
-        ]
-        said.wrong.append(f"{name}, {'; '.join(told)}")
+        told = enumerate(zip(*heads, strict=True))
+        of_heads = (f"head {n} of query heads {of or 'none'}, not {due}" for n, (of, due) in told)
+        said.wrong.append(f"{name}, {'; '.join(of_heads)}")
     said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
     return None if said.sound else said
 
@@ -109,9 +113,8 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         return
     told = said.wrong if change.name else said.right if change.masked else said.unread
     told.extend(f"dS{of} {text}" for text in change.text)
-    scale = said.term.values if said.term is not None else ()
-    scale = scale if change.times is not None and len(scale) == len(change.times) else ()
-    if change.times is not None and scale and np.allclose(change.times, scale, rtol=1e-2):
+    scale, by = () if said.term is None else said.term.values, change.times
+    if by is not None and len(by) == len(scale) and np.allclose(by, scale, rtol=1e-2):
         said.names[:] = ["score-scale"]  # everywhere
     elif change.name:
         said.names.append(change.name)
@@ -123,33 +126,24 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         said.steps[step] = lambda c: STEPS[step](changed(c, dY=dY(c)))
 
 
-def _elsewhere(said: Said, second: Callable[[], Backward], name: str) -> Part | None:
-    """The same on other lengths; None where it is not known who sees whom there."""
-    read = second()
-    try:
-        return Part(said, read.weights.places, read.slopes[name])
-    except ValueError:
-        return None
-
-
-def _change_of(part: Part, second: Callable[[], Part | None], rows: int) -> Change:
-    """What is wrong with one of the two ways to dS; ``rows``: the axis that a row of its gradient
-    is summed over."""
+def _change_of(part: Part, second: Callable[[], Part]) -> Change:
+    """What is wrong with one of the two ways to dS; ``second``: the same on other lengths."""
     if not np.isfinite(part.slopes.dS).all():
         return Change(["is not finite"])
     if not part.known.any():
         return Change(["is 0"] if part.there.any() else [])
-    change = _form_of(part, second)
+    change = _form_of(part)
     known = change.whole or (change.text and change.dY is None)
     if known or not (part.gone.any() or part.wrongly.any()):
         return change
-    other = second()
-    if other is None:
+    try:
+        pairs = support_of(part.pairs, second().pairs)
+    except ValueError:  # it is not known who sees whom there
         return Change([IN_ANOTHER_WAY])
-    pairs = support_of(part.pairs, other.pairs)
     told = [one.text(len(part.f), VERBS.get(one.kind, "")) for one in pairs.parts]
     if any(one.kind == LESS for one in pairs.parts):
-        lines = np.broadcast_to(part.gone.any(axis=rows, keepdims=True), part.gone.shape)
+        row = -1 if part.name == "dq" else -2  # of the gradient: the axis that it is summed over
+        lines = np.broadcast_to(part.gone.any(axis=row, keepdims=True), part.gone.shape)
         whole = not part.known[lines].any()
         name = "rows-not-written" if whole else of_pairs(part.places, part.gone, part.there)
     else:
@@ -165,36 +159,25 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _form_of(part: Part, second: Callable[[], Part | None]) -> Change:
+def _form_of(part: Part) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
     if part.field(f - 1).zero:
-        return (dropped(part) if part.gone.any() else None) or Change()
-    values = [
-        np.median(x[there]) if there.any() else 1.0 for x, there in zip(f, part.known, strict=True)
-    ]
+        return Change()
+    heads = zip(f, part.known, strict=True)
+    values = [np.median(x[there]) if there.any() else 1.0 for x, there in heads]
     by = np.array(values)[:, None, None]
     if part.field((f - by) / np.where(np.abs(by) > 1e-3, by, 1.0)).zero:
         scale = of_scale(by.ravel(), places)
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
-    if (found := form_of(part, second)) is not None:
+    if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told = function_of(logs, places) if (f > 0)[logs.there].all() else None
     if told is not None:
-        text = f"is multiplied by {_power(told)}"
+        text = f"is multiplied by exp of {told}"
         return Change([text], "unknown", lambda c: np.exp(told.at(c)) * c.dY)
     coarse = Field(f - 1, logs.there, False, COARSE).zero
     return Change([] if coarse else [IN_ANOTHER_WAY])
-
-
-def _power(f: Function) -> str:
-    """exp of a function, in words."""
-    if f.table:
-        told = ", ".join(f"{np.exp(value):.4g}" for value in f.values)
-        return f"a factor: {f.text}{TABLE}{told}, ...)"
-    if f.text.endswith(" |j - i|"):
-        return f"{by_head(np.exp(np.array(f.values)))}^|j - i|"
-    return f"exp({f.text})"

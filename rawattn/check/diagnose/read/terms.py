@@ -5,14 +5,14 @@ Long by the terms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step, changed
+from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.read.contexts import capped, of_view, places_of, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, runs_of
@@ -21,18 +21,14 @@ Array = np.ndarray
 DISTANCES: dict[str, Callable[[Array], Array]] = {
     "|j - i|": lambda d: d,
     "log(1 + |j - i|)": np.log1p,
-    "(j - i)^2": lambda d: d * d,
-    "sqrt|j - i|": np.sqrt,
 }
 CURVES: dict[str, options.Curve] = {
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
     **options.CURVES,
-    "rounded to multiples of {c}": lambda S, c: (c * np.rint(S / c), np.ones_like(S)),
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
 KNOTS = 24  # of a function of the scores
-MANY = 4  # keys of a part of a row, on average, that tell something
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +64,11 @@ class Term:
     added: Function | None = None
 
 
-# ---- terms ------------------------------------------------------------------------------------
-
-
 def term_of(field: Field, c: Context, *, table: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``table``: of many numbers."""
     added = (adding(f) for f in functions(field, places_of(c.question), table=table))
     plain = (added, _factors(field, c), _curves(field, c))
-    parts = (_columns(field, c), _factors_by_place(field, c), added) if table else plain
+    parts = (_columns(field, c), added) if table else plain
     terms = (term for part in parts for term in part)
     return next((t for t in terms if field.fits(scores_of(c, t.steps) - c.S)), None)
 
@@ -83,20 +76,20 @@ def term_of(field: Field, c: Context, *, table: bool = False) -> Term | None:
 def functions(field: Field, places: Places, *, table: bool = False) -> Iterator[Function]:
     """What the field may be of the distance; ``table``: of one feature and the head alone."""
     for name, f in DISTANCES.items() if not table else ():
-        x = partial(_distance, f)
-        slopes = field.slopes(x(places))
+        slopes = field.slopes(_by_distance(f, np.ones((1, 1, 1)), places))
         values = tuple(float(slope) for slope in slopes.ravel())
-        yield Function(f"{by_head(slopes)} {name}", partial(_times, slopes, x), values)
+        yield Function(f"{by_head(slopes)} {name}", partial(_by_distance, f, slopes), values)
     own = "j - i" if places.aligned else "j - p"
-    names = [own, "j", "seqlen_k - 1 - j"]
-    names += [] if field.by_row else ["i", "seqlen_q - 1 - i"]
+    names = [own, "j", "seqlen_k - 1 - j", *(() if field.by_row else ("i", "seqlen_q - 1 - i"))]
     for name in names if table else ():
-        known, values_of = _by_value(field, places, name)
-        near = known >= 0 if (known > 0).any() else known <= 0
-        nearest = values_of[0][near] if (known > 0).any() else values_of[0][near][::-1]
-        text = f"it depends on {name.replace(own, 'j - i')} and the head alone"
+        x = np.broadcast_to(places.feature(name), places.j.shape)
+        known = np.unique(x[field.there.any(axis=0)])
+        index = np.searchsorted(known, x).clip(0, len(known) - 1)
+        values_of = np.stack([field.means(head, index) for head in range(len(field.x))])
+        nearest = values_of[0][np.argsort(np.abs(known), kind="stable")[:6]]
+        text = f"what depends on {name.replace(own, 'j - i')} and the head alone"
         look = partial(_looked_up, name, known, values_of)
-        yield Function(text, look, tuple(float(x) for x in nearest[:6]), table=True)
+        yield Function(text, look, tuple(map(float, nearest)), table=True)
 
 
 def function_of(field: Field, places: Places) -> Function | None:
@@ -110,22 +103,8 @@ def adding(f: Function, text: str = "added to the scores: {}", name: str = "scor
     return Term(text.format(f), name, steps, f.values, f)
 
 
-def _distance(f: Callable[[Array], Array], places: Places) -> Array:
-    return np.asarray(f(np.abs(places.j - places.p).astype(np.float64)))[None]
-
-
-def _times(slopes: Array, of: Callable[[Places], Array], places: Places) -> Array:
-    return np.asarray(slopes * of(places))
-
-
-def _by_value(
-    field: Field, places: Places, name: str, unit: Array | None = None
-) -> tuple[Array, Array]:
-    """Values of a feature, and (heads, values) the field's mean, or how often ``unit`` is in it."""
-    x = np.broadcast_to(places.feature(name), places.j.shape)
-    known = np.unique(x[field.there.any(axis=0)])
-    index = np.searchsorted(known, x).clip(0, len(known) - 1)
-    return known, np.stack([field.means(head, index, unit) for head in range(len(field.x))])
+def _by_distance(f: Callable[[Array], Array], slopes: Array, places: Places) -> Array:
+    return np.asarray(slopes * f(np.abs(places.j - places.p).astype(np.float64)))
 
 
 def _looked_up(name: str, known: Array, values: Array, places: Places) -> Array:
@@ -133,34 +112,11 @@ def _looked_up(name: str, known: Array, values: Array, places: Places) -> Array:
     return np.asarray(values[:, np.searchsorted(known, x).clip(0, len(known) - 1)])
 
 
-def _multiplied(text: str, factor: Function) -> Term:
-    steps = capped(lambda c, S: S * factor.at(c))
-    return Term(f"the scores are multiplied by {text}", "score-scale", steps, factor.values)
-
-
 def _factors(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
-    values = tuple(float(x) for x in factors.ravel())
-    of = partial(_times, factors, lambda places: np.ones((1, *places.j.shape)))
-    yield _multiplied(by_head(factors), Function("", of, values))
-
-
-def _factors_by_place(field: Field, c: Context) -> Iterator[Term]:
-    """Few factors of the scores, each for a run of values of one feature."""
-    places = places_of(c.question)
-    own = "i" if places.aligned else "p"
-    names = ["j", "seqlen_k - 1 - j", "i", "seqlen_q - 1 - i", f"j - {own}"]
-    names += [f"j // {t} - {own} // {t}" for t in TILES]
-    for name in names:
-        known, shares = _by_value(field, places, name, c.S)
-        runs = runs_of(1 + shares.mean(axis=0))
-        if not 1 < len(runs) < 5:
-            continue
-        told = [f"{number(runs[0][2])} where {name} < {known[runs[1][0]]}"]
-        told += [f"{number(x)} from {known[first]} on" for first, _, x in runs[1:]]
-        of_known = np.repeat([x for *_, x in runs], [b - a + 1 for a, b, _ in runs])
-        of = partial(_looked_up, name, known, of_known[None])
-        yield _multiplied(", ".join(told), Function("", of, tuple(x for *_, x in runs)))
+    steps = capped(lambda c, S: factors[c.view.heads] * S)
+    text = f"the scores are multiplied by {by_head(factors)}"
+    yield Term(text, "score-scale", steps, tuple(float(x) for x in factors.ravel()))
 
 
 def _columns(field: Field, c: Context) -> Iterator[Term]:
@@ -185,30 +141,21 @@ def of_columns(factors: Array) -> tuple[str, bool]:
     return text, all(abs(x) <= 1e-2 for *_, x in runs)
 
 
-# ---- functions of the scores ------------------------------------------------------------------
-
-
 def _curves(field: Field, c: Context) -> Iterator[Term]:
     """Functions of the scores alone: those of CURVES; any other one in numbers."""
     cap, smooth = c.question.softcap, _of_scores(field, c.S) is not None
-    for words, curve in CURVES.items():
-        fine = words.startswith("rounded")
-        if not (smooth or fine) or (cap is None and words == "not capped"):
+    for words, curve in CURVES.items() if smooth else ():
+        if cap is None and words == "not capped":
             continue
 
         def left_by(x: float, curve: Any = curve) -> float:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        x, low, high = 1.0, 0.3, 60.0
-        if "{c}" in words:
-            x = min((*NUMBERS, *([cap] if cap else ())), key=left_by)
-            for _ in range(0 if fine or left_by(x) <= 1 else 5):
-                tried = np.geomspace(low, high, 8)
-                best = int(np.argmin([left_by(y) for y in tried]))
-                low, high = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
-                x = min(x, float(np.sqrt(low * high)), key=left_by)
-            x = round(x, 2) if x > 0.1 and left_by(round(x, 2)) <= 1 else x
+        x = min((*NUMBERS, *([cap] if cap else ())), key=left_by) if "{c}" in words else 1.0
+        for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) > 1 else ():
+            x = float(min(x * step ** np.linspace(-1, 1, 9), key=left_by))
+        x = round(x, 2) if x > 0.1 and left_by(round(x, 2)) <= 1 else x
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
@@ -227,23 +174,12 @@ def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
     return (knots, values) if nearly else None
 
 
-def loosely(field: Field, places: Places, S: Array) -> tuple[str, str]:
-    """What the field depends on where no term says what it is, and the class of bugs; "" of none:
-    a function of the scores, or one number for every row and part of the keys."""
-    if (curve := _of_scores(field, S)) is not None:
-        at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
-        found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
-        told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
-        return f"the scores are another function of the right ones alone: {told}", "softcap"
-    parts = {f"every second tile of {t} keys": places.j // t % 2 for t in TILES}
-    parts |= {f"each of {n} equal parts": places.j // -(-places.m // n) for n in (2, 3, 4)}
-    parts |= {f"each tile of {t} keys": places.j // t for t in TILES[::-1]}
-    free = replace(field, by_row=False)
-    for name, part in parts.items():
-        index = np.arange(len(part))[:, None] * (part.max() + 2) + np.maximum(part, -1) + 1
-        if len(np.unique(index[field.there[0]])) * MANY > field.there[0].sum():
-            continue  # too few keys a part to tell
-        if free.fits(np.stack([free.means(head, index)[index] for head in range(len(S))])):
-            text = f"the weights of {name} are off by a factor, another one in every row"
-            return text, "no-rescale" if "each tile" in name else "partial-merge"
-    return "", ""
+def loosely(field: Field, S: Array) -> tuple[str, str] | None:
+    """In numbers, where no term says what they are: another function of the scores, and the class
+    of bugs."""
+    if (curve := _of_scores(field, S)) is None:
+        return None
+    at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
+    found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
+    told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
+    return f"the scores are another function of the right ones alone: {told}", "softcap"

@@ -23,85 +23,64 @@ Array = np.ndarray
 
 def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     """``again``: the same on other lengths, where rules are checked."""
-    places, noise, S = read.places, noise_of(read.places), read.right.S
-    seen, alive = seen_of(read)
-    second = cache(again)
+    places, second, (seen, alive) = read.places, cache(again), seen_of(read)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
-        _say_dead(said, alive, second)
+        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
     alive = alive & _telling(read)
-    logs = logs_of(read, seen)
-    x = Field(logs - S, seen & places.right & alive[..., None], True, noise)
-    _say_scores(said, x, _counted(read, x, second) if read.passed or not x.zero else None, second)
+    due = seen & places.right & alive[..., None]
+    x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
+    _say_scores(said, x, second)
     values = "O" in said.steps  # other rows of v: who sees whom does not tell
     if not values:
-        seen = seen | _too_small(said, read, seen)
-        if (seen != places.right)[alive].any():
-            there = second()
-            seen_there, alive_there = seen_of(there)
-            alive_there = alive_there & _telling(there)
-            seen_there = seen_there | _too_small(said, there, seen_there)
-            there_read = there.places, seen_there, alive_there[..., None]
-            said.support = support_of((places, seen, alive[..., None]), there_read)
+        here = _pairs(said, read)
+        if (here[1] != places.right)[alive].any():
+            said.support = support_of(here, _pairs(said, second()))
         if said.unread and not said.support.named:
             said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
         else:
             _say_support(said, alive)
     if not said.unread and not said.loose and not values:
-        say_passed(said) if read.passed else say_sums(said, second)
+        say_passed(said) if read.passed else say_sums(said)
     say_values(said)
     return said
 
 
-def _say_scores(said: Said, x: Field, counted: Term | None, second: Callable[[], Weights]) -> None:
+def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
-    read = said.weights
-    c, passed = context_of(read.places, read.right.S), read.passed
-    if x.zero and counted is None:
+    read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
+    if x.zero:
         said.right.append("scores and softmax_scale")
-    elif not x.zero and (term := term_of(x, c)) is not None:
-        said.term = term
-    elif counted is not None:
-        said.term = counted
-    elif not passed and (term := heads_of(x, c) or rows_of(read, second, x.noise)) is not None:
-        said.term = term
-    elif (term := term_of(x, c, table=True)) is not None:
-        said.term = term
+        return
+    term = term_of(x, c) or _counted(read, x.noise, second)
+    if not read.passed:
+        term = term or heads_of(x, c) or rows_of(x, c, read)
+    said.term = term or term_of(x, c, table=True)
+    if said.term is not None:
+        said.say_term(said.term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not passed and (loose := _loosely(read, x))[0]:
+    elif not read.passed and (loose := _by_no_rule(read, x) or loosely(x, c.S)):
         said.loose = True
         said.say(*loose)
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
-    if said.term is not None:
-        said.say_term(said.term)
 
 
-def _telling(read: Weights) -> Array | bool:
+def _telling(read: Weights) -> Array:
     """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-    return np.isfinite(read.lse) if read.passed and read.lse is not None else True
+    return np.asarray(np.isfinite(read.right.lse) | (not read.passed))
 
 
-def _too_small(said: Said, read: Weights, seen: Array) -> Array:
-    """Pairs that must be seen, and whose weight with the scores as they are is too small to be."""
+def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
+    """Who sees whom, as ``support_of`` takes it; also whom a query must see, where the weight with
+    the scores as they are is too small to be seen."""
+    right, (seen, alive) = read.places.right, seen_of(read)
     S = said.scores(read.places, read.right.S)
-    total = log_sum(np.where(read.places.right, S, -np.inf))
+    total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
-    return np.asarray(read.places.right & ~seen & (small < np.log(least_of(read)) + 1))
-
-
-def _say_dead(said: Said, alive: Array, second: Callable[[], Weights]) -> None:
-    """Rows that are NaN, by a rule of one head."""
-    head = int(np.argmin(alive.all(axis=1)))
-    shown = []
-    for read in (said.weights, second()):
-        whole = np.ones(read.places.j.shape, dtype=bool)
-        shown.append(Shown(read.places, whole, whole & ~seen_of(read)[1][head][:, None]))
-    rule = rule_of(*shown)
-    count = int((~alive).sum())
-    text = f"{count} of {alive.size} rows are NaN"
-    said.wrong.append(text if rule is None else f"{text}: {rule}")
+    seen = seen | (right & (small < np.log(least_of(read)) + 1))
+    return read.places, seen, (alive & _telling(read))[..., None]
 
 
 def _say_support(said: Said, alive: Array) -> None:
@@ -124,43 +103,26 @@ def _say_support(said: Said, alive: Array) -> None:
     said.names.append(class_of(rules, rows, backward=said.weights.passed))
 
 
-def _counted(read: Weights, x: Field, second: Callable[[], Weights]) -> Term | None:
+def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once."""
-    for relative in (False, True):
-        found, known = _times(read, relative)
-        if not (values := _whole(found, known, x.noise)).size:
-            continue
-        shown = [(read.places, found, known), (second().places, *_times(second(), relative))]
-        rule = rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
-        if rule is None:
-            continue
-        if len(values[values > 1]) == 1:
-            return _counting(int(values[-1]), rule, read.places)
-        for name in read.places.features:
-            if all(_as_often(of, n, k, name) for of, n, k in shown):
-                return _counting(name, Rule(()), read.places)
-    return None
+    found, known, values = _times(read, noise)
+    if not values.size:
+        return None
+    shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
+    rule = rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
+    if rule is not None and len(values[values > 1]) == 1:
+        return _counting(int(values[-1]), rule, read.places)
+    names = read.places.features if rule is not None else ()
+    name = next((x for x in names if all(_as_often(*of, x) for of in shown)), None)
+    return None if name is None else _counting(name, Rule(()), read.places)
 
 
-def _whole(found: Array, known: Array, noise: float) -> Array:
-    """How often keys count, where these are whole numbers, and some count more than once."""
-    values = np.unique(np.round(found[known]))
-    exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
-    return values if exact.size and exact.all() and 1 < values[-1] <= 16 else values[:0]
-
-
-def _by_no_rule(read: Weights, noise: float) -> tuple[str, str]:
+def _by_no_rule(read: Weights, x: Field) -> tuple[str, str] | None:
     """The same of keys that no rule tells, in words, and a class."""
-    for relative in (False, True):
-        if (values := _whole(*_times(read, relative), noise)).size:
-            name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
-            return f"keys count up to {values[-1]:.0f} times, by no plain rule", name
-    return "", ""
-
-
-def _loosely(read: Weights, x: Field) -> tuple[str, str]:
-    often = _by_no_rule(read, x.noise)
-    return often if often[0] else loosely(x, read.places, read.right.S)
+    values = _times(read, x.noise)[2]
+    name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
+    text = f"keys count up to {values.max(initial=1):.0f} times, by no plain rule"
+    return (text, name) if values.size else None
 
 
 def _counting(often: int | str, rule: Rule, places: Places) -> Term:
@@ -191,16 +153,17 @@ def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
     return bool((np.round(found) == due)[known].all())
 
 
-def _times(read: Weights, relative: bool) -> tuple[Array, Array]:
-    """How often each key counts (num_heads_q, total_q, total_k) by lse, or relative to those of its
-    row that count least; and of which that is known."""
+def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
+    """How often each key counts (num_heads_q, total_q, total_k), relative to those of its row that
+    count least; of which that is known; and the numbers, where these are whole, and not all 1."""
     seen, alive = seen_of(read)
     common = seen & read.right.seen & alive[..., None]
     logs = logs_of(read, common) - read.right.S
-    least = np.where(common, logs, np.inf).min(axis=-1)
-    if not relative:
-        least = np.full_like(least, np.nan) if read.lse is None else -read.lse
-    known = common & np.isfinite(least)[..., None]
+    least = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
     with np.errstate(over="ignore"):
-        found = np.where(known, np.exp(logs - np.where(known, least[..., None], 0.0)), 0.0)
-    return found, known & ((found.max(axis=-1, keepdims=True) > 1.5) | (not relative))
+        found = np.where(common, np.exp(logs - np.where(common, least, 0.0)), 0.0)
+    known = common & (found.max(axis=-1, keepdims=True) > 1.5)
+    values = np.unique(np.round(found[known]))
+    exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
+    whole = exact.size and exact.all() and 1 < values[-1] <= 16
+    return found, known, values if whole else values[:0]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rawattn.check.diagnose.evidence.picture import picture
+from rawattn.check.diagnose.evidence.sight import picture
 from rawattn.check.diagnose.findings import Diagnosis, Finding, readable
 from rawattn.check.diagnose.report import glossary, words
 
