@@ -213,26 +213,7 @@ def fit(
     return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
 
 
-# ---- of identities ----------------------------------------------------------------------------
-
-# Distance of neighbouring numbers at 1, as far as an implementation is held to it: float32 may have
-# been TF32 on the way, and in float64 the length of sums counts for more than a rounding.
-HELD_TO = {
-    np.dtype(np.float16): 2.0**-10,
-    np.dtype(ml_dtypes.bfloat16): 2.0**-7,
-    np.dtype(np.float32): 2.0**-10,
-    np.dtype(np.float64): 2.0**-46,
-}
-TINY = {np.dtype(np.float16): 2.0**-14}  # below it the error is no longer relative
 TELLING = 32  # different numbers that are no coincidence
-
-
-def coarsest(question: Question, answers: Answers) -> np.dtype:
-    """The coarsest dtype of the inputs and the answers."""
-    arrays = (question.q, question.k, question.v, *answers.values())
-    found = [narrowest(np.asarray(a)) for a in arrays]
-    known = [dtype for dtype in found if dtype in HELD_TO] or [np.dtype(np.float64)]
-    return max(known, key=lambda dtype: (HELD_TO[dtype], dtype in TINY))
 
 
 def narrowest(array: np.ndarray) -> np.dtype:
@@ -247,13 +228,3 @@ def narrowest(array: np.ndarray) -> np.dtype:
         if (finite.astype(narrow).astype(array.dtype) == finite).all():
             return np.dtype(narrow)
     return array.dtype
-
-
-def ways_to_round(dtype: np.dtype) -> tuple[tuple[Callable[[Floats], Floats], ...], float]:
-    """Two ways in which ``dtype`` rounds, and what to multiply the errors by: to the nearest on two
-    grids; float32 operands, which tensor cores cut, also towards zero."""
-    if dtype.itemsize == 2:
-        nearest = to_dtype(dtype.type)
-        return (nearest, lambda x: nearest(1.37 * x) / 1.37), 1.0
-    eps = HELD_TO[np.dtype(np.float32)]
-    return (to_tf32, lambda x: to_tf32(x * (1 - eps / 2))), HELD_TO[dtype] / eps
