@@ -35,7 +35,7 @@ from rawattn.check.diagnose.evidence.precision import (
     smallest_of,
 )
 from rawattn.check.diagnose.findings import Check, Finding
-from rawattn.check.diagnose.inferred import sinks, stale_max
+from rawattn.check.diagnose.inferred import sinks
 from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
@@ -203,9 +203,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    named = stale_max.of_forward(question, work.answers, names)
-    for proof in (_unrelated, _rearranged, _dead):
-        named = named or proof(verdict)
+    named = _unrelated(verdict) or _rearranged(verdict) or _dead(verdict)
     if named is not None:
         bug, confidence, evidence = named
         return finding(side, bug, where, confidence, evidence)
