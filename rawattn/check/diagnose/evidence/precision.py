@@ -211,20 +211,3 @@ def fit(
         ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
     relative = relative_residual(a, b, rows)
     return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
-
-
-TELLING = 32  # different numbers that are no coincidence
-
-
-def narrowest(array: np.ndarray) -> np.dtype:
-    """The narrowest dtype that holds ``array``, if it has enough numbers to tell: a wide array may
-    hold 16-bit numbers that somebody widened."""
-    if array.dtype not in (np.float32, np.float64):
-        return array.dtype
-    finite = array[np.isfinite(array) & (array != 0)]
-    if len(np.unique(finite[:4096])) < TELLING:
-        return array.dtype
-    for narrow in (ml_dtypes.bfloat16, np.float16, np.float32):
-        if (finite.astype(narrow).astype(array.dtype) == finite).all():
-            return np.dtype(narrow)
-    return array.dtype

@@ -14,7 +14,7 @@ from rawattn.check.diagnose.engine.attention import Floats
 from rawattn.check.diagnose.engine.parts import by_tokens
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.invariants import Off, healthy, judged, largest
-from rawattn.check.diagnose.evidence.precision import eps_of, finite, narrowest
+from rawattn.check.diagnose.evidence.precision import eps_of, finite
 from rawattn.check.diagnose.findings import Check
 from rawattn.check.transfer import Array
 
@@ -84,14 +84,12 @@ class Runs:
         """What results differ by from those of the first run, and what the order in which sums are
         taken may change."""
         q = self.question
+        ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
         tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
         for b, *spans, _ in healthy(q):
             for tensor, x in answers.items():
                 rows = spans["qk".index(side_of(tensor))]
                 now, before = x[rows], self.first[tensor][rows]
-                # behind results of 16-bit inputs there is such arithmetic
-                dtype = q.dtype if q.dtype.itemsize == 2 else narrowest(self.first[tensor])
-                ulps = ULPS[dtype.itemsize] * eps_of(np.empty(0, dtype))
                 with np.errstate(invalid="ignore"):
                     off = np.where(_differ(now, before), now - before, 0.0)
                 yield Off(b, largest(off), ulps * largest(finite(before)) + tiny, tensor)

@@ -1,8 +1,5 @@
-"""Which sums of parts of the keys were put together wrongly? Tried on one view, planted if it fits.
-
-Tiles that come one after the other must be rescaled by exp(old max - new max) of their own row; the
-results of splits must be weighted by exp(lse of the split - lse).
-"""
+"""Which running sums were not rescaled, by exp(old max - new max) of their own row, as the next
+tile of keys came? Tried on one view, planted if it fits."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,18 +8,13 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.partial_sums import (
-    LSES,
     RESCALED,
-    RIGHT,
     RIGHTLY,
     WAYS,
-    WEIGHTS,
     Results,
     divided,
-    merged,
     parts_of,
     rescaled,
-    splits,
     steps,
     tiles,
     totals,
@@ -32,7 +24,6 @@ from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
-MOST = 6  # merges that are planted
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},
     "jvp": {"out": "jvp out", "lse": "jvp lse", "tout": "tout", "e": "tlse"},
@@ -46,7 +37,7 @@ WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 @np.errstate(all="ignore")
 def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
-    """Bugs of partial sums that fit the view of a sample."""
+    """Those that fit the view of a sample."""
     sample = Sample(question, answers, stage)
     views = contexts(question, stage) if sample.wrong and stage in TENSORS else []
     for c in (c for c in views if c.view.sequence == sample.sequence and c.S.shape[2]):
@@ -55,8 +46,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
             found = {
                 of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()
             }
-            merges = _merges(question, c, found) if stage == "forward" else []
-            return [*_rescaled(question, stage, c, found), *merges]
+            return [*_rescaled(question, stage, c, found)]
     return []
 
 
@@ -75,28 +65,6 @@ def _rescaled(
                 said = " and ".join(WORDS.get(name, name) for name in moved)
                 planted = steps(stage, cut, partial(rescaled, wrong=moved, way=way))
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
-
-
-def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bug]:
-    """The merges that come nearest; where all parts have keys some are alike."""
-    near: list[tuple[float, Bug]] = []
-    for at, cut in splits(question).items():
-        parts, total, forms = parts_of(c, cut), 0.0, {"out": [RIGHT], "lse": [RIGHT]}
-        for of, x in found.items():
-            left = {
-                form: _left(x, getattr(merged(parts, **{of: form}), of))
-                for form in (WEIGHTS if of == "out" else LSES)
-            }
-            least = min(left.values())
-            if least < FITS * left[RIGHT]:
-                forms[of] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
-            total += left[forms[of][0]]
-        for out, lse in product(*forms.values()):
-            if (out, lse) != (RIGHT, RIGHT):
-                planted = steps("forward", cut, partial(merged, out=out, lse=lse))
-                said = f"weights {out}; lse {lse}; {at}"
-                near.append((total, Bug("partial-merge", said, ("forward",), steps=planted)))
-    return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 
 def _left(found: Floats, wanted: Floats) -> float:

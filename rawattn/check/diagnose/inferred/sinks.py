@@ -5,24 +5,25 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.reading import array_of
-from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
+from rawattn.check.diagnose.engine.attention import Floats, Same, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import dead_to_inf
-
-ALL = "all queries"
 
 
 def said(
     question: Question, stage: str, given: tuple[Floats, Floats], found: Floats, allowed: float
 ) -> str:
     """In words; "" where no sum gives it up to ``allowed``."""
+    b = question.sequence_of("q")
+    rows = {"all queries": b >= 0, "the last sequence alone": b == b.max(initial=-1)}
+    rows["the first sequence alone"] = b == b[b >= 0].min(initial=len(b))
     factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
-    terms = _terms(question, given, stage)
-    for (sign, factor), (term, x) in product(factors.items(), terms.items()):
-        sums = {of: factor * (x * there).sum(axis=1) for of, there in _rows(question).items()}
-        if like := [of for of, y in sums.items() if np.abs(y - found).max() <= allowed]:
-            over = " or ".join(like[: 1 + (like[0] != ALL)])
-            return f"it is the sum of {term} over {over}{sign}"
+    for (term, x), (sign, factor) in product(
+        _terms(question, given, stage).items(), factors.items()
+    ):
+        for of, there in rows.items():
+            if np.abs(factor * (x * there).sum(axis=1) - found).max() <= allowed:
+                return f"it is the sum of {term} over {of}{sign}"
     return ""
 
 
@@ -47,18 +48,3 @@ def _terms(question: Question, given: tuple[Floats, Floats], stage: str) -> dict
     for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
         found |= {f"{text} {how} {n},": whole + often * weight * x for n, x in parts.items()}
     return found | {f"{text} without dlse in D,": whole + weight * (moved - e) * dlse}
-
-
-def _rows(question: Question) -> dict[str, np.ndarray]:
-    """Rows (total_q,) of which there may be a sum."""
-    b, i = question.sequence_of("q"), question.place_of("q")
-    n = np.asarray(question.lengths_q)[b]
-    first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
-    found = {ALL: b >= 0, "the last sequence alone": last, "the first sequence alone": first}
-    found |= {"all sequences but the last": ~last, "all sequences but the first": ~first}
-    for tile in TILES:
-        own, end = i // tile, (n - 1) // tile
-        for name, there in {"last": own == end, "first": own == 0}.items():
-            found[f"the {name} tile of {tile} queries of each sequence alone"] = there
-            found[f"all queries but the {name} tile of {tile} of each sequence"] = ~there
-    return found

@@ -218,21 +218,10 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         fitted = (
             f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
         )
-        nan = _first_nan(question, name, work.found[name])
-        told = (nan, *places[:1], fitted, *places[1:])
-        said.append(f"{name}: {'; '.join(filter(None, told))}")
+        nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
+        told = ([f"{nan} rows have NaN"] if nan else []) + [*places[:1], fitted, *places[1:]]
+        said.append(f"{name}: {'; '.join(told)}")
     return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
-
-
-def _first_nan(question: Question, name: str, found: np.ndarray) -> str:
-    """How many rows have NaN, and where they begin."""
-    sequence, place = question.sequence_of(name), question.place_of(name)
-    bad = np.argwhere(np.isnan(by_rows(name, found)).any(axis=2) & (sequence >= 0)[:, None])
-    if not len(bad):
-        return ""
-    row, head = bad[0]
-    at = f"row {place[row]} of sequence {sequence[row]}, head {head}"
-    return f"{len(bad)} rows have NaN, from {at}, on"
 
 
 CONCLUSIONS: dict[tuple[str, ...], str] = {
@@ -264,25 +253,21 @@ Named = tuple[str, str, tuple[str, ...]] | None
 
 
 def _unrelated(verdict: StageVerdict) -> Named:
-    """No tensor of the stage has anything in common with the right one."""
+    """No tensor of the stage has anything in common with the right one but its size."""
     if verdict.right or (verdict.stage != "forward" and len(verdict.tensors) == 1):
         return None  # a product may be at fault
     said = []
     for name in verdict.tensors:
         rows, pair = verdict.work.rows[name], verdict.work.pair(name)
-        if relative_residual(*pair, rows) < NEAR.get(name, 0.0):  # it is of these inputs
-            return None
         a, b = (x[rows].ravel() for x in pair)
-        if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
+        if a.size < 64 or not np.isfinite([a, b]).all():
             continue
-        if not a.std() or not b.std():
+        with np.errstate(invalid="ignore", divide="ignore"):
+            like, size = np.corrcoef(a, b)[0, 1], a.std() / b.std()
+        near = relative_residual(*pair, rows) < NEAR.get(name, 0.0)  # it is of these inputs
+        if near or not 0.3 < size < 3 or (abs(like) > UNRELATED and name not in BY_ROW):
             return None
-        correlation = float(np.corrcoef(a, b)[0, 1])
-        if abs(correlation) > UNRELATED and name not in BY_ROW:
-            return None
-        if not 0.3 < a.std() / b.std() < 3:
-            return None
-        said.append(f"{name}: correlation with the right values {correlation:.2f}, of equal size")
+        said.append(f"{name}: correlation with the right values {like:.2f}, of equal size")
     return ("other-data", "medium", tuple(said)) if said else None
 
 
