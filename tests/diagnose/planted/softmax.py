@@ -1,7 +1,6 @@
 """Bugs in what the softmax is taken over: scores, masks, sums, and how parts are merged."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,15 +67,6 @@ def parts_of(c: Head, parts: int) -> Iterator[tuple[slice, Array, Array]]:
         yield here, *attended(c.S[:, here], c.V[here])
 
 
-def by_sums(c: Head, x: Softmax) -> Softmax:
-    """Parts weighted by row sums without their maxima."""
-    total, O = 0.0, 0.0  # noqa: E741
-    for here, lse, out in parts_of(c, 3):
-        own = exp(lse - finite(c.S[:, here].max(axis=1, keepdims=True)))
-        total, O = total + own, O + own * out  # noqa: E741
-    return x[0], O / np.where(total == 0, 1, total)
-
-
 def merged(parts: int, of: Callable[[Softmax, Array, Array], Softmax]) -> Hooks:
     """L and O of those of ``parts`` of the keys."""
 
@@ -88,13 +78,6 @@ def merged(parts: int, of: Callable[[Softmax, Array, Array], Softmax]) -> Hooks:
 
 def mean(x: Softmax, lse: Array, out: Array) -> Softmax:
     return x[0], out.mean(axis=0)
-
-
-def weighted(x: Softmax, lse: Array, out: Array, factor: float = 1.0) -> Softmax:
-    top = finite(lse.max(axis=0))
-    weights = exp(factor * (lse - top))
-    total = weights.sum(axis=0)
-    return top + np.log(total) / factor, (weights * out).sum(0) / np.where(total == 0, 1, total)
 
 
 def not_reset(tile: int) -> Hooks:
@@ -138,9 +121,7 @@ _CAUSAL, _OPEN = {"masks": ("causal",)}, {"masks": ("open",)}
 _PADDED = _OPEN | {"lengths_k": ("equal",)}
 _HEADS = {"groups": (2, 3)}
 _SEVERAL = {"heads_kv": (3, 4), "masks": ("causal", "open"), "lengths": (20, 40)}
-_LONG = {"lengths": (33, 60), "lengths_k": ("equal",)}
 _OTHER_SCALE = {"scale": lambda c, s: (c.Q.shape[1] + 37) ** -0.5}
-_EMPTY_AS_0: Any = lambda x, lse, out: weighted(x, finite(lse), out)  # noqa: E731
 _FROM_DIAGONAL = {"seen": lambda c, x: ~x | (c.j == c.p)}
 
 _TABLE: Table = (
@@ -164,11 +145,6 @@ _TABLE: Table = (
     ("denominator: sinks, out alone", "f", heavier(lambda c: 0.7 * (c.h % 3), False), _HEADS),
     ("denominator: sinks", "f", heavier(lambda c: -0.6 * (c.h % 3)), _HEADS),
     ("denominator: not reset", "f", not_reset(16), _SEVERAL),
-    ("partial-merge: by sums, 3 of 16", "f", {"softmax": by_sums}, _LONG),
-    ("partial-merge: base 2", "f", merged(2, partial(weighted, factor=1 / LN_2))),
-    ("partial-merge: the largest lse", "f", merged(4, lambda x, lse, out: (lse.max(axis=0), x[1]))),
-    ("partial-merge: mean", "f", merged(3, mean), _LONG),
-    ("partial-merge: empty as 0", "f", merged(3, _EMPTY_AS_0), _CAUSAL),
     ("partial-merge: lse of a part", "b", ring(2, lse=True)),
     ("partial-merge: delta of a part", "b", ring(3, lse=False)),
 )
