@@ -171,15 +171,9 @@ tile-overwrites: a sum over tiles holds the contribution of one tile alone
 accumulator-not-reset: a tile of a result holds the sums of the tiles before it too
     where the accumulator is cleared: in the loop over tiles, not in front of it
     the first tile of every sequence is right; the sum over all tiles is not
-tile-period: rows are wrong by their place in a tile
-    loop bounds, masks, row statistics, shared-memory indices, rows that nobody initialises
-    the same rows of every tile are wrong
 race: two equal calls give different numbers
     a missing barrier, or two threads that store to one place
     rows are wrong now and then, others at each call
-other-data: the result has nothing to do with these inputs
-    where the numbers come from: other weights, another seed, an old file
-    correlation with the right values is about 0, at the right size
 # what is read
 arguments-swapped: two arrays stand in each other's place
     the order of arguments and of saved tensors

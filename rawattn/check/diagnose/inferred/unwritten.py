@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug
+from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_SLOTS,
@@ -31,7 +31,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         constant = _constant(sample, name, False if of_out is None else of_out[0])
         if constant is not None:
             found[name] = constant
-    if found and not _see_nothing(answers, found):
+    if found and (_whole_sequences(question, found) or not _see_nothing(answers, found)):
         text, store = _in_words(question, found), partial(_stored, found)
         yield Bug("rows-not-written", text, (stage,), store=store)
 
@@ -65,6 +65,16 @@ def _see_nothing(answers: Answers, found: Found) -> bool:
         if lse in found and np.isneginf(found[lse][1]):
             return True
     return False
+
+
+def _whole_sequences(question: Question, found: Found) -> bool:
+    """Whether the rows of out are all those of some sequences that see a key."""
+    if "out" not in found:
+        return False
+    sequence, rows = question.sequence_of("q"), found["out"][0]
+    alive = np.isfinite(solve(question, "forward")["lse"]).T
+    of = np.isin(sequence, sequence[rows.any(axis=1)])[:, None]
+    return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
 def _stored(found: Found, question: Question, answers: Answers) -> Answers:

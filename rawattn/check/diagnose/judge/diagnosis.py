@@ -51,7 +51,6 @@ WORDS = {
 }
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-INSIDE = re.compile(r", (given out|own softmax)\b")  # of a form: what matters to the engine alone
 NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
@@ -185,7 +184,11 @@ def _judge(
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
+    facts = [
+        f"{side}: {', '.join(verdict.tensors)} right, with rounding as of {verdict.precision}"
+        for verdict in verdicts
+        if verdict.sound
+    ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
@@ -200,13 +203,6 @@ def _judge(
         )
     failing = races or [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
-
-
-def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdict]) -> str:
-    wrong = [one.stage for one in verdicts if not one.sound]
-    given = f" for {verdict.source}" if "forward" in wrong and verdict.source else ""
-    names = ", ".join(verdict.tensors)
-    return f"{side}: {names} right{given}, with rounding as of {verdict.precision}"
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -276,7 +272,7 @@ def _found(
     works = {tensor: part.verdict for part in parts for tensor in part.tensors}
     wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
     bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
-    form, sight = INSIDE.sub("", bugs[0].variant), sight_of(question, bugs[0])
+    form, sight = bugs[0].variant, sight_of(question, bugs[0])
     evidence = [_said(name, parts, form, must)]
     for tensor, work in list(wrong.items())[:1]:
         told = structure.where(question, tensor, work.bad(tensor))[:3]

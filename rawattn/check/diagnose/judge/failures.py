@@ -41,6 +41,7 @@ SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
+NAMELESS_KINDS = 2  # of cases, after which the usual bugs alone are tried on others
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -69,13 +70,14 @@ def explain_failures(
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
-        given: dict[str, Any] = {"against": against, "until": until, "shown": shown}
+        lost = len(found) >= NAMELESS_KINDS and not any(_named(one) for _, one in found)
+        given: dict[str, Any] = {"against": against, "until": 0.0 if lost else until}
+        given["shown"] = shown
         diagnosis = explain_failure(candidate, kind[0], other, **given)
         sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
         shown |= {one.bug for one in sure} - {*NAMELESS}
         found.append((kind, diagnosis))
-    left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
-    joined = _joined(f"{candidate.name} against {against}", found, left)
+    joined = _joined(f"{candidate.name} against {against}", found)
     return replace(joined, findings=tuple(_as_failing(joined.findings)))
 
 
@@ -286,7 +288,7 @@ def _agree(found: Sequence[Kind]) -> bool:
     return len(found) >= AGREEING and named and all(one == said[0] for one in said)
 
 
-def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis:
+def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
     said: dict[tuple[str, str, str], list[tuple[Finding, Kind]]] = {}
     for kind in found:
@@ -321,9 +323,7 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
         more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
         told = {"evidence": (*best.evidence, more), "cases": tuple(map(str, cases))}
         findings.append(replace(best, confidence=CONFIDENCE[confidence(key)], **told))
-    unseen = (f"failing cases that were not looked at: {_few(left)}",) if left else ()
-    facts = shown[0].facts + unseen
-    return replace(shown[0], title=title, findings=tuple(findings), facts=facts)
+    return replace(shown[0], title=title, findings=tuple(findings))
 
 
 def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:

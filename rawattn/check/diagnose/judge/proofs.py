@@ -5,9 +5,7 @@ planted computation gives these numbers, but their structure says enough. Long, 
 other.
 """
 
-import re
 from collections.abc import Sequence
-from operator import itemgetter
 
 import numpy as np
 
@@ -35,14 +33,10 @@ from rawattn.check.diagnose.evidence.precision import (
     smallest_of,
 )
 from rawattn.check.diagnose.findings import Check, Finding
-from rawattn.check.diagnose.inferred import sinks
 from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
-PERIOD = re.compile(r"^the \w+ with [ij] % ")  # of rows, in words: a place in a tile decides
-NEAR = {"out": 0.5, "lse": 2.0**-8}  # what is left of those of the same inputs, at most
-UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
 def finding(
@@ -164,11 +158,7 @@ def of_sinks(
         if off.max() <= OF_SINKS_NOISE * noise:
             continue
         evidence = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
-        forward = given or itemgetter("out", "lse")(solve(question, "forward"))
-        wrong, allowed = np.asarray(answers[name], np.float64), OF_SINKS_NOISE * noise
-        told = sinks.said(question, stage, forward, wrong, allowed)
-        title = CLASSES["sinks-gradient"].title + (f": {told}" if told else "")
-        found.append(finding(side, "sinks-gradient", name, "high", evidence, title=title))
+        found.append(finding(side, "sinks-gradient", name, "high", evidence))
     return found
 
 
@@ -203,27 +193,26 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    named = _unrelated(verdict) or _rearranged(verdict) or _dead(verdict)
+    named = _rearranged(verdict) or _dead(verdict)
     if named is not None:
         bug, confidence, evidence = named
         return finding(side, bug, where, confidence, evidence)
     said = ["no known bug gives these numbers"]
-    given = " of the out and lse beside it" if verdict.source else ""
     for name in names:
         places = structure.where(question, name, work.bad(name))
-        if any(map(PERIOD.search, places)):
-            return finding(side, "tile-period", where, "medium", (f"{name}: {'; '.join(places)}",))
         finite = (np.where(np.isfinite(x), x, 0.0) for x in work.pair(name))
         slope, residual, _ = structure.fit(*finite)
-        fitted = (
-            f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
-        )
+        fitted = f"slope to the right values {slope:.4g}, which leaves {residual:.2g} of them"
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
         told = ([f"{nan} rows have NaN"] if nan else []) + [*places[:1], fitted, *places[1:]]
         said.append(f"{name}: {'; '.join(told)}")
-    return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
+    judged = {*names, *verdict.right} == {*verdict.tensors} >= {*NEEDED.get(verdict.stage, names)}
+    look_at = CONCLUSIONS.get(names, "") if judged else ""
+    return finding(side, "unknown", where, "low", said, look_at=look_at)
 
 
+NEEDED = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+# where to look, by which of these are wrong
 CONCLUSIONS: dict[tuple[str, ...], str] = {
     ("out",): "what comes after P, since lse is right and so scores, mask and row sums are: the "
     "product P V, v itself and its layout, the rescaling and the store of out",
@@ -240,35 +229,7 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
 }
 
 
-def _conclusion(verdict: StageVerdict) -> str:
-    """Where to look, by which tensors of a stage are right and which are wrong."""
-    wrong, tensors = verdict.unexplained, set(verdict.tensors)
-    if wrong not in CONCLUSIONS or set(wrong) | set(verdict.right) != tensors:
-        return ""
-    needed = ("dq", "dk", "dv") if wrong[0][0] == "d" else ("out", "lse")
-    return CONCLUSIONS[wrong] if tensors >= set(needed) else ""
-
-
 Named = tuple[str, str, tuple[str, ...]] | None
-
-
-def _unrelated(verdict: StageVerdict) -> Named:
-    """No tensor of the stage has anything in common with the right one but its size."""
-    if verdict.right or (verdict.stage != "forward" and len(verdict.tensors) == 1):
-        return None  # a product may be at fault
-    said = []
-    for name in verdict.tensors:
-        rows, pair = verdict.work.rows[name], verdict.work.pair(name)
-        a, b = (x[rows].ravel() for x in pair)
-        if a.size < 64 or not np.isfinite([a, b]).all():
-            continue
-        with np.errstate(invalid="ignore", divide="ignore"):
-            like, size = np.corrcoef(a, b)[0, 1], a.std() / b.std()
-        near = relative_residual(*pair, rows) < NEAR.get(name, 0.0)  # it is of these inputs
-        if near or not 0.3 < size < 3 or (abs(like) > UNRELATED and name not in BY_ROW):
-            return None
-        said.append(f"{name}: correlation with the right values {like:.2f}, of equal size")
-    return ("other-data", "medium", tuple(said)) if said else None
 
 
 def _rearranged(verdict: StageVerdict) -> Named:
