@@ -41,7 +41,7 @@ SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
-NAMELESS_KINDS = 2  # of cases, after which the usual bugs alone are tried on others
+NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -58,7 +58,7 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all.
 
     Cases of the same small problem, but for its dtype, are of one kind; kinds are looked at until
-    AGREEING of them say the same, but none begins after ``seconds``, counted as ``effort`` counts
+    enough of them say the same, but none begins after ``seconds``, counted as ``effort`` counts
     them. ``other`` is what it was compared with, called ``against``; None is the reference.
     """
     kinds: dict[Case, list[Case]] = {}
@@ -66,17 +66,21 @@ def explain_failures(
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
     found: list[Kind] = []
-    shown: frozenset[str] = frozenset()
+    shown, dtypes = frozenset[str](), set[str]()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
         lost = len(found) >= NAMELESS_KINDS and not any(_named(one) for _, one in found)
+        if lost and kind[0].dtype in dtypes:
+            continue
+        dtypes.add(kind[0].dtype)
         given: dict[str, Any] = {"against": against, "until": 0.0 if lost else until}
         given["shown"] = shown
         diagnosis = explain_failure(candidate, kind[0], other, **given)
         sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
         shown |= {one.bug for one in sure} - {*NAMELESS}
-        found.append((kind, diagnosis))
+        if not lost or _named(diagnosis):
+            found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
     return replace(joined, findings=tuple(_as_failing(joined.findings)))
 
