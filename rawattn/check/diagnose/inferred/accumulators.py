@@ -73,8 +73,6 @@ def _which(held: Floats, sequence: np.ndarray, tells: np.ndarray) -> str:
     later = order[:, None] > order
     told = {
         "that of the one before it": order[:, None] == order + 1,
-        "those of all before it": later,
-        "those of all behind it": later.T,
         "those of all before it in its sequence": later & own,
         "those of all behind it in its sequence": later.T & own,
     }

@@ -7,7 +7,6 @@ evidence in words.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -218,9 +217,8 @@ def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
     tensors = tensors_in(finding.where)
     about = [check for check in failing if not tensors or tensors_in(check.text) & tensors]
     for check in sorted(about, key=lambda check: "with one key" not in check.text)[:1]:
-        place = re.split("[;:]", check.place)[0]
         held = f"{check.text}, but it is off by {readable(check.value)}"
-        held += f" in {place}" if place else ""
+        held += f" in {check.place}" if check.place else ""
         return replace(finding, evidence=(*finding.evidence[:1], held, *finding.evidence[1:]))
     return finding
 

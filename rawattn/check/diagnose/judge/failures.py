@@ -74,9 +74,8 @@ def explain_failures(
         if lost and kind[0].dtype in dtypes:
             continue
         dtypes.add(kind[0].dtype)
-        given: dict[str, Any] = {"against": against, "until": 0.0 if lost else until}
-        given["shown"] = shown
-        diagnosis = explain_failure(candidate, kind[0], other, **given)
+        asked = partial(explain_failure, candidate, kind[0], other, against=against)
+        diagnosis = asked(until=0.0 if lost else until, shown=shown)
         sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
         shown |= {one.bug for one in sure} - {*NAMELESS}
         if not lost or _named(diagnosis):
@@ -117,15 +116,13 @@ def explain_failure(
     best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
-    tried = "a small problem of its kind"
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
-        tried += ", the case itself"
         own = look(question_of(candidate.fit(case)), until=until, told=told)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
     nothing = finding(
-        *(SIDE, "unknown", str(case), "low", (f"looked at: {tried}",)),
+        *(SIDE, "unknown", str(case), "low", ("no problem of its kind shows one",)),
         title="it fails, but no bug is to be seen",
         look_at="what the case has besides: its lengths, NaN in other sequences and past the end, "
         "strides",
@@ -320,14 +317,14 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         return what[1] in NAMELESS, confidence(what), -len(said[what])
 
     findings: list[Finding] = []
-    shown = [diagnosis for _, diagnosis in found] or [Diagnosis(title, ())]
+    shown = found[0][1]
     for key in sorted(said, key=rank):
         best, (cases, diagnosis) = min(said[key], key=lambda one: one[0].rank)
-        shown = shown if findings else [diagnosis]
+        shown = shown if findings else diagnosis
         more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
         told = {"evidence": (*best.evidence, more), "cases": tuple(map(str, cases))}
         findings.append(replace(best, confidence=CONFIDENCE[confidence(key)], **told))
-    return replace(shown[0], title=title, findings=tuple(findings))
+    return replace(shown, title=title, findings=tuple(findings))
 
 
 def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:

@@ -1,8 +1,7 @@
 """Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
 
-A cotangent on padding rows that nobody saved, garbage from memory, arrays that were exchanged: no
-planted computation gives these numbers, but their structure says enough. Long, one proof after the
-other.
+Copies, NaN, arrays that were exchanged, other results for an equal question: no planted computation
+gives these numbers, but their structure says enough. Long, one proof after the other.
 """
 
 from collections.abc import Sequence
