@@ -322,8 +322,8 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         best, (cases, diagnosis) = min(said[key], key=lambda one: one[0].rank)
         shown = shown if findings else diagnosis
         more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
-        told = {"evidence": (*best.evidence, more), "cases": tuple(map(str, cases))}
-        findings.append(replace(best, confidence=CONFIDENCE[confidence(key)], **told))
+        best = replace(best, evidence=(*best.evidence, more), cases=tuple(map(str, cases)))
+        findings.append(replace(best, confidence=CONFIDENCE[confidence(key)]))
     return replace(shown, title=title, findings=tuple(findings))
 
 
