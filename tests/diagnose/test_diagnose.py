@@ -12,7 +12,6 @@ import pytest
 
 from rawattn.check.cases import dtype_of, standard
 from rawattn.check.diagnose.engine.attention import STEPS, Bug, changed, solve
-from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import of_sides
 from rawattn.check.diagnose.judge.cut import SCORES, cost, cut
 from rawattn.check.diagnose.judge.diagnosis import diagnose
@@ -58,7 +57,7 @@ def test_does_not_accuse_derivatives_options_and_lists(kind: str, dtype: np.dtyp
 def test_what_fits_nothing_is_not_fitted() -> None:
     question, rng = packed((9, 20), FLOAT64), np.random.default_rng(1)
     noise = {n: rng.standard_normal(x.shape) for n, x in solve(question, "forward").items()}
-    assert {finding.bug for finding in diagnose(question, noise).findings} == {"other-data"}
+    assert {finding.bug for finding in diagnose(question, noise).findings} == {"unknown"}
 
 
 def test_two_bugs_are_both_named() -> None:
@@ -70,23 +69,12 @@ def test_two_bugs_are_both_named() -> None:
     assert named == {"output-scale", "lse-base-2"}
 
 
-def test_of_what_has_no_name_the_direction_is_said() -> None:
-    question = packed(dtype=FLOAT64, moved=True)
-
-    def call(asked: Question) -> Answers:
-        by = np.cos(np.arange(len(asked.k)))[:, None, None]
-        return solve(replace(asked, tv=asked.tv * by), "jvp")
-
-    (found,) = diagnose(question, call(question), call=call).findings
-    assert found.title.endswith("where tv alone is given: tout")
-
-
-def test_the_term_that_gsinks_lack_is_said() -> None:
+def test_gsinks_are_judged_by_themselves() -> None:
     sinks = {"sinks": np.arange(4) / 2, "tsinks": np.arange(4) - 1.2}
     question = packed(dtype=FLOAT64, moved=True, dlse=True, **sinks)
     lacks = {"gsink": lambda c: STEPS["gsink"](changed(c, w=0 * c.w))}
     (found,) = diagnose(question, solve(question, "second", Bug("", steps=lacks))).findings
-    assert found.bug == "sinks-gradient" and "without W, over all queries" in found.title
+    assert found.bug == "sinks-gradient"
 
 
 def test_both_sides_are_judged() -> None:

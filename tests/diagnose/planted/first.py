@@ -24,7 +24,7 @@ from tests.diagnose.hooks import (
     with_zeros,
 )
 from tests.diagnose.plain import BFLOAT16, FLOAT16, FLOAT32, LN_2, ZEROS, Array, Head, Planted
-from tests.diagnose.problems import Needs, normal, problems
+from tests.diagnose.problems import Needs, problems
 from tests.diagnose.stores import apart, bounds, change, delta, in_sequences, stored, written_as
 from tests.diagnose.table import GRADIENTS, Hooks, Table, kernel, plants, stages_of
 
@@ -41,17 +41,6 @@ def late(x: Array, name: str, question: Question) -> Array:
     rows, there = (a.T if name in ("lse", "delta") else a for a in (found, x))
     rows[start + 1 :], rows[start] = there[start:-1], -np.inf if name == "lse" else 0
     return found
-
-
-def garbage(tile: int, first: int) -> Any:
-    """The last rows of every tile are what happened to be in memory."""
-
-    def rows(x: Array) -> Array:
-        other = np.random.default_rng(len(x)).standard_normal(x.shape).astype(x.dtype)
-        place = np.arange(len(x))[:, None, None] % tile
-        return np.where(place >= first, other, x)
-
-    return in_sequences(rows)
 
 
 def without_tail(tile: int) -> Any:
@@ -104,14 +93,6 @@ def no_tail_of_queries(tile: int) -> Hooks:
     return tiled(tile) | {"rows": lambda c, x: x[: c.n // tile * tile]}
 
 
-def other_data(at: Any, question: Question) -> Question:
-    """The same problem with other numbers in it."""
-    rng = np.random.default_rng((29, len(question.q), len(question.k)))
-    arrays = {name: getattr(question, name) for name in ("q", "k", "v", "dout", "dlse")}
-    drawn = {name: normal(rng, a.shape, a.dtype) for name, a in arrays.items() if a is not None}
-    return replace(question, **drawn)
-
-
 def delta_of(out: Any) -> Hooks:
     """D of another out."""
     return delta(lambda a, q: (a["dout"] * out(a["out"], q)).sum(2).T - a["dlse"])
@@ -129,7 +110,6 @@ _MASKED = (*_CAUSAL, "window")
 _LEFT = ("window", "causal window", "left")
 _ALIVE = ("equal", "equal", "more")  # lengths of keys with which no query is without a key
 _OPEN, _RIGHT_SIDE = {"masks": ("open",)}, {"masks": ("window", "right")}
-_TILES_16 = {"lengths": (30, 90)}  # two in a sequence, or it is no period
 _OVER_32, _OVER_64 = ({"lengths": (tile - 12, 100), "over": tile} for tile in (32, 64))
 _SHORT, _ALL, _LONG = {"lengths": (1, 40)}, {"lengths": (2, 90)}, {"lengths": (17, 90)}
 _GROUPED = {"groups": (2, 3, 4)}
@@ -155,7 +135,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "window-dropped": {"masks": _LEFT, "lengths": (10, 90)},
     "neighbour-leak": {"masks": ("open", "open", "left")},
     **dict.fromkeys(_EASY_ONES, _ALL),
-    **dict.fromkeys(("tail-tile-dropped", "tile-period", "race"), _LONG),
+    **dict.fromkeys(("tail-tile-dropped", "race"), _LONG),
     "no-rescale": _LONG | {"masks": ("open", "causal", "window", "right")},
     "no-max-subtraction": {"large": True, "lengths": (2, 60), "dlse": 0.2}
     | {"dtypes": (FLOAT32, BFLOAT16)},
@@ -175,7 +155,6 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "tile-counted-twice": _LONG | {"masks": ("open", "causal", "right")},
     "tile-overwrites": _EQUAL | {"lengths": (20, 90)},
     "accumulator-not-reset": {"lengths_k": ("equal",), "lengths": (40, 90)},
-    "other-data": {"lengths": (4, 90)},
 }
 _SUMS_OF = ("sum row_sum", "sum out", "sum dq", "sum dk", "sum dv")
 _NARROW = of_each(lambda c, x: c.run.narrow(x), *_SUMS_OF)
@@ -330,14 +309,11 @@ _TABLE: Table = (
     ("accumulator-not-reset: dq, 32, from the last", "b", stored(running_on(32, -1), "dq")),
     ("accumulator-not-reset: dk and dv, 32", "b", stored(running_on(32), "dk", "dv")),
     ("transposed: out, 8 apart in 16", "f", stored(_8_APART, "out")),
-    ("tile-period: out, garbage in 32", "f", stored(garbage(32, 28), "out"), {"lengths": (30, 90)}),
     ("transposed: dk and dv, 16 apart in 32", "b", stored(_16_APART, "dk", "dv")),
-    ("tile-period: dk and dv, garbage in 16", "b", stored(garbage(16, 12), "dk", "dv"), _TILES_16),
     # ---- no function of the inputs ----
     ("race: dk and dv", "b", of_each(_LOST, "dS of dk", "P of dv")),
     ("race: dq", "b", {"dS of dq": _LOST}),
     ("race: all gradients, 32", "b", of_each(_LOST_32, *_OPERANDS) | tiled(32)),
-    ("other-data: all inputs", "f b fb", {"question": other_data}),
 )
 PLANTED = plants(
     _TABLE, lambda on: {}, _NEEDS, named=lambda x, on: f"{x} ({' and '.join(stages_of(on))})"

@@ -115,7 +115,6 @@ _OFF_DIAGONAL = often(lambda t: t.i != t.j, "dq", tile_n=32)
 _DIAGONAL_TWICE = often(lambda t: 1 + (t.i == t.j), "dk", "dv", tile_n=32)
 _LAST_TWICE = often(lambda t: 1 + (t.i == t.last_i), "dk", "dv")
 _NO_TAIL = often(lambda t: t.rows.stop <= t.c.n // 32 * 32, "dk", "dv")
-_FLUSHED = {"dY": lambda c, x: np.where(abs(x) < 2.0**-14, 0, x.astype(np.float16)).astype(x.dtype)}
 _NARROW_D = delta(lambda a, q: a["delta"].astype(ml_dtypes.bfloat16), *B)
 _NARROW_L = lse(lambda L, q: L.astype(ml_dtypes.bfloat16))
 
@@ -151,7 +150,6 @@ _TABLE: Table = (
     ("output-scale: dq inside of the loop", "b", inside("dq", 32)),
     # ---- 16 bits ----
     ("narrow-intermediate: dS in float16", "b", _IN_FLOAT16, _SMALL | {"dout": 1e-6}),
-    ("narrow-intermediate: dS in float16, flushed to 0", "b", _FLUSHED, _SMALL | {"dout": 3e-3}),
     # beside float64's noise it is "unknown" as yet
     ("narrow-intermediate: dS in float8", "b", _IN_FLOAT8, {"dtypes": (FLOAT32,) * 3, "dlse": 0.0}),
     ("narrow-intermediate: D in bfloat16", "b", _NARROW_D, _FINE | _ROWS),

@@ -121,12 +121,8 @@ tile-overwrites: a sum over tiles holds the contribution of one tile alone
     the store inside of the loop: it must add, or stand behind the loop
 accumulator-not-reset: a tile of a result holds the sums of the tiles before it too
     where the accumulator is cleared: in the loop over tiles, not in front of it
-tile-period: rows are wrong by their place in a tile
-    loop bounds, masks, row statistics, shared-memory indices, rows that nobody initialises
 race: two equal calls give different numbers
     a missing barrier, or two threads that store to one place
-other-data: the result has nothing to do with these inputs
-    where the numbers come from: other weights, another seed, an old file
 # what is read
 arguments-swapped: two arrays stand in each other's place
     the order of arguments and of saved tensors

@@ -1,157 +1,124 @@
-"""Identities that right attention satisfies, each checked on one side alone.
+"""Identities that right attention satisfies whatever the inputs: evidence that needs no reference.
 
-I1 rows of P sum to 1                    I6 <v, dv> = <dout, out>
-I2 rows of dS sum to dlse, or to 0       I8 the order of the sequences does not matter
-I3 with one key, out is its v            I9 nor do the numbers of the neighbours
-I4 dv sums to dout                       I10 derivatives are each other's transpose
-I5 <q, dq> = <k, dk>                     I11 a factor of q is one of softmax_scale
-                                         I12 running again gives the same bits
+I1 rows of P sum to 1                    I9 the numbers of the neighbours do not matter
+I2 rows of dS sum to dlse, or to 0       I11 a factor of q is one of softmax_scale
+I3 with one key, out is its v            I12 running again gives the same bits
+I4 dv sums to dout
+I5 <q, dq> = <k, dk>
 
-I1 has two names, by the P that it is about: "I1 lse" that of the scores and a saved lse, "I1 out"
-the weights that out was made with, seen in the range of out. I2 is about the sum of dk over the
-keys, which is softmax_scale times that of dlse q; I3 about every row whose results are known
-without a softmax; I10 also stands for the derivatives of I2 to I6 in the given direction: these are
-H w for those w that leave scores or out alone. With a softcap, sinks or seqused_k the sums are
-others, and I12 alone is checked. Those between runs are in ``runs``.
+I2 is about the sum of dk over the keys, which is softmax_scale times that of dlse q. These five are
+coarse: what fails them is wrong, what passes may be wrong by a few percent. With a softcap, sinks
+or seqused_k the sums are others. Those between runs are in ``runs``.
 """
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.attention import Floats, solve
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.rows import Float64
-from rawattn.check.diagnose.evidence.runs import Call, Runs
-from rawattn.check.diagnose.evidence.side import Side
+from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.evidence.rows import Reach
+from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Check
 
-# Of each stage equations, and with what they do not hold: a "gate", none, "own" blocks without one,
-# and an "lse" that a backward was given and that may be that of more keys than these. They are read
-# as they stand: inner products with an input, and sums over all rows.
-TERM = re.compile(r"<(\w+), ([\w ]+)>|sum of ([\w ]+?) over the \w+")
-OF_DIRECTION = "<tq, dq> + <tk, dk> + <tv, dv> + <tblock_scale, dblock_scale> = "
-EQUATIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "backward": (
-        (
-            "I2",
-            "sum of dk over the keys = sum of softmax_scale dlse q over the queries",
-            "gate lse",
-        ),
-        ("I4", "sum of dv over the keys = sum of dout over the queries", "lse"),
-        ("I5", "<q, dq> = <k, dk>", ""),
-        ("I5", "<q, dq> = <block_scale, dblock_scale>", "own no-gate"),
-        ("I6", "<v, dv> = <dout, out>", "lse"),
-    ),
-    "jvp": (("I10", OF_DIRECTION + "<dout, tout> + <dlse, tlse>", ""),),
-    "second": (
-        ("I10", OF_DIRECTION + "<dout, ddout> + <dlse, ddlse>", ""),
-        ("I10", "sum of gk over the keys = sum of softmax_scale dlse tq over the queries", "gate"),
-        ("I10", "sum of gv over the keys = 0", ""),
-        ("I10", "<tq, dq> + <q, gq> = <tk, dk> + <k, gk>", ""),
-        ("I10", "<tv, dv> + <v, gv> = <dout, ddout>", ""),
-    ),
-}
-# Of a query with one key: a result, what it is of that key, and what that does not hold with.
-OF_ONE_KEY = {
-    "forward": (("out", "v", ""),),
-    "backward": (("dq", "softmax_scale dlse k", "gate lse"),),
-    "second": (("ddout", "tv", ""), ("gq", "softmax_scale dlse tk", "gate")),
-    "jvp": (("jvp out", "v", ""), ("tout", "tv", "")),
-}
-SOFTMAX = {"forward": ("lse", "out"), "jvp": ("jvp lse", "jvp out")}
+SHARE = 0.1  # of the size of what is added up, which an identity may be off by
+OF_KEYS = ("k", "v", "tk", "tv", "dk", "dv")
+Identity = tuple[str, str, Floats, Floats]  # name, text, what it is off by, of which size
 
 
-def checks(
-    question: Question, answers: Answers, side: str, *, call: Call | None = None
-) -> tuple[Check, ...]:
-    """The identities I1 to I6 and I10 as far as ``answers`` allow; with ``call`` all of them.
+class Off(NamedTuple):
+    """What an identity is off by at most in a sequence, in the results ``of``."""
 
-    ``call`` computes the answers to another question. What cannot be checked is left out. Sequences
-    with NaN or inf in their inputs and rows of no sequence do not count; NaN elsewhere fails.
-    """
-    with np.errstate(all="ignore"):
-        found = [] if question.rare else list(_alone(Side(question, answers, side)))
-        if call is not None:
-            found += Runs(question, side, call).checks()
-    return tuple(found)
+    sequence: int
+    value: float
+    allowed: float
+    of: str = ""
 
 
-def _alone(one: Side) -> Iterator[Check]:
-    """The identities that need no other run, of what there is."""
-    q, there = one.question, one.answers.keys()
-    larger = q.lse is not None and _of_lse(one, "lse", by_rows("lse", q.lse)).verdict == "FAIL"
-    gated = q.block_scale is not None
-    reasons = {"gate": gated, "no-gate": not gated, "own": one.reach.apart, "lse": larger}
-    hindered = {name for name, so in reasons.items() if so}
-    for stage in q.stages:
-        for name in (name for name in SOFTMAX.get(stage, ()) if name in there):
-            yield _of_lse(one, name, one.answers[name]) if "lse" in name else _of_out(one, name)
-        for tensor, of, but in OF_ONE_KEY[stage]:
-            if tensor in there and not hindered & {*but.split()}:
-                yield from _of_one_key(one, tensor, of)
-        for name, text, but in EQUATIONS.get(stage, ()) if q.dout is not None else ():
-            if not hindered & {*but.split()}:
-                yield from _equation(one, name, text)
+def judged(side: str, name: str, text: str, found: Sequence[Off]) -> Check:
+    """The check that nothing is off by more than is allowed."""
+    if not found:
+        return Check(side, name, text, 0.0, 0.0, "-", "no place to check it at")
+    bad = [one for one in found if one.value > one.allowed]
+    worst = max(bad or found, key=lambda one: one.value - one.allowed)
+    places = sorted({one.sequence for one in bad})
+    parts = [*dict.fromkeys(one.of for one in bad if one.of)]
+    parts += [named("sequence", places)] * (len(places) < len({one.sequence for one in found}))
+    verdict, where = ("FAIL", ", ".join(parts) or "all") if bad else ("pass", "")
+    return Check(side, name, text, worst.value, worst.allowed, verdict, where)
 
 
-def _of_out(one: Side, name: str) -> Check:
-    """I1 of an out."""
-    text = f"{name} lies between the smallest and the largest v of its sequence"
-    off = one.answers[name] - np.clip(one.answers[name], *_range_of_v(one))
-    return one.rows("I1 out", text, name, off, one.alive)
+def largest(x: Floats) -> float:
+    """inf where there is NaN."""
+    return float(np.nan_to_num(np.abs(x), nan=np.inf, posinf=np.inf).max(initial=0.0))
 
 
-def _of_lse(one: Side, name: str, lse: Float64) -> Check:
-    """I1 of an lse (total_q, num_heads_q, 1)."""
-    exact = one.right[name]
-    text = f"exp(scores - {name}) sums to 1 over the keys of a row"
-    looked = one.alive & ~np.isnan(exact[..., 0])
-    return one.rows("I1 lse", text, name, np.expm1(exact - lse), looked)
+def healthy(question: Question) -> Iterator[tuple[int, slice, slice, dict[str, Floats]]]:
+    """Sequences without NaN and inf in their inputs: rows of q and of k, and these inputs by rows,
+    0 where nobody looks at them."""
+    reach, x = Reach(question), {}
+    for name in ("q", "dout", "dlse", "tq", "k", "v", "tk", "tv"):
+        if (given := getattr(question, name)) is not None:
+            there = reach.seen if name in OF_KEYS else reach.count > 0
+            array = by_rows("lse" if name == "dlse" else name, given)
+            x[name] = np.where(there[..., None], array, 0.0)
+    for b, (rows, keys) in enumerate(sequences(question)):
+        here = {name: array[keys if name in OF_KEYS else rows] for name, array in x.items()}
+        if all(np.isfinite(array).all() for array in here.values()):
+            yield b, rows, keys, here
 
 
-def _range_of_v(one: Side) -> tuple[Float64, Float64]:
-    """The smallest and the largest v of the sequence of a row: both like out."""
-    q, seen = one.question, one.reach.seen[..., None]
-    low, high = (np.full((len(q.q), q.num_heads_q, q.v.shape[2]), by) for by in (np.inf, -np.inf))
-    for rows, keys in sequences(q):
-        v = one.x["v"][keys]
-        least = np.where(seen[keys], v, np.inf).min(axis=0, initial=np.inf)
-        most = np.where(seen[keys], v, -np.inf).max(axis=0, initial=-np.inf)
-        low[rows], high[rows] = (np.repeat(edge, q.group, axis=0) for edge in (least, most))
-    return low, high
+def checks(question: Question, answers: Answers, side: str) -> tuple[Check, ...]:
+    """I1 to I5 as far as ``answers`` allow, in healthy sequences."""
+    x = {n: by_rows(n, answers[n]) for n in ("out", "lse", "dq", "dk", "dv") if n in answers}
+    lse, key = solve(question, "forward")["lse"], Reach(question).key
+    # what is passed in may be of a softmax over more keys
+    own = question.lse is None or np.allclose(question.lse, lse, SHARE, SHARE, equal_nan=True)
+    right = by_rows("lse", lse)
+    found: dict[tuple[str, str], list[Off]] = {}
+    for b, rows, keys, at in () if question.rare else healthy(question):
+        at |= {name: array[keys if name in OF_KEYS else rows] for name, array in x.items()}
+        of = [*_forward(at, right[rows], key[rows] - keys.start), *_backward(question, at, own)]
+        for name, text, off, size in of:
+            one = Off(b, largest(off), SHARE * largest(finite(size)))
+            found.setdefault((name, text), []).append(one)
+    return tuple(judged(side, *key, of) for key, of in found.items())
 
 
-def _of_one_key(one: Side, tensor: str, of: str) -> Iterator[Check]:
-    """I3: what rows with one key must have, and those without any (0)."""
-    zero = "dlse" in of and one.question.dlse is None
-    text = f"a query with one key: {tensor} is {'0' if zero else of if ' ' in of else f'its {of}'}"
-    (*factor, name), found, key = of.rsplit(" ", 1), one.answers[tensor], one.reach.key
-    x = one.x[name]
-    head = np.arange(key.shape[1]) // one.question.group
-    wanted = np.where((key >= 0)[..., None], x[np.maximum(key, 0), head] if len(x) else 0.0, 0.0)
-    wanted = one.question.scale * one.x["dlse"] * wanted if factor else wanted
-    yield one.rows("I3", text, tensor, found - wanted, key >= 0)
-    dead = ~one.alive & (one.question.sequence_of("q") >= 0)[:, None]
-    if dead.any():
-        text = f"a query without a key: {tensor} is 0"
-        yield one.rows("I3", text, tensor, found, dead)
+def _forward(at: dict[str, Floats], lse: Floats, key: np.ndarray) -> Iterator[Identity]:
+    """key: of each row and head the only one that it sees, negative for none."""
+    if "lse" in at:
+        alive, text = np.isfinite(lse), "exp(scores - lse) sums to 1 over the keys of a row"
+        with np.errstate(all="ignore"):
+            yield "I1", text, np.expm1((lse - at["lse"])[alive]), 1 + np.abs(lse[alive])
+    if "out" in at:
+        row, head = np.nonzero(key >= 0)
+        v = at["v"][key[row, head], head * at["v"].shape[1] // key.shape[1]]
+        yield "I3", "a query with one key: out is its v", at["out"][row, head] - v, v
 
 
-def _equation(one: Side, name: str, text: str) -> Iterator[Check]:
-    """What an equation of EQUATIONS says, without what is not given."""
-    sides: list[list[tuple[Float64 | float, str]]] = [[], []]
-    said: list[list[str]] = [[], []]
-    saved = "out" not in one.answers and one.question.out is not None
-    for n, side in enumerate(text.split(" = ")):
-        for term in TERM.finditer(side):
-            of, tensor, summed = term.groups()
-            absent = of or ("dlse" if "dlse" in summed else "q")
-            if getattr(one.question, absent) is not None:
-                tensor = "given out" if tensor == "out" and saved else tensor or summed
-                sides[n].append((one.x[of] if of else 1.0, tensor))
-                said[n].append(term[0])
-    if all(tensor in one.answers for terms in sides for _, tensor in terms):
-        text = " = ".join(" + ".join(terms) or "0" for terms in said)
-        yield one.balance(name, text, *sides)
+def _backward(question: Question, at: dict[str, Floats], own: bool) -> Iterator[Identity]:
+    """Sums over the rows of a sequence and the heads that share keys. own: P sums to 1."""
+
+    def balance(of_keys: Floats, of_queries: Floats) -> tuple[Floats, Floats]:
+        """What two sums differ by, and the root of the squares of their terms."""
+        kv = (-1, question.group, of_queries.shape[2])
+        sums, squares = ((of_queries**n).sum(axis=0).reshape(kv).sum(axis=1) for n in (1, 2))
+        return of_keys.sum(axis=0) - sums, np.sqrt((of_keys**2).sum(axis=0) + squares)
+
+    def inner(a: str, b: str) -> Floats:
+        return np.asarray((at[a] * at[b]).sum(axis=2, keepdims=True))
+
+    if "dk" in at and own and question.block_scale is None:
+        given = "dlse" in at
+        of = "sum of softmax_scale dlse q over the queries" if given else "0"
+        sums = balance(at["dk"], question.scale * at["dlse"] * at["q"] if given else 0 * at["q"])
+        yield "I2", f"sum of dk over the keys = {of}", *sums
+    if "dv" in at and own:
+        text = "sum of dv over the keys = sum of dout over the queries"
+        yield "I4", text, *balance(at["dv"], at["dout"])
+    if {"dq", "dk"} <= at.keys():
+        yield "I5", "<q, dq> = <k, dk>", *balance(inner("k", "dk"), inner("q", "dq"))

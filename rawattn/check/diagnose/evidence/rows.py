@@ -57,13 +57,12 @@ class Rows:
 
 class Reach:
     """count, key (total_q, num_heads_q): the number of keys that a query sees, and which one where
-    it is one alone, else -1. seen (total_k, num_heads_kv): by any query. ``apart``: some query sees
-    a block without having selected it."""
+    it is one alone, else -1. seen (total_k, num_heads_kv): by any query."""
 
     def __init__(self, question: Question) -> None:
         q = self.question = question
         self.count, first = (np.zeros(q.q.shape[:2], dtype=np.int64) for _ in range(2))
-        self.seen, self.apart = np.zeros(q.k.shape[:2], dtype=bool), False
+        self.seen = np.zeros(q.k.shape[:2], dtype=bool)
         for view in views_of(q):
             weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
             if not weight.shape[2]:
@@ -72,5 +71,4 @@ class Reach:
             self.count[at] = weight.sum(axis=2).T
             first[at] = view.keys[weight.argmax(axis=2)].T
             self.seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
-            self.apart |= view.slot is not None and bool((weight & (view.slot < 0)).any())
         self.key = np.where(self.count == 1, first, -1)

@@ -1,4 +1,4 @@
-"""Results of which a tile, or a head, holds others too: an accumulator that is not cleared.
+"""Results of which a tile holds others too: an accumulator that is not cleared.
 
 Which ones is read off: what is too much in a unit is a sum of right units, with whole factors.
 """
@@ -16,17 +16,17 @@ from rawattn.check.diagnose.inferred.sample import Sample, stored
 MOST = 400  # units
 WHOLE = 0.1  # how near to whole numbers factors must be
 LEFT = 0.05  # of what is too much, at most
-Units = np.ndarray  # (count, size): of each the rows, -1 for none; of heads, which are rows then
+Units = np.ndarray  # (count, size): of each the rows, -1 for none
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
-    """Of each wrong result the largest tiles of which that is so, else heads."""
+    """Of each wrong result the largest tiles of which that is so."""
     for name in (n for n in sample.wrong if n not in BY_ROW and sample.found[n].ndim == 3):
-        for tile in (*TILES[::-1], 0):
+        for tile in TILES[::-1]:
             truth = by_rows(name, sample.truth[name])
-            units = _units(sample.question, name, tile, truth.shape[1])
-            right, found = (_cut(x, tile, units) for x in (truth, sample.found[name]))
-            extra, inside = found - right, _cut(np.ones_like(truth), tile, units) > 0
+            units = _units(sample.question, name, tile)
+            right, found = (_cut(x, units) for x in (truth, sample.found[name]))
+            extra, inside = found - right, _cut(np.ones_like(truth), units) > 0
             if not 1 < len(right) <= MOST or not np.isfinite(extra).all():
                 continue
             held, there = np.zeros((len(right),) * 2), np.asarray(right.any(axis=1))
@@ -39,17 +39,15 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             others = whole - np.diag(np.diag(whole))
             near = np.abs(held - whole).max() < WHOLE and left < LEFT * np.linalg.norm(extra)
             if near and others.any():
-                what = f"a tile of {tile} rows" if tile else "a head"
-                sequence = sample.sequences(name)[units[:, 0]] if tile else 0 * units[:, 0]
-                text = f"{name}: {what} holds {_which(whole, sequence, there)} too"
-                store = stored(name, partial(_with, tile, units, whole))
+                sequence = sample.sequences(name)[units[:, 0]]
+                which = _which(whole, sequence, there)
+                text = f"{name}: a tile of {tile} rows holds {which} too"
+                store = stored(name, partial(_with, units, whole))
                 yield Bug("accumulator-not-reset", text, (sample.stage,), store=store)
                 break
 
 
-def _units(question: Question, name: str, tile: int, heads: int) -> Units:
-    if not tile:
-        return np.arange(heads)[:, None]
+def _units(question: Question, name: str, tile: int) -> Units:
     offsets = question.offsets(name).tolist()
     firsts = [(at, stop) for start, stop in pairwise(offsets) for at in range(start, stop, tile)]
     rows = np.array(firsts).reshape(-1, 2)
@@ -57,18 +55,16 @@ def _units(question: Question, name: str, tile: int, heads: int) -> Units:
     return np.where(places < rows[:, 1:], places, -1)
 
 
-def _cut(x: Floats, tile: int, units: Units) -> Floats:
+def _cut(x: Floats, units: Units) -> Floats:
     """(units, numbers), with zeros behind those that are shorter."""
-    x = x if tile else x.swapaxes(0, 1)
     return np.asarray(np.concatenate([x, 0 * x[:1]])[units].reshape(len(units), -1))
 
 
-def _with(tile: int, units: Units, held: Floats, given: Floats) -> Floats:
-    x = given if tile else given.swapaxes(0, 1)
-    added = (held @ _cut(given, tile, units)).reshape(*units.shape, *x.shape[1:])
-    y = x.copy()
-    y[units[units >= 0]] += added[units >= 0]
-    return y if tile else y.swapaxes(0, 1)
+def _with(units: Units, held: Floats, given: Floats) -> Floats:
+    added = (held @ _cut(given, units)).reshape(*units.shape, *given.shape[1:])
+    x = given.copy()
+    x[units[units >= 0]] += added[units >= 0]
+    return x
 
 
 def _which(held: Floats, sequence: np.ndarray, tells: np.ndarray) -> str:
@@ -77,8 +73,6 @@ def _which(held: Floats, sequence: np.ndarray, tells: np.ndarray) -> str:
     later = order[:, None] > order
     told = {
         "that of the one before it": order[:, None] == order + 1,
-        "those of all before it": later,
-        "those of all behind it": later.T,
         "those of all before it in its sequence": later & own,
         "those of all behind it in its sequence": later.T & own,
     }

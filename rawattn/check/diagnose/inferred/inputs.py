@@ -71,33 +71,16 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 
 def _constants(sample: Sample) -> Iterator[Bug]:
-    """A tensor that is the right one times a number, or times one for each head or column."""
+    """A tensor that is the right one times a number."""
     for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
-        sequence = sample.sequences(name)[:, None, None]
-        finite = np.isfinite(a) & np.isfinite(b) & (sequence >= 0)
-        a, b = (np.where(finite, x, 0.0) for x in (a, b))
-        heads, columns = (np.arange(count) for count in a.shape[1:])
-        for of, number in (("", np.zeros(1, int)), ("head", heads[:, None]), ("column", columns)):
-            part = np.broadcast_to(number, a.shape)
-            if of and len(np.unique(part[finite])) < 2:
-                continue
-            above, below = (np.bincount(part.ravel(), (x * b).ravel()) for x in (a, b))
-            factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
-            left = relative_residual(a, factors[part] * b, WHOLE)
-            if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
-                store = stored(name, partial(np.multiply, factors[part]))
-                form = f"{name} times {_by_part(of, factors)}"
-                yield Bug("constant-factor", form, (sample.stage,), store=store)
-                break
-
-
-def _by_part(of: str, factors: Floats) -> str:
-    """Numbers in words, neighbours that are about equal once."""
-    starts = [0, *(np.flatnonzero(np.abs(np.diff(factors)) > 0.02 * np.abs(factors[1:])) + 1)]
-    means = [_in_words(float(np.mean(run))) for run in np.split(factors, starts[1:])]
-    parts = [f"{x} from {of} {at} on" if of else x for x, at in zip(means, starts, strict=True)]
-    return ", ".join(parts[:6]) + ", ..." * (len(parts) > 6)
+        inside = (sample.sequences(name) >= 0)[:, None, None]
+        a, b = (np.where(np.isfinite(a * b) & inside, x, 0.0) for x in (a, b))
+        factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
+        left = relative_residual(a, factor * b, WHOLE)
+        if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
+            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor)
+            yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
 
 
 def _in_words(x: float) -> str:

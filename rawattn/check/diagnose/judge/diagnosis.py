@@ -7,7 +7,6 @@ evidence in words.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,13 +19,13 @@ from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import (
     OF_SINKS,
-    STAGES,
     Answers,
     Question,
     by_rows,
     tensors_in,
 )
-from rawattn.check.diagnose.evidence import directions, invariants, structure
+from rawattn.check.diagnose.evidence import invariants, structure
+from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Check, Diagnosis, Finding, Sight, readable
 from rawattn.check.diagnose.judge import proofs, rounding
@@ -51,7 +50,6 @@ WORDS = {
 }
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-INSIDE = re.compile(r", (given out|own softmax)\b")  # of a form: what matters to the engine alone
 NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
@@ -170,10 +168,11 @@ def _judge(
     until: float,
     told: Readings,
 ) -> tuple[list[Finding], list[Check], list[str]]:
-    checks = list(invariants.checks(question, answers, side, call=call))
-    failing = [check for check in checks if check.verdict == "FAIL"]
-    if races := [check for check in failing if check.name == "I12"]:  # nothing can be judged
-        failing, answers = races, {}
+    runs = None if call is None else Runs(question, side, call)
+    again = () if runs is None else (*runs.checks("I12"),)
+    checks = [*invariants.checks(question, answers, side), *again]
+    races = [check for check in again if check.verdict == "FAIL"]
+    answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
     hints = told.general
@@ -184,38 +183,25 @@ def _judge(
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    facts = [_said_right(side, verdict, verdicts) for verdict in verdicts if verdict.sound]
+    facts = [
+        f"{side}: {', '.join(verdict.tensors)} right, with rounding as of {verdict.precision}"
+        for verdict in verdicts
+        if verdict.sound
+    ]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
-    resolved = _resolve(question, side, verdicts)
-    findings = [_by_direction(one, question, verdicts, call) for one in resolved]
+    findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=zeros)
     findings += empty_ones
-    if all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(side, failing)
+    if runs is not None and all(one.bug == "rounding" for one in findings):
+        elsewhere = [] if races else [*runs.checks("I9", "I11")]
+        checks += elsewhere
+        findings += proofs.of_runs(
+            side, [one for one in races + elsewhere if one.verdict == "FAIL"]
+        )
+    failing = races or [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
-
-
-def _by_direction(
-    one: Finding,
-    question: Question,
-    verdicts: Sequence[StageVerdict],
-    call: Callable[[Question], Answers] | None,
-) -> Finding:
-    """With the directions in which something is wrong that has no name."""
-    for verdict in verdicts if one.bug == "unknown" else ():
-        if verdict.stage in ("second", "jvp") and one.where.startswith(verdict.stage):
-            told = directions.said(question, verdict.stage, verdict.unexplained, call)
-            one = replace(one, title=f"{one.title}, {told}") if told else one
-    return one
-
-
-def _said_right(side: str, verdict: StageVerdict, verdicts: Sequence[StageVerdict]) -> str:
-    wrong = [one.stage for one in verdicts if not one.sound]
-    given = f" for {verdict.source}" if "forward" in wrong and verdict.source else ""
-    names = ", ".join(verdict.tensors)
-    return f"{side}: {names} right{given}, with rounding as of {verdict.precision}"
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -229,20 +215,12 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
     """The finding with the simplest identity that fails for its tensors as evidence."""
     tensors = tensors_in(finding.where)
-    about = [check for check in failing if not tensors or _about(check) & tensors]
+    about = [check for check in failing if not tensors or tensors_in(check.text) & tensors]
     for check in sorted(about, key=lambda check: "with one key" not in check.text)[:1]:
-        place = re.split("[;:]", check.place)[0]
         held = f"{check.text}, but it is off by {readable(check.value)}"
-        held += f" in {place}" if place else ""
+        held += f" in {check.place}" if check.place else ""
         return replace(finding, evidence=(*finding.evidence[:1], held, *finding.evidence[1:]))
     return finding
-
-
-def _about(check: Check) -> set[str]:
-    """The tensors that fail with an identity: of those that it names, the last stage's."""
-    named = tensors_in(check.text)
-    by_stage = (named & {*STAGES[one]} for one in ("second", "jvp", "backward", "forward"))
-    return next(filter(None, by_stage), named)
 
 
 class _Part(NamedTuple):
@@ -292,7 +270,7 @@ def _found(
     works = {tensor: part.verdict for part in parts for tensor in part.tensors}
     wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
     bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
-    form, sight = INSIDE.sub("", bugs[0].variant), sight_of(question, bugs[0])
+    form, sight = bugs[0].variant, sight_of(question, bugs[0])
     evidence = [_said(name, parts, form, must)]
     for tensor, work in list(wrong.items())[:1]:
         told = structure.where(question, tensor, work.bad(tensor))[:3]

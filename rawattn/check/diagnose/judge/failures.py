@@ -28,7 +28,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
     tensors_in,
 )
-from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, of_sides
+from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
@@ -41,6 +41,7 @@ SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
+NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -57,7 +58,7 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all.
 
     Cases of the same small problem, but for its dtype, are of one kind; kinds are looked at until
-    AGREEING of them say the same, but none begins after ``seconds``, counted as ``effort`` counts
+    enough of them say the same, but none begins after ``seconds``, counted as ``effort`` counts
     them. ``other`` is what it was compared with, called ``against``; None is the reference.
     """
     kinds: dict[Case, list[Case]] = {}
@@ -65,17 +66,21 @@ def explain_failures(
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     until = spent() + 1000 * seconds
     found: list[Kind] = []
-    shown: frozenset[str] = frozenset()
+    shown, dtypes = frozenset[str](), set[str]()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found)):
             break
-        given: dict[str, Any] = {"against": against, "until": until, "shown": shown}
-        diagnosis = explain_failure(candidate, kind[0], other, **given)
+        lost = len(found) >= NAMELESS_KINDS and not any(_named(one) for _, one in found)
+        if lost and kind[0].dtype in dtypes:
+            continue
+        dtypes.add(kind[0].dtype)
+        asked = partial(explain_failure, candidate, kind[0], other, against=against)
+        diagnosis = asked(until=0.0 if lost else until, shown=shown)
         sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
         shown |= {one.bug for one in sure} - {*NAMELESS}
-        found.append((kind, diagnosis))
-    left = [str(case) for kind in list(kinds.values())[len(found) :] for case in kind]
-    joined = _joined(f"{candidate.name} against {against}", found, left)
+        if not lost or _named(diagnosis):
+            found.append((kind, diagnosis))
+    joined = _joined(f"{candidate.name} against {against}", found)
     return replace(joined, findings=tuple(_as_failing(joined.findings)))
 
 
@@ -111,15 +116,13 @@ def explain_failure(
     best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
-    tried = "a small problem of its kind"
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
-        tried += ", the case itself"
         own = look(question_of(candidate.fit(case)), until=until, told=told)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
     nothing = finding(
-        *(SIDE, "unknown", str(case), "low", (f"looked at: {tried}",)),
+        *(SIDE, "unknown", str(case), "low", ("no problem of its kind shows one",)),
         title="it fails, but no bug is to be seen",
         look_at="what the case has besides: its lengths, NaN in other sequences and past the end, "
         "strides",
@@ -286,7 +289,7 @@ def _agree(found: Sequence[Kind]) -> bool:
     return len(found) >= AGREEING and named and all(one == said[0] for one in said)
 
 
-def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis:
+def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
     said: dict[tuple[str, str, str], list[tuple[Finding, Kind]]] = {}
     for kind in found:
@@ -294,46 +297,43 @@ def _joined(title: str, found: Sequence[Kind], left: Sequence[str]) -> Diagnosis
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
-    def fineness(alike: list[tuple[Finding, Kind]]) -> int:
-        """Of the numbers of the cases that were looked at."""
-        return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
+    def confidence(what: tuple[str, str, str]) -> int:
+        """The best that a case has: less where one with finer numbers says something else of the
+        same tensors, or this is shown once and others have no name for it."""
+        best = min(one.rank for one, _ in said[what])
+        others = [
+            of
+            for (side, *_), of in said.items()
+            if of is not said[what] and side == what[0] and _tensors(of) & _tensors(said[what])
+        ]
+        if best and any(_fineness(of) > _fineness(said[what]) for of in others):
+            return CONFIDENCE.index("low")
+        nameless = any(of[0][0].bug in NAMELESS for of in others)
+        doubted = best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless
+        return best + doubted
 
-    fine = {what: fineness(alike) for what, alike in said.items()}
-    tensors = {what: tensors_in(alike[0][0].where) for what, alike in said.items()}
-
-    def outdone(what: tuple[str, str, str], nameless: Sequence[str] = ()) -> bool:
-        """Whether cases of finer numbers say something else of the same, that is not nameless."""
-        if any(one.confidence == "proved" for one, _ in said[what]):
-            return False
-        others = (w for w in said if w[0] == what[0] and tensors[w] & tensors[what])
-        return any(fine[o] > fine[what] and o[1] not in nameless for o in others)
-
-    def rank(what: tuple[str, str, str]) -> tuple[bool, bool, int, int]:
-        """What the finest numbers show, bugs before what has no name, by confidence, by how often
-        they are shown."""
-        alike = said[what]
-        best = min(one.rank for one, _ in alike)
-        return outdone(what, NAMELESS), alike[0][0].bug in NAMELESS, best, -len(alike)
-
-    def doubted(what: tuple[str, str, str]) -> bool:
-        """Whether one kind of case alone shows it, and others something that has no name."""
-        others = (w for w in said if w[0] == what[0] and tensors[w] & tensors[what])
-        return len(said[what]) == 1 and any(w[1] in NAMELESS for w in others if w != what)
+    def rank(what: tuple[str, str, str]) -> tuple[bool, int, int]:
+        """Bugs before what has no name, by confidence, by how often they are shown."""
+        return what[1] in NAMELESS, confidence(what), -len(said[what])
 
     findings: list[Finding] = []
-    shown = [diagnosis for _, diagnosis in found] or [Diagnosis(title, ())]
+    shown = found[0][1]
     for key in sorted(said, key=rank):
         best, (cases, diagnosis) = min(said[key], key=lambda one: one[0].rank)
-        best = replace(best, confidence="low") if outdone(key) else best
-        if best.confidence == "high" and doubted(key):
-            best = replace(best, confidence="medium")
-        shown = shown if findings else [diagnosis]
+        shown = shown if findings else diagnosis
         more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
-        told = tuple(map(str, cases))
-        findings.append(replace(best, evidence=(*best.evidence, more), cases=told))
-    unseen = (f"failing cases that were not looked at: {_few(left)}",) if left else ()
-    facts = shown[0].facts + unseen
-    return replace(shown[0], title=title, findings=tuple(findings), facts=facts)
+        best = replace(best, evidence=(*best.evidence, more), cases=tuple(map(str, cases)))
+        findings.append(replace(best, confidence=CONFIDENCE[confidence(key)]))
+    return replace(shown, title=title, findings=tuple(findings))
+
+
+def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:
+    return tensors_in(alike[0][0].where)
+
+
+def _fineness(alike: Sequence[tuple[Finding, Kind]]) -> int:
+    """Of the numbers of the cases that were looked at."""
+    return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -388,32 +388,26 @@ def _expected(question: Question) -> Expected:
 
 
 def _case(question: Question) -> Case:
-    q = question
-    lengths_k = tuple(int(n) for n in np.diff(q.cu_seqlens_k))
-    sizes: dict[str, Any] = {
-        **{"lengths_q": q.lengths_q, "lengths_k": lengths_k, "dtype": q.dtype.name},
-        **{"num_heads_kv": q.num_heads_kv, "group": q.group},
-        **{"head_dim": q.q.shape[2], "head_dim_v": q.v.shape[2], "causal": q.causal},
-        **{"softmax_scale": q.softmax_scale, "dlse": q.dlse is not None},
+    """A case with the options of a question, which are all that candidates are told of it."""
+    q, lengths_k = question, tuple(int(n) for n in np.diff(question.cu_seqlens_k))
+    options: dict[str, Any] = {
+        **{"lengths_q": q.lengths_q, "lengths_k": lengths_k},
         **{"past_q": len(q.q) - sum(q.lengths_q), "past_k": len(q.k) - sum(lengths_k)},
+        **{"causal": q.causal, "softmax_scale": q.softmax_scale},
     }
-    indices = q.block_indices
-    if indices is None:
-        sizes |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
+    if not q.sparse:
         used = None if q.seqused_k is None else q.lengths_k
-        return Case("asked", **sizes, seqused_k=used)
+        options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
+        return Case("asked", **options, seqused_k=used)
     own_window = q.sliding in (None, (q.block_size - 1, 0))
     return SparseCase(
         "asked",
-        **sizes,
+        **options,
         window=(-1, -1) if own_window or q.sliding is None else q.sliding,
         block_size=q.block_size,
-        num_selected=indices.shape[2],
-        by_query_head=indices.shape[1] != q.num_heads_kv,
         own=q.own,
         counts=q.block_counts is not None,
         gate=q.block_scale is not None,
-        gate_direction=q.tblock_scale is not None,
         sliding=q.sliding is not None,
     )
 

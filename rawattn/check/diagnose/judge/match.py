@@ -3,9 +3,8 @@
 Every stage (forward, backward, second, jvp) is judged on its own, at one precision after the
 other, the finest first: the right computation, then every bug of the catalogue, on all tensors of
 the stage or on some of them. What fits at a finer precision wins, so that a
-small bug is not taken for coarse rounding.
-
-Long, since one bug, and some for some tensors, are chosen from the same fits.
+small bug is not taken for coarse rounding. Long, since one bug, and some for some tensors, are
+chosen from the same fits.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import NO_BUG, OWN_P, Bug, Floats, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import (
     STAGES,
@@ -70,10 +69,9 @@ RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What a stage with ``bug`` gives; a backward one is given the out and lse of ``source``."""
+    """What a stage with ``bug`` gives; a backward one is given this out and lse."""
 
     bug: Bug
-    source: str
     given: Given
     answers: Answers
 
@@ -92,29 +90,12 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
         found = [*second_order.bugs(question), *wide]
-        if stage == "second":
-            found += [
-                replace(bug, variant=f"{bug.variant}, given out", steps={**bug.steps, **BY_OUT})
-                for bug in wide
-                if bug.see is not None and "tO" not in bug.steps
-            ]
     return tuple(bug for bug in found if stage in bug.stages)
 
 
 def _of_scores(bug: Bug) -> bool:
     """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
     return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
-
-
-def _given(question: Question, answers: Answers, stage: str) -> tuple[str, Given]:
-    """What out and lse the stage was given, most likely."""
-    if stage in ("forward", "jvp"):
-        return "", None
-    given = given_to_backward(question, answers)
-    if given is None:
-        return "the right out and lse", None
-    passed = question.passed is not None
-    return "the out and lse that were passed in" if passed else "its own out and lse", given
 
 
 class SearchFailed(RuntimeWarning):
@@ -135,16 +116,14 @@ def predictions(
     question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
 ) -> list[Prediction]:
     """What the stage gives with each bug that can be planted, given what it was given."""
-    source, given = _given(question, answers, stage)
-    return [one for bug in bugs for one in _planted(question, stage, bug, source, given)]
+    given = None if stage in ("forward", "jvp") else given_to_backward(question, answers)
+    return [one for bug in bugs for one in _planted(question, stage, bug, given)]
 
 
-def _planted(
-    question: Question, stage: str, bug: Bug, source: str, given: Given
-) -> Iterator[Prediction]:
+def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Iterator[Prediction]:
     """What the stage gives with a bug, if it can be planted."""
     with _searching():
-        yield Prediction(bug, source, given, solve(question, stage, bug, given=given))
+        yield Prediction(bug, given, solve(question, stage, bug, given=given))
 
 
 def with_other_inputs(
@@ -153,18 +132,15 @@ def with_other_inputs(
     """Predictions of backward passes that made an out or an lse of their own."""
     if stage in ("forward", "jvp"):
         return
-    source, given = _given(question, answers, stage)
+    given = given_to_backward(question, answers)
     wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
         if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
-            yield from _planted(question, stage, bug, "the right out and lse", None)
-        for forward in _planted(question, "forward", bug, "", None) if _of_scores(bug) else ():
-            if "forward" in bug.stages:
-                of, source_there = forward.answers, "those of a forward with the same bug"
-                yield from _planted(question, stage, bug, source_there, (of["out"], of["lse"]))
-        if _of_scores(bug) and "bP" not in bug.steps:  # P anew, not from lse
-            own = replace(bug, variant=f"{bug.variant}, own softmax", steps={**bug.steps, **OWN_P})
-            yield from _planted(question, stage, own, source, given)
+            yield from _planted(question, stage, bug, None)
+        if _of_scores(bug) and "forward" in bug.stages:  # that had the same bug
+            for forward in _planted(question, "forward", bug, None):
+                of = forward.answers
+                yield from _planted(question, stage, bug, (of["out"], of["lse"]))
 
 
 def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
@@ -240,7 +216,6 @@ class Stage:
         self.rows = {n: defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
         self.telling = {name for name in self.tensors if self._tells(name)}
-        self.sources: dict[str, str] = {}  # of the right computation that fits a tensor best
         self.distances: dict[tuple[Prediction, str], float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
@@ -316,22 +291,11 @@ class Stage:
 
     def leaves(self, guess: Prediction, names: set[str]) -> bool:
         """Whether a bug of a stage with one kernel does nothing to these tensors, which it does not
-        explain, or what is there as far as it is finite; kernels of backward stages may have it
-        each for itself."""
-        if self.stage not in ("forward", "jvp"):
-            return True
+        explain; kernels of backward stages may have it each for itself."""
         right = self.rights[0].answers
-        return all(
-            np.allclose(guess.answers[name], right[name], equal_nan=True)
-            or self._finite_part(guess, name) < FAR
-            for name in names
+        return self.stage not in ("forward", "jvp") or all(
+            np.allclose(guess.answers[name], right[name], equal_nan=True) for name in names
         )
-
-    def _finite_part(self, guess: Prediction, name: str) -> float:
-        """The residual in rows that are finite, of both."""
-        a, b = self.pair(name, guess)
-        finite = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
-        return relative_residual(a, b, finite) if finite.any() else math.inf
 
     def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
         """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
@@ -365,19 +329,15 @@ class Stage:
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:
         """The best fit of the right computation, by tensor."""
-        best = {}
-        for name in self.tensors:
-            fits = [(self.fit(right, name, precision), right.source) for right in self.rights]
-            best[name], self.sources[name] = min(fits, key=lambda f: (not f[0].good, f[0].rms))
-        return best
+        fits = {n: [self.fit(right, n, precision) for right in self.rights] for n in self.tensors}
+        return {n: min(of, key=lambda f: (not f.good, f.rms)) for n, of in fits.items()}
 
 
 @dataclass(frozen=True)
 class StageVerdict:
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
     wrong tensors together or for some. ``null``: how the right computation fits.
-    ``unexplained``: wrong tensors that nothing fits. ``source``: the out and lse of a backward
-    stage for which its right tensors are right. ``cut``: something was not tried."""
+    ``unexplained``: wrong tensors that nothing fits. ``cut``: something was not tried."""
 
     work: "Stage"
     precision: str
@@ -385,7 +345,6 @@ class StageVerdict:
     explained: tuple[Explained, ...]
     unexplained: tuple[str, ...]
     null: dict[str, Fit]
-    source: str = ""
     cut: bool = False
 
     @property
@@ -439,10 +398,7 @@ def judge_stage(
     before, work = cuts(), Stage(question, answers, stage, until, hints, told, shown)
     if not work.tensors:
         return None
-    verdict = _verdict(work, ladder(question.dtype))
-    sources = {work.sources[name] for name in verdict.right}
-    source = sources.pop() if len(sources) == 1 else ""
-    return replace(verdict, source=source, cut=cuts() > before)
+    return replace(_verdict(work, ladder(question.dtype)), cut=cuts() > before)
 
 
 def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:

@@ -1,11 +1,9 @@
 """Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
 
-A cotangent on padding rows that nobody saved, garbage from memory, arrays that were exchanged: no
-planted computation gives these numbers, but their structure says enough. Long, one proof after the
-other.
+Copies, NaN, arrays that were exchanged, other results for an equal question: no planted computation
+gives these numbers, but their structure says enough. Long, one proof after the other.
 """
 
-import re
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -35,14 +33,11 @@ from rawattn.check.diagnose.evidence.precision import (
     smallest_of,
 )
 from rawattn.check.diagnose.findings import Check, Finding
-from rawattn.check.diagnose.inferred import sinks, stale_max
+from rawattn.check.diagnose.inferred import sinks
 from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
-PERIOD = re.compile(r"^the \w+ with [ij] % ")  # of rows, in words: a place in a tile decides
-NEAR = {"out": 0.5, "lse": 2.0**-8}  # what is left of those of the same inputs, at most
-UNRELATED = 0.2  # correlation below which two arrays have nothing in common
 
 
 def finding(
@@ -167,27 +162,26 @@ def of_sinks(
         forward = given or itemgetter("out", "lse")(solve(question, "forward"))
         wrong, allowed = np.asarray(answers[name], np.float64), OF_SINKS_NOISE * noise
         told = sinks.said(question, stage, forward, wrong, allowed)
-        title = CLASSES["sinks-gradient"].title + (f": {told}" if told else "")
-        found.append(finding(side, "sinks-gradient", name, "high", evidence, title=title))
+        found.append(finding(side, "sinks-gradient", name, "high", evidence, form=told))
     return found
 
 
 # ---- identities alone ---------------------------------------------------------------------------
 
-RUNS = {"I8": "offsets-shifted", "I9": "neighbour-leak", "I11": "score-scale"}
+RUNS = {"I9": "neighbour-leak", "I11": "score-scale"}
 
 
-def of_runs(side: str, failing: Sequence[Check]) -> list[Finding]:
+def of_runs(side: str, checks: Sequence[Check]) -> list[Finding]:
     """Answers that are right, and not those to questions that differ in what must not matter; and
     those that are others when the same is asked again."""
     found = []
-    for check in failing:
+    for check in (check for check in checks if check.verdict == "FAIL"):
         if check.name == "I12":
             said = (
                 f"a second, equal call changes them by up to {check.value:.2g}; the order of "
                 f"additions explains {check.allowed:.1g}"
             )
-            found.append(finding(side, "race", check.where.replace(": all", ""), "proved", (said,)))
+            found.append(finding(side, "race", check.where, "proved", (said,)))
         elif check.name in RUNS:
             said = f"{check.name} fails ({check.text}), though the results themselves are right"
             title = f"{CLASSES[RUNS[check.name]].title}: seen where it is asked another question"
@@ -203,40 +197,26 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    named = stale_max.of_forward(question, work.answers, names)
-    for proof in (_unrelated, _rearranged, _dead):
-        named = named or proof(verdict)
+    named = _rearranged(verdict) or _dead(verdict)
     if named is not None:
         bug, confidence, evidence = named
         return finding(side, bug, where, confidence, evidence)
     said = ["no known bug gives these numbers"]
-    given = " of the out and lse beside it" if verdict.source else ""
     for name in names:
         places = structure.where(question, name, work.bad(name))
-        if any(map(PERIOD.search, places)):
-            return finding(side, "tile-period", where, "medium", (f"{name}: {'; '.join(places)}",))
         finite = (np.where(np.isfinite(x), x, 0.0) for x in work.pair(name))
         slope, residual, _ = structure.fit(*finite)
-        fitted = (
-            f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
-        )
-        nan = _first_nan(question, name, work.found[name])
-        told = (nan, *places[:1], fitted, *places[1:])
-        said.append(f"{name}: {'; '.join(filter(None, told))}")
-    return finding(side, "unknown", where, "low", said, look_at=_conclusion(verdict))
+        fitted = f"slope to the right values {slope:.4g}, which leaves {residual:.2g} of them"
+        nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
+        told = ([f"{nan} rows have NaN"] if nan else []) + [*places[:1], fitted, *places[1:]]
+        said.append(f"{name}: {'; '.join(told)}")
+    judged = {*names, *verdict.right} == {*verdict.tensors} >= {*NEEDED.get(verdict.stage, names)}
+    look_at = CONCLUSIONS.get(names, "") if judged else ""
+    return finding(side, "unknown", where, "low", said, look_at=look_at)
 
 
-def _first_nan(question: Question, name: str, found: np.ndarray) -> str:
-    """How many rows have NaN, and where they begin."""
-    sequence, place = question.sequence_of(name), question.place_of(name)
-    bad = np.argwhere(np.isnan(by_rows(name, found)).any(axis=2) & (sequence >= 0)[:, None])
-    if not len(bad):
-        return ""
-    row, head = bad[0]
-    at = f"row {place[row]} of sequence {sequence[row]}, head {head}"
-    return f"{len(bad)} rows have NaN, from {at}, on"
-
-
+NEEDED = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+# where to look, by which of these are wrong
 CONCLUSIONS: dict[tuple[str, ...], str] = {
     ("out",): "what comes after P, since lse is right and so scores, mask and row sums are: the "
     "product P V, v itself and its layout, the rescaling and the store of out",
@@ -253,39 +233,7 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
 }
 
 
-def _conclusion(verdict: StageVerdict) -> str:
-    """Where to look, by which tensors of a stage are right and which are wrong."""
-    wrong, tensors = verdict.unexplained, set(verdict.tensors)
-    if wrong not in CONCLUSIONS or set(wrong) | set(verdict.right) != tensors:
-        return ""
-    needed = ("dq", "dk", "dv") if wrong[0][0] == "d" else ("out", "lse")
-    return CONCLUSIONS[wrong] if tensors >= set(needed) else ""
-
-
 Named = tuple[str, str, tuple[str, ...]] | None
-
-
-def _unrelated(verdict: StageVerdict) -> Named:
-    """No tensor of the stage has anything in common with the right one."""
-    if verdict.right or (verdict.stage != "forward" and len(verdict.tensors) == 1):
-        return None  # a product may be at fault
-    said = []
-    for name in verdict.tensors:
-        rows, pair = verdict.work.rows[name], verdict.work.pair(name)
-        if relative_residual(*pair, rows) < NEAR.get(name, 0.0):  # it is of these inputs
-            return None
-        a, b = (x[rows].ravel() for x in pair)
-        if a.size < 64 or not np.isfinite(a).all() or not np.isfinite(b).all():
-            continue
-        if not a.std() or not b.std():
-            return None
-        correlation = float(np.corrcoef(a, b)[0, 1])
-        if abs(correlation) > UNRELATED and name not in BY_ROW:
-            return None
-        if not 0.3 < a.std() / b.std() < 3:
-            return None
-        said.append(f"{name}: correlation with the right values {correlation:.2f}, of equal size")
-    return ("other-data", "medium", tuple(said)) if said else None
 
 
 def _rearranged(verdict: StageVerdict) -> Named:

@@ -34,7 +34,6 @@ from rawattn.check.diagnose.judge.proofs import finding
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 WHOLE = 2**40  # more keys than there are
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
-UNEVEN, LARGE = 1.5, 0.6  # noise of a tensor over that of another, and in units of what it may be
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
@@ -43,15 +42,10 @@ Rounded = Callable[[Floats], Floats]
 
 def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     """What the errors of a right stage are. zeros: there are tensors of nothing but zeros."""
-    if not verdict.sound:
-        return []
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
-    coarse = verdict.precision != finest
-    noise = {name: verdict.null[name].rms for name in verdict.tensors}
-    enough = max(LARGE, UNEVEN * min(noise.values()))
-    asked = [name for name in noise if coarse or (narrow and noise[name] > enough)]
-    found = in_16_bits(verdict, side, asked, fine=not coarse) if asked and not zeros else []
-    if found or not coarse:
+    if not verdict.sound or verdict.precision == finest:
+        return []
+    if found := [] if zeros else in_16_bits(verdict, side, verdict.tensors):
         return found
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
@@ -70,12 +64,12 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     """The same of tensors that are off by more than any rounding of single operations."""
-    found = in_16_bits(verdict, side, verdict.unexplained)
+    if found := in_16_bits(verdict, side, verdict.unexplained):
+        return found
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
-    form, told = ("", "") if found else narrowed(verdict, verdict.unexplained)
-    if form:
-        found = [finding(side, "narrow-intermediate", where, "high", (told,), form=form)]
-    return found
+    form, told = narrowed(verdict, verdict.unexplained)
+    given = (side, "narrow-intermediate", where, "high", (told,))
+    return [finding(*given, form=form)] if form else []
 
 
 def _stored(
@@ -128,16 +122,10 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
 
 def _roundings(stage: str) -> Iterator[Bug]:
     """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
-    ways: dict[str, Rounded] = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW}
-    ways["float16, subnormal numbers as 0"] = _flushed
-    for name, r in ways.items():
-        for words, steps in _kept_in(r, stage):
-            yield Bug("narrow-intermediate", f"{words} in {name}", (stage,), steps=steps)
-
-
-def _flushed(x: Floats) -> Floats:
-    tiny = float(np.finfo(np.float16).tiny)
-    return np.where(np.abs(x) < tiny, 0.0, to_dtype(np.float16)(x))
+    for dtype in NARROW:
+        for words, steps in _kept_in(to_dtype(dtype), stage):
+            form = f"{words} in {np.dtype(dtype).name}"
+            yield Bug("narrow-intermediate", form, (stage,), steps=steps)
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -167,22 +155,14 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
             yield words, after(step)
 
 
-def in_16_bits(
-    verdict: StageVerdict, side: str, tensors: Sequence[str], *, fine: bool = False
-) -> list[Finding]:
-    """Errors that follow those of a running sum in 16 bits; ``fine``: beside the rounding that
-    right results have too, and of nothing that is nearer to exact values than these are."""
-    how = verdict.work.finest.rounding if fine else NONE
-    for name, x in _stored(verdict, tensors, how).items() if fine else ():
-        found, exact = (a[verdict.work.rows[name]] for a in verdict.work.pair(name))
-        if np.mean((found - exact) ** 2) < np.mean((found - x) ** 2):
-            tensors = [other for other in tensors if other != name]
+def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
+    """Errors that follow those of a running sum in 16 bits."""
     best = (FOLLOWS, "", "")
     sums = [
         Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk))
         for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS)
     ]
-    for form, of in _followed(verdict, tensors, how, sums):
+    for form, of in _followed(verdict, tensors, NONE, sums):
         best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])
     follows, name, form = best
     if not name:
