@@ -1,8 +1,8 @@
 """Questions and answers in .npz files, so that a kernel of any language can be judged.
 
 ``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere: other names,
-batched arrays, padding behind the sequences, heads before tokens, bfloat16 as 16-bit integers or
-widened. What cannot be read is a ValueError; what had to be guessed or left out is a note.
+a batch, padding behind the sequences, bfloat16 as 16-bit integers or widened. What cannot be read
+is a ValueError; what had to be guessed or left out is a note.
 """
 
 import json
@@ -91,24 +91,22 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     try:
         arrays = named(raw, notes)
         options = options_of(about.get("options", {}) | arrays)
-        layout = layout_of(arrays.pop("layout", about.get("layout")))
-        restore(arrays, arrays.pop("dtype", None), notes)
+        layout = layout_of(arrays.pop("layout", None))
+        restore(arrays, notes)
         arrays = {name: array for name, array in arrays.items() if name not in OPTIONS}
-        whole = {"q", "k", "v"} <= arrays.keys()
-        if whole:
-            frame = frame_of(arrays, layout, notes)
+        found: dict[str, Any] = {}
+        if {"q", "k", "v"} <= arrays.keys():
+            frame = frame_of(arrays, layout)
+            found |= {f"cu_seqlens_{side}": offsets for side, offsets in frame.offsets.items()}
             notes += [NO_MASK] if "causal" not in options else []
         elif frame is None:
-            answers = {n: array for n, array in arrays.items() if n in RESULTS}
-            return Saved(str(path), options, answers, tuple(notes), None)
-        elif layout:
-            frame = replace(frame, letters={len(layout): layout})
-        found: dict[str, Any] = {}
-        for side in "qk":
-            offsets = frame.offsets[side] if whole else offsets_of(arrays, side)
-            found |= {} if offsets is None else {f"cu_seqlens_{side}": offsets}
+            return Saved(str(path), options, {}, tuple(notes), None)
+        else:
+            frame = replace(frame, layout=layout or frame.layout)
+            given = {f"cu_seqlens_{side}": offsets_of(arrays, side) for side in "qk"}
+            found |= {name: offsets for name, offsets in given.items() if offsets is not None}
         for name in (name for name in arrays if name not in LENGTHS):
-            found[name] = place(name, arrays[name], frame, notes)
+            found[name] = place(name, arrays[name], frame)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
