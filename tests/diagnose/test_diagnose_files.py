@@ -273,7 +273,7 @@ def test_two_files_of_one_problem(save: Callable[..., Path]) -> None:
         assert f"dout, tk, causal: not said, as in {two} is assumed" in a.notes
         assert pair.notes == (f"dlse: only in {two}; {one} is judged as a run that had none",)
     other["dlse"] = 0 * other["dlse"]
-    assert not load_two(one, save("c.npz", **other)).notes, "0 is none"
+    assert not load_two(one, save("c.npz", **other, layout="bhtd")).notes, "0 is none"
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,10 @@ def diagnose(
         found = of_all(whole, _with_rows(given), side, found)
     else:
         found += proofs.of_sinks(question, given, side, found)
-    reference = proofs.reference_of(question, part, question.passed)
     diagnosis = Diagnosis(
         title=side,
         findings=(*strange, *found),
         checks=tuple(checks),
-        levels=structure.levels(question, part, reference),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)

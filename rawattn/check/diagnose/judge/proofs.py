@@ -216,7 +216,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         if any(map(PERIOD.search, places)):
             return finding(side, "tile-period", where, "medium", (f"{name}: {'; '.join(places)}",))
         finite = (np.where(np.isfinite(x), x, 0.0) for x in work.pair(name))
-        slope, residual, _ = structure.fit(*finite)
+        slope, residual = structure.fit(*finite)
         fitted = (
             f"slope to the right values{given} {slope:.4g}, which leaves {residual:.2g} of them"
         )

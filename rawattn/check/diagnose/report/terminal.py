@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -20,7 +20,6 @@ LINES = 15  # of a finding in short
 EACH = 3  # lines of one proof
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
-NUMBERS = ("error", "allowed", "slope", "residual", "largest error")  # columns of them
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def show(
         lines = short(finding, about, wide, alone=_alone(diagnosis, about))
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
-        compared = diagnosis.checks or diagnosis.levels or diagnosis.facts
+        compared = diagnosis.checks or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
         console.print(Text(*said))
     for side in words.faultless(diagnosis):
@@ -162,7 +161,7 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
 
 
 def _evidence(console: Console, diagnosis: Diagnosis) -> None:
-    """Every line of evidence, every identity, every slope."""
+    """Every line of evidence, every identity."""
     for n, finding in enumerate(diagnosis.findings, start=1):
         number = f"{n}. " if len(diagnosis.findings) > 1 else ""
         side = f"{finding.side}: " if finding.side else ""
@@ -180,39 +179,15 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
             for m, line in enumerate(dict.fromkeys(filter(None, lines))):
                 grid.add_row("" if m else name, Text(line))
         console.print(grid)
-    title = "identities that must hold on a side alone"
-    rows: list[tuple[str, ...]] = []
+    if not diagnosis.checks:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    for head in ("verdict", "side", "name", "what must hold", "error", "allowed"):
+        side = "right" if head in ("error", "allowed") else "left"
+        table.add_column(head, justify=side, no_wrap=head != "what must hold", overflow="fold")
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
-        numbers = readable(check.value), readable(check.allowed)
-        rows.append((verdict, check.side, check.name, said, *numbers))
-    heads = ("verdict", "side", "name", "what must hold", "error", "allowed")
-    _print(console, title, heads, rows)
-    title = "slope of one over the other (least squares), and the residual that it leaves"
-    rows = []
-    for level in diagnosis.levels:
-        part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
-        slope = readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
-        numbers = readable(level.residual, ".1%"), readable(level.error)
-        rows.append((level.tensor, part, slope, *numbers))
-    _print(console, title, ("tensor", "part", "slope", "residual", "largest error"), rows)
-
-
-def _print(
-    console: Console, title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]
-) -> None:
-    """A table, if there is something in it; verdicts in colour."""
-    if not rows:
-        return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    for head in heads:
-        table.add_column(
-            head,
-            justify="right" if head in NUMBERS else "left",
-            no_wrap=head != "what must hold",
-            overflow="fold",
-        )
-    for first, *others in rows:
-        table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
-    console.print(Text(f"\n{title}", "italic"), table)
+        others = check.side, check.name, said, readable(check.value), readable(check.allowed)
+        table.add_row(Text(verdict, COLOURS.get(verdict, "")), *map(Text, others))
+    console.print(Text("\nidentities that must hold on a side alone", "italic"), table)
