@@ -22,7 +22,6 @@ from rawattn.check import report
 from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
-from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump
 from rawattn.check.diagnose.files.pairs import Pair, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
@@ -47,27 +46,17 @@ from rawattn.check.options import NewFile, html_option, json_option, rare_option
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
-__all__ = ["dump_command", "explain_command", "harness_command"]
-
 File = NewFile()
 LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def integers(value: str, least: int = -1) -> tuple[int, ...]:
+def integers(value: str) -> tuple[int, ...]:
     """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
     try:
-        found = tuple(int(part) for part in value.strip("[]() ").split(","))
+        return tuple(int(part) for part in value.strip("[]() ").split(","))
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from error
-    if min(found) < least:
-        raise click.BadParameter(f"{value!r} has a number below {least}")
-    return found
-
-
-def counts(value: str) -> tuple[int, ...]:
-    """Integers, none of which is negative."""
-    return integers(value, 0)
 
 
 framework_option = click.option(
@@ -163,8 +152,8 @@ def explain_command(
 @click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", type=counts, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", type=counts, help="their keys, where these are other numbers.")
+@click.option("--lengths", type=integers, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", type=integers, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)
@@ -182,12 +171,6 @@ def explain_command(
     help="with sequences whose results tell all of a kernel's weights, entry by entry (the default "
     "without CASE and --lengths), or the problem alone, of second order too.",
 )
-@click.option(
-    "--intermediates",
-    "sequence",
-    type=click.IntRange(min=0),
-    help="of this sequence, by its index: S, P, dP, dS, of second order E, tP, tdS.",
-)
 @click.option("--seed", default=0, show_default=True)
 def dump_command(
     case: str | None,
@@ -200,7 +183,6 @@ def dump_command(
     sinks: bool,
     seqused: bool,
     identify: bool | None,
-    sequence: int | None,
     seed: int,
     **sizes: Any,
 ) -> None:
@@ -217,7 +199,7 @@ def dump_command(
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
-    identify = not (case or lengths or sequence is not None) if identify is None else identify
+    identify = not (case or lengths) if identify is None else identify
     chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
     if softcap is not None or sinks or seqused:
@@ -238,9 +220,6 @@ def dump_command(
             own = replace(question, out=answers["out"], lse=answers["lse"])
             question = own if identify else given
             answers = answers_of(judged, question)
-        if sequence is not None:
-            answers |= steps.intermediates(question, answers, sequence)
-            said["sequence"] = sequence
     except (Refused, Unsupported, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # whatever a candidate throws
@@ -335,20 +314,20 @@ def _of_files(*files: Path) -> Diagnosis:
         raise click.UsageError(
             f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
         )
-    about = dict(item for saved in pair.sides for item in saved.about.items())
+    identify = max(saved.identify for saved in pair.sides)
     sides = zip("AB", pair.sides, questions, strict=False)
-    return _joined(pair, {side[0]: _of_side(*side, about) for side in sides if side[1].answers})
+    return _joined(pair, {side[0]: _of_side(*side, identify) for side in sides if side[1].answers})
 
 
-def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any]) -> Diagnosis:
+def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding.
 
-    about: as in Saved, of this file or of the other. A file of packed questions is judged by the
-    first of its sequences, with what the others tell of them.
+    identify: as in Saved, of this file or of the other. A file of packed questions is judged by
+    the first of its sequences, with what the others tell of them.
     """
-    if "identify" in about:
+    if identify:
         with refused(f"{saved.path}: "):
-            here, answers, told = read_packed(question, saved.answers, about["identify"])
+            here, answers, told = read_packed(question, saved.answers, identify)
         diagnosis = diagnose(here, answers, side=name, told=told)
         of_part = diagnosis.findings
         of_heads = of_sinks(question, saved.answers, name, of_part)
@@ -364,29 +343,17 @@ def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any])
         if _worse(other) < _worse(diagnosis):
             fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
-    found, facts = list(diagnosis.findings), diagnosis.facts
+    found = list(diagnosis.findings)
     if found:
         found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
     for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
         names = ", ".join(tensor for tensor in STAGES[stage] if tensor in saved.answers)
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
-            why = (
-                "without the cotangent or direction that they are of they cannot be computed again"
-            )
             look = "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
-            found.append(_not_shown(name, saved.path, title, look, "proved", (why,)))
+            found.append(_not_shown(name, saved.path, title, look, "proved", ()))
     found += of_past(question, saved.answers, name)
-    parting = steps.parting(question, saved.answers, about.get("sequence"))
-    if parting is not None:
-        agree = f"{', '.join(parting.agree)} right" if parting.agree else ""
-        text = "; ".join(filter(None, (agree, parting.text)))
-        facts = (*facts, f"{name}, step by step: {text}")
-        if not found and parting.step:
-            title = f"{parting.step} is wrong, and no result shows it"
-            given = (name, "unknown", parting.step, "medium", (text,))
-            found.append(finding(*given, title=title, look_at=parting.look_at))
-    return replace(diagnosis, findings=tuple(found), facts=facts)
+    return replace(diagnosis, findings=tuple(found))
 
 
 def _not_shown(
@@ -469,8 +436,8 @@ def _random_case(
     heads_kv, lengths_k = heads_kv or heads, lengths_k or lengths
     if heads_kv < 1 or heads % heads_kv:
         raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
-    if len(lengths_k) != len(lengths):
-        raise click.UsageError("--lengths and --lengths-k must be as many")
+    if len(lengths_k) != len(lengths) or min(lengths + lengths_k) < 0:
+        raise click.UsageError("--lengths and --lengths-k must be as many, and none negative")
     if window is not None and len(window) != 2:
         raise click.UsageError("--window must be two integers, LEFT,RIGHT")
     same |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}

@@ -22,7 +22,7 @@ def fit(x: Float64, y: Float64) -> tuple[float, float]:
     size_x, size_y = float(np.linalg.norm(x)), float(np.linalg.norm(y))
     if not size_y:
         return (1.0, 0.0) if not size_x else (math.inf, 1.0)
-    slope = float((x / size_y) @ (y / size_y))
+    slope = float(np.vdot(x / size_y, y / size_y))
     rest = float(np.linalg.norm(x - slope * y))
     return slope, rest / size_x if size_x else 0.0
 
@@ -44,15 +44,10 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def _head_word(tensor: str) -> str:
-    if tensor in OF_KEYS:
-        return "kv head"
-    return "selection head" if tensor in OF_SLOTS else "head"
-
-
 def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
     within = question.sequence_of(tensor)
-    there, row, head = within >= 0, ROWS[side_of(tensor)], _head_word(tensor)
+    there, row = within >= 0, ROWS[side_of(tensor)]
+    head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
     bad = bad & there[:, None]
     tokens, heads, sequences = int(there.sum()), bad.shape[1], len(np.unique(within[there]))
     of_heads = np.flatnonzero(bad.any(axis=0))

@@ -14,16 +14,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import MATRICES, OF_SINKS, STAGES, Question
+from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Question
 from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
 OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
-RESULTS = (
-    *(name for names in (*STAGES.values(), *MATRICES.values()) for name in names),
-    *OF_SINKS,
-)
+RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS)
 INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
@@ -41,12 +38,10 @@ ALIASES = {
     "tq": "ddq q_tangent tangent_q grad_grad_q q_dot",
     "tk": "ddk k_tangent tangent_k grad_grad_k k_dot",
     "tv": "ddv v_tangent tangent_v grad_grad_v v_dot",
-    "given out": "out_given passed_out",
-    "given lse": "lse_given passed_lse",
+    **{"given out": "out_given passed_out", "given lse": "lse_given passed_lse"},
     "block_indices": "selected_block_indices selected_blocks",
     "block_counts": "selected_block_counts",
-    "block_scale": "sel_scale gate gates block_scales",
-    "tblock_scale": "ddblock_scale",
+    **{"block_scale": "sel_scale gate gates block_scales", "tblock_scale": "ddblock_scale"},
     "causal": "is_causal",
     "window": "window_size",
     "softmax_scale": "scale sm_scale scaling attn_scale",
@@ -55,17 +50,13 @@ ALIASES = {
     "tsinks": "ddsinks",
     "seqused_k": "seqlens_used_k cache_seqlens",
     "dsinks": "grad_sinks sinks_grad dsink",
-    "own": "include_own_block",
-    "sliding": "window_of_sliding",
+    **{"own": "include_own_block", "sliding": "window_of_sliding"},
     "out": "o output attn_out attn_output attention_output",
     "lse": "softmax_lse logsumexp log_sum_exp",
-    "sliding out": "sliding_window_out",
-    "sliding lse": "sliding_window_lse",
+    **{"sliding out": "sliding_window_out", "sliding lse": "sliding_window_lse"},
     "delta": "dsum softmax_d",
     **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
     **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
-    **{"S": "scores attn_scores", "P": "probs attn attn_weights attention_weights softmax"},
-    **{"dP": "grad_p d_p", "dS": "grad_s d_s dscores grad_scores"},
 }
 OWN_NAMES = (
     *(field.name for field in fields(Question) if field.name not in GIVEN),

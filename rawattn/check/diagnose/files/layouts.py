@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, MATRICES, OF_SINKS
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS
 
 Arrays = dict[str, np.ndarray]
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_k")
@@ -55,13 +55,11 @@ class Frame:
 
 def layout_of(given: np.ndarray | None) -> str:
     """A layout in the letters b, t, h and d; "" where none is said."""
-    if given is None:
-        return ""
-    found = str(given.item()).lower().translate(str.maketrans("snl", "ttt"))
-    if found not in LAYOUTS:
+    found = "" if given is None else str(given.item()).lower().replace("s", "t")
+    if given is not None and found not in LAYOUTS:
         raise ValueError(
-            f"layout is {given.item()!r}; it must be one of {', '.join(LAYOUTS)} (b batch, t "
-            "tokens, h heads, d head_dim; s, n and l are tokens too)"
+            f"layout is {given.item()!r}; it must be one of {', '.join(LAYOUTS)} (b batch, t or s "
+            "tokens, h heads, d head_dim)"
         )
     return found
 
@@ -148,8 +146,6 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         if array.shape != (count,):
             raise ValueError(f"{name} has shape {array.shape}; it must be ({count},), by {what}")
         return array
-    if any(name in names for names in MATRICES.values()):
-        return _matrix(name, array, frame)
     side, whose, like = AXES.get(name, LIKE_OUT)
     heads, heads_first = [frame.heads[h] for h in whose], name in HEADS_FIRST
     width = {"": 1, "any": array.shape[-1] if array.ndim else 1, **frame.widths}[like]
@@ -170,15 +166,3 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         f"{name} has shape {array.shape}; it must be {expected[::-1] if heads_first else expected},"
         f" or with a batch in the layout that is said{hint}"
     )
-
-
-def _matrix(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
-    """An intermediate of one sequence."""
-    sizes = [
-        (frame.heads["q"], *lengths)
-        for lengths in zip(frame.lengths("q"), frame.lengths("k"), strict=True)
-    ]
-    if array.shape not in sizes:
-        expected = " or ".join(map(str, dict.fromkeys(sizes)))
-        raise ValueError(f"{name} has shape {array.shape}; of one sequence it must be {expected}")
-    return array

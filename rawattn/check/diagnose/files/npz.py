@@ -6,7 +6,7 @@ is a ValueError; what had to be guessed or left out is a note.
 """
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,8 @@ NO_MASK = "causal is not said: False is assumed"
 class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
-    left_out: fields of a Question that it does not say. about: what `rawattn-check dump` wrote for
-    `explain`: "identify", how many of its sequences are not the reader's questions; "sequence",
-    whose intermediates it holds.
+    left_out: fields of a Question that it does not say. identify: of `rawattn-check dump`, how many
+    of its sequences are not the reader's questions; 0 where none are.
     """
 
     path: str
@@ -53,7 +52,7 @@ class Saved:
     notes: tuple[str, ...]
     frame: Frame | None
     left_out: tuple[str, ...] = ()
-    about: dict[str, int] = field(default_factory=dict)
+    identify: int = 0
 
     @property
     def question(self) -> Question | None:
@@ -114,5 +113,5 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     called = {entry: name for name, entry in GIVEN.items()}
     inputs = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
     answers = {n: array for n, array in found.items() if n in RESULTS}
-    told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
-    return Saved(str(path), inputs | options, answers, tuple(notes), frame, left_out, told)
+    identify = int(about.get("identify", 0))
+    return Saved(str(path), inputs | options, answers, tuple(notes), frame, left_out, identify)
