@@ -7,7 +7,7 @@ in ``diagnose.judge.failures``. Long by options and help texts, which stand toge
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -46,7 +46,6 @@ from rawattn.check.options import NewFile, html_option, json_option, rare_option
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
-File = NewFile()
 LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -125,10 +124,11 @@ def explain_command(
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
-    causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names. A
-    single file is compared with the float64 attention of its inputs. With B.npz both sides are
-    judged, each by its own inputs; a file without q, k, v has those of the other. What a file with
-    q, k, v does not say (dout, causal) is taken from the other where these are equal, except dlse.
+    causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names; with
+    a batch also layout (bthd, bhtd) and, where there is padding, lengths. A single file is compared
+    with the float64 attention of its inputs. With B.npz both sides are judged, each by its own
+    inputs; a file without q, k, v has those of the other. What a file with q, k, v does not say
+    (dout, causal) is taken from the other where these are equal, except dlse.
     `rawattn-check dump` writes such a file.
     """
     if bool(files) + bool(log_file) + bool(class_) != 1 or len(files) > 2:
@@ -149,7 +149,7 @@ def explain_command(
 @click.command("dump")
 @click.argument("case", required=False)
 @click.option("--list", "listing", is_flag=True, help="show the standard cases.")
-@click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
+@click.option("--out", "file", type=NewFile(), help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
 @click.option("--lengths", type=integers, help="of a random case: tokens of the sequences.")
@@ -329,38 +329,30 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, identify)
         diagnosis = diagnose(here, answers, side=name, told=told)
-        of_part = diagnosis.findings
-        of_heads = of_sinks(question, saved.answers, name, of_part)
-        of_rows = of_all(question, saved.answers, name, of_part)
+        of_rows = of_all(question, saved.answers, name, diagnosis.findings)
+        of_heads = of_sinks(question, saved.answers, name, diagnosis.findings)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
     for changes in _left_out(saved, question, diagnosis) if diagnosis.findings else ():
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
             title = f"right if {_meant(changes)} was meant, which is not said"
-            said = (title, "what was meant: save it too", "high")
-            return replace(other, findings=(_not_shown(name, saved.path, *said, saved.notes),))
+            given = (name, "vacuous", saved.path, "high", saved.notes)
+            one = finding(*given, title=title, look_at="what was meant: save it too")
+            return replace(other, findings=(one,))
         if _worse(other) < _worse(diagnosis):
             fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
-    if found:
-        found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
     for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
         names = ", ".join(tensor for tensor in STAGES[stage] if tensor in saved.answers)
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
             look = "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
-            found.append(_not_shown(name, saved.path, title, look, "proved", ()))
+            given = (name, "vacuous", saved.path, "proved", ())
+            found.append(finding(*given, title=title, look_at=look))
     found += of_past(question, saved.answers, name)
     return replace(diagnosis, findings=tuple(found))
-
-
-def _not_shown(
-    side: str, where: str, title: str, look_at: str, sure: str, why: Sequence[str]
-) -> Finding:
-    """What keeps a side from being judged."""
-    return finding(side, "vacuous", where, sure, why, title=title, look_at=look_at)
 
 
 def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[dict[str, Any]]:
@@ -401,8 +393,8 @@ def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
     if pair.apart:
         title = "the two sides had different inputs, so that comparing their results says nothing"
         look_at = "what each side was given: save both from one run, with the very inputs of it"
-        given = (title, look_at, "proved", pair.apart)
-        findings.insert(0, _not_shown("both", "the inputs of A and of B", *given))
+        given = ("both", "vacuous", "the inputs of A and of B", "proved", pair.apart)
+        findings.insert(0, finding(*given, title=title, look_at=look_at))
     for name, saved in sides.items():
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]

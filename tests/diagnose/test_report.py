@@ -24,9 +24,9 @@ from rawattn.check.diagnose.evidence.sight import sight_of
 from rawattn.check.diagnose.findings import Check, Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
-from rawattn.check.diagnose.report import glossary, terminal
+from rawattn.check.diagnose.report import terminal
 from rawattn.check.diagnose.report.page import WIDTH, page
-from rawattn.check.diagnose.report.words import as_json, nothing_wrong
+from rawattn.check.diagnose.report.words import KNOWN, as_json, nothing_wrong
 from tests.diagnose.called import call, in_sweeps
 from tests.diagnose.problems import packed
 from tests.diagnose.test_planted import MODULES
@@ -152,16 +152,16 @@ def test_explain_a_class() -> None:
     known = classes.CLASSES["causal-off-by-one"]
     text = " ".join(result.stdout.split())
     assert result.exit_code == 0 and text.startswith(f"causal-off-by-one: {known.title}")
-    assert all(part in text for part in known) and "query 0 . +" in text
+    assert all(part in text for part in known)
 
 
-@pytest.mark.parametrize("name", glossary.KNOWN)
+@pytest.mark.parametrize("name", KNOWN)
 def test_every_class_is_told(name: str) -> None:
     lines = captured(60, lambda to: terminal.show_class(to, name)).splitlines()
     said = " ".join(" ".join(lines).split())
     known = {**HARNESS, **classes.CLASSES}[name]
     assert known.title in said and known.look_at and known.looks in said
-    assert len(lines) <= terminal.LINES + 8 and max(map(len, lines)) <= 60
+    assert len(lines) <= terminal.LINES and max(map(len, lines)) <= 60
 
 
 # ---- all of it ----------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""The arrays of a .npz file by rawattn's names, whatever they are called there.
-
-Longer than other modules by the table of names.
-"""
+"""The arrays of a .npz file by rawattn's names, whatever they are called there."""
 
 import difflib
 import json
@@ -186,9 +183,8 @@ def _floating(name: str, array: np.ndarray) -> np.ndarray:
         return array.view(BFLOAT16)
     if array.dtype == BFLOAT16:
         return array
-    if array.dtype.kind != "f":
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise ValueError(
             f"{name} has dtype {array.dtype}; it must be floating, or uint16, bits of bfloat16"
         )
-    wide = array.dtype.itemsize > 8
-    return array.astype(np.float64 if wide else array.dtype.newbyteorder("="), copy=False)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -65,15 +65,15 @@ def _completed(mine: Saved, other: Saved) -> Saved:
     given, lent = mine.inputs, other.inputs
     both = [name for name in PROBLEM if name in given and name in lent]
     differ = [f"{n} {how}" for n in both if (how := _difference(given[n], lent[n]))]
-    if mine.question is None and differ:
+    if mine.question is not None and differ:
+        return mine
+    if differ:
         raise ValueError(
             f"{mine.path} and {other.path} are not about the same problem: {differ[0]}. Save "
             "results with all the inputs that they are of"
         )
     if mine.question is None:
         return replace(mine, inputs=lent | given)
-    if differ:
-        return mine
     taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}
     dtype = given["q"].dtype
     if "q" in lent and dtype.itemsize < lent["q"].dtype.itemsize:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rawattn.check.diagnose.evidence.picture import picture
 from rawattn.check.diagnose.findings import Diagnosis, Finding, readable
-from rawattn.check.diagnose.report import glossary, words
+from rawattn.check.diagnose.report import words
 
 COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
@@ -41,8 +41,9 @@ def show(
 ) -> None:
     """The verdict in short; with ``full`` all that it rests on below it."""
     wide = min(max(LEAST, console.width), MOST)
+    sides = {one.side for one in (*diagnosis.findings, *diagnosis.checks)} | {*about.files}
     for n, finding in enumerate(diagnosis.findings):
-        lines = short(finding, about, wide, alone=_alone(diagnosis, about))
+        lines = short(finding, about, wide, alone=len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
         compared = diagnosis.checks or diagnosis.facts
@@ -56,14 +57,10 @@ def show(
 
 def show_class(console: Console, name: str) -> None:
     """What a class of bugs is. ValueError where there is none of this name."""
-    known = glossary.meaning(name)
+    known = words.meaning(name)
     wide = min(max(LEAST, console.width), MOST)
     lines = [Text(line, "bold") for line in _wrapped(f"{name}: {known.title}", wide)]
     lines += _entry("looks", known.looks, wide)
-    if example := glossary.drawn(name):
-        form, sight = example
-        lines += _entry("such", form, wide)
-        lines += [Text.assemble(("   | ", "blue"), line) for line in picture(sight)]
     lines += _entry("fix", known.look_at, wide)
     console.print(Text("\n").join(lines), soft_wrap=True)
 
@@ -75,12 +72,6 @@ def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None
     for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
         if told or not RIGHT.search(fact):
             console.print(Text(fact, "dim"))
-
-
-def _alone(diagnosis: Diagnosis, about: About) -> bool:
-    """Whether there is one side alone, which needs no name."""
-    sides = {finding.side for finding in diagnosis.findings}
-    return len(sides | {check.side for check in diagnosis.checks} | {*about.files}) == 1
 
 
 def short(
