@@ -164,5 +164,5 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         hint = f". It has a head for each query head: sum over the {group} heads of a group"
     raise ValueError(
         f"{name} has shape {array.shape}; it must be {expected[::-1] if heads_first else expected},"
-        f" or with a batch in the layout that is said{hint}"
+        f" or with a batch, where layout='bthd' or 'bhtd' is said{hint}"
     )

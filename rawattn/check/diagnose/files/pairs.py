@@ -119,7 +119,8 @@ def _difference(one: np.ndarray, other: np.ndarray) -> str:
     """How an input of two sides differs; "" where that is by the rounding of their dtypes."""
     if one.shape != other.shape:
         return f"has shape {one.shape} and {other.shape}"
-    coarse, share, least = np.dtype(np.float64), 0.0, 0.0
+    coarse: np.dtype[Any] = np.dtype(np.float64)
+    share = least = 0.0
     if one.dtype.kind not in "iu":
         infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
         info = max(infos, key=lambda info: float(info.eps))

@@ -41,7 +41,8 @@ def show(
 ) -> None:
     """The verdict in short; with ``full`` all that it rests on below it."""
     wide = min(max(LEAST, console.width), MOST)
-    sides = {one.side for one in (*diagnosis.findings, *diagnosis.checks)} | {*about.files}
+    sides = {finding.side for finding in diagnosis.findings} | {*about.files}
+    sides |= {check.side for check in diagnosis.checks}
     for n, finding in enumerate(diagnosis.findings):
         lines = short(finding, about, wide, alone=len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
@@ -174,8 +175,12 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
         return
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     for head in ("verdict", "side", "name", "what must hold", "error", "allowed"):
-        side = "right" if head in ("error", "allowed") else "left"
-        table.add_column(head, justify=side, no_wrap=head != "what must hold", overflow="fold")
+        table.add_column(
+            head,
+            justify="right" if head in ("error", "allowed") else "left",
+            no_wrap=head != "what must hold",
+            overflow="fold",
+        )
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
