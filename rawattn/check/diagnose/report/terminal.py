@@ -175,12 +175,7 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
         return
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     for head in ("verdict", "side", "name", "what must hold", "error", "allowed"):
-        table.add_column(
-            head,
-            justify="right" if head in ("error", "allowed") else "left",
-            no_wrap=head != "what must hold",
-            overflow="fold",
-        )
+        table.add_column(head, no_wrap=head != "what must hold", overflow="fold")
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
