@@ -106,7 +106,7 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
                 "without it, and leave the entry out"
             )
         if meant is None:
-            near = difflib.get_close_matches(name, _MEANT, n=1)
+            near = difflib.get_close_matches(name, _MEANT, n=1, cutoff=0.8)
             hint = f"; is it {_MEANT[near[0]]}?" if near else ""
             notes.append(f"{entry} is not read: the name means nothing here{hint}")
         elif meant in found and not np.array_equal(found[meant], array):
