@@ -7,7 +7,7 @@ in ``diagnose.judge.failures``. Long by options and help texts, which stand toge
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -22,7 +22,6 @@ from rawattn.check import report
 from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
-from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump
 from rawattn.check.diagnose.files.pairs import Pair, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
@@ -47,27 +46,16 @@ from rawattn.check.options import NewFile, html_option, json_option, rare_option
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
-__all__ = ["dump_command", "explain_command", "harness_command"]
-
-File = NewFile()
 LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def integers(value: str, least: int = -1) -> tuple[int, ...]:
+def integers(value: str) -> tuple[int, ...]:
     """Integers with commas between them, ``448,1280``; blanks and brackets do not matter."""
     try:
-        found = tuple(int(part) for part in value.strip("[]() ").split(","))
+        return tuple(int(part) for part in value.strip("[]() ").split(","))
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from error
-    if min(found) < least:
-        raise click.BadParameter(f"{value!r} has a number below {least}")
-    return found
-
-
-def counts(value: str) -> tuple[int, ...]:
-    """Integers, none of which is negative."""
-    return integers(value, 0)
 
 
 framework_option = click.option(
@@ -84,7 +72,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
-    @click.option("--full", is_flag=True, help="show all evidence, identities and slopes.")
+    @click.option("--full", is_flag=True, help="show all evidence and identities.")
     @html_option
     @json_option
     @wraps(command)
@@ -99,7 +87,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
         terminal.show(console, diagnosis, about, full=full)
         terminal.facts(console, diagnosis, full=full)
         if diagnosis.findings and not full:
-            console.print(Text("--full shows all evidence, identities and slopes", "dim"))
+            console.print(Text("--full shows all evidence and identities", "dim"))
         if html_file is not None:
             html_file.write_text(page(diagnosis, about), encoding="utf-8")
         if json_file is not None:
@@ -136,10 +124,11 @@ def explain_command(
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
-    causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names. A
-    single file is compared with the float64 attention of its inputs. With B.npz both sides are
-    judged, each by its own inputs; a file without q, k, v has those of the other. What a file with
-    q, k, v does not say (dout, causal) is taken from the other where these are equal, except dlse.
+    causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names; with
+    a batch also layout (bthd, bhtd) and, where there is padding, lengths. A single file is compared
+    with the float64 attention of its inputs. With B.npz both sides are judged, each by its own
+    inputs; a file without q, k, v has those of the other. What a file with q, k, v does not say
+    (dout, causal) is taken from the other where these are equal, except dlse.
     `rawattn-check dump` writes such a file.
     """
     if bool(files) + bool(log_file) + bool(class_) != 1 or len(files) > 2:
@@ -160,11 +149,11 @@ def explain_command(
 @click.command("dump")
 @click.argument("case", required=False)
 @click.option("--list", "listing", is_flag=True, help="show the standard cases.")
-@click.option("--out", "file", type=File, help="where to write; CASE.npz by default.")
+@click.option("--out", "file", type=NewFile(), help="where to write; CASE.npz by default.")
 @click.option("--candidate", metavar="FILE.py:NAME", help="whose results; else the reference's.")
 @framework_option
-@click.option("--lengths", type=counts, help="of a random case: tokens of the sequences.")
-@click.option("--lengths-k", type=counts, help="their keys, where these are other numbers.")
+@click.option("--lengths", type=integers, help="of a random case: tokens of the sequences.")
+@click.option("--lengths-k", type=integers, help="their keys, where these are other numbers.")
 @click.option("--heads", default=4, show_default=True, help="query heads.")
 @click.option("--heads-kv", type=int, help="key/value heads; as many by default.")
 @click.option("--head-dim", default=64, show_default=True)
@@ -182,12 +171,6 @@ def explain_command(
     help="with sequences whose results tell all of a kernel's weights, entry by entry (the default "
     "without CASE and --lengths), or the problem alone, of second order too.",
 )
-@click.option(
-    "--intermediates",
-    "sequence",
-    type=click.IntRange(min=0),
-    help="of this sequence, by its index: S, P, dP, dS, of second order E, tP, tdS.",
-)
 @click.option("--seed", default=0, show_default=True)
 def dump_command(
     case: str | None,
@@ -200,7 +183,6 @@ def dump_command(
     sinks: bool,
     seqused: bool,
     identify: bool | None,
-    sequence: int | None,
     seed: int,
     **sizes: Any,
 ) -> None:
@@ -217,7 +199,7 @@ def dump_command(
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
-    identify = not (case or lengths or sequence is not None) if identify is None else identify
+    identify = not (case or lengths) if identify is None else identify
     chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
     if softcap is not None or sinks or seqused:
@@ -238,9 +220,6 @@ def dump_command(
             own = replace(question, out=answers["out"], lse=answers["lse"])
             question = own if identify else given
             answers = answers_of(judged, question)
-        if sequence is not None:
-            answers |= steps.intermediates(question, answers, sequence)
-            said["sequence"] = sequence
     except (Refused, Unsupported, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # whatever a candidate throws
@@ -335,65 +314,45 @@ def _of_files(*files: Path) -> Diagnosis:
         raise click.UsageError(
             f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
         )
-    about = dict(item for saved in pair.sides for item in saved.about.items())
+    identify = max(saved.identify for saved in pair.sides)
     sides = zip("AB", pair.sides, questions, strict=False)
-    return _joined(pair, {side[0]: _of_side(*side, about) for side in sides if side[1].answers})
+    return _joined(pair, {side[0]: _of_side(*side, identify) for side in sides if side[1].answers})
 
 
-def _of_side(name: str, saved: Saved, question: Question, about: dict[str, Any]) -> Diagnosis:
+def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding.
 
-    about: as in Saved, of this file or of the other. A file of packed questions is judged by the
-    first of its sequences, with what the others tell of them.
+    identify: as in Saved, of this file or of the other. A file of packed questions is judged by
+    the first of its sequences, with what the others tell of them.
     """
-    if "identify" in about:
+    if identify:
         with refused(f"{saved.path}: "):
-            here, answers, told = read_packed(question, saved.answers, about["identify"])
+            here, answers, told = read_packed(question, saved.answers, identify)
         diagnosis = diagnose(here, answers, side=name, told=told)
-        of_part = diagnosis.findings
-        of_heads = of_sinks(question, saved.answers, name, of_part)
-        of_rows = of_all(question, saved.answers, name, of_part)
+        of_rows = of_all(question, saved.answers, name, diagnosis.findings)
+        of_heads = of_sinks(question, saved.answers, name, diagnosis.findings)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
     for changes in _left_out(saved, question, diagnosis) if diagnosis.findings else ():
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
             title = f"right if {_meant(changes)} was meant, which is not said"
-            said = (title, "what was meant: save it too", "high")
-            return replace(other, findings=(_not_shown(name, saved.path, *said, saved.notes),))
+            given = (name, "vacuous", saved.path, "high", saved.notes)
+            one = finding(*given, title=title, look_at="what was meant: save it too")
+            return replace(other, findings=(one,))
         if _worse(other) < _worse(diagnosis):
             fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
-    found, facts = list(diagnosis.findings), diagnosis.facts
-    if found:
-        found[0] = replace(found[0], evidence=found[0].evidence + saved.notes)
+    found = list(diagnosis.findings)
     for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
         names = ", ".join(tensor for tensor in STAGES[stage] if tensor in saved.answers)
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
-            why = (
-                "without the cotangent or direction that they are of they cannot be computed again"
-            )
             look = "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
-            found.append(_not_shown(name, saved.path, title, look, "proved", (why,)))
+            given = (name, "vacuous", saved.path, "proved", ())
+            found.append(finding(*given, title=title, look_at=look))
     found += of_past(question, saved.answers, name)
-    parting = steps.parting(question, saved.answers, about.get("sequence"))
-    if parting is not None:
-        agree = f"{', '.join(parting.agree)} right" if parting.agree else ""
-        text = "; ".join(filter(None, (agree, parting.text)))
-        facts = (*facts, f"{name}, step by step: {text}")
-        if not found and parting.step:
-            title = f"{parting.step} is wrong, and no result shows it"
-            given = (name, "unknown", parting.step, "medium", (text,))
-            found.append(finding(*given, title=title, look_at=parting.look_at))
-    return replace(diagnosis, findings=tuple(found), facts=facts)
-
-
-def _not_shown(
-    side: str, where: str, title: str, look_at: str, sure: str, why: Sequence[str]
-) -> Finding:
-    """What keeps a side from being judged."""
-    return finding(side, "vacuous", where, sure, why, title=title, look_at=look_at)
+    return replace(diagnosis, findings=tuple(found))
 
 
 def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[dict[str, Any]]:
@@ -434,8 +393,8 @@ def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
     if pair.apart:
         title = "the two sides had different inputs, so that comparing their results says nothing"
         look_at = "what each side was given: save both from one run, with the very inputs of it"
-        given = (title, look_at, "proved", pair.apart)
-        findings.insert(0, _not_shown("both", "the inputs of A and of B", *given))
+        given = ("both", "vacuous", "the inputs of A and of B", "proved", pair.apart)
+        findings.insert(0, finding(*given, title=title, look_at=look_at))
     for name, saved in sides.items():
         there = ", ".join(saved.answers) or "inputs alone"
         facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
@@ -469,8 +428,8 @@ def _random_case(
     heads_kv, lengths_k = heads_kv or heads, lengths_k or lengths
     if heads_kv < 1 or heads % heads_kv:
         raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
-    if len(lengths_k) != len(lengths):
-        raise click.UsageError("--lengths and --lengths-k must be as many")
+    if len(lengths_k) != len(lengths) or min(lengths + lengths_k) < 0:
+        raise click.UsageError("--lengths and --lengths-k must be as many, and none negative")
     if window is not None and len(window) != 2:
         raise click.UsageError("--window must be two integers, LEFT,RIGHT")
     same |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}

@@ -147,7 +147,6 @@ def test_dump_of_random_problems(tmp_path: Path) -> None:
         ("dump --lengths 3 --heads 4 --heads-kv 3", "no multiple of 3 key/value"),
         ("dump --lengths 3 --lengths-k 3,4", "must be as many"),
         ("dump --lengths 3 --window 3", "--window must be two integers"),
-        ("dump --lengths 7,12,12 --intermediates 3", "3 sequences"),
         ("dump edges --candidate nowhere.py:f", "no such file"),
         ("explain", "one or two .npz files, or --log FILE"),
         ("explain --class caual-of-by-one", "near to it: causal-off-by-one"),

@@ -89,29 +89,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Level:
-    """Slope and residual of one side over the other (least squares through 0), of one part.
-
-    level: "all", "sequence", "head", of logs "row"; ``key`` says which. residual: what the slope
-    leaves, relative to the size of the part; error: the largest difference.
-    """
-
-    tensor: str
-    level: str
-    key: str
-    slope: float
-    residual: float
-    error: float
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All of it. No findings: nothing is wrong. ``facts``: what was looked at, in sentences."""
 
     title: str
     findings: tuple[Finding, ...]
     checks: tuple[Check, ...] = ()
-    levels: tuple[Level, ...] = ()
     facts: tuple[str, ...] = ()
 
     @property
@@ -120,25 +103,20 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of several sides, with the slopes of the first one that is wrong. The first
-    fact of each is what it was asked."""
+    """One diagnosis of several sides. The first fact of each is what it was asked."""
     found = list(sides.values())
-    shown = next((diagnosis for diagnosis in found if diagnosis.findings), found[0])
     several = len({diagnosis.facts[:1] for diagnosis in found}) > 1
     facts = [f"{name}: " * several + fact for name, one in sides.items() for fact in one.facts[:1]]
-    return replace(
-        shown,
-        title=title,
+    return Diagnosis(
+        title,
         findings=tuple(finding for diagnosis in found for finding in diagnosis.findings),
         checks=tuple(check for diagnosis in found for check in diagnosis.checks),
         facts=(*dict.fromkeys(facts), *(fact for one in found for fact in one.facts[1:])),
     )
 
 
-def readable(value: float, form: str = ".2g") -> str:
+def readable(value: float) -> str:
     """As people write it; "-" where there is none."""
-    if form == ".2g" and 99.5 <= abs(value) < 1e5:
-        form = ".0f"  # 109, not 1.1e+02
     if not math.isfinite(value):
         return "-" if math.isnan(value) else str(value)
-    return format(value, form)
+    return format(value, ".0f" if 99.5 <= abs(value) < 1e5 else ".2g")  # 109, not 1.1e+02

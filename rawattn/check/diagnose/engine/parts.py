@@ -7,7 +7,6 @@ from typing import Any
 
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
-    MATRICES,
     OF_SINKS,
     Answers,
     Question,
@@ -22,7 +21,6 @@ BY_TOKENS = {  # what a question has by rows of q and of k
     "k": ("k", "v", "tk", "tv"),
 }
 BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
-OTHER_ROWS = {*OF_SINKS, *(name for names in MATRICES.values() for name in names)}
 
 
 def sequences(question: Question) -> Iterator[tuple[slice, slice]]:
@@ -44,7 +42,7 @@ def part(
     question: Question, answers: Answers, first: int, stop: int, past: int = 0
 ) -> tuple[Question, Answers]:
     """The sequences from ``first`` on, and keys ``past`` them, with results of 0; without what is
-    summed over all of them, or of one alone."""
+    summed over all of them."""
     changes: dict[str, Any] = {"whole": None}
     rows, kept = {}, {}
     for of in "qk":
@@ -57,7 +55,7 @@ def part(
         changes["seqused_k"] = question.seqused_k[first:stop]
     found = {}
     for name, x in answers.items():
-        if name in OTHER_ROWS:
+        if name in OF_SINKS:
             continue
         of = side_of(name)
         found[name] = x[:, rows["q"]] if name in BY_ROW else x[rows[of]]

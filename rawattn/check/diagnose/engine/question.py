@@ -17,11 +17,6 @@ STAGES = {
     "second": ("ddout", "ddlse", "gq", "gk", "gv", "gblock_scale"),
     "jvp": ("jvp out", "tout", "jvp lse", "tlse"),
 }
-MATRICES = {  # intermediates of one sequence, (num_heads_q, seqlen_q, seqlen_k)
-    "forward": ("S", "P"),
-    "backward": ("dP", "dS"),
-    "second": ("E", "tP", "tdS"),
-}
 BY_ROW = ("lse", "sliding lse", "delta", "ddlse", "jvp lse", "tlse")  # (num_heads_q, total_q)
 OF_KEYS = ("dk", "dv", "gk", "gv")  # (total_k, num_heads_kv, ...)
 OF_SLOTS = ("dblock_scale", "gblock_scale")  # like block_indices

@@ -1,7 +1,4 @@
-"""Where one side differs from the other: slopes by part, the pattern of the wrong rows.
-
-A row is a token with one head: arrays are brought to (tokens, heads, width), numbers by row too.
-"""
+"""Where one side differs from the other: a slope, the pattern of the wrong rows."""
 
 import math
 from collections.abc import Iterator
@@ -9,56 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
-    OF_SLOTS,
-    Answers,
-    Question,
-    by_rows,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, side_of
 from rawattn.check.diagnose.evidence.rows import Bools, Float64, Rows
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
-from rawattn.check.diagnose.findings import Level
 
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
 ROWS = {"q": "row", "k": "key"}
 
 
-def levels(question: Question, answers: Answers, reference: Answers) -> tuple[Level, ...]:
-    """Slope, residual and error of ``answers`` over ``reference``: all, by sequence, by head."""
-    found: list[Level] = []
-    for tensor, given in answers.items():
-        if tensor not in reference or given.shape != reference[tensor].shape:
-            continue
-        x, y = by_rows(tensor, given), by_rows(tensor, reference[tensor])
-        of, heads = question.sequence_of(tensor), range(x.shape[1])
-        parts: list[tuple[str, str, Any]] = [("all", "all", of >= 0)]
-        parts += [("sequence", f"sequence {b}", of == b) for b in np.unique(of[of >= 0])]
-        head = _head_word(tensor)
-        parts += [("head", f"{head} {h}", (np.flatnonzero(of >= 0), h)) for h in heads]
-        with np.errstate(all="ignore"):
-            found += [Level(tensor, level, key, *fit(x[at], y[at])) for level, key, at in parts]
-    return tuple(found)
-
-
-def fit(found: Float64, wanted: Float64) -> tuple[float, float, float]:
-    """Slope of the least-squares line through 0, what it leaves of ``found``, the largest error.
-
-    NaN and inf in unequal places are an infinite error, and left out of the line.
-    """
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-    off = np.where(same, 0.0, np.abs(found - wanted))
-    error = float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
-    both = np.isfinite(found) & np.isfinite(wanted)
-    x, y = found[both], wanted[both]
+def fit(x: Float64, y: Float64) -> tuple[float, float]:
+    """Slope of the least-squares line from ``y`` to ``x`` through 0, and what it leaves of x; of
+    finite numbers."""
     size_x, size_y = float(np.linalg.norm(x)), float(np.linalg.norm(y))
     if not size_y:
-        return (1.0, 0.0, error) if not size_x else (math.inf, 1.0, error)
-    slope = float((x / size_y) @ (y / size_y))
+        return (1.0, 0.0) if not size_x else (math.inf, 1.0)
+    slope = float(np.vdot(x / size_y, y / size_y))
     rest = float(np.linalg.norm(x - slope * y))
-    return slope, rest / size_x if size_x else 0.0, error
+    return slope, rest / size_x if size_x else 0.0
 
 
 def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
@@ -78,15 +43,10 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def _head_word(tensor: str) -> str:
-    if tensor in OF_KEYS:
-        return "kv head"
-    return "selection head" if tensor in OF_SLOTS else "head"
-
-
 def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
     within = question.sequence_of(tensor)
-    there, row, head = within >= 0, ROWS[side_of(tensor)], _head_word(tensor)
+    there, row = within >= 0, ROWS[side_of(tensor)]
+    head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
     bad = bad & there[:, None]
     tokens, heads, sequences = int(there.sum()), bad.shape[1], len(np.unique(within[there]))
     of_heads = np.flatnonzero(bad.any(axis=0))

@@ -1,7 +1,4 @@
-"""The arrays of a .npz file by rawattn's names, whatever they are called there.
-
-Longer than other modules by the table of names.
-"""
+"""The arrays of a .npz file by rawattn's names, whatever they are called there."""
 
 import difflib
 import json
@@ -14,17 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import MATRICES, OF_SINKS, STAGES, Question
+from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Question
 from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
 OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
-RESULTS = (
-    *(name for names in (*STAGES.values(), *MATRICES.values()) for name in names),
-    *OF_SINKS,
-)
-INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout", "dtype")
+RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS)
+INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
 # Names in a file besides rawattn's own; upper and lower case, dots and blanks do not matter.
@@ -41,12 +35,10 @@ ALIASES = {
     "tq": "ddq q_tangent tangent_q grad_grad_q q_dot",
     "tk": "ddk k_tangent tangent_k grad_grad_k k_dot",
     "tv": "ddv v_tangent tangent_v grad_grad_v v_dot",
-    "given out": "out_given passed_out",
-    "given lse": "lse_given passed_lse",
+    **{"given out": "out_given passed_out", "given lse": "lse_given passed_lse"},
     "block_indices": "selected_block_indices selected_blocks",
     "block_counts": "selected_block_counts",
-    "block_scale": "sel_scale gate gates block_scales",
-    "tblock_scale": "ddblock_scale",
+    **{"block_scale": "sel_scale gate gates block_scales", "tblock_scale": "ddblock_scale"},
     "causal": "is_causal",
     "window": "window_size",
     "softmax_scale": "scale sm_scale scaling attn_scale",
@@ -55,33 +47,21 @@ ALIASES = {
     "tsinks": "ddsinks",
     "seqused_k": "seqlens_used_k cache_seqlens",
     "dsinks": "grad_sinks sinks_grad dsink",
-    "own": "include_own_block",
-    "sliding": "window_of_sliding",
+    **{"own": "include_own_block", "sliding": "window_of_sliding"},
     "out": "o output attn_out attn_output attention_output",
     "lse": "softmax_lse logsumexp log_sum_exp",
-    "sliding out": "sliding_window_out",
-    "sliding lse": "sliding_window_lse",
+    **{"sliding out": "sliding_window_out", "sliding lse": "sliding_window_lse"},
     "delta": "dsum softmax_d",
     **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
     **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
-    **{"S": "scores attn_scores", "P": "probs attn attn_weights attention_weights softmax"},
-    **{"dP": "grad_p d_p", "dS": "grad_s d_s dscores grad_scores"},
-    **{"E": "s_tangent ts", "tP": "p_tangent", "tdS": "ds_tangent"},
 }
 OWN_NAMES = (
     *(field.name for field in fields(Question) if field.name not in GIVEN),
     *RESULTS,
-)
-# They may stand in a file and change nothing.
-HARMLESS = (
-    *("max_seqlen", "max_seqlen_q", "max_seqlen_k", "seqlen_q", "seqlen_k", "seed", "name", "case"),
-    *("batch", "batch_size", "num_heads", "num_heads_q", "num_heads_kv", "num_heads_k", "head_dim"),
-    "deterministic",
+    "layout",
 )
 # They change what is computed into something that there is no reference for.
 FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
-PACKED = {"qkv": "q, k and v", "kv": "k and v"}  # arrays of several that are not taken apart
-LARGE = 4096  # an integer beyond it is no result, but the bits of one
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
 
 
@@ -92,23 +72,15 @@ def entries(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
     found: Arrays = {}
     notes = []
     with np.load(path, allow_pickle=False) as file:
-        if not any(name.endswith(".npy") for name in file.zip.namelist()):
-            raise ValueError(
-                f"{path} holds no arrays of NumPy. Of a torch file: numpy.savez(file, "
-                "**{name: tensor.float().cpu().numpy() for name, tensor in tensors.items()})"
-            )
         for name in file.files:
             try:
-                found[name] = file[name]
+                found[name] = np.asarray(file[name])
             except ValueError:
                 notes.append(f"{name} is a Python object (None?) and is not read")
     try:
-        about = dict(json.loads(str(found.pop("about", "{}"))))
+        return found, dict(json.loads(str(found.pop("about", "{}")))), notes
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: about is not JSON text of names and values ({error})") from error
-    for name in {*about.get("bfloat16", ())} & found.keys():
-        found[name] = found[name].view(BFLOAT16)
-    return found, about, notes
 
 
 def _plain(name: str) -> str:
@@ -127,22 +99,16 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
     found: Arrays = {}
     for entry, array in raw.items():
         name = _plain(entry)
-        if name.endswith(("_bf16", "_bfloat16")) and array.dtype.itemsize == 2:
-            name, array = name.rpartition("_")[0], array.view(BFLOAT16)
-        name = "softmax_scale" if name == "s" and not array.ndim else name
+        meant = _MEANT.get(name)
         if name in FOREIGN and np.any(np.asarray(array, dtype=np.float64)):
             raise ValueError(
                 f"{entry} is not 0: there is no reference for attention with it. Save a run "
                 "without it, and leave the entry out"
             )
-        meant = name if name in ("layout", "dtype") else _MEANT.get(name)
         if meant is None:
-            near = difflib.get_close_matches(name, _MEANT, n=1)
+            near = difflib.get_close_matches(name, _MEANT, n=1, cutoff=0.8)
             hint = f"; is it {_MEANT[near[0]]}?" if near else ""
-            hint = "; say lengths, causal or window instead" if "mask" in name else hint
-            hint = f"; save {PACKED[name]} apart" if name in PACKED else hint
-            if name not in (*HARMLESS, *FOREIGN):
-                notes.append(f"{entry} is not read: the name means nothing here{hint}")
+            notes.append(f"{entry} is not read: the name means nothing here{hint}")
         elif meant in found and not np.array_equal(found[meant], array):
             raise ValueError(f"{entry} is a second entry for {meant}; leave one of them out")
         else:
@@ -151,8 +117,7 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
 
 
 def _pair(value: np.ndarray) -> tuple[int, int]:
-    sides = [int(n) for n in value.ravel()]
-    left, right = sides * 2 if sides == [-1] else sides
+    left, right = (int(n) for n in value)
     return left, right
 
 
@@ -184,61 +149,42 @@ def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def restore(arrays: Arrays, dtype: Any, notes: list[str]) -> None:
-    """Bring numbers to a float dtype: bits that are bfloat16, and 16-bit numbers widened."""
-    said = "" if dtype is None else str(np.asarray(dtype).item()).removeprefix("torch.")
-    floats = {n: a for n, a in arrays.items() if n not in INTEGERS and n not in OPTIONS}
-    bits = ", ".join(n for n, a in floats.items() if a.dtype in (np.uint16, np.int16))
-    if bits and not said:
-        notes.append(
-            f"{bits}: 16-bit integers, read as the bits of bfloat16 (not so with an "
-            "entry dtype='float16')"
-        )
-    floats = {name: _floating(name, array, said) for name, array in floats.items()}
+def restore(arrays: Arrays, notes: list[str]) -> None:
+    """Bring numbers to a float dtype: bits of bfloat16, and 16-bit numbers that were widened."""
+    floats = {n: _floating(n, a) for n, a in arrays.items() if n not in (*INTEGERS, *OPTIONS)}
     arrays.update(floats)
     for narrow in (BFLOAT16, np.dtype(np.float16)):
-        told = narrowed(floats, narrow, sure=said == narrow.name)
-        guessed = not said and {"q", "k", "v"} <= told.keys() and told.keys() & set(RESULTS)
-        if guessed or said == narrow.name:
+        told = narrowed(floats, narrow)
+        if {"q", "k", "v"} <= told.keys() and told.keys() & {*RESULTS}:
             arrays.update(told)
-            if not said:
-                names = ", ".join(sorted(told))
-                notes.append(f"{names}: all numbers are of {narrow}, read as such")
+            notes.append(f"{', '.join(sorted(told))}: all numbers are of {narrow}, read as such")
             return
 
 
-def narrowed(arrays: Arrays, dtype: np.dtype, *, sure: bool = False) -> Arrays:
-    """Those that are wider than ``dtype`` and yet nothing but numbers of it, in it; unless that is
-    ``sure`` so many, and not only integers, that it can hardly be by chance."""
+def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
+    """Those that are wider than ``dtype`` and yet nothing but numbers of it, in it; so many, and
+    not only integers, that it can hardly be by chance."""
     found: Arrays = {}
     for name, array in arrays.items():
         with np.errstate(over="ignore"):
             x = array.astype(dtype)
-            if array.dtype.itemsize > 2 and np.array_equal(
-                x.astype(array.dtype), array, equal_nan=True
-            ):
-                numbers = array.ravel()[:1000]
-                numbers = numbers[np.isfinite(numbers)]
-                telling = len(np.unique(numbers)) >= ENOUGH and np.any(numbers % 1)
-                found |= {name: x} if sure or telling else {}
+            same = np.array_equal(x.astype(array.dtype), array, equal_nan=True)
+        numbers = array.ravel()[:1000]
+        numbers = numbers[np.isfinite(numbers)]
+        telling = len(np.unique(numbers)) >= ENOUGH and np.any(numbers % 1)
+        if array.dtype.itemsize > 2 and same and telling:
+            found[name] = x
     return found
 
 
-def _floating(name: str, array: np.ndarray, said: str) -> np.ndarray:
-    """Numbers in a float dtype; ``said`` is the dtype of which 16-bit integers are the bits."""
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # as numpy.save writes bfloat16
+def _floating(name: str, array: np.ndarray) -> np.ndarray:
+    """Numbers in a float dtype."""
+    if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):  # as numpy.save writes bfloat16
         return array.view(BFLOAT16)
-    if array.dtype in (np.uint16, np.int16):
-        return array.view(np.float16 if said == "float16" else BFLOAT16)
     if array.dtype == BFLOAT16:
         return array
-    if array.dtype.kind not in "fiub":
-        raise ValueError(f"{name} has dtype {array.dtype}; it must be a real floating one")
-    if array.dtype.kind in "iu" and np.abs(array.astype(np.float64)).max(initial=0) > LARGE:
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise ValueError(
-            f"{name} has {array.dtype} numbers above {LARGE}; if they are the bits of "
-            "bfloat16, save them as uint16"
+            f"{name} has dtype {array.dtype}; it must be floating, or uint16, bits of bfloat16"
         )
-    if array.dtype.kind in "iub" or array.dtype.itemsize > 8:
-        return array.astype(np.float64)
     return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -1,12 +1,12 @@
 """Questions and answers in .npz files, so that a kernel of any language can be judged.
 
 ``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere: other names,
-batched arrays, padding behind the sequences, heads before tokens, bfloat16 as 16-bit integers or
-widened. What cannot be read is a ValueError; what had to be guessed or left out is a note.
+a batch, padding behind the sequences, bfloat16 as 16-bit integers or widened. What cannot be read
+is a ValueError; what had to be guessed or left out is a note.
 """
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,8 @@ NO_MASK = "causal is not said: False is assumed"
 class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
-    left_out: fields of a Question that it does not say. about: what `rawattn-check dump` wrote for
-    `explain`: "identify", how many of its sequences are not the reader's questions; "sequence",
-    whose intermediates it holds.
+    left_out: fields of a Question that it does not say. identify: of `rawattn-check dump`, how many
+    of its sequences are not the reader's questions; 0 where none are.
     """
 
     path: str
@@ -53,7 +52,7 @@ class Saved:
     notes: tuple[str, ...]
     frame: Frame | None
     left_out: tuple[str, ...] = ()
-    about: dict[str, int] = field(default_factory=dict)
+    identify: int = 0
 
     @property
     def question(self) -> Question | None:
@@ -91,24 +90,22 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     try:
         arrays = named(raw, notes)
         options = options_of(about.get("options", {}) | arrays)
-        layout = layout_of(arrays.pop("layout", about.get("layout")))
-        restore(arrays, arrays.pop("dtype", None), notes)
+        layout = layout_of(arrays.pop("layout", None))
+        restore(arrays, notes)
         arrays = {name: array for name, array in arrays.items() if name not in OPTIONS}
-        whole = {"q", "k", "v"} <= arrays.keys()
-        if whole:
-            frame = frame_of(arrays, layout, notes)
+        found: dict[str, Any] = {}
+        if {"q", "k", "v"} <= arrays.keys():
+            frame = frame_of(arrays, layout)
+            found |= {f"cu_seqlens_{side}": offsets for side, offsets in frame.offsets.items()}
             notes += [NO_MASK] if "causal" not in options else []
         elif frame is None:
-            answers = {n: array for n, array in arrays.items() if n in RESULTS}
-            return Saved(str(path), options, answers, tuple(notes), None)
-        elif layout:
-            frame = replace(frame, letters={len(layout): layout})
-        found: dict[str, Any] = {}
-        for side in "qk":
-            offsets = frame.offsets[side] if whole else offsets_of(arrays, side)
-            found |= {} if offsets is None else {f"cu_seqlens_{side}": offsets}
+            return Saved(str(path), options, {}, tuple(notes), None)
+        else:
+            frame = replace(frame, layout=layout or frame.layout)
+            given = {f"cu_seqlens_{side}": offsets_of(arrays, side) for side in "qk"}
+            found |= {name: offsets for name, offsets in given.items() if offsets is not None}
         for name in (name for name in arrays if name not in LENGTHS):
-            found[name] = place(name, arrays[name], frame, notes)
+            found[name] = place(name, arrays[name], frame)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
@@ -116,5 +113,5 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     called = {entry: name for name, entry in GIVEN.items()}
     inputs = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
     answers = {n: array for n, array in found.items() if n in RESULTS}
-    told = {str(name): int(about[name]) for name in ("identify", "sequence") if name in about}
-    return Saved(str(path), inputs | options, answers, tuple(notes), frame, left_out, told)
+    identify = int(about.get("identify", 0))
+    return Saved(str(path), inputs | options, answers, tuple(notes), frame, left_out, identify)

@@ -1,26 +1,21 @@
 """Two files of one comparison: what each side is judged by, and how their inputs differ."""
 
 import math
-import reprlib
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, STAGES, Question
 from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS, narrowed
-from rawattn.check.diagnose.files.layouts import OF_EACH
 from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read
 
 PROBLEM = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")  # who has other ones computed another
 OF_ITS_OWN = ("dlse", *GIVEN)  # what a run had none of where none was saved
 ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
-DEFAULTS = {field.name: field.default for field in fields(Question)}
 ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
-OF_BLOCKS = ("block_size", "own", "sliding")
 NARROW = {n for names in STAGES.values() for n in names} - {*BY_ROW, *OF_SLOTS}  # as inputs are
 
 
@@ -35,13 +30,6 @@ class Pair:
     questions: tuple[Question | None, ...]
     apart: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-class Difference(NamedTuple):
-    """Of two arrays, in words. rounding: they are the same but for the rounding of their dtypes."""
-
-    text: str
-    rounding: bool = False
 
 
 def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
@@ -63,32 +51,35 @@ def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
     if first is None or second is None:
         return Pair(sides, (first, second))
     apart, notes = _compared(first, second, *(saved.path for saved in sides))
-    same = first.dtype == second.dtype and not apart and not notes
-    return Pair(sides, (first, first if same else second), apart, notes)
+    arrays = ([getattr(x, name) for name in ARRAYS] for x in (first, second))
+    same = all(_bits(x) == _bits(y) for x, y in zip(*arrays, strict=True))
+    return Pair(sides, (first, first if same and not apart else second), apart, notes)
+
+
+def _bits(array: Any) -> bytes:
+    return b"" if array is None else np.asarray(array).tobytes()
 
 
 def _completed(mine: Saved, other: Saved) -> Saved:
     """``mine`` with those inputs of ``other`` that it lacks, and may have."""
     given, lent = mine.inputs, other.inputs
     both = [name for name in PROBLEM if name in given and name in lent]
-    differences = ((name, _difference(name, given, lent)) for name in both)
-    differ = {name: found for name, found in differences if found and not found.rounding}
-    if mine.question is None:
-        for name, difference in differ.items():
-            raise ValueError(
-                f"{mine.path} and {other.path} are not about the same problem: {name} "
-                f"{difference.text}. Save results with all the inputs that they are of"
-            )
-        return replace(mine, inputs=lent | given)
-    if differ:
+    differ = [f"{n} {how}" for n in both if (how := _difference(given[n], lent[n]))]
+    if mine.question is not None and differ:
         return mine
+    if differ:
+        raise ValueError(
+            f"{mine.path} and {other.path} are not about the same problem: {differ[0]}. Save "
+            "results with all the inputs that they are of"
+        )
+    if mine.question is None:
+        return replace(mine, inputs=lent | given)
     taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}
     dtype = given["q"].dtype
     if "q" in lent and dtype.itemsize < lent["q"].dtype.itemsize:
         taken |= {n: x.astype(dtype) for n, x in taken.items() if n in ROUNDED}
-    assumed = [n for n, x in taken.items() if isinstance(x, np.ndarray) or x != DEFAULTS[n]]
-    notes = [note for note in mine.notes if note != NO_MASK or "causal" not in assumed]
-    notes += [f"{name} is not said: that of {other.path} is assumed" for name in assumed]
+    notes = [note for note in mine.notes if note != NO_MASK or "causal" not in taken]
+    notes += [f"{', '.join(taken)}: not said, as in {other.path} is assumed"] if taken else []
     return replace(mine, inputs=taken | given, notes=tuple(notes))
 
 
@@ -104,65 +95,42 @@ def _as_of_inputs(saved: Saved) -> Saved:
 
 
 def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """How the inputs of two sides differ; and what else makes the sides be judged differently."""
-    apart: list[str] = []
-    alike: dict[str, list[str]] = {}  # what is not the same, and yet no reason to be surprised
+    """How the inputs of two sides differ; and what one alone has."""
+    apart, notes = [], []
     for name in ARRAYS:
-        called = GIVEN.get(name, name)
         one, other = getattr(a, name), getattr(b, name)
-        if one is not None and other is not None:
-            difference = _difference(name, vars(a), vars(b))
-            if difference and (difference.rounding or name in GIVEN):
-                alike.setdefault(difference.text, []).append(called)
-            elif difference:
-                apart.append(f"{called} {difference.text}")
-        elif np.any(other if one is None else one):
+        if one is None or other is None:
             there, not_there = paths if other is None else paths[::-1]
-            text = f"only in {there}; {not_there} is judged as a run that had none"
-            alike.setdefault(text, []).append(called)
-    names = ("softmax_scale", "softcap", *(OF_BLOCKS if a.sparse and b.sparse else ()))
-    mask = ("causal" if a.causal != b.causal else "window",) * (a.mask_window != b.mask_window)
-    for name in (*mask, *names):
+            text = f"{name}: only in {there}; {not_there} is judged as a run that had none"
+            notes += [text] if np.any(other if one is None else one) else []
+        elif name not in GIVEN and (how := _difference(one, other)):
+            apart.append(f"{name} {how}")
+    of_mask = ("causal", "window") if a.mask_window == b.mask_window else ()
+    for name in (name for name in OPTIONS if name not in of_mask):
         one, other = (x.scale if name == "softmax_scale" else getattr(x, name) for x in (a, b))
         floats = isinstance(one, float) and isinstance(other, float)
         if one != other and not (floats and math.isclose(one, other, rel_tol=1e-6)):
             said = (f"{x:g}" if isinstance(x, float) else str(x) for x in (one, other))
             apart.append(f"{name} is {' and '.join(said)}")
-    return tuple(apart), tuple(f"{', '.join(names)}: {text}" for text, names in alike.items())
+    return tuple(apart), tuple(notes)
 
 
-def _difference(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference | None:
-    """How an input of two sides differs; None where it has the same numbers."""
-    one, other = a[name], b[name]
-    if name.startswith("cu_seqlens"):
-        shown = (reprlib.repr(x.tolist()) for x in (one, other))
-        return None if np.array_equal(one, other) else Difference(f"is {' and '.join(shown)}")
+def _difference(one: np.ndarray, other: np.ndarray) -> str:
+    """How an input of two sides differs; "" where that is by the rounding of their dtypes."""
     if one.shape != other.shape:
-        return Difference(f"has shape {one.shape} and {other.shape}")
-    if name not in OF_EACH:
-        side = "k" if name in ("k", "v", "tk", "tv") else "q"  # rows of no sequence do not matter
-        ends = [given.get(f"cu_seqlens_{side}", (0, len(given[name]))) for given in (a, b)]
-        rows = slice(min(int(x[0]) for x in ends), max(int(x[-1]) for x in ends))
-        one, other = (x[:, rows] if name in ("dlse", "lse") else x[rows] for x in (one, other))
-    first, second = one.astype(np.float64), other.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        off = np.where(first == second, 0.0, np.abs(first - second))
-    off = np.where(np.isnan(first) & np.isnan(second), 0.0, off)
-    if not off.any():
-        return None
-    count = f"in {np.count_nonzero(off)} of {off.size} numbers"
-    if one.dtype.kind in "iu":
-        return Difference(f"differs {count}")
-    infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
-    info = max(infos, key=lambda info: float(info.eps))
+        return f"has shape {one.shape} and {other.shape}"
+    coarse: np.dtype[Any] = np.dtype(np.float64)
+    share = least = 0.0
+    if one.dtype.kind not in "iu":
+        infos = [ml_dtypes.finfo(x.dtype) for x in (one, other)]  # type: ignore[no-untyped-call]
+        info = max(infos, key=lambda info: float(info.eps))
+        coarse, share, least = info.dtype, float(info.eps), float(info.smallest_subnormal)
     with np.errstate(all="ignore"):
-        allowed = 2 * float(info.eps) * np.abs(second) + 2 * float(info.smallest_subnormal)
-        alike = (one.astype(info.dtype) == other.astype(info.dtype)) | (
-            off <= allowed
-        )  # to inf too
-    if alike.all():
-        dtypes = " and ".join(dict.fromkeys(x.dtype.name for x in (one, other)))
-        return Difference(f"the same but for rounding ({dtypes})", rounding=True)
+        x, y = (array.astype(coarse).astype(np.float64) for array in (one, other))
+        off = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
+        wrong = ~(off <= 2 * share * np.abs(y) + 2 * least)
+    if not wrong.any():
+        return ""
     largest = off[np.isfinite(off)].max(initial=0.0)
     how = f"differs by up to {largest:.3g}" if largest else "is NaN or inf at other places"
-    return Difference(f"{how}, {count}")
+    return f"{how}, in {np.count_nonzero(wrong)} of {wrong.size} numbers"

@@ -29,7 +29,6 @@ from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Check, Diagnosis, Finding, Sight, readable
 from rawattn.check.diagnose.judge import proofs, rounding
-from rawattn.check.diagnose.judge.cut import cut
 from rawattn.check.diagnose.judge.match import (
     GENERIC,
     LOOSE,
@@ -38,7 +37,7 @@ from rawattn.check.diagnose.judge.match import (
     StageVerdict,
     judge_stage,
 )
-from rawattn.check.diagnose.judge.whole import of_all
+from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
@@ -90,12 +89,10 @@ def diagnose(
         found = of_all(whole, _with_rows(given), side, found)
     else:
         found += proofs.of_sinks(question, given, side, found)
-    reference = proofs.reference_of(question, part, question.passed)
     diagnosis = Diagnosis(
         title=side,
         findings=(*strange, *found),
         checks=tuple(checks),
-        levels=structure.levels(question, part, reference),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
@@ -107,10 +104,7 @@ def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
     for name, x in answers.items():
         of, rows = question.sequence_of(name), np.isnan(by_rows(name, x)).any(axis=(1, 2))
         nan[of[rows & (of >= 0)]] = True
-    edges = np.flatnonzero(np.concatenate([[True], nan, [True]]))
-    longest = int(np.diff(edges).argmax())
-    first, stop = int(edges[longest]), int(edges[longest + 1]) - 1
-    return (first, stop) if nan.any() and first < stop else None
+    return run([2 * SCORES if x else 1 for x in nan]) if nan.any() and not nan.all() else None
 
 
 def _with_rows(answers: Answers) -> Answers:

@@ -205,7 +205,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     for name in names:
         places = structure.where(question, name, work.bad(name))
         finite = (np.where(np.isfinite(x), x, 0.0) for x in work.pair(name))
-        slope, residual, _ = structure.fit(*finite)
+        slope, residual = structure.fit(*finite)
         fitted = f"slope to the right values {slope:.4g}, which leaves {residual:.2g} of them"
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
         told = ([f"{nan} rows have NaN"] if nan else []) + [*places[:1], fitted, *places[1:]]

@@ -1,27 +1,79 @@
-"""All rows of a file of which a part was judged: the others must be right too.
+"""A large problem: a part of it is computed hundreds of times, and all of its rows once or twice.
 
 Of a bug that shows in the rest alone little is known; what moves offsets is tried on all of it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.masks import neighbours
 from rawattn.check.diagnose.catalogue.reading import reading
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, solve
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.attention import Bug, solve
+from rawattn.check.diagnose.engine.parts import BY_HEADS, part
+from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import NAMELESS, Finding
-from rawattn.check.diagnose.judge.cut import cost
 from rawattn.check.diagnose.judge.match import Stage, rows_off
 from rawattn.check.diagnose.judge.proofs import finding
 
+OF_KV = ("k", "v", "tk", "tv", *OF_KEYS)
+BY_HEAD = ("q", "dout", "tq", "out", *OF_KV, *BY_HEADS, "sinks", "tsinks")
+SCORES = 1_200_000  # of all heads, of a part
+MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
 OFF = 2.0**-5  # of the size of a row: more than any rounding
 FEW = 4  # sequences on which a bug is tried first
-MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
+
+
+def cost(question: Question, b: int) -> int:
+    """Scores of a sequence, of all heads."""
+    return question.lengths_q[b] * question.lengths_k[b] * question.num_heads_q
+
+
+def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
+    """Some neighbouring sequences, as many as there is time for; and what was done, in words.
+
+    Of a single sequence that is too long, some key/value heads with their groups.
+    """
+    costs = [cost(question, b) for b in range(question.batch)]
+    if sum(costs) <= SCORES:
+        return question, answers, ""
+    first, stop = run(costs)
+    question, answers = part(question, answers, first, stop)
+    text = f"sequences {first} to {stop - 1} of {len(costs)} were judged"
+    total = sum(costs[first:stop])
+    if total > SCORES and question.num_heads_kv > 1 and not question.sparse:
+        heads = max(1, question.num_heads_kv * SCORES // total)
+        question, answers = _heads(question, answers, heads)
+        text += f", {heads} of their key/value heads"
+    return question, answers, text
+
+
+def run(costs: Sequence[float]) -> tuple[int, int]:
+    """The longest run of sequences within the budget that cost something; else the cheapest one."""
+    total = np.append(0, np.cumsum(costs))
+    stops = np.searchsorted(total, total[:-1] + SCORES, side="right") - 1
+    longest = (stops - np.arange(len(costs))) * (total[stops] > total[:-1])
+    first = int(np.argmax(longest) if longest.any() else np.argmin(costs))
+    return first, max(first + 1, int(stops[first]))
+
+
+def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
+    """The first ``count`` key/value heads."""
+
+    def kept(name: str, x: np.ndarray) -> np.ndarray:
+        heads = slice(count if name in OF_KV else count * question.group)
+        return x[heads] if x.ndim < 3 else x[:, heads]
+
+    given = {f.name: getattr(question, f.name) for f in fields(question) if f.name in BY_HEAD}
+    changes: dict[str, Any] = {name: kept(name, x) for name, x in given.items() if x is not None}
+    return replace(question, **changes), {name: kept(name, x) for name, x in answers.items()}
+
+
+# ---- all rows -----------------------------------------------------------------------------------
 
 
 def of_all(
@@ -39,11 +91,11 @@ def of_all(
     forward = sorted(name for name in wrong if of[name].stage == "forward" and not question.sparse)
     rows, every = next(iter(wrong.values())).any(axis=1), range(question.batch)
     few = np.unique(question.sequence_of("q")[rows])[:FEW].tolist() if forward else []
-    for name, text, asked, bug in _suspects(question) if forward else ():
-        if all(_fits(asked, answers, bug, of_these) for of_these in (few, every)):
+    for bug in _suspects(question) if forward else ():
+        if all(_fits(question, answers, bug, of_these) for of_these in (few, every)):
             said = ["all rows of all sequences are as if this were so"]
             where = f"forward pass: {', '.join(forward)}"
-            return [finding(side, name, where, "high", said, form=text)]
+            return [finding(side, bug.name, where, "high", said, form=bug.variant)]
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
     places = {name: structure.where(question, name, bad) for name, bad in wrong.items()}
@@ -56,24 +108,13 @@ def of_all(
     return [*findings, finding(*given, title=title, look_at=look_at)]
 
 
-def _suspects(question: Question) -> Iterator[tuple[str, str, Question, Bug]]:
-    """A class, words, and the question or the bug that moves all offsets."""
-    offsets = question.cu_seqlens_q, question.cu_seqlens_k
-    if not np.array_equal(*offsets):
-        for text, (of_q, of_k) in {
-            "cu_seqlens of the queries are taken for those of the keys": offsets[:1] * 2,
-            "cu_seqlens of the keys are taken for those of the queries": offsets[1:] * 2,
-        }.items():
-            if of_q[-1] <= len(question.q) and of_k[-1] <= len(question.k):
-                asked = replace(question, cu_seqlens_q=of_q, cu_seqlens_k=of_k)
-                yield "offsets-shifted", text, asked, NO_BUG
-    for bug in neighbours(question):
-        if bug.name == "neighbour-leak":
-            yield bug.name, bug.variant, question, bug
+def _suspects(question: Question) -> Iterator[Bug]:
+    """Bugs that show in other rows than those of few sequences."""
+    yield from (bug for bug in neighbours(question) if bug.name == "neighbour-leak")
     for name in "qkv":
         for by in maps.overflows(question, name):
-            bug = Bug("offsets-shifted", "", ("forward",), steps=reading({name: name}, by))
-            yield "offsets-shifted", f"{name} is read at other rows: {by.words}", question, bug
+            text = f"{name} is read at other rows: {by.words}"
+            yield Bug("offsets-shifted", text, ("forward",), steps=reading({name: name}, by))
 
 
 def _fits(question: Question, answers: Answers, bug: Bug, sequences: Sequence[int]) -> bool:

@@ -68,8 +68,7 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
         raise Refused("it was not asked this")
 
     def of(stage: str) -> Ask | None:
-        there = any(name in answers for name in STAGES[stage])
-        return partial(ask, stage) if there else None
+        return partial(ask, stage) if {*STAGES[stage]} & answers.keys() else None
 
     return of
 

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rawattn.check.diagnose.evidence.sight import picture
 from rawattn.check.diagnose.findings import Diagnosis, Finding, readable
-from rawattn.check.diagnose.report import glossary, words
+from rawattn.check.diagnose.report import words
 
 COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
@@ -20,7 +20,6 @@ LINES = 15  # of a finding in short
 EACH = 3  # lines of one proof
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
-NUMBERS = ("error", "allowed", "slope", "residual", "largest error")  # columns of them
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,13 @@ def show(
 ) -> None:
     """The verdict in short; with ``full`` all that it rests on below it."""
     wide = min(max(LEAST, console.width), MOST)
+    sides = {finding.side for finding in diagnosis.findings} | {*about.files}
+    sides |= {check.side for check in diagnosis.checks}
     for n, finding in enumerate(diagnosis.findings):
-        lines = short(finding, about, wide, alone=_alone(diagnosis, about))
+        lines = short(finding, about, wide, alone=len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
-        compared = diagnosis.checks or diagnosis.levels or diagnosis.facts
+        compared = diagnosis.checks or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
         console.print(Text(*said))
     for side in words.faultless(diagnosis):
@@ -57,14 +58,10 @@ def show(
 
 def show_class(console: Console, name: str) -> None:
     """What a class of bugs is. ValueError where there is none of this name."""
-    known = glossary.meaning(name)
+    known = words.meaning(name)
     wide = min(max(LEAST, console.width), MOST)
     lines = [Text(line, "bold") for line in _wrapped(f"{name}: {known.title}", wide)]
     lines += _entry("looks", known.looks, wide)
-    if example := glossary.drawn(name):
-        form, sight = example
-        lines += _entry("such", form, wide)
-        lines += [Text.assemble(("   | ", "blue"), line) for line in picture(sight)]
     lines += _entry("fix", known.look_at, wide)
     console.print(Text("\n").join(lines), soft_wrap=True)
 
@@ -76,12 +73,6 @@ def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None
     for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
         if told or not RIGHT.search(fact):
             console.print(Text(fact, "dim"))
-
-
-def _alone(diagnosis: Diagnosis, about: About) -> bool:
-    """Whether there is one side alone, which needs no name."""
-    sides = {finding.side for finding in diagnosis.findings}
-    return len(sides | {check.side for check in diagnosis.checks} | {*about.files}) == 1
 
 
 def short(
@@ -162,7 +153,7 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
 
 
 def _evidence(console: Console, diagnosis: Diagnosis) -> None:
-    """Every line of evidence, every identity, every slope."""
+    """Every line of evidence, every identity."""
     for n, finding in enumerate(diagnosis.findings, start=1):
         number = f"{n}. " if len(diagnosis.findings) > 1 else ""
         side = f"{finding.side}: " if finding.side else ""
@@ -180,39 +171,14 @@ def _evidence(console: Console, diagnosis: Diagnosis) -> None:
             for m, line in enumerate(dict.fromkeys(filter(None, lines))):
                 grid.add_row("" if m else name, Text(line))
         console.print(grid)
-    title = "identities that must hold on a side alone"
-    rows: list[tuple[str, ...]] = []
+    if not diagnosis.checks:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    for head in ("verdict", "side", "name", "what must hold", "error", "allowed"):
+        table.add_column(head, no_wrap=head != "what must hold", overflow="fold")
     for check in diagnosis.checks:
         said = check.text + (f" ({check.place})" if check.place else "")
         verdict = "no data" if check.verdict == "-" else check.verdict
-        numbers = readable(check.value), readable(check.allowed)
-        rows.append((verdict, check.side, check.name, said, *numbers))
-    heads = ("verdict", "side", "name", "what must hold", "error", "allowed")
-    _print(console, title, heads, rows)
-    title = "slope of one over the other (least squares), and the residual that it leaves"
-    rows = []
-    for level in diagnosis.levels:
-        part = level.key if level.level in level.key else f"{level.level} {level.key}".strip()
-        slope = readable(level.slope, ".4f" if abs(level.slope) < 100 else ".5g")
-        numbers = readable(level.residual, ".1%"), readable(level.error)
-        rows.append((level.tensor, part, slope, *numbers))
-    _print(console, title, ("tensor", "part", "slope", "residual", "largest error"), rows)
-
-
-def _print(
-    console: Console, title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]
-) -> None:
-    """A table, if there is something in it; verdicts in colour."""
-    if not rows:
-        return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    for head in heads:
-        table.add_column(
-            head,
-            justify="right" if head in NUMBERS else "left",
-            no_wrap=head != "what must hold",
-            overflow="fold",
-        )
-    for first, *others in rows:
-        table.add_row(Text(first, COLOURS.get(first, "")), *map(Text, others))
-    console.print(Text(f"\n{title}", "italic"), table)
+        others = check.side, check.name, said, readable(check.value), readable(check.allowed)
+        table.add_row(Text(verdict, COLOURS.get(verdict, "")), *map(Text, others))
+    console.print(Text("\nidentities that must hold on a side alone", "italic"), table)

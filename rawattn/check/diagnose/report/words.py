@@ -1,14 +1,19 @@
-"""A diagnosis in words, and as plain data for ``--json``."""
+"""A diagnosis in words, and as plain data for ``--json``; what a class of bugs is."""
 
 import math
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.classes import CLASSES, BugClass
 from rawattn.check.diagnose.engine.question import STAGES, tensors_in
 from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.harness.causes import HARNESS
 
+KNOWN = HARNESS | CLASSES
+NEAR = 5
 SURE = {
     "proved": "these numbers show it by themselves, no reference is needed",
     "high": "no other known bug gives these numbers",
@@ -57,3 +62,13 @@ def sure(finding: Finding) -> str:
 def stages_of(text: str) -> list[str]:
     """The stages whose tensors a text names."""
     return [stage for stage, tensors in STAGES.items() if tensors_in(text) & set(tensors)]
+
+
+def meaning(name: str) -> BugClass:
+    """The class. ValueError with the names near to it where there is none."""
+    if name in KNOWN:
+        return KNOWN[name]
+    parts = [one for one in KNOWN if set(name.split("-")) & set(one.split("-"))]
+    near = dict.fromkeys([*get_close_matches(name, KNOWN, NEAR), *parts])
+    told = f"near to it: {', '.join([*near][:NEAR])}" if near else "none is near to it"
+    raise ValueError(f"there is no class {name!r}; {told}")
