@@ -8,29 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.tensor import FAR, Printed
+from rawattn.check.diagnose.logs.printed import FAR, Printed
 
-NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-TOKEN = re.compile(rf"\[|\]|\.\.\.|(?:true|false|{NUMBER})(?![\w.])", re.IGNORECASE)
+NUMBER = r"[-+]?(?:nan|inf|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+TOKEN = re.compile(rf"\[|\]|\.\.\.|{NUMBER}(?![\w.])", re.IGNORECASE)
 CONTENTS = re.compile(rf"(?:{TOKEN.pattern}|[\s,])*", re.IGNORECASE)
 START = re.compile(
-    rf"(?:\b(?:tf|torch|np|numpy|jnp|cp|mx)\.)?\b(?P<form>tensor|array|asarray)\s*\(\s*"
-    rf"(?:(?P<factor>{NUMBER})\s*\*\s*)?\[|(?<![\w\])(.'\"])\[",
+    rf"\b(?:\w+\.)?(?P<form>tensor|array)\(\s*(?:(?P<factor>{NUMBER})\s*\*\s*)?\[|(?<![\w\])(.'\"])\[",
     re.IGNORECASE,
 )
-TRAILER = re.compile(
-    r"(?:\s*,\s*\w+\s*=\s*(?:'[^']*'|<[^<>]*>|\([^()]*\)|[\w.]+(?:\([^()]*\)|\[[^\[\]]*\])?))*\s*\)?"
-)
+TRAILER = re.compile(r"[^()\[\]]*\)")  # the device, the dtype
+# colours, and what test runners and launchers put before lines
+CLUTTER = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\r|^(?:E(?=[ \t]{2})|\[rank\d+\]:|>(?= ))", re.M)
 
 
-def read_log(text: str) -> tuple[str, list[Printed]]:
-    """The text without colours and the like, and every tensor that it prints, in torch's or NumPy's
-    form.
+def read_log(text: str) -> list[Printed]:
+    """Every tensor of real numbers that the text prints, in torch's or NumPy's form.
 
     Raises ValueError where a tensor begins that cannot be read: cut off, ragged, not of real
-    numbers.
+    numbers. Integers and truth values are left out, and so are lists in one line, which may be
+    prose.
     """
-    text = _clean(text)
+    text = CLUTTER.sub("", text)
     found = []
     after = at = 0
     while start := START.search(text, at):
@@ -42,51 +41,42 @@ def read_log(text: str) -> tuple[str, list[Printed]]:
             raise ValueError(f"the tensor printed at line {line}: {error}") from None
         if data is None:
             continue
-        strings, layout, at = data
-        flat = strings.ndim == 1 and ("," in text[opening:at] or strings.size < 2)
+        strings, elided, end = data
+        flat = strings.ndim == 1 and ("," in text[opening:end] or strings.size < 2)
         if not surely and (not strings.size or flat):
             continue
-        trailer = ""
-        if surely and (match := TRAILER.match(text, at)):
-            trailer, at = match[0], match.end()
+        trailer = TRAILER.match(text, end) if surely else None
         name = _name(text[max(after, start.start() - 2000) : start.start()])
-        name = name or f"tensor of line {line}"
-        found.append(_printed(name, start, strings, layout, trailer))
-        after = at
-    return text, found
+        after = at = trailer.end() if trailer else end
+        if re.search(r"[.en]", "".join(strings.ravel()), re.IGNORECASE):
+            named = name or f"tensor of line {line}"
+            found.append(_printed(named, strings, elided, float(start["factor"] or 1)))
+    return found
 
 
-def _clean(text: str) -> str:
-    """Without colours, carriage returns, and what test runners and launchers put before lines."""
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).replace("\r", "")
-    text = re.sub(r"np\.float\d+\(([^()]*)\)", r"\1", text)
-    text = text.replace("Parameter containing:", "")
-    return re.sub(r"(?m)^(?:E(?=[ \t]{2})|\[rank\d+\]:|>(?= ))", "", text)
-
-
-Layout = list[tuple[int, int | None]]  # by axis: entries before "...", and after it
-
-
-def _data(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, Layout, int] | None:
-    """The numbers from ``at`` on as they are written, their layout, and where they end; None for
-    what cannot be read and may be prose, or a quoted program."""
+def _data(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, int], int] | None:
+    """The numbers from ``at`` on as they are written, by axis how many stand before "...", and
+    where they end; None for what cannot be read and may be prose, or a quoted program."""
     run = CONTENTS.match(text, at)
     assert run is not None
     stack: list[list[Any]] = [[]]
+    elided: dict[int, int] = {}
     for token in TOKEN.finditer(run[0]):
         if token[0] == "[":
             stack.append([])
         elif token[0] == "]":
             stack[-2].append(stack.pop())
+        elif token[0] == "...":
+            elided[len(stack) - 2] = len(stack[-1])
         else:
             stack[-1].append(token[0])
         if len(stack) == 1:
             try:
-                return *_flat(stack[0][0]), at + token.end()
+                return np.array(stack[0][0], dtype=np.str_), elided, at + token.end()
             except ValueError:
-                if surely:
-                    raise
-                return None
+                if not surely:
+                    return None
+                raise ValueError("its rows are of different lengths") from None
     rest = text[run.end() : run.end() + 1000].split()
     if not rest and (surely or run[0].count("[") > 1):
         raise ValueError("it ends within its brackets")
@@ -95,63 +85,21 @@ def _data(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, Layout, int]
     return None
 
 
-def _flat(node: Any) -> tuple[np.ndarray, Layout]:
-    """Nested lists as an array, without the "..." in them."""
-    layout: Layout = []
-    row = node
-    while isinstance(row, list):
-        items = [item for item in row if item != "..."]
-        if len(items) < len(row) - 1:
-            raise ValueError("two elisions in one row")
-        front = row.index("...") if len(items) < len(row) else len(row)
-        layout.append((front, len(items) - front if len(items) < len(row) else None))
-        row = items[0] if items else ""
-    try:
-        return np.array(_without(node), dtype=np.str_), layout
-    except ValueError:
-        raise ValueError("its rows are of different lengths") from None
-
-
-def _without(node: Any) -> Any:
-    listed = isinstance(node, list)
-    return [_without(item) for item in node if item != "..."] if listed else node
-
-
-def _printed(
-    name: str, start: re.Match[str], strings: np.ndarray, layout: Layout, trailer: str
-) -> Printed:
-    told = dict(re.findall(r"(\w+)\s*=\s*('[^']*'|\([^()]*\)|[\w.]+)", trailer))
-    sizes = tuple(int(n) for n in re.findall(r"\d+", told.get("size") or told.get("shape") or ""))
-    if len(sizes) != len(layout) or 0 in sizes:
-        sizes = tuple(front if back is None else FAR for front, back in layout)
-    places = tuple(np.r_[:front, -(back or 0) : 0] for front, back in layout)
-    given = [string.lower() for string in strings.ravel().tolist()]
-    decimals = max((len(s.split("e")[0].partition(".")[2]) for s in given), default=0)
-    truth = {"true": "1", "false": "0"}
-    factor = float(start["factor"] or 1)
-    values, units = (
-        np.array(numbers, np.float64).reshape(strings.shape) * factor
-        for numbers in (
-            [float(truth.get(s, s)) for s in given],
-            [_unit(s, decimals) for s in given],
-        )
+def _printed(name: str, strings: np.ndarray, elided: dict[int, int], factor: float) -> Printed:
+    sizes = tuple(FAR if axis in elided else n for axis, n in enumerate(strings.shape))
+    fronts = (elided.get(axis, n) for axis, n in enumerate(strings.shape))
+    places = tuple(
+        np.r_[:front, front - n : 0] for front, n in zip(fronts, strings.shape, strict=True)
     )
-    dtype = told.get("dtype", "").removeprefix("torch.").strip("'")
-    if not dtype and not any(re.search(r"[.en]", s) for s in given):
-        dtype = "int64"
-    elif not dtype and "arr" in (start["form"] or "").lower():
-        dtype = "float64"
+    values = strings.astype(np.float64) * factor
+    # NumPy drops zeros at the end, so the longest tells
+    written = [s.lower() for s in strings[np.isfinite(values)].tolist()]
+    decimals = max((len(s.partition("e")[0].partition(".")[2]) for s in written), default=0)
+    power = max((int(s.partition("e")[2] or 0) for s in written if float(s)), default=0)
+    unit = factor * 10.0 ** (power - decimals) if decimals else 0.0
     while values.ndim > 2 and sizes[0] == 1:
-        values, units, places, sizes = values[0], units[0], places[1:], sizes[1:]
-    return Printed(name, start.start(), values, units, places, sizes, dtype)
-
-
-def _unit(string: str, decimals: int) -> float:
-    """The step of the last digit, 0 of what has none. NumPy drops zeros at the end, so it is that
-    of the longest."""
-    if decimals == 0 or not re.search(r"\d", string):
-        return 0.0
-    return float(f"1e{int(string.partition('e')[2] or 0) - decimals}")
+        values, places, sizes = values[0], places[1:], sizes[1:]
+    return Printed(name, values, unit, places, sizes)
 
 
 def _name(before: str) -> str:

@@ -11,18 +11,17 @@ Float64 = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-FAR = 2**40  # how long an axis is that is elided, where nothing tells
+FAR = 2**40  # how long an axis is that is elided
 KINDS = {
     **{f"d{letter}": f"d{letter.upper()}" for letter in "qkvosp"},
     **{letter: letter.upper() for letter in "qkvosp"},
-    **dict.fromkeys(("lse", "logsumexp"), "lse"),
+    **{"query": "Q", "key": "K", "value": "V", "lse": "lse", "logsumexp": "lse"},
     **dict.fromkeys(("out", "output"), "O"),
     **dict.fromkeys(("score", "scores", "logits", "qk"), "S"),
     **dict.fromkeys(("prob", "probs", "probabilities", "softmax"), "P"),
 }
 OF_GRADIENTS = {"grad", "gradient"}
 PARTS = {"tile", "block", "partial", "chunk", "slice", "sub"}
-SIXTEEN_BIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,49 +29,40 @@ class Printed:
     """One printed tensor: what stands in the log, without the elided part and without leading axes
     of length 1 in front of its rows.
 
-    start: where it begins in the log. values: the printed entries; nan where nan was printed.
-    units: the step of the last printed digit of each, 0 where the print is exact. places: the
-    indices along each axis of the printed entries; counted from the back, so negative, where they
-    stand behind "...". sizes: the length of each axis. dtype: "" where nothing tells. side: whose
-    it is, in words; quantity: what it is of, () where the name says none.
+    values: the printed entries; nan where nan was printed. unit: the step of the last printed
+    digit, of the largest entries where it differs, 0 where the print is exact. places: the indices
+    along each axis of the printed entries; counted from the back, so negative, where they stand
+    behind "...". sizes: the length of each axis, FAR where that is not known.
     """
 
     name: str
-    start: int
     values: Float64
-    units: Float64
+    unit: float
     places: tuple[Integers, ...]
     sizes: tuple[int, ...]
-    dtype: str = ""
-    side: str = ""
-    quantity: tuple[str, ...] = ()
 
     @cached_property
     def words(self) -> tuple[str, ...]:
         """The name in lower-case words: dS_manual is ds, manual."""
         return words_of(self.name)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """dQ, dK, dV, dO, dS, dP, O, P, S or lse, as far as the name tells; "" else."""
-        found = [KINDS[word] for word in self.words if word in KINDS]
-        longer = [kind for kind in found if len(kind) > 1]
-        if longer or len(set(found)) != 1:
-            return longer[0] if longer else ""
-        return f"d{found[0]}" if {"d", *OF_GRADIENTS} & set(self.words) else found[0]
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing is elided."""
-        return self.values.size > 0 and self.sizes == self.values.shape
+        found = {KINDS[word] for word in self.words if word in KINDS}
+        longer = {kind for kind in found if len(kind) > 1}
+        if len(longer or found) != 1:
+            return ""
+        (kind,) = longer or found
+        return kind if longer or not {"d", *OF_GRADIENTS} & set(self.words) else f"d{kind}"
 
     @property
     def of_softmax(self) -> bool:
         """Whether whole rows of a whole dS or P are printed; with numbers in it that no P has only
         the name says P."""
         x = self.values
+        whole = x.size > 0 and x.shape == self.sizes and x.ndim > 1 and PARTS.isdisjoint(self.words)
         weights = self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all())
-        whole = self.full and x.ndim > 1 and PARTS.isdisjoint(self.words)
         return whole and (weights or self.kind == "dS") and bool(np.isfinite(x).all())
 
     @cached_property
@@ -83,9 +73,10 @@ class Printed:
         return np.asarray(keys <= rows[:, None])
 
     @property
-    def hidden(self) -> float:
-        """The largest entry where a causal mask would give 0."""
-        return float(np.abs(self.values[..., ~self.causal]).max(initial=0.0))
+    def unmasked(self) -> float:
+        """The largest entry where a causal mask would give 0; 0 where that is what is printed."""
+        largest = float(np.abs(self.values[..., ~self.causal]).max(initial=0.0))
+        return largest if largest > 2 * self.unit else 0.0
 
 
 def words_of(name: str) -> tuple[str, ...]:
