@@ -15,7 +15,7 @@ import pytest
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.logs.explain import explain_log
-from rawattn.check.diagnose.logs.text import read_log
+from rawattn.check.diagnose.logs.printed import read_log
 from tests.diagnose.plain import FLOAT64, Array, Head, heads_of
 from tests.diagnose.problems import packed
 
@@ -139,7 +139,7 @@ def test_forms(form: str, shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(2).standard_normal(shape)
     text = f"some words.\ndq_reference: {FORMS[form](values)}\nand more words"
     (printed,) = read_log(text)
-    assert printed.name == "dq_reference" and printed.sizes == values.squeeze().shape
+    assert printed.name == "dq_reference" and printed.whole
     values = values.squeeze()
     slack = 0.51 * printed.unit + 1e-6
     assert (np.abs(printed.values - values) <= slack).all()
@@ -174,7 +174,7 @@ def test_small_prints(text: str, values: object) -> None:
         ("one\ndq: tensor([[1.0, 2.0],\n [3.0]])", "line 2: its rows are of different lengths"),
         ("dq: tensor([[1.0, n], [2.0, n]])", "0 tensors are printed"),
         ("dq: tensor([[1.0, 2.0], <lost> [3.0, 4.0]])", "0 tensors are printed"),
-        ("dq: tensor([1.+2.j, 3.])", "neither a real number"),
+        ("dq: tensor([1.+2.j, 3.])", "or is not of real numbers"),
         ("dq: tensor([1, 2], dtype=torch.int32)\ndo: tensor([[True, False]])", "0 tensors"),
         ("[[1. 2.]\n [3. 4.", "ends within"),
     ],

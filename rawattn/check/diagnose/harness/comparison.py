@@ -73,8 +73,8 @@ def examine(
     def fed(of: Callable[..., list[Pair]], wide: bool) -> Iterator[Trial]:
         for dtype, size, shape in itertools.product(dtypes, sizes, SHAPES):
             for pair in of(shape, dtype, size=size, wide=wide):
-                about = (pair.name, pair.kind, pair.due, dtype, size, len(shape), pair.error)
-                yield Trial(*about, *_ask(compare, pair, framework))
+                verdict = _ask(compare, pair, framework)
+                yield Trial(pair.name, pair.kind, pair.error, (dtype, size, len(shape)), verdict)
 
     # what a comparison prints or warns about some thousand wrong results says nothing
     printed = contextlib.redirect_stdout(io.StringIO())
@@ -90,47 +90,41 @@ def examine(
         "size: the standard deviation of the data; wrong: an error above "
         f"{GENEROUS:g} eps of the dtype times the largest element",
     ]
-    raised = [trial for trial in trials if trial.verdict == "raises"]
-    if raised and all(trial.due == "refuse" for trial in raised):
-        names = "; ".join(dict.fromkeys(trial.name for trial in raised))
-        texts = {trial.raised.partition(":")[0]: trial.raised for trial in raised[::-1]}
-        facts.append(f"refused by an error of its own: {names} ({'; '.join(texts.values())})")
-    wrong = {
-        due: [trial.wrong for trial in trials if trial.due == due] for due in ("refuse", "pass")
-    }
-    counts = [f"{sum(verdicts)} of {len(verdicts)}" for verdicts in wrong.values()]
+    raised = {trial.name: trial.verdict for trial in trials if "raises" in trial.verdict}
+    if raised and not any(trial.verdict in raised.values() for trial in right[wide]):
+        first = next(iter(raised.values())).removeprefix("raises ")
+        facts.append(f"refused by an error of its own: {'; '.join(raised)} ({first})")
+    counts = []
+    for of in (trials[len(right[wide]) :], right[wide]):
+        counts.append(f"{sum(trial.wrong for trial in of)} of {len(of)}")
     title = f"the comparison {name}: {counts[0]} wrong results pass, {counts[1]} right ones do not"
     return Diagnosis(title, tuple(name_causes(trials)), facts=tuple(facts))
 
 
-def _ask(compare: Compare, pair: Pair, framework: str) -> tuple[str, str]:
-    """What ``compare`` says of copies of the pair, and the text of what it raises."""
+def _ask(compare: Compare, pair: Pair, framework: str) -> str:
+    """What ``compare`` says of copies of the pair, with the text of what it raises."""
     x, ref = (to_framework(np.array(array), framework) for array in (pair.x, pair.ref))
     try:
-        return "passes" if _truth(compare(x, ref)) else "is refused", ""
+        return "passes" if _truth(compare(x, ref)) else "is refused"
     except AssertionError:
-        return "is refused", ""
+        return "is refused"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # pytest.fail and sys.exit raise no Exception
         if type(error).__module__ == "_pytest.outcomes" and type(error).__name__ == "Failed":
-            return "is refused", ""
+            return "is refused"
         lines = str(error).strip().splitlines()
-        return "raises", ": ".join((type(error).__name__, *lines[:1]))
+        return "raises " + ": ".join((type(error).__name__, *lines[:1]))
 
 
 def _truth(result: Any) -> bool:
     """Whether a result says "right". TypeError where it is no verdict: a tuple is always true."""
     if result is None:
         return True
-    shape = tuple(getattr(result, "shape", ()))
-    if math.prod(shape) != 1:
-        raise TypeError(f"it returned an array of shape {shape}, not one verdict; .all() makes it")
-    if not (hasattr(result, "shape") or isinstance(result, bool | int | float)):
-        raise TypeError(f"it returned a {type(result).__name__}, which is no verdict")
-    value = np.asarray(to_numpy(result)).reshape(())
-    if value.dtype.kind not in "biu" or value not in (0, 1):
+    value = to_numpy(result) if hasattr(result, "shape") else np.asarray(result)
+    if value.size != 1 or value.dtype.kind not in "biu" or value.item() not in (0, 1):
         raise TypeError(
-            f"it returned a number ({value.dtype}), which is no verdict; compare it with a limit"
+            f"it returned a {type(result).__name__} ({value.dtype}) of shape {value.shape}, which "
+            "is no verdict; return one truth value, such as (error <= allowed).all()"
         )
     return bool(value)

@@ -1,8 +1,8 @@
 """What a text log can prove: tensors that somebody printed, read back and judged.
 
 A print holds a few digits of a few corners, so little can be recomputed from it, but much can be
-excluded. ``text`` reads, ``pairs`` fits the entries that both sides print, ``rules`` checks a side
-alone and names why two sides differ.
+excluded. ``printed`` reads, ``pairs`` fits the entries that both sides print, ``rules`` checks a
+side alone and names why two sides differ.
 """
 
 import re
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import Pair, paired
+from rawattn.check.diagnose.logs.printed import read_log
 from rawattn.check.diagnose.logs.rules import Log, Rows, differs
-from rawattn.check.diagnose.logs.text import read_log
 
 
 def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     """What the tensors that ``text`` prints prove.
 
-    names: two words, each in the names of one side's tensors; found without them where the names
-    say a quantity, or differ in one word. Raises ValueError where there is nothing to judge, or
+    names: two words, each in the names of one side's tensors; without them pairs are those whose
+    names differ in one word. Raises ValueError where there is nothing to judge, or
     what there is cannot be read.
     """
     printed = read_log(text)
@@ -31,11 +31,12 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     rows = {p: Rows(p, side) for p, side in sides.items() if p.of_softmax}
     said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
     log = Log(rows, said == {"true"} if len(said) == 1 else None)
-    found = [one for own in rows.values() for one in own.proved()]
+    found = [one.finding for one in rows.values() if one.masked_delta]
     found += [differs(pair, log) for pair in pairs if not pair.agrees]
     findings = _merged([*found, *_vacuous(pairs)])
-    blamed = {side for f in findings for side in f.side.split(" or ")}
-    findings += [one.failed for one in rows.values() if one.wrong.any() and one.side not in blamed]
+    blamed = {side for one in findings for side in one.side.split(" or ")}
+    wrong = [one for one in rows.values() if one.wrong.any() and one.side not in blamed]
+    findings += [one.finding for one in wrong]
     checks = tuple(one.check for one in rows.values())
     if not (findings or pairs or any(check.verdict == "pass" for check in checks)):
         raise ValueError(
@@ -57,7 +58,7 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
 def _vacuous(pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Nothing but zeros is compared."""
     if pairs and not any(p.values.any() for pair in pairs for p in pair.both):
-        whole = all(p.sizes == p.values.shape for pair in pairs for p in pair.both)
+        whole = all(pair.a.whole for pair in pairs)
         exact = whole and not any(pair.digits for pair in pairs)
         where = ", ".join(pair.title for pair in pairs)
         said = ("every printed entry of both sides is 0",)

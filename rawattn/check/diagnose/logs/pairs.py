@@ -19,6 +19,7 @@ from rawattn.check.diagnose.logs.printed import (
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 ROUNDING = 2.0**-8  # prints do not tell whether 16-bit tensors were cast for printing
 DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
+OF_NO_SIDE = {*KINDS, *OF_GRADIENTS, "diff", "difference", "err", "error", "abs"}
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,6 @@ class Fit:
         constant = self.count >= 4 and self.residual <= CONSTANT
         return constant and abs(self.slope - 1) > CONSTANT
 
-    @property
-    def larger(self) -> tuple[int, float]:
-        """Which side has the larger values, and how many times as large they are."""
-        return (1, 1 / self.slope) if abs(self.slope) < 1 else (0, self.slope)
-
 
 def fit(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> Fit | None:
     """None where one side is zero or little more than the last printed digit."""
@@ -54,41 +50,27 @@ def fit(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> Fit
 class Pair:
     """Two tensors of one quantity of which the same entries are printed.
 
-    sides: whose they are. kind: as of one of the two, where that tells. finite: entries that are
-    numbers on both sides; the difference of others is 0. size: the larger side's root mean square.
-    digits: how far two prints of one number may lie apart. alike: entries that are equal but for
-    rounding, NaN and infinities among them. agrees: whether rounding explains every difference.
+    sides: whose they are. finite: entries that are numbers on both sides; the difference of others
+    is 0. size: the larger side's root mean square. digits: how far two prints of one number may lie
+    apart. alike: entries that are equal but for rounding, NaN and infinities among them. agrees:
+    whether rounding explains every difference.
     """
 
     def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
         self.a, self.b, self.both, self.sides = a, b, (a, b), sides
-        self.title = f"{a.name} / {b.name}"
-        kinds = {p.kind for p in self.both} - {""}
-        self.kind = kinds.pop() if len(kinds) == 1 else ""
+        self.title, self.kind = f"{a.name} / {b.name}", a.kind if a.kind == b.kind else ""
         self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
         x, y = (np.where(self.finite, p.values, 0.0) for p in self.both)
         self.difference: Float64 = np.abs(x - y)
-        self.size = max(rms(p.values[self.finite]) for p in self.both)
+        self.size = max(rms(x), rms(y))
         self.digits = 0.5005 * (a.unit + b.unit)
-        whole = a.sizes == a.values.shape
-        noise = ROUNDING * (1 if whole else 2)  # corners may be the small part of a tensor
+        noise = ROUNDING * (1 if a.whole else 2)  # corners may be the small part of a tensor
         # where dP - D cancels, what is rounded is larger than what is printed
         largest = float(np.maximum(np.abs(x), np.abs(y)).max(initial=0.0))
         near = self.finite & (self.difference <= self.digits + 16 * noise * largest)
-        same = (a.values == b.values) | (np.isnan(a.values) & np.isnan(b.values))
-        self.alike: Flags = near | same
+        self.alike: Flags = near | (a.values == b.values) | np.isnan(a.values) & np.isnan(b.values)
         spread = math.sqrt(max(0.0, rms(self.difference) ** 2 - self.digits**2))
         self.agrees = bool(self.alike.all()) and spread <= 8 * noise * self.size
-
-    @property
-    def rows(self) -> tuple[list[str], list[str]]:
-        """Rows that are alike, and those that are not; none of a line of numbers."""
-        found: tuple[list[str], list[str]] = [], []
-        for index in np.ndindex(self.alike.shape[:-1]) if self.alike.ndim > 1 else ():
-            at = [str(x[n]) for x, n in zip(self.a.places, index, strict=False)]
-            row = f"[{', '.join(at)}]" if len(at) > 1 else at[0]
-            found[not self.alike[index].all()].append(row)
-        return found
 
     def fit(self) -> Fit | None:
         """a = slope * b."""
@@ -118,38 +100,28 @@ def paired(found: Sequence[Printed], names: Sequence[str]) -> list[Pair]:
         if not any(name in p.name for p in found):
             shown = ", ".join(sorted({p.name for p in found})) or "none"
             raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
-    told = [(p, dict(_told(p, sorted(names, key=len, reverse=True)))) for p in found]
+    told = {p: dict(_told(p, sorted(names, key=len, reverse=True))) for p in found}
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs = []
-    for (a, of_a), (b, of_b) in combinations(told, 2):
-        sides = next(((of_a[what], of_b[what]) for what in of_a if what in of_b), ("", ""))
-        both = a, sides[1]
-        if sides[0] != sides[1] and not {a, b, both} & used and _same_entries(a, b):
-            used |= {b, both}
-            words = [side.split() for side in sides]
-            own = ("_".join(w for w in words[n] if w not in words[1 - n]) for n in (0, 1))
-            first, second = (side or p.name for side, p in zip(own, (a, b), strict=True))
-            pairs.append(Pair(a, b, (first, second)))
+    for a, b in combinations(found, 2):
+        common = ((told[a][what], told[b][what]) for what in told[a] if what in told[b])
+        sides = next((both for both in common if both[0] != both[1]), ("", ""))
+        same = a.values.shape == b.values.shape and a.fronts == b.fronts and a.values.size
+        if any(sides) and same and not {a, b, (a, sides[1])} & used:
+            used |= {b, (a, sides[1])}
+            pairs.append(Pair(a, b, (sides[0] or a.name, sides[1] or b.name)))
     return pairs
 
 
 def _told(p: Printed, names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What its name may say that it is of, and then whose: one of ``names``, and the other words;
-    the words besides a quantity; of no known quantity any word."""
-    said = KINDS.keys() | OF_GRADIENTS
-    if names:
-        of = ((words_of(p.name.replace(name, " ", 1)), name) for name in names if name in p.name)
-        yield from list(of)[:1]
-    elif p.kind:
-        other = (word for word in p.words if word not in said and not word.isdigit())
-        yield (p.kind, *filter(str.isdigit, p.words)), " ".join(other)
-    else:
-        for n, word in enumerate(p.words):
-            if len(word) > 2 and word not in said and not word.isdigit() and len(p.words) > 1:
-                yield (*p.words[:n], "", *p.words[n + 1 :]), word
-
-
-def _same_entries(a: Printed, b: Printed) -> bool:
-    places = zip(a.places, b.places, strict=False)
-    alike = a.values.size > 0 and a.values.shape == b.values.shape and a.sizes == b.sizes
-    return alike and all(np.array_equal(*at) for at in places)
+    """Of what and whose it may be by its name: one of ``names`` says whose, the other words of
+    what; without names any one word says whose, or none where they say a quantity."""
+    for name in names:
+        if name in p.name:
+            yield words_of(p.name.replace(name, " ", 1)), name
+            return
+    if p.kind and not names:
+        yield p.words, ""
+    for n, word in enumerate(p.words if len(p.words) > 1 and not names else ()):
+        if len(word) > 2 and word not in OF_NO_SIDE and not word.isdigit():
+            yield (*p.words[:n], *p.words[n + 1 :]), word

@@ -1,17 +1,31 @@
-"""One printed tensor: what it holds, and what its name tells."""
+"""Printed tensors: reading a log in torch's or NumPy's form, and what the name of one tells.
+
+What cannot be read is refused where it is surely a tensor, and skipped where it may be prose.
+"""
 
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-FAR = 2**40  # how long an axis is that is elided
+NUMBER = r"[-+]?(?:nan|inf|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+TOKEN = re.compile(rf"\[|\]|\.\.\.|{NUMBER}(?![\w.])", re.IGNORECASE)
+CONTENTS = re.compile(rf"(?:{TOKEN.pattern}|[\s,])*", re.IGNORECASE)
+START = re.compile(
+    rf"\b(?:\w+\.)?(?P<form>tensor|array)\(\s*(?:(?P<factor>{NUMBER})\s*\*\s*)?\["
+    r"|(?<![\w\])(.'\"])\[",
+    re.IGNORECASE,
+)
+TRAILER = re.compile(r"[^()\[\]]*\)")  # the device, the dtype
+# colours, and what test runners and launchers put before lines
+CLUTTER = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\r|^(?:E(?=[ \t]{2})|\[rank\d+\]:|>(?= ))", re.M)
+
 KINDS = {
     **{f"d{letter}": f"d{letter.upper()}" for letter in "qkvosp"},
     **{letter: letter.upper() for letter in "qkvosp"},
@@ -30,16 +44,14 @@ class Printed:
     of length 1 in front of its rows.
 
     values: the printed entries; nan where nan was printed. unit: the step of the last printed
-    digit, of the largest entries where it differs, 0 where the print is exact. places: the indices
-    along each axis of the printed entries; counted from the back, so negative, where they stand
-    behind "...". sizes: the length of each axis, FAR where that is not known.
+    digit, of the largest entries where it differs, 0 where the print is exact. fronts: how many
+    entries of each axis stand before "...", all where nothing is elided.
     """
 
     name: str
     values: Float64
     unit: float
-    places: tuple[Integers, ...]
-    sizes: tuple[int, ...]
+    fronts: tuple[int, ...]
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -50,35 +62,117 @@ class Printed:
     def kind(self) -> str:
         """dQ, dK, dV, dO, dS, dP, O, P, S or lse, as far as the name tells; "" else."""
         found = {KINDS[word] for word in self.words if word in KINDS}
-        longer = {kind for kind in found if len(kind) > 1}
-        if len(longer or found) != 1:
+        found = {kind for kind in found if len(kind) > 1} or found
+        if len(found) != 1:
             return ""
-        (kind,) = longer or found
-        return kind if longer or not {"d", *OF_GRADIENTS} & set(self.words) else f"d{kind}"
+        (kind,) = found
+        of_gradient = len(kind) == 1 and {"d", *OF_GRADIENTS} & set(self.words)
+        return f"d{kind}" if of_gradient else kind
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is elided."""
+        return self.fronts == self.values.shape
 
     @property
     def of_softmax(self) -> bool:
         """Whether whole rows of a whole dS or P are printed; with numbers in it that no P has only
         the name says P."""
         x = self.values
-        whole = x.size > 0 and x.shape == self.sizes and x.ndim > 1 and PARTS.isdisjoint(self.words)
         weights = self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all())
+        whole = self.whole and x.size > 0 and x.ndim > 1 and PARTS.isdisjoint(self.words)
         return whole and (weights or self.kind == "dS") and bool(np.isfinite(x).all())
-
-    @cached_property
-    def causal(self) -> Flags:
-        """Who sees whom of the last two axes under a causal mask: the last query sees every key."""
-        both = zip(self.places[-2:], self.sizes[-2:], strict=True)
-        rows, keys = (np.where(at < 0, at, at - size) for at, size in both)  # from the last one
-        return np.asarray(keys <= rows[:, None])
-
-    @property
-    def unmasked(self) -> float:
-        """The largest entry where a causal mask would give 0; 0 where that is what is printed."""
-        largest = float(np.abs(self.values[..., ~self.causal]).max(initial=0.0))
-        return largest if largest > 2 * self.unit else 0.0
 
 
 def words_of(name: str) -> tuple[str, ...]:
     pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
     return tuple(word.lower() for word in re.findall(pattern, name))
+
+
+def read_log(text: str) -> list[Printed]:
+    """Every tensor of real numbers that the text prints, in torch's or NumPy's form.
+
+    Raises ValueError where a tensor begins that cannot be read: cut off, ragged, not of real
+    numbers. Integers and truth values are left out, and so are lists in one line, which may be
+    prose.
+    """
+    text = CLUTTER.sub("", text)
+    found = []
+    after = at = 0
+    while start := START.search(text, at):
+        opening, at, surely = start.end() - 1, start.end(), start["form"] is not None
+        line = text.count("\n", 0, opening) + 1
+        try:
+            data = _data(text, opening, surely=surely)
+        except ValueError as error:
+            raise ValueError(f"the tensor printed at line {line}: {error}") from None
+        if data is None:
+            continue
+        strings, elided, end = data
+        flat = strings.ndim == 1 and ("," in text[opening:end] or strings.size < 2)
+        if not surely and (not strings.size or flat):
+            continue
+        trailer = TRAILER.match(text, end) if surely else None
+        name = _name(text[max(after, start.start() - 2000) : start.start()])
+        after = at = trailer.end() if trailer else end
+        if re.search(r"[.en]", "".join(strings.ravel()), re.IGNORECASE):
+            named = name or f"tensor of line {line}"
+            found.append(_printed(named, strings, elided, float(start["factor"] or 1)))
+    return found
+
+
+def _data(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, int], int] | None:
+    """The numbers from ``at`` on as they are written, by axis how many stand before "...", and
+    where they end; None for what cannot be read and may be prose, or a quoted program."""
+    run = CONTENTS.match(text, at)
+    assert run is not None
+    stack: list[list[Any]] = [[]]
+    elided: dict[int, int] = {}
+    for token in TOKEN.finditer(run[0]):
+        if token[0] == "[":
+            stack.append([])
+        elif token[0] == "]":
+            stack[-2].append(stack.pop())
+        elif token[0] == "...":
+            elided[len(stack) - 2] = len(stack[-1])
+        else:
+            stack[-1].append(token[0])
+        if len(stack) == 1:
+            try:
+                return np.array(stack[0][0], dtype=np.str_), elided, at + token.end()
+            except ValueError:
+                if not surely:
+                    return None
+                raise ValueError("its rows are of different lengths") from None
+    rest = text[run.end() : run.end() + 1000].lstrip()[:1]
+    if (surely or run[0].count("[") > 1) and (not rest or (surely and rest in "-+.0123456789")):
+        raise ValueError("it ends within its brackets, or is not of real numbers")
+    return None
+
+
+def _printed(name: str, strings: np.ndarray, elided: dict[int, int], factor: float) -> Printed:
+    values = strings.astype(np.float64) * factor
+    fronts = tuple(elided.get(axis, n) for axis, n in enumerate(values.shape))
+    # NumPy drops zeros at the end, so the longest tells
+    written = [s.lower() for s in strings[np.isfinite(values)].tolist()]
+    decimals = max((len(s.partition("e")[0].partition(".")[2]) for s in written), default=0)
+    power = max((int(s.partition("e")[2] or 0) for s in written if float(s)), default=0)
+    unit = factor * 10.0 ** (power - decimals) if decimals else 0.0
+    while values.ndim > 2 and len(values) == fronts[0] == 1:
+        values, fronts = values[0], fronts[1:]
+    return Printed(name, values, unit, fronts)
+
+
+def _name(before: str) -> str:
+    """The name that stands before a tensor, on its line or the nearest one above."""
+    lines = before.split("\n")
+    words = lines.pop().strip(" \t([{")
+    if not words:
+        words = next((line.strip() for line in lines[:-4:-1] if line.strip()), "")
+        if not words.endswith((":", "=")) and len(words.split()) > 2:
+            return ""
+    words = re.sub(r"\([^()]*=[^()]*\)$", "", words.rstrip(" \t:=([{"))
+    words = re.split(r"[:!?;,|>]\s+|\.\s+", words)[-1].strip(" \t'\"`*([{,")
+    parts = words.split()
+    named = re.search("[A-Za-z]", words) is not None
+    return (words if len(parts) <= 4 else parts[-1]) if named else ""
