@@ -3,13 +3,12 @@
 Long by the list of the faults.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
+from rawattn.check.diagnose.harness.pairs import PLACES
 
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
@@ -17,7 +16,6 @@ BY_KIND = {
     "nan": "harness-ignores-nan",
     "shape": "harness-broadcasts",
     "vacuous": "vacuous",
-    "swapped": "harness-not-symmetric",
 }
 
 TEXTS = """
@@ -54,9 +52,6 @@ harness-too-loose: errors above the dtype's rounding pass
 harness-broadcasts: a result of another shape passes
     assert x.shape == ref.shape first: a shape (1, ...) broadcasts, and zip stops early
     a result of one row passes for all rows
-harness-not-symmetric: wrong results pass where the arguments are swapped
-    which of the two is the reference at every call: the allowance grows with it
-    what is refused one way passes the other way
 vacuous: two all-zero arrays pass
     a result that underflows to 0 on both sides proves nothing: assert that ref is not 0
     an all-zero result would pass as well
@@ -67,8 +62,7 @@ harness-refuses-right: right results are refused
 HARNESS = classes_of(TEXTS)  # the gravest first
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What a comparison said of a pair: "passes", "is refused", or "raises" and what.
 
     name, kind, error: of the pair. place: its dtype, its size, and how many axes.
@@ -96,7 +90,11 @@ def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
     for bug, known in HARNESS.items():
         if found := causes.get(bug):
-            lines, where = lines_of(found), where_of(found)
+            said: dict[str, dict[str, None]] = {}
+            for trial in found:
+                said.setdefault(trial.verdict, {})[trial.name] = None
+            lines = tuple(f"{verdict}: {'; '.join(names)}" for verdict, names in said.items())
+            where = where_of(found)
             yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
 
 
@@ -104,67 +102,47 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
     fooled, held = [t for t in due if t.wrong], [t for t in due if not t.wrong]
     passing, refused = ({(t.name, t.place) for t in some} for some in (fooled, held))
+    names = {t.name for t in fooled}
+    # the least error of all elements that is always refused, and that of one element that must be
+    noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
     blind = all(t.kind in BY_KIND for t in held)
-    noticed: dict[tuple[str, float, int], float] = {}  # the least error of all elements
-    largest: dict[tuple[str, str, int], float] = {}  # the size of the data where it is refused
-    for t in held:
-        if t.kind in ("zeros", "scaled"):
-            dtype, size, axes = t.place
-            noticed[t.place] = min(t.error, noticed.get(t.place, math.inf))
-            largest[t.name, dtype, axes] = max(size, largest.get((t.name, dtype, axes), 0.0))
+    top = max((t.place[1] for t in due), default=0.0)
     absolute = {
         dtype
-        for t in fooled
-        for dtype, size, axes in [t.place]
-        if size < largest.get((t.name, dtype, axes), 0.0)
+        for name, (dtype, _, axes) in passing
+        if name.startswith("x = ") and (name, (dtype, top, axes)) in refused
     }
     one_way = {
-        (t.name, t.place)
-        for t in fooled
-        if t.kind == "offset" and (t.name.translate(OTHER_SIGN), t.place) in refused
+        place
+        for name, place in passing
+        if name.startswith("every") and (name.translate(OTHER_SIGN), place) in refused
     }
-    one_sided = {place for _, place in one_way}
 
     def cause(t: Trial) -> str:
-        """The first that holds."""
-        if t.kind == "swapped" and (t.name.removesuffix(SWAPPED), t.place) not in refused:
-            return ""
-        if blind:
-            return "harness-accepts-anything"
-        if t.kind in BY_KIND:
-            return BY_KIND[t.kind]
-        if t.place[0] in absolute:
-            return "harness-atol-only"
-        if all((name, t.place) in passing for name in PLACES):
-            return "harness-magnitude-only"
-        multiple = all((name, t.place) in passing for name in MULTIPLES)
-        if t.kind in ("scaled", "part") and multiple:
-            return "harness-ignores-scale"
-        if t.kind == "zeros":
-            return "harness-passes-zeros"
-        if (t.name, t.place) in one_way or (t.kind == "element" and t.place in one_sided):
-            return "harness-one-sided"
-        few = t.kind in ("row", "element")
-        if t.kind == "row" or (few and t.error >= noticed.get(t.place, math.inf)):
-            return "harness-averages"
-        return "harness-too-loose"
+        shuffled, multiple = (
+            all((name, t.place) in passing for name in names) for names in (PLACES, MULTIPLES)
+        )
+        mirrored = t.kind == "element" or (t.name.translate(OTHER_SIGN), t.place) in refused
+        single = t.kind == "element" and t.error >= noticed
+        claims = {
+            "harness-accepts-anything": blind,
+            BY_KIND.get(t.kind, ""): t.kind in BY_KIND,
+            "harness-atol-only": t.place[0] in absolute,
+            "harness-magnitude-only": shuffled,
+            "harness-ignores-scale": multiple and t.kind in ("scaled", "part"),
+            "harness-passes-zeros": t.kind == "zeros",
+            "harness-one-sided": t.kind in ("element", "offset")
+            and mirrored
+            and t.place in one_way,
+            "harness-averages": t.kind == "row" or single,
+            "harness-too-loose": True,
+        }
+        return next(bug for bug, holds in claims.items() if holds)  # the first that holds
 
     causes: dict[str, list[Trial]] = {}
     for t in fooled:
         causes.setdefault(cause(t), []).append(t)
     return causes
-
-
-def lines_of(trials: Iterable[Trial]) -> tuple[str, ...]:
-    """What the comparison says where of which: a line for all that have this in common."""
-    named: dict[tuple[str, str], list[Trial]] = {}
-    for trial in trials:
-        named.setdefault((trial.name, trial.verdict), []).append(trial)
-    lines: dict[str, list[str]] = {}
-    for (name, said), found in named.items():
-        lines.setdefault(f"{said} ({where_of(found)})", []).append(name)
-    most_first = sorted(lines.items(), key=lambda line: -len(line[1]))
-    return tuple(f"{said}: {'; '.join(names)}" for said, names in most_first)
 
 
 def where_of(trials: Sequence[Trial]) -> str:

@@ -6,13 +6,13 @@ side alone and names why two sides differ.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import Pair, paired
 from rawattn.check.diagnose.logs.printed import read_log
-from rawattn.check.diagnose.logs.rules import Log, Rows, differs
+from rawattn.check.diagnose.logs.rules import Rows, differs
 
 
 def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
@@ -30,9 +30,10 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
         sides.setdefault(p, next((side for side in known if side in p.name), p.name))
     rows = {p: Rows(p, side) for p, side in sides.items() if p.of_softmax}
     said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
-    log = Log(rows, said == {"true"} if len(said) == 1 else None)
+    causal = said == {"true"} if len(said) == 1 else None
     found = [one.finding for one in rows.values() if one.masked_delta]
-    found += [differs(pair, log) for pair in pairs if not pair.agrees]
+    for pair in (pair for pair in pairs if not pair.agrees):
+        found.append(differs(pair, [rows[p] for p in pair.both if p in rows], causal))
     findings = _merged([*found, *_vacuous(pairs)])
     blamed = {side for one in findings for side in one.side.split(" or ")}
     wrong = [one for one in rows.values() if one.wrong.any() and one.side not in blamed]
@@ -55,14 +56,12 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     return Diagnosis("what the log proves", tuple(findings), checks, facts=tuple(facts))
 
 
-def _vacuous(pairs: Sequence[Pair]) -> Iterator[Finding]:
+def _vacuous(pairs: Sequence[Pair]) -> list[Finding]:
     """Nothing but zeros is compared."""
-    if pairs and not any(p.values.any() for pair in pairs for p in pair.both):
-        whole = all(pair.a.whole for pair in pairs)
-        exact = whole and not any(pair.digits for pair in pairs)
-        where = ", ".join(pair.title for pair in pairs)
-        said = ("every printed entry of both sides is 0",)
-        yield finding("both", "vacuous", where, "high" if exact else "medium", said)
+    if not pairs or any(p.values.any() for pair in pairs for p in pair.both):
+        return []
+    where = ", ".join(pair.title for pair in pairs)
+    return [finding("both", "vacuous", where, "medium", ["every printed entry of both sides is 0"])]
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

@@ -2,49 +2,26 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.printed import (
-    KINDS,
-    OF_GRADIENTS,
-    Flags,
-    Float64,
-    Printed,
-    words_of,
-)
+from rawattn.check.diagnose.logs.printed import KINDS, Flags, Float64, Printed, words_of
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 ROUNDING = 2.0**-8  # prints do not tell whether 16-bit tensors were cast for printing
 DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
-OF_NO_SIDE = {*KINDS, *OF_GRADIENTS, "diff", "difference", "err", "error", "abs"}
+OF_NO_SIDE = {*KINDS, "grad", "gradient", "diff", "difference", "err", "error", "abs"}
 
 
-@dataclass(frozen=True)
-class Fit:
-    """a = slope * b by least squares, of ``count`` numbers. residual: relative, less what the
-    printed digits explain."""
-
-    slope: float
-    residual: float
-    count: int
-
-    @property
-    def factor(self) -> bool:
-        """Whether it is a constant other than 1."""
-        constant = self.count >= 4 and self.residual <= CONSTANT
-        return constant and abs(self.slope - 1) > CONSTANT
-
-
-def fit(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> Fit | None:
-    """None where one side is zero or little more than the last printed digit."""
-    if a.size < 2 or rms(a) <= 2 * a_unit or rms(b) <= 2 * b_unit:
+def factor(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> float | None:
+    """a / b by least squares where that is a constant other than 1, but for what was printed."""
+    if a.size < 4 or rms(a) <= 2 * a_unit or rms(b) <= 2 * b_unit:
         return None
     slope = float(a @ b) / float(b @ b)
     digits = (a_unit**2 + (slope * b_unit) ** 2) / 12
-    return Fit(slope, math.sqrt(max(0.0, rms(a - slope * b) ** 2 - digits)) / rms(a), a.size)
+    constant = rms(a - slope * b) ** 2 - digits <= (CONSTANT * rms(a)) ** 2
+    return slope if constant and abs(slope - 1) > CONSTANT else None
 
 
 class Pair:
@@ -58,6 +35,7 @@ class Pair:
 
     def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
         self.a, self.b, self.both, self.sides = a, b, (a, b), sides
+        self.either = " or ".join(sides)
         self.title, self.kind = f"{a.name} / {b.name}", a.kind if a.kind == b.kind else ""
         self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
         x, y = (np.where(self.finite, p.values, 0.0) for p in self.both)
@@ -72,21 +50,22 @@ class Pair:
         spread = math.sqrt(max(0.0, rms(self.difference) ** 2 - self.digits**2))
         self.agrees = bool(self.alike.all()) and spread <= 8 * noise * self.size
 
-    def fit(self) -> Fit | None:
-        """a = slope * b."""
-        return fit(*(p.values[self.finite] for p in self.both), self.a.unit, self.b.unit)
+    @property
+    def factor(self) -> float | None:
+        """a / b where that is a constant other than 1."""
+        return factor(*(p.values[self.finite] for p in self.both), self.a.unit, self.b.unit)
 
-    def fit_of_logs(self) -> Fit | None:
-        """Of the logarithms of P less their mean in each row: where the scores of one side are
-        multiplied, its P is a power of that of the other."""
+    @property
+    def power(self) -> float | None:
+        """By how much the scores of one side are multiplied, as its P is a power of that of the
+        other: the factor of the logarithms of P less their mean in each row."""
         if self.kind != "P" or self.a.values.ndim < 2:
             return None
         there = np.all([p.values > max(DIGITS * p.unit, 1e-6) for p in self.both], axis=0)
         count = np.maximum(there.sum(axis=-1, keepdims=True), 1)
         logs = [np.log(np.where(there, p.values, 1.0)) for p in self.both]
-        x, y = ((z - z.sum(axis=-1, keepdims=True) / count)[there] for z in logs)
-        found = fit(x, y)
-        return found if found is not None and found.slope > 0 else None
+        found = factor(*((x - x.sum(axis=-1, keepdims=True) / count)[there] for x in logs))
+        return found if found is not None and found > 0 else None
 
 
 def rms(values: Float64) -> float:

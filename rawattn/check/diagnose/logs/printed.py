@@ -29,13 +29,9 @@ CLUTTER = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\r|^(?:E(?=[ \t]{2})|\[rank\d+\]:|>
 KINDS = {
     **{f"d{letter}": f"d{letter.upper()}" for letter in "qkvosp"},
     **{letter: letter.upper() for letter in "qkvosp"},
-    **{"query": "Q", "key": "K", "value": "V", "lse": "lse", "logsumexp": "lse"},
-    **dict.fromkeys(("out", "output"), "O"),
-    **dict.fromkeys(("score", "scores", "logits", "qk"), "S"),
-    **dict.fromkeys(("prob", "probs", "probabilities", "softmax"), "P"),
+    **{"query": "Q", "key": "K", "value": "V", "out": "O", "output": "O", "scores": "S"},
+    **{"lse": "lse", "logsumexp": "lse", "probs": "P", "softmax": "P"},
 }
-OF_GRADIENTS = {"grad", "gradient"}
-PARTS = {"tile", "block", "partial", "chunk", "slice", "sub"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +59,8 @@ class Printed:
         """dQ, dK, dV, dO, dS, dP, O, P, S or lse, as far as the name tells; "" else."""
         found = {KINDS[word] for word in self.words if word in KINDS}
         found = {kind for kind in found if len(kind) > 1} or found
-        if len(found) != 1:
-            return ""
-        (kind,) = found
-        of_gradient = len(kind) == 1 and {"d", *OF_GRADIENTS} & set(self.words)
+        kind = found.pop() if len(found) == 1 else ""
+        of_gradient = len(kind) == 1 and {"d", "grad", "gradient"} & set(self.words)
         return f"d{kind}" if of_gradient else kind
 
     @property
@@ -76,12 +70,13 @@ class Printed:
 
     @property
     def of_softmax(self) -> bool:
-        """Whether whole rows of a whole dS or P are printed; with numbers in it that no P has only
-        the name says P."""
+        """Whether these are whole rows of dS or P; with numbers in it that no P has only the name
+        says P."""
         x = self.values
-        weights = self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all())
-        whole = self.whole and x.size > 0 and x.ndim > 1 and PARTS.isdisjoint(self.words)
-        return whole and (weights or self.kind == "dS") and bool(np.isfinite(x).all())
+        part = {"tile", "block", "partial", "chunk", "slice", "sub"} & set(self.words)
+        if part or not self.whole or x.size == 0 or x.ndim < 2 or not np.isfinite(x).all():
+            return False
+        return self.kind == "dS" or (self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all()))
 
 
 def words_of(name: str) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Long by what each rule has to say.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from rawattn.check.diagnose.logs.pairs import CONSTANT, ROUNDING, Pair
 from rawattn.check.diagnose.logs.printed import Float64, Printed
 
 SHOWN = 12
-SHRUNK = ("", "O", "dV")  # what zero keys in the denominator divide by nearly one number
 LOG2_E = 1 / math.log(2)
 OTHER_MASK = "mask-missing-in-backward"
 
@@ -87,91 +85,74 @@ class Rows:
         )
 
 
-class Log(NamedTuple):
-    """What holds for the whole log. causal: None where the log does not say, or says both."""
-
-    rows: dict[Printed, Rows]
-    causal: bool | None
-
-
-def differs(pair: Pair, log: Log) -> Finding:
-    """The first rule that applies; the order is from proofs to descriptions."""
-    return _rows(pair, log) or _factor(pair, log) or _structure(pair)
+def differs(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding:
+    """The first rule that applies, from proofs to descriptions. rows: of either side, where they
+    are known. causal: None where the log does not say, or says both."""
+    return _rows(pair, rows, causal) or _factor(pair, causal) or _structure(pair)
 
 
-def _finding(
-    pair: Pair, side: int | None, bug: str, sure: str, evidence: Sequence[str], **more: Any
-) -> Finding:
-    """On one side, or on either. more: as of a finding."""
-    whose = " or ".join(pair.sides) if side is None else pair.sides[side]
-    where = more.pop("where", pair.title if side is None else pair.both[side].name)
-    return finding(whose, bug, where, sure, evidence, more.pop("others", ()), **more)
-
-
-def _rows(pair: Pair, log: Log) -> Finding | None:
+def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | None:
     """One side masks dS (or P), or has rows with the right sums, the other one does not."""
-    rows = [log.rows[p] for p in pair.both if p in log.rows]
     wrong = [bool(one.wrong.any()) for one in rows]
     unmasked = [one.unmasked > 0 for one in rows]
-    by_mask = len({*unmasked}) == 2 and log.causal is not False
+    by_mask = len({*unmasked}) == 2 and causal is not False
     if not by_mask and len({*wrong}) < 2:
         return None
     bad = (unmasked if by_mask else wrong).index(True)
     own, right = rows[bad], rows[1 - bad]
     said = [own.said] if wrong[bad] else []
-    said += [f"{right.name} is right: its rows sum to {listed(right.sums)}"] * (not wrong[1 - bad])
+    if not wrong[1 - bad]:
+        said.append(f"{right.name} is right: its rows sum to {listed(right.sums)}")
     if by_mask:
         said.append(
             f"{own.name} above the diagonal: up to {own.unmasked:.3g}, where masked keys must "
             f"give 0; {right.name}: 0"
         )
         if wrong[bad] and not own.must:
-            return _finding(pair, bad, OTHER_MASK, "medium", said, where=own.where)
+            return finding(own.side, OTHER_MASK, own.where, "medium", said)
         others = ("causal-off-by-one", "neighbour-leak", OTHER_MASK)
-        return _finding(pair, bad, "causal-dropped", "medium", said, others=others)
+        return finding(own.side, "causal-dropped", own.name, "medium", said, others)
     gap = own.x - right.x
     total = gap.sum(axis=-1, keepdims=True)
     slack = pair.digits + 2 * ROUNDING * np.abs(total)
     if own.must or not (gap * np.sign(total) >= -slack).all():
         return own.finding
-    why = (
+    said.append(
         "the difference of the two sides has one sign in each row, so it is P times a number of "
         "that row: P agrees, D does not"
     )
     others = ("delta-of-another-out", "lse-gradient-dropped")
-    return _finding(pair, bad, "delta-omitted", "medium", [*said, why], others=others)
+    return finding(own.side, "delta-omitted", own.where, "medium", said, others)
 
 
-def _factor(pair: Pair, log: Log) -> Finding | None:
+def _factor(pair: Pair, causal: bool | None) -> Finding | None:
     """One factor between two sides, or of P between their scores: which one."""
-    plain, of_logs = pair.fit(), pair.fit_of_logs()
-    found = next((of for of in (plain, of_logs) if of is not None and of.factor), None)
-    if found is None:
+    power = pair.power if pair.factor is None else None
+    slope = pair.factor if power is None else power
+    if slope is None:
         return None
-    larger = int(abs(found.slope) < 1)
-    ratio = 1 / found.slope if larger else found.slope
+    larger = int(abs(slope) < 1)
+    ratio = 1 / slope if larger else slope
     side, other = pair.sides[larger], pair.sides[1 - larger]
-    what = pair.title if found is plain else f"log of {pair.title}, less its mean in each row,"
-    said = [
-        f"{what} = {found.slope:.4g} on the {found.count} entries that both print (residual "
-        f"{found.residual:.1%}), so a constant"
-    ]
-    if found is of_logs:
+    where, shape = pair.both[larger].name, pair.a.values.shape
+    what = pair.title if power is None else f"log of {pair.title}, less its mean in each row,"
+    said = [f"{what} = {slope:.4g} on the {pair.a.values.size} entries that both print, a constant"]
+    if power is not None:
         root = f" = sqrt({round(ratio**2)})" if _near(ratio**2, round(ratio**2)) else ""
         said.append(f"the scores of {side} are {ratio:.4g}{root} times those of {other}")
-        return _finding(pair, larger, "score-scale", "medium", said)
+        return finding(side, "score-scale", where, "medium", said)
     if pair.kind == "lse" and _near(ratio, LOG2_E):
-        return _finding(pair, larger, "lse-base-2", "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
-    head_dim = pair.a.values.shape[-1]
-    if pair.kind in ("dQ", "dK") and pair.a.whole and _near(ratio, math.sqrt(head_dim)):
-        words = f"sqrt(head_dim) = sqrt({head_dim}): {side} lacks softmax_scale there"
+        return finding(side, "lse-base-2", where, "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
+    if pair.kind in ("dQ", "dK") and pair.a.whole and _near(ratio, math.sqrt(shape[-1])):
+        words = f"sqrt(head_dim) = sqrt({shape[-1]}): {side} lacks softmax_scale there"
         said.append(f"{words}, or {other} applies it twice")
-        return _finding(pair, larger, "output-scale", "medium", said)
-    shrunk = not log.causal and ratio >= 1 and pair.kind in SHRUNK
-    return _finding(
-        *(pair, None, "unknown", "medium", said),
+        return finding(side, "output-scale", where, "medium", said)
+    # zero keys in the denominator divide by nearly one number
+    shrunk = not causal and ratio >= 1 and pair.kind in ("", "O", "dV")
+    return finding(
+        *(pair.either, "unknown", pair.title, "medium", said),
+        ("padded-keys", "padded-grad-out") if shrunk else (),
         title=f"the two sides differ by a constant factor of {ratio:.4g}",
-        others=("padded-keys", "padded-grad-out") if shrunk else (),
         look_at="where the result is scaled: softmax_scale, a mean for a sum, a head count; "
         "print a sequence of another length: padding gives another ratio for each",
     )
@@ -182,29 +163,29 @@ def _near(ratio: float, value: float) -> bool:
 
 
 def _structure(pair: Pair) -> Finding:
-    """No known relation: which rows differ."""
+    """No known relation: which rows differ, and where numbers are missing."""
     worst = float(pair.difference.max(initial=0.0))
     said = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
-    said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     equal = pair.alike.reshape(-1, pair.alike.shape[-1]).all(axis=-1)
     if equal.any() and not equal.all():
         said.append(f"the two sides differ in {rows_named(np.flatnonzero(~equal))}, not in others")
+    said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     broken = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
-    if broken[0] != broken[1]:
-        worse = int(broken[1] > broken[0])
-        of = f"{broken[worse]} printed entries of {pair.both[worse].name} are NaN or infinite"
-        return _finding(
-            *(pair, worse, "unknown", "medium", [of, *said]),
-            title="NaN or infinity where the other side has numbers",
-            others=("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-            look_at="rows without an allowed key, masked tiles, exp of large scores: print such a "
-            "row's scores",
+    if broken[0] == broken[1]:
+        return finding(
+            *(pair.either, "unknown", pair.title, "low", said),
+            title="the two sides differ, in no way that these entries explain",
+            look_at="whole rows of a small case, dS and P beside the gradients; or save and "
+            "compare arrays",
         )
-    return _finding(
-        *(pair, None, "unknown", "low", said),
-        title="the two sides differ, in no way that these entries explain",
-        look_at="whole rows of a small case, dS and P beside the gradients; or save and compare "
-        "arrays",
+    worse = int(broken[1] > broken[0])
+    name = pair.both[worse].name
+    return finding(
+        *(pair.sides[worse], "unknown", name, "medium"),
+        [f"{broken[worse]} printed entries of {name} are NaN or infinite", *said],
+        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
+        title="NaN or infinity where the other side has numbers",
+        look_at="rows without an allowed key, masked tiles, exp of large scores",
     )
 
 
