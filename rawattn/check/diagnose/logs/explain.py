@@ -25,7 +25,7 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     printed = read_log(text)
     pairs = paired(printed, names)
     sides = {p: side for pair in pairs for p, side in zip(pair.both, pair.sides, strict=True)}
-    known = set(sides.values())
+    known = list(sides.values())
     for p in printed:
         sides.setdefault(p, next((side for side in known if side in p.name), p.name))
     rows = {p: Rows(p, side) for p, side in sides.items() if p.of_softmax}
@@ -41,9 +41,8 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     checks = tuple(one.check for one in rows.values())
     if not (findings or pairs or any(check.verdict == "pass" for check in checks)):
         raise ValueError(
-            f"{len(printed)} tensors are printed, which say nothing: print one of both sides, with "
-            "the side in its name, such as 'dq_reference: tensor([[...]])', or say which two words "
-            "name the sides"
+            f"{len(printed)} tensors are printed, which say nothing: print one of both sides under "
+            "names that differ in one word (dq_mine, dq_reference), or say which two words do"
         )
     facts = [f"printed tensors: {len(printed)}; pairs compared: {len(pairs)}"]
     for pair in (pair for pair in pairs if pair.agrees):

@@ -34,7 +34,7 @@ class Pair:
     """
 
     def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
-        self.a, self.b, self.both, self.sides = a, b, (a, b), sides
+        self.a, self.both, self.sides = a, (a, b), sides
         self.either = " or ".join(sides)
         self.title, self.kind = f"{a.name} / {b.name}", a.kind if a.kind == b.kind else ""
         self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
@@ -53,7 +53,7 @@ class Pair:
     @property
     def factor(self) -> float | None:
         """a / b where that is a constant other than 1."""
-        return factor(*(p.values[self.finite] for p in self.both), self.a.unit, self.b.unit)
+        return factor(*(p.values[self.finite] for p in self.both), self.a.unit, self.both[1].unit)
 
     @property
     def power(self) -> float | None:
@@ -95,12 +95,12 @@ def paired(found: Sequence[Printed], names: Sequence[str]) -> list[Pair]:
 def _told(p: Printed, names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Of what and whose it may be by its name: one of ``names`` says whose, the other words of
     what; without names any one word says whose, or none where they say a quantity."""
-    for name in names:
-        if name in p.name:
-            yield words_of(p.name.replace(name, " ", 1)), name
-            return
-    if p.kind and not names:
+    if names:
+        own = [name for name in names if name in p.name][:1]
+        yield from ((words_of(p.name.replace(name, " ", 1)), name) for name in own)
+        return
+    if p.kind:
         yield p.words, ""
-    for n, word in enumerate(p.words if len(p.words) > 1 and not names else ()):
-        if len(word) > 2 and word not in OF_NO_SIDE and not word.isdigit():
+    for n, word in enumerate(p.words):
+        if len(word) > 2 and word not in OF_NO_SIDE and not word.isdigit() and len(p.words) > 1:
             yield (*p.words[:n], *p.words[n + 1 :]), word

@@ -3,6 +3,7 @@
 What cannot be read is refused where it is surely a tensor, and skipped where it may be prose.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,11 @@ Float64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 NUMBER = r"[-+]?(?:nan|inf|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-TOKEN = re.compile(rf"\[|\]|\.\.\.|{NUMBER}(?![\w.])", re.IGNORECASE)
-CONTENTS = re.compile(rf"(?:{TOKEN.pattern}|[\s,])*", re.IGNORECASE)
+TOKEN = re.compile(rf"[\s,]*(\[|\]|\.\.\.|{NUMBER}(?![\w.]))", re.IGNORECASE)
+# a bare list in one line may be prose where it has commas
 START = re.compile(
-    rf"\b(?:\w+\.)?(?P<form>tensor|array)\(\s*(?:(?P<factor>{NUMBER})\s*\*\s*)?\["
-    r"|(?<![\w\])(.'\"])\[",
+    rf"\b(?:\w+\.)?(?P<form>tensor|array)\(\s*(?:(?P<factor>{NUMBER})\s*\*\s*)?(?=\[)"
+    r"|(?<![\w\])(.'\"])(?=\[\s*\[|\[[^][,]+\s[^][,]+\])",
     re.IGNORECASE,
 )
 TRAILER = re.compile(r"[^()\[\]]*\)")  # the device, the dtype
@@ -85,64 +86,52 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def read_log(text: str) -> list[Printed]:
-    """Every tensor of real numbers that the text prints, in torch's or NumPy's form.
-
-    Raises ValueError where a tensor begins that cannot be read: cut off, ragged, not of real
-    numbers. Integers and truth values are left out, and so are lists in one line, which may be
-    prose.
-    """
+    """Every tensor of real numbers that the text prints, in torch's or NumPy's form; none of
+    integers. Raises ValueError where one begins that cannot be read."""
     text = CLUTTER.sub("", text)
     found = []
-    after = at = 0
-    while start := START.search(text, at):
-        opening, at, surely = start.end() - 1, start.end(), start["form"] is not None
-        line = text.count("\n", 0, opening) + 1
-        try:
-            data = _data(text, opening, surely=surely)
-        except ValueError as error:
-            raise ValueError(f"the tensor printed at line {line}: {error}") from None
-        if data is None:
+    after = 0
+    for start in START.finditer(text):
+        read = _read(text, start.end(), surely=bool(start["form"])) if start.end() > after else None
+        if read is None:
             continue
-        strings, elided, end = data
-        flat = strings.ndim == 1 and ("," in text[opening:end] or strings.size < 2)
-        if not surely and (not strings.size or flat):
-            continue
-        trailer = TRAILER.match(text, end) if surely else None
+        strings, elided, end = read
         name = _name(text[max(after, start.start() - 2000) : start.start()])
-        after = at = trailer.end() if trailer else end
+        trailer = TRAILER.match(text, end) if start["form"] else None
+        after = trailer.end() if trailer else end
         if re.search(r"[.en]", "".join(strings.ravel()), re.IGNORECASE):
-            named = name or f"tensor of line {line}"
-            found.append(_printed(named, strings, elided, float(start["factor"] or 1)))
+            name = name or f"tensor {len(found) + 1}"
+            found.append(_printed(name, strings, elided, float(start["factor"] or 1)))
     return found
 
 
-def _data(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, int], int] | None:
+def _read(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, int], int] | None:
     """The numbers from ``at`` on as they are written, by axis how many stand before "...", and
-    where they end; None for what cannot be read and may be prose, or a quoted program."""
-    run = CONTENTS.match(text, at)
-    assert run is not None
+    where they end; None for what may be prose, or a quoted program."""
     stack: list[list[Any]] = [[]]
     elided: dict[int, int] = {}
-    for token in TOKEN.finditer(run[0]):
-        if token[0] == "[":
+    end = at
+    while token := TOKEN.match(text, end):
+        end = token.end()
+        if token[1] == "[":
             stack.append([])
-        elif token[0] == "]":
+        elif token[1] == "]":
             stack[-2].append(stack.pop())
-        elif token[0] == "...":
+        elif token[1] == "...":
             elided[len(stack) - 2] = len(stack[-1])
         else:
-            stack[-1].append(token[0])
+            stack[-1].append(token[1])
         if len(stack) == 1:
-            try:
-                return np.array(stack[0][0], dtype=np.str_), elided, at + token.end()
-            except ValueError:
-                if not surely:
-                    return None
-                raise ValueError("its rows are of different lengths") from None
-    rest = text[run.end() : run.end() + 1000].lstrip()[:1]
-    if (surely or run[0].count("[") > 1) and (not rest or (surely and rest in "-+.0123456789")):
-        raise ValueError("it ends within its brackets, or is not of real numbers")
-    return None
+            with contextlib.suppress(ValueError):  # of rows of different lengths
+                return np.array(stack[0][0], dtype=np.str_), elided, end
+            break
+    rest = text[end:].strip(" ,\n")[:1] if len(stack) > 1 else "0"
+    if (rest and not surely) or rest.strip("-+.0123456789"):
+        return None
+    raise ValueError(
+        f"the tensor printed at line {text.count(chr(10), 0, at) + 1} cannot be read: it is cut "
+        "off, has rows of different lengths, or numbers that are not real"
+    )
 
 
 def _printed(name: str, strings: np.ndarray, elided: dict[int, int], factor: float) -> Printed:

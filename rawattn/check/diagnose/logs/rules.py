@@ -172,31 +172,22 @@ def _structure(pair: Pair) -> Finding:
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     broken = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
     if broken[0] == broken[1]:
-        return finding(
-            *(pair.either, "unknown", pair.title, "low", said),
-            title="the two sides differ, in no way that these entries explain",
-            look_at="whole rows of a small case, dS and P beside the gradients; or save and "
-            "compare arrays",
-        )
+        title = "the two sides differ, in no way that these entries explain"
+        look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
+        given = (pair.either, "unknown", pair.title, "low", said)
+        return finding(*given, title=title, look_at=look_at)
     worse = int(broken[1] > broken[0])
     name = pair.both[worse].name
-    return finding(
-        *(pair.sides[worse], "unknown", name, "medium"),
-        [f"{broken[worse]} printed entries of {name} are NaN or infinite", *said],
-        ("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-        title="NaN or infinity where the other side has numbers",
-        look_at="rows without an allowed key, masked tiles, exp of large scores",
-    )
+    said.insert(0, f"{broken[worse]} printed entries of {name} are NaN or infinite")
+    others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
+    title = "NaN or infinity where the other side has numbers"
+    return finding(pair.sides[worse], "unknown", name, "medium", said, others, title=title)
 
 
 def listed(values: Float64) -> str:
-    return few([f"{value:z.4f}" for value in np.ravel(values)])
+    return ", ".join(f"{value:z.4f}" for value in np.ravel(values)[:SHOWN])
 
 
-def rows_named(rows: Sequence[int] | np.ndarray) -> str:
-    return f"row{'' if len(rows) == 1 else 's'} {few([str(row) for row in rows])}"
-
-
-def few(words: Sequence[str]) -> str:
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + more
+def rows_named(rows: np.ndarray) -> str:
+    shown = ", ".join(map(str, rows[:SHOWN]))
+    return f"rows {shown} and {len(rows) - SHOWN} more" if len(rows) > SHOWN else f"rows {shown}"
