@@ -92,7 +92,9 @@ def read_log(text: str) -> list[Printed]:
     found = []
     after = 0
     for start in START.finditer(text):
-        read = _read(text, start.end(), surely=bool(start["form"])) if start.end() > after else None
+        read = (
+            _read(text, start.end(), surely=bool(start["form"])) if start.end() >= after else None
+        )
         if read is None:
             continue
         strings, elided, end = read
