@@ -15,15 +15,11 @@ from rawattn.check.diagnose.logs.printed import read_log
 from rawattn.check.diagnose.logs.rules import Rows, differs
 
 
-def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
-    """What the tensors that ``text`` prints prove.
-
-    names: two words, each in the names of one side's tensors; without them pairs are those whose
-    names differ in one word. Raises ValueError where there is nothing to judge, or
-    what there is cannot be read.
-    """
+def explain_log(text: str) -> Diagnosis:
+    """What the tensors that ``text`` prints prove. ValueError where nothing can be judged, or what
+    is printed cannot be read."""
     printed = read_log(text)
-    pairs = paired(printed, names)
+    pairs = paired(printed)
     sides = {p: side for pair in pairs for p, side in zip(pair.both, pair.sides, strict=True)}
     known = list(sides.values())
     for p in printed:
@@ -42,7 +38,8 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     if not (findings or pairs or any(check.verdict == "pass" for check in checks)):
         raise ValueError(
             f"{len(printed)} tensors are printed, which say nothing: print one of both sides under "
-            "names that differ in one word (dq_mine, dq_reference), or say which two words do"
+            "names that differ in one word, such as dq_mine and dq_reference; in the text they may "
+            "be renamed"
         )
     facts = [f"printed tensors: {len(printed)}; pairs compared: {len(pairs)}"]
     for pair in (pair for pair in pairs if pair.agrees):

@@ -53,7 +53,8 @@ class Printed:
     @cached_property
     def words(self) -> tuple[str, ...]:
         """The name in lower-case words: dS_manual is ds, manual."""
-        return words_of(self.name)
+        pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
+        return tuple(word.lower() for word in re.findall(pattern, self.name))
 
     @cached_property
     def kind(self) -> str:
@@ -78,11 +79,6 @@ class Printed:
         if part or not self.whole or x.size == 0 or x.ndim < 2 or not np.isfinite(x).all():
             return False
         return self.kind == "dS" or (self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all()))
-
-
-def words_of(name: str) -> tuple[str, ...]:
-    pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
-    return tuple(word.lower() for word in re.findall(pattern, name))
 
 
 def read_log(text: str) -> list[Printed]:
@@ -127,8 +123,8 @@ def _read(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, in
             with contextlib.suppress(ValueError):  # of rows of different lengths
                 return np.array(stack[0][0], dtype=np.str_), elided, end
             break
-    rest = text[end:].strip(" ,\n")[:1] if len(stack) > 1 else "0"
-    if (rest and not surely) or rest.strip("-+.0123456789"):
+    rest = text[end : end + 1000].strip(" ,\n") if len(stack) > 1 else "0"
+    if rest and not (surely and re.match(r"[-+.]*\d", rest)):
         return None
     raise ValueError(
         f"the tensor printed at line {text.count(chr(10), 0, at) + 1} cannot be read: it is cut "

@@ -170,18 +170,15 @@ def _structure(pair: Pair) -> Finding:
     if equal.any() and not equal.all():
         said.append(f"the two sides differ in {rows_named(np.flatnonzero(~equal))}, not in others")
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
-    broken = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
-    if broken[0] == broken[1]:
-        title = "the two sides differ, in no way that these entries explain"
-        look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
-        given = (pair.either, "unknown", pair.title, "low", said)
-        return finding(*given, title=title, look_at=look_at)
-    worse = int(broken[1] > broken[0])
-    name = pair.both[worse].name
-    said.insert(0, f"{broken[worse]} printed entries of {name} are NaN or infinite")
-    others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
-    title = "NaN or infinity where the other side has numbers"
-    return finding(pair.sides[worse], "unknown", name, "medium", said, others, title=title)
+    title, others = "the two sides differ, in no way that these entries explain", ()
+    if not pair.finite.all():
+        counts = (f"{p.name} {(~np.isfinite(p.values)).sum()}" for p in pair.both)
+        said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
+        title = "NaN or infinity where the other side has numbers"
+        others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
+    look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
+    given = (pair.either, "unknown", pair.title, "low", said, others)
+    return finding(*given, title=title, look_at=look_at)
 
 
 def listed(values: Float64) -> str:
