@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rawattn import api, api_second, api_sparse
+from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate, load
 from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import solve
@@ -154,7 +155,7 @@ def test_dump_of_random_problems(tmp_path: Path) -> None:
         ("explain --class xyz", "there is no class 'xyz'; none is near to it"),
         ("explain --class", "requires an argument"),
         (f"explain --class dead-rows --log {__file__}", "or --class NAME"),
-        (f"explain --log {__file__}", "0 tensors are printed, which say nothing"),
+        (f"explain --log {__file__} --names manual", "two words such as manual,cuda"),
     ],
 )
 def test_what_is_refused(line: str, message: str) -> None:
@@ -205,11 +206,19 @@ def test_explain_refuses(entries: str, files: int, message: str, tmp_path: Path)
     assert result.exit_code == 2 and message in said(result)
 
 
-def test_explain_a_log(tmp_path: Path) -> None:
+def test_explain_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "log.txt"
     file.write_text(MASKS)
-    result = call("explain", "--log", file)
-    assert result.exit_code == 1 and "mask-missing-in-backward" in result.output
+    assert call("explain", "--log", file).exit_code == 1
+    asked: dict[str, Any] = {}
+
+    def explain_log(text: str, **options: Any) -> Diagnosis:
+        asked.update(options, text=text)
+        return Diagnosis("", ())
+
+    monkeypatch.setattr(cli_diagnose, "explain_log", explain_log)
+    assert call("explain", "--log", file, "--names", "manual, cuda").exit_code == 0
+    assert asked == {"text": MASKS, "names": ("manual", "cuda")}
 
 
 # ---- harness ------------------------------------------------------------------------------------

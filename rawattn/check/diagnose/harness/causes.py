@@ -8,15 +8,11 @@ from typing import NamedTuple
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.harness.pairs import PLACES
+from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
 
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
-BY_KIND = {
-    "nan": "harness-ignores-nan",
-    "shape": "harness-broadcasts",
-    "vacuous": "vacuous",
-}
+BY_KIND = {"nan": "harness-ignores-nan", "shape": "harness-broadcasts", "vacuous": "vacuous"}
 
 TEXTS = """
 harness-raises: the comparison breaks down on right results
@@ -52,6 +48,9 @@ harness-too-loose: errors above the dtype's rounding pass
 harness-broadcasts: a result of another shape passes
     assert x.shape == ref.shape first: a shape (1, ...) broadcasts, and zip stops early
     a result of one row passes for all rows
+harness-not-symmetric: wrong results pass where the arguments are swapped
+    which of the two is the reference at every call: the allowance grows with it
+    what is refused one way passes the other way
 vacuous: two all-zero arrays pass
     a result that underflows to 0 on both sides proves nothing: assert that ref is not 0
     an all-zero result would pass as well
@@ -105,7 +104,7 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     names = {t.name for t in fooled}
     # the least error of all elements that is always refused, and that of one element that must be
     noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
-    blind = all(t.kind in BY_KIND for t in held)
+    blind = all(t.kind in BY_KIND or t.kind == "swapped" for t in held)
     top = max((t.place[1] for t in due), default=0.0)
     absolute = {
         dtype
@@ -113,28 +112,29 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
         if name.startswith("x = ") and (name, (dtype, top, axes)) in refused
     }
     one_way = {
-        place
+        (name, place)
         for name, place in passing
         if name.startswith("every") and (name.translate(OTHER_SIGN), place) in refused
     }
+    one_sided = {place for _, place in one_way}
 
     def cause(t: Trial) -> str:
         shuffled, multiple = (
             all((name, t.place) in passing for name in names) for names in (PLACES, MULTIPLES)
         )
-        mirrored = t.kind == "element" or (t.name.translate(OTHER_SIGN), t.place) in refused
-        single = t.kind == "element" and t.error >= noticed
+        single = t.kind == "element"
+        turned = t.kind == "swapped"
         claims = {
+            "harness-not-symmetric": turned and (t.name.removesuffix(SWAPPED), t.place) in refused,
+            "": turned,  # it passes the other way too
             "harness-accepts-anything": blind,
-            BY_KIND.get(t.kind, ""): t.kind in BY_KIND,
+            BY_KIND.get(t.kind, "none"): t.kind in BY_KIND,
             "harness-atol-only": t.place[0] in absolute,
             "harness-magnitude-only": shuffled,
             "harness-ignores-scale": multiple and t.kind in ("scaled", "part"),
             "harness-passes-zeros": t.kind == "zeros",
-            "harness-one-sided": t.kind in ("element", "offset")
-            and mirrored
-            and t.place in one_way,
-            "harness-averages": t.kind == "row" or single,
+            "harness-one-sided": (t.name, t.place) in one_way or (single and t.place in one_sided),
+            "harness-averages": t.kind == "row" or (single and t.error >= noticed),
             "harness-too-loose": True,
         }
         return next(bug for bug, holds in claims.items() if holds)  # the first that holds
@@ -146,9 +146,8 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
 
 
 def where_of(trials: Sequence[Trial]) -> str:
-    """Dtypes and sizes, such as "float32, float16, size 1; bfloat16, size 100, 1"."""
-    dtypes: dict[str, list[str]] = {}
-    for dtype in dict.fromkeys(t.place[0] for t in trials):
-        sizes = dict.fromkeys(f"{t.place[1]:g}" for t in trials if t.place[0] == dtype)
-        dtypes.setdefault(f"size {', '.join(sizes)}", []).append(dtype)
-    return "; ".join(f"{', '.join(names)}, {sizes}" for sizes, names in dtypes.items())
+    """Dtypes and sizes, such as "float32, size 100, 1; float16, size 1"."""
+    sizes: dict[str, dict[str, None]] = {}
+    for trial in trials:
+        sizes.setdefault(trial.place[0], {})[f"{trial.place[1]:g}"] = None
+    return "; ".join(f"{dtype}, size {', '.join(some)}" for dtype, some in sizes.items())

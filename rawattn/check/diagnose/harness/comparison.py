@@ -79,10 +79,19 @@ def examine(
 
 
 def _ask(compare: Compare, pair: Pair, framework: str) -> str:
-    """What ``compare`` says of copies of the pair, with the text of what it raises."""
+    """What ``compare`` says of copies of the pair, with the text of what it raises. A result that
+    is no verdict is an error: a tuple is always true, a number of no error is false."""
     x, ref = (to_framework(np.array(array), framework) for array in (pair.x, pair.ref))
     try:
-        return "passes" if _truth(compare(x, ref)) else "is refused"
+        result = compare(x, ref)
+        result = True if result is None else result
+        value = to_numpy(result) if hasattr(result, "shape") else np.asarray(result)
+        if value.size != 1 or value.dtype.kind not in "biu" or value.item() not in (0, 1):
+            raise TypeError(
+                f"it returned {value.dtype} of shape {value.shape}, which is no verdict: return "
+                "one truth value, such as (error <= allowed).all()"
+            )
+        return "passes" if value else "is refused"
     except AssertionError:
         return "is refused"
     except KeyboardInterrupt:
@@ -92,16 +101,3 @@ def _ask(compare: Compare, pair: Pair, framework: str) -> str:
             return "is refused"
         lines = str(error).strip().splitlines()
         return "raises " + ": ".join((type(error).__name__, *lines[:1]))
-
-
-def _truth(result: Any) -> bool:
-    """Whether a result says "right". TypeError where it is no verdict: a tuple is always true."""
-    if result is None:
-        return True
-    value = to_numpy(result) if hasattr(result, "shape") else np.asarray(result)
-    if value.size != 1 or value.dtype.kind not in "biu" or value.item() not in (0, 1):
-        raise TypeError(
-            f"it returned {value.dtype} of shape {value.shape}, which is no verdict: return one "
-            "truth value, such as (error <= allowed).all()"
-        )
-    return bool(value)

@@ -15,11 +15,11 @@ from rawattn.check.diagnose.logs.printed import read_log
 from rawattn.check.diagnose.logs.rules import Rows, differs
 
 
-def explain_log(text: str) -> Diagnosis:
-    """What the tensors that ``text`` prints prove. ValueError where nothing can be judged, or what
-    is printed cannot be read."""
+def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
+    """What the tensors that ``text`` prints prove. names: two words, each in the names of one
+    side's tensors. ValueError where nothing can be judged, or what is printed cannot be read."""
     printed = read_log(text)
-    pairs = paired(printed)
+    pairs = paired(printed, names)
     sides = {p: side for pair in pairs for p, side in zip(pair.both, pair.sides, strict=True)}
     known = list(sides.values())
     for p in printed:
@@ -38,8 +38,7 @@ def explain_log(text: str) -> Diagnosis:
     if not (findings or pairs or any(check.verdict == "pass" for check in checks)):
         raise ValueError(
             f"{len(printed)} tensors are printed, which say nothing: print one of both sides under "
-            "names that differ in one word, such as dq_mine and dq_reference; in the text they may "
-            "be renamed"
+            "names that differ in one word (dq_mine, dq_reference), or say which two words do"
         )
     facts = [f"printed tensors: {len(printed)}; pairs compared: {len(pairs)}"]
     for pair in (pair for pair in pairs if pair.agrees):
@@ -57,7 +56,8 @@ def _vacuous(pairs: Sequence[Pair]) -> list[Finding]:
     if not pairs or any(p.values.any() for pair in pairs for p in pair.both):
         return []
     where = ", ".join(pair.title for pair in pairs)
-    return [finding("both", "vacuous", where, "medium", ["every printed entry of both sides is 0"])]
+    sure = "high" if all(pair.a.whole and not pair.digits for pair in pairs) else "medium"
+    return [finding("both", "vacuous", where, sure, ["every printed entry of both sides is 0"])]
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

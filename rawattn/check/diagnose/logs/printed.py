@@ -53,8 +53,7 @@ class Printed:
     @cached_property
     def words(self) -> tuple[str, ...]:
         """The name in lower-case words: dS_manual is ds, manual."""
-        pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
-        return tuple(word.lower() for word in re.findall(pattern, self.name))
+        return words_of(self.name)
 
     @cached_property
     def kind(self) -> str:
@@ -79,6 +78,11 @@ class Printed:
         if part or not self.whole or x.size == 0 or x.ndim < 2 or not np.isfinite(x).all():
             return False
         return self.kind == "dS" or (self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all()))
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
+    return tuple(word.lower() for word in re.findall(pattern, name))
 
 
 def read_log(text: str) -> list[Printed]:
@@ -116,7 +120,8 @@ def _read(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, in
         elif token[1] == "]":
             stack[-2].append(stack.pop())
         elif token[1] == "...":
-            elided[len(stack) - 2] = len(stack[-1])
+            if elided.setdefault(len(stack) - 2, len(stack[-1])) != len(stack[-1]):
+                break
         else:
             stack[-1].append(token[1])
         if len(stack) == 1:

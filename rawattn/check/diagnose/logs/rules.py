@@ -5,6 +5,7 @@ Long by what each rule has to say.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -61,12 +62,9 @@ class Rows:
         return Check(self.side, *told, *given)
 
     @property
-    def where(self) -> str:
-        return f"{self.name}, {rows_named(np.unique(np.nonzero(self.wrong)[-1]))}"
-
-    @property
     def finding(self) -> Finding:
         """What rows that are wrong prove, or mean where nothing else is known of their side."""
+        where = f"{self.name}, {rows_named(np.unique(np.nonzero(self.wrong)[-1]))}"
         if self.masked_delta:
             most, first = (f"{np.abs(x).max():.1g}" for x in (self.inside, self.inside[..., 0]))
             inside = (
@@ -74,15 +72,19 @@ class Rows:
                 f"at most, by {first} in the first row, which sees one key): D is that of the "
                 "masked output, P that of all keys"
             )
-            return finding(self.side, OTHER_MASK, self.where, "proved", (self.said, inside))
-        return finding(
-            *(self.side, "unknown", self.where, "medium", (self.said,)),
-            ("padded-keys", "neighbour-leak", "not-normalised")
-            if self.must
-            else ("softmax-backward-without-p", "delta-of-another-out", OTHER_MASK),
-            title=f"an identity fails: {self.check.text}",
-            look_at="P, lse and D of one row: they must be of one softmax, with one mask",
-        )
+            return finding(self.side, OTHER_MASK, where, "proved", (self.said, inside))
+        if self.must:
+            others = ("padded-keys", "neighbour-leak", "not-normalised")
+        else:
+            others = (
+                "delta-omitted",
+                "delta-of-another-out",
+                "softmax-backward-without-p",
+                OTHER_MASK,
+            )
+        look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
+        given = (self.side, "unknown", where, "medium", (self.said,), others)
+        return finding(*given, title=f"an identity fails: {self.check.text}", look_at=look_at)
 
 
 def differs(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding:
@@ -92,37 +94,31 @@ def differs(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding:
 
 
 def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | None:
-    """One side masks dS (or P), or has rows with the right sums, the other one does not."""
-    wrong = [bool(one.wrong.any()) for one in rows]
-    unmasked = [one.unmasked > 0 for one in rows]
-    by_mask = len({*unmasked}) == 2 and causal is not False
-    if not by_mask and len({*wrong}) < 2:
+    """Rows of one side have the right sums, those of the other do not; or one side masks alone."""
+    if len(rows) < 2:
         return None
-    bad = (unmasked if by_mask else wrong).index(True)
-    own, right = rows[bad], rows[1 - bad]
-    said = [own.said] if wrong[bad] else []
-    if not wrong[1 - bad]:
-        said.append(f"{right.name} is right: its rows sum to {listed(right.sums)}")
-    if by_mask:
+    own, right = sorted(rows, key=lambda one: (bool(one.wrong.any()), one.unmasked), reverse=True)
+    others: tuple[str, ...]
+    if own.wrong.any() and not right.wrong.any():
+        said = [own.said, f"{right.name} is right: its rows sum to {listed(right.sums)}"]
+        gap = own.x - right.x
+        total = gap.sum(axis=-1, keepdims=True)
+        slack = pair.digits + 2 * ROUNDING * np.abs(total)
+        one_sign = (gap * np.sign(total) >= -slack).all()
+        if own.must or not one_sign or bool(own.unmasked) != bool(right.unmasked):
+            evidence = dict.fromkeys((*own.finding.evidence, *said))
+            return replace(own.finding, evidence=tuple(evidence))
         said.append(
-            f"{own.name} above the diagonal: up to {own.unmasked:.3g}, where masked keys must "
-            f"give 0; {right.name}: 0"
+            "the difference of the two sides has one sign in each row, so it is P times a number "
+            "of that row: P agrees, D does not"
         )
-        if wrong[bad] and not own.must:
-            return finding(own.side, OTHER_MASK, own.where, "medium", said)
-        others = ("causal-off-by-one", "neighbour-leak", OTHER_MASK)
-        return finding(own.side, "causal-dropped", own.name, "medium", said, others)
-    gap = own.x - right.x
-    total = gap.sum(axis=-1, keepdims=True)
-    slack = pair.digits + 2 * ROUNDING * np.abs(total)
-    if own.must or not (gap * np.sign(total) >= -slack).all():
-        return own.finding
-    said.append(
-        "the difference of the two sides has one sign in each row, so it is P times a number of "
-        "that row: P agrees, D does not"
-    )
-    others = ("delta-of-another-out", "lse-gradient-dropped")
-    return finding(own.side, "delta-omitted", own.where, "medium", said, others)
+        others = ("delta-of-another-out", "lse-gradient-dropped")
+        return finding(own.side, "delta-omitted", own.name, "medium", said, others)
+    if own.wrong.any() or right.unmasked or not own.unmasked or causal is False:
+        return None
+    said = [f"{own.name} above the diagonal: up to {own.unmasked:.3g}; {right.name}: 0"]
+    others = ("causal-off-by-one", "neighbour-leak", OTHER_MASK)
+    return finding(own.side, "causal-dropped", own.name, "medium", said, others)
 
 
 def _factor(pair: Pair, causal: bool | None) -> Finding | None:
