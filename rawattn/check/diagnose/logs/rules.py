@@ -41,9 +41,9 @@ class Rows:
         self.wrong = self.off > self.allowed
         above = float(np.abs(x * (1 - causal)).max())
         self.unmasked = above if above > 2 * printed.unit else 0.0
-        fine = digits + ROUNDING * largest
+        fine = digits + ROUNDING / 2 * largest
         parts = ((np.abs(x) * seen).sum(axis=-1) for seen in (causal, 1 - causal))
-        telling = np.logical_and(*(part > 10 * fine for part in parts)).any()
+        telling = np.logical_and(*(part > 5 * fine for part in parts)).any()
         only = telling and (np.abs(self.inside) <= fine).all()
         self.masked_delta = not self.must and bool(self.wrong.any() and only)
 
@@ -167,13 +167,18 @@ def _structure(pair: Pair) -> Finding:
         said.append(f"the two sides differ in {rows_named(np.flatnonzero(~equal))}, not in others")
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     title, others = "the two sides differ, in no way that these entries explain", ()
+    side, sure = pair.either, "low"
     if not pair.finite.all():
         counts = (f"{p.name} {(~np.isfinite(p.values)).sum()}" for p in pair.both)
         said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
         title = "NaN or infinity where the other side has numbers"
         others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
+        broken = [
+            s for s, p in zip(pair.sides, pair.both, strict=True) if not np.isfinite(p.values).all()
+        ]
+        side, sure = " or ".join(broken), "medium"
     look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
-    given = (pair.either, "unknown", pair.title, "low", said, others)
+    given = (side, "unknown", pair.title, sure, said, others)
     return finding(*given, title=title, look_at=look_at)
 
 
