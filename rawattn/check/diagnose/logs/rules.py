@@ -41,9 +41,9 @@ class Rows:
         self.wrong = self.off > self.allowed
         above = float(np.abs(x * (1 - causal)).max())
         self.unmasked = above if above > 2 * printed.unit else 0.0
-        fine = digits + ROUNDING / 2 * largest
+        fine = digits + ROUNDING * np.abs(x).sum(axis=-1)
         parts = ((np.abs(x) * seen).sum(axis=-1) for seen in (causal, 1 - causal))
-        telling = np.logical_and(*(part > 5 * fine for part in parts)).any()
+        telling = np.logical_and(*(part > 10 * fine for part in parts)).any()
         only = telling and (np.abs(self.inside) <= fine).all()
         self.masked_delta = not self.must and bool(self.wrong.any() and only)
 
@@ -173,10 +173,8 @@ def _structure(pair: Pair) -> Finding:
         said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
         title = "NaN or infinity where the other side has numbers"
         others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
-        broken = [
-            s for s, p in zip(pair.sides, pair.both, strict=True) if not np.isfinite(p.values).all()
-        ]
-        side, sure = " or ".join(broken), "medium"
+        whole = [bool(np.isfinite(p.values).all()) for p in pair.both]
+        side, sure = pair.sides[whole.index(False)] if any(whole) else pair.either, "medium"
     look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
     given = (side, "unknown", pair.title, sure, said, others)
     return finding(*given, title=title, look_at=look_at)
