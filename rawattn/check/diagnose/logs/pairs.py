@@ -53,7 +53,8 @@ class Pair:
     @property
     def factor(self) -> float | None:
         """a / b where that is a constant other than 1."""
-        return factor(*(p.values[self.finite] for p in self.both), self.a.unit, self.both[1].unit)
+        x, y = (p.values[self.finite] for p in self.both)
+        return factor(x, y, *(p.unit for p in self.both))
 
     @property
     def power(self) -> float | None:
@@ -64,7 +65,8 @@ class Pair:
         there = np.all([p.values > max(DIGITS * p.unit, 1e-6) for p in self.both], axis=0)
         count = np.maximum(there.sum(axis=-1, keepdims=True), 1)
         logs = [np.log(np.where(there, p.values, 1.0)) for p in self.both]
-        found = factor(*((x - x.sum(axis=-1, keepdims=True) / count)[there] for x in logs))
+        x, y = ((z - z.sum(axis=-1, keepdims=True) / count)[there] for z in logs)
+        found = factor(x, y)
         return found if found is not None and found > 0 else None
 
 

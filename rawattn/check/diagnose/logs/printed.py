@@ -89,7 +89,7 @@ def read_log(text: str) -> list[Printed]:
     """Every tensor of real numbers that the text prints, in torch's or NumPy's form; none of
     integers. Raises ValueError where one begins that cannot be read."""
     text = CLUTTER.sub("", text)
-    found = []
+    found: list[Printed] = []
     after = 0
     for start in START.finditer(text):
         read = (

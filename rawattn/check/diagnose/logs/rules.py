@@ -57,9 +57,10 @@ class Rows:
         """The identity, at the row that is off by most."""
         at = np.unravel_index(int(self.off.argmax()), self.off.shape)
         verdict = "FAIL" if self.wrong.any() else "pass" if self.x.any() else "vacuous"
-        told = ("I1", "rows of P sum to 1") if self.must else ("I2", "rows of dS sum to 0")
-        given = (float(self.off[at]), self.allowed, verdict, f"{self.name}, row {int(at[-1])}")
-        return Check(self.side, *told, *given)
+        name, text = ("I1", "rows of P sum to 1") if self.must else ("I2", "rows of dS sum to 0")
+        where = f"{self.name}, row {int(at[-1])}"
+        given = (float(self.off[at]), self.allowed, verdict, where)
+        return Check(self.side, name, text, *given)
 
     @property
     def finding(self) -> Finding:
@@ -73,6 +74,7 @@ class Rows:
                 "masked output, P that of all keys"
             )
             return finding(self.side, OTHER_MASK, where, "proved", (self.said, inside))
+        others: tuple[str, ...]
         if self.must:
             others = ("padded-keys", "neighbour-leak", "not-normalised")
         else:
@@ -166,8 +168,8 @@ def _structure(pair: Pair) -> Finding:
     if equal.any() and not equal.all():
         said.append(f"the two sides differ in {rows_named(np.flatnonzero(~equal))}, not in others")
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
-    title, others = "the two sides differ, in no way that these entries explain", ()
-    side, sure = pair.either, "low"
+    title = "the two sides differ, in no way that these entries explain"
+    side, sure, others = pair.either, "low", tuple[str, ...]()
     if not pair.finite.all():
         counts = (f"{p.name} {(~np.isfinite(p.values)).sum()}" for p in pair.both)
         said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
