@@ -244,7 +244,7 @@ def dump_command(
     "--size",
     "sizes",
     multiple=True,
-    type=float,
+    type=click.FloatRange(1e-4, 1e3),  # for which no dtype has zeros or infinities
     help="standard deviation of the data, more than once for several; "
     f"{', '.join(f'{size:g}' for size in comparison.SIZES)} by default.",
 )

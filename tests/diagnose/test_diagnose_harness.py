@@ -69,7 +69,7 @@ def bugs(diagnosis: Diagnosis) -> list[str]:
 def test_a_sound_comparison_has_no_findings(compare: Compare, reference: str | None) -> None:
     diagnosis = examine(compare, reference=reference)
     assert diagnosis.sound and bugs(diagnosis) == []
-    assert "0 of 1230 wrong results pass, 0 of 108 right ones do not" in diagnosis.title
+    assert "0 of 1104 wrong results pass, 0 of 108 right ones do not" in diagnosis.title
 
 
 def error_below(x: Any, ref: Any, share: float = 4e-3) -> bool:
@@ -115,12 +115,15 @@ def test_what_is_said_of_others(compare: Compare, due: str) -> None:
 @pytest.mark.parametrize(
     ("compare", "message"),
     [
-        (lambda x, ref: difference(x, ref).max(), "a number (float64), which is no verdict"),
-        (lambda x, ref: np.array(0.5, dtype_of("bfloat16")), "a number (bfloat16)"),
-        (lambda x, ref: float(difference(x, ref).max()), "compare it with a limit"),
-        (lambda x, ref: 7, "a number (int64), which is no verdict"),
-        (lambda x, ref: "right", "it returned a str, which is no verdict"),
-        (lambda x, ref: x == ref, "an array of shape (96, 32), not one verdict; .all() makes it"),
+        (
+            lambda x, ref: difference(x, ref).max(),
+            "returned float64 of shape (), which is no verdict",
+        ),
+        (lambda x, ref: np.array(0.5, dtype_of("bfloat16")), "returned bfloat16 of shape ()"),
+        (lambda x, ref: float(difference(x, ref).max()), "such as (error <= allowed).all()"),
+        (lambda x, ref: 7, "returned int64 of shape ()"),
+        (lambda x, ref: "right", "returned <U5 of shape ()"),
+        (lambda x, ref: x == ref, "returned bool of shape (96, 32), which is no verdict"),
     ],
 )
 def test_what_is_no_verdict(compare: Compare, message: str) -> None:
@@ -135,9 +138,7 @@ def test_errors_on_wrong_results_refuse_them() -> None:
             raise ValueError("shapes")
         return sound(x, ref)
 
-    diagnosis = examine(compare)
-    (said,) = [fact for fact in diagnosis.facts if "refused by an error of its own" in fact]
-    assert diagnosis.sound and "x of shape (1, ...)" in said and "ValueError: shapes" in said
+    assert examine(compare).sound
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
@@ -160,7 +161,7 @@ def test_wrongs_are_wrong_and_rights_are_right(
             if pair.kind == "shape":
                 assert pair.x.shape != pair.ref.shape
         assert len(names) == len(set(names))
-        assert {"x = 0", "x = -ref", "one NaN", "x and ref both 0"} < set(names)
+        assert {"x = 0 ref", "x = -1 ref", "one NaN", "x and ref both 0"} < set(names)
 
 
 def test_comparisons_from_files(tmp_path: Path) -> None:
@@ -177,8 +178,8 @@ def test_comparisons_from_files(tmp_path: Path) -> None:
     for name in ("tolerant", "array_equal", "add"):
         assert load_compare(f"{file}:{name}")
     for name, lack in (("strict", "rtol"), ("three", "golden")):
-        with pytest.raises(ValueError, match=rf"called as {name}\(x, ref\): .* '{lack}'"):
-            load_compare(f"{file}:{name}")
+        found = examine(load_compare(f"{file}:{name}"))
+        assert bugs(found) == ["harness-raises"] and lack in "".join(found.findings[0].evidence)
     assert load_compare(f"{file}:close")(0, 0) is True
     assert load_compare(f"{file}:close_backward")(0, 0) is False
     for name in ("other", "only"):

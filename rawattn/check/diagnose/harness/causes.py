@@ -3,16 +3,16 @@
 Long by the list of the faults.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
 
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
-VALUES = ("zeros", "scaled", "places", "part", "row", "element", "offset", "integers")
+OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
+BY_KIND = {"nan": "harness-ignores-nan", "shape": "harness-broadcasts", "vacuous": "vacuous"}
 
 TEXTS = """
 harness-raises: the comparison breaks down on right results
@@ -61,46 +61,39 @@ harness-refuses-right: right results are refused
 HARNESS = classes_of(TEXTS)  # the gravest first
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What a comparison said of a pair: "passes", "is refused" or "raises", and what it raised.
-    error: the largest, in units of the largest element."""
+class Trial(NamedTuple):
+    """What a comparison said of a pair: "passes", "is refused", or "raises" and what.
+
+    name, kind, error: of the pair. place: its dtype, its size, and how many axes.
+    """
 
     name: str
     kind: str
-    due: str
-    dtype: str
-    size: float
-    axes: int
     error: float
+    place: tuple[str, float, int]
     verdict: str
-    raised: str
 
     @property
     def wrong(self) -> bool:
         """Whether the verdict is."""
-        return (self.verdict == "passes") is not (self.due == "pass")
-
-    @property
-    def place(self) -> tuple[str, float, int]:
-        return self.dtype, self.size, self.axes
-
-    @property
-    def series(self) -> tuple[str, str, int]:
-        """The same of every size."""
-        return self.name, self.dtype, self.axes
+        return (self.verdict == "passes") is not (self.kind == "right")
 
 
 def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     """Gravest first. Every wrong that passes is in one of them."""
-    right = [trial for trial in trials if trial.due == "pass"]
-    broken = {trial.place for trial in right if trial.verdict == "raises"}
-    causes = _causes([t for t in trials if t.due == "refuse" and t.place not in broken])
-    causes["harness-raises"] = [trial for trial in right if trial.verdict == "raises"]
+    right = [trial for trial in trials if trial.kind == "right"]
+    raising = [trial for trial in right if trial.verdict.startswith("raises")]
+    broken = {trial.place for trial in raising}
+    causes = _causes([t for t in trials if t.kind != "right" and t.place not in broken])
+    causes["harness-raises"] = raising
     causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
     for bug, known in HARNESS.items():
         if found := causes.get(bug):
-            lines, where = tuple(lines_of(found, trials)), where_of(found, trials)
+            said: dict[str, dict[str, None]] = {}
+            for trial in found:
+                said.setdefault(trial.verdict, {})[trial.name] = None
+            lines = tuple(f"{verdict}: {'; '.join(names)}" for verdict, names in said.items())
+            where = where_of(found)
             yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
 
 
@@ -108,71 +101,53 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Which bug explains which of the wrongs that pass, by what else passes and what does not."""
     fooled, held = [t for t in due if t.wrong], [t for t in due if not t.wrong]
     passing, refused = ({(t.name, t.place) for t in some} for some in (fooled, held))
-    blind = not any(t.kind in VALUES for t in held)
-    scaled = sorted((t for t in held if t.kind in ("zeros", "scaled")), key=lambda t: t.size)
-    largest = {t.series: t.size for t in scaled}
-    absolute = {t.dtype for t in fooled if t.size < largest.get(t.series, 0.0)}
-    other = {"large": "small", "small": "large"}
-    turned = {name: " ".join(other.get(word, word) for word in name.split()) for name, _ in passing}
-    offsets = [t for t in fooled if t.kind == "offset" and (turned[t.name], t.place) in refused]
-    one_sided = {t.place for t in offsets}
-    by_rounding = {(t.name, t.dtype) for t in fooled}  # refused at another size
-    noticed = {t.dtype: math.inf for t in due}
-    for t in scaled:
-        if t.kind == "scaled" and (t.name, t.dtype) not in by_rounding:
-            noticed[t.dtype] = min(t.error, noticed[t.dtype])
-    lost = {t.place for t in fooled if t.kind == "row" or (t.kind == "element" and t.error >= 1)}
-    causes: dict[str, list[Trial]] = {}
-    for t in fooled:
-        few, values = t.kind in ("row", "element"), t.kind in VALUES
+    names = {t.name for t in fooled}
+    # the least error of all elements that is always refused, and that of one element that must be
+    noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
+    blind = all(t.kind in BY_KIND or t.kind == "swapped" for t in held)
+    top = max((t.place[1] for t in due), default=0.0)
+    absolute = {
+        dtype
+        for name, (dtype, _, axes) in passing
+        if name.startswith("x = ") and (name, (dtype, top, axes)) in refused
+    }
+    one_way = {
+        (name, place)
+        for name, place in passing
+        if name.startswith("every") and (name.translate(OTHER_SIGN), place) in refused
+    }
+    one_sided = {place for _, place in one_way}
+
+    def cause(t: Trial) -> str:
         shuffled, multiple = (
             all((name, t.place) in passing for name in names) for names in (PLACES, MULTIPLES)
         )
-        one_way = t in offsets or (t.kind == "element" and t.place in one_sided)
-        turned_round = (t.name.removesuffix(SWAPPED), t.place) in refused
-        claims = (  # the first that holds
-            ("harness-accepts-anything", blind and t.kind != "swapped"),
-            ("harness-not-symmetric", t.kind == "swapped" and turned_round),
-            ("harness-ignores-nan", t.kind == "nan"),
-            ("harness-broadcasts", t.kind == "shape"),
-            ("vacuous", t.kind == "vacuous"),
-            ("harness-atol-only", values and t.dtype in absolute),
-            ("harness-magnitude-only", values and shuffled),
-            ("harness-ignores-scale", t.kind in ("scaled", "part") and multiple),
-            ("harness-passes-zeros", t.kind == "zeros"),
-            ("harness-one-sided", one_way),
-            ("harness-averages", few and (t.place in lost or t.error >= noticed[t.dtype])),
-            ("harness-too-loose", values),
-        )
-        causes.setdefault(next((bug for bug, holds in claims if holds), ""), []).append(t)
+        single = t.kind == "element"
+        turned = t.kind == "swapped"
+        claims = {
+            "harness-not-symmetric": turned and (t.name.removesuffix(SWAPPED), t.place) in refused,
+            "": turned,  # it passes the other way too
+            "harness-accepts-anything": blind,
+            BY_KIND.get(t.kind, "none"): t.kind in BY_KIND,
+            "harness-atol-only": t.place[0] in absolute,
+            "harness-magnitude-only": shuffled,
+            "harness-ignores-scale": multiple and t.kind in ("scaled", "part"),
+            "harness-passes-zeros": t.kind == "zeros",
+            "harness-one-sided": (t.name, t.place) in one_way or (single and t.place in one_sided),
+            "harness-averages": t.kind == "row" or (single and t.error >= noticed),
+            "harness-too-loose": True,
+        }
+        return next(bug for bug, holds in claims.items() if holds)  # the first that holds
+
+    causes: dict[str, list[Trial]] = {}
+    for t in fooled:
+        causes.setdefault(cause(t), []).append(t)
     return causes
 
 
-def lines_of(trials: Iterable[Trial], among: Sequence[Trial]) -> list[str]:
-    """What the comparison says where of which: a line for all that have this in common."""
-    named: dict[tuple[str, str], list[Trial]] = {}
+def where_of(trials: Sequence[Trial]) -> str:
+    """Dtypes and sizes, such as "float32, size 100, 1; float16, size 1"."""
+    sizes: dict[str, dict[str, None]] = {}
     for trial in trials:
-        said = f"{trial.verdict} {trial.raised}".rstrip()
-        named.setdefault((trial.name, said), []).append(trial)
-    lines: dict[str, list[str]] = {}
-    for (name, said), found in named.items():
-        lines.setdefault(f"{said} ({where_of(found, among)})", []).append(name)
-    most_first = sorted(lines.items(), key=lambda line: -len(line[1]))
-    return [f"{said}: {'; '.join(names)}" for said, names in most_first]
-
-
-def where_of(trials: Sequence[Trial], among: Sequence[Trial]) -> str:
-    """Dtypes and sizes, such as "float32, float16, size 1; bfloat16, every size"."""
-    every_size, every_dtype = ({t.size for t in among}, {t.dtype for t in among})
-    dtypes: dict[str, list[str]] = {}
-    for dtype in dict.fromkeys(t.dtype for t in trials):
-        found = {t.size for t in trials if t.dtype == dtype}
-        some = f"size {', '.join(f'{size:g}' for size in sorted(found, reverse=True))}"
-        dtypes.setdefault("every size" if 1 < len(found) == len(every_size) else some, []).append(
-            dtype
-        )
-    parts = []
-    for sizes, names in dtypes.items():
-        dtype = "every dtype" if 1 < len(names) == len(every_dtype) else ", ".join(names)
-        parts.append(f"{dtype}, {sizes}")
-    return "; ".join(parts)
+        sizes.setdefault(trial.place[0], {})[f"{trial.place[1]:g}"] = None
+    return "; ".join(f"{dtype}, size {', '.join(some)}" for dtype, some in sizes.items())

@@ -1,202 +1,191 @@
-"""Two prints that differ: the first rule that applies names why. Long by what each has to say."""
+"""What printed tensors prove: of one side alone, by its rows; of two that differ, why.
+
+Long by what each rule has to say.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
-from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.findings import Check, Finding
 from rawattn.check.diagnose.judge.proofs import finding
-from rawattn.check.diagnose.logs.pairs import CONSTANT, Fit, Pair, fit
-from rawattn.check.diagnose.logs.rows import Rows, listed, rows_named
+from rawattn.check.diagnose.logs.pairs import CONSTANT, ROUNDING, Pair
+from rawattn.check.diagnose.logs.printed import Float64, Printed
 
-DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
-SHRUNK = ("", "O", "dV")  # what zero keys in the denominator divide by nearly one number
+SHOWN = 12
 LOG2_E = 1 / math.log(2)
 OTHER_MASK = "mask-missing-in-backward"
 
 
-class Log(NamedTuple):
-    """What holds for the whole log. rows: of printed dS, by ``start``. causal: None where the log
-    does not say, or says both."""
+class Rows:
+    """The rows of one whole printed P, which sum to 1, or dS, which sum to 0.
 
-    rows: dict[int, Rows]
-    causal: bool | None
+    off: how far their sums are from that. wrong: rows that are off by more than ``allowed``.
+    inside: sums over the keys that a causal mask allows. unmasked: the largest entry of the other
+    keys, 0 where that is what is printed. masked_delta: P of all keys with D of the masked output,
+    so that rows of dS sum to 0 over the causal keys alone.
+    """
+
+    def __init__(self, printed: Printed, side: str) -> None:
+        self.name, self.side, self.x = printed.name, side, printed.values
+        x, (rows, keys) = self.x, self.x.shape[-2:]
+        causal = np.tri(rows, keys, keys - rows)
+        self.must = int(printed.kind == "P")
+        self.sums, self.inside = x.sum(axis=-1), (x * causal).sum(axis=-1)
+        self.off: Float64 = np.abs(self.sums - self.must * x.any(axis=-1))  # all 0 without keys
+        # a row's own size may be that of a small difference, dP - D
+        digits, largest = 0.505 * printed.unit * keys, np.abs(x).sum(axis=-1).max()
+        self.allowed = float(digits + 4 * ROUNDING * largest)
+        self.wrong = self.off > self.allowed
+        above = float(np.abs(x * (1 - causal)).max())
+        self.unmasked = above if above > 2 * printed.unit else 0.0
+        fine = digits + ROUNDING * np.abs(x).sum(axis=-1)
+        parts = ((np.abs(x) * seen).sum(axis=-1) for seen in (causal, 1 - causal))
+        telling = np.logical_and(*(part > 10 * fine for part in parts)).any()
+        only = telling and (np.abs(self.inside) <= fine).all()
+        self.masked_delta = not self.must and bool(self.wrong.any() and only)
+
+    @property
+    def said(self) -> str:
+        sums = f"{listed(self.sums)} (rounding excuses {self.allowed:.1g})"
+        return f"rows of {self.name} must sum to {self.must}, but sum to {sums}"
+
+    @property
+    def check(self) -> Check:
+        """The identity, at the row that is off by most."""
+        at = np.unravel_index(int(self.off.argmax()), self.off.shape)
+        verdict = "FAIL" if self.wrong.any() else "pass" if self.x.any() else "vacuous"
+        name, text = ("I1", "rows of P sum to 1") if self.must else ("I2", "rows of dS sum to 0")
+        where = f"{self.name}, row {int(at[-1])}"
+        given = (float(self.off[at]), self.allowed, verdict, where)
+        return Check(self.side, name, text, *given)
+
+    @property
+    def finding(self) -> Finding:
+        """What rows that are wrong prove, or mean where nothing else is known of their side."""
+        where = f"{self.name}, {rows_named(np.unique(np.nonzero(self.wrong)[-1]))}"
+        if self.masked_delta:
+            most, first = (f"{np.abs(x).max():.1g}" for x in (self.inside, self.inside[..., 0]))
+            inside = (
+                f"{self.name}: each row up to the diagonal does sum to 0 (off by {most} "
+                f"at most, by {first} in the first row, which sees one key): D is that of the "
+                "masked output, P that of all keys"
+            )
+            return finding(self.side, OTHER_MASK, where, "proved", (self.said, inside))
+        others: tuple[str, ...]
+        if self.must:
+            others = ("padded-keys", "neighbour-leak", "not-normalised")
+        else:
+            others = (
+                "delta-omitted",
+                "delta-of-another-out",
+                "softmax-backward-without-p",
+                OTHER_MASK,
+            )
+        look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
+        given = (self.side, "unknown", where, "medium", (self.said,), others)
+        return finding(*given, title=f"an identity fails: {self.check.text}", look_at=look_at)
 
 
-def _finding(
-    pair: Pair, side: int | None, bug: str, sure: str, evidence: Sequence[str], **more: Any
-) -> Finding:
-    """On one side, or on either. more: as of a finding, and ``where`` it is not in all entries."""
-    whose, where = pair.either if side is None else pair.sides[side], more.pop("where", pair.title)
-    return finding(whose, bug, where, sure, evidence, more.pop("others", ()), **more)
+def differs(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding:
+    """The first rule that applies, from proofs to descriptions. rows: of either side, where they
+    are known. causal: None where the log does not say, or says both."""
+    return _rows(pair, rows, causal) or _factor(pair, causal) or _structure(pair)
 
 
-def differs(pair: Pair, log: Log) -> Finding:
-    """The first that applies; the order is from proofs to descriptions."""
-    return next(found for rule in RULES if (found := rule(pair, log)) is not None)
-
-
-def _unmasked(pair: Pair, log: Log) -> Finding | None:
-    """One side masks dS (or P), the other one does not."""
-    if not pair.masked or log.causal is False:
+def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | None:
+    """Rows of one side have the right sums, those of the other do not; or one side masks alone."""
+    if len(rows) < 2:
         return None
-    bad = int(pair.b.hidden > pair.a.hidden)
-    p, other = pair.both[bad], pair.both[1 - bad]
-    if p.hidden <= 2 * p.units.max():
-        return None
-    own, right = log.rows.get(p.start), log.rows.get(other.start)
-    said = [
-        f"{p.name} above the diagonal: up to {p.hidden:.3g}, where masked keys must give 0; "
-        f"{other.name}: 0"
-    ]
-    shares = _shares(pair, bad)
-    if shares:
+    own, right = sorted(rows, key=lambda one: (bool(one.wrong.any()), one.unmasked), reverse=True)
+    others: tuple[str, ...]
+    if own.wrong.any() and not right.wrong.any():
+        said = [own.said, f"{right.name} is right: its rows sum to {listed(right.sums)}"]
+        gap = own.x - right.x
+        total = gap.sum(axis=-1, keepdims=True)
+        slack = pair.digits + 2 * ROUNDING * np.abs(total)
+        one_sign = (gap * np.sign(total) >= -slack).all()
+        if own.must or not one_sign or bool(own.unmasked) != bool(right.unmasked):
+            evidence = dict.fromkeys((*own.finding.evidence, *said))
+            return replace(own.finding, evidence=tuple(evidence))
         said.append(
-            f"{p.name} / {other.name} on the visible entries is constant in each row "
-            f"({listed(shares, 3)}): the share of the softmax that falls on visible keys"
-        )
-    if own is not None and own.wrong.any():
-        if right is not None and not right.wrong.any():
-            said.append(f"{other.name} is right: its rows sum to {listed(right.sums)}")
-        return _finding(pair, bad, OTHER_MASK, "medium", [own.said, *said], where=own.where)
-    if own is None and pair.kind == "dS" and shares:
-        said.append("rows are elided: their sums cannot be taken")
-        others = ("causal-dropped",)
-        return _finding(pair, bad, OTHER_MASK, "high", said, where=p.name, others=others)
-    return _finding(
-        *(pair, bad, "causal-dropped", "medium", said),
-        where=p.name,
-        others=("causal-off-by-one", "neighbour-leak"),
-        look_at="which of the two is meant: one side masks where the other one does not",
-    )
-
-
-def _shares(pair: Pair, bad: int) -> list[float]:
-    """The unmasked side over the other one on visible keys, by row, if that is a constant of each
-    row, as where only the denominator of P differs, and 1 in the row that sees all."""
-    fits = [one for row in pair.rows.values() if (one := pair.fit(row)) is not None]
-    ratios = [1 / one.slope if bad else one.slope for one in fits]
-    likely = ratios and max(ratios) <= 1 + CONSTANT and abs(ratios[-1] - 1) <= CONSTANT
-    return ratios if likely and all(one.residual <= CONSTANT for one in fits) else []
-
-
-def _wrong_delta(pair: Pair, log: Log) -> Finding | None:
-    """One side's rows sum to 0, the other's do not, with one mask."""
-    rows = [log.rows[p.start] for p in pair.both if p.start in log.rows]
-    bad = [n for n, one in enumerate(rows) if one.wrong.any()]
-    if len(rows) < 2 or len(bad) != 1:
-        return None
-    own, right = rows[bad[0]], rows[1 - bad[0]]
-    given = (own.printed.name, f"rows of {right.printed.name} do sum to 0")
-    gap = own.printed.values - right.printed.values
-    total = gap.sum(axis=-1, keepdims=True)
-    slack = 2 * pair.digits + 2.0**-7 * np.abs(total)
-    if (gap * np.sign(total) >= -slack).all():
-        why = (
             "the difference of the two sides has one sign in each row, so it is P times a number "
             "of that row: P agrees, D does not"
         )
-        return _finding(
-            *(pair, bad[0], "delta-omitted", "medium", (own.said, given[1], why)),
-            where=given[0],
-            others=("delta-of-another-out", "lse-gradient-dropped"),
-        )
-    return _finding(
-        *(pair, bad[0], "unknown", "medium", (own.said, given[1])),
-        where=given[0],
-        title="dS is not the gradient of any softmax: its rows do not sum to 0",
-        others=("softmax-backward-without-p", "delta-of-another-out", OTHER_MASK),
-        look_at="P and D = dout . out: they must be of one softmax; print both for one row",
-    )
-
-
-def _constant_factor(pair: Pair, log: Log) -> Finding | None:
-    """One factor between two sides, or of P between their scores: which one."""
-    fits = {
-        pair.title: pair.fit(),
-        f"log of {pair.title}, less its mean in each row,": _powers(pair),
-    }
-    factors = ((what, of) for what, of in fits.items() if of is not None and of.factor)
-    what, found = next(factors, ("", None))
-    if found is None:
+        others = ("delta-of-another-out", "lse-gradient-dropped")
+        return finding(own.side, "delta-omitted", own.name, "medium", said, others)
+    if own.wrong.any() or right.unmasked or not own.unmasked or causal is False:
         return None
-    larger, ratio = found.larger
+    said = [f"{own.name} above the diagonal: up to {own.unmasked:.3g}; {right.name}: 0"]
+    others = ("causal-off-by-one", "neighbour-leak", OTHER_MASK)
+    return finding(own.side, "causal-dropped", own.name, "medium", said, others)
+
+
+def _factor(pair: Pair, causal: bool | None) -> Finding | None:
+    """One factor between two sides, or of P between their scores: which one."""
+    power = pair.power if pair.factor is None else None
+    slope = pair.factor if power is None else power
+    if slope is None:
+        return None
+    larger = int(abs(slope) < 1)
+    ratio = 1 / slope if larger else slope
     side, other = pair.sides[larger], pair.sides[1 - larger]
-    said = [
-        f"{what} = {found.slope:.4g} on the {found.count} entries that both print (residual "
-        f"{found.residual:.1%}), so a constant"
-    ]
-    head_dim = (pair.a.sizes or (1,))[-1]
-    if what != pair.title:
-        root = round(ratio**2)
-        named = f" = sqrt({root})" if _near(ratio, root**0.5) else ""
-        said.append(f"the scores of {side} are {ratio:.4g}{named} times those of {other}")
-        look_at = f"softmax_scale, head_dim ** -0.5: {side} lacks it, or {other} applies it twice"
-        return _finding(pair, larger, "score-scale", "medium", said, look_at=look_at)
+    where, shape = pair.both[larger].name, pair.a.values.shape
+    what = pair.title if power is None else f"log of {pair.title}, less its mean in each row,"
+    said = [f"{what} = {slope:.4g} on the {pair.a.values.size} entries that both print, a constant"]
+    if power is not None:
+        root = f" = sqrt({round(ratio**2)})" if _near(ratio**2, round(ratio**2)) else ""
+        said.append(f"the scores of {side} are {ratio:.4g}{root} times those of {other}")
+        return finding(side, "score-scale", where, "medium", said)
     if pair.kind == "lse" and _near(ratio, LOG2_E):
-        return _finding(pair, larger, "lse-base-2", "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
-    if pair.kind in ("dQ", "dK") and _near(ratio, math.sqrt(head_dim)):
-        words = f"sqrt(head_dim) = sqrt({head_dim}): {side} lacks softmax_scale there"
+        return finding(side, "lse-base-2", where, "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
+    if pair.kind in ("dQ", "dK") and pair.a.whole and _near(ratio, math.sqrt(shape[-1])):
+        words = f"sqrt(head_dim) = sqrt({shape[-1]}): {side} lacks softmax_scale there"
         said.append(f"{words}, or {other} applies it twice")
-        return _finding(pair, larger, "output-scale", "medium", said)
-    shrunk = not log.causal and ratio >= 1 and pair.kind in SHRUNK
-    return _finding(
-        *(pair, None, "unknown", "medium", said),
+        return finding(side, "output-scale", where, "medium", said)
+    # zero keys in the denominator divide by nearly one number
+    shrunk = not causal and ratio >= 1 and pair.kind in ("", "O", "dV")
+    return finding(
+        *(pair.either, "unknown", pair.title, "medium", said),
+        ("padded-keys", "padded-grad-out") if shrunk else (),
         title=f"the two sides differ by a constant factor of {ratio:.4g}",
-        others=("padded-keys", "padded-grad-out") if shrunk else (),
         look_at="where the result is scaled: softmax_scale, a mean for a sum, a head count; "
         "print a sequence of another length: padding gives another ratio for each",
     )
-
-
-def _powers(pair: Pair) -> Fit | None:
-    """Of the logarithms of P, row by row: where the scores of one side are multiplied, its P is a
-    power of that of the other."""
-    a, b = pair.both
-    if pair.kind != "P" or a.values.ndim < 2:
-        return None
-    there = pair.finite & (np.minimum(a.values, b.values) > DIGITS * np.maximum(a.units, b.units))
-    several = there.sum(axis=-1, keepdims=True)
-    there &= several > 1
-    logs = [np.log(np.where(there, p.values, 1.0)) for p in pair.both]
-    x, y = ((z - z.sum(-1, keepdims=True) / np.maximum(several, 1))[there] for z in logs)
-    found = fit(x, y, 0 * x, 0 * y)
-    return found if found is not None and found.slope > 0 else None
 
 
 def _near(ratio: float, value: float) -> bool:
     return abs(ratio - value) <= CONSTANT / 4 * value
 
 
-def _structure(pair: Pair, log: Log) -> Finding:
-    """No known relation: which rows differ."""
+def _structure(pair: Pair) -> Finding:
+    """No known relation: which rows differ, and where numbers are missing."""
     worst = float(pair.difference.max(initial=0.0))
-    evidence = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
-    evidence += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
-    alike = pair.within(4 * pair.noise * (pair.size + pair.entries))
-    equal = [label for label, row in pair.rows.items() if alike[row].all()]
-    unlike = [label for label in pair.rows if label not in equal]
-    if equal:
-        evidence.append(f"{pair.title}: equal in {rows_named(equal)}, not in {rows_named(unlike)}")
-    broken = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
-    if broken[0] != broken[1]:
-        worse = int(broken[1] > broken[0])
-        of = f"{broken[worse]} printed entries of {pair.both[worse].name} are NaN or infinite"
-        return _finding(
-            *(pair, worse, "unknown", "medium", [of, *evidence]),
-            title="NaN or infinity where the other side has numbers",
-            others=("dead-rows", "masked-tile-nan", "no-max-subtraction"),
-            look_at="rows without an allowed key, masked tiles, exp of large scores: print such a "
-            "row's scores",
-        )
-    return _finding(
-        *(pair, None, "unknown", "low", evidence),
-        title="the two sides differ, in no way that these entries explain",
-        look_at="whole rows of a small case, dS and P beside the gradients; or save and compare "
-        "arrays",
-    )
+    said = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
+    equal = pair.alike.reshape(-1, pair.alike.shape[-1]).all(axis=-1)
+    if equal.any() and not equal.all():
+        said.append(f"the two sides differ in {rows_named(np.flatnonzero(~equal))}, not in others")
+    said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
+    title = "the two sides differ, in no way that these entries explain"
+    side, sure, others = pair.either, "low", tuple[str, ...]()
+    if not pair.finite.all():
+        counts = (f"{p.name} {(~np.isfinite(p.values)).sum()}" for p in pair.both)
+        said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
+        title = "NaN or infinity where the other side has numbers"
+        others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
+        whole = [bool(np.isfinite(p.values).all()) for p in pair.both]
+        side, sure = pair.sides[whole.index(False)] if any(whole) else pair.either, "medium"
+    look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
+    given = (side, "unknown", pair.title, sure, said, others)
+    return finding(*given, title=title, look_at=look_at)
 
 
-RULES = (_unmasked, _wrong_delta, _constant_factor, _structure)
+def listed(values: Float64) -> str:
+    return ", ".join(f"{value:z.4f}" for value in np.ravel(values)[:SHOWN])
+
+
+def rows_named(rows: np.ndarray) -> str:
+    shown = ", ".join(map(str, rows[:SHOWN]))
+    return f"rows {shown} and {len(rows) - SHOWN} more" if len(rows) > SHOWN else f"rows {shown}"

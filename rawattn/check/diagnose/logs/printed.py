@@ -1,0 +1,165 @@
+"""Printed tensors: reading a log in torch's or NumPy's form, and what the name of one tells.
+
+What cannot be read is refused where it is surely a tensor, and skipped where it may be prose.
+"""
+
+import contextlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+NUMBER = r"[-+]?(?:nan|inf|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+TOKEN = re.compile(rf"[\s,]*(\[|\]|\.\.\.|{NUMBER}(?![\w.]))", re.IGNORECASE)
+# a bare list in one line may be prose where it has commas
+START = re.compile(
+    rf"\b(?:\w+\.)?(?P<form>tensor|array)\(\s*(?:(?P<factor>{NUMBER})\s*\*\s*)?(?=\[)"
+    r"|(?<![\w\])(.'\"])(?=\[\s*\[|\[[^][,]+\s[^][,]+\])",
+    re.IGNORECASE,
+)
+TRAILER = re.compile(r"[^()\[\]]*\)")  # the device, the dtype
+# colours, and what test runners and launchers put before lines
+CLUTTER = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\r|^(?:E(?=[ \t]{2})|\[rank\d+\]:|>(?= ))", re.M)
+
+KINDS = {
+    **{f"d{letter}": f"d{letter.upper()}" for letter in "qkvosp"},
+    **{letter: letter.upper() for letter in "qkvosp"},
+    **{"query": "Q", "key": "K", "value": "V", "out": "O", "output": "O", "scores": "S"},
+    **{"lse": "lse", "logsumexp": "lse", "probs": "P", "softmax": "P"},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Printed:
+    """One printed tensor: what stands in the log, without the elided part and without leading axes
+    of length 1 in front of its rows.
+
+    values: the printed entries; nan where nan was printed. unit: the step of the last printed
+    digit, of the largest entries where it differs, 0 where the print is exact. fronts: how many
+    entries of each axis stand before "...", all where nothing is elided.
+    """
+
+    name: str
+    values: Float64
+    unit: float
+    fronts: tuple[int, ...]
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """The name in lower-case words: dS_manual is ds, manual."""
+        return words_of(self.name)
+
+    @cached_property
+    def kind(self) -> str:
+        """dQ, dK, dV, dO, dS, dP, O, P, S or lse, as far as the name tells; "" else."""
+        found = {KINDS[word] for word in self.words if word in KINDS}
+        found = {kind for kind in found if len(kind) > 1} or found
+        kind = found.pop() if len(found) == 1 else ""
+        of_gradient = len(kind) == 1 and {"d", "grad", "gradient"} & set(self.words)
+        return f"d{kind}" if of_gradient else kind
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is elided."""
+        return self.fronts == self.values.shape
+
+    @property
+    def of_softmax(self) -> bool:
+        """Whether these are whole rows of dS or P; with numbers in it that no P has only the name
+        says P."""
+        x = self.values
+        part = {"tile", "block", "partial", "chunk", "slice", "sub"} & set(self.words)
+        if part or not self.whole or x.size == 0 or x.ndim < 2 or not np.isfinite(x).all():
+            return False
+        return self.kind == "dS" or (self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all()))
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
+    return tuple(word.lower() for word in re.findall(pattern, name))
+
+
+def read_log(text: str) -> list[Printed]:
+    """Every tensor of real numbers that the text prints, in torch's or NumPy's form; none of
+    integers. Raises ValueError where one begins that cannot be read."""
+    text = CLUTTER.sub("", text)
+    found: list[Printed] = []
+    after = 0
+    for start in START.finditer(text):
+        read = (
+            _read(text, start.end(), surely=bool(start["form"])) if start.end() >= after else None
+        )
+        if read is None:
+            continue
+        strings, elided, end = read
+        name = _name(text[max(after, start.start() - 2000) : start.start()])
+        trailer = TRAILER.match(text, end) if start["form"] else None
+        after = trailer.end() if trailer else end
+        if re.search(r"[.en]", "".join(strings.ravel()), re.IGNORECASE):
+            name = name or f"tensor {len(found) + 1}"
+            found.append(_printed(name, strings, elided, float(start["factor"] or 1)))
+    return found
+
+
+def _read(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, int], int] | None:
+    """The numbers from ``at`` on as they are written, by axis how many stand before "...", and
+    where they end; None for what may be prose, or a quoted program."""
+    stack: list[list[Any]] = [[]]
+    elided: dict[int, int] = {}
+    end = at
+    while token := TOKEN.match(text, end):
+        end = token.end()
+        if token[1] == "[":
+            stack.append([])
+        elif token[1] == "]":
+            stack[-2].append(stack.pop())
+        elif token[1] == "...":
+            if elided.setdefault(len(stack) - 2, len(stack[-1])) != len(stack[-1]):
+                break
+        else:
+            stack[-1].append(token[1])
+        if len(stack) == 1:
+            with contextlib.suppress(ValueError):  # of rows of different lengths
+                return np.array(stack[0][0], dtype=np.str_), elided, end
+            break
+    rest = text[end : end + 1000].strip(" ,\n") if len(stack) > 1 else "0"
+    if rest and not (surely and re.match(r"[-+.]*\d", rest)):
+        return None
+    raise ValueError(
+        f"the tensor printed at line {text.count(chr(10), 0, at) + 1} cannot be read: it is cut "
+        "off, has rows of different lengths, or numbers that are not real"
+    )
+
+
+def _printed(name: str, strings: np.ndarray, elided: dict[int, int], factor: float) -> Printed:
+    values = strings.astype(np.float64) * factor
+    fronts = tuple(elided.get(axis, n) for axis, n in enumerate(values.shape))
+    # NumPy drops zeros at the end, so the longest tells
+    written = [s.lower() for s in strings[np.isfinite(values)].tolist()]
+    decimals = max((len(s.partition("e")[0].partition(".")[2]) for s in written), default=0)
+    power = max((int(s.partition("e")[2] or 0) for s in written if float(s)), default=0)
+    unit = factor * 10.0 ** (power - decimals) if decimals else 0.0
+    while values.ndim > 2 and len(values) == fronts[0] == 1:
+        values, fronts = values[0], fronts[1:]
+    return Printed(name, values, unit, fronts)
+
+
+def _name(before: str) -> str:
+    """The name that stands before a tensor, on its line or the nearest one above."""
+    lines = before.split("\n")
+    words = lines.pop().strip(" \t([{")
+    if not words:
+        words = next((line.strip() for line in lines[:-4:-1] if line.strip()), "")
+        if not words.endswith((":", "=")) and len(words.split()) > 2:
+            return ""
+    words = re.sub(r"\([^()]*=[^()]*\)$", "", words.rstrip(" \t:=([{"))
+    words = re.split(r"[:!?;,|>]\s+|\.\s+", words)[-1].strip(" \t'\"`*([{,")
+    parts = words.split()
+    named = re.search("[A-Za-z]", words) is not None
+    return (words if len(parts) <= 4 else parts[-1]) if named else ""
