@@ -37,6 +37,10 @@ class Rows:
             found |= self._of_tiles(t, at, size)
         return found
 
+    @property
+    def loops(self) -> dict[str, Callable[[], Array]]:
+        return {}
+
     def _of_tiles(self, t: int, at: str, size: str) -> dict[str, Callable[[], Array]]:
         j, n = self.j[:1], self.n
         return {
