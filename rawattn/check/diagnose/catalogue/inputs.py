@@ -64,7 +64,10 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
 }
 # operands of the same shape
 ALIKE: tuple[tuple[str, ...], ...] = (("K", "V"), ("Q", "dO", "O"), ("P", "dY", "dP"))
-ALIKE_BEYOND = (("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("P", "tP"), ("dY", "tdY"))
+ALIKE_BEYOND = (
+    *(("K", "tK"), ("V", "tV"), ("Q", "tQ"), ("dO", "tO"), ("dO", "O"), ("P", "tP")),
+    ("dY", "tdY"),
+)
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
 NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}

@@ -329,6 +329,10 @@ def _flipped(bit: int, mask: int, i: Ints, j: Ints, n: int) -> Ints:
     return np.where(i & mask != 0, j ^ bit, j) if mask else j ^ bit
 
 
+def _repeated(count: int, i: Ints, j: Ints, n: int) -> Ints:
+    return j % count
+
+
 def _swizzled(chunk: int, modulus: int, shift: int, i: Ints, j: Ints, n: int) -> Ints:
     return np.asarray(j ^ ((i >> shift) % modulus * chunk))
 
@@ -353,6 +357,7 @@ def columns(question: Question) -> Iterator[Map]:
     dims, forms = max(question.q.shape[2], question.v.shape[2]), dict(COLUMNS)
     for bit in (bit for bit in BITS if bit < dims):
         forms[f"columns j ^ {bit}"] = partial(_flipped, bit, 0)
+        forms |= {f"columns j % {bit}": partial(_repeated, bit)} if bit > 8 else {}
         for mask in (1, 2, 4, 8) if bit > 2 else ():
             forms[f"columns j ^ {bit} in rows with bit {mask}"] = partial(_flipped, bit, mask)
     for chunk, (modulus, shift) in SWIZZLES:
