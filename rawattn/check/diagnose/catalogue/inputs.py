@@ -66,7 +66,7 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
 ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "forward": "K V",
     "backward": "K V, Q dO O, P dY dP",
-    "second": "K tK, V tV, Q tQ, dO tO, P tP, dY tdY",
+    "second": "K tK, V tV, Q tQ, dO tO, dO O, P tP, dY tdY",
 }
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}

@@ -281,6 +281,7 @@ def _swizzled(modulus: int, shift: int, i: Ints, j: Ints, chunk: int) -> Ints:
 SWIZZLES = (*((2, shift) for shift in range(4)), (4, 0), (4, 1), (8, 0))  # of rows
 COLUMNS: dict[str, Callable[[Ints, Ints, int], Ints]] = {  # of row i for column j, by chunks
     "columns j ^ {}": lambda i, j, chunk: j ^ chunk,
+    "columns j % {}": lambda i, j, chunk: j % chunk,
     "{} columns further": lambda i, j, chunk: j + chunk,
     **{
         f"chunks of {{}} columns ^ row / {1 << shift} % {modulus}": partial(

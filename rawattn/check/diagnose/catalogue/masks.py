@@ -3,11 +3,20 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View
+from rawattn.check.diagnose.engine.attention import (
+    BACKWARD,
+    FIRST,
+    TILES,
+    Bug,
+    See,
+    View,
+    views_of,
+)
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import OWN_P
 
@@ -153,6 +162,19 @@ def neighbours(question: Question) -> Iterator[Bug]:
             yield Bug("neighbour-leak", text, FIRST, _more_keys(tile=tile, filled=True))
     if question.batch > 1:
         yield Bug("offsets-shifted", "the first entry left out", FIRST, _without_first)
+        for by, words in (1, "late"), (-1, "early"):
+            form = f"every sequence but the first begins a row {words}"
+            yield Bug("offsets-shifted", form, FIRST, partial(_moved_by, by))
+
+
+def _moved_by(by: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    """Those of offsets that are too large by a number, but for the first one and the last."""
+    moved = {}
+    for side in "qk":
+        offsets = question.offsets(side)
+        inner = np.clip(offsets[1:-1] + by, 0, offsets[-1])
+        moved[f"cu_seqlens_{side}"] = np.concatenate([offsets[:1], inner, offsets[-1:]])
+    return views_of(replace(question, **moved))
 
 
 def _without_first(question: Question, views: tuple[View, ...]) -> Sequence[View]:

@@ -47,7 +47,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     for text, part in TAILS.items():
         yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
     whole = Map("rows", "", partial(_whole_tiles, tile))
-    yield Bug("tail-tile-dropped", f"rows stored, {at}", FIRST, store=stored(whole))
+    yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(whole))
     for text, part in OF_KEYS_ALONE.items():
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled

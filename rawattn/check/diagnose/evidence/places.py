@@ -6,7 +6,8 @@ Long by the table of features, which are all the words that there are for sets o
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import product
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from rawattn.reference.selection import ABSENT, OWN
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 SPLITS = (2, 3, 4)  # parts of a sequence
+LOOPS = (16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
 PLACE = re.compile(r"\b[ip]\b")
 
 
@@ -98,11 +100,12 @@ class Places:
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
-        known = name if name in self.features else PLACE.sub("i" if self.aligned else "p", name)
-        if known not in self.features:
+        known = name if name in self.features | self.loops else PLACE.sub("i" if self.aligned else "p", name)
+        found = self.features.get(known) or self.loops.get(known)
+        if found is None:
             raise ValueError(f"there is no {name} here")
         if known not in self._made:
-            self._made[known] = np.asarray(self.features[known]())
+            self._made[known] = np.asarray(found())
         return self._made[known]
 
     @cached_property
@@ -147,6 +150,28 @@ class Places:
             found = self._of_lists() | found
         if self.question.group > 1:
             found[f"j - {self.question.group} i"] = lambda: j - self.question.group * i
+        return found
+
+    @cached_property
+    def loops(self) -> dict[str, Callable[[], Array]]:
+        """Bounds of loops over tiles of keys, as the first and the last row of a tile of queries
+        have them, and of loops over tiles of queries as keys have them: how many tiles a pair is
+        behind. These are tried where no plain feature tells."""
+        own = "i" if self.aligned else "p"
+        (left, right), shift = self.question.mask_window, self.m - self.n
+        sides = {"": 0, " - window_left": -max(left, 0), " + window_right": max(right, 0)}
+        sides = {words: by for words, by in sides.items() if by or not words}
+        found: dict[str, Callable[[], Array]] = {}
+        for at, of, x, y, count, by in (
+            ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
+            ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
+        ):
+            for u, t in product(LOOPS, LOOPS):
+                edges = {"first": y // u * u, "last": np.minimum(y // u * u + u, count) - 1}
+                for edge, (words, start), (side, more) in product(edges, of.items(), sides.items()):
+                    name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
+                    bound = edges[edge] + start + by * more
+                    found[f"{name} // {t}"] = partial(_tiles_behind, x, bound, t)
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
@@ -195,6 +220,10 @@ class Places:
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }
+
+
+def _tiles_behind(x: Array, bound: Array, t: int) -> Array:
+    return np.asarray(x // t - bound // t)
 
 
 @lru_cache(maxsize=16)

@@ -51,6 +51,10 @@ class Rows:
             found |= of_tiles(at, i, size, n, t)
         return found
 
+    @property
+    def loops(self) -> dict[str, Callable[[], Array]]:
+        return {}
+
     def feature(self, name: str) -> Array:
         return np.asarray(self.features[name]())
 

@@ -3,7 +3,7 @@
 The set is found on one problem and must hold on a second one of other lengths.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,8 @@ class Places(Protocol):
     def j(self) -> Array: ...
     @property
     def features(self) -> Mapping[str, Callable[[], Array]]: ...
+    @property
+    def loops(self) -> Mapping[str, Callable[[], Array]]: ...
     def feature(self, name: str) -> Array: ...
 
 
@@ -97,11 +99,19 @@ def rule_of(*shown: Shown) -> Rule | None:
         return None
     if inside.all():
         return Rule(())
+    first = shown[0].places
+    rule = _of_features(shown, inside, first.features)
+    if rule is None or not rule.plain:
+        return _of_features(shown, inside, first.loops) or rule
+    return rule
+
+
+def _of_features(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> Rule | None:
     pure: list[Span] = []
     bounds: list[Span] = []
     left_by: tuple[list[Array], list[Array]] = [], []
-    for name in shown[0].places.features:
-        if all(name in of.places.features for of in shown):
+    for name in names:
+        if all(name in of.places.features or name in of.places.loops for of in shown):
             every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
             x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
             found = [*_pure(x, inside, name)], [*_bounds(x, inside, name)]

@@ -17,6 +17,7 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
@@ -85,11 +86,17 @@ def explain_failures(
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
-    """Coarse results are no mere note where cases fail and nothing else is found."""
+    """Coarse results are no mere note where cases fail and nothing else is found; one whose error is
+    that of an intermediate has a name."""
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
-    title = "results are less exact than is allowed, as if computed in a coarser dtype"
-    return [replace(one, bug="unknown", title=title, confidence="medium") for one in findings]
+    found = []
+    for one in findings:
+        bug = "narrow-intermediate" if one.form else "unknown"
+        title = f"results are less exact than is allowed, {one.title.rpartition(': ')[2]}"
+        title = f"{CLASSES[bug].title}: {one.form}" if one.form else title
+        found.append(replace(one, bug=bug, title=title, confidence="medium"))
+    return found
 
 
 def explain_failure(

@@ -6,6 +6,7 @@ The slope to the right values is 1: such a computation is right, but coarser tha
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import ml_dtypes
@@ -36,6 +37,7 @@ WHOLE = 2**40  # more keys than there are
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
+EXACT = 0.01  # the same, beyond doubt
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 Rounded = Callable[[Floats], Floats]
 
@@ -56,10 +58,18 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     form, told = narrowed(verdict, verdict.tensors)
-    # float16 may be TF32, which is allowed and has as many bits
-    if form and not narrow and " in float16" not in form:
+    # float16 may be TF32, which is allowed of float32 operands and has as many bits
+    exact = verdict.work.question.dtype == np.float64
+    operand = " in float16" in form and form.startswith(("P ", "exp", "dS "))
+    if form and not narrow and (exact or not operand):
         return [finding(side, "narrow-intermediate", where, "high", (told, said), form=form)]
-    return [finding(side, "rounding", where, "high", (said, told) if told else (said,))]
+    if exact:
+        form = f"as if computed in {verdict.precision}"
+        return [finding(side, "narrow-intermediate", where, "medium", (said,), form=form)]
+    evidence = (said, told) if told else (said,)
+    like = f"as if computed in {verdict.precision}"
+    told_so = finding(side, "rounding", where, "high", evidence, form=like)
+    return [replace(told_so, form=form or None)]
 
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
@@ -112,7 +122,9 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
     for how in ways if stage in FIRST else ():
         for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
-            share = math.sqrt(max(0.0, *left.values())) if left else 1.0
+            # what one tensor shows to the last digit, others need not
+            some = min if min(left.values(), default=1.0) < EXACT**2 else max
+            share = math.sqrt(max(0.0, some(left.values(), default=1.0)))
             if share < NARROWS:
                 best = min(best, (-len(left), share, form, ", ".join(left)))
     _, share, form, names = best

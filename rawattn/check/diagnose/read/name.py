@@ -101,7 +101,7 @@ def _with(finding: Finding, said: Said) -> Finding:
     if told:
         confidence = "low" if said.name in PLAIN else "medium"
         return replace(finding, bug=said.name, title=said.title, confidence=confidence)
-    if finding.bug not in PLAIN or not said.wrong:
+    if finding.bug not in PLAIN or not said.wrong or (said.loose and finding.form):
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
         finding = replace(finding, look_at=LOOK_AT[said.stage])
