@@ -22,6 +22,7 @@ from rawattn.check import report
 from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Saved, dump
 from rawattn.check.diagnose.files.pairs import Pair, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
@@ -171,6 +172,12 @@ def explain_command(
     help="with sequences whose results tell all of a kernel's weights, entry by entry (the default "
     "without CASE and --lengths), or the problem alone, of second order too.",
 )
+@click.option(
+    "--intermediates",
+    "sequence",
+    type=click.IntRange(min=0),
+    help="of this sequence, by its index: S, P, dP, dS, of second order E, tP, tdS.",
+)
 @click.option("--seed", default=0, show_default=True)
 def dump_command(
     case: str | None,
@@ -183,6 +190,7 @@ def dump_command(
     sinks: bool,
     seqused: bool,
     identify: bool | None,
+    sequence: int | None,
     seed: int,
     **sizes: Any,
 ) -> None:
@@ -199,7 +207,7 @@ def dump_command(
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
-    identify = not (case or lengths) if identify is None else identify
+    identify = not (case or lengths or sequence is not None) if identify is None else identify
     chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
     if softcap is not None or sinks or seqused:
@@ -220,6 +228,8 @@ def dump_command(
             own = replace(question, out=answers["out"], lse=answers["lse"])
             question = own if identify else given
             answers = answers_of(judged, question)
+        if sequence is not None:
+            answers |= steps.intermediates(question, answers, sequence)
     except (Refused, Unsupported, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # whatever a candidate throws
@@ -352,7 +362,14 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             given = (name, "vacuous", saved.path, "proved", ())
             found.append(finding(*given, title=title, look_at=look))
     found += of_past(question, saved.answers, name)
-    return replace(diagnosis, findings=tuple(found))
+    parting, facts = steps.parting(question, saved.answers, saved.matrices), diagnosis.facts
+    if parting is not None:
+        facts = (*facts, f"{name}, step by step: {parting}")
+        if not found and parting.step:
+            title = f"{parting.step} is wrong, and no result shows it"
+            given = (name, "unknown", parting.step, "medium", (parting.text,))
+            found.append(finding(*given, title=title, look_at=steps.MADE[parting.step]))
+    return replace(diagnosis, findings=tuple(found), facts=facts)
 
 
 def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,12 @@ def bugs(question: Question) -> Iterator[Bug]:
         name = "softcap-slope-omitted"
         yield Bug(name, "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
         yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
-        yield Bug(name, "as if it were constant: its own, the bend, is 0", ("second",), steps={"cap": _slope(None)})
+        yield Bug(
+            name,
+            "as if it were constant: its own, the bend, is 0",
+            ("second",),
+            steps={"cap": _slope(None)},
+        )
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
         L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))

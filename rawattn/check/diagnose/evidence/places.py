@@ -100,7 +100,11 @@ class Places:
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
-        known = name if name in self.features | self.loops else PLACE.sub("i" if self.aligned else "p", name)
+        known = (
+            name
+            if name in self.features | self.loops
+            else PLACE.sub("i" if self.aligned else "p", name)
+        )
         found = self.features.get(known) or self.loops.get(known)
         if found is None:
             raise ValueError(f"there is no {name} here")

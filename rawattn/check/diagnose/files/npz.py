@@ -6,13 +6,14 @@ is a ValueError; what had to be guessed or left out is a note.
 """
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence.steps import MADE
 from rawattn.check.diagnose.files.entries import (
     BFLOAT16,
     GIVEN,
@@ -43,7 +44,7 @@ class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
 
     left_out: fields of a Question that it does not say. identify: of `rawattn-check dump`, how many
-    of its sequences are not the reader's questions; 0 where none are.
+    of its sequences are not the reader's questions; 0 where none are. matrices: intermediates.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Saved:
     frame: Frame | None
     left_out: tuple[str, ...] = ()
     identify: int = 0
+    matrices: Answers = field(default_factory=dict)
 
     @property
     def question(self) -> Question | None:
@@ -87,6 +89,7 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     """What ``path`` holds, with notes; ValueError for what cannot be read. ``frame``: that of
     another file, for one without inputs."""
     raw, about, notes = entries(Path(path))
+    matrices = {name: raw.pop(name) for name in MADE if name in raw}
     try:
         arrays = named(raw, notes)
         options = options_of(about.get("options", {}) | arrays)
@@ -113,5 +116,5 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     called = {entry: name for name, entry in GIVEN.items()}
     inputs = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
     answers = {n: array for n, array in found.items() if n in RESULTS}
-    identify = int(about.get("identify", 0))
-    return Saved(str(path), inputs | options, answers, tuple(notes), frame, left_out, identify)
+    more = tuple(notes), frame, left_out, int(about.get("identify", 0)), matrices
+    return Saved(str(path), inputs | options, answers, *more)

@@ -86,8 +86,8 @@ def explain_failures(
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
-    """Coarse results are no mere note where cases fail and nothing else is found; one whose error is
-    that of an intermediate has a name."""
+    """Coarse results are no mere note where cases fail and nothing else is found; those whose error
+    is that of an intermediate have a name."""
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
     found = []

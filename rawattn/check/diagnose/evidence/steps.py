@@ -1,0 +1,112 @@
+"""The intermediates of one sequence: the right ones, and the step at which others part from them.
+
+Of a forward pass S and P, of a backward pass dP and dS, of the second order the tangents E of S,
+tP of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import Floats, contexts
+from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
+from rawattn.check.diagnose.evidence.precision import finite
+
+MATRICES = {
+    "forward": ("S", "P"),
+    "backward": ("dP", "dS"),
+    "second": ("E", "tP", "tdS"),
+}
+MADE = {  # by what, and where to look
+    "S": "q k^T, softmax_scale, a softcap",
+    "P": "the mask, the exponential, and the row sums or lse",
+    "dP": "dout v^T",
+    "dS": "P o (dP - D), and D",
+    "E": "softmax_scale (tq k^T + q tk^T)",
+    "tP": "P o (E - e), and e",
+    "tdS": "tP o (dP - D) + P o (dout tv^T - W), and W",
+}
+BEFORE_THE_MASK = ("S", "dP", "E")  # of pairs that are not seen they may hold anything
+NEAR = {8: 1e-9, 4: 1e-4, 2: 0.03}  # of the size, by the bytes of a number of q
+
+
+def intermediates(question: Question, answers: Answers, sequence: int) -> Answers:
+    """The right ones of a sequence, a backward pass given the out and lse that ``answers`` say.
+
+    Raises ValueError where there is no such sequence.
+    """
+    if not 0 <= sequence < question.batch:
+        raise ValueError(f"sequence {sequence} of {question.batch} sequences, counted from 0 on")
+    lengths = question.lengths_q[sequence], question.lengths_k[sequence]
+    found: Answers = {}
+    for stage, names in MATRICES.items():
+        if stage not in question.stages:
+            continue
+        found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
+        given = None if stage == "forward" else given_to_backward(question, answers)
+        first_q, first_k = (question.offsets(of)[sequence] for of in "qk")
+        for c in contexts(question, stage, given):
+            if c.view.sequence == sequence:
+                at = np.ix_(c.view.heads, c.view.rows - first_q, c.view.keys - first_k)
+                for name in names:
+                    found[name][at] = getattr(c, name)
+    return found
+
+
+class Parting(NamedTuple):
+    """Where the first ``step`` that is wrong is, "" for none, in words; ``agree``: the steps before
+    it that are not; pairs: how many of it are wrong."""
+
+    step: str
+    text: str
+    agree: tuple[str, ...]
+    pairs: int = 0
+
+    def __str__(self) -> str:
+        return "; ".join(
+            filter(None, (", ".join(self.agree) + " right" * bool(self.agree), self.text))
+        )
+
+
+def parting(question: Question, answers: Answers, matrices: Answers) -> Parting | None:
+    """At which step a side's ``matrices`` part from the right ones, of the sequence that they fit
+    best; None where they are those of none."""
+    judged = [
+        _judged(question, answers, matrices, b)
+        for b, lengths in enumerate(zip(question.lengths_q, question.lengths_k, strict=True))
+        if any(x.shape[1:] == lengths for x in matrices.values())
+    ]
+    return max(judged, key=lambda one: (len(one.agree), -one.pairs), default=None)
+
+
+def _judged(question: Question, answers: Answers, matrices: Answers, sequence: int) -> Parting:
+    right, agree = intermediates(question, answers, sequence), list[str]()
+    for name, wanted in right.items():
+        if name not in matrices or matrices[name].shape != wanted.shape:
+            continue
+        x = np.asarray(matrices[name], np.float64)
+        looked = right["P"] > (0 if name in BEFORE_THE_MASK else -1)
+        with np.errstate(invalid="ignore"):
+            off = np.where(looked & (x != wanted), np.abs(x - wanted), 0.0)
+        off = np.nan_to_num(off, nan=np.inf)
+        size = np.abs(np.where(looked, finite(wanted), 0.0)).max(initial=0.0)
+        wrong = off > NEAR[min(question.dtype.itemsize, 8)] * size
+        if wrong.any():
+            at = head, query, key = np.unravel_index(off.argmax(), off.shape)
+            text = (
+                f"sequence {sequence}: {name} parts first, in {wrong.sum()} of {looked.sum()} "
+                f"pairs: {', '.join(_ranges(wrong))}; most at head {head}, query {query}, key "
+                f"{key}: expected {wanted[at]:.4g}, got {x[at]:.4g}"
+            )
+            return Parting(name, text, tuple(agree), int(wrong.sum()))
+        agree.append(name)
+    return Parting("", "", tuple(agree))
+
+
+def _ranges(wrong: Floats) -> Iterator[str]:
+    for axis, name in enumerate(("heads", "queries", "keys")):
+        others = tuple(n for n in range(3) if n != axis)
+        where = np.flatnonzero(wrong.any(axis=others))
+        few = f"{where[0]}" if len(where) == 1 else f"{where[0]} to {where[-1]}"
+        yield f"all {name}" if len(where) == wrong.shape[axis] else f"{name} {few}"
