@@ -20,6 +20,8 @@ def said(
     terms = _terms(question, given, stage)
     for (sign, factor), (term, x) in product(factors.items(), terms.items()):
         sums = {of: factor * (x * there).sum(axis=1) for of, there in _rows(question).items()}
+        of_group = sums[ALL].reshape(-1, question.group).sum(axis=1).repeat(question.group)
+        sums[f"{ALL} and all heads of the group"] = of_group
         if like := [of for of, y in sums.items() if np.abs(y - found).max() <= allowed]:
             over = " or ".join(like[: 1 + (like[0] != ALL)])
             return f"it is the sum of {term} over {over}{sign}"
