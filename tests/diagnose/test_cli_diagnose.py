@@ -328,7 +328,6 @@ def test_what_is_dumped_is_explained_as_right(tmp_path: Path, how: tuple[Any, ..
     np.savez(file, **arrays)
     result = call("explain", file)
     assert result.exit_code == 1 and "sinks-gradient" in result.output
-    assert "D over all queries with the wrong sign" in said(result)
 
 
 def test_rows_that_cancel_and_files_of_a_forward_pass_are_right(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def explain_failure(
     if best.findings:
         return best
     nothing = finding(
-        *(SIDE, "unknown", str(case), "low", ("no problem of its kind shows one",)),
+        *(SIDE, "unknown", str(case), "low", ("not on a small problem of its kind",)),
         title="it fails, but no bug is to be seen",
         look_at="what the case has besides: its lengths, NaN in other sequences and past the end, "
         "strides",
