@@ -154,16 +154,20 @@ def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
 
 
 def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
-    """How often each key counts (num_heads_q, total_q, total_k), relative to those of its row that
-    count least; of which that is known; and the numbers, where these are whole, and not all 1."""
+    """How often each key counts (num_heads_q, total_q, total_k), by lse or relative to those of its
+    row that count least; of which that is known; and the numbers, if whole and not all 1."""
     seen, alive = seen_of(read)
     common = seen & read.right.seen & alive[..., None]
     logs = logs_of(read, common) - read.right.S
-    least = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
-    with np.errstate(over="ignore"):
-        found = np.where(common, np.exp(logs - np.where(common, least, 0.0)), 0.0)
-    known = common & (found.max(axis=-1, keepdims=True) > 1.5)
-    values = np.unique(np.round(found[known]))
-    exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
-    whole = exact.size and exact.all() and 1 < values[-1] <= 16
-    return found, known, values if whole else values[:0]
+    lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
+    of_lse = np.full_like(lowest, np.nan) if read.lse is None else -read.lse[..., None]
+    for least, clear in ((of_lse, 0.0), (lowest, 1.5)):
+        known = common & np.isfinite(least)
+        with np.errstate(over="ignore"):
+            found = np.where(known, np.exp(logs - np.where(known, least, 0.0)), 0.0)
+        known &= found.max(axis=-1, keepdims=True) > clear
+        values = np.unique(np.round(found[known]))
+        exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
+        if exact.size and exact.all() and 1 < values[-1] <= 16:
+            return found, known, values
+    return found, known, values[:0]
