@@ -326,7 +326,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     findings: list[Finding] = []
     shown = found[0][1]
     for key in sorted(said, key=rank):
-        best, (cases, diagnosis) = min(said[key], key=lambda one: one[0].rank)
+        best, (cases, diagnosis) = min(said[key], key=lambda one: (one[0].rank, -_heads(one[1])))
         shown = shown if findings else diagnosis
         more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
         best = replace(best, evidence=(*best.evidence, more), cases=tuple(map(str, cases)))
@@ -341,6 +341,11 @@ def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:
 def _fineness(alike: Sequence[tuple[Finding, Kind]]) -> int:
     """Of the numbers of the cases that were looked at."""
     return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
+
+
+def _heads(kind: Kind) -> int:
+    """Of what was looked at: where there are more, fewer maps of them look alike."""
+    return kind[0][0].num_heads_kv * kind[0][0].group
 
 
 def _few(names: Sequence[str]) -> str:
