@@ -32,12 +32,15 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     yield from _reordered(different)
     for by in [*maps.heads(question)][:3]:  # others are of groups
         other = by.moved(maps.geometry(question, "dblock_scale"), scale)
-        gate: Step = lambda c, x=other: per_key(c.view, x, 1.0)  # noqa: E731
-        gated = {name: with_values(name, G=gate) for name in GATED}
+        gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
         yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
+
+
+def _of_slots(scale: np.ndarray, c: Context) -> Floats | float:
+    return per_key(c.view, scale, 1.0)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
@@ -47,10 +50,6 @@ def _one(c: Context) -> float:
     return 1.0
 
 
-def _nothing(c: Context) -> float:
-    return 0.0
-
-
 def _zeros(c: Context) -> Floats:
     return np.zeros_like(c.P)
 
@@ -58,9 +57,9 @@ def _zeros(c: Context) -> Floats:
 NO_GRADIENT = {"dG": _zeros, "gG": _zeros}
 GATED = ("S", "dY", "E", "tdY")  # what it multiplies
 S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in GATED)
-STILL_E, STILL_TDY = ({name: with_values(name, tG=_nothing)} for name in ("E", "tdY"))
+STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in ("E", "tdY"))
 STILL, AS_IF_1 = STILL_E | STILL_TDY, S | DY
-AS_IF_1 |= {name: with_values(name, G=_one, tG=_nothing) for name in ("E", "tdY")}
+AS_IF_1 |= {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in ("E", "tdY")}
 GRADIENTS: tuple[Row, ...] = (
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
