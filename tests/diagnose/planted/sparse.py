@@ -162,6 +162,7 @@ _OWN_SELECTED = seen_past(lambda t: t.slot >= 0 and t.block == t.own)
 _LAST_TURN = {"dS of dq": lambda c, x: x * (turns(c) == turns(c).max(axis=1, keepdims=True))}
 _HIDDEN: Any = lambda c: (c.j > c.p) & (c.question.causal | (c.slot < 0))  # noqa: E731
 _FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where(_HIDDEN(c), 0, x)}
+_AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
@@ -172,6 +173,7 @@ _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot 
 _WHOLE_OWN = seen_past(lambda t: t.slot < 0)
 _ALWAYS_WHOLE = seen_past(lambda t: t.block == t.own and t.question.own)
 _ZEROS = {"zeros": lambda t, x: max((t.block + 1) * t.size - t.m, 0) if t.slot >= 0 else 0}
+_BEFORE_PLACE = {"entries": lambda t, x: [e for e in x if e[0] * t.question.block_size < t.place]}
 _FIRST_HEAD = {"selection": lambda c, right: 0}
 _NEXT_HEAD = {"selection": lambda c, right: (right + 1) % c.question.block_indices.shape[1]}
 _MODULO = {"selection": lambda c, right: c.h % c.question.block_indices.shape[1]}
@@ -256,6 +258,7 @@ _TABLE: Table = (
 )
 # of lists, whose sliding branch is off
 _LISTS: Table = (
+    ("sparse-list-cut: after so many as named", "fb", _AS_MANY, _PADDED),
     ("sparse-list-cut: at a negative", "fb b", until(lambda t, s: t.named[s] < 0), _PADDED),
     ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
     ("sparse-duplicate-twice: compared with the last", "fb", listed(within=1), _TWICE),
@@ -275,6 +278,7 @@ _LISTS: Table = (
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
     ("wrong-keys: blocks of twice the size", "fb", {"span": wide}),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
+    ("sparse-own-block-missing or wrong-keys: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
     ("sparse-other-place: of the row", "fb", _OWN_OF_ROW, _CAUSAL),
     ("sparse-other-place: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
     ("sparse-other-place: own block and mask of the row", "fb b", _OWN_AND_MASK, _OTHER_KEYS),

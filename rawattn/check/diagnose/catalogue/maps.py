@@ -141,9 +141,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h % group * num_heads_kv + h // group": lambda h, count, group: (
         h % group * (count // group) + h // group
     ),
-    "head h % num_heads_kv * group + h // num_heads_kv": lambda h, count, group: (
-        h % (count // group) * group + h // (count // group)
-    ),
 }
 HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, of so many
     "head h % num_heads_kv": lambda h, count: h % count,
@@ -282,7 +279,6 @@ SWIZZLES = (*((2, shift) for shift in range(4)), (4, 0), (4, 1), (8, 0))  # of r
 COLUMNS: dict[str, Callable[[Ints, Ints, int], Ints]] = {  # of row i for column j, by chunks
     "columns j ^ {}": lambda i, j, chunk: j ^ chunk,
     "columns j % {}": lambda i, j, chunk: j % chunk,
-    "{} columns further": lambda i, j, chunk: j + chunk,
     **{
         f"chunks of {{}} columns ^ row / {1 << shift} % {modulus}": partial(
             _swizzled, modulus, shift
@@ -307,5 +303,5 @@ def columns(question: Question) -> Iterator[Map]:
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
-    found = [*layouts(statistics), *heads(question), *sequences(question)]
-    return [*found, *(rows if statistics else columns)(question)]
+    inside = (rows if statistics else columns)(question)
+    return [*layouts(statistics), *heads(question), *inside, *sequences(question)]

@@ -8,9 +8,10 @@ from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
@@ -29,9 +30,17 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += [*_shares(question), *(LEFT_OUT if np.any(scale != 1) else ())]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     yield from _reordered(different)
+    for by in [*maps.heads(question)][:3]:  # others are of groups
+        other = by.moved(maps.geometry(question, "dblock_scale"), scale)
+        gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
+        yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
+
+
+def _of_slots(scale: np.ndarray, c: Context) -> Floats | float:
+    return per_key(c.view, scale, 1.0)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
@@ -41,19 +50,16 @@ def _one(c: Context) -> float:
     return 1.0
 
 
-def _nothing(c: Context) -> float:
-    return 0.0
-
-
 def _zeros(c: Context) -> Floats:
     return np.zeros_like(c.P)
 
 
 NO_GRADIENT = {"dG": _zeros, "gG": _zeros}
-S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in ("S", "dY", "E", "tdY"))
-STILL_E, STILL_TDY = ({name: with_values(name, tG=_nothing)} for name in ("E", "tdY"))
+GATED = ("S", "dY", "E", "tdY")  # what it multiplies
+S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in GATED)
+STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in ("E", "tdY"))
 STILL, AS_IF_1 = STILL_E | STILL_TDY, S | DY
-AS_IF_1 |= {name: with_values(name, G=_one, tG=_nothing) for name in ("E", "tdY")}
+AS_IF_1 |= {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in ("E", "tdY")}
 GRADIENTS: tuple[Row, ...] = (
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),

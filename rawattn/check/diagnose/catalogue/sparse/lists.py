@@ -166,7 +166,6 @@ Number = Callable[[Lists], Ints]
 NUMBERS: dict[str, Number] = {  # of blocks that are named
     "block n - 1": lambda x: x.named - 1,
     "block n + 1": lambda x: x.named + 1,
-    "block 2 n": lambda x: 2 * x.named,
 }
 PLACES: dict[str, Number] = {  # of a query among the keys
     "at i, without seqlen_k - seqlen_q": lambda x: x.row,

@@ -25,7 +25,6 @@ Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     "at most {}, the first": lambda p, n, t: p < t,
-    "without the last {}": lambda p, n, t: p < n - t,
     "without the first {}": lambda p, n, t: p >= t,
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
