@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 
 class BugClass(NamedTuple):
-    """What is said of a class, each on a line; looks: how the results look, of some alone."""
+    """What is said of a class, each on a line."""
 
     title: str
     look_at: str
-    looks: str = ""
 
 
 TEXTS = """
@@ -28,6 +27,8 @@ causal-dropped: the causal mask is not applied
     the causal flag on its way to the kernel
 causal-off-by-one: the causal mask is off by one key
     the comparison of key and query index: j <= i, neither j < i nor j <= i + 1
+seqused-ignored: seqused_k is ignored
+    the number of keys of a sequence: in the mask of the last tile, and at the diagonal's end
 causal-alignment: the causal mask is aligned to the first key instead of the last one
     the offset seqlen_k - seqlen_q of the diagonal where the lengths differ
 window-off-by-one: the window is one key too wide or too narrow
@@ -67,8 +68,6 @@ denominator: the softmax denominator is not the sum of what is weighed
     the row sum: what it begins with, and whether masked keys and sinks are added to it
 sinks-gradient: the gradient of the sinks is wrong
     dsinks = -sum over all queries of exp(sink - lse) (dout . out - dlse)
-seqused-ignored: seqused_k is ignored
-    the number of keys of a sequence: in the mask of the last tile, and at the diagonal's end
 # numbers
 output-scale: softmax_scale is missing, or there more than once, in dq or dk
     the epilogue: dq = s dS K and dk = s dS^T Q, once each, and not inside of the loop
@@ -206,13 +205,9 @@ unknown: wrong, in a way that no known bug reproduces
 
 
 def classes_of(text: str) -> dict[str, BugClass]:
-    """Classes by name, of a line with the title and those that are indented below it."""
-    found = {}
-    for entry in re.findall(r"^[a-z].*(?:\n    .*)+", text, re.MULTILINE):
-        first, *others = entry.split("\n    ")
-        name, _, title = first.partition(": ")
-        found[name] = BugClass(title, *others)
-    return found
+    """Classes by name, of a line with the title and the indented one below it."""
+    entries = re.findall(r"^(\S+): (.*)\n    (.*)", text, re.MULTILINE)
+    return {name: BugClass(title, look_at) for name, title, look_at in entries}
 
 
 CLASSES = classes_of(TEXTS)

@@ -61,7 +61,6 @@ def show_class(console: Console, name: str) -> None:
     known = words.meaning(name)
     wide = min(max(LEAST, console.width), MOST)
     lines = [Text(line, "bold") for line in _wrapped(f"{name}: {known.title}", wide)]
-    lines += _entry("looks", known.looks, wide)
     lines += _entry("fix", known.look_at, wide)
     console.print(Text("\n").join(lines), soft_wrap=True)
 
