@@ -35,6 +35,15 @@ HIDDEN = -1e30  # a score that stands for -inf in many kernels
 # ---- what is read and written ----
 
 
+def begun_late(run: Any, x: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Every sequence but the first, the last one ends where it must."""
+    moved = [(int(b > 0), int(b < len(x) - 1)) for b in range(len(x))]
+    return [
+        (q + first, n + stop - first, k + first, m + stop - first)
+        for (q, n, k, m), (first, stop) in zip(x, moved, strict=True)
+    ]
+
+
 def late(x: Array, name: str, question: Question) -> Array:
     """From the second half of the sequences on, a row is written where the next one belongs."""
     start, found = bounds(name, question)[question.batch // 2][0], x.copy()
@@ -233,6 +242,7 @@ _TABLE: Table = (
     ("offsets-shifted: stored a row late", "b", stored(late, *GRADIENTS)),
     ("offsets-shifted: stored a row late", "fb", stored(late, "out", "lse", *GRADIENTS) | _RIGHT),
     ("offsets-shifted: no first entry", "f b fb", {"spans": lambda run, x: x[1:]}),
+    ("offsets-shifted: begun a row late", "f b", {"spans": begun_late}, {"lengths": (5, 40)}),
     # ---- scores and softmax ----
     ("output-scale: dq without", "b", {"dq": power(0)}),
     ("output-scale: dk without", "b", {"dk": power(0)}),

@@ -125,6 +125,8 @@ _NEEDS = {
     "mask-missing-in-backward": _CAUSAL,
     "pairs-dropped": _LONG,
 }
+_FIRST_CHUNK = stored(lambda x, name, q: x[..., np.arange(x.shape[-1]) % 16], "dv")
+_OVER_16 = {"head_dims": (24, 32, 48)}
 _TABLE: Table = (
     ("arguments-swapped: k and v", "fb", read_as(k="v", v="k"), _SAME),
     ("arguments-swapped: q and k", "f", read_as(q="k", k="q"), _SINGLE),
@@ -158,6 +160,7 @@ _TABLE: Table = (
     ("transposed: dq in sequences", "b", stored(_HEADS_FIRST, "dq"), _HEADS),
     ("transposed: lse, heads of groups", "f", stored(heads_of_groups_apart, "lse"), _HEADS),
     ("transposed or input-layout: dv, halves of columns", "b", _HALVES, _EVEN),
+    ("transposed or input-layout: dv, the first chunk of columns", "b", _FIRST_CHUNK, _OVER_16),
     ("mask-missing-in-backward: but for the first tile", "b", masked_by_tiles(True, 16), _OVER_40),
     ("mask-missing-in-backward: in tiles of 32", "b", masked_by_tiles(False), {"over": 40}),
     ("neighbour-leak: queries up to 32", "b", _ROWS_PAST, {"lengths": (20, 60)}),

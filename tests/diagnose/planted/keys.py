@@ -108,6 +108,14 @@ _AS_LONGEST = of_rows(lambda c: (c.r >= c.start_k) & (c.r - c.start_k < max(c.qu
 _IN_WINDOW = of_rows(lambda c: (c.j >= c.p - c.window[0]) & (c.j <= c.p + c.window[1]))
 _NO_TAIL = or_seen(lambda c: c.i >= c.n // 16 * 16)
 
+
+def last_row(c: Head, tile: int) -> Array:
+    """Of the tile of queries that a query is in."""
+    return np.minimum(c.i // tile * tile + tile, c.n) - 1
+
+
+_TO_ITS_TILE = times(lambda c: c.j // 16 <= last_row(c, 32) // 16)
+_FROM_LAST_ROW = times(lambda c: c.j // 16 >= (last_row(c, 16) + c.m - c.n - c.window[0]) // 16)
 _CAUSAL: Table = (
     ("wrong-keys: own tile of 16 open", "fb", open_tile(16)),
     ("wrong-keys: own tile of 32 open, more keys", "fb", open_tile(32), _LONGER),
@@ -116,6 +124,13 @@ _CAUSAL: Table = (
     ("wrong-keys: packed row of q", "fb", seen(lambda c: c.j <= c.start_q + c.i)),
     ("wrong-keys: prefix of 5 seen by all", "fb", seen(lambda c: (c.j <= c.p) | (c.j < 5))),
     ("wrong-keys: five keys more", "fb", seen(lambda c: c.j <= c.p + 5)),
+    ("wrong-keys or pairs-dropped: to the end of the tile, top left", "fb", _TO_ITS_TILE, _LONGER),
+    (
+        "pairs-dropped: from the tile, top left",
+        "b",
+        times(lambda c: c.i // 16 >= c.j // 16),
+        _LONGER,
+    ),
     ("wrong-keys: every second key", "fb", times(lambda c: (c.p - c.j) % 2 == 0)),
     ("wrong-keys or mask-inverted: transposed", "fb", seen(lambda c: c.j >= c.p)),
     ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", times(lambda c: c.j < 32)),
@@ -131,6 +146,7 @@ _CAUSAL: Table = (
 )
 _WINDOW: Table = (
     ("wrong-keys: left side without the difference of lengths", "fb", _ROW_SIDE, _LONGER),
+    ("wrong-keys: from the window of a tile's last row", "f", _FROM_LAST_ROW, _LONGER),
     ("wrong-keys: sinks", "fb", or_seen(lambda c: (c.j < 4) & (c.j <= c.p))),
     ("wrong-keys: window on both sides", "fb", seen(lambda c: abs(c.j - c.p) <= c.window[0])),
     ("wrong-keys: twice the window", "fb", left_side(lambda c: c.p - 2 * c.window[0])),

@@ -16,10 +16,17 @@ LOG2_E = float(np.log2(np.e))
 ZERO = by(0)
 
 
+def right_tO(c: Head) -> Array:
+    """Whatever tO is."""
+    return (c.P * c.E) @ c.V + c.P @ c.tV - (c.P * c.E).sum(1, keepdims=True) * c.O
+
+
 def right_W(c: Head, W: Array) -> Array:
-    """Of the right tO, whatever tO is."""
-    right = (c.P * c.E) @ c.V + c.P @ c.tV - (c.P * c.E).sum(1, keepdims=True) * c.O
-    return (c.dO * right).sum(axis=1, keepdims=True)
+    return (c.dO * right_tO(c)).sum(axis=1, keepdims=True)
+
+
+def W_of_out(c: Head, W: Array) -> Array:
+    return (c.O * right_tO(c)).sum(axis=1, keepdims=True)
 
 
 def unmasked(c: Head, P: Array) -> Array:
@@ -138,6 +145,7 @@ _TABLE: Table = (
     ("arguments-swapped: tk and tv, second jvp", "sj", _TK_AND_TV, _ALIKE),
     ("arguments-swapped: tq and tk, second jvp", "sj", _TQ_AND_TK, _ALIKE),
     ("arguments-swapped: ddout for dout in gv, second", "s", _TO_IN_GV, _WHOLE),
+    ("arguments-swapped: out for dout in W, second", "s", {"W": W_of_out}, _WHOLE),
     ("arguments-swapped: k for ddk in gq, second", "s", {"tK of gq": lambda c, x: c.K}, _WHOLE),
     ("gqa-head-map: tk of h % num_heads_kv, jvp", "j", _BY_REMAINDER, _SEVERAL | _GROUPED),
     ("gqa-head-map: ddv of h % num_heads_kv", "s", _DDV_BY_REMAINDER, _SEVERAL | _GROUPED),
