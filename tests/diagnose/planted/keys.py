@@ -60,18 +60,6 @@ def left_side(by: Test) -> Hooks:
     return seen(lambda c: (c.j >= np.maximum(by(c), 0)) & (c.j <= c.p + c.window[1]))
 
 
-def dropout(share: float, rescaled: bool = True) -> Hooks:
-    def kept(c: Head) -> Array:
-        rng = np.random.default_rng((7, c.b, c.h))
-        return (rng.random(c.seen.shape) >= share) / (1 - share if rescaled else 1)
-
-    return {
-        "softmax": lambda c, x: (x[0], (np.exp(c.S - x[0]) * kept(c)) @ c.V),
-        "dP": lambda c, x: x * kept(c),
-        "P of dv": lambda c, x: x * kept(c),
-    }
-
-
 # ---- which rows are stored --------------------------------------------------------------------
 
 
@@ -89,7 +77,6 @@ _USUAL = FEW | {"lengths": (34, 90), "lengths_k": ("equal",), "same_dims": 1.0, 
 _USUAL |= {"heads_kv": (1, 2, 4), "head_dims": (24, 32, 64), "dlse": 0.3}
 _USUAL |= {"dtypes": (*DTYPES, FLOAT16)}
 _LONGER = {"lengths_k": ("more",)}
-_SMALL = {"lengths": (34, 60), "head_dims": (64,), "heads_kv": (1, 2), "dtypes": DTYPES[:2]}
 _DOCUMENTS = {"lengths": (20, 48), "head_dims": (32,), "heads_kv": (2, 4)}
 _ROW_SIDE = left_side(lambda c: c.i - c.window[0])
 _FIRST_LENGTH = times(lambda c: c.j < c.question.lengths_k[0])
@@ -140,8 +127,6 @@ _CAUSAL: Table = (
     ("causal-dropped: in every second head", "fb", or_seen(lambda c: c.h % 2 == 1)),
     ("mask-missing-in-backward: in the own tile", "b", open_tile(16)),
     ("pairs-dropped: tiles by number, 32 by 16", "b", times(lambda c: c.j // 16 <= c.i // 32)),
-    ("dropout: p = 0.1", "fb", dropout(0.1), _SMALL),
-    ("dropout: p = 0.2, not rescaled", "fb", dropout(0.2, rescaled=False), _SMALL),
     ("rows-not-written or tail-tile-dropped: out and lse", "f", stored(never_run, "out", "lse")),
 )
 _WINDOW: Table = (

@@ -50,8 +50,6 @@ mask-fill: masked scores are finite numbers, so that masked keys have weight
     the number that stands for -inf (-1e4, 1e-9?), its sign, and whether it is added or replaces
 partial-merge: results of parts of the keys are merged with wrong weights
     the merge of partial results: weights exp(lse of the part - lse of all), natural logs
-dropout: weights are dropped at random
-    dropout that is left on: a model in training mode, dropout_p
 score-bias: a bias is added to the scores
     ALiBi or another bias by position that is left on
 softcap: the scores are capped, or bent by another function

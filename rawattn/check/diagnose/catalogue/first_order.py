@@ -6,7 +6,6 @@ because nobody knows the numbers that came in, are found by their structure, in 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
 from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
@@ -40,9 +39,6 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from dead_rows(question)
     if 1 < question.num_heads_kv and 1 < question.group:
         yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, {"Y": _with_right})
-    if question.num_heads_q > 1 and question.lengths_q == question.lengths_k:
-        steps = {name: partial(_across_heads, name) for name in ("L", "O")}
-        yield Bug("input-layout", "over the heads of a token", FORWARD, steps=steps)
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
@@ -80,18 +76,3 @@ def _with_right(c: Context) -> Floats:
         if (x := getattr(c.question, name)) is not None:
             setattr(c, OPERANDS[name], of_view(own, name, x))
     return np.asarray(STEPS["Y"](c))
-
-
-# ---- other axes -------------------------------------------------------------------------------
-
-
-def _across_heads(name: str, c: Context) -> Floats:
-    """L, or O, of attention of the heads of a token to each other, in place of the tokens."""
-    question, rows = c.question, c.view.rows
-    q, k, v = (np.asarray(getattr(question, n)[rows]).astype(np.float64) for n in "qkv")
-    k, v = (np.repeat(x, question.group, axis=1) for x in (k, v))
-    S = c.r(question.scale * c.r(q @ k.swapaxes(1, 2)))
-    L = np.logaddexp.reduce(S, axis=-1, keepdims=True)
-    if name == "L":
-        return np.asarray(L[:, c.view.heads, 0].T)
-    return np.asarray(c.r(c.o(c.r(np.exp(S - L))) @ v)[:, c.view.heads].swapaxes(0, 1))

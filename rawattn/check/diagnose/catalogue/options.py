@@ -57,6 +57,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield from _other_sinks(question)
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=_every_key)
+        yield Bug("seqused-ignored", "one key too many is in use", see=_one_more)
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
             yield Bug("seqused-ignored", text, see=_at_all_keys)
@@ -125,6 +126,12 @@ def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
 
 def _every_key(question: Question, views: tuple[View, ...]) -> Sequence[View]:
     return views_of(replace(question, seqused_k=None))
+
+
+def _one_more(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    allotted = np.diff(question.cu_seqlens_k)
+    used = np.minimum(np.asarray(question.seqused_k) + 1, allotted)
+    return views_of(replace(question, seqused_k=used))
 
 
 def _at_all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:

@@ -74,8 +74,9 @@ def _tiles(size: int, m: int) -> list[np.ndarray]:
 
 
 def _equal(count: int, of_tiles: int, m: int) -> list[np.ndarray]:
-    """So many parts, each of whole tiles, and the last one shorter."""
-    return _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
+    """So many parts, each of whole tiles, the last ones shorter or empty."""
+    found = _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
+    return found + [np.arange(0)] * (count - len(found))
 
 
 def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
@@ -228,6 +229,9 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
+    "the mean of those that have keys": lambda p: (
+        np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
+    ),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},

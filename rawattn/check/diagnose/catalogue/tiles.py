@@ -52,11 +52,10 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
-    left, _ = bounds(question)
-    if left < math.inf:
-        for rows in TILES:
-            store = nan_rows(tile, rows)
-            yield Bug("masked-tile-nan", f"first visible, {rows} by {tile}", FIRST, store=store)
+    for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
+        for rows in TILES if side < math.inf else ():
+            form = f"from the {words} visible on, {rows} by {tile}"
+            yield Bug("masked-tile-nan", form, FIRST, store=nan_rows(tile, rows, last))
 
 
 def _often(part: Part, tile: int, factor: float) -> See:
@@ -95,22 +94,24 @@ def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.
     return found
 
 
-def _meets_first_tile(seen: np.ndarray, tile: int, rows: int) -> np.ndarray:
-    """Rows that see something of the first tile of keys that any of a tile of queries sees."""
+def _meets_first_tile(seen: np.ndarray, tile: int, rows: int, last: bool) -> np.ndarray:
+    """Rows that see something of the first, or the ``last``, tile of keys that any of a tile of
+    queries sees."""
     found = np.zeros(seen.shape[:2], dtype=bool)
     for start in range(0, seen.shape[1], rows):
         here = slice(start, start + rows)
         for head, of_head in enumerate(seen[:, here]):
-            first = int(of_head.any(axis=0).argmax()) // tile * tile
+            there = np.flatnonzero(of_head.any(axis=0))
+            first = int(there[-last]) // tile * tile if len(there) else 0
             found[head, here] = of_head[:, first : first + tile].any(axis=1)
     return found
 
 
-def nan_rows(tile: int, rows: int) -> Store:
+def nan_rows(tile: int, rows: int, last: bool) -> Store:
     """NaN in rows that see keys, but none in the tile where the running maximum starts."""
 
     def late(seen: np.ndarray) -> np.ndarray:
-        return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows))
+        return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows, last))
 
     return lambda question, answers: _spoilt(question, answers, _row_mask(question, late))
 

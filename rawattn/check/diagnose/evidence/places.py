@@ -20,7 +20,7 @@ from rawattn.reference.selection import ABSENT, OWN
 Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 SPLITS = (2, 3, 4)  # parts of a sequence
-LOOPS = (16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
+LOOPS = (8, 16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
 PLACE = re.compile(r"\b[ip]\b")
 
 
@@ -176,6 +176,9 @@ class Places:
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
                     bound = edges[edge] + start + by * more
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, bound, t)
+        for parts, t in product(SPLITS, LOOPS):
+            size = np.maximum(-(-self.m // (t * parts)), 1)
+            found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = partial(_part, self.j, size * t)
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
@@ -224,6 +227,10 @@ class Places:
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }
+
+
+def _part(x: Array, size: Array) -> Array:
+    return np.asarray(x // size)
 
 
 def _tiles_behind(x: Array, bound: Array, t: int) -> Array:

@@ -3,7 +3,7 @@
 Long by what may be in a row's sum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +12,11 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, log_sum
-from rawattn.check.diagnose.evidence.support import LESS
+from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
 from rawattn.check.diagnose.read.maps import of_other_heads
+from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.terms import adding
 from rawattn.reference.dense import dead_to_inf
@@ -32,13 +33,18 @@ PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the 
 }
 
 
+KEYS: dict[str, Callable[[Places], Array]] = {
+    "the keys that must be seen": lambda places: places.rights,
+    "all keys of the sequence": lambda places: places.own[None],
+}
+
+
 class _Rows:
     """Of what was read of the sums of rows: S and the logarithms of weights (num_heads_q, total_q,
     total_k), of pairs that are seen; rows (num_heads_q, total_q) that tell the logarithm ``total``
     of what their weights are divided by; the noise of one."""
 
-    def __init__(self, said: Said) -> None:
-        read = said.weights
+    def __init__(self, said: Said, read: Weights) -> None:
         self.places = read.places
         self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
         self.logs = logs_of(read, self.seen)
@@ -54,9 +60,9 @@ class _Rows:
 
 def say_passed(said: Said) -> None:
     """Whether weights are exp(score - lse), with the lse that was given."""
-    x, names, due = _Rows(said), [*said.names], said.weights.right.lse
+    x, names, due = _Rows(said, said.weights), [*said.names], said.weights.right.lse
     x.known &= np.isfinite(due)
-    if _say_dropped(said, x) or x.fit(due, 8):
+    if x.fit(due, 8):
         return
     _say_mass(said, x, due)
     if "softmax" not in said.steps:
@@ -66,26 +72,21 @@ def say_passed(said: Said) -> None:
         said.steps["bP"] = lambda c: own(c)[1]
 
 
-def say_sums(said: Said) -> None:
-    """What the weights are divided by, and lse."""
-    x = _Rows(said)
+def say_sums(said: Said, second: Callable[[], Weights]) -> None:
+    """What the weights are divided by, and lse; ``second``: the same on other lengths."""
+    x = _Rows(said, said.weights)
     wrongly = x.seen & ~x.places.right & x.known[..., None]
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
         _say_filled(said, level[wrongly], (level - x.S)[wrongly], x.noise)
         x.S = np.where(wrongly, level, x.S)
-    if _say_dropped(said, x):
-        return
     due, sinks = log_sum(np.where(x.seen, x.S, -np.inf)), x.places.question.sinks
     with_sinks = due if sinks is None else np.logaddexp(due, np.asarray(sinks, float)[:, None])
     if x.fit(with_sinks):
         said.right.append("row sums")
     elif sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif sinks is None and x.fit(log_sum(np.where(x.places.rights, x.S, -np.inf))):
-        said.say("the row sums are of the keys that must be seen alone", "denominator")
-        said.steps["softmax"] = _of_mask
-    elif sinks is None or not _say_sink(said, x, due):
+    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
@@ -175,29 +176,49 @@ def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
     return True
 
 
-def _of_mask(c: Context) -> tuple[Array, Array]:
-    """Weights over the sum of the keys that must be seen."""
-    L = log_sum(np.where(of_view(c, places_of(c.question).rights), c.S, -np.inf))
+def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
+    """Whether the row sums are of other keys than the weights: of those of the sequence, or that
+    must be seen, all or by a rule of one bound."""
+    other = None
+    for words, of in KEYS.items():
+        for rule in (Rule(()), *_bounds(x, of(x.places))):
+            if x.fit(_sums(rule, of, x)):
+                other = other or _Rows(said, second())
+                if other.fit(_sums(rule, of, other)):
+                    with_rule = f" with {rule}" * bool(rule.spans)
+                    said.say(f"the row sums are of {words}{with_rule}", "denominator")
+                    said.steps["softmax"] = partial(_over, rule, of)
+                    return True
+    return False
+
+
+def _sums(rule: Rule, of: Callable[[Places], Array], x: _Rows) -> Array:
+    """Their logarithms; rows without these keys tell nothing."""
+    found = log_sum(np.where(of(x.places) & rule.holds(x.places), x.S, -np.inf))
+    return np.where(np.isfinite(found), found, x.total)
+
+
+def _bounds(x: _Rows, there: Array) -> Iterator[Rule]:
+    """Rules of one bound with which the row that is off most has its sum."""
+    keys = np.where(there, x.S, -np.inf)
+    off = np.where(x.known, np.abs(log_sum(keys) - x.total), 0.0)
+    h, i = np.unravel_index(off.argmax(), off.shape)
+    e = np.exp(keys[h, i] - x.total[h, i])
+    for name in x.places.features:
+        of = np.broadcast_to(x.places.feature(name), x.places.j.shape)[i]
+        for value in np.unique(of[e > 0]):
+            for span in (Span(name, None, int(value)), Span(name, int(value), None)):
+                if abs(np.log(e[span.among(of)].sum())) < x.noise:
+                    yield Rule((span,))
+
+
+def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array, Array]:
+    """Weights over the sum of other keys."""
+    places = places_of(c.question)
+    keys = of_view(c, of(places) & rule.holds(places))
+    L = log_sum(np.where(keys, c.G * c.cap[0], -np.inf))  # of masked ones too
     with np.errstate(over="ignore"):
         return L, np.asarray(np.exp(c.S - dead_to_inf(np, L)[..., None]))
-
-
-def _say_dropped(said: Said, x: _Rows) -> bool:
-    """Whether weights are missing by no rule, and the others are what they would be without that,
-    times one number."""
-    parts, off = said.support.parts, (x.total - said.weights.right.lse)[x.known]
-    less = bool(parts) and all(part.kind == LESS and part.rule is None for part in parts)
-    if x.places.question.sparse or not less or np.ptp(off) > 8 * x.noise:
-        return False
-    lost = said.support.inside(LESS)
-    share = lost.sum() / (x.places.right * len(lost)).sum()
-    if (lost[..., 1:] & lost[..., :-1]).sum() > (share + 0.3) * lost.sum():  # of rows, or tiles
-        return False
-    kept = number(float(np.exp(-off.mean())))
-    text = f"weights are dropped at random, and those that are kept are times {kept}"
-    said.wrong.insert(0, text)
-    said.names[:] = ["dropout"]
-    return True
 
 
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:

@@ -41,7 +41,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
         else:
             _say_support(said, alive)
     if not said.unread and not said.loose and not values:
-        say_passed(said) if read.passed else say_sums(said)
+        say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
 
