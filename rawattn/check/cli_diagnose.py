@@ -258,19 +258,12 @@ def dump_command(
     help="standard deviation of the data, more than once for several; "
     f"{', '.join(f'{size:g}' for size in comparison.SIZES)} by default.",
 )
-@click.option(
-    "--reference",
-    type=click.Choice(comparison.REFERENCES),
-    help="what ref is: an exact float64 array, or a result of the same dtype as x; by default that "
-    "of the two with which fewer right results are refused.",
-)
 @showing
 def harness_command(
     compare: str,
     framework: str | None,
     dtypes: tuple[str, ...],
     sizes: tuple[float, ...],
-    reference: str | None,
 ) -> Told:
     """Show which wrong results a comparison function lets pass.
 
@@ -284,9 +277,8 @@ def harness_command(
             framework or default_framework(),
             dtypes=dtypes or comparison.DTYPES,
             sizes=sizes or comparison.SIZES,
-            reference=reference,
         )
-    given = {"framework": framework, "dtype": dtypes, "size": sizes, "reference": reference}
+    given = {"framework": framework, "dtype": dtypes, "size": sizes}
     return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
 
 

@@ -22,7 +22,6 @@ from rawattn.check.transfer import Array, to_framework, to_numpy
 Compare = Callable[[Array, Array], Any]
 
 DTYPES = ("float32", "float16", "bfloat16")
-REFERENCES = ("float64", "same")
 SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the last two: gradients of a loss that is a mean
 SHAPES: tuple[Shape, ...] = ((96, 32), (96, 4, 16), (2, 4, 24, 16))
 
@@ -44,12 +43,11 @@ def examine(
     *,
     dtypes: Sequence[str] = DTYPES,
     sizes: Sequence[float] = SIZES,
-    reference: str | None = None,
 ) -> Diagnosis:
     """Feed ``compare`` arrays of ``framework`` and name what is wrong with it.
 
-    sizes: standard deviations of the data. reference: "float64", or "same" for x's dtype; without
-    it the one with which the comparison refuses fewer right results.
+    sizes: standard deviations of the data. The reference is float64 or of x's dtype, by which the
+    comparison refuses fewer right results.
     """
 
     def fed(of: Callable[..., list[Pair]], wide: bool) -> Iterator[Trial]:
@@ -61,8 +59,7 @@ def examine(
     # what a comparison prints or warns about some thousand wrong results says nothing
     printed = contextlib.redirect_stdout(io.StringIO())
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"), printed:
-        wides = [reference == "float64"] if reference else [False, True]
-        right = {wide: list(fed(rights, wide)) for wide in wides}
+        right = {wide: list(fed(rights, wide)) for wide in (False, True)}
         wide = min(right, key=lambda wide: sum(trial.wrong for trial in right[wide]))
         trials = [*right[wide], *fed(wrongs, wide)]
     name = getattr(compare, "__name__", type(compare).__name__)
