@@ -4,8 +4,9 @@ from itertools import product
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import array_of
-from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
+from rawattn.check.diagnose.engine.attention import Floats, Same, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.reference.dense import dead_to_inf
 
@@ -35,11 +36,17 @@ def _terms(question: Question, given: tuple[Floats, Floats], stage: str) -> dict
     weight = np.exp(sinks - dead_to_inf(np, np.asarray(given[1], dtype=np.float64))) * inside
     dlse = 0.0 if question.dlse is None else question.dlse
     if stage == "backward":
+        heads = maps.other_heads(np.arange(len(sinks)), len(sinks), question.group)
+        others = {
+            f"exp(sink - lse) D, with the sink of {of}": weight * np.exp(sinks[h] - sinks) * D
+            for of, h in heads.items()
+        }
         return {
             "exp(sink - lse) D": weight * D,
             "exp(sink - lse), without D,": weight,
             "exp(sink - lse) dout . out, without dlse,": weight * (D + dlse),
             "exp(sink) D, without lse,": np.exp(sinks) * D * (weight > 0),
+            **others,
         }
     e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
     moved = 0 * sinks if question.tsinks is None else np.asarray(question.tsinks)[:, None]
@@ -53,14 +60,8 @@ def _terms(question: Question, given: tuple[Floats, Floats], stage: str) -> dict
 
 def _rows(question: Question) -> dict[str, np.ndarray]:
     """Rows (total_q,) of which there may be a sum."""
-    b, i = question.sequence_of("q"), question.place_of("q")
-    n = np.asarray(question.lengths_q)[b]
+    b = question.sequence_of("q")
     first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
     found = {ALL: b >= 0, "the last sequence alone": last, "the first sequence alone": first}
     found |= {"all sequences but the last": ~last, "all sequences but the first": ~first}
-    for tile in TILES:
-        own, end = i // tile, (n - 1) // tile
-        for name, there in {"last": own == end, "first": own == 0}.items():
-            found[f"the {name} tile of {tile} queries of each sequence alone"] = there
-            found[f"all queries but the {name} tile of {tile} of each sequence"] = ~there
     return found

@@ -156,6 +156,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
 
     yield "S", after("Y")
     if stage == "forward":
+        yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
         for tile in CHUNKS[2:]:
