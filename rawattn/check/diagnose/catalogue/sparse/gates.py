@@ -61,12 +61,7 @@ STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in ("
 STILL, AS_IF_1 = STILL_E | STILL_TDY, S | DY
 AS_IF_1 |= {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in ("E", "tdY")}
 GRADIENTS: tuple[Row, ...] = (
-    (
-        "sparse-gate-ignored",
-        "twice in its own gradient",
-        BACKWARD,
-        {"dG": lambda c: c.G * c.dS * c.Y},
-    ),
+    (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
 )
