@@ -46,8 +46,9 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
     for text, part in TAILS.items():
         yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
-    whole = Map("rows", "", partial(_whole_tiles, tile))
-    yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(whole))
+    if tile < max(question.lengths_q, default=0):  # else nothing is stored
+        whole = Map("rows", "", partial(_whole_tiles, tile))
+        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(whole))
     for text, part in OF_KEYS_ALONE.items():
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
