@@ -250,20 +250,11 @@ def dump_command(
     type=click.Choice(DTYPES),
     help=f"of x, more than once for several; {', '.join(comparison.DTYPES)} by default.",
 )
-@click.option(
-    "--size",
-    "sizes",
-    multiple=True,
-    type=click.FloatRange(1e-4, 1e3),  # for which no dtype has zeros or infinities
-    help="standard deviation of the data, more than once for several; "
-    f"{', '.join(f'{size:g}' for size in comparison.SIZES)} by default.",
-)
 @showing
 def harness_command(
     compare: str,
     framework: str | None,
     dtypes: tuple[str, ...],
-    sizes: tuple[float, ...],
 ) -> Told:
     """Show which wrong results a comparison function lets pass.
 
@@ -276,9 +267,8 @@ def harness_command(
             comparison.load_compare(compare),
             framework or default_framework(),
             dtypes=dtypes or comparison.DTYPES,
-            sizes=sizes or comparison.SIZES,
         )
-    given = {"framework": framework, "dtype": dtypes, "size": sizes}
+    given = {"framework": framework, "dtype": dtypes}
     return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
 
 

@@ -178,7 +178,8 @@ class Places:
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, bound, t)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
-            found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = partial(_part, self.j, size * t)
+            part = partial(np.floor_divide, self.j, size * t)
+            found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
@@ -227,10 +228,6 @@ class Places:
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }
-
-
-def _part(x: Array, size: Array) -> Array:
-    return np.asarray(x // size)
 
 
 def _tiles_behind(x: Array, bound: Array, t: int) -> Array:

@@ -62,6 +62,4 @@ def _rows(question: Question) -> dict[str, np.ndarray]:
     """Rows (total_q,) of which there may be a sum."""
     b = question.sequence_of("q")
     first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
-    found = {ALL: b >= 0, "the last sequence alone": last, "the first sequence alone": first}
-    found |= {"all sequences but the last": ~last, "all sequences but the first": ~first}
-    return found
+    return {ALL: b >= 0, "the last sequence alone": last, "the first sequence alone": first}

@@ -4,12 +4,14 @@ is a step of the engine, and tried on all that was read."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.engine.attention import Context, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
 from rawattn.check.diagnose.read.part import Part
@@ -25,8 +27,12 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P D": lambda P, dP, D: P * D,
     "dP": lambda P, dP, D: dP,
     "D": lambda P, dP, D: D + 0 * P,
-    "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
+}
+
+OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
+    "the tile of {} keys at hand": lambda own, last: own == 0,
+    "the last tile of {} keys": lambda own, last: last == 0,
 }
 
 
@@ -113,15 +119,21 @@ def _of_columns(factors: Array, c: Context) -> Array:
 
 
 def _row_terms(part: Part) -> Iterator[Change]:
-    """D of other rows or heads."""
+    """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
-    for by in maps.families(part.places.question, True) if known.any() else ():
-        due = np.broadcast_to(_moved(by, c)[..., None], part.P.shape)[at]
+    for text, name, D in _others(part.places.question) if known.any() else ():
         with np.errstate(invalid="ignore"):
-            held = np.abs(part.row_term[at] - due) < size_of(part)
+            due = np.broadcast_to(D(c), part.P.shape)
+            held = np.abs(part.row_term[at] - due[at]) < size_of(part)
         if held.mean(where=known) > MOST_PAIRS:
-            dY = partial(_with_delta, by)
-            yield Change([f"takes D of {by.words}"], "statistics-misplaced", dY, whole=True)
+            yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
+
+
+def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
+    for by in maps.families(question, True):
+        yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
+    for (text, over), tile in product(OVER.items(), TILES):
+        yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
 
 
 def size_of(part: Part) -> float:
@@ -131,11 +143,20 @@ def size_of(part: Part) -> float:
 
 def _moved(by: maps.Map, c: Context) -> Array:
     D = deltas(c.question, c.given)
-    return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))
+    return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))[..., None]
 
 
-def _with_delta(by: maps.Map, c: Context) -> Array:
-    return of_terms(c, c.P * (c.dP - _moved(by, c)[..., None]))
+def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array:
+    """The sum of P dP over some keys of the same sequence."""
+    keys = np.maximum(c.view.keys, 0)
+    b, number = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys] // tile
+    same = b[:, None] == b
+    last = np.where(same, number, -1).max(axis=1, keepdims=True)
+    return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
+
+
+def _with_delta(D: Of, c: Context) -> Array:
+    return of_terms(c, c.P * (c.dP - D(c)))
 
 
 def _another_term(part: Part) -> Change | None:
