@@ -69,14 +69,20 @@ def rows(of: Callable[[Any], Any]) -> Any:
     return lambda c, x: x[of(np.arange(len(x)))]
 
 
-def of_sums(keys: Callable[[Head], Any]) -> Any:
-    """A softmax whose row sums are of these keys alone."""
+def of_sums(keys: Callable[[Head], Any], scores: str = "S") -> Any:
+    """A softmax whose row sums are of these keys; bare scores are those of masked ones too."""
 
     def softmax(c: Head, x: Any) -> Any:
-        lse = np.logaddexp.reduce(np.where(keys(c), c.S, -np.inf), axis=1, keepdims=True)
+        S = getattr(c, scores)
+        lse = np.logaddexp.reduce(np.where(keys(c), S, -np.inf), axis=1, keepdims=True)
         return lse, np.exp(c.S - lse) @ c.V
 
     return softmax
+
+
+def with_tile_sums(c: Head, dS: Any) -> Any:
+    own = c.j // 16 == (c.j // 16).T
+    return c.P * (c.dP - (c.P * c.dP) @ own)
 
 
 def first_columns(c: Head, Y: Any) -> Any:
@@ -154,7 +160,15 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "overlap": (times(lambda c: 1 + ((c.j > 0) & (c.j % -(-c.m // 3) == 0))), "count 2 times: "),
     "rightly summed": (
         _OPEN_TILE | {"softmax": of_sums(lambda c: c.j <= c.p)},
-        "must be seen alone",
+        "the row sums are of the keys that must be seen",
+    ),
+    "summed over all": (
+        {"softmax": of_sums(lambda c: c.j >= 0, "bare")},
+        "the row sums are of all keys of the sequence",
+    ),
+    "summed but for the last": (
+        {"softmax": of_sums(lambda c: (c.j <= c.p) & (c.j < c.m - 1) | (c.j == 0))},
+        "row sums are of the keys that must be seen with seqlen_k - 1 - j >= 1",
     ),
     "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
@@ -180,6 +194,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "dk without rows": (on("dS of dk", lambda c: c.i >= 8), "dS of dk misses pairs: i <= 7"),
     "P(1 - P) dP": ({"dS": lambda c, x: c.P * (1 - c.P) * c.dP}, "dS is P dP - P^2 dP, not"),
     "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
+    "D of its tile": ({"dS": with_tile_sums}, "dS takes D over the tile of 16 keys at hand alone"),
     "half of D": (_HALF_OF_D, "dout . out without columns 8 to 15"),
     "D of the row before": (_BEFORE, "takes D of row i - 1"),
     "fewer columns": (

@@ -27,6 +27,7 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P D": lambda P, dP, D: P * D,
     "dP": lambda P, dP, D: dP,
     "D": lambda P, dP, D: D + 0 * P,
+    "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
 }
 
