@@ -166,9 +166,9 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
         {"softmax": of_sums(lambda c: c.j >= 0, "bare")},
         "the row sums are of all keys of the sequence",
     ),
-    "summed but for the last": (
-        {"softmax": of_sums(lambda c: (c.j <= c.p) & (c.j < c.m - 1) | (c.j == 0))},
-        "row sums are of the keys that must be seen with seqlen_k - 1 - j >= 1",
+    "summed over the last": (
+        {"softmax": of_sums(lambda c: (c.j <= c.p) & (c.j >= c.p - 15))},
+        "row sums are of the keys that must be seen with j - i >= -15",
     ),
     "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),

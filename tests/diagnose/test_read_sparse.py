@@ -25,7 +25,6 @@ KEYS = {  # what is read of a plant of the table: of its class and variant
     "sparse-list-cut: last slot": "misses keys: the slot of the key's block = ",
     "sparse-list-cut: last that counts": "slots that count behind it = 0",
     "sparse-counts-ignored: all slots": "times it is named, in slots that do not count >= 1",
-    "sparse-padding-read: as block 0": "negative slots of the query >= 1",
     "sparse-duplicate-twice: slots": "more than once: times the key's block is named",
     "sparse-duplicate-twice: own block": "count 2 times: the slot of the key's block >= 0 and ",
     "sparse-own-block-missing: at its first": "misses keys: (j // ",

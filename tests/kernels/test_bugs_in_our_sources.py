@@ -31,10 +31,6 @@ ON["head_dim 128"] = replace(CAUSAL, head_dim=128, head_dim_v=128)
 _TABLE = """
 lse in base 2 | lse-base-2 | causal
   base/softmax.cuh: softmax_scale + lg2_approx(sum) * LN2 => softmax_scale * LOG2E + lg2_approx(sum)
-lse without the maximum | lse-without-max | causal
-  base/softmax.cuh: row_max[i][half] * softmax_scale + lg2 => lg2
-lse: the log of base 2 alone is left as it is | lse-base-2 | causal
-  base/softmax.cuh: lg2_approx(sum) * LN2 => lg2_approx(sum)
 out is not rescaled | no-rescale | causal
   base/softmax.cuh: scale_rows(i, half, factor); =>
   base/softmax.cuh: RESCALE_LOG2 = 8.0f => RESCALE_LOG2 = 0.0f

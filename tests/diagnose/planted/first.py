@@ -265,7 +265,6 @@ _TABLE: Table = (
     ("no-rescale: both, tiles of 16", "f", _KEPT_OUT | _KEPT_SUM),
     ("no-max-subtraction: exp(S)", "f", _UNSUBTRACTED | _NO_SUM),
     ("no-max-subtraction: exp(S), division guarded", "f", _UNSUBTRACTED),
-    ("no-max-subtraction: exp(S) / exp(L)", "b fb", _UNSUBTRACTED | _NO_SUM),
     ("dead-rows: 0 / 0", "f", _NO_SUM),
     ("dead-rows or masked-tile-nan: -inf - -inf", "f", _NAN),
     ("dead-rows: -inf - -inf", "fb", _NAN | {"unguarded": ("max", "sum", "lse")}),

@@ -167,7 +167,6 @@ _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in 
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
-_FIRST_TWICE = inverted(lambda some: some[:1] + some)
 _LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
 _WHOLE_OWN = seen_past(lambda t: t.slot < 0)
@@ -272,9 +271,7 @@ _LISTS: Table = (
     ("sparse-tile-union: of 4", "fb", united(4)),
     ("sparse-tile-union: of 8", "b", united(8)),
     ("sparse-queries-lost: capacity", "b", inverted(lambda some: some[:9])),
-    ("sparse-queries-lost: first query missing", "b", inverted(lambda some: some[1:])),
     ("sparse-inverted-lists or sparse-own-block-missing: no own", "b", _NO_OWN, _OWN),
-    ("sparse-inverted-lists: the first one twice", "b", _FIRST_TWICE, _LONG),
     ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
     ("wrong-keys: blocks of twice the size", "fb", {"span": wide}),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),

@@ -116,6 +116,9 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
     "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
+    "row i + {}, for those of the first tile": lambda i, by, n: (
+        i + by * (i < np.minimum(by, n - by))
+    ),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(

@@ -38,7 +38,8 @@ def bugs(question: Question) -> Iterator[Bug]:
         name = "softcap-slope-omitted"
         yield Bug(name, "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
         yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
-        yield Bug(name, "on dP alone, not on D", ("backward",), steps={"dY": _of_dP})
+        dY: Step = lambda c: c.G * c.P * (c.cap[1] * c.dP - c.D[..., None])  # noqa: E731
+        yield Bug(name, "on dP alone, not on D", ("backward",), steps={"dY": dY})
         yield Bug(
             name,
             "as if it were constant: its own, the bend, is 0",
@@ -72,10 +73,6 @@ def _slope(value: float | None) -> Step:
         return S, slope if value is None else value, 0.0
 
     return cap
-
-
-def _of_dP(c: Context) -> Floats:
-    return np.asarray(c.G * c.P * (c.cap[1] * c.dP - c.D[..., None]))
 
 
 def _square(c: Context) -> tuple[Floats, Floats, Floats]:

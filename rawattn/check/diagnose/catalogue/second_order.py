@@ -187,6 +187,7 @@ TABLE: tuple[Row, ...] = (
         for text, (name, sites, needs) in TERMS.items()
         for kind in (IN_E if "E" in text and not factor else DROPPED,)
     ),
+    ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}, ""),
     (DROPPED, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
     ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),
     ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
@@ -204,15 +205,9 @@ def _scales(question: Question) -> Iterator[Row]:
         factors |= {"without s": 1 / question.scale, "with s twice": question.scale}
     name = "tangent-scale"
     for text, factor in factors.items():
-        E = _scaled(factor, "tY")
-        found: dict[str, Mapping[str, Step]] = {
-            f"E {text}": E,
-            f"gq {text}": _scaled(factor, "gQ"),
-            f"gk {text}": _scaled(factor, "gK"),
-            f"gq and gk {text}": _scaled(factor, "gQ", "gK"),
-        }
-        yield name, f"E {text}", JVP, E, ""
-        yield from ((name, words, SECOND, steps, "") for words, steps in found.items())
+        yield name, f"E {text}", JVP, _scaled(factor, "tY"), ""
+        for words, of in {"E": "tY", "gq": "gQ", "gk": "gK", "gq and gk": "gQ gK"}.items():
+            yield name, f"{words} {text}", SECOND, _scaled(factor, *of.split()), ""
         for term, (operand, sites, needs) in TERMS.items():
             steps = at(sites, **{operand: _times(factor, operand)})
             yield name, f"{term} {text}", SECOND, steps, needs

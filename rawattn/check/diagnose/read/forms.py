@@ -81,7 +81,7 @@ def _of_terms(factors: dict[str, float]) -> tuple[str, str]:
     if factors == {"P dP": 1}:
         text, name = "lacks the row term D: it is P dP", "delta-omitted"
     elif factors.keys() == {"P dP", "P D"}:
-        name = ANOTHER
+        name = ANOTHER if factors["P dP"] == 1 else "constant-factor"
     elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
         name = "softmax-backward-without-p"
     return text, "arguments-swapped" if factors == {"P": 1} else name

@@ -23,6 +23,7 @@ from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
 PADDED = "padded-keys"
+FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
     "the right lse": lambda L, top: L,
@@ -193,9 +194,10 @@ def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
 
 
 def _sums(rule: Rule, of: Callable[[Places], Array], x: _Rows) -> Array:
-    """Their logarithms; rows without these keys tell nothing."""
+    """Their logarithms; rows without these keys tell nothing, where they are few."""
     found = log_sum(np.where(of(x.places) & rule.holds(x.places), x.S, -np.inf))
-    return np.where(np.isfinite(found), found, x.total)
+    few = np.isneginf(found).mean(where=x.known) < FEW
+    return np.where(few & np.isneginf(found), x.total, found)
 
 
 def _bounds(x: _Rows, there: Array) -> Iterator[Rule]:
