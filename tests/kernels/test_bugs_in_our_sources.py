@@ -82,8 +82,6 @@ dq holds its last tile | tile-overwrites | deterministic
 the last tile of queries adds nothing to dk and dv | tail-tile-dropped | deterministic
   base/tiles.cuh: ceil_div(tile.mask.end_query(tile.col0 + cols - 1), BLOCK_M)
     => tile.mask.end_query(tile.col0 + cols - 1) / BLOCK_M
-jvp: tlse is kept as a sum | not-normalised | jvp
-  sm80/jvp.cu: sum_of_row(sums.tangent[i][half]) * inverse => sum_of_row(sums.tangent[i][half])
 jvp: no e | tangent-e-omitted | jvp
   sm80/jvp.cu: inverse - e * sums.rO[i][j][c] => inverse
 jvp: no scale | tangent-scale | jvp

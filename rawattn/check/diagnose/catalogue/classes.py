@@ -97,7 +97,6 @@ lse-gradient-dropped: the cotangent of lse is ignored
     D = dout . out - dlse
 lse-gradient-sign: the cotangent of lse enters with the wrong sign, or twice
     D = dout . out - dlse
-# heads, layout, tiles
 gqa-head-map: query heads read the wrong key/value head
     the map of grouped heads: h // group, not h % num_heads_kv; repeat_interleave, not repeat
 gqa-group-not-summed: dk or dv holds one head of each group, not the sum
@@ -120,7 +119,6 @@ accumulator-not-reset: a tile of a result holds the sums of the tiles before it 
     where the accumulator is cleared: in the loop over tiles, not in front of it
 race: two equal calls give different numbers
     a missing barrier, or two threads that store to one place
-# what is read
 arguments-swapped: two arrays stand in each other's place
     the order of arguments and of saved tensors
 input-layout: an input is read in another layout than it has
@@ -190,7 +188,6 @@ sparse-counts-ignored: block_counts is ignored
 # second order, where no class above names the term
 direction-ignored: a direction is taken for zeros, as if it were not given
     each of ddq, ddk and ddv, or tq, tk and tv, on its way to the kernel: a wrong name, None
-# no bug of the kernel
 wrong-dtype: a result has another dtype than it must have
     the cast at the end: gradients and out in the dtype of q, lse and delta in float32
 vacuous: the comparison is vacuous: zeros would pass

@@ -18,7 +18,6 @@ Curve = Callable[[Floats, float], tuple[Floats, Floats]]  # other scores, and th
 CURVES: dict[str, Curve] = {
     "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
-    "max(S, 0)": lambda S, c: (np.maximum(S, 0), 1.0 * (S > 0)),
     "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
 
