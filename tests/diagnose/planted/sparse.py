@@ -285,7 +285,7 @@ _LISTS: Table = (
     ("tile-overwrites: dq of the last block", "b", _LAST_TURN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
     ("mask-fill: 0", "f", _FILLED),
-    ("input-layout: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
+    ("input-layout or offsets-shifted: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
 )
 
