@@ -16,7 +16,6 @@ class BugClass(NamedTuple):
 
 
 TEXTS = """
-# masks and neighbours
 padded-keys: padded keys are in the softmax denominator
     the key padding mask, or that of a partial block: a score of 0 has weight e^0 = 1
 padded-grad-out: the cotangent of padding rows flows into dv
@@ -43,7 +42,6 @@ dead-rows: rows without an allowed key are not 0
     the guard of the softmax for a row whose scores are all -inf, and the final division
 masked-tile-nan: rows whose first key tile is masked as a whole are NaN
     the running maximum: -inf minus -inf is NaN until a key has been seen
-# what the softmax is taken over
 mask-inverted: the mask is inverted: what must be hidden is seen, and the other way round
     whether True in the mask means seen, as in scaled_dot_product_attention, or hidden
 mask-fill: masked scores are finite numbers, so that masked keys have weight
@@ -66,7 +64,6 @@ denominator: the softmax denominator is not the sum of what is weighed
     the row sum: what it begins with, and whether masked keys and sinks are added to it
 sinks-gradient: the gradient of the sinks is wrong
     dsinks = -sum over all queries of exp(sink - lse) (dout . out - dlse)
-# numbers
 output-scale: softmax_scale is missing, or there more than once, in dq or dk
     the epilogue: dq = s dS K and dk = s dS^T Q, once each, and not inside of the loop
 score-scale: the scores are multiplied by a wrong factor
@@ -135,7 +132,6 @@ constant-factor: a result is a constant times the right one
     what scales it last; a workspace that is not zeroed; a sum that is taken twice
 wrong-keys: queries see other keys than they should
     the bounds of the loop over keys, and the comparison of query and key index in it
-# second order
 second-frozen-p: an intermediate is held constant: P has no derivative
     what the first backward pass saves: an intermediate that is no input or output
 second-frozen-delta: an intermediate is held constant: the row term D has no derivative
@@ -150,7 +146,6 @@ second-term-dropped: a term of a second derivative or a tangent is missing, or c
     gq = s (dS' K + dS ddk), gk = s (dS'^T Q + dS^T ddq), P ddv in ddout, dout ddv^T in dP'
 tangent-lse-missing: the tangent of lse is 0
     tlse, or ddlse, = e, the row's mean of E under P
-# block-sparse
 sparse-not-causal: blocks are not cut at the query
     the causal mask inside of blocks: the query's own one, which is always cut, and later ones
 sparse-duplicate-twice: a block that is named twice counts twice
@@ -185,7 +180,6 @@ sparse-inverted-lists: dk and dv are not those of the pairs of dq: lists from bl
     the building of those lists: counts and fills skip the same entries, and bases are exact
 sparse-counts-ignored: block_counts is ignored
     slots from block_counts on name nothing
-# second order, where no class above names the term
 direction-ignored: a direction is taken for zeros, as if it were not given
     each of ddq, ddk and ddv, or tq, tk and tv, on its way to the kernel: a wrong name, None
 wrong-dtype: a result has another dtype than it must have

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,7 +169,7 @@ def neighbours(question: Question) -> Iterator[Bug]:
 
 def _moved_by(by: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
     """Those of offsets that are too large by a number, but for the first one and the last."""
-    moved = {}
+    moved: dict[str, Any] = {}
     for side in "qk":
         offsets = question.offsets(side)
         inner = np.clip(offsets[1:-1] + by, 0, offsets[-1])

@@ -18,6 +18,7 @@ from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import (
+    OF_KEYS,
     OF_SINKS,
     Answers,
     Question,
@@ -274,7 +275,8 @@ def _found(
     cut = any(part.verdict.cut for part in parts)
     evidence += [CUT] if cut else []
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
-    clear = clear and _in_numbers(wrong)
+    summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
+    clear = clear and _in_numbers(wrong) and not summed
     finding = proofs.finding(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
         *(evidence, tuple(others)),
