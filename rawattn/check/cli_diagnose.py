@@ -428,7 +428,9 @@ def _random_case(
     if heads_kv < 1 or heads % heads_kv:
         raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
     if len(lengths_k) != len(lengths) or min(lengths + lengths_k) < 0:
-        raise click.UsageError("--lengths and --lengths-k must be as many, and none negative")
+        of_q, of_k = (",".join(map(str, some)) for some in (lengths, lengths_k))
+        said = f"--lengths is {of_q!r}, --lengths-k {of_k!r}"
+        raise click.UsageError(f"{said}; they must be as many, and none negative")
     if window is not None and len(window) != 2:
         raise click.UsageError("--window must be two integers, LEFT,RIGHT")
     same |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}

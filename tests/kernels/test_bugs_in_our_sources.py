@@ -37,8 +37,6 @@ out is not rescaled | no-rescale | causal
 row_sum is not rescaled | no-rescale | causal
   base/softmax.cuh: row_sum[i][half] *= factor; =>
   base/softmax.cuh: RESCALE_LOG2 = 8.0f => RESCALE_LOG2 = 0.0f
-out is not divided | not-normalised | causal
-  base/softmax.cuh: return sum == 0.0f ? 0.0f : 1.0f / sum; => return 1.0f;
 head % num_heads_kv | gqa-head-map | causal
   base/tiles.cuh: head / sizes.group() => head % sizes.num_heads_kv
 one key too many | causal-off-by-one | causal
