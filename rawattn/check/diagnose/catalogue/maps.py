@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, Question, side_of
 from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
@@ -71,7 +71,7 @@ def geometry(question: Question, name: str) -> Geometry:
     """That of an input, a row statistic or a result, by its name; those of row statistics have one
     column."""
     sides = [question.offsets(of).astype(np.int64) for of in "qk"]
-    of_keys = name in ("k", "v", "tk", "tv", *OF_KEYS)
+    of_keys = side_of(name) == "k"
     like = question.v if name.endswith(("out", "v")) else question.q  # "sliding out" too
     columns = 1 if name in STATISTICS else like.shape[2]
     tokens, heads = (question.k if of_keys else question.q).shape[:2]

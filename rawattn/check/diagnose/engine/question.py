@@ -163,7 +163,7 @@ def tensors_in(text: str) -> set[str]:
 
 def side_of(tensor: str) -> str:
     """Whether ``tensor`` has rows like "q" or like "k"."""
-    return "k" if tensor in ("k", *OF_KEYS) else "q"
+    return "k" if tensor in ("k", "v", "tk", "tv", *OF_KEYS) else "q"
 
 
 def by_rows(tensor: str, array: Any) -> np.ndarray:

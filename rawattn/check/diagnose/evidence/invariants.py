@@ -18,14 +18,13 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats, solve
 from rawattn.check.diagnose.engine.parts import sequences
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.rows import Reach
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Check
 
 SHARE = 0.1  # of the size of what is added up, which an identity may be off by
-OF_KEYS = ("k", "v", "tk", "tv", "dk", "dv")
 Identity = tuple[str, str, Floats, Floats]  # name, text, what it is off by, of which size
 
 
@@ -62,11 +61,11 @@ def healthy(question: Question) -> Iterator[tuple[int, slice, slice, dict[str, F
     reach, x = Reach(question), {}
     for name in ("q", "dout", "dlse", "tq", "k", "v", "tk", "tv"):
         if (given := getattr(question, name)) is not None:
-            there = reach.seen if name in OF_KEYS else reach.count > 0
+            there = reach.seen if side_of(name) == "k" else reach.count > 0
             array = by_rows("lse" if name == "dlse" else name, given)
             x[name] = np.where(there[..., None], array, 0.0)
     for b, (rows, keys) in enumerate(sequences(question)):
-        here = {name: array[keys if name in OF_KEYS else rows] for name, array in x.items()}
+        here = {name: array[keys if side_of(name) == "k" else rows] for name, array in x.items()}
         if all(np.isfinite(array).all() for array in here.values()):
             yield b, rows, keys, here
 
@@ -80,7 +79,7 @@ def checks(question: Question, answers: Answers, side: str) -> tuple[Check, ...]
     right = by_rows("lse", lse)
     found: dict[tuple[str, str], list[Off]] = {}
     for b, rows, keys, at in () if question.rare else healthy(question):
-        at |= {name: array[keys if name in OF_KEYS else rows] for name, array in x.items()}
+        at |= {name: array[keys if side_of(name) == "k" else rows] for name, array in x.items()}
         of = [*_forward(at, right[rows], key[rows] - keys.start), *_backward(question, at, own)]
         for name, text, off, size in of:
             one = Off(b, largest(off), SHARE * largest(finite(size)))

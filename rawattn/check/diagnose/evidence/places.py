@@ -21,6 +21,10 @@ Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 SPLITS = (2, 3, 4)  # parts of a sequence
 LOOPS = (8, 16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
+EDGES: dict[str, Callable[[Array, int, Array], Array]] = {  # of the tile of u that a row is in
+    "first": lambda row, u, count: row // u * u,
+    "last": lambda row, u, count: np.minimum(row // u * u + u, count) - 1,
+}
 PLACE = re.compile(r"\b[ip]\b")
 
 
@@ -100,17 +104,14 @@ class Places:
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
-        known = (
-            name
-            if name in self.features | self.loops
-            else PLACE.sub("i" if self.aligned else "p", name)
-        )
-        found = self.features.get(known) or self.loops.get(known)
-        if found is None:
-            raise ValueError(f"there is no {name} here")
-        if known not in self._made:
-            self._made[known] = np.asarray(found())
-        return self._made[known]
+        both = name, PLACE.sub("i" if self.aligned else "p", name)
+        if known := next((known for known in both if known in self.features), ""):
+            if known not in self._made:
+                self._made[known] = np.asarray(self.features[known]())
+            return self._made[known]
+        if known := next((known for known in both if known in self.loops), ""):
+            return self.loops[known]()  # of many, of which one is asked again
+        raise ValueError(f"there is no {name} here")
 
     @cached_property
     def features(self) -> dict[str, Callable[[], Array]]:
@@ -171,11 +172,10 @@ class Places:
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
         ):
             for u, t in product(LOOPS, LOOPS):
-                edges = {"first": y // u * u, "last": np.minimum(y // u * u + u, count) - 1}
-                for edge, (words, start), (side, more) in product(edges, of.items(), sides.items()):
+                for edge, (words, start), (side, more) in product(EDGES, of.items(), sides.items()):
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
-                    bound = edges[edge] + start + by * more
-                    found[f"{name} // {t}"] = partial(_tiles_behind, x, bound, t)
+                    row = partial(EDGES[edge], y, u, count)
+                    found[f"{name} // {t}"] = partial(_tiles_behind, x, row, start + by * more, t)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
@@ -230,8 +230,8 @@ class Places:
         }
 
 
-def _tiles_behind(x: Array, bound: Array, t: int) -> Array:
-    return np.asarray(x // t - bound // t)
+def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
+    return np.asarray(x // t - (row() + shift) // t)
 
 
 @lru_cache(maxsize=16)

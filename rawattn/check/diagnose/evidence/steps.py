@@ -64,9 +64,8 @@ class Parting(NamedTuple):
     pairs: int = 0
 
     def __str__(self) -> str:
-        return "; ".join(
-            filter(None, (", ".join(self.agree) + " right" * bool(self.agree), self.text))
-        )
+        agree = f"{', '.join(self.agree)} right" if self.agree else ""
+        return "; ".join(filter(None, (agree, self.text)))
 
 
 def parting(question: Question, answers: Answers, matrices: Answers) -> Parting | None:

@@ -18,9 +18,9 @@ def said(
 ) -> str:
     """In words; "" where no sum gives it up to ``allowed``."""
     factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
-    terms = _terms(question, given, stage)
+    terms, rows = _terms(question, given, stage), _rows(question)
     for (sign, factor), (term, x) in product(factors.items(), terms.items()):
-        sums = {of: factor * (x * there).sum(axis=1) for of, there in _rows(question).items()}
+        sums = {of: factor * (x * there).sum(axis=1) for of, there in rows.items()}
         of_group = sums[ALL].reshape(-1, question.group).sum(axis=1).repeat(question.group)
         sums[f"{ALL} and all heads of the group"] = of_group
         if like := [of for of, y in sums.items() if np.abs(y - found).max() <= allowed]:

@@ -192,9 +192,7 @@ def _judge(
     if runs is not None and all(one.bug == "rounding" for one in findings):
         elsewhere = [] if races else [*runs.checks("I9", "I11")]
         checks += elsewhere
-        findings += proofs.of_runs(
-            side, [one for one in races + elsewhere if one.verdict == "FAIL"]
-        )
+        findings += proofs.of_runs(side, races + elsewhere)
     failing = races or [check for check in checks if check.verdict == "FAIL"]
     return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
 

@@ -63,11 +63,10 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS "))
     if form and not narrow and (exact or not operand):
         return [finding(side, "narrow-intermediate", where, "high", (told, said), form=form)]
-    if exact:
-        form = f"as if computed in {verdict.precision}"
-        return [finding(side, "narrow-intermediate", where, "medium", (said,), form=form)]
-    evidence = (said, told) if told else (said,)
     like = f"as if computed in {verdict.precision}"
+    if exact:
+        return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
+    evidence = (said, told) if told else (said,)
     told_so = finding(side, "rounding", where, "high", evidence, form=like)
     return [replace(told_so, form=form or None)]
 

@@ -14,14 +14,13 @@ from rawattn.check.diagnose.catalogue.masks import neighbours
 from rawattn.check.diagnose.catalogue.reading import reading
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.parts import BY_HEADS, part
-from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import NAMELESS, Finding
 from rawattn.check.diagnose.judge.match import Stage, rows_off
 from rawattn.check.diagnose.judge.proofs import finding
 
-OF_KV = ("k", "v", "tk", "tv", *OF_KEYS)
-BY_HEAD = ("q", "dout", "tq", "out", *OF_KV, *BY_HEADS, "sinks", "tsinks")
+BY_HEAD = ("q", "dout", "tq", "out", "k", "v", "tk", "tv", *BY_HEADS, "sinks", "tsinks")
 SCORES = 1_200_000  # of all heads, of a part
 MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
 OFF = 2.0**-5  # of the size of a row: more than any rounding
@@ -65,7 +64,7 @@ def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, 
     """The first ``count`` key/value heads."""
 
     def kept(name: str, x: np.ndarray) -> np.ndarray:
-        heads = slice(count if name in OF_KV else count * question.group)
+        heads = slice(count if side_of(name) == "k" else count * question.group)
         return x[heads] if x.ndim < 3 else x[:, heads]
 
     given = {f.name: getattr(question, f.name) for f in fields(question) if f.name in BY_HEAD}

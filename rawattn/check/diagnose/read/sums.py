@@ -33,8 +33,7 @@ PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the 
     "": lambda L, top: top**0,
 }
 
-
-KEYS: dict[str, Callable[[Places], Array]] = {
+KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
 }
