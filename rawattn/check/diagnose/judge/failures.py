@@ -42,7 +42,7 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
-AGREEING = 4
+AGREEING, SETTLED = 4, 800.0  # kinds of cases; effort after which two of them are enough
 NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -66,11 +66,12 @@ def explain_failures(
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
-    until = spent() + 1000 * seconds
+    begun = spent()
+    until = begun + 1000 * seconds
     found: list[Kind] = []
     shown, dtypes = frozenset[str](), set[str]()
     for kind in kinds.values():
-        if found and (spent() > until or _agree(found)):
+        if found and (spent() > until or _agree(found, spent() - begun)):
             break
         lost = len(found) >= NAMELESS_KINDS and not any(_named(one) for _, one in found)
         if lost and kind[0].dtype in dtypes:
@@ -290,11 +291,12 @@ def _real(array: np.ndarray) -> bool:
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
-def _agree(found: Sequence[Kind]) -> bool:
+def _agree(found: Sequence[Kind], effort: float) -> bool:
     """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
     said = [{(f.side, f.bug) for f in diagnosis.findings} for _, diagnosis in found]
     named = all(_named(diagnosis) for _, diagnosis in found)
-    return len(found) >= AGREEING and named and all(one == said[0] for one in said)
+    enough = 2 if effort > SETTLED else AGREEING
+    return len(found) >= enough and named and all(one == said[0] for one in said)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
