@@ -114,13 +114,11 @@ def refused(where: str = "") -> Iterator[None]:
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
-@click.option("--names", help="with --log: words in the two sides' names, such as manual,cuda.")
 @showing
 def explain_command(
     files: tuple[Path, ...],
     log_file: Path | None,
     class_: str | None,
-    names: str | None,
 ) -> Told | None:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
@@ -138,11 +136,10 @@ def explain_command(
         with refused():
             terminal.show_class(report.console(), class_)
         return None
-    if files and names:
-        raise click.UsageError("--names is for --log; files are two sides by themselves")
     if log_file:
-        again = _repeated("explain", log=log_file, names=names)
-        return _of_log(log_file, names), terminal.About(again=again)
+        with refused(f"{log_file}: "):
+            diagnosis = explain_log(log_file.read_text(encoding="utf-8", errors="replace"))
+        return diagnosis, terminal.About(again=_repeated("explain", log=log_file))
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -222,11 +219,10 @@ def dump_command(
         question = question_of(chosen, seed, clean=identify or bool(lengths))
         said = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
-        question, given = replace(question, out=None, lse=None), question
+        question = replace(question, out=None, lse=None)
         answers = reference_answers(question)
         if candidate:
-            own = replace(question, out=answers["out"], lse=answers["lse"])
-            question = own if identify else given
+            question = replace(question, out=answers["out"], lse=answers["lse"])
             answers = answers_of(judged, question)
         if sequence is not None:
             answers |= steps.intermediates(question, answers, sequence)
@@ -279,15 +275,6 @@ def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
         each = value if isinstance(value, list | tuple) else [value]
         command += [word for one in each if one is not None for word in (f"--{name}", str(one))]
     return lambda finding: shlex.join(command)
-
-
-def _of_log(file: Path, names: str | None) -> Diagnosis:
-    sides = tuple(part.strip() for part in names.split(",")) if names else ()
-    if names and (len({*sides} - {""}) != 2 or len(sides) != 2):
-        raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
-    with refused(f"{file}: "):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        return explain_log(text, names=sides)
 
 
 def _of_files(*files: Path) -> Diagnosis:
