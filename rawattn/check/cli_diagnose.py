@@ -73,7 +73,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
-    @click.option("--full", is_flag=True, help="show all evidence and identities.")
+    @click.option("--full", is_flag=True, help="show all evidence.")
     @html_option
     @json_option
     @wraps(command)
@@ -88,7 +88,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
         terminal.show(console, diagnosis, about, full=full)
         terminal.facts(console, diagnosis, full=full)
         if diagnosis.findings and not full:
-            console.print(Text("--full shows all evidence and identities", "dim"))
+            console.print(Text("--full shows all evidence", "dim"))
         if html_file is not None:
             html_file.write_text(page(diagnosis, about), encoding="utf-8")
         if json_file is not None:

@@ -226,10 +226,9 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
         names = {name for part in left for name in part.best}
         parts = {name: [part for part in left if name in part.best] for name in names}
         name = min(names, key=lambda name: merit(name, parts[name]))
-        others = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
-        found.append(
-            _found(question, side, name, parts[name], sorted(others, key=lambda name: ORDER[name]))
-        )
+        alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
+        others = sorted(alike, key=lambda other: ORDER[other])
+        found.append(_found(question, side, name, parts[name], others))
         left = [part for part in left if name not in part.best]
     return found + findings
 
