@@ -21,6 +21,7 @@ from rawattn.check.diagnose.findings import Diagnosis
 from rawattn.check.diagnose.judge import failures
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
+from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.expected import expect
 from rawattn.check.second import expect_second
 from rawattn.check.sparse_cases import standard_sparse
@@ -233,6 +234,23 @@ def test_failures_of_one_kind_are_one(candidate: Callable[..., str], calls: list
     assert finding.side == "candidate" and finding.bug == "output-scale"
     assert finding.cases[:1] == ("long-float32",)
     assert all(one["call"](one["question"]).keys() == one["answers"].keys() for one in calls)
+
+
+def test_a_form_is_what_most_kinds_of_cases_say() -> None:
+    """A tail of 8 looks like one of 16 in some; more heads do not make it truer."""
+
+    def kind(name: str, *forms: str) -> failures.Kind:
+        said = finding("candidate", "tail-tile-dropped", "backward pass: dk", "high", ["fits"])
+        one = replace(said, title=f"tail: {forms[0]}", form=forms[0], forms=forms)
+        return [CASES[name]], Diagnosis("candidate", (one,))
+
+    found = [
+        kind("edges", "of 16", "of 8"),
+        kind("group8", "of 8", "of 16"),
+        kind("unequal", "of 16"),
+    ]
+    (one,) = failures._joined("", found).findings
+    assert (one.title, one.form) == ("tail: of 16", "of 16")
 
 
 THROWS = ("    out, lse =", "    raise ArithmeticError('too hard')\n    out, lse =")

@@ -34,8 +34,8 @@ class Finding:
     confidence: "proved" (an identity that needs no reference fails, and only so), "high" (the bug
     planted in the reference gives the same numbers down to rounding, and no other one does),
     "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
-    same on this data. form: of the bug that was planted, None where none was. sight: whom the
-    queries see with it. ``cases`` show it.
+    same on this data. form: of the bug that was planted, None where none was; forms: those of its
+    class that look the same here. sight: whom the queries see with it. ``cases`` show it.
     """
 
     side: str
@@ -47,6 +47,7 @@ class Finding:
     look_at: str
     alternatives: tuple[str, ...] = ()
     form: str | None = None
+    forms: tuple[str, ...] = field(default=(), compare=False)
     sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
 
@@ -54,6 +55,14 @@ class Finding:
     def rank(self) -> int:
         """The surest first."""
         return CONFIDENCE.index(self.confidence)
+
+    def worded(self, form: str) -> "Finding":
+        """The same with another of ``forms``."""
+        own = self.form
+        if not own or not form:
+            return self
+        said = [text.replace(own, form) for text in (self.title, *self.evidence)]
+        return replace(self, title=said[0], evidence=tuple(said[1:]), form=form)
 
     def joined(self, other: "Finding") -> "Finding":
         """One finding for the same bug, seen at two places."""

@@ -255,7 +255,9 @@ def _found(
         title=_title(name, form, must, sight),
         look_at="; ".join(filter(None, look_at)),
     )
-    return replace(finding, form=bugs[0].variant, sight=sight)
+    forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
+    alike = tuple(x for x in forms if all(x in others for others in more))
+    return replace(finding, form=bugs[0].variant, forms=alike, sight=sight)
 
 
 def _title(name: str, form: str, must: str, sight: Sight | None) -> str:

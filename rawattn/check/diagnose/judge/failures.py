@@ -8,6 +8,7 @@ made in the other.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -326,11 +327,23 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     findings: list[Finding] = []
     shown = found[0][1]
     for key in sorted(said, key=rank):
-        best, (cases, diagnosis) = min(said[key], key=lambda one: (one[0].rank, -_heads(one[1])))
+        best, (cases, diagnosis) = _best(said[key])
         shown = shown if findings else diagnosis
         sure = CONFIDENCE[confidence(key)]
         findings.append(replace(best, cases=tuple(map(str, cases)), confidence=sure))
     return replace(shown, title=title, findings=tuple(findings))
+
+
+def _best(alike: Sequence[tuple[Finding, Kind]]) -> tuple[Finding, Kind]:
+    """The surest of findings, with the form of the bug that fits the most kinds of cases."""
+    often = Counter(form for one, _ in alike for form in {*one.forms})
+
+    def merit(found: tuple[Finding, Kind]) -> tuple[int, int, int]:
+        one, kind = found
+        return one.rank, -max((often[form] for form in one.forms), default=0), -_heads(kind)
+
+    best, kind = min(alike, key=merit)
+    return best.worded(max(best.forms, key=lambda form: often[form], default="")), kind
 
 
 def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:

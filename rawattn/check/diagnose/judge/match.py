@@ -374,6 +374,11 @@ class StageVerdict:
             found.setdefault(one.tensors, {}).setdefault(one.name, one)
         return found
 
+    def forms(self, name: str, tensors: tuple[str, ...]) -> list[str]:
+        """Of a class all that fit these tensors, the best fit first."""
+        fitting = [one for one in self.explained if (one.name, one.tensors) == (name, tensors)]
+        return [one.prediction.bug.variant for one in fitting]
+
     @property
     def left(self) -> tuple[int, int]:
         """How much is not explained, and by how many bugs the rest is: one that is in all parts is
