@@ -3,7 +3,7 @@
 The set is found on one problem and must hold on a second one of other lengths.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,9 +20,9 @@ class Places(Protocol):
     @property
     def j(self) -> Array: ...
     @property
-    def features(self) -> Mapping[str, object]: ...
+    def features(self) -> Mapping[str, Callable[[], Array]]: ...
     @property
-    def loops(self) -> Mapping[str, object]: ...
+    def loops(self) -> Mapping[str, Callable[[], Array]]: ...
     def feature(self, name: str) -> Array: ...
 
 

@@ -1,6 +1,7 @@
 """Where one side differs from the other: the pattern of the wrong rows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,24 +79,25 @@ class _Rows:
         of_q, of_k = (np.asarray(x)[sequence][None] for x in (q.lengths_q, q.lengths_k))
         n, at, size = np.diff(q.offsets(side))[sequence], "ij"[side == "k"], f"seqlen_{side}"
         self.j = np.repeat(i, heads, axis=0)
-        self.features = {at: i, f"{size} - 1 - {at}": n - 1 - i}
-        self.loops = dict[str, Ints]()
+        made = {at: i, f"{size} - 1 - {at}": n - 1 - i}
         if side == "k":
-            self.features["whether a query sees it"] = seen.T.astype(int)
+            made["whether a query sees it"] = seen.T.astype(int)
         elif heads == q.num_heads_q:
-            self.features["keys seen"] = count.T
-        self.features |= {"seqlen_q": of_q, "seqlen_k": of_k, "seqlen_k - seqlen_q": of_k - of_q}
-        self.features["the sequence"] = sequence[None]
+            made["keys seen"] = count.T
+        made |= {"seqlen_q": of_q, "seqlen_k": of_k, "seqlen_k - seqlen_q": of_k - of_q}
+        made["the sequence"] = sequence[None]
         if heads == q.num_heads_q and q.group > 1:
             other = f"whether h % {q.num_heads_kv} is not h // {q.group}"
-            self.features[f"h % {q.group}"] = h % q.group
-            self.features[other] = (h % q.num_heads_kv != h // q.group).astype(int)
+            made[f"h % {q.group}"] = h % q.group
+            made[other] = (h % q.num_heads_kv != h // q.group).astype(int)
+        self.features: dict[str, Callable[[], Ints]]
+        self.features = {name: partial(np.asarray, x) for name, x in made.items()}
         for t in TILES:
-            of_t = of_tiles(at, i, size, n, t)
-            self.features |= {name: np.asarray(make()) for name, make in of_t.items()}
+            self.features |= of_tiles(at, i, size, n, t)
+        self.loops = dict[str, Callable[[], Ints]]()
 
     def feature(self, name: str) -> Ints:
-        return self.features[name]
+        return self.features[name]()
 
 
 def _reach(question: Question) -> tuple[Ints, Bools]:
