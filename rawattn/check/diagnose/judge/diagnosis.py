@@ -241,11 +241,10 @@ def _found(
     wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
     bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
     form, sight = bugs[0].variant, sight_of(question, bugs[0])
-    evidence = [_said(name, parts, form, must)]
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
     look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
-    evidence += [CUT] if cut else []
+    evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
     clear = clear and _in_numbers(wrong) and not summed
@@ -257,7 +256,7 @@ def _found(
     )
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    return replace(finding, form=bugs[0].variant, forms=alike, sight=sight)
+    return replace(finding, form=form, forms=alike, sight=sight)
 
 
 def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
