@@ -116,9 +116,7 @@ def refused(where: str = "") -> Iterator[None]:
 )
 @showing
 def explain_command(
-    files: tuple[Path, ...],
-    log_file: Path | None,
-    class_: str | None,
+    files: tuple[Path, ...], log_file: Path | None, class_: str | None
 ) -> Told | None:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
@@ -247,11 +245,7 @@ def dump_command(
     help=f"of x, more than once for several; {', '.join(comparison.DTYPES)} by default.",
 )
 @showing
-def harness_command(
-    compare: str,
-    framework: str | None,
-    dtypes: tuple[str, ...],
-) -> Told:
+def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
     """Show which wrong results a comparison function lets pass.
 
     COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It

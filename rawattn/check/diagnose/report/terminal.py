@@ -49,8 +49,10 @@ def show(
         compared = diagnosis.judged or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
         console.print(Text(*said))
-    for side in words.faultless(diagnosis):
-        console.print(Text(f"\n{side}: no fault is found", "green"))
+    accused = {finding.side for finding in diagnosis.findings if finding.bug != "rounding"}
+    for side in diagnosis.judged:
+        if accused and side not in accused:
+            console.print(Text(f"\n{side}: no fault is found", "green"))
 
 
 def show_class(console: Console, name: str) -> None:

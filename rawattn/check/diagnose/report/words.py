@@ -37,12 +37,6 @@ def nothing_wrong(diagnosis: Diagnosis) -> bool:
     return all(finding.bug == "rounding" for finding in diagnosis.findings)
 
 
-def faultless(diagnosis: Diagnosis) -> list[str]:
-    """The sides that were judged beside a wrong one, and of which nothing is to be said."""
-    accused = {finding.side for finding in diagnosis.findings if finding.bug != "rounding"}
-    return [side for side in diagnosis.judged if accused and side not in accused]
-
-
 def sure(finding: Finding) -> str:
     """How sure it is, and why not surer."""
     if finding.alternatives:
