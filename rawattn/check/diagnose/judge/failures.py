@@ -329,8 +329,9 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     for key in sorted(said, key=rank):
         best, (cases, diagnosis) = _best(said[key])
         shown = shown if findings else diagnosis
-        sure = CONFIDENCE[confidence(key)]
-        findings.append(replace(best, cases=tuple(map(str, cases)), confidence=sure))
+        every = dict.fromkeys([*cases, *(case for _, kind in said[key] for case in kind[0])])
+        best = replace(best, cases=tuple(map(str, every)))
+        findings.append(replace(best, confidence=CONFIDENCE[confidence(key)]))
     return replace(shown, title=title, findings=tuple(findings))
 
 
