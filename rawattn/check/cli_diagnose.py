@@ -348,13 +348,12 @@ def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[di
 
 
 def _meant(changes: dict[str, Any]) -> str:
-    said = {n: x for n, x in changes.items() if n != "dlse"}
-    if said.keys() == {"cu_seqlens_q", "cu_seqlens_k"}:
-        said = {"cu_seqlens": said["cu_seqlens_q"].tolist()}
-    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in said.items()}
-    texts = [f"{option} = {value}".replace("None", "its default") for option, value in said.items()]
-    texts += ["a cotangent of lse (dlse)"] * ("dlse" in changes)
-    return ", ".join(texts)
+    if "dlse" in changes:
+        return "a cotangent of lse (dlse)"
+    if "cu_seqlens_q" in changes:
+        return f"cu_seqlens = {changes['cu_seqlens_q'].tolist()}"
+    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in changes.items()}
+    return ", ".join(f"{option} = {value}" for option, value in said.items())
 
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
