@@ -73,7 +73,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
-    @click.option("--full", is_flag=True, help="show all evidence and identities.")
+    @click.option("--full", is_flag=True, help="show all evidence.")
     @html_option
     @json_option
     @wraps(command)
@@ -88,7 +88,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
         terminal.show(console, diagnosis, about, full=full)
         terminal.facts(console, diagnosis, full=full)
         if diagnosis.findings and not full:
-            console.print(Text("--full shows all evidence and identities", "dim"))
+            console.print(Text("--full shows all evidence", "dim"))
         if html_file is not None:
             html_file.write_text(page(diagnosis, about), encoding="utf-8")
         if json_file is not None:
@@ -114,13 +114,9 @@ def refused(where: str = "") -> Iterator[None]:
 @click.option(
     "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
 )
-@click.option("--names", help="with --log: words in the two sides' names, such as manual,cuda.")
 @showing
 def explain_command(
-    files: tuple[Path, ...],
-    log_file: Path | None,
-    class_: str | None,
-    names: str | None,
+    files: tuple[Path, ...], log_file: Path | None, class_: str | None
 ) -> Told | None:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
@@ -138,11 +134,10 @@ def explain_command(
         with refused():
             terminal.show_class(report.console(), class_)
         return None
-    if files and names:
-        raise click.UsageError("--names is for --log; files are two sides by themselves")
     if log_file:
-        again = _repeated("explain", log=log_file, names=names)
-        return _of_log(log_file, names), terminal.About(again=again)
+        with refused(f"{log_file}: "):
+            diagnosis = explain_log(log_file.read_text(encoding="utf-8", errors="replace"))
+        return diagnosis, terminal.About(again=_repeated("explain", log=log_file))
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -222,11 +217,10 @@ def dump_command(
         question = question_of(chosen, seed, clean=identify or bool(lengths))
         said = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
-        question, given = replace(question, out=None, lse=None), question
+        question = replace(question, out=None, lse=None)
         answers = reference_answers(question)
         if candidate:
-            own = replace(question, out=answers["out"], lse=answers["lse"])
-            question = own if identify else given
+            question = replace(question, out=answers["out"], lse=answers["lse"])
             answers = answers_of(judged, question)
         if sequence is not None:
             answers |= steps.intermediates(question, answers, sequence)
@@ -251,11 +245,7 @@ def dump_command(
     help=f"of x, more than once for several; {', '.join(comparison.DTYPES)} by default.",
 )
 @showing
-def harness_command(
-    compare: str,
-    framework: str | None,
-    dtypes: tuple[str, ...],
-) -> Told:
+def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
     """Show which wrong results a comparison function lets pass.
 
     COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It
@@ -279,15 +269,6 @@ def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
         each = value if isinstance(value, list | tuple) else [value]
         command += [word for one in each if one is not None for word in (f"--{name}", str(one))]
     return lambda finding: shlex.join(command)
-
-
-def _of_log(file: Path, names: str | None) -> Diagnosis:
-    sides = tuple(part.strip() for part in names.split(",")) if names else ()
-    if names and (len({*sides} - {""}) != 2 or len(sides) != 2):
-        raise click.UsageError(f"--names is {names!r}; it must be two words such as manual,cuda")
-    with refused(f"{file}: "):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        return explain_log(text, names=sides)
 
 
 def _of_files(*files: Path) -> Diagnosis:
@@ -367,13 +348,12 @@ def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[di
 
 
 def _meant(changes: dict[str, Any]) -> str:
-    said = {n: x for n, x in changes.items() if n != "dlse"}
-    if said.keys() == {"cu_seqlens_q", "cu_seqlens_k"}:
-        said = {"cu_seqlens": said["cu_seqlens_q"].tolist()}
-    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in said.items()}
-    texts = [f"{option} = {value}".replace("None", "its default") for option, value in said.items()]
-    texts += ["a cotangent of lse (dlse)"] * ("dlse" in changes)
-    return ", ".join(texts)
+    if "dlse" in changes:
+        return "a cotangent of lse (dlse)"
+    if "cu_seqlens_q" in changes:
+        return f"cu_seqlens = {changes['cu_seqlens_q'].tolist()}"
+    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in changes.items()}
+    return ", ".join(f"{option} = {value}" for option, value in said.items())
 
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def bugs(diagnosis: Diagnosis) -> list[str]:
 def test_a_sound_comparison_has_no_findings(compare: Compare) -> None:
     diagnosis = examine(compare)
     assert diagnosis.sound and bugs(diagnosis) == []
-    assert "0 of 1104 wrong results pass, 0 of 108 right ones do not" in diagnosis.title
+    assert "0 of 960 wrong results pass, 0 of 108 right ones do not" in diagnosis.title
 
 
 def error_below(x: Any, ref: Any, share: float = 4e-3) -> bool:
@@ -98,7 +98,7 @@ def error_below(x: Any, ref: Any, share: float = 4e-3) -> bool:
             lambda x, ref: (wide(x) - wide(ref)).max() <= 4e-3 * largest(ref),
         ),
         (
-            "passes-zeros averages too-loose broadcasts not-symmetric vacuous",
+            "passes-zeros averages too-loose broadcasts vacuous",
             lambda x, ref: bool(np.all(difference(x, ref) <= np.abs(wide(ref)))),
         ),
         ("too-loose broadcasts vacuous", lambda x, ref: np.allclose(x, ref, rtol=0.1, atol=0)),
@@ -147,12 +147,12 @@ def test_wrongs_are_wrong_and_rights_are_right(
     eps = float(np.spacing(np.ones((), dtype_of(dtype))))
     for size in SIZES:
         for pair in rights(shape, dtype, size=size, wide=with_wide):
-            assert pair.due == "pass" and pair.x.dtype == dtype_of(dtype)
+            assert pair.kind == "right" and pair.x.dtype == dtype_of(dtype)
             assert difference(pair.x, pair.ref).max() <= 2 * eps * largest(pair.ref)
         names = []
         for pair in wrongs(shape, dtype, size=size, wide=with_wide):
             names.append(pair.name)
-            if pair.due == "refuse" and pair.kind != "vacuous" and pair.x.shape == pair.ref.shape:
+            if pair.kind != "vacuous" and pair.x.shape == pair.ref.shape:
                 error = difference(pair.x, pair.ref).max()
                 assert not error <= GENEROUS * eps * largest(pair.ref)
             if pair.kind == "shape":

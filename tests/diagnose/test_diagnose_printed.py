@@ -92,8 +92,7 @@ def test_masks() -> None:
     assert finding.confidence == "proved"
     assert "-1.0426, -1.9765, -0.5487, 0.0000" in said
     assert "0.0000, 0.0000, 0.0000, 0.0001" in said and "dS_cuda is right" in said
-    verdicts = {(c.side, c.name): c.verdict for c in diagnosis.checks}
-    assert (verdicts["manual", "I2"], verdicts["cuda", "I2"]) == ("FAIL", "pass")
+    assert diagnosis.judged == ("cuda",)
 
 
 def test_padding() -> None:
@@ -230,7 +229,7 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
         text = log_of(form, right, other, causal)
         diagnosis = explain_log(text)
         assert diagnosis.sound, (seed, diagnosis.findings)
-        assert not [c for c in diagnosis.checks if c.verdict == "FAIL"]
+        assert {*diagnosis.judged} == ({"ref", "kernel"} if rows < 40 else set())
 
 
 @pytest.mark.parametrize("form", ["torch", "digits", "repr", "str", "list"])

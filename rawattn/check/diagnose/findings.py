@@ -1,6 +1,5 @@
 """What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -79,31 +78,13 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check:
-    """An identity that must hold on one side alone. verdict: "pass", "FAIL", "vacuous", or "-"
-    where the side does not have what the identity is about."""
-
-    side: str
-    name: str
-    text: str
-    value: float
-    allowed: float
-    verdict: str
-    where: str = ""
-
-    @property
-    def place(self) -> str:
-        """Where it fails, unless that is everywhere."""
-        return self.where.removeprefix("all").removeprefix(": ")
-
-
-@dataclass(frozen=True)
 class Diagnosis:
-    """All of it. No findings: nothing is wrong. ``facts``: what was looked at, in sentences."""
+    """All of it. No findings: nothing is wrong. ``judged``: the sides that were looked at.
+    ``facts``: what was looked at, in sentences."""
 
     title: str
     findings: tuple[Finding, ...]
-    checks: tuple[Check, ...] = ()
+    judged: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
 
     @property
@@ -112,20 +93,11 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of several sides. The first fact of each is what it was asked."""
+    """One diagnosis of several sides."""
     found = list(sides.values())
-    several = len({diagnosis.facts[:1] for diagnosis in found}) > 1
-    facts = [f"{name}: " * several + fact for name, one in sides.items() for fact in one.facts[:1]]
     return Diagnosis(
         title,
         findings=tuple(finding for diagnosis in found for finding in diagnosis.findings),
-        checks=tuple(check for diagnosis in found for check in diagnosis.checks),
-        facts=(*dict.fromkeys(facts), *(fact for one in found for fact in one.facts[1:])),
+        judged=tuple(side for diagnosis in found for side in diagnosis.judged),
+        facts=tuple(dict.fromkeys(fact for one in found for fact in one.facts)),
     )
-
-
-def readable(value: float) -> str:
-    """As people write it; "-" where there is none."""
-    if not math.isfinite(value):
-        return "-" if math.isnan(value) else str(value)
-    return format(value, ".0f" if 99.5 <= abs(value) < 1e5 else ".2g")  # 109, not 1.1e+02

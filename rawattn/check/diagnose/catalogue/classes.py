@@ -189,7 +189,7 @@ vacuous: the comparison is vacuous: zeros would pass
 rounding: right, but as precise as a coarser dtype than that of the inputs
     the dtype of intermediates, and whether matmuls may run in TF32
 unknown: wrong, in a way that no known bug reproduces
-    where the wrong rows lie, and which identities fail
+    where the wrong rows lie
 """
 
 

@@ -1,49 +1,60 @@
-"""Identities between runs: questions that differ in what must not matter have the same answers.
+"""Questions that differ in what must not matter have the same answers, but for rounding.
 
-I9, I11 and I12 of ``invariants``: results may differ by another order of summation alone.
+Results may differ by another order of summation alone. What fails says that something is wrong
+without a reference, and which bug it is.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats
-from rawattn.check.diagnose.engine.parts import by_tokens
+from rawattn.check.diagnose.engine.parts import by_tokens, sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
-from rawattn.check.diagnose.evidence.invariants import Off, healthy, judged, largest
 from rawattn.check.diagnose.evidence.precision import eps_of, finite
-from rawattn.check.diagnose.findings import Check
+from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.transfer import Array
 
-TEXTS = {
-    "I9": "other numbers in the neighbours change nothing",
-    "I11": "2 q with half the softmax_scale gives the same",
-    "I12": "running again gives the same",
-}
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 SMALLEST = 2.0**-20  # what a term may be off by in float16 that is too small for a relative error
 INTEGERS = ("block_indices", "block_counts")
 
 
+class Change(NamedTuple):
+    """What a run changes at most in a result of a sequence, and what rounding may."""
+
+    tensor: str
+    sequence: int
+    value: float
+    allowed: float
+
+
+Failed = tuple[str, str, Change]  # a bug, where it shows, and the largest change
+
+
 class Runs:
     """``call`` and its answers to the question itself, which every other run is compared with."""
 
-    def __init__(self, question: Question, side: str, call: Callable[[Question], Answers]) -> None:
+    def __init__(self, question: Question, call: Callable[[Question], Answers]) -> None:
         # an out and lse that a backward was given would not belong to the changed inputs
-        self.question = replace(question, out=None, lse=None)
-        self.side, self.call = side, call
+        self.question, self.call = replace(question, out=None, lse=None), call
 
-    def checks(self, *names: str) -> Iterator[Check]:
-        asks = {"I9": self.other_neighbours, "I11": self.scaled, "I12": self.run}
-        for name in names:
-            try:
-                yield judged(self.side, name, TEXTS[name], [*self.differences(asks[name]())])
-            except Exception as error:  # a function need not be able to do all of this
-                why = f"the function raised {type(error).__name__}: {error}"
-                yield Check(self.side, name, TEXTS[name], 0.0, 0.0, "-", why)
+    def failing(self, *bugs: str) -> Iterator[Failed]:
+        """Those of "race", "neighbour-leak" and "score-scale" that a run shows."""
+        asks = {"race": self.run, "neighbour-leak": self.neighbours, "score-scale": self.scaled}
+        for bug in bugs:
+            found: list[Change] = []
+            with suppress(Exception):  # a function need not be able to do all of this
+                found = [*self.changes(asks[bug]())]
+            if bad := [one for one in found if one.value > one.allowed]:
+                places = sorted({one.sequence for one in bad})
+                where = [*dict.fromkeys(one.tensor for one in bad), named("sequence", places)]
+                worst = max(bad, key=lambda one: one.value - one.allowed)
+                yield bug, ", ".join(where), worst
 
     @cached_property
     def first(self) -> dict[str, Floats]:
@@ -54,9 +65,9 @@ class Runs:
         before, answers = self.first, self.call(replace(self.question, **changes))
         return {name: by_rows(name, x) for name, x in answers.items() if name in before}
 
-    def other_neighbours(self) -> dict[str, Floats]:
+    def neighbours(self) -> dict[str, Floats]:
         """Every second sequence gets other numbers, then the others."""
-        first, found = self.first, dict(self.first)
+        found = dict(self.first)
         for parity in (0, 1):
             changes, other = dict[str, Any](), dict[str, np.ndarray]()
             for of in "qk":
@@ -65,8 +76,7 @@ class Runs:
                 change = partial(_altered, rows=other[of])
                 changes |= by_tokens(self.question, of, change, INTEGERS)
             for t, x in self.run(**changes).items():
-                changed = _differ(x, first[t]) & ~other[side_of(t)][:, None, None]
-                found[t] = np.where(changed, x, found[t])
+                found[t] = np.where(other[side_of(t)][:, None, None], found[t], x)
         return found
 
     def scaled(self) -> dict[str, Floats]:
@@ -77,23 +87,20 @@ class Runs:
         answers = self.run(softmax_scale=q.scale / 2, **double)
         return {t: a * 2 if t in ("dq", "gq") else a for t, a in answers.items()}
 
-    def differences(self, answers: dict[str, Floats]) -> Iterator[Off]:
-        """What results differ by from those of the first run, and what the order in which sums are
-        taken may change."""
+    def changes(self, answers: dict[str, Floats]) -> Iterator[Change]:
+        """What results differ by from those of the first run, where these are finite."""
         q = self.question
         ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
         tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
-        for b, *spans, _ in healthy(q):
+        for b, spans in enumerate(sequences(q)):
             for tensor, x in answers.items():
                 rows = spans["qk".index(side_of(tensor))]
                 now, before = x[rows], self.first[tensor][rows]
                 with np.errstate(invalid="ignore"):
-                    off = np.where(_differ(now, before), now - before, 0.0)
-                yield Off(b, largest(off), ulps * largest(finite(before)) + tiny, tensor)
-
-
-def _differ(a: Floats, b: Floats) -> np.ndarray:
-    return np.asarray((a != b) & ~(np.isnan(a) & np.isnan(b)))
+                    off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
+                value = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
+                allowed = ulps * np.abs(finite(before)).max(initial=0.0) + tiny
+                yield Change(tensor, b, value, float(allowed))
 
 
 def _altered(array: Array, rows: np.ndarray) -> Array:

@@ -1,34 +1,22 @@
-"""Where one side differs from the other: a slope, the pattern of the wrong rows."""
+"""Where one side differs from the other: the pattern of the wrong rows."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from rawattn.check.diagnose.engine.attention import views_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, side_of
-from rawattn.check.diagnose.evidence.rows import Bools, Float64, Rows
+from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
 ROWS = {"q": "row", "k": "key"}
-
-
-def fit(x: Float64, y: Float64) -> tuple[float, float]:
-    """Slope of the least-squares line from ``y`` to ``x`` through 0, and what it leaves of x; of
-    finite numbers."""
-    size_x, size_y = float(np.linalg.norm(x)), float(np.linalg.norm(y))
-    if not size_y:
-        return (1.0, 0.0) if not size_x else (math.inf, 1.0)
-    slope = float(np.vdot(x / size_y, y / size_y))
-    rest = float(np.linalg.norm(x - slope * y))
-    return slope, rest / size_x if size_x else 0.0
-
-
-def where(question: Question, tensor: str, bad: Bools) -> tuple[str, ...]:
-    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
-    return tuple(_sentences(question, tensor, bad))
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 def named(what: str, indices: Any) -> str:
@@ -43,7 +31,8 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
+def where(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
+    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
     within = question.sequence_of(tensor)
     there, row = within >= 0, ROWS[side_of(tensor)]
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
@@ -64,7 +53,7 @@ def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
         yield f"only {named(head, of_heads)} of {heads}"
     if len(of_sequences) < sequences:
         yield f"only {named('sequence', of_sequences)} of {sequences}"
-    places = Rows(question, tensor, heads)
+    places = _Rows(question, tensor, heads)
     whole = np.broadcast_to(there[:, None], bad.shape)
     touched = np.isin(within, of_sequences)[:, None] & np.isin(np.arange(heads), of_heads)[None]
     for domain, words in ((whole, ""), (touched, "of these, ")):
@@ -78,3 +67,46 @@ def _sentences(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
         yield f"no pattern of rows, tiles or lengths fits; the first wrong one is {first}"
     elif not touched[there].all():  # else it would say what the count has said
         yield f"{'nearly ' * bool((bad != touched).any())}every {row} of these"
+
+
+class _Rows:
+    """Rows of a tensor of so many heads, like ``Places``: integers by what they are called, (1,
+    rows) or (heads, rows), of which rules are made."""
+
+    def __init__(self, question: Question, tensor: str, heads: int) -> None:
+        q, side, h = question, side_of(tensor), np.arange(heads)[:, None]
+        sequence, i, (count, seen) = q.sequence_of(side), q.place_of(side)[None], _reach(q)
+        of_q, of_k = (np.asarray(x)[sequence][None] for x in (q.lengths_q, q.lengths_k))
+        n, at, size = np.diff(q.offsets(side))[sequence], "ij"[side == "k"], f"seqlen_{side}"
+        self.j = np.repeat(i, heads, axis=0)
+        made = {at: i, f"{size} - 1 - {at}": n - 1 - i}
+        if side == "k":
+            made["whether a query sees it"] = seen.T.astype(int)
+        elif heads == q.num_heads_q:
+            made["keys seen"] = count.T
+        made |= {"seqlen_q": of_q, "seqlen_k": of_k, "seqlen_k - seqlen_q": of_k - of_q}
+        made["the sequence"] = sequence[None]
+        if heads == q.num_heads_q and q.group > 1:
+            other = f"whether h % {q.num_heads_kv} is not h // {q.group}"
+            made[f"h % {q.group}"] = h % q.group
+            made[other] = (h % q.num_heads_kv != h // q.group).astype(int)
+        self.features: dict[str, Callable[[], Ints]]
+        self.features = {name: partial(np.asarray, x) for name, x in made.items()}
+        for t in TILES:
+            self.features |= of_tiles(at, i, size, n, t)
+        self.loops = dict[str, Callable[[], Ints]]()
+
+    def feature(self, name: str) -> Ints:
+        return self.features[name]()
+
+
+def _reach(question: Question) -> tuple[Ints, Bools]:
+    """How many keys a query sees, (total_q, num_heads_q), and whether any query sees a key,
+    (total_k, num_heads_kv)."""
+    count = np.zeros(question.q.shape[:2], dtype=np.int64)
+    seen = np.zeros(question.k.shape[:2], dtype=bool)
+    for view in views_of(question):
+        weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
+        count[np.ix_(view.rows, view.heads)] = weight.sum(axis=2).T
+        seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
+    return count, seen

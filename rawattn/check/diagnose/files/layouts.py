@@ -30,7 +30,7 @@ LIKE_OUT = ("q", "q", "v")
 class Frame:
     """The sizes that all arrays of a problem share, by side "q" or "k" where these differ.
 
-    layout: of arrays with a batch. total: rows of the packed arrays. widths: of k and v.
+    layout: of arrays with a batch. total: of packed rows. widths: of k and v. dtype: of q.
     """
 
     layout: str
@@ -38,6 +38,7 @@ class Frame:
     widths: dict[str, int]
     offsets: dict[str, np.ndarray]
     total: dict[str, int]
+    dtype: np.dtype
 
     def lengths(self, side: str) -> list[int]:
         return [int(n) for n in np.diff(self.offsets[side])]
@@ -112,7 +113,7 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
             f"cu_seqlens_q has {len(offsets['q'])} entries and cu_seqlens_k {len(offsets['k'])}; "
             "both must have one more than there are sequences"
         )
-    return Frame(layout, heads, widths, offsets, total)
+    return Frame(layout, heads, widths, offsets, total, inputs["q"].dtype)
 
 
 def offsets_of(inputs: Arrays, side: str) -> np.ndarray | None:

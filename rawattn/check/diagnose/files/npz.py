@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.evidence.steps import MADE
 from rawattn.check.diagnose.files.entries import (
     BFLOAT16,
@@ -21,6 +21,7 @@ from rawattn.check.diagnose.files.entries import (
     RESULTS,
     entries,
     named,
+    narrowed,
     options_of,
     restore,
 )
@@ -36,6 +37,7 @@ from rawattn.check.diagnose.files.layouts import (
 
 MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+NARROW = {*RESULTS} - {*BY_ROW, *OF_SLOTS, *OF_SINKS}  # of the inputs' dtype
 NO_MASK = "causal is not said: False is assumed"
 
 
@@ -64,7 +66,7 @@ class Saved:
 
 def dump(path: str | Path, question: Question, answers: Answers, **said: int) -> None:
     """Write both to a .npz file: an array under each name, bfloat16 as uint16, and "about", JSON
-    text with the options, the names of the bfloat16 arrays, and what else is ``said``."""
+    text with the options and what else is ``said``."""
     arrays: Arrays = {}
     for part in fields(Question):
         value = getattr(question, part.name)
@@ -73,8 +75,6 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
     arrays |= {name: np.asarray(array) for name, array in answers.items()}
     about = {
         "written by": "rawattn-check dump",
-        "layout": "thd",
-        "bfloat16": [name for name, array in arrays.items() if array.dtype == BFLOAT16],
         "options": {name: getattr(question, name) for name in OPTIONS},
         **said,
     }
@@ -107,6 +107,10 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
             frame = replace(frame, layout=layout or frame.layout)
             given = {f"cu_seqlens_{side}": offsets_of(arrays, side) for side in "qk"}
             found |= {name: offsets for name, offsets in given.items() if offsets is not None}
+        results = {n: x for n, x in arrays.items() if n in NARROW}
+        if narrow := narrowed(results, frame.dtype) if frame.dtype.itemsize == 2 else {}:
+            notes.append(f"{', '.join(narrow)}: all numbers are of {frame.dtype}, judged as such")
+            arrays |= narrow
         for name in (name for name in arrays if name not in LENGTHS):
             found[name] = place(name, arrays[name], frame)
     except ValueError as error:

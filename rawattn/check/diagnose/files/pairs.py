@@ -8,15 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, STAGES, Question
-from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS, narrowed
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.files.entries import GIVEN, OPTIONS
 from rawattn.check.diagnose.files.npz import NO_MASK, Saved, read
 
 PROBLEM = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")  # who has other ones computed another
 OF_ITS_OWN = ("dlse", *GIVEN)  # what a run had none of where none was saved
 ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
 ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
-NARROW = {n for names in STAGES.values() for n in names} - {*BY_ROW, *OF_SLOTS}  # as inputs are
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,10 @@ def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
     """
     a = read(one)
     if other is None:
-        a = _as_of_inputs(a)
         return Pair((a,), (a.question,))
     b = read(other, a.frame)
     a = read(one, b.frame) if a.frame is None and b.frame is not None else a
-    sides = _as_of_inputs(_completed(a, b)), _as_of_inputs(_completed(b, a))
+    sides = _completed(a, b), _completed(b, a)
     first, second = (saved.question for saved in sides)
     if first is None or second is None:
         return Pair(sides, (first, second))
@@ -81,17 +79,6 @@ def _completed(mine: Saved, other: Saved) -> Saved:
     notes = [note for note in mine.notes if note != NO_MASK or "causal" not in taken]
     notes += [f"{', '.join(taken)}: not said, as in {other.path} is assumed"] if taken else []
     return replace(mine, inputs=taken | given, notes=tuple(notes))
-
-
-def _as_of_inputs(saved: Saved) -> Saved:
-    """Results of nothing but numbers of the inputs' 16 bits, that were saved wider, in 16 bits."""
-    dtype = None if saved.question is None else saved.question.dtype
-    if dtype is None or dtype.itemsize > 2:
-        return saved
-    found = narrowed({n: x for n, x in saved.answers.items() if n in NARROW}, dtype)
-    note = f"{', '.join(found)}: all numbers are of {dtype}, as the inputs are, and judged as such"
-    notes = (*saved.notes, note) if found else saved.notes
-    return replace(saved, answers=saved.answers | found, notes=notes)
 
 
 def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.harness.pairs import PLACES, SWAPPED
+from rawattn.check.diagnose.harness.pairs import PLACES
 
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
@@ -37,8 +37,6 @@ harness-too-loose: errors above the dtype's rounding pass
     rtol: compare with the error that a same-dtype reference has against a float64 one
 harness-broadcasts: a result of another shape passes
     assert x.shape == ref.shape first: a shape (1, ...) broadcasts, and zip stops early
-harness-not-symmetric: wrong results pass where the arguments are swapped
-    which of the two is the reference at every call: the allowance grows with it
 vacuous: two all-zero arrays pass
     a result that underflows to 0 on both sides proves nothing: assert that ref is not 0
 harness-refuses-right: right results are refused
@@ -90,7 +88,7 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     names = {t.name for t in fooled}
     # the least error of all elements that is always refused, and that of one element that must be
     noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
-    blind = all(t.kind in BY_KIND or t.kind == "swapped" for t in held)
+    blind = all(t.kind in BY_KIND for t in held)
     top = max((t.place[1] for t in due), default=0.0)
     absolute = {
         dtype
@@ -109,10 +107,7 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
             all((name, t.place) in passing for name in names) for names in (PLACES, MULTIPLES)
         )
         single = t.kind == "element"
-        turned = t.kind == "swapped"
         claims = {
-            "harness-not-symmetric": turned and (t.name.removesuffix(SWAPPED), t.place) in refused,
-            "": turned,  # it passes the other way too
             "harness-accepts-anything": blind,
             BY_KIND.get(t.kind, "none"): t.kind in BY_KIND,
             "harness-atol-only": t.place[0] in absolute,

@@ -88,6 +88,6 @@ def _stored(found: Found, question: Question, answers: Answers) -> Answers:
 def _in_words(question: Question, found: Found) -> str:
     texts: dict[str, list[str]] = {}
     for name, (rows, number) in found.items():
-        places = ", ".join(where(question, name, rows)[1:]).replace("only ", "of ")
+        places = ", ".join([*where(question, name, rows)][1:]).replace("only ", "of ")
         texts.setdefault(f"is {number:g} in some rows, {places}", []).append(name)
     return "; ".join(f"{' and '.join(names)} {text}" for text, names in texts.items())

@@ -1,9 +1,8 @@
 """``diagnose``: which side is wrong, and which bug it is, with the evidence.
 
-Each side is judged on its own: by identities that need no reference (``invariants``), by the bugs
-of the catalogue (``match``), by whose rounding it is (``rounding``), and by proofs from structure
-for bugs that nobody can plant (``proofs``). What stages have in common is one finding. Long by the
-evidence in words.
+Each side is judged on its own: by the bugs of the catalogue (``match``), by whose rounding it is
+(``rounding``), by other runs (``runs``), and by proofs from structure for bugs that nobody can
+plant (``proofs``). What stages have in common is one finding. Long by the evidence in words.
 """
 
 import math
@@ -23,12 +22,10 @@ from rawattn.check.diagnose.engine.question import (
     Answers,
     Question,
     by_rows,
-    tensors_in,
 )
-from rawattn.check.diagnose.evidence import invariants, structure
 from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
-from rawattn.check.diagnose.findings import NAMELESS, Check, Diagnosis, Finding, Sight, readable
+from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, Sight
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.match import (
     GENERIC,
@@ -80,9 +77,9 @@ def diagnose(
 
     question, part, fact = cut(whole, _with_rows(given))
     asked_again = None if call is None else again
-    found, checks, facts = _judge(question, part, side, asked_again, until, told)
+    found, facts = _judge(question, part, side, asked_again, until, told)
     if any(one.bug == "unknown" for one in found) and (run := _numbers(question, part)):
-        others, *_ = _judge(*sequences_of(question, part, *run), side, asked_again, until, UNREAD)
+        others, _ = _judge(*sequences_of(question, part, *run), side, asked_again, until, UNREAD)
         if others and not any(one.bug in NAMELESS for one in others):
             found = others
             facts.append(f"{side}: there is NaN in sequences other than {run[0]} to {run[1] - 1}")
@@ -93,7 +90,7 @@ def diagnose(
     diagnosis = Diagnosis(
         title=side,
         findings=(*strange, *found),
-        checks=tuple(checks),
+        judged=(side,),
         facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
     )
     return told.told(diagnosis, side)
@@ -128,7 +125,7 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
     bug = "gradients-swapped" if swapped and not strange else ""
     if [*said] == ["dblock_scale"] and answers["dblock_scale"] is None:
         bug = "sparse-gate-gradient-missing"
-    told = proofs.of_form(side, [*said], [*said.values()], bug)
+    told = proofs.of_form(side, said, bug)
     return {name: x for name, x in found.items() if name not in said}, told
 
 
@@ -162,11 +159,9 @@ def _judge(
     call: Callable[[Question], Answers] | None,
     until: float,
     told: Readings,
-) -> tuple[list[Finding], list[Check], list[str]]:
-    runs = None if call is None else Runs(question, side, call)
-    again = () if runs is None else (*runs.checks("I12"),)
-    checks = [*invariants.checks(question, answers, side), *again]
-    races = [check for check in again if check.verdict == "FAIL"]
+) -> tuple[list[Finding], list[str]]:
+    runs = None if call is None else Runs(question, call)
+    races = [] if runs is None else [*runs.failing("race")]
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
@@ -190,11 +185,8 @@ def _judge(
         findings += rounding.of_right(verdict, side, zeros=zeros)
     findings += empty_ones
     if runs is not None and all(one.bug == "rounding" for one in findings):
-        elsewhere = [] if races else [*runs.checks("I9", "I11")]
-        checks += elsewhere
-        findings += proofs.of_runs(side, races + elsewhere)
-    failing = races or [check for check in checks if check.verdict == "FAIL"]
-    return [_with_checks(finding, failing) for finding in _merged(findings)], checks, facts
+        findings += proofs.of_runs(side, races or [*runs.failing("neighbour-leak", "score-scale")])
+    return _merged(findings), facts
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -203,17 +195,6 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     for one in findings:
         found[one.bug] = found[one.bug].joined(one) if one.bug in found else one
     return sorted(found.values(), key=lambda one: (one.rank, not one.where.startswith("forward")))
-
-
-def _with_checks(finding: Finding, failing: Sequence[Check]) -> Finding:
-    """The finding with the simplest identity that fails for its tensors as evidence."""
-    tensors = tensors_in(finding.where)
-    about = [check for check in failing if not tensors or tensors_in(check.text) & tensors]
-    for check in sorted(about, key=lambda check: "with one key" not in check.text)[:1]:
-        held = f"{check.text}, but it is off by {readable(check.value)}"
-        held += f" in {check.place}" if check.place else ""
-        return replace(finding, evidence=(*finding.evidence[:1], held, *finding.evidence[1:]))
-    return finding
 
 
 class _Part(NamedTuple):
@@ -238,22 +219,18 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
         """More parts first, then the order of classes, then bugs of the wrong stages alone."""
         own = all(set(part.best[name].prediction.bug.stages) <= wrong for part in here)
         worst = max(part.best[name].rms for part in here)
-        return -len(here), worst > 1.5, _order(name), not own, worst
+        return -len(here), worst > 1.5, ORDER[name], not own, worst
 
     found: list[Finding] = []
     while left:
         names = {name for part in left for name in part.best}
         parts = {name: [part for part in left if name in part.best] for name in names}
         name = min(names, key=lambda name: merit(name, parts[name]))
-        others = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
-        found.append(_found(question, side, name, parts[name], sorted(others, key=_order)))
+        alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
+        others = sorted(alike, key=lambda other: ORDER[other])
+        found.append(_found(question, side, name, parts[name], others))
         left = [part for part in left if name not in part.best]
     return found + findings
-
-
-def _order(name: str) -> int:
-    """The place of a class."""
-    return ORDER.get(name, len(ORDER))
 
 
 def _found(
@@ -264,14 +241,10 @@ def _found(
     wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
     bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
     form, sight = bugs[0].variant, sight_of(question, bugs[0])
-    evidence = [_said(name, parts, form, must)]
-    for tensor, work in list(wrong.items())[:1]:
-        told = structure.where(question, tensor, work.bad(tensor))[:3]
-        evidence += [f"{tensor}: {text}" for text in told if not text.startswith("no pattern")]
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
     look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
-    evidence += [CUT] if cut else []
+    evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
     clear = clear and _in_numbers(wrong) and not summed
@@ -283,7 +256,7 @@ def _found(
     )
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    return replace(finding, form=bugs[0].variant, forms=alike, sight=sight)
+    return replace(finding, form=form, forms=alike, sight=sight)
 
 
 def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
@@ -325,8 +298,10 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
 
 
 def _share(value: float) -> str:
-    """0.51 as "51 %"; as it is where that would hide it."""
-    return f"{readable(100 * value)} %" if 1e-4 < value < 10 else readable(value)
+    """0.51 as "51 %", 1.09 as "109 %"; as it is where that would hide it."""
+    if not 1e-4 < value < 10:
+        return f"{value:.2g}"
+    return f"{100 * value:.0f} %" if value >= 0.995 else f"{100 * value:.2g} %"
 
 
 def _in_numbers(wrong: Mapping[str, Stage]) -> bool:

@@ -331,8 +331,8 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     for key in sorted(said, key=rank):
         best, (cases, diagnosis) = _best(said[key])
         shown = shown if findings else diagnosis
-        more = f"shown by {_few([str(case) for _, kind in said[key] for case in kind[0]])}"
-        best = replace(best, evidence=(*best.evidence, more), cases=tuple(map(str, cases)))
+        every = dict.fromkeys([*cases, *(case for _, kind in said[key] for case in kind[0])])
+        best = replace(best, cases=tuple(map(str, every)))
         findings.append(replace(best, confidence=CONFIDENCE[confidence(key)]))
     return replace(shown, title=title, findings=tuple(findings))
 
@@ -361,11 +361,6 @@ def _fineness(alike: Sequence[tuple[Finding, Kind]]) -> int:
 def _heads(kind: Kind) -> int:
     """Of what was looked at: where there are more, fewer maps of them look alike."""
     return kind[0][0].num_heads_kv * kind[0][0].group
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def _named(diagnosis: Diagnosis) -> bool:

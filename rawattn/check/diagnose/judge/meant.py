@@ -19,7 +19,7 @@ from rawattn.check.diagnose.engine.attention import (
 )
 from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
 
-STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 8, 1e-4  # of Newton's method, for a scale
+STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 9, 1e-4  # of Newton's method, for a scale
 CELLS = 2_000_000  # intervals of all rows that are tried
 NEAR = {2: 2e-2, 4: 1e-4, 8: 1e-6}  # of the values, by the bytes of the inputs
 
@@ -115,28 +115,19 @@ def _offsets(wanted: np.ndarray) -> list[Changes]:
 
 def _of_scale(question: Question, answers: Answers) -> Iterator[Changes]:
     """Another softmax_scale that gives these lse: by Newton's method from several ones."""
-    if "lse" not in answers:
-        return
-    found = np.asarray(answers["lse"], dtype=np.float64)
-
-    def off(s: float) -> tuple[float, float]:
-        """What lse is off by, as a share of it, and how much larger s had better be."""
-        asked = (replace(question, softmax_scale=x) for x in (s, s * (1 + STEP)))
-        here, beside = (solve(one, "forward")["lse"] for one in asked)
-        there = np.isfinite(here) & np.isfinite(found)
-        left, by = found[there] - here[there], (beside[there] - here[there]) / (s * STEP)
-        size = float(np.abs(found[there]).max(initial=1e-30))
-        return float(np.abs(left).max(initial=0.0)) / size, float(left @ by / (by @ by or 1.0))
-
-    tried: list[tuple[float, float]] = []
-    for start in STARTS:
+    found = np.asarray(answers.get("lse", np.zeros(0)), dtype=np.float64)
+    for start in STARTS if found.size else ():
         s = question.scale * start
         for _ in range(STEPS):
-            s = max(s + off(s)[1], s / 4)
-        tried.append((off(s)[0], s))
-    left, s = min(tried)
-    if left < NEAR[question.dtype.itemsize]:
-        yield {"softmax_scale": s}
+            asked = (replace(question, softmax_scale=x) for x in (s, s * (1 + STEP)))
+            here, beside = (solve(one, "forward")["lse"] for one in asked)
+            there = np.isfinite(here) & np.isfinite(found)
+            left, by = found[there] - here[there], (beside[there] - here[there]) / (s * STEP)
+            s = max(s + float(left @ by / (by @ by or 1.0)), s / 4)
+        size = np.abs(found[there]).max(initial=1e-30)
+        if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
+            yield {"softmax_scale": s}
+            return
 
 
 def _of_delta(question: Question, answers: Answers) -> Iterator[Changes]:

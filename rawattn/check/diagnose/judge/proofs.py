@@ -32,7 +32,8 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     smallest_of,
 )
-from rawattn.check.diagnose.findings import Check, Finding
+from rawattn.check.diagnose.evidence.runs import Failed
+from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.inferred import sinks
 from rawattn.check.diagnose.judge.match import StageVerdict
 
@@ -59,14 +60,14 @@ def finding(
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
-def of_form(side: str, names: Sequence[str], said: Sequence[str], bug: str) -> list[Finding]:
+def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
     """Arrays of a shape or a dtype that they cannot have, because of ``bug`` if that is known."""
-    where = ", ".join(names)
-    if not names or bug:
-        return [finding(side, bug, where, "high", said)] if names else []
+    where, evidence = ", ".join(said), [*said.values()]
+    if not said or bug:
+        return [finding(side, bug, where, "high", evidence)] if said else []
     title = f"{where} has another form than it must have"
     look_at = "what the function returns, and in which order"
-    return [finding(side, "unknown", where, "proved", said, title=title, look_at=look_at)]
+    return [finding(side, "unknown", where, "proved", evidence, title=title, look_at=look_at)]
 
 
 # ---- numbers that say nothing of how they were made ---------------------------------------------
@@ -166,27 +167,26 @@ def of_sinks(
     return found
 
 
-# ---- identities alone ---------------------------------------------------------------------------
+# ---- other runs ---------------------------------------------------------------------------------
 
-RUNS = {"I9": "neighbour-leak", "I11": "score-scale"}
+RUNS = {  # by what a bug shows, though the results themselves are right
+    "race": "a second, equal call",
+    "neighbour-leak": "another run, with other numbers in the neighbours,",
+    "score-scale": "another run, with 2 q and half the softmax_scale,",
+}
 
 
-def of_runs(side: str, checks: Sequence[Check]) -> list[Finding]:
-    """Answers that are right, and not those to questions that differ in what must not matter; and
-    those that are others when the same is asked again."""
+def of_runs(side: str, runs: Sequence[Failed]) -> list[Finding]:
+    """Answers that are others when the same is asked again, or what differs in nothing that may
+    matter."""
     found = []
-    for check in (check for check in checks if check.verdict == "FAIL"):
-        if check.name == "I12":
-            said = (
-                f"a second, equal call changes them by up to {check.value:.2g}; the order of "
-                f"additions explains {check.allowed:.1g}"
-            )
-            found.append(finding(side, "race", check.where, "proved", (said,)))
-        elif check.name in RUNS:
-            said = f"{check.name} fails ({check.text}), though the results themselves are right"
-            title = f"{CLASSES[RUNS[check.name]].title}: seen where it is asked another question"
-            given = (side, RUNS[check.name], check.where, "proved", (said,))
-            found.append(finding(*given, title=title))
+    for bug, where, worst in runs:
+        said = (
+            f"{RUNS[bug]} changes them by up to {worst.value:.2g}; the order of additions explains "
+            f"{worst.allowed:.1g}"
+        )
+        seen = "" if bug == "race" else "seen where it is asked another question"
+        found.append(finding(side, bug, where, "proved", (said,), form=seen))
     return found
 
 
@@ -203,12 +203,9 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         return finding(side, bug, where, confidence, evidence)
     said = ["no known bug gives these numbers"]
     for name in names:
-        places = structure.where(question, name, work.bad(name))
-        finite = (np.where(np.isfinite(x), x, 0.0) for x in work.pair(name))
-        slope, residual = structure.fit(*finite)
-        fitted = f"slope to the right values {slope:.4g}, which leaves {residual:.2g} of them"
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
-        told = ([f"{nan} rows have NaN"] if nan else []) + [*places[:1], fitted, *places[1:]]
+        told = [f"{nan} rows have NaN"] if nan else []
+        told += structure.where(question, name, work.bad(name))
         said.append(f"{name}: {'; '.join(told)}")
     judged = {*names, *verdict.right} == {*verdict.tensors} >= {*NEEDED.get(verdict.stage, names)}
     look_at = CONCLUSIONS.get(names, "") if judged else ""

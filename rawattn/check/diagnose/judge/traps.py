@@ -47,10 +47,7 @@ def _of_strides(
         return None
     alone = {n: _failing(candidate, expected, **packed | {n: x}) for n, x in strided.items()}
     ignored = [name for name, tensors in alone.items() if tensors]
-    said = [
-        f"right with all inputs contiguous; {n} strided: {', '.join(alone[n])} wrong"
-        for n in ignored
-    ]
+    said = [f"right with all inputs contiguous, wrong with {' or '.join(ignored)} strided"]
     title = f"the strides of {', '.join(ignored)} are ignored, as if they were contiguous"
     look_at = "where addresses are made: strides of tokens and heads, given or asked for"
     of = (side, "input-layout", ", ".join(wrong), "high", said)

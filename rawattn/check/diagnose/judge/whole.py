@@ -97,8 +97,7 @@ def of_all(
             return [finding(side, bug.name, where, "high", said, form=bug.variant)]
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
-    places = {name: structure.where(question, name, bad) for name, bad in wrong.items()}
-    said = [f"{name}: {'; '.join(found)}" for name, found in places.items()]
+    said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
     first = {name: int(bad.any(axis=1).argmax()) for name, bad in wrong.items()}
     name = min(first, key=lambda name: first[name])
     title = f"rows of {', '.join(wrong)} are wrong, from row {first[name]} of {name} on"

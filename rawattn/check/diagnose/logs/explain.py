@@ -15,11 +15,11 @@ from rawattn.check.diagnose.logs.printed import read_log
 from rawattn.check.diagnose.logs.rules import Rows, differs
 
 
-def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
-    """What the tensors that ``text`` prints prove. names: two words, each in the names of one
-    side's tensors. ValueError where nothing can be judged, or what is printed cannot be read."""
+def explain_log(text: str) -> Diagnosis:
+    """What the tensors that ``text`` prints prove. ValueError where nothing can be judged, or what
+    is printed cannot be read."""
     printed = read_log(text)
-    pairs = paired(printed, names)
+    pairs = paired(printed)
     sides = {p: side for pair in pairs for p, side in zip(pair.both, pair.sides, strict=True)}
     known = list(sides.values())
     for p in printed:
@@ -34,21 +34,17 @@ def explain_log(text: str, *, names: Sequence[str] = ()) -> Diagnosis:
     blamed = {side for one in findings for side in one.side.split(" or ")}
     wrong = [one for one in rows.values() if one.wrong.any() and one.side not in blamed]
     findings += [one.finding for one in wrong]
-    checks = tuple(one.check for one in rows.values())
-    if not (findings or pairs or any(check.verdict == "pass" for check in checks)):
+    right = dict.fromkeys(one.side for one in rows.values() if one.right)
+    if not (findings or pairs or right):
         raise ValueError(
             f"{len(printed)} tensors are printed, which say nothing: print one of both sides under "
-            "names that differ in one word (dq_mine, dq_reference), or say which two words do"
+            "names that differ in one word, such as dq_mine and dq_reference"
         )
-    facts = [f"printed tensors: {len(printed)}; pairs compared: {len(pairs)}"]
-    for pair in (pair for pair in pairs if pair.agrees):
-        share = float(pair.difference.max()) / (pair.size or 1)
-        entries = f"{pair.a.values.size} entries are printed of both"
-        facts.append(f"{pair.title}: {entries}, and agree to {share:.1%} of their size")
+    facts = [f"{pair.title}: they agree in what is printed" for pair in pairs if pair.agrees]
     compared = {p for pair in pairs for p in pair.both}
     alone = ", ".join(dict.fromkeys(p.name for p in printed if p not in compared))
     facts += [f"without a partner to compare with: {alone}"] if alone else []
-    return Diagnosis("what the log proves", tuple(findings), checks, facts=tuple(facts))
+    return Diagnosis("what the log proves", tuple(findings), (*right,), tuple(facts))
 
 
 def _vacuous(pairs: Sequence[Pair]) -> list[Finding]:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
-from rawattn.check.diagnose.logs.printed import KINDS, Flags, Float64, Printed, words_of
+from rawattn.check.diagnose.logs.printed import KINDS, Flags, Float64, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 ROUNDING = 2.0**-8  # prints do not tell whether 16-bit tensors were cast for printing
@@ -74,14 +74,10 @@ def rms(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
-def paired(found: Sequence[Printed], names: Sequence[str]) -> list[Pair]:
-    """Of two whose names differ in one word, or in two of ``names``, which are the sides; where a
-    quantity is named one of them may lack it. By order where a name is printed more than once."""
-    for name in names:
-        if not any(name in p.name for p in found):
-            shown = ", ".join(sorted({p.name for p in found})) or "none"
-            raise ValueError(f"no printed tensor has {name!r} in its name; there are: {shown}")
-    told = {p: dict(_told(p, sorted(names, key=len, reverse=True))) for p in found}
+def paired(found: Sequence[Printed]) -> list[Pair]:
+    """Of two whose names differ in one word, which is the side; where a quantity is named one of
+    them may lack it. By order where a name is printed more than once."""
+    told = {p: dict(_told(p)) for p in found}
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs = []
     for a, b in combinations(found, 2):
@@ -94,12 +90,8 @@ def paired(found: Sequence[Printed], names: Sequence[str]) -> list[Pair]:
     return pairs
 
 
-def _told(p: Printed, names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _told(p: Printed) -> Iterator[tuple[tuple[str, ...], str]]:
     """Of what it may be by its name, and whose."""
-    if names:
-        own = [name for name in names if name in p.name][:1]
-        yield from ((words_of(p.name.replace(name, " ", 1)), name) for name in own)
-        return
     if p.kind:
         yield p.words, ""
     for n, word in enumerate(p.words):

@@ -53,7 +53,8 @@ class Printed:
     @cached_property
     def words(self) -> tuple[str, ...]:
         """The name in lower-case words: dS_manual is ds, manual."""
-        return words_of(self.name)
+        pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
+        return tuple(word.lower() for word in re.findall(pattern, self.name))
 
     @cached_property
     def kind(self) -> str:
@@ -78,11 +79,6 @@ class Printed:
         if part or not self.whole or x.size == 0 or x.ndim < 2 or not np.isfinite(x).all():
             return False
         return self.kind == "dS" or (self.kind == "P" and bool(((x >= 0) & (x <= 1.01)).all()))
-
-
-def words_of(name: str) -> tuple[str, ...]:
-    pattern = r"d[A-Z](?![a-z])|[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
-    return tuple(word.lower() for word in re.findall(pattern, name))
 
 
 def read_log(text: str) -> list[Printed]:

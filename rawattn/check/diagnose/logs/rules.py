@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rawattn.check.diagnose.findings import Check, Finding
+from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import CONSTANT, ROUNDING, Pair
 from rawattn.check.diagnose.logs.printed import Float64, Printed
@@ -17,15 +17,18 @@ from rawattn.check.diagnose.logs.printed import Float64, Printed
 SHOWN = 12
 LOG2_E = 1 / math.log(2)
 OTHER_MASK = "mask-missing-in-backward"
+# what rows with other sums may mean
+OF_P = ("padded-keys", "neighbour-leak", "not-normalised")
+OF_DS = ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p", OTHER_MASK)
 
 
 class Rows:
     """The rows of one whole printed P, which sum to 1, or dS, which sum to 0.
 
-    off: how far their sums are from that. wrong: rows that are off by more than ``allowed``.
-    inside: sums over the keys that a causal mask allows. unmasked: the largest entry of the other
-    keys, 0 where that is what is printed. masked_delta: P of all keys with D of the masked output,
-    so that rows of dS sum to 0 over the causal keys alone.
+    wrong: rows whose sums are off that by more than ``allowed``. right: there are some, and none is
+    wrong. inside: sums over the keys that a causal mask allows. unmasked: the largest entry of the
+    other keys, 0 where that is what is printed. masked_delta: P of all keys with D of the masked
+    output, so that rows of dS sum to 0 over the causal keys alone.
     """
 
     def __init__(self, printed: Printed, side: str) -> None:
@@ -34,11 +37,12 @@ class Rows:
         causal = np.tri(rows, keys, keys - rows)
         self.must = int(printed.kind == "P")
         self.sums, self.inside = x.sum(axis=-1), (x * causal).sum(axis=-1)
-        self.off: Float64 = np.abs(self.sums - self.must * x.any(axis=-1))  # all 0 without keys
         # a row's own size may be that of a small difference, dP - D
         digits, largest = 0.505 * printed.unit * keys, np.abs(x).sum(axis=-1).max()
         self.allowed = float(digits + 4 * ROUNDING * largest)
-        self.wrong = self.off > self.allowed
+        off = np.abs(self.sums - self.must * x.any(axis=-1))  # all 0 without keys
+        self.wrong = off > self.allowed
+        self.right = bool(x.any() and not self.wrong.any())
         above = float(np.abs(x * (1 - causal)).max())
         self.unmasked = above if above > 2 * printed.unit else 0.0
         fine = digits + ROUNDING * np.abs(x).sum(axis=-1)
@@ -53,16 +57,6 @@ class Rows:
         return f"rows of {self.name} must sum to {self.must}, but sum to {sums}"
 
     @property
-    def check(self) -> Check:
-        """The identity, at the row that is off by most."""
-        at = np.unravel_index(int(self.off.argmax()), self.off.shape)
-        verdict = "FAIL" if self.wrong.any() else "pass" if self.x.any() else "vacuous"
-        name, text = ("I1", "rows of P sum to 1") if self.must else ("I2", "rows of dS sum to 0")
-        where = f"{self.name}, row {int(at[-1])}"
-        given = (float(self.off[at]), self.allowed, verdict, where)
-        return Check(self.side, name, text, *given)
-
-    @property
     def finding(self) -> Finding:
         """What rows that are wrong prove, or mean where nothing else is known of their side."""
         where = f"{self.name}, {rows_named(np.unique(np.nonzero(self.wrong)[-1]))}"
@@ -74,19 +68,11 @@ class Rows:
                 "masked output, P that of all keys"
             )
             return finding(self.side, OTHER_MASK, where, "proved", (self.said, inside))
-        others: tuple[str, ...]
-        if self.must:
-            others = ("padded-keys", "neighbour-leak", "not-normalised")
-        else:
-            others = (
-                "delta-omitted",
-                "delta-of-another-out",
-                "softmax-backward-without-p",
-                OTHER_MASK,
-            )
+        others = OF_P if self.must else OF_DS
         look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
         given = (self.side, "unknown", where, "medium", (self.said,), others)
-        return finding(*given, title=f"an identity fails: {self.check.text}", look_at=look_at)
+        title = f"rows of {'P' if self.must else 'dS'} must sum to {self.must}, and do not"
+        return finding(*given, title=title, look_at=look_at)
 
 
 def differs(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding:
@@ -187,5 +173,4 @@ def listed(values: Float64) -> str:
 
 
 def rows_named(rows: np.ndarray) -> str:
-    shown = ", ".join(map(str, rows[:SHOWN]))
-    return f"rows {shown} and {len(rows) - SHOWN} more" if len(rows) > SHOWN else f"rows {shown}"
+    return f"rows {', '.join(map(str, rows[:SHOWN]))}" + ", ..." * (len(rows) > SHOWN)

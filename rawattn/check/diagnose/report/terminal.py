@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rawattn.check.diagnose.evidence.sight import picture
-from rawattn.check.diagnose.findings import Diagnosis, Finding, readable
+from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.report import words
 
-COLOURS = {"pass": "green", "FAIL": "bold red", "vacuous": "bold magenta", "no data": "dim"}
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
 LEAST, MOST = 60, 100  # columns of what is told in sentences
 LINES = 15  # of a finding in short
-EACH = 3  # lines of one proof
+EACH = 3  # lines of one proof, in short
+ALL = 1000
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
 
@@ -39,21 +38,21 @@ NOBODY = About()
 def show(
     console: Console, diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = False
 ) -> None:
-    """The verdict in short; with ``full`` all that it rests on below it."""
+    """The verdict in short, or with ``full`` all that it rests on."""
     wide = min(max(LEAST, console.width), MOST)
-    sides = {finding.side for finding in diagnosis.findings} | {*about.files}
-    sides |= {check.side for check in diagnosis.checks}
+    sides = {finding.side for finding in diagnosis.findings} | {*about.files, *diagnosis.judged}
+    lines_of = whole if full else short
     for n, finding in enumerate(diagnosis.findings):
-        lines = short(finding, about, wide, alone=len(sides) == 1)
+        lines = lines_of(finding, about, wide, len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
-        compared = diagnosis.checks or diagnosis.facts
+        compared = diagnosis.judged or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
         console.print(Text(*said))
-    for side in words.faultless(diagnosis):
-        console.print(Text(f"\n{side}: no fault is found", COLOURS["pass"]))
-    if full:
-        _evidence(console, diagnosis)
+    accused = {finding.side for finding in diagnosis.findings if finding.bug != "rounding"}
+    for side in diagnosis.judged:
+        if accused and side not in accused:
+            console.print(Text(f"\n{side}: no fault is found", "green"))
 
 
 def show_class(console: Console, name: str) -> None:
@@ -74,20 +73,21 @@ def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None
             console.print(Text(fact, "dim"))
 
 
-def short(
-    finding: Finding, about: About = NOBODY, width: int = MOST, *, alone: bool = False
-) -> list[Text]:
+def short(finding: Finding, about: About, width: int, alone: bool) -> list[Text]:
     """A finding in at most LINES lines. ``alone``: there is one side, which needs no name."""
     for proofs, queries in ((2, 6), (2, 5), (2, 4), (1, 5), (1, 4), (1, 0)):
-        found = _lines(finding, about, width, alone, proofs=proofs, queries=queries)
+        found = whole(finding, about, width, alone, proofs, queries)
         if len(found) <= LINES:
             break
     return found
 
 
-def _lines(
-    finding: Finding, about: About, width: int, alone: bool, *, proofs: int, queries: int
+def whole(
+    finding: Finding, about: About, width: int, alone: bool, proofs: int = ALL, queries: int = 6
 ) -> list[Text]:
+    """A finding with so many proofs, each of which is cut where not all are told, and so many
+    queries in its picture."""
+    most = EACH if proofs < ALL else ALL
     kind, colour = HEADS.get(finding.bug, ("error", "bold red"))
     label = f"{kind}[{finding.bug}]: "
     side = "" if alone or not finding.side else f"{finding.side}: "
@@ -97,14 +97,13 @@ def _lines(
     if finding.sight is not None and queries:
         drawn = picture(finding.sight, queries, width - 5)
         lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
-    told = [line for line in finding.evidence if not line.startswith("shown by ")]
     named = finding.bug != "unknown"
-    for n, proof in enumerate(told[: proofs if named else proofs + 1]):
-        lines += _entry("also" if n else "proof" if named else "seen", proof, width)
-    lines += _entry("fix" if named else "look", finding.look_at, width)
+    for n, proof in enumerate(finding.evidence[: proofs if named else proofs + 1]):
+        lines += _entry("also" if n else "proof" if named else "seen", proof, width, most)
+    lines += _entry("fix" if named else "look", finding.look_at, width, most)
     if again := about.again(finding):
         lines.append(Text.assemble(("   = ", "blue"), ("again: ", "bold"), again))
-    return lines + _entry("sure", words.sure(finding), width)
+    return lines + _entry("sure", words.sure(finding), width, most)
 
 
 def _place(finding: Finding, about: About, width: int) -> list[Text]:
@@ -122,10 +121,10 @@ def _place(finding: Finding, about: About, width: int) -> list[Text]:
     return _led(line + tally, 6, width) if where else []
 
 
-def _entry(label: str, text: str, width: int) -> list[Text]:
-    """ "= fix:   what it says", below it what does not fit, up to EACH lines."""
+def _entry(label: str, text: str, width: int, most: int = EACH) -> list[Text]:
+    """ "= fix:   what it says", below it what does not fit."""
     before = f"   = {label + ':':6} "
-    lines = _led(before + " ".join(text.split()), len(before), width, EACH) if text else []
+    lines = _led(before + " ".join(text.split()), len(before), width, most) if text else []
     for line in lines[:1]:
         line.stylize("bold", 5, len(before))
     return lines
@@ -146,38 +145,3 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
     whole = FORMULA.sub("\N{NO-BREAK SPACE}\\1\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(whole, width, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-# ---- with --full -------------------------------------------------------------------------------
-
-
-def _evidence(console: Console, diagnosis: Diagnosis) -> None:
-    """Every line of evidence, every identity."""
-    for n, finding in enumerate(diagnosis.findings, start=1):
-        number = f"{n}. " if len(diagnosis.findings) > 1 else ""
-        side = f"{finding.side}: " if finding.side else ""
-        console.print(Text(f"\n{number}{side}{finding.title}", "italic"))
-        grid = Table.grid(padding=(0, 2, 0, 3))
-        grid.add_column(no_wrap=True, style="dim")
-        grid.add_column(overflow="fold")
-        parts = (
-            ("where", [finding.where]),
-            ("evidence", finding.evidence),
-            ("look at", [finding.look_at]),
-            ("it may also be", [", or ".join(finding.alternatives)]),
-        )
-        for name, lines in parts:
-            for m, line in enumerate(dict.fromkeys(filter(None, lines))):
-                grid.add_row("" if m else name, Text(line))
-        console.print(grid)
-    if not diagnosis.checks:
-        return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    for head in ("verdict", "side", "name", "what must hold", "error", "allowed"):
-        table.add_column(head, no_wrap=head != "what must hold", overflow="fold")
-    for check in diagnosis.checks:
-        said = check.text + (f" ({check.place})" if check.place else "")
-        verdict = "no data" if check.verdict == "-" else check.verdict
-        others = check.side, check.name, said, readable(check.value), readable(check.allowed)
-        table.add_row(Text(verdict, COLOURS.get(verdict, "")), *map(Text, others))
-    console.print(Text("\nidentities that must hold on a side alone", "italic"), table)

@@ -13,14 +13,12 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
 
 KNOWN = HARNESS | CLASSES
-NEAR = 5
 SURE = {
     "proved": "these numbers show it by themselves, no reference is needed",
     "high": "no other known bug gives these numbers",
     "medium": "it fits, but does not explain all of it, or is not alone in that",
     "low": "a hint, no more",
 }
-SHORT = ("sight", "cases")  # fields of a finding that are for the terminal
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -30,23 +28,13 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """What JSON has for a dataclass."""
-    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n not in SHORT)
+    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n != "sight")
     return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in kept}
 
 
 def nothing_wrong(diagnosis: Diagnosis) -> bool:
     """Whether all that was found is rounding."""
     return all(finding.bug == "rounding" for finding in diagnosis.findings)
-
-
-def faultless(diagnosis: Diagnosis) -> list[str]:
-    """The sides that were judged beside a wrong one, and of which nothing is to be said."""
-    if nothing_wrong(diagnosis):
-        return []
-    accused = {finding.side for finding in diagnosis.findings if finding.bug != "rounding"}
-    failing = {check.side for check in diagnosis.checks if check.verdict == "FAIL"}
-    passing = dict.fromkeys(c.side for c in diagnosis.checks if c.verdict == "pass")
-    return [side for side in passing if side not in accused | failing]
 
 
 def sure(finding: Finding) -> str:
@@ -66,9 +54,7 @@ def stages_of(text: str) -> list[str]:
 
 def meaning(name: str) -> BugClass:
     """The class. ValueError with the names near to it where there is none."""
-    if name in KNOWN:
-        return KNOWN[name]
-    parts = [one for one in KNOWN if set(name.split("-")) & set(one.split("-"))]
-    near = dict.fromkeys([*get_close_matches(name, KNOWN, NEAR), *parts])
-    told = f"near to it: {', '.join([*near][:NEAR])}" if near else "none is near to it"
-    raise ValueError(f"there is no class {name!r}; {told}")
+    if name not in KNOWN:
+        near = get_close_matches(name, KNOWN, 5, cutoff=0.0)
+        raise ValueError(f"there is no class {name!r}; the nearest are: {', '.join(near)}")
+    return KNOWN[name]
