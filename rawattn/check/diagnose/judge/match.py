@@ -41,7 +41,7 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     sizes,
 )
-from rawattn.check.diagnose.inferred import inputs, online, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -59,7 +59,7 @@ KERNELS = tuple(
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-INFERRED = (online, inputs, unwritten)
+INFERRED = (terms, online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
@@ -234,9 +234,10 @@ class Stage:
 
     @cached_property
     def usual(self) -> list[Prediction]:
-        """Predictions with each bug that is listed, or that other stages have."""
-        bugs = [*self.listed, *self.hints]
-        return predictions(self.question, self.answers, self.stage, bugs)
+        """Predictions with each bug that is listed, that other stages have, or of one term."""
+        given = self.question, self.answers, self.stage
+        bugs = [*self.listed, *self.hints, *terms.single(*given)]
+        return predictions(*given, bugs)
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
