@@ -1,0 +1,175 @@
+"""Which terms of second derivatives and tangents count otherwise than once: read by least squares.
+
+The results of these stages are linear in how often each of their terms counts, so that one solution
+of each tells how often it is there, whatever number that is.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue import first_order
+from rawattn.check.diagnose.catalogue.masks import windows
+from rawattn.check.diagnose.catalogue.second_order import Term, exchanges, of_one_pass, terms
+from rawattn.check.diagnose.catalogue.sparse import selection
+from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, See, Step, solve
+from rawattn.check.diagnose.engine.effort import spent
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS
+from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.read.fields import number
+
+NUMBERS = 20_000  # of a tensor that are looked at, about
+NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left
+CLEAR = 0.05  # of the square of what is off, where rounding leaves more than that nothing is read
+MOST = 4  # pairs of terms, and bugs of one pass, for each tensor
+EFFORT = 2000.0  # units, for bugs of one pass
+SECOND_PASS = ("gq", "gk", "gv", "gblock_scale")
+MASKED = {"E": "E", "dS'": "tdS", "dS": "dS", "P'": "tP"}
+Counted = tuple[Term, float]
+
+
+def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
+    """Bugs of one term; some tensors may tell other factors than others."""
+    if stage not in ("second", "jvp"):
+        return []
+    sample = Sample(question, answers, stage)
+    return _alone(_Read(sample, [*terms(question, stage)])) if sample.wrong else []
+
+
+def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+    """Of two terms, of what reads other operands, and of one pass or product alone."""
+    if stage not in ("second", "jvp"):
+        return
+    sample = Sample(question, answers, stage)
+    if not sample.wrong:
+        return
+    own = [*terms(question, stage)]
+    others = [*exchanges(stage)]
+    if stage == "second" and sample.wrong.keys() <= {*SECOND_PASS}:
+        others += [
+            one._replace(text=f"{one.text}, in the second pass alone", of=partial(_late, one))
+            for one in own
+        ]
+    yield from _alone(_Read(sample, others))
+    yield from _pairs(_Read(sample, own))
+    yield from sample.near(_of_parts(sample), MOST, spent() + EFFORT)
+
+
+def _late(term: Term, factor: float) -> dict[str, Step]:
+    return {**of_one_pass(Bug("", steps=term.of(factor))).steps}
+
+
+def _of_parts(sample: Sample) -> Iterator[Bug]:
+    """Who sees whom in one pass of a double backward, or in one product, alone."""
+    question, stage = sample.question, sample.stage
+    for name, form, window in windows(question) if not question.sparse else ():
+        for words, step in MASKED.items():
+            if stage == "second" or step in ("E", "tP"):
+                masked = partial(_masked, window.see, step)
+                yield Bug(name, f"{form}, in {words} alone", (stage,), steps={step: masked})
+    if stage == "second":
+        first = bool({"ddout", "ddlse"} & sample.wrong.keys())
+        listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
+        for bug in listed:
+            if bug.see is not None and bug.stages != ("forward",):
+                yield of_one_pass(bug.at(stage), first)
+
+
+def _masked(see: See, step: str, c: Context) -> Floats:
+    (view,) = see(c.question, (c.view,))
+    return np.where(view.weight > 0, STEPS[step](c), 0.0)
+
+
+# ---- least squares ----------------------------------------------------------------------------
+
+
+class _Read:
+    """due: of every wrong tensor what it is off by; of: what each term adds to it, once; both
+    numbers of some places. allowed: the square of what rounding leaves."""
+
+    def __init__(self, sample: Sample, terms: Sequence[Term]) -> None:
+        self.sample, self.terms = sample, terms
+        self.due, self.of, self.allowed = {}, {}, {}
+        planted = [Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms]
+        with np.errstate(all="ignore"):
+            solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
+            added = [solve_one(bug) for bug in planted]
+        for name, noise in sample.wrong.items():
+            found, right = sample.found[name], by_rows(name, sample.truth[name])
+            there = np.isfinite(found) & np.isfinite(right)
+            at = np.flatnonzero(there & (sample.sequences(name) >= 0)[:, None, None])
+            at = at[:: max(1, len(at) // NUMBERS)]
+            x = (found - right).ravel()[at]
+            allowed = max(float(noise**2 * (right.ravel()[at] ** 2).sum()), CLOSE**2 * float(x @ x))
+            if allowed < CLEAR * float(x @ x):
+                self.due[name], self.allowed[name] = x, allowed
+                moved = [finite(by_rows(name, one[name]) - right).ravel()[at] for one in added]
+                self.of[name] = np.stack(moved)
+
+
+def _alone(read: _Read) -> list[Bug]:
+    found: dict[str, Bug] = {}
+    for name, x in read.due.items():
+        of = read.of[name]
+        sizes, shares = (of * of).sum(axis=1), of @ x
+        for n in np.flatnonzero(sizes > 0):
+            by = float(shares[n] / sizes[n])
+            if x @ x - by * shares[n] <= read.allowed[name]:
+                bug = _bug(read.sample, [(read.terms[n], 1 + by)])
+                found.setdefault(bug.name + bug.variant, bug)
+    return [*found.values()]
+
+
+def _pairs(read: _Read) -> Iterator[Bug]:
+    for name, x in read.due.items():
+        of = read.of[name]
+        gram, shares = of @ of.T, of @ x
+        sizes = np.diag(gram)
+        det = np.multiply.outer(sizes, sizes) - gram**2
+        clear = np.triu(det > 1e-6 * np.multiply.outer(sizes, sizes), 1)
+        with np.errstate(all="ignore"):
+            by = (sizes[None] * shares[:, None] - gram * shares[None]) / det
+            left = x @ x - by * shares[:, None] - by.T * shares[None]
+        left = np.where(clear, left, np.inf)
+        for place in np.argsort(left, axis=None)[:MOST]:
+            a, b = np.unravel_index(place, left.shape)
+            if left[a, b] <= read.allowed[name]:
+                counted = (read.terms[a], 1 + by[a, b]), (read.terms[b], 1 + by[b, a])
+                yield _bug(read.sample, counted)
+
+
+def _bug(sample: Sample, counted: Sequence[Counted]) -> Bug:
+    """These terms count so often."""
+    told = [_told(sample.question.scale, *one) for one in counted]
+    (name, *_), texts, factors = zip(*told, strict=True)
+    planted = [term.of(factor) for (term, _), factor in zip(counted, factors, strict=True)]
+    places = {place for one in planted for place in one}
+    steps = {place: partial(_sum, place, planted) for place in places}
+    return Bug(name, " and ".join(texts), (sample.stage,), steps=steps)
+
+
+def _sum(place: str, planted: Sequence[dict[str, Step]], c: Context) -> Floats:
+    """A step of which several terms are changed."""
+    here, right = [one[place](c) for one in planted if place in one], STEPS[place](c)
+    return np.asarray(here[0] if len(here) == 1 else sum(here) - (len(here) - 1) * right)
+
+
+def _told(scale: float, term: Term, factor: float) -> tuple[str, str, float]:
+    """The class of what counts so often, in words, and the number that is meant."""
+    if term.exchange:
+        factor = 2.0 if abs(factor - 2) < NEAR else factor
+        share = "" if factor == 2 else f", with a share of {number(factor - 1)}"
+        return term.name, term.text + share, factor
+    scales = {"without s": 1 / scale, "with s twice": scale}
+    scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
+    known = {"with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5, **scales}
+    if abs(factor) < NEAR:
+        return term.name, term.none, 0.0
+    near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
+    if not near:
+        return term.other, f"{term.text}, times {number(factor)}", factor
+    name = "tangent-scale" if near.keys() & scales.keys() else term.other
+    return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
