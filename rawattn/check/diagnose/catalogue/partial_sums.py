@@ -240,11 +240,41 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
 }
 
 
-def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
-    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
-    O = (WEIGHTS[out](parts)[..., None] * parts.outs).sum(axis=0)  # noqa: E741
+# of the tangents of out of parts, what there is beside them: (tlse of the part, that of all) times
+# out, each as often
+TANGENTS: dict[str, tuple[float, float]] = {
+    RIGHT: (1, -1),
+    "without (tlse of the part - tlse) out": (0, 0),
+    "with the wrong sign of (tlse of the part - tlse) out": (-1, 1),
+    "without tlse out": (1, 0),
+    "without tlse of the part": (0, -1),
+}
+# tlse of parts that is that of all
+E_OF_ALL: dict[str, Weights] = {
+    **{text: WEIGHTS[text] for text in WEIGHTS},
+    "that of the last part": lambda p: (
+        1.0 * (np.arange(len(p.tops)) == len(p.tops) - 1)[:, None, None] + np.zeros_like(p.row_sums)
+    ),
+}
+
+
+def merged(
+    parts: Parts, out: str = RIGHT, lse: str = RIGHT, e: str = RIGHT, tout: str = RIGHT
+) -> Results:
+    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``;
+    in forward mode ``tout`` says what there is beside the parts' own tangents."""
+    weights = WEIGHTS[out](parts)
+    O = (weights[..., None] * parts.outs).sum(axis=0)  # noqa: E741
     L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
-    return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+    if "e" not in parts.sums:
+        return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+    total = np.where(parts.row_sums == 0, 1.0, parts.row_sums)
+    es = parts.sums["e"][..., 0] / total
+    every = (E_OF_ALL[e](parts) * es).sum(axis=0)
+    touts = parts.sums["tout"] / total[..., None] - es[..., None] * parts.outs
+    own, of_all = TANGENTS[tout]
+    touts = touts + (own * es + of_all * every)[..., None] * parts.outs
+    return Results(O, L, every, (weights[..., None] * touts).sum(axis=0))
 
 
 # ---- planted ----------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ KERNELS = tuple(
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-INFERRED = (terms, online, inputs, unwritten)
+INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
@@ -226,6 +226,8 @@ class Stage:
             if bugs:
                 yield predictions(self.question, self.answers, self.stage, bugs)
         yield self.usual
+        if self.stage in ("second", "jvp"):
+            yield [*self.usual, *self.of_terms]
         yield self.every
 
     @cached_property
@@ -238,6 +240,12 @@ class Stage:
         given = self.question, self.answers, self.stage
         bugs = [*self.listed, *self.hints, *terms.single(*given)]
         return predictions(*given, bugs)
+
+    @cached_property
+    def of_terms(self) -> list[Prediction]:
+        """Of a second derivative or a tangent: what is in two terms, or in one pass alone."""
+        given = self.question, self.answers, self.stage
+        return predictions(*given, [] if over(self.until) else terms.bugs(*given))
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
@@ -253,7 +261,8 @@ class Stage:
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
         given = self.question, self.answers, self.stage
-        found = [*self.usual, *predictions(*given, bugs), *with_other_inputs(*given, bugs)]
+        found = [*self.usual, *self.of_terms, *predictions(*given, bugs)]
+        found += with_other_inputs(*given, bugs)
         others = with_other_inputs(*given, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 

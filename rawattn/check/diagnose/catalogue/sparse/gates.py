@@ -34,13 +34,22 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
         other = by.moved(maps.geometry(question, "dblock_scale"), scale)
         gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
         yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
+    if (moved := question.tblock_scale) is not None:
+        text = "the gate's direction is 1, not 0, for an own block that no slot names"
+        read = {text: partial(_of_slots, moved)}
+        for by in [*maps.heads(question)][:3]:
+            other = by.moved(maps.geometry(question, "dblock_scale"), moved)
+            read[f"the gate's direction, {by.words}"] = partial(_of_slots, other, none=0.0)
+        for words, tG in read.items():
+            steps = {name: with_values(name, tG=tG) for name in ("E", "tdY")}
+            yield Bug("sparse-lists-misread", words, SECOND + JVP, steps=steps)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
 
 
-def _of_slots(scale: np.ndarray, c: Context) -> Floats | float:
-    return per_key(c.view, scale, 1.0)
+def _of_slots(scale: np.ndarray, c: Context, none: float = 1.0) -> Floats | float:
+    return per_key(c.view, scale, none)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
