@@ -106,7 +106,22 @@ def splits(question: Question) -> dict[str, Cut]:
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
         if any(part[0] for part in keys):
             found.setdefault(keys, text)
-    return {text: partial(_cut, cuts[text], 1) for text in found.values()}
+    parts: dict[str, Cut] = {text: partial(_cut, cuts[text], 1) for text in found.values()}
+    for rows in TILES if question.mask_window != (-1, -1) else ():
+        parts[f"halves of what a tile of {rows} queries sees"] = partial(_halves, rows)
+    return parts
+
+
+def _halves(rows: int, c: Context) -> list[np.ndarray]:
+    """Pairs (1, n, m) of the first half, and of the second, of the keys from the first to the last
+    that a tile of queries sees."""
+    seen = (c.W > 0).any(axis=0)
+    first = np.zeros_like(seen)
+    for start in range(0, len(seen), rows):
+        there = np.flatnonzero(seen[start : start + rows].any(axis=0))
+        if len(there):
+            first[start : start + rows, : (there[0] + there[-1] + 1) // 2] = True
+    return [first[None], ~first[None]]
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
@@ -250,8 +265,7 @@ TANGENTS: dict[str, tuple[float, float]] = {
     "without tlse of the part": (0, -1),
 }
 # tlse of parts that is that of all
-E_OF_ALL: dict[str, Weights] = {
-    **{text: WEIGHTS[text] for text in WEIGHTS},
+E_OF_ALL: dict[str, Weights] = WEIGHTS | {
     "that of the last part": lambda p: (
         1.0 * (np.arange(len(p.tops)) == len(p.tops) - 1)[:, None, None] + np.zeros_like(p.row_sums)
     ),
