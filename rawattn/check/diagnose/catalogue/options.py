@@ -39,12 +39,12 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
         dY: Step = lambda c: c.G * c.P * (c.cap[1] * c.dP - c.D[..., None])  # noqa: E731
         yield Bug(name, "on dP alone, not on D", ("backward",), steps={"dY": dY})
-        yield Bug(
-            name,
-            "as if it were constant: its own, the bend, is 0",
-            ("second",),
-            steps={"cap": _slope(None)},
+        twice: Step = (
+            lambda c: STEPS["tdY"](  # noqa: E731
+                changed(c, cap=(*c.cap[:2], c.cap[2] * c.cap[1]))
+            )
         )
+        yield Bug(name, "twice beside its own, the bend", ("second",), steps={"tdY": twice})
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
         L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))

@@ -8,14 +8,14 @@ pass in which something is a constant to it that depends on the inputs. Long by 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Same, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import PROGRAMS, STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
@@ -52,24 +52,6 @@ TERMS |= {"ddblock_scale of dS'": ("tG", GATED[1:], "block_scale")}
 RESULTS = {  # whole ones, and the steps that give them
     **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",)},
     **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
-}
-OPERANDS = {  # of steps that are sums of products
-    **{"tY": "tQ K Q tK", "tO": "tP V P tV", "w": "dO tO", "tdP": "dO tV", "dP": "dO V"},
-    **{"D": "dO O", "tdS": "tP dP D P tdP w", "gQ": "tdY K dY tK", "gK": "tdY Q dY tQ"},
-    **{"gV": "tP dO", "gG": "tdS dS Y tY"},
-}
-READ = {"jvp": ("Q", "tQ", "K", "tK", "V", "tV")}  # what there is before any step
-READ["second"] = (*READ["jvp"], "P", "dO", "O", "L")
-ALIKE = ("Q tQ", "K tK", "V tV", "dO O tO", "P tP dS tdS dY tdY", "dP tdP", "D w e L", "Y tY")
-SWAPPED = {
-    **{"tY": (("K", "tK"),), "tO": (("V", "tV"),), "gQ": (("K", "tK"),), "gK": (("Q", "tQ"),)},
-    **{"tdS": (("tP", "P"), ("D", "w")), "gG": (("Y", "tY"),)},
-}
-CALLED = {
-    **{"tQ": "ddq", "tK": "ddk", "tV": "ddv", "dO": "dout", "O": "out", "tO": "ddout", "Q": "q"},
-    **{"K": "k", "V": "v", "tP": "P'", "tdS": "dS'", "tdP": "dP'", "tdY": "dS'", "dY": "dS"},
-    **{"w": "W", "L": "lse", "tY": "E", "gQ": "gq", "gK": "gk", "gV": "gv", "gG": "gblock_scale"},
-    **{"Y": "the score"},
 }
 READERS = {  # of P', together or some of them alone
     "everywhere": ("ddout", "W", "dS'", "gv"),
@@ -201,12 +183,7 @@ class Term(NamedTuple):
     of: Callable[[float], dict[str, Step]]
     name: str
     other: str
-    none: str = ""
-
-    @property
-    def exchange(self) -> bool:
-        """Whether it is what another operand than the right one would add."""
-        return self.name == "arguments-swapped"
+    none: str
 
 
 def terms(question: Question, stage: str) -> Iterator[Term]:
@@ -223,34 +200,15 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         yield Term(f"e {text}", partial(_centred, sites), E, E, f"no e {text}")
     if second:
         yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
+        if question.softcap is not None:
+            text, slope = "the second derivative of the softcap", "softcap-slope-omitted"
+            yield Term(text, _with_bend, slope, slope, f"no {text}")
         yield Term("dlse of D", _with_dlse, "lse-gradient-dropped", sign, "dlse of D")
         yield Term("dout . out of D", _with_out, "delta-omitted", DROPPED, "no dout . out in D")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
     for text, made in RESULTS.items() if second else (("E", ("tY",)),):
         yield Term(text, partial(_made, made), DROPPED, "constant-factor", f"{text} = 0")
-
-
-def exchanges(stage: str) -> Iterator[Term]:
-    """What a step may read in the place of one of its operands: twice for wholly, as of a term."""
-    order = PROGRAMS[stage]
-    for step, operands in OPERANDS.items():
-        before = {*order[: order.index(step)], *READ[stage]} if step in order else set()
-        for kind in ALIKE:
-            for own, other in permutations(kind.split(), 2):
-                if own in operands.split() and other in before:
-                    text = f"{_called(other)} for {_called(own)} in {_called(step)}"
-                    of = partial(_exchanged, step, ((own, other),))
-                    yield Term(text, of, *["arguments-swapped"] * 2)
-    for step, pairs in SWAPPED.items():
-        for one, other in pairs if step in order else ():
-            text = f"{_called(one)} and {_called(other)} exchanged in {_called(step)}"
-            of = partial(_exchanged, step, ((one, other), (other, one)))
-            yield Term(text, of, *["arguments-swapped"] * 2)
-
-
-def _called(name: str) -> str:
-    return CALLED.get(name, name)
 
 
 def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
@@ -275,15 +233,12 @@ def _with_dlse(factor: float) -> dict[str, Step]:
     return {"D": lambda c: without_dlse(c) - factor * c.dL}
 
 
+def _with_bend(factor: float) -> dict[str, Step]:
+    return {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], factor * c.cap[2]))}
+
+
 def _with_out(factor: float) -> dict[str, Step]:
     return {"D": lambda c: factor * without_dlse(c) - c.dL}
-
-
-def _exchanged(step: str, pairs: Sequence[tuple[str, str]], factor: float) -> dict[str, Step]:
-    def value(own: str, other: str) -> Step:
-        return lambda c: getattr(c, own) + (factor - 1) * (getattr(c, other) - getattr(c, own))
-
-    return {step: with_values(step, **{own: value(own, other) for own, other in pairs})}
 
 
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:

@@ -4,14 +4,15 @@ The results of these stages are linear in how often each of their terms counts, 
 of each tells how often it is there, whatever number that is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order
 from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.second_order import Term, exchanges, of_one_pass, terms
+from rawattn.check.diagnose.catalogue.second_order import Term, of_one_pass, terms
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, See, Step, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -24,11 +25,11 @@ from rawattn.check.diagnose.read.fields import number
 NUMBERS = 20_000  # of a tensor that are looked at, about
 NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left
 CLEAR = 0.05  # of the square of what is off, where rounding leaves more than that nothing is read
-MOST = 4  # pairs of terms, and bugs of one pass, for each tensor
+MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
 SECOND_PASS = ("gq", "gk", "gv", "gblock_scale")
+OF_HEADS = {"gk": "gK", "gv": "gV"}
 MASKED = {"E": "E", "dS'": "tdS", "dS": "dS", "P'": "tP"}
-Counted = tuple[Term, float]
 
 
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
@@ -40,21 +41,18 @@ def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Of two terms, of what reads other operands, and of one pass or product alone."""
+    """Of one pass or product alone."""
     if stage not in ("second", "jvp"):
         return
     sample = Sample(question, answers, stage)
     if not sample.wrong:
         return
-    own = [*terms(question, stage)]
-    others = [*exchanges(stage)]
     if stage == "second" and sample.wrong.keys() <= {*SECOND_PASS}:
-        others += [
-            one._replace(text=f"{one.text}, in the second pass alone", of=partial(_late, one))
-            for one in own
+        others = [
+            one._replace(text=f"{one.text}, in the second pass alone,", of=partial(_late, one))
+            for one in terms(question, stage)
         ]
-    yield from _alone(_Read(sample, others))
-    yield from _pairs(_Read(sample, own))
+        yield from _alone(_Read(sample, others))
     yield from sample.near(_of_parts(sample), MOST, spent() + EFFORT)
 
 
@@ -71,11 +69,20 @@ def _of_parts(sample: Sample) -> Iterator[Bug]:
                 masked = partial(_masked, window.see, step)
                 yield Bug(name, f"{form}, in {words} alone", (stage,), steps={step: masked})
     if stage == "second":
+        for (words, total), (gradient, step) in product(first_order.SUMS.items(), OF_HEADS.items()):
+            of_one = {step: partial(_of_group, total, step)}
+            yield Bug("gqa-group-not-summed", f"{gradient}: {words}", (stage,), steps=of_one)
         first = bool({"ddout", "ddlse"} & sample.wrong.keys())
         listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
         for bug in listed:
             if bug.see is not None and bug.stages != ("forward",):
                 yield of_one_pass(bug.at(stage), first)
+
+
+def _of_group(total: Callable[[Floats], Floats], step: str, c: Context) -> Floats:
+    """One of several heads to be summed."""
+    x = np.asarray(STEPS[step](c))
+    return np.concatenate([total(x)[None], np.zeros_like(x[1:])])
 
 
 def _masked(see: See, step: str, c: Context) -> Floats:
@@ -112,57 +119,20 @@ class _Read:
 
 def _alone(read: _Read) -> list[Bug]:
     found: dict[str, Bug] = {}
-    for name, x in read.due.items():
-        of = read.of[name]
+    for tensor, x in read.due.items():
+        of = read.of[tensor]
         sizes, shares = (of * of).sum(axis=1), of @ x
         for n in np.flatnonzero(sizes > 0):
             by = float(shares[n] / sizes[n])
-            if x @ x - by * shares[n] <= read.allowed[name]:
-                bug = _bug(read.sample, [(read.terms[n], 1 + by)])
-                found.setdefault(bug.name + bug.variant, bug)
+            if x @ x - by * shares[n] <= read.allowed[tensor]:
+                name, form, factor = _told(read.sample.question.scale, read.terms[n], 1 + by)
+                bug = Bug(name, form, (read.sample.stage,), steps=read.terms[n].of(factor))
+                found.setdefault(name + form, bug)
     return [*found.values()]
-
-
-def _pairs(read: _Read) -> Iterator[Bug]:
-    for name, x in read.due.items():
-        of = read.of[name]
-        gram, shares = of @ of.T, of @ x
-        sizes = np.diag(gram)
-        det = np.multiply.outer(sizes, sizes) - gram**2
-        clear = np.triu(det > 1e-6 * np.multiply.outer(sizes, sizes), 1)
-        with np.errstate(all="ignore"):
-            by = (sizes[None] * shares[:, None] - gram * shares[None]) / det
-            left = x @ x - by * shares[:, None] - by.T * shares[None]
-        left = np.where(clear, left, np.inf)
-        for place in np.argsort(left, axis=None)[:MOST]:
-            a, b = np.unravel_index(place, left.shape)
-            if left[a, b] <= read.allowed[name]:
-                counted = (read.terms[a], 1 + by[a, b]), (read.terms[b], 1 + by[b, a])
-                yield _bug(read.sample, counted)
-
-
-def _bug(sample: Sample, counted: Sequence[Counted]) -> Bug:
-    """These terms count so often."""
-    told = [_told(sample.question.scale, *one) for one in counted]
-    (name, *_), texts, factors = zip(*told, strict=True)
-    planted = [term.of(factor) for (term, _), factor in zip(counted, factors, strict=True)]
-    places = {place for one in planted for place in one}
-    steps = {place: partial(_sum, place, planted) for place in places}
-    return Bug(name, " and ".join(texts), (sample.stage,), steps=steps)
-
-
-def _sum(place: str, planted: Sequence[dict[str, Step]], c: Context) -> Floats:
-    """A step of which several terms are changed."""
-    here, right = [one[place](c) for one in planted if place in one], STEPS[place](c)
-    return np.asarray(here[0] if len(here) == 1 else sum(here) - (len(here) - 1) * right)
 
 
 def _told(scale: float, term: Term, factor: float) -> tuple[str, str, float]:
     """The class of what counts so often, in words, and the number that is meant."""
-    if term.exchange:
-        factor = 2.0 if abs(factor - 2) < NEAR else factor
-        share = "" if factor == 2 else f", with a share of {number(factor - 1)}"
-        return term.name, term.text + share, factor
     scales = {"without s": 1 / scale, "with s twice": scale}
     scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
     known = {"with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5, **scales}

@@ -243,9 +243,11 @@ class Stage:
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
-        """Of a second derivative or a tangent: what is in two terms, or in one pass alone."""
-        given = self.question, self.answers, self.stage
-        return predictions(*given, [] if over(self.until) else terms.bugs(*given))
+        """Of a second derivative or a tangent: what is in one pass or product alone."""
+        given, found = (self.question, self.answers, self.stage), list[Bug]()
+        with _searching():
+            found += [] if over(self.until) else terms.bugs(*given)
+        return predictions(*given, found)
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:

@@ -59,6 +59,11 @@ def _one(c: Context) -> float:
     return 1.0
 
 
+def _gated(c: Context) -> Floats:
+    """The scores with the gate."""
+    return np.asarray(c.G * c.Y)
+
+
 def _zeros(c: Context) -> Floats:
     return np.zeros_like(c.P)
 
@@ -71,10 +76,28 @@ STILL, AS_IF_1 = STILL_E | STILL_TDY, S | DY
 AS_IF_1 |= {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in ("E", "tdY")}
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
+    (
+        ON_P,
+        "twice in gblock_scale",
+        SECOND,
+        {"gG": with_values("gG", Y=_gated, tY=lambda c: c.G * c.tY)},
+    ),
+    (
+        ON_P,
+        "twice in its first term, tdS o Y",
+        SECOND,
+        {"gG": lambda c: c.G * c.tdS * c.Y + c.dS * c.tY},
+    ),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
 )
 DIRECTIONS: tuple[Row, ...] = (
+    (
+        ON_P,
+        "as a factor of its own direction in E",
+        SECOND + JVP,
+        {"E": with_values("E", Y=_gated)},
+    ),
     (MISSING, "its direction ignored", JVP, STILL_E),
     (MISSING, "its direction ignored", SECOND, STILL),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
@@ -87,6 +110,7 @@ LEFT_OUT: tuple[Row, ...] = (
     (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
     (IGNORED, "in the scores alone", BEYOND + JVP, S),
     (IGNORED, "in dY alone", BEYOND, DY | TDY),
+    (IGNORED, "in dS ddk and dS^T ddq alone", SECOND, DY),
     (IGNORED, "in E alone", SECOND + JVP, E),
     (IGNORED, "in the tangent of dY alone", SECOND, TDY),
 )
