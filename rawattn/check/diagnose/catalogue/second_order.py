@@ -68,7 +68,8 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step], str]  # the last: wha
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     directions = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
-    given = {*directions, *(["dlse"] if question.dlse is not None else [])}
+    options = (name for name in ("dlse", "softcap") if getattr(question, name) is not None)
+    given = {*directions, *options}
     rows = [*TABLE, *_ignored_directions(directions)]
     for name, variant, stages, steps, needs in rows:
         if set(needs.split()) <= given:
@@ -132,6 +133,12 @@ def without_dlse(c: Context) -> Floats:
     return np.asarray((c.dO * c.O).sum(axis=-1))
 
 
+def _twice(c: Context) -> tuple[Floats, Floats, Floats]:
+    """A softcap whose bend has its slope as a factor too many."""
+    S, slope, bend = c.cap
+    return S, slope, bend * slope
+
+
 # ---- constants that are none ------------------------------------------------------------------
 
 
@@ -156,6 +163,7 @@ NO_P, NO_ROWS = _zero("P"), _zero("L")
 GV = at(["gv"], tP=_uncentred)
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
+SLOPE, CAP = "softcap-slope-omitted", "softcap"
 W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
 TABLE: tuple[Row, ...] = (
     (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
@@ -168,6 +176,7 @@ TABLE: tuple[Row, ...] = (
     (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
     (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
+    (SLOPE, "twice beside its own, the bend", SECOND, {"tdY": with_values("tdY", cap=_twice)}, CAP),
     ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}, ""),
 )
 
@@ -201,8 +210,8 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     if second:
         yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
         if question.softcap is not None:
-            text, slope = "the second derivative of the softcap", "softcap-slope-omitted"
-            yield Term(text, _with_bend, slope, slope, f"no {text}")
+            bend = "the bend, the second derivative of the softcap"
+            yield Term(bend, _with_bend, SLOPE, SLOPE, f"{bend}, is 0")
         yield Term("dlse of D", _with_dlse, "lse-gradient-dropped", sign, "dlse of D")
         yield Term("dout . out of D", _with_out, "delta-omitted", DROPPED, "no dout . out in D")
     of_lse = "ddlse" if second else "tlse"
