@@ -29,7 +29,7 @@ from rawattn.check.diagnose.catalogue.reading import (
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import Context, Floats
 
 # Arrays that are read alike, in any stage and in those that go backward.
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
@@ -60,7 +60,7 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
-    "tP": ("P' of gq, gk and gv", ("e",), {"gq", "gk", "gv"}),
+    "tP": ("P'", ("e",), {"gq", "gk", "gv"}),
     "tdS": ("dS'", ("D", "w"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
@@ -152,11 +152,11 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 if of_view_alone and of not in maps.STATISTICS:
                     take = partial(_moved, operand, by)
                 steps = in_product(step, **{operand: take})
-                steps |= {"tO": _own_tO} if step == "tP" else {}
                 kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
                 kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
                 kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
-                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+                bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+                yield of_one_pass(bug) if step == "tP" else bug
         every = *operands, *OF_PAIRS.get(step, ())
         for operand, other in (pair for some in alike for pair in permutations(some, 2)):
             if operand in every:
@@ -164,16 +164,8 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 taken = {operand: attrgetter(other)}
                 yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
                 if other in every:
-                    taken[other] = attrgetter(operand)
-                    yield Bug(
-                        *("arguments-swapped", f"{text}, and the other way round", (stage,)),
-                        steps=in_product(step, **taken),
-                    )
-
-
-def _own_tO(c: Context) -> Floats:
-    """That of a first pass, which has its own e."""
-    return np.asarray(STEPS["tO"](changed(c, tP=STEPS["tP"](c))))
+                    text, taken[other] = f"{text}, and the other way round", attrgetter(operand)
+                    yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
 
 
 def _word(operand: str, stage: str) -> str:

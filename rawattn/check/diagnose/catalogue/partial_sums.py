@@ -255,20 +255,13 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
 }
 
 
-# of the tangents of out of parts, what there is beside them: (tlse of the part, that of all) times
-# out, each as often
+# beside the tangents of the parts' outs: how often tlse of the part, and of all, times its out
 TANGENTS: dict[str, tuple[float, float]] = {
     RIGHT: (1, -1),
     "without (tlse of the part - tlse) out": (0, 0),
     "with the wrong sign of (tlse of the part - tlse) out": (-1, 1),
     "without tlse out": (1, 0),
     "without tlse of the part": (0, -1),
-}
-# tlse of parts that is that of all
-E_OF_ALL: dict[str, Weights] = WEIGHTS | {
-    "that of the last part": lambda p: (
-        1.0 * (np.arange(len(p.tops)) == len(p.tops) - 1)[:, None, None] + np.zeros_like(p.row_sums)
-    ),
 }
 
 
@@ -284,7 +277,7 @@ def merged(
         return Results(O, L, np.zeros_like(L), np.zeros_like(O))
     total = np.where(parts.row_sums == 0, 1.0, parts.row_sums)
     es = parts.sums["e"][..., 0] / total
-    every = (E_OF_ALL[e](parts) * es).sum(axis=0)
+    every = (WEIGHTS[e](parts) * es).sum(axis=0)
     touts = parts.sums["tout"] / total[..., None] - es[..., None] * parts.outs
     own, of_all = TANGENTS[tout]
     touts = touts + (own * es + of_all * every)[..., None] * parts.outs

@@ -20,7 +20,7 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, ch
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
     **{"e": "e", "E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
-    **{"dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
+    **{"D": "D", "dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
 }
 DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
     "q": ("tQ", ("E", "gk")),
@@ -46,9 +46,6 @@ OF_V = {  # readers of ddv, which is in no other term of theirs
     "all of ddv": ("ddout", "W", "dout ddv^T"),
 }
 TERMS |= {text: ("tV", sites, "v") for text, sites in OF_V.items()}
-GATED = ("gated E", "gated dS'")
-TERMS |= {"ddblock_scale of E": ("tG", GATED[:1], "block_scale")}
-TERMS |= {"ddblock_scale of dS'": ("tG", GATED[1:], "block_scale")}
 RESULTS = {  # whole ones, and the steps that give them
     **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",)},
     **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
@@ -200,9 +197,9 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     second, sign = stage == "second", "lse-gradient-sign"
     for text, (name, sites, needs) in TERMS.items():
         words = text if second else text.replace("dd", "t")
-        there = second or {*sites} <= {"E", "gated E", "ddout"}
+        there = second or {*sites} <= {"E", "ddout"}
         if there and all(getattr(question, f"t{of}") is not None for of in needs.split()):
-            kind = IN_E if "E" in text and "gated E" not in sites else DROPPED
+            kind = IN_E if "E" in sites else DROPPED
             yield Term(words, partial(_read, sites, name), kind, DROPPED, words)
     for text, sites in READERS.items() if second else (("in tout", ("ddout",)),):
         yield Term(f"P' {text}", partial(_read, sites, "tP"), P, DROPPED, f"P' = 0 {text}")
@@ -212,8 +209,11 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         if question.softcap is not None:
             bend = "the bend, the second derivative of the softcap"
             yield Term(bend, _with_bend, SLOPE, SLOPE, f"{bend}, is 0")
-        yield Term("dlse of D", _with_dlse, "lse-gradient-dropped", sign, "dlse of D")
-        yield Term("dout . out of D", _with_out, "delta-omitted", DROPPED, "no dout . out in D")
+        yield Term(
+            "dlse of D", partial(_read, ("D",), "dL"), "lse-gradient-dropped", sign, "dlse of D"
+        )
+        of_out = partial(_read, ("D",), "O")
+        yield Term("dout . out of D", of_out, "delta-omitted", DROPPED, "no dout . out in D")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
     for text, made in RESULTS.items() if second else (("E", ("tY",)),):
@@ -238,16 +238,8 @@ def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
     return at(sites, tP=lambda c: c.P * (c.E - factor * _row(c.e)))
 
 
-def _with_dlse(factor: float) -> dict[str, Step]:
-    return {"D": lambda c: without_dlse(c) - factor * c.dL}
-
-
 def _with_bend(factor: float) -> dict[str, Step]:
     return {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], factor * c.cap[2]))}
-
-
-def _with_out(factor: float) -> dict[str, Step]:
-    return {"D": lambda c: factor * without_dlse(c) - c.dL}
 
 
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:
@@ -262,8 +254,7 @@ def of_one_pass(bug: Bug, first: bool = False) -> Bug:
         x, (rows, heads) = passed(c.question, c.given)[name], (c.view.rows, c.view.heads[:, None])
         return np.asarray(x[heads, rows] if name == "ddlse" else x[rows, heads])
 
-    steps: dict[str, Step] = {"e": partial(of_rows, name="ddlse")}
-    steps["tO"] = partial(of_rows, name="ddout")
+    steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
     form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
     see = None if first else bug.see
     return Bug(bug.name, form, SECOND, see, steps if first else {**bug.steps, **steps})

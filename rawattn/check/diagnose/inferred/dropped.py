@@ -4,6 +4,7 @@ Where the pairs are left out for which an integer feature is beyond a bound, jus
 wrong that have such a pair; the bounds with which they are the right ones are planted.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -37,19 +38,25 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             if (key := dropped.tobytes()) not in said and not (dropped == places.right).all():
                 said.add(key)
                 planted = {step: partial(_without, span, step) for step in steps}
-                yield Bug("pairs-dropped", f"those with {span}", (sample.stage,), steps=planted)
+                yield Bug("pairs-dropped", _words(span, places), (sample.stage,), steps=planted)
+
+
+def _words(span: Span, places: Places) -> str:
+    """Of a bound; where lengths differ, whether it lacks the offset of the diagonal."""
+    at = {*re.findall(r"\w+", span.feature)} & {"i", "j", "p"}
+    lacks = at == {"i", "j"} and not places.aligned
+    return f"those with {span}" + ", without seqlen_k - seqlen_q" * lacks
 
 
 def _wrong(sample: Sample, side: str) -> Array | None:
     """Rows of q or of k of which a gradient is wrong, in any head; None without a wrong one."""
-    found = None
+    found = []
     for name, noise in sample.wrong.items():
         if side_of(name) == side and any(name in RESULTS[step] for step in GRADIENTS):
             x, right = sample.found[name], by_rows(name, sample.truth[name])
-            size = np.sqrt(np.mean(right**2))
-            off = ~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= 4 * noise * size)
-            found = off if found is None else found | off
-    return found
+            most = 4 * noise * np.sqrt(np.mean(right**2))
+            found.append(~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= most))
+    return np.logical_or.reduce(found) if found else None
 
 
 def _bounds(name: str, places: Places, wrong: dict[str, Array | None]) -> Iterator[Span]:

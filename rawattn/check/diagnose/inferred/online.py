@@ -11,7 +11,6 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.partial_sums import (
-    E_OF_ALL,
     LSES,
     RESCALED,
     RIGHT,
@@ -43,7 +42,7 @@ SUMS = {
     "forward": RESCALED,
     "jvp": (("e",), ("tout",), ("e", "tout"), ("out",), ("row_sum",), ("out", "tout")),
 }
-MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES, "e": E_OF_ALL, "tout": TANGENTS}
+MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES, "e": WEIGHTS, "tout": TANGENTS}
 MERGED_WORDS = {"out": "weights", "lse": "lse", "e": "weights of tlse", "tout": "tout"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
