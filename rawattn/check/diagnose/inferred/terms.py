@@ -34,20 +34,14 @@ MASKED = {"E": "E", "dS'": "tdS", "dS": "dS", "P'": "tP"}
 
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
-    if stage not in ("second", "jvp"):
-        return []
     sample = Sample(question, answers, stage)
     return _alone(_Read(sample, [*terms(question, stage)])) if sample.wrong else []
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Of one pass or product alone."""
-    if stage not in ("second", "jvp"):
-        return
     sample = Sample(question, answers, stage)
-    if not sample.wrong:
-        return
-    if stage == "second" and sample.wrong.keys() <= {*SECOND_PASS}:
+    if stage == "second" and set() < sample.wrong.keys() <= {*SECOND_PASS}:
         others = [
             one._replace(text=f"{one.text}, in the second pass alone,", of=partial(_late, one))
             for one in terms(question, stage)
