@@ -260,7 +260,6 @@ TANGENTS: dict[str, tuple[float, float]] = {
     RIGHT: (1, -1),
     "without (tlse of the part - tlse) out": (0, 0),
     "with the wrong sign of (tlse of the part - tlse) out": (-1, 1),
-    "without tlse out": (1, 0),
     "without tlse of the part": (0, -1),
 }
 

@@ -7,6 +7,7 @@ results of splits must be weighted by exp(lse of the split - lse).
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def _merges(question: Question, stage: str, c: Context, found: dict[str, Floats]
                 forms[of] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
             total += left[forms[of][0]]
         for chosen in product(*forms.values()):
-            wrong = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
+            wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
             if wrong:
                 planted = steps(stage, cut, partial(merged, **wrong))
                 said = [f"{MERGED_WORDS[of]} {form}" for of, form in wrong.items()]

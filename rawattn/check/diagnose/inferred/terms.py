@@ -5,6 +5,7 @@ of each tells how often it is there, whatever number that is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order
 from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.second_order import Term, of_one_pass, terms
+from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass, terms
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, See, Step, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -70,7 +71,9 @@ def _of_parts(sample: Sample) -> Iterator[Bug]:
         listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
         for bug in listed:
             if bug.see is not None and bug.stages != ("forward",):
+                by_out = replace(bug.at(stage), steps={**bug.steps, "tO": by_given_out})
                 yield of_one_pass(bug.at(stage), first)
+                yield from (of_one_pass(by_out, first), by_out) if first else ()
 
 
 def _of_group(total: Callable[[Floats], Floats], step: str, c: Context) -> Floats:
@@ -116,7 +119,7 @@ def _alone(read: _Read) -> list[Bug]:
     for tensor, x in read.due.items():
         of = read.of[tensor]
         sizes, shares = (of * of).sum(axis=1), of @ x
-        for n in np.flatnonzero(sizes > 0):
+        for n in np.flatnonzero(sizes > 0).tolist():
             by = float(shares[n] / sizes[n])
             if x @ x - by * shares[n] <= read.allowed[tensor]:
                 name, form, factor = _told(read.sample.question.scale, read.terms[n], 1 + by)

@@ -41,8 +41,8 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
             other = by.moved(maps.geometry(question, "dblock_scale"), moved)
             read[f"the gate's direction, {by.words}"] = partial(_of_slots, other, none=0.0)
         for words, tG in read.items():
-            steps = {name: with_values(name, tG=tG) for name in ("E", "tdY")}
-            yield Bug("sparse-lists-misread", words, SECOND + JVP, steps=steps)
+            elsewhere = {name: with_values(name, tG=tG) for name in ("E", "tdY")}
+            yield Bug("sparse-lists-misread", words, SECOND + JVP, steps=elsewhere)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
