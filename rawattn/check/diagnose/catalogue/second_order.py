@@ -154,6 +154,9 @@ def _through_softmax(c: Context) -> Floats:
     return np.asarray(c.r(c.P * (X - (c.P * X).sum(axis=-1, keepdims=True))))
 
 
+_of_ddout = with_values("gV", tP=lambda c: c.P, dO=lambda c: c.tO)
+
+
 # ---- the table --------------------------------------------------------------------------------
 
 NO_P, NO_ROWS = _zero("P"), _zero("L")
@@ -174,6 +177,9 @@ TABLE: tuple[Row, ...] = (
     (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
     (SLOPE, "twice beside its own, the bend", SECOND, {"tdY": with_values("tdY", cap=_twice)}, CAP),
+    (W, "W not times P", SECOND, {"tdS": lambda c: STEPS["tdS"](c) + (c.P - 1) * _row(c.w)}, ""),
+    (E, "e not times P", SECOND + JVP, {"tP": lambda c: c.P * c.E - _row(c.e)}, ""),
+    ("arguments-swapped", "P^T ddout for P'^T dout of gv", SECOND, {"gV": _of_ddout}, ""),
     ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}, ""),
 )
 
@@ -212,6 +218,9 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         yield Term(
             "dlse of D", partial(_read, ("D",), "dL"), "lse-gradient-dropped", sign, "dlse of D"
         )
+        for sites in (("dS'",), ("gq",), ("gk",), ("gq", "gk")):
+            text = f"D in {' and '.join(sites)} alone"
+            yield Term(text, partial(_with_D, sites), "delta-omitted", DROPPED, f"no {text}")
         of_out = partial(_read, ("D",), "O")
         yield Term("dout . out of D", of_out, "delta-omitted", DROPPED, "no dout . out in D")
     of_lse = "ddlse" if second else "tlse"
@@ -236,6 +245,13 @@ def _read(sites: Sequence[str], name: str, factor: float) -> dict[str, Step]:
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
     return at(sites, tP=lambda c: c.P * (c.E - factor * _row(c.e)))
+
+
+def _with_D(sites: Sequence[str], factor: float) -> dict[str, Step]:
+    def dY(c: Context) -> Floats:
+        return np.asarray(c.dY + (1 - factor) * c.G * c.cap[1] * c.P * _row(c.D))
+
+    return at(sites, D=lambda c: factor * c.D, dY=dY)
 
 
 def _with_bend(factor: float) -> dict[str, Step]:

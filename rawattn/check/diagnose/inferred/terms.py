@@ -42,17 +42,23 @@ def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Of one pass or product alone."""
     sample = Sample(question, answers, stage)
-    if stage == "second" and set() < sample.wrong.keys() <= {*SECOND_PASS}:
+    if stage == "second" and sample.wrong:
+        first = not sample.wrong.keys() <= {*SECOND_PASS}
+        words = f"in the {'first' if first else 'second'} pass alone"
         others = [
-            one._replace(text=f"{one.text}, in the second pass alone,", of=partial(_late, one))
+            one._replace(
+                text=f"{one.text}, {words},",
+                of=partial(_of_pass, one, first),
+                none=f"{one.none}, {words}",
+            )
             for one in terms(question, stage)
         ]
         yield from _alone(_Read(sample, others))
     yield from sample.near(_of_parts(sample), MOST, spent() + EFFORT)
 
 
-def _late(term: Term, factor: float) -> dict[str, Step]:
-    return {**of_one_pass(Bug("", steps=term.of(factor))).steps}
+def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
+    return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
 def _of_parts(sample: Sample) -> Iterator[Bug]:
