@@ -26,6 +26,7 @@ from rawattn.check.diagnose.catalogue.reading import (
     stored,
     whole,
 )
+from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 from rawattn.check.diagnose.engine.steps import Context, Floats
@@ -46,18 +47,20 @@ APART = {
     "tk": {"jvp out", "jvp lse"},
     "tv": {"jvp out", "jvp lse", "gv", "tlse", "ddlse"},
 }
+OF_FIRST_PASS = {"ddout", "ddlse"}
 PRODUCTS = {  # a product: its name, its operands, and the results that it has a part in
-    "Y": ("Q K^T", ("K", "Q"), {"out", "lse", "dq", "dk", "dv"}),
+    "Y": ("Q K^T", ("K", "Q"), {"out", "lse", "dq", "dk", "dv", *OF_FIRST_PASS, "gq", "gk", "gv"}),
     "O": ("P V", ("V",), {"out"}),
-    "dP": ("dO V^T", ("V", "dO"), {"dq", "dk"}),
+    "dP": ("dO V^T", ("V", "dO"), {"dq", "dk", "gq", "gk"}),
     "dQ": ("dS K", ("K",), {"dq"}),
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
-    "D": ("dO . O", ("dO", "O"), {"dq", "dk"}),
+    "D": ("dO . O", ("dO", "O"), {"dq", "dk", "gq", "gk"}),
     "tY": ("E", ("tQ", "K", "Q", "tK"), {"tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"}),
     "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
+    "tP": ("P'", ("e",), {"gq", "gk", "gv"}),
     "tdS": ("dS'", ("D", "w"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
@@ -66,19 +69,31 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
 ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "forward": "K V",
     "backward": "K V, Q dO O, P dY dP",
-    "second": "K tK, V tV, Q tQ, dO tO, dO O, P tP, dY tdY",
+    "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
+OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of more than one entry
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
 NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}
-NUMBERS = {"D": "delta", "w": "w"}
+NUMBERS = {"D": "delta", "w": "w", "e": "e"}
 
 
 def candidates(
     question: Question, stage: str, wrong: Collection[str], right: Collection[str]
 ) -> Iterator[Bug]:
-    """All of a stage that change something ``wrong``, and nothing that is ``right``."""
-    right, wrong = set(right), set(wrong)
+    """All of a stage that change something ``wrong``, and nothing that is ``right``; of a double
+    backward those too that its second pass may have alone."""
+    right, wrong, said = set(right), set(wrong), set()
+    for bug in _candidates(question, stage, wrong, right):
+        said.add(bug.variant)
+        yield bug
+    if stage == "second" and right >= OF_FIRST_PASS:
+        more = _candidates(question, stage, wrong, right - OF_FIRST_PASS)
+        others = (bug for bug in more if bug.store is None and bug.variant not in said)
+        yield from map(of_one_pass, others)
+
+
+def _candidates(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
     if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
         right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
     if not {"out", "dv", "gv", "tout"} & right:
@@ -136,17 +151,21 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 of_view_alone = by.family == "columns" or (by.family == "rows" and step != "D")
                 if of_view_alone and of not in maps.STATISTICS:
                     take = partial(_moved, operand, by)
-                steps = in_product(step, operand, take)
+                steps = in_product(step, **{operand: take})
                 kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
                 kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
                 kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
-                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
-        for some in alike:
-            for operand, other in permutations(some, 2):
-                if operand in operands:
-                    text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                    steps = in_product(step, operand, attrgetter(other))
-                    yield Bug("arguments-swapped", text, (stage,), steps=steps)
+                bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+                yield of_one_pass(bug) if step == "tP" else bug
+        every = *operands, *OF_PAIRS.get(step, ())
+        for operand, other in (pair for some in alike for pair in permutations(some, 2)):
+            if operand in every:
+                text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
+                taken = {operand: attrgetter(other)}
+                yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
+                if other in every:
+                    text, taken[other] = f"{text}, and the other way round", attrgetter(operand)
+                    yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
 
 
 def _word(operand: str, stage: str) -> str:

@@ -35,16 +35,10 @@ def bugs(question: Question) -> Iterator[Bug]:
             form = words.format(c=f"{question.softcap:g}")
             yield Bug("softcap", form, steps={"cap": partial(bent, curve, question.softcap)})
         name = "softcap-slope-omitted"
-        yield Bug(name, "1 in its place", DERIVED, steps={"cap": _slope(1.0)})
+        yield Bug(name, "1 in its place", DERIVED, steps={"cap": _straight})
         yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
         dY: Step = lambda c: c.G * c.P * (c.cap[1] * c.dP - c.D[..., None])  # noqa: E731
         yield Bug(name, "on dP alone, not on D", ("backward",), steps={"dY": dY})
-        yield Bug(
-            name,
-            "as if it were constant: its own, the bend, is 0",
-            ("second",),
-            steps={"cap": _slope(None)},
-        )
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
         L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))
@@ -64,14 +58,9 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=_at_all_keys)
 
 
-def _slope(value: float | None) -> Step:
-    """The softcap with another derivative, or with its own one as if that were constant."""
-
-    def cap(c: Context) -> tuple[Floats, Floats | float, float]:
-        S, slope, _ = STEPS["cap"](c)
-        return S, slope if value is None else value, 0.0
-
-    return cap
+def _straight(c: Context) -> tuple[Floats, float, float]:
+    """The softcap with a derivative of 1."""
+    return STEPS["cap"](c)[0], 1.0, 0.0
 
 
 def _square(c: Context) -> tuple[Floats, Floats, Floats]:

@@ -106,7 +106,22 @@ def splits(question: Question) -> dict[str, Cut]:
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
         if any(part[0] for part in keys):
             found.setdefault(keys, text)
-    return {text: partial(_cut, cuts[text], 1) for text in found.values()}
+    parts: dict[str, Cut] = {text: partial(_cut, cuts[text], 1) for text in found.values()}
+    for rows in TILES if question.mask_window != (-1, -1) else ():
+        parts[f"halves of what a tile of {rows} queries sees"] = partial(_halves, rows)
+    return parts
+
+
+def _halves(rows: int, c: Context) -> list[np.ndarray]:
+    """Pairs (1, n, m) of the first half, and of the second, of the keys from the first to the last
+    that a tile of queries sees."""
+    seen = (c.W > 0).any(axis=0)
+    first = np.zeros_like(seen)
+    for start in range(0, len(seen), rows):
+        there = np.flatnonzero(seen[start : start + rows].any(axis=0))
+        if len(there):
+            first[start : start + rows, : (there[0] + there[-1] + 1) // 2] = True
+    return [first[None], ~first[None]]
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
@@ -240,11 +255,32 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
 }
 
 
-def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
-    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
-    O = (WEIGHTS[out](parts)[..., None] * parts.outs).sum(axis=0)  # noqa: E741
+# beside the tangents of the parts' outs: how often tlse of the part, and of all, times its out
+TANGENTS: dict[str, tuple[float, float]] = {
+    RIGHT: (1, -1),
+    "without (tlse of the part - tlse) out": (0, 0),
+    "with the wrong sign of (tlse of the part - tlse) out": (-1, 1),
+    "without tlse of the part": (0, -1),
+}
+
+
+def merged(
+    parts: Parts, out: str = RIGHT, lse: str = RIGHT, e: str = RIGHT, tout: str = RIGHT
+) -> Results:
+    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``;
+    in forward mode ``tout`` says what there is beside the parts' own tangents."""
+    weights = WEIGHTS[out](parts)
+    O = (weights[..., None] * parts.outs).sum(axis=0)  # noqa: E741
     L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
-    return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+    if "e" not in parts.sums:
+        return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+    total = np.where(parts.row_sums == 0, 1.0, parts.row_sums)
+    es = parts.sums["e"][..., 0] / total
+    every = (WEIGHTS[e](parts) * es).sum(axis=0)
+    touts = parts.sums["tout"] / total[..., None] - es[..., None] * parts.outs
+    own, of_all = TANGENTS[tout]
+    touts = touts + (own * es + of_all * every)[..., None] * parts.outs
+    return Results(O, L, every, (weights[..., None] * touts).sum(axis=0))
 
 
 # ---- planted ----------------------------------------------------------------------------------

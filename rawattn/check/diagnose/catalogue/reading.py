@@ -7,9 +7,10 @@ from functools import lru_cache
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
 
 OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
@@ -72,9 +73,9 @@ def of_view(c: Context, name: str, x: Floats) -> Floats:
     return np.asarray(c.r(np.where(unseen[:, None], 0.0, found)))
 
 
-def in_product(step: str, operand: str, of: Callable[[Context], Floats]) -> dict[str, Step]:
-    """One product with another operand."""
-    return {step: lambda c: STEPS[step](changed(c, **{operand: of(c)}))}
+def in_product(step: str, **operands: Callable[[Context], Floats]) -> dict[str, Step]:
+    """One product with other operands."""
+    return {step: with_values(step, **operands)}
 
 
 def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:

@@ -1,25 +1,26 @@
 """The catalogue of bugs in the second derivatives and in forward mode: their terms.
 
-A bug is mostly a product that reads another value for one of its operands: zeros for a term that is
-left out, a multiple for one that is scaled, P o E for a P' without e. ``SITES`` names the places
-that read, ``at`` plants other values there. Many are what autograd makes of a first backward pass
-in which something is a constant to it that depends on the inputs. Long by the tables.
+A bug is mostly a product that reads another value for one of its operands: P o E for a P' without
+e. ``SITES`` names the places that read, ``at`` plants other values there. ``terms`` are what
+results are sums of, each as often as one likes. Many are what autograd makes of a first backward
+pass in which something is a constant to it that depends on the inputs. Long by the tables.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug
-from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Same, solve
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
     **{"e": "e", "E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
-    **{"dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
+    **{"D": "D", "dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
 }
 DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
     "q": ("tQ", ("E", "gk")),
@@ -45,6 +46,10 @@ OF_V = {  # readers of ddv, which is in no other term of theirs
     "all of ddv": ("ddout", "W", "dout ddv^T"),
 }
 TERMS |= {text: ("tV", sites, "v") for text, sites in OF_V.items()}
+RESULTS = {  # whole ones, and the steps that give them
+    **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",)},
+    **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
+}
 READERS = {  # of P', together or some of them alone
     "everywhere": ("ddout", "W", "dS'", "gv"),
     "in ddout and W": ("ddout", "W"),
@@ -60,8 +65,9 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step], str]  # the last: wha
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     directions = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
-    given = {*directions, *(["dlse"] if question.dlse is not None else [])}
-    rows = [*TABLE, *_scales(question), *_ignored_directions(directions)]
+    options = (name for name in ("dlse", "softcap") if getattr(question, name) is not None)
+    given = {*directions, *options}
+    rows = [*TABLE, *_ignored_directions(directions)]
     for name, variant, stages, steps, needs in rows:
         if set(needs.split()) <= given:
             yield Bug(name, variant, stages, steps=steps)
@@ -96,20 +102,6 @@ def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
     return steps
 
 
-def _scaled(factor: float, *steps: str) -> dict[str, Step]:
-    """Results of steps times a number."""
-
-    def of(name: str) -> Step:
-        return lambda c: factor * STEPS[name](c)
-
-    return {name: of(name) for name in steps}
-
-
-def _times(factor: float, name: str) -> Step:
-    """A value of the context times a number."""
-    return lambda c: factor * getattr(c, name)
-
-
 def _zero(like: str) -> Step:
     return lambda c: np.zeros_like(getattr(c, like))
 
@@ -138,6 +130,12 @@ def without_dlse(c: Context) -> Floats:
     return np.asarray((c.dO * c.O).sum(axis=-1))
 
 
+def _twice(c: Context) -> tuple[Floats, Floats, Floats]:
+    """A softcap whose bend has its slope as a factor too many."""
+    S, slope, bend = c.cap
+    return S, slope, bend * slope
+
+
 # ---- constants that are none ------------------------------------------------------------------
 
 
@@ -156,14 +154,16 @@ def _through_softmax(c: Context) -> Floats:
     return np.asarray(c.r(c.P * (X - (c.P * X).sum(axis=-1, keepdims=True))))
 
 
+_of_ddout = with_values("gV", tP=lambda c: c.P, dO=lambda c: c.tO)
+
+
 # ---- the table --------------------------------------------------------------------------------
 
 NO_P, NO_ROWS = _zero("P"), _zero("L")
-GV, NO_DDLSE = at(["gv"], tP=_uncentred), {"tL": NO_ROWS}
+GV = at(["gv"], tP=_uncentred)
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
-DLSE_ADDED: dict[str, Step] = {"D": lambda c: without_dlse(c) + c.dL}
-NO_DLSE: dict[str, Step] = {"D": without_dlse}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
+SLOPE, CAP = "softcap-slope-omitted", "softcap"
 W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
 TABLE: tuple[Row, ...] = (
     (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
@@ -173,44 +173,107 @@ TABLE: tuple[Row, ...] = (
     (D, "delta", SECOND, DELTA, ""),
     (D, "out", SECOND, {"tdS": _through_softmax} | GV, ""),
     (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}, ""),
-    *((P, f"P' = 0 {text}", SECOND, at(sites, tP=NO_P), "") for text, sites in READERS.items()),
-    *((E, f"no e {text}", SECOND, at(sites, tP=_uncentred), "") for text, sites in READERS.items()),
     (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
-    (E, "no e in tout", JVP, {"tP": _uncentred}, ""),
-    (P, "P' = 0", JVP, {"tP": NO_P}, ""),
     (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
-    (W, "W = 0", SECOND, {"w": NO_ROWS}, ""),
     (W, "W from out", SECOND, {"w": without_dlse}, ""),
-    *(
-        (kind, text + how, SECOND, at(sites, **{name: _times(factor, name)}), needs)
-        for how, factor in {"": 0.0, ", with the wrong sign": -1.0, ", twice": 2.0}.items()
-        for text, (name, sites, needs) in TERMS.items()
-        for kind in (IN_E if "E" in text and not factor else DROPPED,)
-    ),
+    (SLOPE, "twice beside its own, the bend", SECOND, {"tdY": with_values("tdY", cap=_twice)}, CAP),
+    (W, "W not times P", SECOND, {"tdS": lambda c: STEPS["tdS"](c) + (c.P - 1) * _row(c.w)}, ""),
+    (E, "e not times P", SECOND + JVP, {"tP": lambda c: c.P * c.E - _row(c.e)}, ""),
+    ("arguments-swapped", "P^T ddout for P'^T dout of gv", SECOND, {"gV": _of_ddout}, ""),
     ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}, ""),
-    (DROPPED, "P tv", JVP, at(["ddout"], tV=_zero("tV")), "v"),
-    ("tangent-lse-missing", "ddlse = 0", SECOND, NO_DDLSE, ""),
-    ("tangent-lse-missing", "tlse = 0", JVP, NO_DDLSE, ""),
-    ("lse-gradient-sign", "-ddlse", SECOND, {"tL": _times(-1, "e")}, ""),
-    ("lse-gradient-sign", "D + dlse", SECOND, DLSE_ADDED, "dlse"),
-    ("lse-gradient-dropped", "dlse of D", SECOND, NO_DLSE, "dlse"),
-    ("lse-base-2", "tlse", JVP, {"tL": _times(LOG2_E, "e")}, ""),
 )
 
 
-def _scales(question: Question) -> Iterator[Row]:
-    """softmax_scale that is missing or there twice, and log2(e) from exponents in base 2."""
-    factors = {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
-    if not math.isclose(question.scale, 1.0):
-        factors |= {"without s": 1 / question.scale, "with s twice": question.scale}
-    name = "tangent-scale"
-    for text, factor in factors.items():
-        yield name, f"E {text}", JVP, _scaled(factor, "tY"), ""
-        for words, of in {"E": "tY", "gq": "gQ", "gk": "gK", "gq and gk": "gQ gK"}.items():
-            yield name, f"{words} {text}", SECOND, _scaled(factor, *of.split()), ""
-        for term, (operand, sites, needs) in TERMS.items():
-            steps = at(sites, **{operand: _times(factor, operand)})
-            yield name, f"{term} {text}", SECOND, steps, needs
+# ---- terms ------------------------------------------------------------------------------------
+
+
+class Term(NamedTuple):
+    """What ``of`` makes count so often, once where it is right; its class where it is missing, and
+    where it counts otherwise. none: what is said where it is missing."""
+
+    text: str
+    of: Callable[[float], dict[str, Step]]
+    name: str
+    other: str
+    none: str
+
+
+def terms(question: Question, stage: str) -> Iterator[Term]:
+    """What the results of a stage are sums of, one time each."""
+    second, sign = stage == "second", "lse-gradient-sign"
+    for text, (name, sites, needs) in TERMS.items():
+        words = text if second else text.replace("dd", "t")
+        there = second or {*sites} <= {"E", "ddout"}
+        if there and all(getattr(question, f"t{of}") is not None for of in needs.split()):
+            kind = IN_E if "E" in sites else DROPPED
+            yield Term(words, partial(_read, sites, name), kind, DROPPED, words)
+    for text, sites in READERS.items() if second else (("in tout", ("ddout",)),):
+        yield Term(f"P' {text}", partial(_read, sites, "tP"), P, DROPPED, f"P' = 0 {text}")
+        yield Term(f"e {text}", partial(_centred, sites), E, E, f"no e {text}")
+    if second:
+        yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
+        if question.softcap is not None:
+            bend = "the bend, the second derivative of the softcap"
+            yield Term(bend, _with_bend, SLOPE, SLOPE, f"{bend}, is 0")
+        yield Term(
+            "dlse of D", partial(_read, ("D",), "dL"), "lse-gradient-dropped", sign, "dlse of D"
+        )
+        for sites in (("dS'",), ("gq",), ("gk",), ("gq", "gk")):
+            text = f"D in {' and '.join(sites)} alone"
+            yield Term(text, partial(_with_D, sites), "delta-omitted", DROPPED, f"no {text}")
+        of_out = partial(_read, ("D",), "O")
+        yield Term("dout . out of D", of_out, "delta-omitted", DROPPED, "no dout . out in D")
+    of_lse = "ddlse" if second else "tlse"
+    yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
+    for text, made in RESULTS.items() if second else (("E", ("tY",)),):
+        yield Term(text, partial(_made, made), DROPPED, "constant-factor", f"{text} = 0")
+
+
+def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
+    """Results of steps so many times."""
+
+    def of(name: str) -> Step:
+        return lambda c: factor * STEPS[name](c)
+
+    return {name: of(name) for name in steps}
+
+
+def _read(sites: Sequence[str], name: str, factor: float) -> dict[str, Step]:
+    """A value of the context, where these read it, so many times."""
+    return at(sites, **{name: lambda c: factor * getattr(c, name)})
+
+
+def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
+    return at(sites, tP=lambda c: c.P * (c.E - factor * _row(c.e)))
+
+
+def _with_D(sites: Sequence[str], factor: float) -> dict[str, Step]:
+    def dY(c: Context) -> Floats:
+        return np.asarray(c.dY + (1 - factor) * c.G * c.cap[1] * c.P * _row(c.D))
+
+    return at(sites, D=lambda c: factor * c.D, dY=dY)
+
+
+def _with_bend(factor: float) -> dict[str, Step]:
+    return {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], factor * c.cap[2]))}
+
+
+def of_one_pass(bug: Bug, first: bool = False) -> Bug:
+    """A bug of a double backward that one of its two passes has alone: the first one, which gives
+    ddout, ddlse, and so e and W, or the second one, of gq, gk and gv."""
+
+    @lru_cache(maxsize=2)
+    def passed(question: Question, given: Same | None) -> Answers:
+        return solve(question, "second", bug if first else NO_BUG, given=given)
+
+    def of_rows(c: Context, name: str) -> Floats:
+        x, (rows, heads) = passed(c.question, c.given)[name], (c.view.rows, c.view.heads[:, None])
+        return np.asarray(x[heads, rows] if name == "ddlse" else x[rows, heads])
+
+    steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
+    form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
+    see = None if first else bug.see
+    return Bug(bug.name, form, SECOND, see, steps if first else {**bug.steps, **steps})
 
 
 def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:

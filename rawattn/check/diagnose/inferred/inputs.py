@@ -21,7 +21,7 @@ from rawattn.check.diagnose.engine.question import (
     given_to_backward,
 )
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
-from rawattn.check.diagnose.inferred import accumulators
+from rawattn.check.diagnose.inferred import accumulators, dropped
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
@@ -48,7 +48,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
         of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
         of_tiles = tile_sums.candidates(question, stage, wrong)
-        listed = chain(of_lists, of_tiles, listed)
+        listed = chain(of_lists, of_tiles, dropped.bugs(sample), listed)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 

@@ -4,9 +4,10 @@ Tiles that come one after the other must be rescaled by exp(old max - new max) o
 results of splits must be weighted by exp(lse of the split - lse).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from rawattn.check.diagnose.catalogue.partial_sums import (
     RESCALED,
     RIGHT,
     RIGHTLY,
+    TANGENTS,
     WAYS,
     WEIGHTS,
     Results,
@@ -41,6 +43,8 @@ SUMS = {
     "forward": RESCALED,
     "jvp": (("e",), ("tout",), ("e", "tout"), ("out",), ("row_sum",), ("out", "tout")),
 }
+MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES, "e": WEIGHTS, "tout": TANGENTS}
+MERGED_WORDS = {"out": "weights", "lse": "lse", "e": "weights of tlse", "tout": "tout"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 
@@ -55,7 +59,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
             found = {
                 of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()
             }
-            merges = _merges(question, c, found) if stage == "forward" else []
+            merges = _merges(question, stage, c, found)
             return [*_rescaled(question, stage, c, found), *merges]
     return []
 
@@ -77,25 +81,25 @@ def _rescaled(
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(question: Question, stage: str, c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near: list[tuple[float, Bug]] = []
     for at, cut in splits(question).items():
-        parts, total, forms = parts_of(c, cut), 0.0, {"out": [RIGHT], "lse": [RIGHT]}
+        parts, total = parts_of(c, cut), 0.0
+        forms = {of: [RIGHT] for of in MERGED}
         for of, x in found.items():
-            left = {
-                form: _left(x, getattr(merged(parts, **{of: form}), of))
-                for form in (WEIGHTS if of == "out" else LSES)
-            }
+            left = {form: _left(x, getattr(merged(parts, **{of: form}), of)) for form in MERGED[of]}
             least = min(left.values())
             if least < FITS * left[RIGHT]:
                 forms[of] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
             total += left[forms[of][0]]
-        for out, lse in product(*forms.values()):
-            if (out, lse) != (RIGHT, RIGHT):
-                planted = steps("forward", cut, partial(merged, out=out, lse=lse))
-                said = f"weights {out}; lse {lse}; {at}"
-                near.append((total, Bug("partial-merge", said, ("forward",), steps=planted)))
+        for chosen in product(*forms.values()):
+            wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
+            if wrong:
+                planted = steps(stage, cut, partial(merged, **wrong))
+                said = [f"{MERGED_WORDS[of]} {form}" for of, form in wrong.items()]
+                form = "; ".join([*said, at])
+                near.append((total, Bug("partial-merge", form, (stage,), steps=planted)))
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 

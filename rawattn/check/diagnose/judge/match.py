@@ -41,7 +41,7 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     sizes,
 )
-from rawattn.check.diagnose.inferred import inputs, online, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -59,6 +59,7 @@ KERNELS = tuple(
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
+BEYOND = ("second", "jvp")
 INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
@@ -81,7 +82,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     found = [*first_order.bugs(question)]
     if question.sparse:
         found = [*selection.bugs(question), *first_order.bugs_anywhere(question)]
-    if stage in ("second", "jvp"):
+    if stage in BEYOND:
 
         def anywhere(bug: Bug) -> bool:
             of_masks = bug.see is not None and bug.stages != ("forward",)
@@ -226,6 +227,8 @@ class Stage:
             if bugs:
                 yield predictions(self.question, self.answers, self.stage, bugs)
         yield self.usual
+        if self.stage in BEYOND:
+            yield [*self.usual, *self.of_terms]
         yield self.every
 
     @cached_property
@@ -234,9 +237,20 @@ class Stage:
 
     @cached_property
     def usual(self) -> list[Prediction]:
-        """Predictions with each bug that is listed, or that other stages have."""
+        """Predictions with each bug that is listed, that other stages have, or of one term."""
+        given = self.question, self.answers, self.stage
         bugs = [*self.listed, *self.hints]
-        return predictions(self.question, self.answers, self.stage, bugs)
+        bugs += terms.single(*given) if self.stage in BEYOND else []
+        return predictions(*given, bugs)
+
+    @cached_property
+    def of_terms(self) -> list[Prediction]:
+        """Of a second derivative or a tangent: what is in one pass or product alone."""
+        given, found = (self.question, self.answers, self.stage), list[Bug]()
+        if self.stage in BEYOND and (self.shown or not over(self.until)):
+            with _searching():
+                found += terms.bugs(*given)
+        return predictions(*given, found)
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
@@ -252,7 +266,8 @@ class Stage:
                 bugs += of.bugs(self.question, self.answers, self.stage)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
         given = self.question, self.answers, self.stage
-        found = [*self.usual, *predictions(*given, bugs), *with_other_inputs(*given, bugs)]
+        found = [*self.usual, *self.of_terms, *predictions(*given, bugs)]
+        found += with_other_inputs(*given, bugs)
         others = with_other_inputs(*given, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 

@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import (
-    FIRST,
     NO_BUG,
     NONE,
     STEPS,
@@ -39,6 +38,13 @@ FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
+OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
+KEPT = {  # what else may be kept in fewer bits, and the step that makes it
+    "backward": OF_DERIVATIVES | {"dS": "dY"},
+    "jvp": {"P": "P", **OF_TANGENTS},
+    "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
+}
 Rounded = Callable[[Floats], Floats]
 
 
@@ -118,7 +124,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
     question, stage = verdict.work.question, verdict.stage
     best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
-    for how in ways if stage in FIRST else ():
+    for how in ways:
         for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not
@@ -161,10 +167,10 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         for tile in CHUNKS[2:]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
             yield words, {"O": partial(unnormalised, tile=tile)}
-    else:
+    elif stage != "jvp":
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
-        for words, step in {"P": "bP", "D": "D", "dP": "dP", "dS": "dY"}.items():
-            yield words, after(step)
+    for words, step in KEPT.get(stage, {}).items():
+        yield words, after(step)
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:

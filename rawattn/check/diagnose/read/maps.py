@@ -37,7 +37,7 @@ def _rows(by: maps.Map, of: str, question: Question) -> Array:
 
 def _taking(of: str, heads: Array | None = None, by: maps.Map | None = None) -> dict[str, Step]:
     step = "O" if of == "v" else "Y"
-    return in_product(step, of.upper(), partial(_taken, of, heads, by))
+    return in_product(step, **{of.upper(): partial(_taken, of, heads, by)})
 
 
 def of_other_heads(of: str, heads: Array) -> Term:

@@ -34,13 +34,22 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
         other = by.moved(maps.geometry(question, "dblock_scale"), scale)
         gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
         yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
+    if (moved := question.tblock_scale) is not None:
+        text = "the gate's direction is 1, not 0, for an own block that no slot names"
+        read = {text: partial(_of_slots, moved)}
+        for by in [*maps.heads(question)][:3]:
+            other = by.moved(maps.geometry(question, "dblock_scale"), moved)
+            read[f"the gate's direction, {by.words}"] = partial(_of_slots, other, none=0.0)
+        for words, tG in read.items():
+            elsewhere = {name: with_values(name, tG=tG) for name in ("E", "tdY")}
+            yield Bug("sparse-lists-misread", words, SECOND + JVP, steps=elsewhere)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
 
 
-def _of_slots(scale: np.ndarray, c: Context) -> Floats | float:
-    return per_key(c.view, scale, 1.0)
+def _of_slots(scale: np.ndarray, c: Context, none: float = 1.0) -> Floats | float:
+    return per_key(c.view, scale, none)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
@@ -48,6 +57,11 @@ def _of_slots(scale: np.ndarray, c: Context) -> Floats | float:
 
 def _one(c: Context) -> float:
     return 1.0
+
+
+def _gated(c: Context) -> Floats:
+    """The scores with the gate."""
+    return np.asarray(c.G * c.Y)
 
 
 def _zeros(c: Context) -> Floats:
@@ -62,10 +76,28 @@ STILL, AS_IF_1 = STILL_E | STILL_TDY, S | DY
 AS_IF_1 |= {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in ("E", "tdY")}
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
+    (
+        ON_P,
+        "twice in gblock_scale",
+        SECOND,
+        {"gG": with_values("gG", Y=_gated, tY=lambda c: c.G * c.tY)},
+    ),
+    (
+        ON_P,
+        "twice in its first term, tdS o Y",
+        SECOND,
+        {"gG": lambda c: c.G * c.tdS * c.Y + c.dS * c.tY},
+    ),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
 )
 DIRECTIONS: tuple[Row, ...] = (
+    (
+        ON_P,
+        "as a factor of its own direction in E",
+        SECOND + JVP,
+        {"E": with_values("E", Y=_gated)},
+    ),
     (MISSING, "its direction ignored", JVP, STILL_E),
     (MISSING, "its direction ignored", SECOND, STILL),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
@@ -78,6 +110,7 @@ LEFT_OUT: tuple[Row, ...] = (
     (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
     (IGNORED, "in the scores alone", BEYOND + JVP, S),
     (IGNORED, "in dY alone", BEYOND, DY | TDY),
+    (IGNORED, "in dS ddk and dS^T ddq alone", SECOND, DY),
     (IGNORED, "in E alone", SECOND + JVP, E),
     (IGNORED, "in the tangent of dY alone", SECOND, TDY),
 )
