@@ -115,6 +115,9 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
+    "zeros for rows of a partial last tile of {}": lambda i, by, n: np.where(
+        i < n // by * by, i, -NOWHERE
+    ),
     "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i + {}, for those of the first tile": lambda i, by, n: (
         i + by * (i < np.minimum(by, n - by))
