@@ -20,19 +20,19 @@ CURVES: dict[str, Curve] = {
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
     "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
-# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y and q . k
+# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y and X = q . k
 Slope = Callable[[Floats, Floats, Floats, float], Floats]
 SLOPES: dict[str, Slope] = {
-    "the slope is there twice": lambda T, Y, qk, c: (1 - T * T) ** 2,
-    "the slope is 1 - tanh, not squared": lambda T, Y, qk, c: 1 - T,
-    "the slope is 1 + tanh^2": lambda T, Y, qk, c: 1 + T * T,
-    "the slope is tanh^2": lambda T, Y, qk, c: T * T,
-    "the slope is 1 - (S / c)^2 of scores that are not capped": lambda T, Y, qk, c: 1 - (Y / c) ** 2,
-    "the slope is 1 - S^2 / c, the cap not squared": lambda T, Y, qk, c: 1 - c * T * T,
-    "the slope is 1 - tanh(S / c)^2 of scores that are capped": lambda T, Y, qk, c: 1 - np.tanh(T) ** 2,
-    "the slope is that of q . k without softmax_scale": lambda T, Y, qk, c: 1 - np.tanh(qk / c) ** 2,
-    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, qk, c: 1 - np.tanh(Y) ** 2,
-    "the slope is one over the right one": lambda T, Y, qk, c: 1 / np.maximum(1 - T * T, 1e-6),
+    "the slope is there twice": lambda T, Y, X, c: (1 - T * T) ** 2,
+    "the slope is 1 - tanh, not squared": lambda T, Y, X, c: 1 - T,
+    "the slope is 1 + tanh^2": lambda T, Y, X, c: 1 + T * T,
+    "the slope is tanh^2": lambda T, Y, X, c: T * T,
+    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, X, c: 1 - (Y / c) ** 2,
+    "the slope is 1 - S^2 / c, the cap not squared": lambda T, Y, X, c: 1 - c * T * T,
+    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, X, c: 1 - np.tanh(T) ** 2,
+    "the slope is that of q . k without softmax_scale": lambda T, Y, X, c: 1 - np.tanh(X / c) ** 2,
+    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, X, c: 1 - np.tanh(Y) ** 2,
+    "the slope is one over the right one": lambda T, Y, X, c: 1 / np.maximum(1 - T * T, 1e-6),
 }
 
 

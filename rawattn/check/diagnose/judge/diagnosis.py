@@ -50,7 +50,7 @@ WORDS = {
 }
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-SENTENCES = ("dS ", "dv ", "the slope ", "the heads ", "pairs ")  # forms that tell all
+SENTENCES = ("dS ", "dv is", "the slope ", "the heads ", "pairs ")  # forms that tell all
 NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))

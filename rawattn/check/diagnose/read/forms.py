@@ -106,15 +106,16 @@ def of_terms_in_words(factors: Mapping[str, float], dlse: bool = False) -> tuple
     """What dS of these terms is called, and its class; ``dlse``: D is dout . out alone."""
     due: dict[str, float] = {"P dP": 1, "P D": -1} | ({"P dlse": 1} if dlse else {})
     text, name = f"is {sum_in_words(factors)}, not {sum_in_words(due)}", "unknown"
+    plain = {term: x for term, x in factors.items() if "dlse" not in term}
     if any(name.endswith((*POWERS,)) for name in factors):
         name = "softcap-slope-omitted"
     elif factors == {"P dP": 1}:
         text, name = "lacks the row term D: it is P dP", "delta-omitted"
-    elif dlse and {x: n for x, n in factors.items() if "dlse" not in x} == {"P dP": 1, "P D": -1}:
+    elif dlse and plain == {"P dP": 1, "P D": -1}:
         name = "lse-gradient-sign"
-    elif {*factors} - {"P dlse"} == {"P dP", "P D"}:
-        name = ANOTHER if factors["P dP"] == 1 else "unknown"
-    elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
+    elif plain.keys() == {"P dP", "P D"}:
+        name = ANOTHER if plain["P dP"] == 1 else "unknown"
+    elif plain.keys() <= {"P dP", "P D", "dP", "D"}:
         name = "softmax-backward-without-p"
     text = text.replace("P D", "P dout . out") if dlse else text
     return text, "arguments-swapped" if factors == {"P": 1} else name
