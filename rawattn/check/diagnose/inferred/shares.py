@@ -96,7 +96,7 @@ def _loops(axis: int) -> Iterator[tuple[str, Feature]]:
     """What may befall tiles of a loop over queries or, of ``axis`` 1, over keys: their numbers from
     the first, from the last, and from the first and the last one that a tile of the other side
     meets; and rows that are in two tiles, as the last one is moved back to be full."""
-    at, size, words = (("i", "seqlen_q", "queries"), ("j", "seqlen_k", "keys"))[axis]
+    at, size = (("i", "seqlen_q"), ("j", "seqlen_k"))[axis]
     other = ("keys", "queries")[axis]
 
     def of(f: Callable[[np.ndarray, int], np.ndarray], c: Context) -> np.ndarray:
