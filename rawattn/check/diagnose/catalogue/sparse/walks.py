@@ -52,18 +52,6 @@ def in_lists(c: Context) -> tuple[Ints, Ints]:
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
 
-def in_slots(c: Context) -> tuple[Ints, Ints]:
-    """The same among the queries that name the key's block in the same slot, or have it as their
-    own, which add at once."""
-    seen, (heads, rows, _) = c.W > 0, np.ogrid[tuple(slice(size) for size in c.W.shape)]
-    key = c.view.keys - c.question.cu_seqlens_k[c.view.sequence]
-    step = key // c.question.block_size * (c.question.slots + 1) + c.view.slot + 1
-    there = np.zeros((int(step.max(initial=0)) + 1, *seen.shape[:2]), dtype=bool)
-    np.logical_or.at(there, (step, heads, rows), seen)
-    place = np.cumsum(there, axis=2)[step, heads, rows] - 1
-    return np.where(seen, place, -1), there.sum(axis=2)[step, heads]
-
-
 def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
     there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
     heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
@@ -89,17 +77,12 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
         text = f"dq, of a query's blocks the last one alone, {of}"
         yield Bug("tile-overwrites", text, BACKWARD, steps=steps)
     names, longest = [name for name in ("dk", "dv") if name in wrong], max(question.lengths_q)
-    products = [f"d{name[1].upper()}" for name in names]
-    if names:
-        text = "of the queries that name a block in the same slot the last one alone: not atomic"
-        steps = _weighed(products, in_slots, SHARES[OVERWRITES], 1)
-        yield Bug("sparse-queries-lost", f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
     for words, share in SHARES.items() if names else ():
         name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                steps = _weighed(products, in_lists, share, lot)
+                steps = _weighed([f"d{name[1].upper()}" for name in names], in_lists, share, lot)
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
