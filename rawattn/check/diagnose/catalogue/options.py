@@ -25,14 +25,11 @@ Slope = Callable[[Floats, Floats, Floats, float], Floats]
 SLOPES: dict[str, Slope] = {
     "the slope is there twice": lambda T, Y, X, c: (1 - T * T) ** 2,
     "the slope is 1 - tanh, not squared": lambda T, Y, X, c: 1 - T,
-    "the slope is 1 + tanh^2": lambda T, Y, X, c: 1 + T * T,
-    "the slope is tanh^2": lambda T, Y, X, c: T * T,
     "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, X, c: 1 - (Y / c) ** 2,
     "the slope is 1 - S^2 / c, the cap not squared": lambda T, Y, X, c: 1 - c * T * T,
     "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, X, c: 1 - np.tanh(T) ** 2,
     "the slope is that of q . k without softmax_scale": lambda T, Y, X, c: 1 - np.tanh(X / c) ** 2,
     "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, X, c: 1 - np.tanh(Y) ** 2,
-    "the slope is one over the right one": lambda T, Y, X, c: 1 / np.maximum(1 - T * T, 1e-6),
 }
 
 

@@ -78,7 +78,8 @@ def _constants(sample: Sample) -> Iterator[Bug]:
         of, heads = sample.sequences(name)[:, None], np.arange(a.shape[1])
         a, b = (np.where(np.isfinite(a * b) & (of >= 0)[..., None], x, 0.0) for x in (a, b))
         units = {"": 0 * of, "sequence": of, "head": heads + 0 * of}
-        i, n = sample.places(name)
+        i, lengths = sample.question.place_of(name), np.diff(sample.question.offsets(name))
+        n = np.append(lengths, 0)[sample.sequences(name)]
         for t in TILES[::-1]:
             units[f"rows of a partial tile of {t}:"] = 1 * (i >= n // t * t)[:, None]
         for unit, index in units.items():

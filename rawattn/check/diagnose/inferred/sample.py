@@ -133,12 +133,6 @@ class Sample:
         """For every row of an answer its sequence, -1 past the last one."""
         return self.question.sequence_of(name)
 
-    def places(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """For every row of an answer its number in its sequence, and how many that has."""
-        offsets = np.append(self.question.offsets(name), 0)
-        sequence = self.sequences(name)
-        return self.question.place_of(name), np.diff(offsets)[sequence]
-
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""
         inside = self.sequences(name) >= 0

@@ -114,7 +114,7 @@ def of_terms_in_words(factors: Mapping[str, float], dlse: bool = False) -> tuple
     elif dlse and plain == {"P dP": 1, "P D": -1}:
         name = "lse-gradient-sign"
     elif plain.keys() == {"P dP", "P D"}:
-        name = ANOTHER if plain["P dP"] == 1 else "unknown"
+        name = ANOTHER if plain["P dP"] == 1 else "constant-factor"
     elif plain.keys() <= {"P dP", "P D", "dP", "D"}:
         name = "softmax-backward-without-p"
     text = text.replace("P D", "P dout . out") if dlse else text
