@@ -62,7 +62,7 @@ def _sums(c: Context, name: str, due: Floats, unit: float) -> Iterator[tuple[str
     near: dict[int, tuple[float, dict[str, float]]] = {}  # of so many terms the nearest
     for factors in sums_of(basis, due, MOST):
         left = float(np.std(sum(x * basis[term] for term, x in factors.items()) - due))
-        if left < near.get(len(factors), (math.inf,))[0]:
+        if factors.keys() != {"P"} and left < near.get(len(factors), (math.inf,))[0]:
             near[len(factors)] = left, factors
     for _, factors in near.values():
         text, bug = of_terms_in_words(factors, c.question.dlse is not None)

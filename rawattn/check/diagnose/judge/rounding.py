@@ -166,8 +166,8 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         for words, step in {"P": "bP", "D": "D", "dP": "dP", "dS": "dY"}.items():
             yield words, after(step)
-        in_turn = partial(reduce, lambda total, x: r(total + x))
-        yield "the sum over the heads of a group", {"sum_heads": lambda c: in_turn}
+        words = "the sum over the heads of a group"
+        yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0.0)}
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
