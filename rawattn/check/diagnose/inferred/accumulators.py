@@ -62,10 +62,9 @@ def _of_heads(sample: Sample, name: str) -> Bug | None:
     left = np.linalg.norm(found - right @ whole.T) / np.linalg.norm(found)
     if np.abs(held - whole).max() > WHOLE or left > LEFT or (whole == np.eye(count)).all():
         return None
-    sums = [" + ".join(map(str, row.nonzero()[0])) or "nothing" for row in whole]
-    text = ", ".join(f"head {h} holds {heads}" for h, heads in enumerate(sums[:8]))
-    before = (np.triu(whole, 1) == 0).all() and (np.diag(whole) == 1).all()
-    bug = "accumulator-not-reset" if before else "unknown"
+    sums = [" + ".join(map(str, row.nonzero()[0])) or "nothing" for row in whole[:8]]
+    text = ", ".join(f"head {h} holds {heads}" for h, heads in enumerate(sums))
+    bug = "accumulator-not-reset" if (np.diag(whole) == 1).all() else "unknown"
     store = stored(name, lambda x: np.einsum("gh,thd->tgd", whole, x))
     return Bug(bug, f"{name}: {text} of the right heads", (sample.stage,), store=store)
 

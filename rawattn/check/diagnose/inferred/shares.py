@@ -1,20 +1,19 @@
 """Gradients that are sums of other parts than they must be: how often each part is in them is read
 off one view, and planted in all.
 
-Parts are the terms of dS and of P, the query heads of a group, and tiles of what is summed over.
+Parts are the terms of dS and of P, and the query heads of a group.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Context, Floats, Step, contexts
+from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, Step, contexts
 from rawattn.check.diagnose.engine.steps import STEPS, changed
 from rawattn.check.diagnose.inferred.sample import Sample
-from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import by_head, sum_in_words, sums_of
 from rawattn.check.diagnose.read.forms import MOST, of_terms, of_terms_in_words, terms
 
 OPERANDS = {"dq": "dY", "dk": "dY", "dv": "P"}  # of their products
@@ -24,7 +23,6 @@ OF_P: dict[str, Callable[[Context], Floats]] = {  # what may stand in the place 
     "P^2": lambda c: c.P**2,
     "dP": lambda c: np.where(c.W > 0, c.dP, 0.0),
 }
-MOST_TILES = 12
 Of = Callable[[Context], Floats]
 
 
@@ -75,23 +73,6 @@ def _sums(c: Context, name: str, due: Floats, unit: float) -> Iterator[tuple[str
         if (by := _shares(parts / unit, due)) is not None:
             text = f"the heads of a group count {by_head(by)} times each"
             yield "gqa-group-not-summed", text, partial(_heads, name, by)
-    found = []
-    for text, feature in _loops(int(name == "dq")):
-        there = np.broadcast_to(feature(c), c.W.shape)
-        values = np.unique(there[c.W > 0])
-        if 1 < len(values) <= MOST_TILES:
-            tiles = [partial(_often, name, feature, values, one) for one in np.eye(len(values))]
-            by = _shares(np.stack([part(of) for of in tiles]), due)
-            if by is not None:
-                found.append((np.count_nonzero(by != 1), text, feature, values, by))
-    for _, text, feature, values, by in sorted(found, key=lambda one: one[0])[:2]:
-        kind = "pairs-dropped" if by.max() <= 1 else "tile-counted-twice"
-        kind = kind if np.isin(by, (0, 1, 2)).all() else "constant-factor"
-        is_at = "" if " is in " in text else " is {}"
-        pairs = zip(values.tolist(), by.tolist(), strict=True)
-        some = [f"{number(x)} times where {text}{is_at.format(at)}" for at, x in pairs if x != 1]
-        often = partial(_with, name, partial(_often, name, feature, values, by))
-        yield kind, f"pairs count {', '.join(some[:4])}{', ...' * (len(some) > 4)}", often
 
 
 def _of_P(factors: dict[str, float], c: Context) -> Floats:
@@ -102,51 +83,9 @@ def _heads(name: str, by: Floats, c: Context) -> Floats:
     return np.asarray(by[:, None, None] * STEPS[f"d{name[1].upper()}"](c))
 
 
-def _often(name: str, feature: Of, values: np.ndarray, by: Floats, c: Context) -> Floats:
-    """dS or P, of which pairs with these values of a feature count so often."""
-    there = np.broadcast_to(feature(c), c.W.shape)
-    at = np.searchsorted(values, there).clip(0, len(values) - 1)
-    return np.asarray(np.where(values[at] == there, by[at], 1.0) * getattr(c, OPERANDS[name]))
-
-
 def _shares(parts: Floats, due: Floats) -> Floats | None:
     """How often each of ``parts`` is in ``due``, if they are all that there is and not alike."""
     found = np.linalg.lstsq(parts.T, due, rcond=1e-9)[0]
     found = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found) + 0.0, found)
     fits = float(np.mean((found @ parts - due) ** 2)) <= 1
     return found if fits and np.ptp(found) > 1e-2 else None
-
-
-def _loops(axis: int) -> Iterator[tuple[str, Of]]:
-    """What may befall tiles of a loop over queries or, of ``axis`` 1, over keys: their numbers from
-    the first, from the last, and from the first and the last one that a tile of the other side
-    meets; and rows that are in two tiles, as the last one is moved back to be full."""
-    at, size, other = (("i", "seqlen_q", "keys"), ("j", "seqlen_k", "queries"))[axis]
-
-    def of(f: Callable[[np.ndarray, int], np.ndarray], c: Context) -> np.ndarray:
-        n, m = c.S.shape[1:]
-        return f(np.ogrid[:n, :m][axis], (n, m)[axis])
-
-    for t in TILES[::-1]:
-        yield f"{at} // {t}", partial(of, lambda x, n, t=t: x // t)
-        text = f"({size} - 1) // {t} - {at} // {t}"
-        yield text, partial(of, lambda x, n, t=t: (n - 1) // t - x // t)
-        yield f"{at} // {t} % 2", partial(of, lambda x, n, t=t: x // t % 2)
-        back = partial(of, lambda x, n, t=t: 1 * ((x >= n - t) & (x < n // t * t) & (n > t)))
-        yield f"{at} is in the last tile of {t}, moved back to be full, and one before", back
-    for parts in (2, 3, 4):
-        text = f"{at} // ceil({size} / {parts})"
-        yield text, partial(of, lambda x, n, parts=parts: x // -(-n // parts))
-    for t, u, end in product(TILES[::-1], TILES[::-1], ("first", "last")):
-        text = f"{at} // {t}, from the {end} that a tile of {u} {other} meets,"
-        yield text, partial(_met, axis, t, u, end == "last")
-
-
-def _met(axis: int, t: int, u: int, last: bool, c: Context) -> np.ndarray:
-    seen = (c.W > 0).any(axis=0)
-    seen = seen if axis == 1 else seen.T
-    count = seen.shape[1]
-    met = np.add.reduceat(seen, np.arange(0, len(seen), u), axis=0) > 0
-    end = count - 1 - met[:, ::-1].argmax(axis=1) if last else met.argmax(axis=1)
-    found = np.arange(count) // t - np.repeat(end // t, u)[: len(seen), None]
-    return found if axis == 1 else found.T
