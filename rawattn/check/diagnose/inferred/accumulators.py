@@ -45,8 +45,8 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 store = stored(name, partial(_with, units, whole))
                 yield Bug("accumulator-not-reset", text, (sample.stage,), store=store)
                 break
-        if (found := _of_heads(sample, name)) is not None:
-            yield found
+        if (of_heads := _of_heads(sample, name)) is not None:
+            yield of_heads
 
 
 def _of_heads(sample: Sample, name: str) -> Bug | None:

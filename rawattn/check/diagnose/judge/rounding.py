@@ -167,7 +167,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         for words, step in {"P": "bP", "D": "D", "dP": "dP", "dS": "dY"}.items():
             yield words, after(step)
         words = "the sum over the heads of a group"
-        yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0.0)}
+        yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0 * x[0])}
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:

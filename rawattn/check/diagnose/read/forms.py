@@ -104,7 +104,7 @@ def _sums(part: Part) -> Iterator[Change]:
 
 def of_terms_in_words(factors: Mapping[str, float], dlse: bool = False) -> tuple[str, str]:
     """What dS of these terms is called, and its class; ``dlse``: D is dout . out alone."""
-    due: dict[str, float] = {"P dP": 1, "P D": -1} | ({"P dlse": 1} if dlse else {})
+    due = dict[str, float]({"P dP": 1, "P D": -1, "P dlse": 1} if dlse else {"P dP": 1, "P D": -1})
     text, name = f"is {sum_in_words(factors)}, not {sum_in_words(due)}", "unknown"
     plain = {term: x for term, x in factors.items() if "dlse" not in term}
     if any(name.endswith((*POWERS,)) for name in factors):
