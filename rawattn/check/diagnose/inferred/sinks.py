@@ -43,7 +43,8 @@ def _terms(
     inside = question.sequence_of("q") >= 0
     lse = dead_to_inf(np, np.asarray(given[1], dtype=np.float64))
     weight = np.exp(sinks - lse) * inside
-    dlse = 0.0 if question.dlse is None else np.asarray(question.dlse, dtype=np.float64)
+    dlse = np.zeros(D.shape) if question.dlse is None else np.asarray(question.dlse, np.float64)
+    dlse = np.where(inside, dlse, 0.0)  # which may be NaN past the end
     if stage == "backward":
         of_rows = {"D": D, "1, without D,": 1 + 0 * D, "dout . out, without dlse,": D + dlse}
         weights = _weights(question, sinks, lse)
