@@ -75,6 +75,44 @@ def test_gsinks_are_judged_by_themselves() -> None:
     lacks = {"gsink": lambda c: STEPS["gsink"](changed(c, w=0 * c.w))}
     (found,) = diagnose(question, solve(question, "second", Bug("", steps=lacks))).findings
     assert found.bug == "sinks-gradient"
+    of_base_2 = {"P0": lambda c: np.exp2(c.sink - c.L)}
+    (found,) = diagnose(question, _gradients(question, **of_base_2)).findings
+    assert "exp2(sink - lse) D over all queries" in found.title
+
+
+def _gradients(question: Any, **steps: Any) -> dict[str, Any]:
+    found = solve(question, "backward", Bug("", steps=steps))
+    return solve(question, "forward") | {name: x for name, x in found.items() if name != "delta"}
+
+
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [
+        ("+ 0.25 P dlse", {"D": lambda c: STEPS["D"](c) + 0.75 * c.dL}),
+        ("dv is made of dS", {"dV": lambda c: STEPS["dV"](changed(c, P=c.dS))}),
+        ("count 1 (head 0), 0.25 (head 1)", {"sum_heads": lambda c: lambda x: x[0] + x[1] / 4}),
+        ("the slope is 1 - tanh", {"dY": lambda c: c.dS * (1 - np.tanh(c.Y / 2))}),
+    ],
+)
+def test_gradients_of_other_parts_are_read(said: str, steps: dict[str, Any]) -> None:
+    question = packed(dtype=FLOAT64, dlse=True, softcap=2.0)
+    (found,) = diagnose(question, _gradients(question, **steps)).findings
+    assert said in found.title
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("0.25 = softmax_scale (sequence 1)", lambda x: x * np.repeat([1, 0.25, 1], (20, 30, 46))),
+        ("head 0 holds 0 + 1, head 1 holds nothing", lambda x: np.stack([x[0] + x[1], 0 * x[1]])),
+    ],
+)
+def test_stores_of_dq_are_read(said: str, change: Any) -> None:
+    question = packed(dtype=FLOAT64, heads=(2, 1))
+    wrong = _gradients(question)
+    wrong["dq"] = change(wrong["dq"].transpose(1, 2, 0)).transpose(2, 0, 1)
+    (found,) = diagnose(question, wrong).findings
+    assert said in found.title
 
 
 def test_both_sides_are_judged() -> None:

@@ -28,6 +28,8 @@ _USUAL: dict[str, Any] = {
 }
 _UNCAPPED = {"cap": lambda c, x: (c.Y, 1.0, 0.0)}
 _NO_SLOPE = {"cap": lambda c, x: (x[0], 1.0, 0.0)}
+_TANH_TWICE = {"cap": lambda c, x: (x[0], 1 - np.tanh(x[0] / c.question.softcap) ** 2, 0.0)}
+_TWICE_IN_DK = {"cap": lambda c, x: (x[0], x[1] ** 2, x[2]), "only": ("dk",)}
 _NO_SINKS = {"sink": lambda c, x: None}
 _ALL_KEYS = {"used": lambda c, x: c.given}
 _OF_GROUP = {"sink": lambda c, x: c.question.sinks[c.h // c.group]}
@@ -50,6 +52,8 @@ _TABLE: Table = (
     ("softcap-dropped: beyond first order", "sj", _UNCAPPED),
     ("softcap-slope-omitted: backward", "b", _NO_SLOPE),
     ("softcap-slope-omitted: square", "b", {"cap": lambda c, x: (x[0], 1 - x[0] ** 2, 0.0)}),
+    ("softcap-slope-omitted: of the capped scores", "b", _TANH_TWICE),
+    ("softcap-slope-omitted: twice in dk", "b", _TWICE_IN_DK),
     ("softcap-slope-omitted: tangent", "j", _NO_SLOPE),
     ("softcap-slope-omitted: second", "s", _NO_SLOPE),
     ("softcap-slope-omitted: its own one", "s", {"cap": lambda c, x: (*x[:2], 0.0)}),
@@ -63,6 +67,7 @@ _TABLE: Table = (
     ("sinks-misplaced: not relative to the maximum", "f", {"softmax": raised}),
     ("sinks-gradient: sign", "b", {"dsinks": by(-1)}),
     ("sinks-gradient: zero", "bs", {"dsinks": by(0), "gsinks": by(0)}),
+    ("sinks-gradient: exp2", "b", {"D of dsinks": lambda c, D: D * c.P0 ** (np.log(2) - 1)}),
     ("sinks-gradient: no dlse", "b", {"D of dsinks": lambda c, D: D + c.dL}),
     ("direction-ignored: tsinks", "sj", _NO_TSINKS, _always("sinks")),
     ("seqused-ignored: everywhere", "fbsj", _ALL_KEYS),

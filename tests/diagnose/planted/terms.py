@@ -110,6 +110,7 @@ _TURNED_LSE = lse(lambda L, q: as_if((1, 0))(L, "", q))
 _HALF_IN_DK = delta(lambda a, q: 0.5 * a["delta"], "dk")
 _IN_FLOAT16, _IN_FLOAT8 = ({"dY": of_dtype(of)} for of in (np.float16, ml_dtypes.float8_e5m2))
 _BASE_2 = delta(lambda a, q: a["delta"] + a["dlse"] * (1 - np.log(2)), *B)
+_SCALED_DLSE = delta(lambda a, q: a["delta"] + a["dlse"] * (1 - q.scale), *B)
 _ROUNDED_DOWN = {"often": by_pairs(lambda t: t.i < t.last_i or t.first_i == t.last_i, 32, 32)}
 _OFF_DIAGONAL = often(lambda t: t.i != t.j, "dq", tile_n=32)
 _DIAGONAL_TWICE = often(lambda t: 1 + (t.i == t.j), "dk", "dv", tile_n=32)
@@ -124,7 +125,7 @@ _TABLE: Table = (
     ("delta-of-another-out: out with a residual", "b", delta(with_residual, *B)),
     ("delta-of-another-out: dout of the row before", "b", _ROW_BEFORE),
     ("delta-of-another-out: in dk alone, of half the columns", "b", _HALF_IN_DK, _LONG),
-    ("delta-omitted or delta-of-another-out: in partial tiles", "b", _NO_TAILS),
+    ("statistics-misplaced or delta-of-another-out: D in no partial tiles", "b", _NO_TAILS),
     ("delta-omitted: in dk alone", "b", delta(lambda a, q: 0 * a["delta"], "dk")),
     ("statistics-misplaced: D as (tokens, heads)", "b", _TURNED),
     ("statistics-misplaced: D of a tile of 16", "b", of_rows(lambda x: x[np.arange(len(x)) % 16])),
@@ -132,6 +133,7 @@ _TABLE: Table = (
     ("statistics-misplaced: lse of 0", "b", lse(lambda L, q: 0 * L)),
     ("input-layout: dlse as (tokens, heads)", "b", _DLSE_TURNED, _TWO | _HEADS | _EASY | _DLSE),
     ("lse-gradient-sign: dlse in base 2", "b", _BASE_2),
+    ("lse-gradient-sign: dlse times softmax_scale", "b", _SCALED_DLSE),
     ("lse-gradient-sign: dlse twice", "b", delta(lambda a, q: a["delta"] - a["dlse"], *B)),
     ("constant-factor: dP scaled", "b", {"dP": by(0.25), "only": B}, _ROWS),
     ("mask-missing-in-backward: in dv alone", "b", no_window() | {"only": ("dv",)}),

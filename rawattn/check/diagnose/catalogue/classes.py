@@ -92,7 +92,7 @@ delta-of-another-out: the row term D is not that of its row: of another output, 
     which out the preprocess pass gets, and which rows and heads it reads
 lse-gradient-dropped: the cotangent of lse is ignored
     D = dout . out - dlse
-lse-gradient-sign: the cotangent of lse enters with the wrong sign, or twice
+lse-gradient-sign: the cotangent of lse enters with the wrong sign, or another factor
     D = dout . out - dlse
 gqa-head-map: query heads read the wrong key/value head
     the map of grouped heads: h // group, not h % num_heads_kv; repeat_interleave, not repeat

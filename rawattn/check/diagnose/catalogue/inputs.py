@@ -4,10 +4,10 @@
 read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
 from operator import attrgetter
 
 import numpy as np
@@ -157,8 +157,12 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
                 bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
                 yield of_one_pass(bug) if step == "tP" else bug
+        for operand, tile in itertools.product(sorted({"P", "dY"} & {*operands}), TILES):
+            steps = in_product(step, **{operand: partial(_not_transposed, operand, tile)})
+            text = f"{NAMES[operand]} in {product}: each tile of {tile} by {tile} transposed"
+            yield Bug("stale-tile", text, (stage,), steps=steps)
         every = *operands, *OF_PAIRS.get(step, ())
-        for operand, other in (pair for some in alike for pair in permutations(some, 2)):
+        for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in every:
                 text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
                 taken = {operand: attrgetter(other)}
@@ -194,6 +198,15 @@ def _elsewhere(name: str, by: Map, c: Context) -> Floats:
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:
     return in_sequence(c, getattr(c, operand), by, operand)
+
+
+def _not_transposed(operand: str, tile: int, c: Context) -> Floats:
+    """P or dS (heads, n, m) with the rows and columns of each tile exchanged."""
+    x = getattr(c, operand)
+    heads, n, m = x.shape
+    padded = np.pad(x, ((0, 0), (0, -n % tile), (0, -m % tile)))
+    of_tiles = padded.reshape(heads, -(-n // tile), tile, -(-m // tile), tile)
+    return np.asarray(of_tiles.swapaxes(2, 4).reshape(padded.shape)[:, :n, :m])
 
 
 def rearranged(question: Question, name: str) -> Iterator[Bug]:
@@ -235,9 +248,11 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     backward = stage in ("backward", "second")
     shapes, name = shapes_of(question), "arguments-swapped"
     first, beyond = ("q", "k", "v", *(("dout", "out") if backward else ())), DIRECTIONS[-1]
-    orders = [dict(zip(first, order, strict=True)) for order in permutations(first)]
+    orders = [dict(zip(first, order, strict=True)) for order in itertools.permutations(first)]
     if stage in ("second", "jvp"):
-        orders += [dict(zip(beyond, order, strict=True)) for order in permutations(beyond)]
+        orders += [
+            dict(zip(beyond, order, strict=True)) for order in itertools.permutations(beyond)
+        ]
     for order in orders:
         moved = {to: of for to, of in order.items() if to != of}
         if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):

@@ -115,6 +115,9 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
+    "zeros for rows of a partial last tile of {}": lambda i, by, n: np.where(
+        i < n // by * by, i, -NOWHERE
+    ),
     "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i + {}, for those of the first tile": lambda i, by, n: (
         i + by * (i < np.minimum(by, n - by))
@@ -172,9 +175,10 @@ def _heads_of_keys(head: Callable[[Ints, int], Ints], g: Geometry) -> At:
 
 
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
-    """Other rows of the same sequence, as tiles and instructions may take them."""
+    """Other rows of the same sequence, as tiles and instructions may take them; of tiles that look
+    alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    for by in (by for by in BITS if least <= by < longest):
+    for by in (by for by in BITS[::-1] if least <= by < longest):
         for words, index in ROWS.items() if by > 1 else itertools.islice(ROWS.items(), 4):
             yield Map("rows", words.format(by), partial(_rows, index, by))
 

@@ -20,6 +20,17 @@ CURVES: dict[str, Curve] = {
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
     "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
+# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y and X = q . k
+Slope = Callable[[Floats, Floats, Floats, float], Floats]
+SLOPES: dict[str, Slope] = {
+    "the slope is there twice": lambda T, Y, X, c: (1 - T * T) ** 2,
+    "the slope is 1 - tanh, not squared": lambda T, Y, X, c: 1 - T,
+    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, X, c: 1 - (Y / c) ** 2,
+    "the slope is 1 - S^2 / c, the cap not squared": lambda T, Y, X, c: 1 - c * T * T,
+    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, X, c: 1 - np.tanh(T) ** 2,
+    "the slope is that of q . k without softmax_scale": lambda T, Y, X, c: 1 - np.tanh(X / c) ** 2,
+    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, X, c: 1 - np.tanh(Y) ** 2,
+}
 
 
 def bent(curve: Curve, x: float, c: Context) -> tuple[Floats, Floats, float]:
@@ -37,8 +48,10 @@ def bugs(question: Question) -> Iterator[Bug]:
         name = "softcap-slope-omitted"
         yield Bug(name, "1 in its place", DERIVED, steps={"cap": _straight})
         yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
-        dY: Step = lambda c: c.G * c.P * (c.cap[1] * c.dP - c.D[..., None])  # noqa: E731
-        yield Bug(name, "on dP alone, not on D", ("backward",), steps={"dY": dY})
+        for words, slope in SLOPES.items():
+            yield Bug(name, words, ("backward",), steps={"dY": partial(_bent_by, slope)})
+        of_P: Step = lambda c: STEPS["dV"](changed(c, P=c.P * c.cap[1]))  # noqa: E731
+        yield Bug(name, "the slope is a factor of P in dv too", ("backward",), steps={"dV": of_P})
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
         L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))
@@ -61,6 +74,12 @@ def bugs(question: Question) -> Iterator[Bug]:
 def _straight(c: Context) -> tuple[Floats, float, float]:
     """The softcap with a derivative of 1."""
     return STEPS["cap"](c)[0], 1.0, 0.0
+
+
+def _bent_by(slope: Slope, c: Context) -> Floats:
+    """dY with another slope."""
+    cap = float(c.question.softcap)
+    return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, c.Y / c.s, cap) * c.dS)
 
 
 def _square(c: Context) -> tuple[Floats, Floats, Floats]:

@@ -203,6 +203,7 @@ class Places:
             f"j // ceil(seqlen_k / {parts})": lambda: j // size,
             f"j % ceil(seqlen_k / {parts})": lambda: j % size,
             f"j - seqlen_k // {parts} * {parts}": lambda: j - m // parts * parts,
+            f"i // ceil(seqlen_q / {parts})": lambda: self.i // np.maximum(-(-self.n // parts), 1),
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:

@@ -109,8 +109,12 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
                 for (of, _, known), inside in zip(read, (here, there), strict=True)
             ]
             rule = rule_of(*shown)
+            same = next((x for x in parts if x.kind == kind and x.rule == rule), None)
             if rule is None:
                 unknown += [first, *others]
+            elif same is not None:  # of heads that tell of other pairs
+                heads = tuple(sorted((*same.heads, first, *others)))
+                parts[parts.index(same)] = replace(same, heads=heads)
             else:
                 parts.append(Part(kind, (first, *others), rule))
         parts += [Part(kind, tuple(sorted(unknown)), None)] * bool(unknown)

@@ -1,4 +1,4 @@
-"""Results of which a tile holds others too: an accumulator that is not cleared.
+"""Results of which a tile, or a head, holds others too: an accumulator that is not cleared.
 
 Which ones is read off: what is too much in a unit is a sum of right units, with whole factors.
 """
@@ -45,6 +45,28 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 store = stored(name, partial(_with, units, whole))
                 yield Bug("accumulator-not-reset", text, (sample.stage,), store=store)
                 break
+        if (of_heads := _of_heads(sample, name)) is not None:
+            yield of_heads
+
+
+def _of_heads(sample: Sample, name: str) -> Bug | None:
+    """A result of which heads hold those of others, or their sums."""
+    of, x = by_rows(name, sample.truth[name]), sample.found[name]
+    count = x.shape[1]
+    right, found = (np.where(sample.sequences(name) >= 0, y.T, 0.0).T for y in (of, x))
+    right, found = (y.swapaxes(1, 2).reshape(-1, count) for y in (right, found))
+    if count < 2 or not np.isfinite(found).all():
+        return None
+    held = np.linalg.lstsq(right, found, rcond=1e-9)[0].T
+    whole = np.rint(held) + 0.0
+    left = np.linalg.norm(found - right @ whole.T) / np.linalg.norm(found)
+    if np.abs(held - whole).max() > WHOLE or left > LEFT or (whole == np.eye(count)).all():
+        return None
+    sums = [" + ".join(map(str, row.nonzero()[0])) or "nothing" for row in whole[:8]]
+    text = ", ".join(f"head {h} holds {heads}" for h, heads in enumerate(sums))
+    bug = "accumulator-not-reset" if (np.diag(whole) == 1).all() else "unknown"
+    store = stored(name, lambda x: np.einsum("gh,thd->tgd", whole, x))
+    return Bug(bug, f"{name}: {text} of the right heads", (sample.stage,), store=store)
 
 
 def _units(question: Question, name: str, tile: int) -> Units:

@@ -47,6 +47,7 @@ WORDS = {
 }
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
+SENTENCES = ("dS ", "dv is", "the slope ", "the heads ", "pairs ")  # forms that tell all
 NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
@@ -266,6 +267,8 @@ def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
         return f"{_how_many(sight) or title}: the mask is {form}, it must be {must}"
     if not form or form in title:
         return title
+    if name == "unknown" or form.startswith(SENTENCES):
+        return form
     return f"{title}: {form}" + f", where the mask must be {must}" * (
         "window" in name and must != ""
     )

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
@@ -37,6 +37,7 @@ FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cau
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
+ALONE = 0.05  # the same, where nothing else is rounded
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
@@ -63,11 +64,11 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         "size"
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
-    form, told = narrowed(verdict, verdict.tensors)
+    form, told, sure = narrowed(verdict, verdict.tensors)
     # float16 may be TF32, which is allowed of float32 operands and has as many bits
     exact = verdict.work.question.dtype == np.float64
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS "))
-    if form and not narrow and (exact or not operand):
+    if form and not narrow and (exact or not operand or sure):
         return [finding(side, "narrow-intermediate", where, "high", (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
     if exact:
@@ -82,7 +83,7 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     if found := in_16_bits(verdict, side, verdict.unexplained):
         return found
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
-    form, told = narrowed(verdict, verdict.unexplained)
+    form, told, _ = narrowed(verdict, verdict.unexplained)
     given = (side, "narrow-intermediate", where, "high", (told,))
     return [finding(*given, form=form)] if form else []
 
@@ -118,9 +119,9 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
     return float(np.mean(error * predicted) / (size * of)), of / size
 
 
-def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
+def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, bool]:
     """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, and
-    a sentence of that; nothing where there is none."""
+    a sentence of that; nothing where there is none. And whether that is all that is rounded."""
     question, stage = verdict.work.question, verdict.stage
     best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
@@ -134,7 +135,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
                 best = min(best, (-len(left), share, form, ", ".join(left)))
     _, share, form, names = best
     text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
-    return (form, text) if form else ("", "")
+    return (form, text, share < ALONE) if form else ("", "", False)
 
 
 def _roundings(stage: str) -> Iterator[Bug]:
@@ -171,6 +172,9 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
     for words, step in KEPT.get(stage, {}).items():
         yield words, after(step)
+    if stage == "backward":
+        words = "the sum over the heads of a group"
+        yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0 * x[0])}
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:

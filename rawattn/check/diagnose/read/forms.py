@@ -1,10 +1,11 @@
 """What a backward pass has in place of dS = P o (dP - D): other products, other row terms. A form
 is a step of the engine, and tried on all that was read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ Of = Callable[[Context], Array]
 ANOTHER = "delta-of-another-out"
 MOST, SAMPLED = 3, 40  # terms of a sum; pairs for every column
 MOST_PAIRS = 0.95
+WITHOUT, TWICE = " without the softcap's slope", " with the softcap's slope twice"
+POWERS = {WITHOUT: 0, TWICE: 2}
 TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P dP": lambda P, dP, D: P * dP,
     "P D": lambda P, dP, D: P * D,
@@ -59,37 +62,63 @@ def form_of(part: Part) -> Change | None:
     return next(found, None) or _another_term(part)
 
 
-def of_terms(c: Context, Z: Array) -> Array:
+def of_pairs(c: Context, Z: Array) -> Array:
     """dY of what stands in the place of dS."""
     return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
+
+
+def terms(question: Question) -> list[str]:
+    """The terms that dS may be a sum of; "P dlse" where D is dout . out alone."""
+    found = [*TERMS, *(["P dlse", "dlse"] if question.dlse is not None else [])]
+    of_softcap = product(("P dP", "P D"), POWERS if question.softcap is not None else ())
+    return found + ["".join(one) for one in of_softcap]
+
+
+def of_terms(factors: Mapping[str, float], c: Context) -> Array:
+    """dY of a sum of these."""
+    D, dL = (np.asarray(x)[..., None] for x in (c.D + c.dL, c.dL))
+    of = c.P, c.dP, D, dL, c.G * c.cap[1]
+    total = np.sum([x * _term(name, *of) for name, x in factors.items()], axis=0)
+    return np.asarray(np.where(c.W > 0, total, 0.0))
+
+
+def _term(name: str, P: Array, dP: Array, D: Array, dL: Any, slope: Array) -> Array:
+    """dY of one of them; D without dlse."""
+    words = next((x for x in POWERS if name.endswith(x)), "")
+    plain, factor = name.removesuffix(words), slope ** POWERS.get(words, 1)
+    if plain.endswith("dlse"):
+        return np.asarray(factor * (P if plain == "P dlse" else P**0) * dL)
+    return np.asarray(factor * TERMS[plain](P, dP, D))
 
 
 def _sums(part: Part) -> Iterator[Change]:
     """A sum of few of TERMS, with any factors."""
     slopes, there = part.slopes, part.known
     size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there] * part.noise
-    of = {name: f(part.P, slopes.dP, slopes.D) for name, f in TERMS.items()}
-    basis = {name: (slopes.slope * x)[there] / size for name, x in of.items()}
+    of = part.P, slopes.dP, slopes.D, 0.0, slopes.slope
+    basis = {name: _term(name, *of)[there] / size for name in terms(part.places.question)}
     for factors in sums_of(basis, slopes.dS[there] / size, MOST):
-        text, name = _of_terms(factors)
-        yield Change([text], name, partial(_with_terms, factors), whole=True)
+        text, name = of_terms_in_words(factors)
+        yield Change([text], name, partial(of_terms, factors), whole=True)
 
 
-def _of_terms(factors: dict[str, float]) -> tuple[str, str]:
-    """What dS of these terms is called, and its class."""
-    text, name = f"is {sum_in_words(factors)}, not P dP - P D", "unknown"
-    if factors == {"P dP": 1}:
+def of_terms_in_words(factors: Mapping[str, float], dlse: bool = False) -> tuple[str, str]:
+    """What dS of these terms is called, and its class; ``dlse``: D is dout . out alone."""
+    due = dict[str, float]({"P dP": 1, "P D": -1, "P dlse": 1} if dlse else {"P dP": 1, "P D": -1})
+    text, name = f"is {sum_in_words(factors)}, not {sum_in_words(due)}", "unknown"
+    plain = {term: x for term, x in factors.items() if "dlse" not in term}
+    if any(name.endswith((*POWERS,)) for name in factors):
+        name = "softcap-slope-omitted"
+    elif factors == {"P dP": 1}:
         text, name = "lacks the row term D: it is P dP", "delta-omitted"
-    elif factors.keys() == {"P dP", "P D"}:
-        name = ANOTHER if factors["P dP"] == 1 else "constant-factor"
-    elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
+    elif dlse and plain == {"P dP": 1, "P D": -1}:
+        name = "lse-gradient-sign"
+    elif plain.keys() == {"P dP", "P D"}:
+        name = ANOTHER if plain["P dP"] == 1 else "constant-factor"
+    elif plain.keys() <= {"P dP", "P D", "dP", "D"}:
         name = "softmax-backward-without-p"
+    text = text.replace("P D", "P dout . out") if dlse else text
     return text, "arguments-swapped" if factors == {"P": 1} else name
-
-
-def _with_terms(factors: dict[str, float], c: Context) -> Array:
-    terms = [x * TERMS[name](c.P, c.dP, c.D[..., None]) for name, x in factors.items()]
-    return of_terms(c, np.sum(terms, axis=0))
 
 
 def _columns(part: Part) -> Iterator[Change]:
@@ -116,7 +145,7 @@ def _columns(part: Part) -> Iterator[Change]:
 def _of_columns(factors: Array, c: Context) -> Array:
     D = (c.dO * c.O * factors[1]).sum(axis=-1) - c.dL
     dP = times(c.dO, (c.V * factors[0]).mT)
-    return of_terms(c, c.P * (dP - D[..., None]))
+    return of_pairs(c, c.P * (dP - D[..., None]))
 
 
 def _row_terms(part: Part) -> Iterator[Change]:
@@ -157,7 +186,7 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
 
 
 def _with_delta(D: Of, c: Context) -> Array:
-    return of_terms(c, c.P * (c.dP - D(c)))
+    return of_pairs(c, c.P * (c.dP - D(c)))
 
 
 def _another_term(part: Part) -> Change | None:
