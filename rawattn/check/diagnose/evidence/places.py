@@ -222,8 +222,12 @@ class Places:
         """What hangs on the query head h: rows that are packed with those of the other heads of a
         group, in their two orders, and loops over tiles of them."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        at, size, shift = f"({g} i + h % {g})", f"{g} seqlen_q", m - n
-        packed = {at: g * i + h % g, f"(h % {g} seqlen_q + i)": h % g * n + i} if g > 1 else {}
+        at, size, shift = f"(packed row {g} i + h % {g})", f"{g} seqlen_q", m - n
+        packed = (
+            {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
+            if g > 1
+            else {}
+        )
         found: dict[str, Callable[[], Array]] = {}
         for name, row in (packed | {"(i + h)": i + h, "(i - h)": i - h}).items():
             found[f"j - {name}"] = partial(np.subtract, j, row)
@@ -235,7 +239,7 @@ class Places:
             found |= of_tiles(at, packed[at], size, g * n, t)
         for u, t, edge in itertools.product(LOOPS, LOOPS, EDGES) if g > 1 else ():
             row = partial(_token, EDGES[edge], packed[at], u, g * n, g)
-            name = f"j // {t} - (that of the {edge} of {u} rows {at}) // {t}"
+            name = f"j // {t} - (i of the {edge} {at[1:-1]} of {u}) // {t}"
             found[name] = partial(_tiles_behind, j, row, shift, t)
         return found
 

@@ -4,6 +4,7 @@ The set is found on one problem and must hold on a second one of other lengths.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of 
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
 HARDEST, TRIED = 256, 64  # places by which rules of three are found; those that all are asked of
+NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
 
 
 class Places(Protocol):
@@ -150,12 +152,13 @@ def _exact(spans: Sequence[Span], left: Sequence[Array], every: bool, most: int)
         return next(whole, None)
     # places that the same spans leave count once
     marks = np.packbits(np.stack(left), axis=0).T
+    often = Counter(mark.tobytes() for mark in marks)
     apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
     matrix = np.stack([x[apart] for x in left]).astype(np.float32)
     if most == 2:
         chosen = min(_pairs(matrix), key=lambda pair: (pair[0] != pair[1], sum(pair)), default=())
     else:
-        chosen = _three(matrix)
+        chosen = _three(matrix, np.array([*often.values()]))
     return Rule(tuple(spans[place] for place in dict.fromkeys(chosen)), every) if chosen else None
 
 
@@ -164,17 +167,22 @@ def _pairs(left: Array) -> list[tuple[int, ...]]:
     return [(int(a), int(b)) for a, b in np.argwhere(np.triu(left @ left.T == 0))]
 
 
-def _three(left: Array) -> tuple[int, ...]:
-    """The plainest three that leave nothing, found by what the fewest do not leave."""
+def _three(left: Array, often: Array) -> tuple[int, ...]:
+    """The plainest three that leave nothing, of which each is needed; found by what the fewest do
+    not leave. often: how many places each column stands for."""
     less = left @ (1 - left).T == 0  # who leaves no more than who
     kept = np.flatnonzero(~np.triu(less, 1).any(axis=0))  # but for who comes behind such
-    own = left[kept][:, np.argsort(-left[kept].sum(axis=0), kind="stable")]
-    hard, found = own[:, :HARDEST], []
+    order = np.argsort(-left[kept].sum(axis=0), kind="stable")
+    own, found = left[kept][:, order], []
+    hard = own[:, :HARDEST]
     for first in np.flatnonzero(hard[:, 0] == 0):
         found += [(int(first), *pair) for pair in _pairs(hard[:, hard[first] > 0])]
-    tried = sorted(found, key=sum)[:TRIED]
-    exact = (some for some in tried if not own[list(some)].all(axis=0).any())
-    return tuple(int(kept[place]) for place in next(exact, ()))
+    for some in sorted(found, key=sum)[:TRIED]:
+        by = own[list(some)].sum(axis=0)
+        needed = [often[order][(by == 2) & (own[one] == 0)].sum() for one in some]
+        if by.max() < 3 and min(needed) >= NEEDED:
+            return tuple(int(kept[place]) for place in some)
+    return ()
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:
