@@ -253,7 +253,9 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
     memory = np.full(1 + max(there.max(initial=0), here.max(initial=0)), -1)
     memory[there[inside]] = np.arange(size).reshape(g.shape)[inside]
     found = np.where(here >= 0, memory[here], -1)
-    t, h, j = np.unravel_index(np.maximum(found, 0), g.shape) if size else g.everywhere
+    # by hand: np.unravel_index of NumPy 2.4 is wrong past 8,192 places
+    rest, j = np.divmod(np.maximum(found, 0), max(g.shape[2], 1))
+    t, h = np.divmod(rest, max(g.shape[1], 1))
     return At(np.where(found < 0, -1, t), h, j)
 
 

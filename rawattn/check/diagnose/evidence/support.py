@@ -35,13 +35,14 @@ class Part:
 class Support:
     """seen (num_heads_q, total_q, total_k) as it was read at ``places``.
 
-    whole: a rule for all that is seen, where that is one.
+    whole: a rule for all that is seen, where that is one. second: where rules hold as well.
     """
 
     places: Places
     seen: Array
     parts: tuple[Part, ...]
     whole: Rule | None = None
+    second: Places | None = None
 
     @property
     def right(self) -> bool:
@@ -96,7 +97,7 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
     Of each its places, seen as in Support, and known, like it: pairs that were read.
     """
     parts: list[Part] = []
-    (places, seen, _), _ = read
+    (places, seen, _), (second, *_) = read
     for kind in KINDS:
         here, there = (_inside(kind, *of) for of in read)
         groups: dict[bytes, list[int]] = {}
@@ -116,7 +117,8 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
     several = {part.kind for part in parts} > {LESS}
     own = all(part.kind != OTHER for part in parts)
     several = several and all(len(part.heads) == len(seen) for part in parts)
-    return Support(places, seen, tuple(parts), _whole(*read, own=own) if several else None)
+    whole = _whole(*read, own=own) if several else None
+    return Support(places, seen, tuple(parts), whole, second)
 
 
 def _rule(

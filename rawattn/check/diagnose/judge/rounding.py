@@ -57,12 +57,13 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         "size"
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
-    form, told = narrowed(verdict, verdict.tensors)
-    # float16 may be TF32, which is allowed of float32 operands and has as many bits
+    form, told, left = narrowed(verdict, verdict.tensors)
+    # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
-    operand = " in float16" in form and form.startswith(("P ", "exp", "dS "))
-    if form and not narrow and (exact or not operand):
-        return [finding(side, "narrow-intermediate", where, "high", (told, said), form=form)]
+    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
+    if form and not narrow and (left < EXACT or not operand):
+        sure = "medium" if operand else "high"
+        return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
     if exact:
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
@@ -76,7 +77,7 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     if found := in_16_bits(verdict, side, verdict.unexplained):
         return found
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
-    form, told = narrowed(verdict, verdict.unexplained)
+    form, told, _ = narrowed(verdict, verdict.unexplained)
     given = (side, "narrow-intermediate", where, "high", (told,))
     return [finding(*given, form=form)] if form else []
 
@@ -112,9 +113,9 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
     return float(np.mean(error * predicted) / (size * of)), of / size
 
 
-def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
-    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, and
-    a sentence of that; nothing where there is none."""
+def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, float]:
+    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, a
+    sentence of that, and which share it leaves; nothing where there is none."""
     question, stage = verdict.work.question, verdict.stage
     best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
@@ -128,7 +129,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str]:
                 best = min(best, (-len(left), share, form, ", ".join(left)))
     _, share, form, names = best
     text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
-    return (form, text) if form else ("", "")
+    return (form, text, share) if form else ("", "", 1.0)
 
 
 def _roundings(stage: str) -> Iterator[Bug]:

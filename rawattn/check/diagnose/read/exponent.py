@@ -25,7 +25,7 @@ TILES = (
     -128,
 )  # of keys, from the last one on if below 0; 0: all
 DEGREES = range(1, 6)
-WHOLE: dict[str, Callable[[Array], Array]] = {"floor": np.floor, "rint": np.rint}
+WHOLE: tuple[Callable[[Array], Array], ...] = np.floor, np.rint
 LEFT = 0.03  # of an error: what rounding may leave of it where a polynomial is its reason
 
 
@@ -42,7 +42,7 @@ def coarse_of(read: Weights, seen: Array) -> tuple[str, dict[str, Step]] | None:
         top = base if read.passed else _tops(S, np.maximum(read.places.j, 0), tile)
         x = LOG2_E * (read.right.S - top)[there]
         w = (read.P * np.exp(base - top))[there]
-        for name, whole in WHOLE.items():
+        for whole in WHOLE:
             f = x - whole(x)
             error = w / 2 ** whole(x) / 2**f - 1
             size = float(np.sqrt(np.mean(error**2))) if error.size else 0.0
