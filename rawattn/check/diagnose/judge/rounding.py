@@ -213,6 +213,8 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
             total = rounded(total * factor + weights.sum(axis=-1))
             out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
             top = new
+        if c.sink is not None:
+            total = total + np.exp(c.sink - np.where(np.isneginf(top), 0.0, top))
         out = out / np.where(total == 0, 1.0, total)[..., None]
         with np.errstate(divide="ignore"):
             return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S, out
