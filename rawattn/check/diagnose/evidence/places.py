@@ -3,12 +3,12 @@
 Long by the table of features, which are all the words that there are for sets of pairs.
 """
 
-import itertools
 import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import islice, product
 
 import numpy as np
 
@@ -187,14 +187,12 @@ class Places:
             ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
         ):
-            for u, t in itertools.product(LOOPS, LOOPS):
-                for edge, (words, start), (side, more) in itertools.product(
-                    EDGES, of.items(), sides.items()
-                ):
+            for u, t in product(LOOPS, LOOPS):
+                for edge, (words, start), (side, more) in product(EDGES, of.items(), sides.items()):
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
                     row = partial(EDGES[edge], y, u, count)
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, row, start + by * more, t)
-        for parts, t in itertools.product(SPLITS, LOOPS):
+        for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
@@ -222,32 +220,28 @@ class Places:
         """What hangs on the query head h: rows that are packed with those of the other heads of a
         group, in their two orders, and loops over tiles of them."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        at, size, shift = f"(packed row {g} i + h % {g})", f"{g} seqlen_q", m - n
-        packed = (
-            {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
-            if g > 1
-            else {}
-        )
-        found: dict[str, Callable[[], Array]] = {}
-        for name, row in (packed | {"(i + h)": i + h, "(i - h)": i - h}).items():
+        at, shift = f"(packed row {g} i + h % {g})", m - n
+        rows = {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
+        found: dict[str, Callable[[], Array]] = {
+            "h": lambda: h + 0 * i,
+            f"h % {g}": lambda: h % g + 0 * i,
+        }
+        for name, row in (rows | {"(i + h)": i + h, "(i - h)": i - h}).items():
             found[f"j - {name}"] = partial(np.subtract, j, row)
-            if not self.aligned:
-                found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + shift)
-        for name, x in {"h": h, f"h % {g}": h % g, f"h // {g}": h // g}.items():
-            found[name] = partial(np.full, i.shape, x)
-        for t in TILES if g > 1 else ():
-            found |= of_tiles(at, packed[at], size, g * n, t)
-        for u, t, edge in itertools.product(LOOPS, LOOPS, EDGES) if g > 1 else ():
-            row = partial(_token, EDGES[edge], packed[at], u, g * n, g)
+            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + shift)
+        for t in TILES:
+            found |= of_tiles(at, rows[at], f"{g} seqlen_q", g * n, t)
+        for u, t, edge in product(LOOPS, LOOPS, EDGES):
+            row = partial(EDGES[edge], rows[at], u, g * n)
             name = f"j // {t} - (i of the {edge} {at[1:-1]} of {u}) // {t}"
-            found[name] = partial(_tiles_behind, j, row, shift, t)
+            found[name] = partial(_tiles_behind, j, row, shift, t, g)
         return found
 
     @property
     def by_head(self) -> list[str]:
         """Features by which all heads may be told at once: those of heads, and plain ones."""
         plain = (name for name in self.features if "//" not in name and "%" not in name)
-        return [*self._of_heads(0), *itertools.islice(plain, BASIC)]
+        return [*self._of_heads(0), *islice(plain, BASIC)]
 
     def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
         """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
@@ -283,15 +277,10 @@ class Places:
         }
 
 
-def _token(
-    edge: Callable[[Array, int, Array], Array], row: Array, u: int, count: Array, group: int
+def _tiles_behind(
+    x: Array, row: Callable[[], Array], shift: Array, t: int, group: int = 1
 ) -> Array:
-    """Of packed rows the query of that at the edge of a tile."""
-    return np.asarray(edge(row, u, count) // group)
-
-
-def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
-    return np.asarray(x // t - (row() + shift) // t)
+    return np.asarray(x // t - (row() // group + shift) // t)
 
 
 @lru_cache(maxsize=16)

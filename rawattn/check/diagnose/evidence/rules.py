@@ -123,33 +123,29 @@ class _Spans:
     what holds at once bounds."""
 
     def __init__(self, shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> None:
-        self.kinds: dict[bool, tuple[list[Span], list[Array]]] = {False: ([], []), True: ([], [])}
+        self.kinds: dict[bool, list[tuple[Span, Array]]] = {False: [], True: []}
         for name in names:
             if not all(name in of.places.features or name in of.places.loops for of in shown):
                 continue
             every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
             x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
             for span in _pure(x, inside, name):
-                self._add(False, span, ~span.among(x[inside]))
+                self.kinds[False].append((span, ~span.among(x[inside])))
             for span in _bounds(x, inside, name):
-                self._add(True, span, span.among(x[~inside]))
-
-    def _add(self, every: bool, span: Span, left: Array) -> None:
-        self.kinds[every][0].append(span)
-        self.kinds[every][1].append(left)
+                self.kinds[True].append((span, span.among(x[~inside])))
 
     def rule(self, most: int) -> Rule | None:
         """The plainest one of at most so many intervals."""
-        told = (_exact(*self.kinds[every], every, most) for every in (False, True))
+        told = (_exact(self.kinds[every], every, most) for every in (False, True))
         return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
 
 
-def _exact(spans: Sequence[Span], left: Sequence[Array], every: bool, most: int) -> Rule | None:
+def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, most: int) -> Rule | None:
     """The rule of one span, of two, or of three, that leaves nothing, of the plainest of these;
-    ``left``: what each leaves."""
-    if not spans or most == 1:
-        whole = (Rule((span,), every) for span, x in zip(spans, left, strict=True) if not x.any())
-        return next(whole, None)
+    ``bounds``: spans, and what each leaves."""
+    if not bounds or most == 1:
+        return next((Rule((span,), every) for span, left in bounds if not left.any()), None)
+    spans, left = zip(*bounds, strict=True)
     # places that the same spans leave count once
     marks = np.packbits(np.stack(left), axis=0).T
     often = Counter(mark.tobytes() for mark in marks)

@@ -47,7 +47,9 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
     if not verdict.sound or verdict.precision == finest:
         return []
-    if found := [] if zeros else in_16_bits(verdict, side, verdict.tensors):
+    form, told, left = narrowed(verdict, verdict.tensors)
+    skipped = zeros or left < EXACT
+    if found := [] if skipped else in_16_bits(verdict, side, verdict.tensors):
         return found
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
@@ -57,7 +59,6 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         "size"
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
-    form, told, left = narrowed(verdict, verdict.tensors)
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
@@ -151,6 +152,12 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         size = np.where(size > 0, size, 1.0)
         return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
 
+    def over(of: Rounded, c: Context) -> Floats:
+        """out with another number in the place of 1 / row sum."""
+        top = c.S.max(axis=-1, initial=-np.inf)
+        sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
+        return np.asarray(STEPS["O"](changed(c, P=c.P * (of(sums) * sums)[..., None])))
+
     def after(step: str) -> dict[str, Step]:
         return {step: lambda c: r(STEPS[step](c))}
 
@@ -158,6 +165,8 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     if stage == "forward":
         yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
+        yield "the row sum", {"O": partial(over, lambda x: 1 / r(x))}
+        yield "1 / row sum", {"O": partial(over, lambda x: r(1 / x))}
         yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
         for tile in CHUNKS[2:]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"

@@ -54,10 +54,11 @@ def coarse_of(read: Weights, seen: Array) -> tuple[str, dict[str, Step]] | None:
                 if np.sqrt(np.mean((basis @ factors - error - 1) ** 2)) < LEFT * size:
                     told = f"exp is off by up to {np.abs(error).max():.1g} of itself, a polynomial "
                     told += f"of degree {degree} in the fraction of its exponent of 2"
-                    p = partial(_exp2, factors, whole)
-                    if read.passed:
-                        return told, {"bP": partial(_passed, p)}
-                    return told, {"softmax": partial(_softmax, p, tile)}
+                    exp2 = partial(_exp2, factors, whole)
+                    passed = {"bP": partial(_passed, exp2)}
+                    return told, passed if read.passed else {
+                        "softmax": partial(_online, exp2, tile)
+                    }
     return None
 
 
@@ -83,7 +84,7 @@ def _passed(exp2: Callable[[Array], Array], c: Context) -> Array:
     return exp2(LOG2_E * (c.S - dead_to_inf(np, c.L)[..., None]))
 
 
-def _softmax(exp2: Callable[[Array], Array], tile: int, c: Context) -> tuple[Array, Array]:
+def _online(exp2: Callable[[Array], Array], tile: int, c: Context) -> tuple[Array, Array]:
     """L and P."""
     j = of_view(c, np.maximum(places_of(c.question).j, 0)[None])[0]
     top, last = _tops(c.S, j, tile), _tops(c.S, j, 0)
