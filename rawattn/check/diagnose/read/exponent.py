@@ -55,10 +55,8 @@ def coarse_of(read: Weights, seen: Array) -> tuple[str, dict[str, Step]] | None:
                     told = f"exp is off by up to {np.abs(error).max():.1g} of itself, a polynomial "
                     told += f"of degree {degree} in the fraction of its exponent of 2"
                     exp2 = partial(_exp2, factors, whole)
-                    passed = {"bP": partial(_passed, exp2)}
-                    return told, passed if read.passed else {
-                        "softmax": partial(_online, exp2, tile)
-                    }
+                    made = partial(_passed if read.passed else _online, exp2, tile)
+                    return told, {"bP" if read.passed else "softmax": made}
     return None
 
 
@@ -80,7 +78,7 @@ def _exp2(factors: Array, whole: Callable[[Array], Array], x: Array) -> Array:
     return np.asarray(np.polyval(factors[::-1], x - whole(x)) * 2.0 ** whole(x))
 
 
-def _passed(exp2: Callable[[Array], Array], c: Context) -> Array:
+def _passed(exp2: Callable[[Array], Array], _: int, c: Context) -> Array:
     return exp2(LOG2_E * (c.S - dead_to_inf(np, c.L)[..., None]))
 
 

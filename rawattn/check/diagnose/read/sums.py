@@ -98,7 +98,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
 
 
 def _above(sink: Array, top: Array) -> Array:
-    return np.maximum(np.asarray(sink, dtype=np.float64) - top, 0.0)
+    return np.asarray(np.maximum(np.asarray(sink, dtype=np.float64) - top, 0.0))
 
 
 def _not_rescaled(c: Context) -> tuple[Array, Array]:
