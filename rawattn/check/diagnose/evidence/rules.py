@@ -71,10 +71,10 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Of bounds for lengths chance makes some."""
+        """Of bounds for lengths chance makes some, and of three intervals."""
         if len(self.spans) == 1:
             return self.spans[0].feature not in LENGTHS
-        return not any(CHANCE.fullmatch(x.feature) for x in self.spans)
+        return len(self.spans) < 3 and not any(CHANCE.fullmatch(x.feature) for x in self.spans)
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
