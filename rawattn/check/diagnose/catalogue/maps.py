@@ -144,6 +144,9 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h % group * num_heads_kv + h // group": lambda h, count, group: (
         h % group * (count // group) + h // group
     ),
+    "the last head of group h, as if by key/value head": lambda h, count, group: (
+        (h + 1) * group - 1
+    ),
 }
 HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, of so many
     "head h % num_heads_kv": lambda h, count: h % count,
