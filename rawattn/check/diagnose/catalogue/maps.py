@@ -144,9 +144,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h % group * num_heads_kv + h // group": lambda h, count, group: (
         h % group * (count // group) + h // group
     ),
-    "the last head of group h, as if by key/value head": lambda h, count, group: (
-        (h + 1) * group - 1
-    ),
 }
 HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, of so many
     "head h % num_heads_kv": lambda h, count: h % count,
@@ -312,4 +309,11 @@ def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
     inside = (rows if statistics else columns)(question)
-    return [*layouts(statistics), *heads(question), *inside, *sequences(question)]
+    by_group = Map("heads", "the last head of group h, as if by key/value head", _last_of_groups)
+    others = [by_group] * (statistics and question.group > 1)
+    return [*layouts(statistics), *heads(question), *inside, *sequences(question), *others]
+
+
+def _last_of_groups(g: Geometry) -> At:
+    """Behind the groups there is nothing."""
+    return g.everywhere._replace(h=(g.everywhere.h + 1) * g.group - 1)
