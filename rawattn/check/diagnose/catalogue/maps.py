@@ -257,7 +257,9 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
     memory = np.full(1 + max(there.max(initial=0), here.max(initial=0)), -1)
     memory[there[inside]] = np.arange(size).reshape(g.shape)[inside]
     found = np.where(here >= 0, memory[here], -1)
-    t, h, j = np.unravel_index(np.maximum(found, 0), g.shape) if size else g.everywhere
+    # by hand: np.unravel_index of NumPy 2.4 is wrong past 8,192 places
+    rest, j = np.divmod(np.maximum(found, 0), max(g.shape[2], 1))
+    t, h = np.divmod(rest, max(g.shape[1], 1))
     return At(np.where(found < 0, -1, t), h, j)
 
 
@@ -311,4 +313,11 @@ def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
     inside = (rows if statistics else columns)(question)
-    return [*layouts(statistics), *heads(question), *inside, *sequences(question)]
+    by_group = Map("heads", "the last head of group h, as if by key/value head", _last_of_groups)
+    others = [by_group] * (statistics and question.group > 1)
+    return [*layouts(statistics), *heads(question), *inside, *sequences(question), *others]
+
+
+def _last_of_groups(g: Geometry) -> At:
+    """Behind the groups there is nothing."""
+    return g.everywhere._replace(h=(g.everywhere.h + 1) * g.group - 1)

@@ -51,10 +51,11 @@ class Parts(NamedTuple):
 
 class Turns(NamedTuple):
     """Of every step of the loop, (parts, heads, n): exp(old max - new max), 1 at the first one that
-    has a key for the row, and the row sum so far."""
+    has a key for the row, the row sum so far, and the same factors with 0 at the first one."""
 
     factors: Floats
     row_sums: Floats
+    from_zero: Floats
 
 
 class Results(NamedTuple):
@@ -169,6 +170,10 @@ RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
 WAYS: dict[str, Way] = {
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda t: (t.factors, t.factors),
+    "rescaled after the new tile is added, which is lost at the first one": lambda t: (
+        (t.from_zero, t.from_zero)
+    ),
+    "of weights beside the maximum before the tile": lambda t: (t.factors, 1 / t.factors),
     "rescaled twice": _power(2),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
@@ -194,7 +199,8 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
     share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
     factors = np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running)))
     row_sums = (_exp(parts.tops) * parts.row_sums).cumsum(axis=0) * np.exp(-_finite(running))
-    old, new = way(Turns(factors, np.where(row_sums > 0, row_sums, 1.0)))
+    from_zero = np.where(np.isneginf(before), 0.0, factors)
+    old, new = way(Turns(factors, np.where(row_sums > 0, row_sums, 1.0), from_zero))
     old = np.where(there, old, 1.0)
     weights = _in_turn(old, new * share)[..., None]
     return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
@@ -242,16 +248,31 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "exp(lse - largest), not divided by their sum": lambda p: _exp(
         p.lses - _finite(p.lses.max(axis=0))
     ),
+    "those of the parts in reverse order": lambda p: _shares(TAKEN[RIGHT], p)[::-1],
+    "right, of results that are not divided by their row sums": lambda p: (
+        _shares(TAKEN[RIGHT], p) * p.row_sums
+    ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
     "the mean of those that have keys": lambda p: (
         np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
     ),
 }
+
+
+def _and_log(weight: Callable[[Floats], Floats], p: Parts) -> Floats:
+    """The largest lse, and the logarithm of the sum of the weights of those that have keys."""
+    top = p.lses.max(axis=0)
+    weights = np.where(np.isneginf(p.lses), 0.0, weight(_finite(p.lses) - _finite(top)))
+    return np.asarray(top + np.log(weights.sum(axis=0)))
+
+
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "that of the last part": lambda p: p.lses[-1],
+    "the largest and log of the sum of exp2(lse - largest)": partial(_and_log, np.exp2),
+    "the largest and log of how many parts have keys": partial(_and_log, np.ones_like),
 }
 
 

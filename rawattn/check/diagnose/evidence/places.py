@@ -5,9 +5,10 @@ Long by the table of features, which are all the words that there are for sets o
 
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -25,6 +26,7 @@ EDGES: dict[str, Callable[[Array, int, Array], Array]] = {  # of the tile of u t
     "first": lambda row, u, count: row // u * u,
     "last": lambda row, u, count: np.minimum(row // u * u + u, count) - 1,
 }
+BASIC = 8  # features, the first ones, that are tried beside those of heads
 PLACE = re.compile(r"\b[ip]\b")
 
 
@@ -59,6 +61,7 @@ class Places:
         self.p = np.asarray(self.i + self.m - self.n)
         self.own = np.asarray((self.j >= 0) & (self.j < self.m) & (self.b >= 0))
         self.aligned = q.lengths_q == q.lengths_k
+        self.head: int | None = None  # of which features are asked, if any
         self._made: dict[str, Array] = {}
 
     def of(self, head: int) -> "Places":
@@ -67,6 +70,14 @@ class Places:
         heads = 1 if q.block_indices is None else q.block_indices.shape[1]
         selection = head * heads // q.num_heads_q
         return self if selection == self.selection else _places(q, selection)
+
+    def of_head(self, head: int) -> "Places":
+        """The same with features of a query head, by which all heads may be told at once."""
+        found = copy(self.of(head))
+        found._made, found.head = {}, head
+        for name in ("features", "loops"):
+            vars(found).pop(name, None)
+        return found
 
     @cached_property
     def right(self) -> Array:
@@ -129,6 +140,9 @@ class Places:
         }
         if not self.aligned:
             found |= {"j - i": lambda: j - i, "p": lambda: p}
+            found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
+            found["j - i - |seqlen_k - seqlen_q|"] = lambda: j - i - np.abs(m - n)
+            found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
         found |= {
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,
@@ -143,6 +157,8 @@ class Places:
             "the row in k - the row in q": lambda: key - query,
             "j - the longest seqlen_k": lambda: j - max(lengths),
             "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
+            "j - the seqlen_k of the last sequence": lambda: j - lengths[-1],
+            "j - the seqlen_k of the next sequence": lambda: j - np.roll(lengths, -1)[self.b],
             "the row in k - i": lambda: key - i,
             "the row in k - seqlen_k": lambda: key - m,
             "the row in k - the query's first row in q": lambda: key - (query - i),
@@ -155,7 +171,7 @@ class Places:
             found = self._of_lists() | found
         if self.question.group > 1:
             found[f"j - {self.question.group} i"] = lambda: j - self.question.group * i
-        return found
+        return found if self.head is None else self._of_heads(self.head) | found
 
     @cached_property
     def loops(self) -> dict[str, Callable[[], Array]]:
@@ -194,7 +210,38 @@ class Places:
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
             f"(j % {t} - {of})": lambda: np.where(j < 0, j, j % t) - p,
             f"(j - {of} % {t})": lambda: j - p % t,
+            f"(j % {t} - {of} % {t})": lambda: j % t - p % t,
+            f"(j % {t} - i % {t})": lambda: j % t - i % t,
+            f"(seqlen_q - 1) // {t} - j // {t}": lambda: (n - 1) // t - j // t,
+            f"j - seqlen_q // {t} * {t}": lambda: j - n // t * t,
         }
+
+    def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
+        """What hangs on the query head h: rows that are packed with those of the other heads of a
+        group, in their two orders, and loops over tiles of them."""
+        i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
+        at, shift = f"(packed row {g} i + h % {g})", m - n
+        rows = {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
+        found: dict[str, Callable[[], Array]] = {
+            "h": lambda: h + 0 * i,
+            f"h % {g}": lambda: h % g + 0 * i,
+        }
+        for name, row in (rows | {"(i + h)": i + h, "(i - h)": i - h}).items():
+            found[f"j - {name}"] = partial(np.subtract, j, row)
+            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + shift)
+        for t in TILES:
+            found |= of_tiles(at, rows[at], f"{g} seqlen_q", g * n, t)
+        for u, t, edge in product(LOOPS, LOOPS, EDGES):
+            row = partial(EDGES[edge], rows[at], u, g * n)
+            name = f"j // {t} - (i of the {edge} {at[1:-1]} of {u}) // {t}"
+            found[name] = partial(_tiles_behind, j, row, shift, t, g)
+        return found
+
+    @property
+    def by_head(self) -> list[str]:
+        """Features by which all heads may be told at once: those of heads, and plain ones."""
+        plain = (name for name in self.features if "//" not in name and "%" not in name)
+        return [*self._of_heads(0), *islice(plain, BASIC)]
 
     def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
         """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
@@ -231,8 +278,10 @@ class Places:
         }
 
 
-def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
-    return np.asarray(x // t - (row() + shift) // t)
+def _tiles_behind(
+    x: Array, row: Callable[[], Array], shift: Array, t: int, group: int = 1
+) -> Array:
+    return np.asarray(x // t - (row() // group + shift) // t)
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,10 @@
-"""Which pairs of query and key a set holds, in words: one or two intervals of integer features.
+"""Which pairs of query and key a set holds, in words: up to three intervals of integer features.
 
 The set is found on one problem and must hold on a second one of other lengths.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -11,7 +13,10 @@ import numpy as np
 
 Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
+CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
+HARDEST, TRIED = 256, 64  # places by which rules of three are found; those that all are asked of
+NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
 
 
 class Places(Protocol):
@@ -66,8 +71,10 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Of bounds for lengths chance makes some."""
-        return not {x.feature for x in self.spans} & LENGTHS
+        """Of bounds for lengths chance makes some, and of three intervals."""
+        if len(self.spans) == 1:
+            return self.spans[0].feature not in LENGTHS
+        return len(self.spans) < 3 and not any(CHANCE.fullmatch(x.feature) for x in self.spans)
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
@@ -90,53 +97,95 @@ class Shown:
     inside: Array
 
 
-def rule_of(*shown: Shown) -> Rule | None:
+def rule_of(*shown: Shown, among: Iterable[str] | None = None) -> Rule | None:
     """The plainest rule for a set, which holds wherever it is shown: the fewest intervals that have
     all of it and nothing else, or the fewest bounds, each of which has all of it, that leave
-    nothing else."""
+    nothing else. What chance makes comes last, behind plain rules of one interval more. ``among``:
+    the features that are tried, if not all."""
     inside = np.concatenate([of.inside[of.domain] for of in shown])
     if not inside.any():
         return None
     if inside.all():
         return Rule(())
-    first = shown[0].places
-    rule = _of_features(shown, inside, first.features)
-    if rule is None or not rule.plain:
-        return _of_features(shown, inside, first.loops) or rule
-    return rule
+    places = shown[0].places
+    if among is not None:
+        return _Spans(shown, inside, among).rule(2)
+    every = _Spans(shown, inside, places.features)
+    if one := every.rule(1):
+        return one
+    loops = _Spans(shown, inside, places.loops)
+    plain = _Spans(shown, inside, (n for n in places.features if not CHANCE.fullmatch(n)))
+    return loops.rule(1) or plain.rule(2) or loops.rule(2) or plain.rule(3) or every.rule(2)
 
 
-def _of_features(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> Rule | None:
-    pure: list[Span] = []
-    bounds: list[Span] = []
-    left_by: tuple[list[Array], list[Array]] = [], []
-    for name in names:
-        if all(name in of.places.features or name in of.places.loops for of in shown):
+class _Spans:
+    """Intervals of features that may make a rule, and what each leaves: of a union pure ones, of
+    what holds at once bounds."""
+
+    def __init__(self, shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> None:
+        self.kinds: dict[bool, list[tuple[Span, Array]]] = {False: [], True: []}
+        for name in names:
+            if not all(name in of.places.features or name in of.places.loops for of in shown):
+                continue
             every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
             x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
-            found = [*_pure(x, inside, name)], [*_bounds(x, inside, name)]
-            pure, bounds = [*pure, *found[0]], [*bounds, *found[1]]
-            left_by[0].extend(~span.among(x[inside]) for span in found[0])
-            left_by[1].extend(span.among(x[~inside]) for span in found[1])
-    told = _exact(pure, left_by[0], False), _exact(bounds, left_by[1], True)
-    return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
+            for span in _pure(x, inside, name):
+                self.kinds[False].append((span, ~span.among(x[inside])))
+            for span in _bounds(x, inside, name):
+                self.kinds[True].append((span, span.among(x[~inside])))
+
+    def rule(self, most: int) -> Rule | None:
+        """The plainest one of at most so many intervals."""
+        told = (_exact(self.kinds[every], every, most) for every in (False, True))
+        return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
 
 
-def _exact(spans: Sequence[Span], left: Sequence[Array], every: bool) -> Rule | None:
-    """The rule of one span, or of two, that leaves nothing, of the plainest of these; ``left``:
-    what each leaves."""
-    if not spans:
-        return None
-    matrix = np.stack(left).astype(np.float32)
-    # what two of them leave; the diagonal is that of one
-    pairs = np.argwhere(np.triu(matrix @ matrix.T == 0)).tolist()
-    chosen = min(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair)), default=())
+def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, most: int) -> Rule | None:
+    """The rule of one span, of two, or of three, that leaves nothing, of the plainest of these;
+    ``bounds``: spans, and what each leaves."""
+    if not bounds or most == 1:
+        return next((Rule((span,), every) for span, left in bounds if not left.any()), None)
+    spans, left = zip(*bounds, strict=True)
+    # places that the same spans leave count once
+    marks = np.packbits(np.stack(left), axis=0).T
+    often = Counter(mark.tobytes() for mark in marks)
+    apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
+    matrix = np.stack([x[apart] for x in left]).astype(np.float32)
+    if most == 2:
+        chosen = min(_pairs(matrix), key=lambda pair: (pair[0] != pair[1], sum(pair)), default=())
+    else:
+        chosen = _three(matrix, np.array([*often.values()]))
     return Rule(tuple(spans[place] for place in dict.fromkeys(chosen)), every) if chosen else None
+
+
+def _pairs(left: Array) -> list[tuple[int, ...]]:
+    """Which two leave nothing; on the diagonal which one."""
+    return [(int(a), int(b)) for a, b in np.argwhere(np.triu(left @ left.T == 0))]
+
+
+def _three(left: Array, often: Array) -> tuple[int, ...]:
+    """The plainest three that leave nothing, of which each is needed; found by what the fewest do
+    not leave. often: how many places each column stands for."""
+    less = left @ (1 - left).T == 0  # who leaves no more than who
+    kept = np.flatnonzero(~np.triu(less, 1).any(axis=0))  # but for who comes behind such
+    order = np.argsort(-left[kept].sum(axis=0), kind="stable")
+    own, found = left[kept][:, order], []
+    hard = own[:, :HARDEST]
+    for first in np.flatnonzero(hard[:, 0] == 0):
+        found += [(int(first), *pair) for pair in _pairs(hard[:, hard[first] > 0])]
+    for some in sorted(found, key=sum)[:TRIED]:
+        by = own[list(some)].sum(axis=0)
+        needed = [often[order][(by == 2) & (own[one] == 0)].sum() for one in some]
+        if by.max() < 3 and min(needed) >= NEEDED:
+            return tuple(int(kept[place]) for place in some)
+    return ()
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:
     """Intervals that have all of the set, and not all else."""
     low, high = int(x[inside].min()), int(x[inside].max())
+    if name in LENGTHS and low > x.min():  # as few as can be are left out
+        low = int(x[x < low].max()) + 1
     lows = [low] * int(low > x.min())
     highs = [high] * int(high < x.max())
     yield from (Span(name, a, None) for a in lows)

@@ -1,6 +1,6 @@
 """Who sees whom, and how often, as it was read: the difference from the mask in rules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
+_Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +35,14 @@ class Part:
 class Support:
     """seen (num_heads_q, total_q, total_k) as it was read at ``places``.
 
-    whole: a rule for all that is seen, where that is one.
+    whole: a rule for all that is seen, where that is one. second: where rules hold as well.
     """
 
     places: Places
     seen: Array
     parts: tuple[Part, ...]
     whole: Rule | None = None
+    second: Places | None = None
 
     @property
     def right(self) -> bool:
@@ -79,7 +81,7 @@ class Support:
         for part in self.parts:
             if part.rule is not None:
                 for head in part.heads:
-                    of = places.of(head)
+                    of = places.of_head(head)
                     found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
 
@@ -95,41 +97,50 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
     Of each its places, seen as in Support, and known, like it: pairs that were read.
     """
     parts: list[Part] = []
-    (places, seen, _), _ = read
+    (places, seen, _), (second, *_) = read
     for kind in KINDS:
         here, there = (_inside(kind, *of) for of in read)
         groups: dict[bytes, list[int]] = {}
         for head, of_both in enumerate(zip(here, there, strict=True)):
             if any(inside.any() for inside in of_both):
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
-        unknown: list[int] = []
-        for first, *others in groups.values():
-            shown = [
-                Shown(of, _domain(of, kind) & known[first], inside[first])
-                for (of, _, known), inside in zip(read, (here, there), strict=True)
-            ]
-            rule = rule_of(*shown)
-            same = next((x for x in parts if x.kind == kind and x.rule == rule), None)
-            if rule is None:
-                unknown += [first, *others]
-            elif same is not None:  # of heads that tell of other pairs
-                heads = tuple(sorted((*same.heads, first, *others)))
-                parts[parts.index(same)] = replace(same, heads=heads)
-            else:
-                parts.append(Part(kind, (first, *others), rule))
-        parts += [Part(kind, tuple(sorted(unknown)), None)] * bool(unknown)
+        both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
+        told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
+        if len(told) > 1:  # one rule for all heads, if it is as plain
+            every = tuple(range(len(seen)))
+            rule = _rule(kind, both, every, by_head=True)
+            most = max((9, 9) if part.rule is None else part.rule.size[:2] for part in told)
+            told = [Part(kind, every, rule)] if rule and rule.size[:2] <= most else told
+        same: dict[Rule | None, list[int]] = {}
+        for part in told:
+            same.setdefault(part.rule, []).extend(part.heads)
+        parts += [Part(kind, tuple(sorted(of)), rule) for rule, of in same.items()]
     several = {part.kind for part in parts} > {LESS}
+    own = all(part.kind != OTHER for part in parts)
     several = several and all(len(part.heads) == len(seen) for part in parts)
-    return Support(places, seen, tuple(parts), _whole(*read) if several else None)
+    whole = _whole(*read, own=own) if several else None
+    return Support(places, seen, tuple(parts), whole, second)
 
 
-def _whole(*read: tuple[Places, Array, Array]) -> Rule | None:
-    """A rule for what all heads see."""
+def _rule(
+    kind: str, read: Sequence[_Read], heads: Iterable[int], by_head: bool = False
+) -> Rule | None:
+    """Of some heads on all problems; ``by_head``: of all, by which head it is."""
+    shown = (
+        Shown(of.of_head(head) if by_head else of, _domain(of, kind) & known[head], inside[head])
+        for of, known, inside in read
+        for head in heads
+    )
+    return rule_of(*shown, among=read[0][0].by_head if by_head else None)
+
+
+def _whole(*read: _Read, own: bool) -> Rule | None:
+    """A rule for what all heads see; ``own``: of the keys of their sequence alone."""
     shown = []
     for places, seen, known in read:
         if (seen != seen[:1]).any():
             return None
-        domain = known[0] & (places.b >= 0) & np.ones(places.j.shape, dtype=bool)
+        domain = known[0] & (places.b >= 0) & (places.own | (not own))
         shown.append(Shown(places, domain, domain & (seen[0] > 0)))
     return rule_of(*shown)
 

@@ -8,6 +8,7 @@ plant (``proofs``). What stages have in common is one finding. Long by the evide
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,6 +170,7 @@ def _judge(
     hints = told.general
     for stage in question.stages:
         known: dict[str, Any] = {"hints": hints, "told": told.bugs, "shown": told.shown}
+        known["allows"] = partial(told.allows, stage=stage)
         verdict = judge_stage(question, answers, stage, until=until, **known)
         if verdict is not None:
             verdicts.append(verdict)

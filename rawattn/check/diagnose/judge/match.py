@@ -199,8 +199,10 @@ class Stage:
         hints: Sequence[Bug] = (),
         told: Sequence[Bug] = (),
         shown: Collection[str] = (),
+        allows: Callable[[Bug], bool] = bool,
     ) -> None:
         self.question, self.stage, self.until, self.shown = question, stage, until, shown
+        self.allows = allows
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.read = [bug for bug in told if stage in bug.stages]
         # masks are told by listed ones in fewer words
@@ -254,7 +256,7 @@ class Stage:
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
-        return catalogue(self.question, self.stage)
+        return tuple(bug for bug in catalogue(self.question, self.stage) if self.allows(bug))
 
     @cached_property
     def every(self) -> list[Prediction]:
@@ -415,14 +417,16 @@ def judge_stage(
     hints: Sequence[Bug] = (),
     told: Sequence[Bug] = (),
     shown: Collection[str] = (),
+    allows: Callable[[Bug], bool] = bool,
 ) -> StageVerdict | None:
     """What is wrong with a stage; None where there is nothing of it.
 
     From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
     other stages have. shown: classes of bugs that other problems have; told: what was read of the
-    function: nothing else is tried where these explain everything and have a name.
+    function: nothing else is tried where these explain everything and have a name. allows: whether
+    a bug may be what was read.
     """
-    before, work = cuts(), Stage(question, answers, stage, until, hints, told, shown)
+    before, work = cuts(), Stage(question, answers, stage, until, hints, told, shown, allows)
     if not work.tensors:
         return None
     return replace(_verdict(work, ladder(question.dtype)), cut=cuts() > before)

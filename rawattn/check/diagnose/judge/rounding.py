@@ -37,7 +37,6 @@ FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cau
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
-ALONE = 0.05  # the same, where nothing else is rounded
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
@@ -54,7 +53,9 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
     if not verdict.sound or verdict.precision == finest:
         return []
-    if found := [] if zeros else in_16_bits(verdict, side, verdict.tensors):
+    form, told, left = narrowed(verdict, verdict.tensors)
+    skipped = zeros or left < EXACT
+    if found := [] if skipped else in_16_bits(verdict, side, verdict.tensors):
         return found
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
@@ -64,12 +65,12 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         "size"
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
-    form, told, sure = narrowed(verdict, verdict.tensors)
-    # float16 may be TF32, which is allowed of float32 operands and has as many bits
+    # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
-    operand = " in float16" in form and form.startswith(("P ", "exp", "dS "))
-    if form and not narrow and (exact or not operand or sure):
-        return [finding(side, "narrow-intermediate", where, "high", (told, said), form=form)]
+    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
+    if form and not narrow and (left < EXACT or not operand):
+        sure = "medium" if operand else "high"
+        return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
     if exact:
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
@@ -119,9 +120,9 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
     return float(np.mean(error * predicted) / (size * of)), of / size
 
 
-def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, bool]:
-    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, and
-    a sentence of that; nothing where there is none. And whether that is all that is rounded."""
+def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, float]:
+    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, a
+    sentence of that, and which share it leaves; nothing where there is none."""
     question, stage = verdict.work.question, verdict.stage
     best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
@@ -135,7 +136,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, b
                 best = min(best, (-len(left), share, form, ", ".join(left)))
     _, share, form, names = best
     text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
-    return (form, text, share < ALONE) if form else ("", "", False)
+    return (form, text, share) if form else ("", "", 1.0)
 
 
 def _roundings(stage: str) -> Iterator[Bug]:
@@ -157,6 +158,12 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         size = np.where(size > 0, size, 1.0)
         return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
 
+    def over(of: Rounded, c: Context) -> Floats:
+        """out with another number in the place of 1 / row sum."""
+        top = c.S.max(axis=-1, initial=-np.inf)
+        sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
+        return np.asarray(STEPS["O"](changed(c, P=c.P * (of(sums) * sums)[..., None])))
+
     def after(step: str) -> dict[str, Step]:
         return {step: lambda c: r(STEPS[step](c))}
 
@@ -164,6 +171,8 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     if stage == "forward":
         yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
+        yield "the row sum", {"O": partial(over, lambda x: 1 / r(x))}
+        yield "1 / row sum", {"O": partial(over, lambda x: r(1 / x))}
         yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
         for tile in CHUNKS[2:]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
@@ -222,6 +231,8 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
             total = rounded(total * factor + weights.sum(axis=-1))
             out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
             top = new
+        if c.sink is not None:
+            total = total + np.exp(c.sink - np.where(np.isneginf(top), 0.0, top))
         out = out / np.where(total == 0, 1.0, total)[..., None]
         with np.errstate(divide="ignore"):
             return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S, out

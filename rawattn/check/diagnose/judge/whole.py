@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.inputs import rearranged
 from rawattn.check.diagnose.catalogue.masks import neighbours
 from rawattn.check.diagnose.catalogue.reading import reading
 from rawattn.check.diagnose.engine.attention import Bug, solve
@@ -90,7 +91,7 @@ def of_all(
     forward = sorted(name for name in wrong if of[name].stage == "forward" and not question.sparse)
     rows, every = next(iter(wrong.values())).any(axis=1), range(question.batch)
     few = np.unique(question.sequence_of("q")[rows])[:FEW].tolist() if forward else []
-    for bug in _suspects(question) if forward else ():
+    for bug in _suspects(question, forward) if forward else ():
         if all(_fits(question, answers, bug, of_these) for of_these in (few, every)):
             said = ["all rows of all sequences are as if this were so"]
             where = f"forward pass: {', '.join(forward)}"
@@ -106,8 +107,9 @@ def of_all(
     return [*findings, finding(*given, title=title, look_at=look_at)]
 
 
-def _suspects(question: Question) -> Iterator[Bug]:
-    """Bugs that show in other rows than those of few sequences."""
+def _suspects(question: Question, wrong: Sequence[str]) -> Iterator[Bug]:
+    """Bugs that show in other rows than those of few sequences, or reach beyond these."""
+    yield from rearranged(question, wrong[0]) if len(wrong) == 1 else ()
     yield from (bug for bug in neighbours(question) if bug.name == "neighbour-leak")
     for name in "qkv":
         for by in maps.overflows(question, name):

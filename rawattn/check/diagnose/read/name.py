@@ -51,6 +51,10 @@ class Readings:
         """Those that can be planted in problems of other lengths."""
         return [one.bug for one in self.of if one.bug is not None and one.support.plain]
 
+    def allows(self, bug: Bug, stage: str) -> bool:
+        """Whether what was read of a stage is what it would be with a bug."""
+        return all(one.allows(bug) for one in self.of if one.stage == stage)
+
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
         """``diagnosis`` of the same function, with what was read of it.
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, views_of
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
@@ -74,6 +74,20 @@ class Said:
             return None
         stages = FIRST if self.stage == "forward" else BACKWARD
         return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
+
+    def allows(self, bug: Bug) -> bool:
+        """Whether with a bug of who sees whom keys are seen as they were read."""
+        read = self.support
+        if bug.see is None or read.right or not read.named or self.unread or read.second is None:
+            return True
+        for places in (read.places, read.second):
+            q, seen = places.question, np.zeros_like(due := read.at(places) > 0)
+            for view in bug.see(q, views_of(q)):
+                at = view.keys >= 0
+                seen[np.ix_(view.heads, view.rows, view.keys[at])] = view.weight[..., at] > 0
+            if not q.sparse and (seen != due).any():
+                return False
+        return True
 
     def scores(self, places: Places, S: Array) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""

@@ -52,6 +52,7 @@ class _Rows:
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
         self.noise, self.known = 3 * noise_of(read.places), right.any(axis=-1) & alive
+        self.top = np.where(read.places.right, self.S, -np.inf).max(axis=-1)
 
     def fit(self, due: Array, times: int = 1) -> bool:
         """Whether these are the logarithms of the sums."""
@@ -86,10 +87,23 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         said.right.append("row sums")
     elif sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
+    elif sinks is not None and x.fit(with_sinks - _above(sinks[:, None], x.top)):
+        text = "out is not rescaled by exp(row_max - sink) where the sink is larger"
+        said.say(text, "sinks-misplaced")
+        said.steps["softmax"] = _not_rescaled
+    elif not ((sinks is None and _say_keys(said, x, second)) or _say_sink(said, x, due)):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
+
+
+def _above(sink: Array, top: Array) -> Array:
+    return np.asarray(np.maximum(np.asarray(sink, dtype=np.float64) - top, 0.0))
+
+
+def _not_rescaled(c: Context) -> tuple[Array, Array]:
+    L, P = STEPS["softmax"](c)
+    return L, P * np.exp(_above(c.sink, c.S.max(axis=-1, initial=-np.inf)))[..., None]
 
 
 def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
@@ -114,20 +128,22 @@ def _filled(number: float, adds: bool, c: Context) -> Array:
 
 def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
     """What lse is made of in place of the logarithm of the row sums."""
-    lse, total = np.asarray(said.weights.lse)[x.known], x.total[x.known]
+    lse = np.asarray(said.weights.lse)
+    known = x.known & ~(np.isneginf(lse) & (x.total - x.top < x.noise))  # of sums of nothing
+    lse, total = lse[known], x.total[known]
     added = None if said.term is None else said.term.added
     if added is not None and added.table and np.ptp(lse - total) < 8 * x.noise:
         by, total = float(np.mean(lse - total)), lse  # a table is known up to a number
         raised = replace(added, of=lambda places: added.of(places) + by)
         said.steps |= adding(raised).steps
     close = partial(np.allclose, lse, rtol=0, atol=8 * x.noise)
-    if close(total) or close(with_sinks[x.known]):
+    if close(total) or close(with_sinks[known]):
         said.right.append("lse")
         if not close(total) and "softmax" in said.steps:
             own = said.steps["softmax"]
             said.steps["softmax"] = lambda c: (STEPS["softmax"](c)[0], own(c)[1])
         return
-    top = np.where(x.places.right, x.S, -np.inf).max(axis=-1)[x.known]
+    top = x.top[known]
     parts = {name: of(total, top) / x.noise for name, of in PARTS.items() if name != "sink"}
     found = sums_of(parts, lse / x.noise, len(parts)) if np.isfinite(lse).all() else iter(())
     factors = next(found, None)
@@ -161,17 +177,22 @@ def _sink(factors: dict[str, float], c: Context) -> Array:
 def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
     """Whether the row sums have exp of a sum of the sink and of the row's maximum; due: their
     logarithms without sinks."""
-    more, top = np.exp(x.total) - np.exp(due), np.where(x.places.right, x.S, -np.inf).max(axis=-1)
+    more, top = np.exp(x.total) - np.exp(due), x.top
     known = x.known & (more > 0)
     wanted = np.log(more[known])
     size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    sinks = np.asarray(x.places.question.sinks, dtype=np.float64)[:, None]
-    basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
+    sinks = x.places.question.sinks
+    of = top if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
+    names = (*(["sink"] if sinks is not None else []), "row_max", "")
+    basis = {name: PARTS[name](of, top)[known] / size for name in names}
     factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
-    if factors is None:
+    if factors is None or (sinks is None and "row_max" not in factors):
         return False
     text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
-    said.say(text, "sinks-misplaced")
+    if sinks is None:
+        added = number(float(np.exp(factors.get("", 0.0))))
+        text = f"the row sums have {added} exp(row_max) more than the keys that are seen"
+    said.say(text, "denominator" if sinks is None else "sinks-misplaced")
     said.steps |= options.with_sink(partial(_sink, factors))
     return True
 
@@ -193,10 +214,11 @@ def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
 
 
 def _sums(rule: Rule, of: Callable[[Places], Array], x: _Rows) -> Array:
-    """Their logarithms; rows without these keys tell nothing, where they are few."""
+    """Their logarithms; rows without these keys tell nothing, where they are few, or are divided by
+    1, beside their maximum."""
     found = log_sum(np.where(of(x.places) & rule.holds(x.places), x.S, -np.inf))
     few = np.isneginf(found).mean(where=x.known) < FEW
-    return np.where(few & np.isneginf(found), x.total, found)
+    return np.where(np.isneginf(found), x.total if few else x.top, found)
 
 
 def _bounds(x: _Rows, there: Array) -> Iterator[Rule]:
@@ -218,8 +240,9 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
     places = places_of(c.question)
     keys = of_view(c, of(places) & rule.holds(places))
     L = log_sum(np.where(keys, c.G * c.cap[0], -np.inf))  # of masked ones too
+    by = np.where(np.isneginf(L), c.S.max(axis=-1, initial=-np.inf), L)  # 1 in place of no sum
     with np.errstate(over="ignore"):
-        return L, np.asarray(np.exp(c.S - dead_to_inf(np, L)[..., None]))
+        return L, np.asarray(np.exp(c.S - dead_to_inf(np, by)[..., None]))
 
 
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:

@@ -11,6 +11,7 @@ from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
+from rawattn.check.diagnose.read.exponent import coarse_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.maps import heads_of, rows_of
 from rawattn.check.diagnose.read.probe import Weights
@@ -40,7 +41,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
             said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
         else:
             _say_support(said, alive)
-    if not said.unread and not said.loose and not values:
+    if not said.unread and not said.loose and not {"O", "softmax"} & said.steps.keys():
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
@@ -49,7 +50,10 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    if x.zero:
+    if (coarse := coarse_of(read, seen_of(read)[0])) is not None:
+        said.say(coarse[0], "unknown")
+        said.steps |= coarse[1]
+    if x.zero or coarse is not None:
         said.right.append("scores and softmax_scale")
         return
     term = term_of(x, c) or _counted(read, x.noise, second)
