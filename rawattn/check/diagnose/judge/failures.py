@@ -113,18 +113,24 @@ def explain_failure(
     The case itself is looked at where the small problem shows no bug that has a name, unless it is
     ``until`` by effort.spent(). shown: as of Readings.
     """
-    asked = question_of(candidate.fit(small(case)), clean=True)
     look = partial(_asked, candidate, other=other, against=against)
-    if shown:  # what it has to be for other cases to agree, first
+    for of in (small(case), case) if shown else ():  # what it is for others to agree, first
+        clean = of is not case
+        asked = question_of(candidate.fit(of), clean=clean)
         best = look(asked, until=0.0, told=Readings(shown=shown))
-        if best.findings and {one.bug for one in best.findings} <= shown:
+        named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
+        if named and named <= shown:
             return best
+        if best.findings or _pairs(case) > PAIRS:
+            break
+    asked = question_of(candidate.fit(small(case)), clean=True)
     told = _read(candidate, asked) if spent() < until else Readings()
     best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
-        own = look(question_of(candidate.fit(case)), until=until, told=told)
+        of_traps_alone = 0.0 if best.findings else until  # else it was looked for already
+        own = look(question_of(candidate.fit(case)), until=of_traps_alone, told=told)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
@@ -183,7 +189,6 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
 def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, Any]:
     dense = make(case, seed)
     blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
-    there = (t.block_indices >= 0) & (t.block_indices < blocks[:, None, None])
     rng = np.random.default_rng(seed)
     filled = {}
     for name in ("block_scale", "tblock_scale"):
@@ -191,7 +196,7 @@ def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, A
         if gate is not None:
             noise = 1 + 0.5 * rng.standard_normal(gate.shape)
             filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
-    indices = np.where(there, t.block_indices, -1).astype(t.block_indices.dtype)
+    indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
     dense_inputs = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
     return {"block_indices": indices, **dense_inputs, **filled}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists
+from rawattn.check.diagnose.engine.lists import Ints, Lists, before, by_token, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -46,6 +46,11 @@ def _counting(counted: Of) -> Change:
 def _ending(stop: Of) -> Change:
     """They end at the first slot that counts where ``stop``."""
     return _counting(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
+
+
+def _first(of: Of) -> Change:
+    """So many as block_counts says of slots that are ``of`` something."""
+    return _counting(lambda x: np.cumsum(of(x), axis=2) <= x.limit)
 
 
 def _again(repeated: Of | None = None, own: Of | None = None) -> Change:
@@ -88,6 +93,32 @@ def _padding(value: Of) -> Change:
     return where(named=named)
 
 
+def _past(value: Of) -> Change:
+    """Other numbers for blocks that lie past the sequence's end."""
+    return where(named=lambda x: np.where((x.named >= x.blocks) & (x.blocks > 0), value(x), x.named))
+
+
+def _in_32_bits(x: Lists) -> Ints:
+    """Blocks by their first key, as an integer of so many bits."""
+    return np.asarray(_signed(x.named * x.size) // x.size)
+
+
+def _signed(x: Ints) -> Ints:
+    return np.asarray((x + 2**31) % 2**32 - 2**31)
+
+
+def _whole(x: Lists) -> Ints:
+    """Blocks of the sequence that are full."""
+    return by_token(x.question, np.array(x.question.lengths_k)) // x.size
+
+
+def _counted_own(x: Lists) -> Ints:
+    """The own block as one more slot, of those that count."""
+    counts = np.asarray(x.question.block_counts)
+    limit = counts[:, np.arange(x.own.shape[1]) * counts.shape[1] // x.own.shape[1], None]
+    return np.asarray(x.own & (limit > x.named.shape[2]))
+
+
 def _count(slots: Ints) -> Ints:
     return np.asarray(slots.sum(axis=2, keepdims=True))
 
@@ -125,10 +156,19 @@ TABLE: tuple[Row, ...] = (
     (READ, "as the last block", _padding(lambda x: x.blocks - 1)),
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks * (x.named < 0))),
+    (READ, "past the end as the last block", _past(lambda x: x.blocks - 1)),
+    (READ, "past the end modulo the number of blocks", _past(lambda x: x.named % x.blocks)),
+    (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
+    (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
+    (READ, "by its lower 32 bits", where(named=lambda x: _signed(x.named))),
+    (CUT, "a last block that is not full", _counting(lambda x: x.counted & (x.named < _whole(x)))),
     (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
+    (COUNTS, "of slots that name a block", _first(lambda x: x.is_block)),
+    (COUNTS, "of other blocks", _first(lambda x: x.is_block & (before(x.named, x.is_block) == 0))),
+    (COUNTS, "the slots from the end", _counting(lambda x: x.slots >= x.slots[-1] + 1 - x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
@@ -140,7 +180,9 @@ TABLE: tuple[Row, ...] = (
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    yield from (row for row in TABLE if question.own or row[0] != MISSING)
+    if question.block_counts is not None:
+        yield (MISSING, "block_counts cut it off too", where(own=_counted_own))
+    yield from TABLE
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
@@ -177,16 +219,41 @@ OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": 
 OF_PLACES |= {"the mask": ("bound",)}
 
 
+LISTS = ("block_indices", "block_counts")
+
+
+def tokens(question: Question) -> Iterator[maps.Map]:
+    """Rows of other tokens, which an array of lists may be read at."""
+    firsts = (x for x in maps.rows(question) if x.words.startswith(("row i // ", "row i & ~")))
+    yield from (x for x in maps.sequences(question) if "other side" not in x.words)
+    yield from firsts
+
+
 def misread(question: Question) -> Iterator[Bug]:
     """Blocks that are read as other numbers, and queries that stand at another key."""
     stages = tuple(STAGES)
     for words, number in NUMBERS.items():
         see = listed(where(named=number))
         yield Bug("sparse-lists-misread", f"block_indices: {words}", stages, see)
+    names = [x for x in LISTS if getattr(question, x) is not None]
+    for some, by in product(dict.fromkeys([*((x,) for x in names), (*names,)]), tokens(question)):
+        see = listed(partial(_moved, by, some))
+        yield Bug("sparse-lists-misread", f"{' and '.join(some)}, {by.words}", stages, see)
     tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug("sparse-other-place", f"{what}: {words}", stages, see)
+
+
+def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
+    """Lists of arrays that are read by a map."""
+    g, found = maps.geometry(x.question, "dblock_scale"), {}
+    for name in names:
+        array = np.asarray(getattr(x.question, name))
+        there = array.reshape(len(array), array.shape[1], -1)
+        counts = replace(g, shape=there.shape)
+        found[name] = by.moved(counts, there, -1.0).reshape(array.shape)
+    return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
 def _of_tile(tile: int, x: Lists) -> Ints:
