@@ -242,6 +242,10 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
+    "ln of a sum by exp2, from the largest": lambda p: (
+        np.log(np.exp2(p.lses - _finite(p.lses.max(axis=0))).sum(axis=0))
+        + _finite(p.lses.max(axis=0))
+    ),
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "that of the last part": lambda p: p.lses[-1],
 }

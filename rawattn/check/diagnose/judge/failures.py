@@ -42,6 +42,7 @@ SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING = 4
+SURE = ("high", "medium")
 NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -77,7 +78,8 @@ def explain_failures(
         dtypes.add(kind[0].dtype)
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
         diagnosis = asked(until=0.0 if lost else until, shown=shown)
-        sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
+        formed = (f for f in diagnosis.findings if f.form is not None and not f.alternatives)
+        sure = [f for f in formed if f.confidence in SURE]
         shown |= {one.bug for one in sure} - {*NAMELESS}
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
@@ -296,7 +298,7 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 def _agree(found: Sequence[Kind]) -> bool:
     """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
-    said = [{(f.side, f.bug) for f in diagnosis.findings} for _, diagnosis in found]
+    said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
     named = all(_named(diagnosis) for _, diagnosis in found)
     return len(found) >= AGREEING and named and all(one == said[0] for one in said)
 
@@ -360,7 +362,11 @@ def _few(names: Sequence[str]) -> str:
 
 def _named(diagnosis: Diagnosis) -> bool:
     """Whether a bug has a name, or was read off and gives the same numbers when it is planted."""
-    return any(f.bug not in NAMELESS or f.confidence == "high" for f in diagnosis.findings)
+    return any(map(_has_name, diagnosis.findings))
+
+
+def _has_name(f: Finding) -> bool:
+    return f.bug not in NAMELESS or f.confidence == "high"
 
 
 def _plainness(case: Case) -> tuple[bool, bool, int]:

@@ -8,6 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import Support
+from rawattn.check.diagnose.read import sliding
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import TABLE, Term
@@ -72,8 +73,9 @@ class Said:
         """What was read as a bug of the engine, None where it does not say all."""
         if self.unread or self.loose or (self.see is None and not self.steps):
             return None
-        stages = FIRST if self.stage == "forward" else BACKWARD
-        return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
+        stages = BACKWARD if self.stage == "backward" else FIRST
+        bug = Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
+        return sliding.planted(bug) if self.stage == "sliding" else bug
 
     def scores(self, places: Places, S: Array) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""

@@ -95,7 +95,9 @@ def _padding(value: Of) -> Change:
 
 def _past(value: Of) -> Change:
     """Other numbers for blocks that lie past the sequence's end."""
-    return where(named=lambda x: np.where((x.named >= x.blocks) & (x.blocks > 0), value(x), x.named))
+    return where(
+        named=lambda x: np.where((x.named >= x.blocks) & (x.blocks > 0), value(x), x.named)
+    )
 
 
 def _in_32_bits(x: Lists) -> Ints:
@@ -157,7 +159,7 @@ TABLE: tuple[Row, ...] = (
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", _past(lambda x: x.blocks - 1)),
-    (READ, "past the end modulo the number of blocks", _past(lambda x: x.named % x.blocks)),
+    (READ, "past the end modulo the number of blocks", _past(lambda x: x.named % np.maximum(x.blocks, 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
     (READ, "by its lower 32 bits", where(named=lambda x: _signed(x.named))),

@@ -3,6 +3,7 @@ queries of a block in the order of its list; what is lost of either, and what ov
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -52,18 +53,6 @@ def in_lists(c: Context) -> tuple[Ints, Ints]:
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
 
-def in_steps(c: Context) -> tuple[Ints, Ints]:
-    """The same in the list of those that reach the block in the same slot."""
-    seen, key = c.W > 0, c.view.keys - c.question.cu_seqlens_k[c.view.sequence]
-    by = c.view.slot + 1 + (c.question.slots + 1) * (key // c.question.block_size)
-    place, count = np.zeros(seen.shape, dtype=int), np.ones(seen.shape, dtype=int)
-    for step in np.unique(by[seen]):
-        here = seen & (by == step)
-        at = np.cumsum(here.any(axis=2), axis=1)[..., None]
-        place, count = np.where(here, at - 1, place), np.where(here, at[:, -1:], count)
-    return np.where(seen, place, -1), count
-
-
 def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
     there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
     heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
@@ -74,7 +63,10 @@ def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
 
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Which pairs every step of a walk has: blocks."""
-    return {f"block by block, {words}": partial(_steps, order) for words, order in ORDERS.items()}
+    orders = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
+    return orders | {
+        "slot by slot, the own block last": partial(_parts, tuple(range(question.slots + 1)))
+    }
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
@@ -85,13 +77,19 @@ def _steps(order: Order, c: Context) -> list[Ints]:
 def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Parts of the slots, the own block being one more, that are merged."""
     count = question.slots + question.own
-    sizes = {-(-count // parts): f"{parts} parts of the slots" for parts in (count, 4, 3, 2)}
-    return {words: partial(_parts, size, count) for size, words in sizes.items() if size < count}
+    found: dict[tuple[int, ...], str] = {}
+    for parts, up in product((2, 3, 4, count), (0, 1)):
+        part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
+        found.setdefault(
+            part, f"{parts} parts of the slots, the {'last' if up else 'first'} longer"
+        )
+    return {words: partial(_parts, part) for part, words in found.items() if any(part)}
 
 
-def _parts(size: int, count: int, c: Context) -> list[Ints]:
-    slot = np.where(c.view.slot < 0, count - 1, c.view.slot)
-    return [(c.W > 0) & (slot // size == part) for part in range(-(-count // size))]
+def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
+    """Pairs by the part of their slot, the own block's last."""
+    of = np.array(part)[np.where(c.view.slot < 0, len(part) - 1, c.view.slot)]
+    return [(c.W > 0) & (of == number) for number in range(max(part) + 1)]
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
@@ -101,17 +99,12 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
         text = f"dq, of a query's blocks the last one alone, {of}"
         yield Bug("tile-overwrites", text, BACKWARD, steps=steps)
     names, longest = [name for name in ("dk", "dv") if name in wrong], max(question.lengths_q)
-    each = [f"d{name[1].upper()}" for name in names]
-    if names:
-        steps = _weighed(each, in_steps, SHARES[OVERWRITES], 1)
-        text = "of the queries that add to a block in the same step, by slots, the last one alone"
-        yield Bug("tile-overwrites", f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
     for words, share in SHARES.items() if names else ():
         name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                steps = _weighed(each, in_lists, share, lot)
+                steps = _weighed([f"d{name[1].upper()}" for name in names], in_lists, share, lot)
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 

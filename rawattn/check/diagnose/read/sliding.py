@@ -1,0 +1,57 @@
+"""The sliding branch of block-sparse attention, which is a dense forward pass of its own."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, Step
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.steps import changed
+from rawattn.check.diagnose.read.probe import Ask
+
+LISTS = ("block_indices", "block_counts", "block_scale", "tblock_scale", "sliding")
+
+
+@lru_cache(maxsize=8)
+def alone(question: Question) -> Question:
+    """The dense problem that the branch is; ``question`` without one is no such problem."""
+    window = question.sliding or (-1, -1)
+    return replace(question, **dict.fromkeys(LISTS), causal=False, window=window)
+
+
+def asked(like: Question, ask: Ask) -> Ask:
+    """Asks for the branch's results, by a forward pass whose lists name nothing."""
+
+    def branch(question: Question) -> Answers:
+        given: dict[str, Any] = {"causal": like.causal, "window": like.window}
+        for name in LISTS[:3]:
+            if (x := getattr(like, name)) is not None:
+                shape = (len(question.q), *x.shape[1:])
+                given[name] = np.full(shape, -1 if name == LISTS[0] else 1, x.dtype)
+        answers = ask(replace(question, **given, sliding=like.sliding))
+        return {name: answers[f"sliding {name}"] for name in ("out", "lse")}
+
+    return branch
+
+
+def planted(bug: Bug) -> Bug:
+    """A bug of the dense problem in the branch alone."""
+    see, steps = bug.see, {name: partial(_step, name, of) for name, of in bug.steps.items()}
+    if see is None:
+        return replace(bug, stages=FORWARD, steps=steps)
+    return replace(
+        bug,
+        stages=FORWARD,
+        steps=steps,
+        see=lambda question, views: (
+            see(alone(question), views) if views and views[0].lists is None else views
+        ),
+    )
+
+
+def _step(name: str, of: Step, c: Context) -> Any:
+    if c.view.lists is not None:
+        return STEPS[name](c)
+    return of(changed(c, question=alone(c.question)))
