@@ -66,7 +66,7 @@ class Lists:
         heads, width = np.asarray(self.question.block_indices).shape[1:]
         if self.question.block_counts is None:
             return np.full((len(self.named), heads, 1), width)
-        counts = np.clip(self.question.block_counts, 0, width)
+        counts = np.asarray(self.question.block_counts)  # which may be more than there are slots
         return np.asarray(counts[:, np.arange(heads) * counts.shape[1] // heads, None])
 
     @property

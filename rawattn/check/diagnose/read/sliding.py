@@ -1,12 +1,13 @@
 """The sliding branch of block-sparse attention, which is a dense forward pass of its own."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, Step
+from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, View
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import changed
 from rawattn.check.diagnose.read.probe import Ask
@@ -37,21 +38,16 @@ def asked(like: Question, ask: Ask) -> Ask:
 
 
 def planted(bug: Bug) -> Bug:
-    """A bug of the dense problem in the branch alone."""
-    see, steps = bug.see, {name: partial(_step, name, of) for name, of in bug.steps.items()}
-    if see is None:
-        return replace(bug, stages=FORWARD, steps=steps)
-    return replace(
-        bug,
-        stages=FORWARD,
-        steps=steps,
-        see=lambda question, views: (
-            see(alone(question), views) if views and views[0].lists is None else views
-        ),
-    )
+    """A bug of the dense problem in the branch alone, whose views have no lists."""
 
+    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        there = bug.see is not None and views and views[0].lists is None
+        return bug.see(alone(question), views) if bug.see and there else views
 
-def _step(name: str, of: Step, c: Context) -> Any:
-    if c.view.lists is not None:
-        return STEPS[name](c)
-    return of(changed(c, question=alone(c.question)))
+    def step(name: str, c: Context) -> Any:
+        if c.view.lists is not None:
+            return STEPS[name](c)
+        return bug.steps[name](changed(c, question=alone(c.question)))
+
+    steps = {name: partial(step, name) for name in bug.steps}
+    return replace(bug, stages=FORWARD, steps=steps, see=bug.see and see)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.catalogue.sparse.lists import listed, tokens
+from rawattn.check.diagnose.catalogue.sparse.lists import listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
@@ -31,8 +31,10 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += [*_shares(question), *(LEFT_OUT if np.any(scale != 1) else ())]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     yield from _reordered(different)
-    for by in [*maps.heads(question)][:3]:  # others are of groups
-        yield _elsewhere(question, by)
+    for by in (*[*maps.heads(question)][:3], *maps.sequences(question)):  # others are of groups
+        other = by.moved(maps.geometry(question, "dblock_scale"), scale)
+        gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
+        yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
     for words, of in SLOTS.items():
         if different(see := partial(_in_slots, of)):
             steps = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
@@ -41,20 +43,6 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
-
-
-def misread(question: Question) -> Iterator[Bug]:
-    """More of them: gates of other tokens, and of another order of memory."""
-    if question.block_scale is not None:
-        for by in (*tokens(question), *maps.layouts(False)):
-            yield _elsewhere(question, by)
-
-
-def _elsewhere(question: Question, by: maps.Map) -> Bug:
-    """block_scale that is read by a map."""
-    other = by.moved(maps.geometry(question, "dblock_scale"), np.asarray(question.block_scale))
-    gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
-    return Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
 
 
 def _of_slots(scale: np.ndarray, c: Context) -> Floats | float:
@@ -125,30 +113,25 @@ def _shared(share: np.ndarray) -> dict[str, Step]:
 # ---- which slot -------------------------------------------------------------------------------
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others
-SLOTS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+Slots = Callable[[np.ndarray, int], np.ndarray]
+SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, count: slot % count,
     "that of the first slot for the own block": lambda slot, count: np.maximum(slot, 0),
     "the next slot's": lambda slot, count: np.where(slot < 0, slot, (slot + 1) % count),
     "that of the slot before": lambda slot, count: np.where(slot < 0, slot, (slot - 1) % count),
-    "those of the slots from the end": lambda slot, count: np.where(
-        slot < 0, slot, count - 1 - slot
-    ),
     "that of the first slot": lambda slot, count: np.minimum(slot, 0),
 }
 
 
-def _in_slots(
-    of: Callable[[np.ndarray, int], np.ndarray], question: Question, views: Sequence[View]
-) -> Sequence[View]:
+def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[View]:
     """The same views, with factors of other slots."""
     if not views or views[0].slot is None or not question.slots:
         return views
     return [replace(v, slot=np.where(v.weight > 0, of(v.slot, question.slots), -1)) for v in views]
 
 
-def _gate_of(of: Callable[[np.ndarray, int], np.ndarray], c: Context) -> Floats | float:
-    (view,) = _in_slots(of, c.question, (c.view,))
-    return per_key(view, c.question.block_scale, 1.0)
+def _gate_of(of: Slots, c: Context) -> Floats | float:
+    return per_key(_in_slots(of, c.question, (c.view,))[0], c.question.block_scale, 1.0)
 
 
 _LAST = np.iinfo(np.int64).max

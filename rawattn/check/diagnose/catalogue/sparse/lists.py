@@ -86,39 +86,25 @@ def _differs_from_last(x: Lists) -> Ints:
     return np.asarray(np.take_along_axis(x.named, np.maximum(before, 0), 2) != x.named)
 
 
-def _padding(value: Of) -> Change:
+def _in_32_bits(x: Lists) -> Ints:
+    """Blocks by their first key, as an integer of so many bits."""
+    return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
+
+
+def _padding(value: Of, there: Of = lambda x: ~x.is_block) -> Change:
     def named(x: Lists) -> Ints:
-        return np.where(~x.is_block & (x.blocks > 0), value(x), x.named)
+        return np.where(there(x) & (x.blocks > 0), value(x), x.named)
 
     return where(named=named)
 
 
-def _past(value: Of) -> Change:
-    """Other numbers for blocks that lie past the sequence's end."""
-    return where(
-        named=lambda x: np.where((x.named >= x.blocks) & (x.blocks > 0), value(x), x.named)
-    )
-
-
-def _in_32_bits(x: Lists) -> Ints:
-    """Blocks by their first key, as an integer of so many bits."""
-    return np.asarray(_signed(x.named * x.size) // x.size)
-
-
-def _signed(x: Ints) -> Ints:
-    return np.asarray((x + 2**31) % 2**32 - 2**31)
+def _is_past(x: Lists) -> Ints:
+    return np.asarray(x.named >= x.blocks)
 
 
 def _whole(x: Lists) -> Ints:
     """Blocks of the sequence that are full."""
     return by_token(x.question, np.array(x.question.lengths_k)) // x.size
-
-
-def _counted_own(x: Lists) -> Ints:
-    """The own block as one more slot, of those that count."""
-    counts = np.asarray(x.question.block_counts)
-    limit = counts[:, np.arange(x.own.shape[1]) * counts.shape[1] // x.own.shape[1], None]
-    return np.asarray(x.own & (limit > x.named.shape[2]))
 
 
 def _count(slots: Ints) -> Ints:
@@ -143,8 +129,10 @@ def _union(size: int, x: Lists) -> Lists:
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
+BY_COUNTS = "block_counts cut it off too"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
-TABLE: tuple[Row, ...] = (
+TABLE: tuple[Row, ...] = (  # the first one is of block_counts
+    (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > x.slots[-1:] + 1))),
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
@@ -158,19 +146,21 @@ TABLE: tuple[Row, ...] = (
     (READ, "as the last block", _padding(lambda x: x.blocks - 1)),
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks * (x.named < 0))),
-    (READ, "past the end as the last block", _past(lambda x: x.blocks - 1)),
-    (READ, "past the end modulo the number of blocks", _past(lambda x: x.named % np.maximum(x.blocks, 1))),
+    (READ, "past the end as the last block", _padding(lambda x: x.blocks - 1, _is_past)),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
-    (READ, "by its lower 32 bits", where(named=lambda x: _signed(x.named))),
     (CUT, "a last block that is not full", _counting(lambda x: x.counted & (x.named < _whole(x)))),
     (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
-    (CUT, "without the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
+    (
+        CUT,
+        "without the last one that counts",
+        _counting(lambda x: x.slots < np.minimum(x.limit, x.slots[-1] + 1) - 1),
+    ),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "of slots that name a block", _first(lambda x: x.is_block)),
     (COUNTS, "of other blocks", _first(lambda x: x.is_block & (before(x.named, x.is_block) == 0))),
-    (COUNTS, "the slots from the end", _counting(lambda x: x.slots >= x.slots[-1] + 1 - x.limit)),
+    (COUNTS, "the slots from the end", _counting(lambda x: x.slots > x.slots[-1] - x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
@@ -182,9 +172,7 @@ TABLE: tuple[Row, ...] = (
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    if question.block_counts is not None:
-        yield (MISSING, "block_counts cut it off too", where(own=_counted_own))
-    yield from TABLE
+    yield from TABLE[question.block_counts is None :]
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
@@ -221,24 +209,14 @@ OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": 
 OF_PLACES |= {"the mask": ("bound",)}
 
 
-LISTS = ("block_indices", "block_counts")
-
-
-def tokens(question: Question) -> Iterator[maps.Map]:
-    """Rows of other tokens, which an array of lists may be read at."""
-    firsts = (x for x in maps.rows(question) if x.words.startswith(("row i // ", "row i & ~")))
-    yield from (x for x in maps.sequences(question) if "other side" not in x.words)
-    yield from firsts
-
-
 def misread(question: Question) -> Iterator[Bug]:
     """Blocks that are read as other numbers, and queries that stand at another key."""
     stages = tuple(STAGES)
     for words, number in NUMBERS.items():
         see = listed(where(named=number))
         yield Bug("sparse-lists-misread", f"block_indices: {words}", stages, see)
-    names = [x for x in LISTS if getattr(question, x) is not None]
-    for some, by in product(dict.fromkeys([*((x,) for x in names), (*names,)]), tokens(question)):
+    names = ["block_indices", "block_counts"][: 1 + (question.block_counts is not None)]
+    for some, by in product({(names[0],), (names[-1],), (*names,)}, maps.sequences(question)):
         see = listed(partial(_moved, by, some))
         yield Bug("sparse-lists-misread", f"{' and '.join(some)}, {by.words}", stages, see)
     tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
@@ -251,10 +229,9 @@ def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
     """Lists of arrays that are read by a map."""
     g, found = maps.geometry(x.question, "dblock_scale"), {}
     for name in names:
-        array = np.asarray(getattr(x.question, name))
-        there = array.reshape(len(array), array.shape[1], -1)
-        counts = replace(g, shape=there.shape)
-        found[name] = by.moved(counts, there, -1.0).reshape(array.shape)
+        array = np.atleast_3d(getattr(x.question, name))
+        moved = by.moved(replace(g, shape=array.shape), array, -1.0)
+        found[name] = moved if name == "block_indices" else moved[..., 0]
     return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
