@@ -47,6 +47,11 @@ def sorted_by(key: Callable[[Any, int], Any]) -> Hooks:
     return {"entries": lambda t, x: entries_with(t, named=sorted(t.named, key=partial(key, t)))}
 
 
+def full(t: Any, block: int) -> int:
+    """-1 for a block that is not."""
+    return block if (block + 1) * t.question.block_size <= t.m else -1
+
+
 def own_for_every_slot(t: Any, right: Entries) -> Entries:
     own = [(t.own, -1)] if 0 <= t.own < t.blocks else []
     return [entry for entry in right if entry[1] >= 0] + t.count * own
@@ -178,7 +183,7 @@ _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.co
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
 _TO_LAST = {"entries": lambda t, x: entries_with(t, named=[min(b, t.blocks - 1) for b in t.named])}
-_FULL = {"entries": lambda t, x: [e for e in x if e[1] < 0 or (e[0] + 1) * t.size <= t.m]}
+_FULL = {"entries": lambda t, x: entries_with(t, named=[full(t, b) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
 _LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
