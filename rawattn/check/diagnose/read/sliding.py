@@ -18,8 +18,8 @@ LISTS = ("block_indices", "block_counts", "block_scale", "tblock_scale", "slidin
 @lru_cache(maxsize=8)
 def alone(question: Question) -> Question:
     """The dense problem that the branch is; ``question`` without one is no such problem."""
-    window = question.sliding or (-1, -1)
-    return replace(question, **dict.fromkeys(LISTS), causal=False, window=window)
+    without: dict[str, Any] = dict.fromkeys(LISTS)
+    return replace(question, **without, causal=False, window=question.sliding or (-1, -1))
 
 
 def asked(like: Question, ask: Ask) -> Ask:

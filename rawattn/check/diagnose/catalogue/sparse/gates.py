@@ -37,8 +37,8 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
         yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
     for words, of in SLOTS.items():
         if different(see := partial(_in_slots, of)):
-            steps = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
-            yield Bug(ORDER, words, ALL, steps=steps)
+            gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
+            yield Bug(ORDER, words, ALL, steps=gated)
             yield Bug(ORDER, f"{words}, and in the gradient", ALL, see=see)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
@@ -127,7 +127,10 @@ def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[
     """The same views, with factors of other slots."""
     if not views or views[0].slot is None or not question.slots:
         return views
-    return [replace(v, slot=np.where(v.weight > 0, of(v.slot, question.slots), -1)) for v in views]
+    slots = (of(np.asarray(view.slot), question.slots) for view in views)
+    return [
+        replace(v, slot=np.where(v.weight > 0, x, -1)) for v, x in zip(views, slots, strict=True)
+    ]
 
 
 def _gate_of(of: Slots, c: Context) -> Floats | float:

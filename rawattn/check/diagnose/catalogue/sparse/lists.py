@@ -132,7 +132,7 @@ MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "spa
 BY_COUNTS = "block_counts cut it off too"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 TABLE: tuple[Row, ...] = (  # the first one is of block_counts
-    (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > x.slots[-1:] + 1))),
+    (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > len(x.slots)))),
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
@@ -154,13 +154,13 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (
         CUT,
         "without the last one that counts",
-        _counting(lambda x: x.slots < np.minimum(x.limit, x.slots[-1] + 1) - 1),
+        _counting(lambda x: x.slots < np.minimum(x.limit, len(x.slots)) - 1),
     ),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "of slots that name a block", _first(lambda x: x.is_block)),
     (COUNTS, "of other blocks", _first(lambda x: x.is_block & (before(x.named, x.is_block) == 0))),
-    (COUNTS, "the slots from the end", _counting(lambda x: x.slots > x.slots[-1] - x.limit)),
+    (COUNTS, "the slots from the end", _counting(lambda x: x.slots >= len(x.slots) - x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
@@ -227,7 +227,7 @@ def misread(question: Question) -> Iterator[Bug]:
 
 def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
     """Lists of arrays that are read by a map."""
-    g, found = maps.geometry(x.question, "dblock_scale"), {}
+    g, found = maps.geometry(x.question, "dblock_scale"), dict[str, Any]()
     for name in names:
         array = np.atleast_3d(getattr(x.question, name))
         moved = by.moved(replace(g, shape=array.shape), array, -1.0)
