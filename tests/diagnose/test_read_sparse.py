@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.attention import Bug, View, solve
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.judge.failures import explain_failures
+from rawattn.check.diagnose.judge.failures import explain_failures, question_of, small
+from rawattn.check.diagnose.read.name import read
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose import plain
 from tests.diagnose.called import candidate, in_sweeps, told, wrong
@@ -74,3 +75,21 @@ def test_diff_says_what_was_read() -> None:
     (finding,) = explain_failures(judged, [replace(cases[0], dtype="float64")]).findings
     assert "misses keys" in finding.title and "the key's block <= 0" in finding.title
     assert finding.confidence == "high"
+
+
+def test_the_sliding_branch_is_read() -> None:
+    """Where it lacks the tile of 32 keys before the query's own."""
+
+    def near(v: View) -> Any:
+        i, j = ((x - x[0]) // 32 for x in (v.rows, v.keys))
+        return v.weight * ((v.lists is not None) | (i[:, None] == j))
+
+    case = next(x for x in standard_sparse("small") if x.name == "sparse-sliding")
+    question = question_of(small(case), clean=True)
+    bug = Bug("", see=lambda question, views: [replace(v, weight=near(v)) for v in views])
+    ask = {"forward": lambda asked: solve(asked, "forward", bug)}
+    (said,) = read(question, ask.get).of
+    assert said.stage == "sliding" and said.bug is not None
+    assert "j // 32 - i // 32 = -1" in said.wrong[0]
+    found, due = (solve(question, "forward", x)["sliding out"] for x in (said.bug, bug))
+    assert np.allclose(found, due)

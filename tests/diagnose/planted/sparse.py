@@ -47,6 +47,11 @@ def sorted_by(key: Callable[[Any, int], Any]) -> Hooks:
     return {"entries": lambda t, x: entries_with(t, named=sorted(t.named, key=partial(key, t)))}
 
 
+def full(t: Any, block: int) -> int:
+    """-1 for a block that is not."""
+    return block if (block + 1) * t.question.block_size <= t.m else -1
+
+
 def own_for_every_slot(t: Any, right: Entries) -> Entries:
     own = [(t.own, -1)] if 0 <= t.own < t.blocks else []
     return [entry for entry in right if entry[1] >= 0] + t.count * own
@@ -144,6 +149,18 @@ def added_up(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
     return x[0], np.where(np.isneginf(x[0]), 0, out * np.exp(top - x[0])).astype(c.run.wide)
 
 
+def merged(c: Head, x: tuple[Array, Array]) -> tuple[Array, Array]:
+    """out of two halves of the slots, weighted by 2^lse."""
+    count = c.question.block_indices.shape[2] + 1
+    late, top = np.where(c.slot < 0, count - 1, c.slot) >= count // 2, np.maximum(x[0], -1e30)
+    S = [np.where(here & (c.seen > 0), c.S, -np.inf) - top for here in (~late, late)]
+    sums = [np.exp(s).sum(axis=1, keepdims=True) for s in S]
+    outs = [np.exp(s) @ c.V / np.where(n, n, 1) for s, n in zip(S, sums, strict=True)]
+    shares = [n ** np.log(2) for n in sums]
+    out = shares[0] * outs[0] + shares[1] * outs[1]
+    return x[0], (out / np.maximum(shares[0] + shares[1], 1e-30)).astype(c.run.wide)
+
+
 # ---- the table --------------------------------------------------------------------------------
 
 _USUAL: dict[str, Any] = FEW | {"masks": ("open",), "lengths": (1, 70), "over": 19, "blocks": {}}
@@ -165,6 +182,8 @@ _FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
+_TO_LAST = {"entries": lambda t, x: entries_with(t, named=[min(b, t.blocks - 1) for b in t.named])}
+_FULL = {"entries": lambda t, x: entries_with(t, named=[full(t, b) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
 _LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
@@ -212,6 +231,11 @@ _ON_EXP = {"scores": lambda c, x: c.Y + np.log(c.G), "dG": lambda c, x: c.dS / c
 def gate_but_of_own(c: Head, G: Any) -> Any:
     own = c.j[0] // c.question.block_size == c.p // c.question.block_size
     return np.where(own, 1.0, G).astype(c.run.wide)
+
+
+def gate_of_last(c: Head, G: Any) -> Any:
+    last = c.question.block_scale[c.rows, c.sel][:, -1:]
+    return np.where(c.slot < 0, last, G).astype(c.run.wide)
 
 
 _NEEDS = {
@@ -265,6 +289,10 @@ _LISTS: Table = (
     ("neighbour-leak: end of k", "fb b", {"span": past_end}, _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
     ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
+    ("sparse-padding-read: past the end as the last", "fb", _TO_LAST, _PADDED),
+    ("sparse-list-cut: a block that is not full", "fb", _FULL),
+    ("sparse-gate-order: of the last slot for the own block", "f", {"G": gate_of_last}, _OWN),
+    ("partial-merge: halves of the slots by 2^lse", "f", {"softmax": merged}),
     ("sparse-gate-order: ascending", "fb", sorted_by(lambda t, block: block)),
     ("sparse-gate-order: none for the own block", "f", {"G": gate_but_of_own}, _OWN),
     ("sparse-gate-order: packed", "fb", _PACKED, _PADDED),

@@ -98,6 +98,8 @@ def tiles(question: Question) -> dict[str, Cut]:
 
 def splits(question: Question) -> dict[str, Cut]:
     """Parts that are merged; each once, where several are the same for all sequences."""
+    if question.sparse:
+        return walks.splits(question)
     cuts: dict[str, Keys] = {f"{count} equal parts": partial(_equal, count, 1) for count in COUNTS}
     cuts |= {f"parts of {tile} keys": partial(_tiles, tile) for tile in TILES}
     for tile, count in product(TILES, COUNTS):
@@ -178,8 +180,13 @@ WAYS: dict[str, Way] = {
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda t: (0 * t.factors, np.ones_like(t.factors)),
+    "not rescaled by the last tile": lambda t: (_but_the_last(t.factors), np.ones_like(t.factors)),
     "divided by the row sum at every tile": lambda t: (t.factors / t.row_sums, 1 / t.row_sums),
 }
+
+
+def _but_the_last(x: Floats) -> Floats:
+    return np.concatenate([x[:-1], np.ones_like(x[-1:])])
 
 
 RIGHTLY = _power(1)
@@ -269,6 +276,10 @@ def _and_log(weight: Callable[[Floats], Floats], p: Parts) -> Floats:
 
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
+    "ln of a sum by exp2, from the largest": lambda p: (
+        np.log(np.exp2(p.lses - _finite(p.lses.max(axis=0))).sum(axis=0))
+        + _finite(p.lses.max(axis=0))
+    ),
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "that of the last part": lambda p: p.lses[-1],
     "the largest and log of the sum of exp2(lse - largest)": partial(_and_log, np.exp2),

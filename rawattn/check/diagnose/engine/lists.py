@@ -43,7 +43,7 @@ class Lists:
     @property
     def start(self) -> Ints:
         """Where the sequence of a token begins."""
-        return _by_token(self.question, self.question.cu_seqlens_q[:-1])
+        return by_token(self.question, self.question.cu_seqlens_q[:-1])
 
     @property
     def row(self) -> Ints:
@@ -57,7 +57,7 @@ class Lists:
     def blocks(self) -> Ints:
         """How many the sequence has."""
         return np.asarray(
-            -(-_by_token(self.question, np.array(self.question.lengths_k)) // self.size)
+            -(-by_token(self.question, np.array(self.question.lengths_k)) // self.size)
         )
 
     @property
@@ -66,7 +66,7 @@ class Lists:
         heads, width = np.asarray(self.question.block_indices).shape[1:]
         if self.question.block_counts is None:
             return np.full((len(self.named), heads, 1), width)
-        counts = np.clip(self.question.block_counts, 0, width)
+        counts = np.asarray(self.question.block_counts)  # which may be more than there are slots
         return np.asarray(counts[:, np.arange(heads) * counts.shape[1] // heads, None])
 
     @property
@@ -82,7 +82,7 @@ class Lists:
     @cached_property
     def number(self) -> Ints:
         """How many slots before name the same block."""
-        return np.where(self.exists, _before(self.named, self.exists), 0)
+        return np.where(self.exists, before(self.named, self.exists), 0)
 
     @property
     def has_own(self) -> Ints:
@@ -107,7 +107,7 @@ class Lists:
         """Blocks, how often they count, cut, and how many before are the same."""
         own = np.broadcast_to(self.own_block, (*self.named.shape[:2], 1))
         block = np.concatenate([self.named, own], axis=2)
-        return block, self.walked, self.cut, _before(block, self.walked > 0)
+        return block, self.walked, self.cut, before(block, self.walked > 0)
 
     def keys(self, b: int, heads: Ints) -> tuple[Ints, Ints, Ints]:
         """Of some heads of block_indices, the keys of sequence ``b``, all of them and then those
@@ -131,13 +131,13 @@ class Lists:
         return key, entry, seen
 
 
-def _by_token(question: Question, of_sequences: Array | tuple[int, ...]) -> Ints:
+def by_token(question: Question, of_sequences: Array | tuple[int, ...]) -> Ints:
     """(total_q, 1, 1) a number of the token's sequence."""
     found = np.array([*of_sequences, 0])[question.sequence_of("q")]
     return np.asarray(found[:, None, None])
 
 
-def _before(block: Ints, there: Ints) -> Ints:
+def before(block: Ints, there: Ints) -> Ints:
     """How many entries before are there and of the same block."""
     found = np.zeros(block.shape, dtype=np.int64)
     for entry in range(1, block.shape[2]):
@@ -151,7 +151,7 @@ def lists_of(question: Question) -> Lists:
     named = np.asarray(question.block_indices).astype(np.int64)
     own = np.full((*named.shape[:2], 1), question.own)
     cut = np.concatenate([np.full(named.shape, question.causal), own | True], axis=2)
-    place = _by_token(question, np.subtract(question.lengths_k, question.lengths_q))
+    place = by_token(question, np.subtract(question.lengths_k, question.lengths_q))
     found = Lists(question, named, cut[..., 1:], place, place, question.block_size, own, cut)
     place = found.row + place
     return replace(found, counted=found.slots < found.limit, place=place, bound=place)

@@ -43,6 +43,7 @@ SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED = 4, 800.0  # kinds of cases; effort after which two of them are enough
+SURE = ("high", "medium")
 NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -79,7 +80,8 @@ def explain_failures(
         dtypes.add(kind[0].dtype)
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
         diagnosis = asked(until=0.0 if lost else until, shown=shown)
-        sure = [f for f in diagnosis.findings if f.confidence == "high" and f.form is not None]
+        formed = (f for f in diagnosis.findings if f.form is not None and not f.alternatives)
+        sure = [f for f in formed if f.confidence in SURE]
         shown |= {one.bug for one in sure} - {*NAMELESS}
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
@@ -115,18 +117,24 @@ def explain_failure(
     The case itself is looked at where the small problem shows no bug that has a name, unless it is
     ``until`` by effort.spent(). shown: as of Readings.
     """
-    asked = question_of(candidate.fit(small(case)), clean=True)
     look = partial(_asked, candidate, other=other, against=against)
-    if shown:  # what it has to be for other cases to agree, first
+    for of in (small(case), case) if shown else ():  # what it is for others to agree, first
+        clean = of is not case
+        asked = question_of(candidate.fit(of), clean=clean)
         best = look(asked, until=0.0, told=Readings(shown=shown))
-        if best.findings and {one.bug for one in best.findings} <= shown:
+        named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
+        if named and named <= shown:
             return best
+        if best.findings or _pairs(case) > PAIRS:
+            break
+    asked = question_of(candidate.fit(small(case)), clean=True)
     told = _read(candidate, asked) if spent() < until else Readings()
     best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
-        own = look(question_of(candidate.fit(case)), until=until, told=told)
+        of_traps_alone = 0.0 if best.findings else until  # else it was looked for already
+        own = look(question_of(candidate.fit(case)), until=of_traps_alone, told=told)
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
@@ -185,7 +193,6 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
 def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, Any]:
     dense = make(case, seed)
     blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
-    there = (t.block_indices >= 0) & (t.block_indices < blocks[:, None, None])
     rng = np.random.default_rng(seed)
     filled = {}
     for name in ("block_scale", "tblock_scale"):
@@ -193,7 +200,7 @@ def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, A
         if gate is not None:
             noise = 1 + 0.5 * rng.standard_normal(gate.shape)
             filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
-    indices = np.where(there, t.block_indices, -1).astype(t.block_indices.dtype)
+    indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
     dense_inputs = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
     return {"block_indices": indices, **dense_inputs, **filled}
 
@@ -293,7 +300,7 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
     """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
-    said = [{(f.side, f.bug) for f in diagnosis.findings} for _, diagnosis in found]
+    said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
     named = all(_named(diagnosis) for _, diagnosis in found)
     enough = 2 if effort > SETTLED else AGREEING
     return len(found) >= enough and named and all(one == said[0] for one in said)
@@ -365,7 +372,11 @@ def _heads(kind: Kind) -> int:
 
 def _named(diagnosis: Diagnosis) -> bool:
     """Whether a bug has a name, or was read off and gives the same numbers when it is planted."""
-    return any(f.bug not in NAMELESS or f.confidence == "high" for f in diagnosis.findings)
+    return any(map(_has_name, diagnosis.findings))
+
+
+def _has_name(f: Finding) -> bool:
+    return f.bug not in NAMELESS or f.confidence == "high"
 
 
 def _plainness(case: Case) -> tuple[bool, bool, int]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
+from rawattn.check.diagnose.read import sliding
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
@@ -18,16 +19,18 @@ T = TypeVar("T")
 HOW = {
     "forward": "weights of out, with unit vectors for v",
     "backward": "dS and P, with unit vectors for k, then for q and dout",
+    "sliding": "weights of sliding out, with unit vectors for v",
 }
 LOOK_AT = {
     "forward": "where the weights are made: scores, mask, row sums",
     "backward": "where P and dS = P o (dP - D) are made, and what comes before dq and dk",
+    "sliding": "where the weights of the sliding branch are made: scores, mask, row sums",
 }
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
 }
-PASSES = {"forward": "forward pass", "backward": "backward pass"}
+PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
 
 
@@ -79,6 +82,7 @@ UNREAD = Readings()
 def _is_of(one: Finding, side: str, stage: str) -> bool:
     """Whether a finding is about the stage of a side."""
     of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
+    of_stage = "sliding" in one.where if stage == "sliding" else of_stage
     return of_stage and one.side == side and one.bug != "rounding"
 
 
@@ -120,18 +124,20 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
     found: list[Said] = []
     facts: list[str] = []
     for stage in PASSES:
-        asked = ask(stage)
-        if asked is None:
+        branch = stage == "sliding"
+        asked = ask("forward" if branch else stage)
+        if asked is None or (branch and question.sliding is None):
             continue
+        here = sliding.alone(question) if branch else question
         try:
-            said = _read(question, stage, asked)
+            said = _read(here, stage, sliding.asked(question, asked) if branch else asked)
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue
         found += [] if said.sound else [said]
         if said.sound:
             told = f"the {PASSES[stage]}, read off entry by entry ({said.calls} calls)"
-            lists = " (with lists alike for all heads)" if question.sparse else ""
+            lists = " (with lists alike for all heads)" if here.sparse else ""
             facts.append(f"{told}: {', '.join(said.right)} are right{lists}")
     return Readings(tuple(found), tuple(facts))
 
@@ -144,7 +150,7 @@ def _read(question: Question, stage: str, ask: Ask) -> Said:
         calls += 1
         return ask(asked)
 
-    here, (reader, say) = problem(question, 0), READERS[stage]
+    here, (reader, say) = problem(question, 0), READERS.get(stage, READERS["forward"])
     said: Said = say(reader(counted, here), partial(_elsewhere, reader, counted, here))
     said.stage, said.calls = stage, calls
     for told in (said.right, said.wrong):

@@ -8,6 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, views_of
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import Support
+from rawattn.check.diagnose.read import sliding
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import TABLE, Term
@@ -72,8 +73,9 @@ class Said:
         """What was read as a bug of the engine, None where it does not say all."""
         if self.unread or self.loose or (self.see is None and not self.steps):
             return None
-        stages = FIRST if self.stage == "forward" else BACKWARD
-        return Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
+        stages = BACKWARD if self.stage == "backward" else FIRST
+        bug = Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
+        return sliding.planted(bug) if self.stage == "sliding" else bug
 
     def allows(self, bug: Bug) -> bool:
         """Whether with a bug of who sees whom keys are seen as they were read."""

@@ -2,7 +2,7 @@
 its gradient holds."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, per_key
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, per_key
 from rawattn.check.diagnose.engine.lists import Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
@@ -20,6 +20,7 @@ ALL = tuple(STAGES)
 SECOND, JVP = ("second",), ("jvp",)
 BEYOND = BACKWARD + SECOND
 MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
+ORDER = "sparse-gate-order"
 Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 
@@ -30,7 +31,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += [*_shares(question), *(LEFT_OUT if np.any(scale != 1) else ())]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     yield from _reordered(different)
-    for by in [*maps.heads(question)][:3]:  # others are of groups
+    for by in (*[*maps.heads(question)][:3], *maps.sequences(question)):  # others are of groups
         other = by.moved(maps.geometry(question, "dblock_scale"), scale)
         gated = {name: with_values(name, G=partial(_of_slots, other)) for name in GATED}
         yield Bug("sparse-lists-misread", f"block_scale, {by.words}", ALL, steps=gated)
@@ -43,6 +44,11 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
         for words, tG in read.items():
             elsewhere = {name: with_values(name, tG=tG) for name in ("E", "tdY")}
             yield Bug("sparse-lists-misread", words, SECOND + JVP, steps=elsewhere)
+    for words, of in SLOTS.items():
+        if different(see := partial(_in_slots, of)):
+            gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
+            yield Bug(ORDER, words, ALL, steps=gated)
+            yield Bug(ORDER, f"{words}, and in the gradient", ALL, see=see)
     for words, stages, steps in OTHERWISE:
         if words != EXP or (scale.size and (scale > 0).all()):
             yield Bug(ON_P, words, stages, steps=steps)
@@ -139,6 +145,31 @@ def _shared(share: np.ndarray) -> dict[str, Step]:
 
 # ---- which slot -------------------------------------------------------------------------------
 
+# for slots (heads, n, m), -1 of the own block where none names it, of so many others
+Slots = Callable[[np.ndarray, int], np.ndarray]
+SLOTS: dict[str, Slots] = {
+    "that of the last slot for the own block": lambda slot, count: slot % count,
+    "that of the first slot for the own block": lambda slot, count: np.maximum(slot, 0),
+    "the next slot's": lambda slot, count: np.where(slot < 0, slot, (slot + 1) % count),
+    "that of the slot before": lambda slot, count: np.where(slot < 0, slot, (slot - 1) % count),
+    "that of the first slot": lambda slot, count: np.minimum(slot, 0),
+}
+
+
+def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[View]:
+    """The same views, with factors of other slots."""
+    if not views or views[0].slot is None or not question.slots:
+        return views
+    slots = (of(np.asarray(view.slot), question.slots) for view in views)
+    return [
+        replace(v, slot=np.where(v.weight > 0, x, -1)) for v, x in zip(views, slots, strict=True)
+    ]
+
+
+def _gate_of(of: Slots, c: Context) -> Floats | float:
+    return per_key(_in_slots(of, c.question, (c.view,))[0], c.question.block_scale, 1.0)
+
+
 _LAST = np.iinfo(np.int64).max
 ORDERS: dict[str, Callable[[Lists], np.ndarray]] = {  # numbers by which slots are sorted
     "blocks ascending": lambda x: x.named,
@@ -152,7 +183,7 @@ def _reordered(different: Callable[[See], bool]) -> Iterator[Bug]:
     changes = {text: partial(_sorted, order) for text, order in ORDERS.items()} | TAKEN
     for text, change in changes.items():
         if different(see := listed(change)):
-            yield Bug("sparse-gate-order", text, ALL, see=see)
+            yield Bug(ORDER, text, ALL, see=see)
 
 
 def _sorted(order: Callable[[Lists], np.ndarray], x: Lists) -> Lists:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists
+from rawattn.check.diagnose.engine.lists import Ints, Lists, before, by_token, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -48,6 +48,11 @@ def _ending(stop: Of) -> Change:
     return _counting(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
+def _first(of: Of) -> Change:
+    """So many as block_counts says of slots that are ``of`` something."""
+    return _counting(lambda x: np.cumsum(of(x), axis=2) <= x.limit)
+
+
 def _again(repeated: Of | None = None, own: Of | None = None) -> Change:
     """Blocks count once more for every slot that is ``repeated``, and the own block, if it is
     walked, so often as ``own`` says (total_q, num_heads_sel, 1), though slots name it too."""
@@ -81,11 +86,25 @@ def _differs_from_last(x: Lists) -> Ints:
     return np.asarray(np.take_along_axis(x.named, np.maximum(before, 0), 2) != x.named)
 
 
-def _padding(value: Of) -> Change:
+def _in_32_bits(x: Lists) -> Ints:
+    """Blocks by their first key, as an integer of so many bits."""
+    return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
+
+
+def _padding(value: Of, there: Of = lambda x: ~x.is_block) -> Change:
     def named(x: Lists) -> Ints:
-        return np.where(~x.is_block & (x.blocks > 0), value(x), x.named)
+        return np.where(there(x) & (x.blocks > 0), value(x), x.named)
 
     return where(named=named)
+
+
+def _is_past(x: Lists) -> Ints:
+    return np.asarray(x.named >= x.blocks)
+
+
+def _whole(x: Lists) -> Ints:
+    """Blocks of the sequence that are full."""
+    return by_token(x.question, np.array(x.question.lengths_k)) // x.size
 
 
 def _count(slots: Ints) -> Ints:
@@ -110,8 +129,10 @@ def _union(size: int, x: Lists) -> Lists:
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
+BY_COUNTS = "block_counts cut it off too"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
-TABLE: tuple[Row, ...] = (
+TABLE: tuple[Row, ...] = (  # the first one is of block_counts
+    (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > len(x.slots)))),
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
@@ -125,10 +146,21 @@ TABLE: tuple[Row, ...] = (
     (READ, "as the last block", _padding(lambda x: x.blocks - 1)),
     (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks * (x.named < 0))),
+    (READ, "past the end as the last block", _padding(lambda x: x.blocks - 1, _is_past)),
+    (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
+    (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
+    (CUT, "a last block that is not full", _counting(lambda x: x.counted & (x.named < _whole(x)))),
     (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
-    (CUT, "without the last one that counts", _counting(lambda x: x.slots < x.limit - 1)),
+    (
+        CUT,
+        "without the last one that counts",
+        _counting(lambda x: x.slots < np.minimum(x.limit, len(x.slots)) - 1),
+    ),
     (COUNTS, "", _counting(lambda x: x.named >= 0)),
     (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
+    (COUNTS, "of slots that name a block", _first(lambda x: x.is_block)),
+    (COUNTS, "of other blocks", _first(lambda x: x.is_block & (before(x.named, x.is_block) == 0))),
+    (COUNTS, "the slots from the end", _counting(lambda x: x.slots >= len(x.slots) - x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
@@ -140,7 +172,7 @@ TABLE: tuple[Row, ...] = (
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    yield from (row for row in TABLE if question.own or row[0] != MISSING)
+    yield from TABLE[question.block_counts is None :]
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
@@ -183,10 +215,24 @@ def misread(question: Question) -> Iterator[Bug]:
     for words, number in NUMBERS.items():
         see = listed(where(named=number))
         yield Bug("sparse-lists-misread", f"block_indices: {words}", stages, see)
+    names = ["block_indices", "block_counts"][: 1 + (question.block_counts is not None)]
+    for some, by in product({(names[0],), (names[-1],), (*names,)}, maps.sequences(question)):
+        see = listed(partial(_moved, by, some))
+        yield Bug("sparse-lists-misread", f"{' and '.join(some)}, {by.words}", stages, see)
     tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug("sparse-other-place", f"{what}: {words}", stages, see)
+
+
+def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
+    """Lists of arrays that are read by a map."""
+    g, found = maps.geometry(x.question, "dblock_scale"), dict[str, Any]()
+    for name in names:
+        array = np.atleast_3d(getattr(x.question, name))
+        moved = by.moved(replace(g, shape=array.shape), array, -1.0)
+        found[name] = moved if name == "block_indices" else moved[..., 0]
+    return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
 def _of_tile(tile: int, x: Lists) -> Ints:

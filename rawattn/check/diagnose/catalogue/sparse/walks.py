@@ -3,6 +3,7 @@ queries of a block in the order of its list; what is lost of either, and what ov
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -62,12 +63,33 @@ def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
 
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Which pairs every step of a walk has: blocks."""
-    return {f"block by block, {words}": partial(_steps, order) for words, order in ORDERS.items()}
+    orders = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
+    return orders | {
+        "slot by slot, the own block last": partial(_parts, tuple(range(question.slots + 1)))
+    }
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
     place, count = walked(c, order)
     return [place == step for step in range(int(count.max(initial=1)))]
+
+
+def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
+    """Parts of the slots, the own block being one more, that are merged."""
+    count = question.slots + question.own
+    found: dict[tuple[int, ...], str] = {}
+    for parts, up in product((2, 3, 4, count), (0, 1)):
+        part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
+        found.setdefault(
+            part, f"{parts} parts of the slots, the {'last' if up else 'first'} longer"
+        )
+    return {words: partial(_parts, part) for part, words in found.items() if any(part)}
+
+
+def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
+    """Pairs by the part of their slot, the own block's last."""
+    of = np.array(part)[np.where(c.view.slot < 0, len(part) - 1, c.view.slot)]
+    return [(c.W > 0) & (of == number) for number in range(max(part) + 1)]
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:

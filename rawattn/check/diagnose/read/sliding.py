@@ -1,0 +1,53 @@
+"""The sliding branch of block-sparse attention, which is a dense forward pass of its own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, View
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.steps import changed
+from rawattn.check.diagnose.read.probe import Ask
+
+LISTS = ("block_indices", "block_counts", "block_scale", "tblock_scale", "sliding")
+
+
+@lru_cache(maxsize=8)
+def alone(question: Question) -> Question:
+    """The dense problem that the branch is; ``question`` without one is no such problem."""
+    without: dict[str, Any] = dict.fromkeys(LISTS)
+    return replace(question, **without, causal=False, window=question.sliding or (-1, -1))
+
+
+def asked(like: Question, ask: Ask) -> Ask:
+    """Asks for the branch's results, by a forward pass whose lists name nothing."""
+
+    def branch(question: Question) -> Answers:
+        given: dict[str, Any] = {"causal": like.causal, "window": like.window}
+        for name in LISTS[:3]:
+            if (x := getattr(like, name)) is not None:
+                shape = (len(question.q), *x.shape[1:])
+                given[name] = np.full(shape, -1 if name == LISTS[0] else 1, x.dtype)
+        answers = ask(replace(question, **given, sliding=like.sliding))
+        return {name: answers[f"sliding {name}"] for name in ("out", "lse")}
+
+    return branch
+
+
+def planted(bug: Bug) -> Bug:
+    """A bug of the dense problem in the branch alone, whose views have no lists."""
+
+    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        there = bug.see is not None and views and views[0].lists is None
+        return bug.see(alone(question), views) if bug.see and there else views
+
+    def step(name: str, c: Context) -> Any:
+        if c.view.lists is not None:
+            return STEPS[name](c)
+        return bug.steps[name](changed(c, question=alone(c.question)))
+
+    steps = {name: partial(step, name) for name in bug.steps}
+    return replace(bug, stages=FORWARD, steps=steps, see=bug.see and see)
