@@ -99,7 +99,9 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
             continue
         numbers = set(names) <= set(maps.STATISTICS)
         for by in [*by_kind[numbers], *_of_keys(question, names)]:
-            several = by.family in ("layouts", "heads of keys")
+            several = by.family in ("layouts", "heads of keys") or (
+                names == ("k", "v") and by.family == "sequences"
+            )
             if not (len(names) == 1 or numbers or several):
                 continue
             kind, steps = _kind(names, by), reading({name: name for name in names}, by)
@@ -157,7 +159,7 @@ def _word(operand: str, stage: str) -> str:
 
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
-    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map"}
+    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "sequences": "offsets-shifted"}
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
@@ -186,6 +188,9 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         text = f"{name}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
             yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
+            if by.family == "sequences":
+                there = f"{name} is stored at other rows: {by.words}"
+                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, put=True))
 
 
 def _but_for_delta(bug: Bug) -> Bug:

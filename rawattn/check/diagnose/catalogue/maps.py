@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, Question, side_of
 from rawattn.check.diagnose.engine.steps import Floats
 
@@ -96,6 +97,16 @@ class Map:
             return _taken(x, self.of(g), nothing)
         return _taken(np.asarray(x).T[..., None], self.of(g), nothing)[..., 0].T
 
+    def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
+        """The same array stored by a map of rows: what comes later overwrites."""
+        if x.ndim == 2:
+            return self.put(g, np.asarray(x).T[..., None], nothing)[..., 0].T
+        rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
+        there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
+        found = np.full_like(x, nothing, dtype=np.float64)
+        found[rows[there]] = x[there]
+        return found
+
 
 def _taken(x: Floats, at: At, nothing: float) -> Floats:
     """``x`` (tokens, heads, columns) at these places, ``nothing`` where there are none."""
@@ -126,14 +137,44 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     ),
 }
 SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
-    "without the offset of the sequence": lambda g, row: row.i,
-    "the offset of the next sequence": lambda g, row: row.start + row.n + row.i,
-    "the offset of the sequence before": lambda g, row: g.offsets[np.maximum(row.b - 1, 0)] + row.i,
-    "the offset of the other side": lambda g, row: g.others[row.b] + row.i,
     "rows of the sequence reversed": lambda g, row: row.start + row.n - 1 - row.i,
     "the row before in the pack": lambda g, row: (row.start + row.i - 1) % g.shape[0],
     "the next row of the pack": lambda g, row: (row.start + row.i + 1) % g.shape[0],
 }
+OTHERS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # for all sequences, others of them
+    "the next sequence": lambda b, g: b + 1,
+    "the sequence before": lambda b, g: np.maximum(b - 1, 0),
+    "the sequence b less empty ones before it": lambda b, g: _full_before(g.offsets),
+    "the sequence b less those before it that are empty on the other side": lambda b, g: (
+        _full_before(g.others)
+    ),
+}
+ORIGINS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # rows where they are taken to begin
+    "without the offset of the sequence": lambda b, g: 0 * b,
+    "the offset of the other side": lambda b, g: g.others[:-1],
+    "b times the longest length": lambda b, g: b * np.diff(g.offsets).max(),
+    "b times the longest length of the other side": lambda b, g: b * np.diff(g.others).max(),
+    "its offset and a row for every sequence before": lambda b, g: g.offsets[:-1] + b,
+    "its offset less a row for every sequence before": lambda b, g: g.offsets[:-1] - b,
+}
+ROUNDED: dict[str, Callable[[Ints, int], Ints]] = {  # the same of offsets, by a tile
+    "its offset rounded down to a multiple of {}": lambda x, t: x[:-1] // t * t,
+    "its offset rounded up to a multiple of {}": lambda x, t: -(-x[:-1] // t) * t,
+    "its offset where every length is a multiple of {}": lambda x, t: (
+        np.cumsum([0, *-(-np.diff(x[:-1]) // t) * t])
+    ),
+    "its offset and {0} b, rounded down to a multiple of {0}": lambda x, t: (
+        (x[:-1] // t + np.arange(len(x) - 1)) * t
+    ),
+}
+
+
+def _full_before(offsets: Ints) -> Ints:
+    """Of all sequences how many are before them, and are not empty."""
+    full = np.diff(offsets) > 0
+    return np.cumsum(full) - full
+
+
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
     "the head before": lambda h, count, group: (h - 1) % count,
@@ -183,6 +224,28 @@ def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place."""
     for words, token in SEQUENCES.items() if question.batch > 1 else ():
         yield Map("sequences", words, partial(_tokens, token))
+    for words, start in origins(question).items():
+        yield Map("sequences", words, partial(_tokens, partial(_from, start)))
+
+
+def origins(question: Question) -> dict[str, Callable[[Geometry], Ints]]:
+    """Rows where sequences (batch,) may be taken to begin."""
+
+    def of(start: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
+        return start(np.arange(len(g.offsets) - 1), g)
+
+    found = {words: partial(of, start) for words, start in ORIGINS.items()}
+    for words, other in OTHERS.items():
+        found[f"the offset of {words}"] = lambda g, other=other: g.offsets[of(other, g)]
+    sizes = TILES if not question.sparse else (*TILES, question.block_size)
+    for words, rounded in ROUNDED.items():
+        for t in sizes:
+            found[words.format(t)] = lambda g, rounded=rounded, t=t: rounded(g.offsets, t)
+    return found if question.batch > 1 else {}
+
+
+def _from(start: Callable[[Geometry], Ints], g: Geometry, row: Row) -> Ints:
+    return np.asarray(start(g)[row.b] + row.i)
 
 
 def overflows(question: Question, name: str) -> Iterator[Map]:
