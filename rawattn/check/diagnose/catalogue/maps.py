@@ -160,8 +160,8 @@ ORIGINS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # rows where they are 
 ROUNDED: dict[str, Callable[[Ints, int], Ints]] = {  # the same of offsets, by a tile
     "its offset rounded down to a multiple of {}": lambda x, t: x[:-1] // t * t,
     "its offset rounded up to a multiple of {}": lambda x, t: -(-x[:-1] // t) * t,
-    "its offset where every length is a multiple of {}": lambda x, t: (
-        np.cumsum([0, *-(-np.diff(x[:-1]) // t) * t])
+    "its offset where every length is a multiple of {}": lambda x, t: np.cumsum(
+        [0, *-(-np.diff(x[:-1]) // t) * t]
     ),
     "its offset and {0} b, rounded down to a multiple of {0}": lambda x, t: (
         (x[:-1] // t + np.arange(len(x) - 1)) * t

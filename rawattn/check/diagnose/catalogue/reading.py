@@ -89,9 +89,7 @@ def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
 
 
-def stored(
-    by: Map, names: Collection[str] = (), nothing: float = 0.0, put: bool = False
-) -> Store:
+def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, put: bool = False) -> Store:
     """Results, or some of them, as they are found by a map or, ``put``, stored by one; ``nothing``
     is what is left where none is stored."""
 

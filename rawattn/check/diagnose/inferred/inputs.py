@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, tile_sums
+from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -48,7 +48,8 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
         of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
         of_tiles = tile_sums.candidates(question, stage, wrong)
-        listed = chain(of_lists, of_tiles, listed)
+        of_stages = stages.candidates(question, stage, wrong)
+        listed = chain(of_lists, of_tiles, listed, of_stages)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 
