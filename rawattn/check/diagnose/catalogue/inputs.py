@@ -75,20 +75,23 @@ NUMBERS = {"D": "delta", "w": "w"}
 
 
 def candidates(
-    question: Question, stage: str, wrong: Collection[str], right: Collection[str]
+    question: Question, stage: str, wrong: Collection[str], right: Collection[str], b: int
 ) -> Iterator[Bug]:
-    """All of a stage that change something ``wrong``, and nothing that is ``right``."""
+    """All of a stage that change something ``wrong``, and nothing that is ``right``, to be tried on
+    sequence ``b`` first."""
     right, wrong = set(right), set(wrong)
     if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
         right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
-    yield from _read(question, stage, wrong, right)
+    yield from _read(question, stage, wrong, right, b)
     if stage != "jvp":
-        yield from _operands(question, stage, wrong, right)
+        yield from _operands(question, stage, wrong, right, b)
 
 
-def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+def _read(
+    question: Question, stage: str, wrong: set[str], right: set[str], b: int
+) -> Iterator[Bug]:
     """Arrays that are read by a map, all of a stage: alone, or with others of their layout."""
     by_kind = {kind: maps.families(question, kind) for kind in (False, True)}
     sets = [*TOGETHER, *(GOING_BACK if stage in ("backward", "second") else ())]
@@ -106,7 +109,8 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
                 continue
             kind, steps = _kind(names, by), reading({name: name for name in names}, by)
             text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
-            yield Bug(kind, text, (stage,), steps=steps)
+            alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
+            yield Bug(kind, text, (stage,), steps=steps, alike=alike)
             if "dout" in names:
                 yield _but_for_delta(Bug(kind, text, (stage,), steps=steps))
             if names[:3] == ("q", "k", "v") and by.family != "sequences":
@@ -114,7 +118,9 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
                 yield Bug(kind, form, (stage,), None, steps, stored(by))
 
 
-def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+def _operands(
+    question: Question, stage: str, wrong: set[str], right: set[str], b: int
+) -> Iterator[Bug]:
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
     of_rows = list(maps.rows(question, TILES[0] if beyond else 1))
@@ -142,7 +148,8 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
                 kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
                 kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
-                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+                key = text, of_view_alone, by.in_sequence(maps.geometry(question, of or "q"), b)
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
         for some in alike:
             for operand, other in permutations(some, 2):
                 if operand in operands:

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
-from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
@@ -60,12 +60,13 @@ CHANGED = {  # by a step
 ALL = 1 << 30  # one tile for all of the other side
 
 
-def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
-    """All of a stage of dense attention that change something ``wrong``."""
+def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
+    """All of a stage of dense attention that change something ``wrong``, to be tried on sequence
+    ``b`` first."""
     if stage in FIRST and not question.sparse:
         yield from _of_sequences(question, stage)
         yield from _of_tails(question)
-        yield from _of_loops(question, stage, {*wrong})
+        yield from _of_loops(question, stage, {*wrong}, b)
 
 
 # ---- sequences in each other's place, rest of tiles -------------------------------------------
@@ -83,7 +84,9 @@ def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
     yield Bug("offsets-shifted", "the keys are those of the other side's offsets", FIRST, see)
     for words, start in maps.origins(question).items() if stage == "backward" else ():
         text = f"keys are read, their gradients stored, from another row on: {words}"
-        yield Bug("offsets-shifted", text, BACKWARD, partial(_keys_of, start(g), lengths))
+        yield Bug(
+            "offsets-shifted", text, BACKWARD, partial(_keys_of, start(g), lengths), store=_all
+        )
 
 
 def _keys_of(
@@ -101,14 +104,20 @@ def _keys_of(
     return found
 
 
+def _all(question: Question, answers: Answers) -> Answers:
+    """A store that moves nothing, and is asked for all sequences, whose rows others have stored."""
+    return answers
+
+
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
     for tile in TILES if question.batch > 1 else ():
         form = f"rows of q behind a sequence, up to the end of its last tile of {tile}"
-        yield Bug("neighbour-leak", f"{form}, count as its own", FIRST, partial(_owned, tile, None))
+        own = partial(_owned, tile, None)
+        yield Bug("neighbour-leak", f"{form}, count as its own", FIRST, own, store=_all)
         for words, order in ORDERS.items():
             text = f"{form}, are stored as its own, {words}"
-            yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order))
+            yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order), store=_all)
 
 
 def _owned(
@@ -137,7 +146,7 @@ def _owned(
 # ---- stages of loops --------------------------------------------------------------------------
 
 
-def _of_loops(question: Question, stage: str, wrong: set[str]) -> Iterator[Bug]:
+def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:
     """Operands that a loop over tiles takes from the stage of another step."""
     loops = [(FORWARD_KEYS, "keys", {"out", "lse"})]
     if stage == "backward":
@@ -145,46 +154,71 @@ def _of_loops(question: Question, stage: str, wrong: set[str]) -> Iterator[Bug]:
         loops = [(DQ_KEYS, "keys", {"dq"}) if alone else (QUERIES, "queries", {"dk", "dv"})]
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     sizes = [tile for tile in TILES if tile < longest]
-    masked = question.mask_window != (-1, -1)
+    masked, seen = question.mask_window != (-1, -1), _seen(question, b)
     for (sets, over, results), down, tile in product(loops, (False, True), sizes):
         outer = (tile, 2 * tile, tile // 2, 4 * tile) if masked else ()
-        for words, steps in sets.items():
-            if set.union(*(CHANGED[step] for step in steps)) & results != wrong & results:
-                continue
-            for (of, which), u in product(LOOPS.items(), (ALL, *outer)):
-                staged = partial(_staged, over, tile, u, down, which)
-                text = f"{words} {of} of a loop over tiles of {tile}" + ", downwards" * down
-                text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
-                by_step = {step: partial(staged, step, operand) for step, operand in steps.items()}
-                yield Bug("stale-tile", text, (stage,), steps=by_step)
+        for (of, which), u in product(LOOPS.items(), (ALL, *outer)):
+            loop = partial(_loop, over, tile, u, down, which)
+            taken = [(rows.tobytes(), at.tobytes()) for rows, at in loop(seen)]
+            text = f"{of} of a loop over tiles of {tile}" + ", downwards" * down
+            text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
+            for words, steps in sets.items():
+                changed = set.union(*(CHANGED[step] for step in steps))
+                if changed & results != wrong & results:
+                    continue
+                by_step = {
+                    step: partial(_staged, loop, over, step, operand)
+                    for step, operand in steps.items()
+                }
+                key = words, tuple(taken)
+                yield Bug("stale-tile", f"{words} {text}", (stage,), steps=by_step, alike=key)
 
 
-def _staged(
+def _seen(question: Question, b: int) -> Ints:
+    """(n, m): who sees whom in a sequence."""
+    return allowed(question.lengths_q[b], question.lengths_k[b], question.mask_window)
+
+
+def _loop(
     over: str,
     tile: int,
     outer: int,
     down: bool,
     which: Callable[[Ints, int], Ints],
-    step: str,
-    operand: str,
-    c: Context,
-) -> Floats:
-    """``step`` with the rows of ``operand`` that the loop ``over`` keys or queries takes, of every
-    tile of ``outer`` on the other side."""
-    seen = (c.W > 0).any(axis=0)
+    seen: Ints,
+) -> list[tuple[Ints, Ints]]:
+    """For every tile of ``outer`` on the other side which rows are taken for those that the loop
+    ``over`` keys or queries comes to, and which ones of the other side are in it; of those that
+    take the same once."""
     seen = seen if over == "keys" else seen.T
-    row, found = np.arange(seen.shape[1]), np.array(STEPS[step](c))
-    of_pairs = over == "queries" and step in ("Y", "dP", "bP", "dS")
+    row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
     for start in range(0, len(seen), outer):
-        here = slice(start, start + outer)
+        here = np.arange(start, min(start + outer, len(seen)))
         there = np.unique(row[seen[here].any(axis=0)] // tile)[:: -1 if down else 1]
-        taken = np.arange(len(row) // tile + 1)
+        taken = np.full(len(row) // tile + 1, -1)
         taken[there] = there[which(np.arange(len(there)), len(there))]
-        rows = taken[row // tile] * tile + row % tile
+        for n, (other, of) in enumerate(found):
+            if ((taken == other) | (taken < 0) | (other < 0)).all():
+                found[n] = np.maximum(taken, other), np.concatenate([of, here])
+                break
+        else:
+            found.append((taken, here))
+    at = row // tile
+    return [(np.where(x[at] < 0, row, x[at] * tile + row % tile), of) for x, of in found]
+
+
+def _staged(
+    loop: Callable[[Ints], list[tuple[Ints, Ints]]], over: str, step: str, operand: str, c: Context
+) -> Floats:
+    """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
+    of_pairs = over == "queries" and step in ("Y", "dP", "bP", "dS")
+    found = None
+    for rows, here in loop((c.W > 0).any(axis=0)):
         x = STEPS[step](changed(c, **{operand: _rows(getattr(c, operand), rows, operand)}))
+        found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
         found[at] = x[at]
-    return found
+    return np.asarray(found)
 
 
 def _rows(x: Floats, rows: Ints, operand: str) -> Floats:

@@ -45,10 +45,12 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _same_row_added(sample)
         yield from accumulators.bugs(sample)
         yield from _rearranged(sample)
-        listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
+        listed = inputs.candidates(
+            question, stage, wrong, sample.found.keys() - wrong, sample.sequence
+        )
         of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
         of_tiles = tile_sums.candidates(question, stage, wrong)
-        of_stages = stages.candidates(question, stage, wrong)
+        of_stages = stages.candidates(question, stage, wrong, sample.sequence)
         listed = chain(of_lists, of_tiles, listed, of_stages)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 

@@ -30,6 +30,7 @@ ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but f
 CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
+ALIKE = 80  # the same of those that leave as little
 WHOLE = slice(None)
 
 
@@ -107,12 +108,15 @@ class Sample:
             return view.sequence == self.sequence and view.head_kv == self.head_kv
 
         found: list[tuple[dict[str, float], Bug]] = []
+        known: dict[object, dict[str, float]] = {}
         for bug in bugs:
             if over(until):
                 break
-            with np.errstate(all="ignore"):
-                answers = solve(self.question, self.stage, bug, given=self.given, only=here)
-            left = self._distances(answers)
+            if bug.alike is None or bug.alike not in known:
+                with np.errstate(all="ignore"):
+                    answers = solve(self.question, self.stage, bug, given=self.given, only=here)
+                known[bug.alike] = self._distances(answers)
+            left = known[bug.alike]
             near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
             if near:
                 found.append((near, bug))
@@ -120,7 +124,9 @@ class Sample:
         for name in self.wrong:
             first = sorted((one for one in found if name in one[0]), key=lambda one: one[0][name])
             if len(first) > each:
-                first = sorted(first[:LOOKED_AT], key=lambda one: self._planted(one[1], name))
+                same = sum(one[0][name] <= first[0][0][name] for one in first)
+                first = first[: max(LOOKED_AT, min(same, ALIKE))]
+                first.sort(key=lambda one: self._planted(one[1], name))
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
 
