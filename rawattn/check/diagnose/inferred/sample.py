@@ -62,7 +62,8 @@ class Sample:
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
         self.found = {n: by_rows(n, answers[n]) for n in self.truth}
-        self.wrong = {}
+        self.wrong: dict[str, float] = {}
+        self.sizes: dict[tuple[str, int], Floats] = {}  # of answers of sequences, by head
         for name in sorted(self.found):
             noise = 4 * eps_of(np.asarray(answers[name]))
             noise = max(noise, 1e-5) if answers[name].dtype.itemsize > 2 else noise
@@ -85,16 +86,19 @@ class Sample:
         offsets = self.question.offsets(name)
         rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
         left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
-        size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
-        size = size + ZERO * np.square(finite(self.found[name])).mean()
+        if (name, sequence) not in self.sizes:
+            size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
+            size = size + ZERO * np.square(finite(self.found[name])).mean()
+            self.sizes[name, sequence] = size
+        size = self.sizes[name, sequence]
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(left == 0, 0.0, np.sqrt(left / size))
         return np.where(np.isnan(left), np.inf, left)
 
     def _distances(self, answers: Answers) -> dict[str, float]:
-        """What predictions leave of the sample's answers."""
+        """What predictions leave of the sample's answers that are wrong."""
         found = {}
-        for name in self.found:
+        for name in self.wrong:
             left = self._left(name, by_rows(name, answers[name]), self.sequence)
             of_kv = left.reshape(self.question.num_heads_kv, -1)[self.head_kv]
             found[name] = float(of_kv.max(initial=0.0))
