@@ -101,9 +101,10 @@ def _read(
         if right - apart - {"delta"} or not wrong - apart:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
-        for by in [*by_kind[numbers], *_of_keys(question, names)]:
+        of_tiles = maps.rows(question) if names == ("k", "v") else ()
+        for by in [*by_kind[numbers], *of_tiles, *_of_keys(question, names)]:
             several = by.family in ("layouts", "heads of keys") or (
-                names == ("k", "v") and by.family == "sequences"
+                names == ("k", "v") and by.family in ("rows", "sequences")
             )
             if not (len(names) == 1 or numbers or several):
                 continue

@@ -138,6 +138,9 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i + {}, for those of the first tile": lambda i, by, n: (
         i + by * (i < np.minimum(by, n - by))
     ),
+    "the last tile of {} begins that many rows before the end": lambda i, by, n: np.where(
+        i < n // by * by, i, np.maximum(n - by, 0) + i % by
+    ),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(

@@ -23,13 +23,28 @@ ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence come
 }
 LOOPS: dict[str, Callable[[Ints, int], Ints]] = {  # the step whose tile step x of n has
     "of the step before": lambda x, n: np.maximum(x - 1, 0),
-    "of two steps before": lambda x, n: np.maximum(x - 2, x % 2),
     "of the next step": lambda x, n: np.minimum(x + 1, n - 1),
     "of the first step": lambda x, n: 0 * x,
     "of step x % 2": lambda x, n: x % 2,
     "of step x % 3": lambda x, n: x % 3,
     "of step x % 4": lambda x, n: x % 4,
     "of step x // 2 * 2": lambda x, n: x - x % 2,
+}
+
+
+def _in_stage(stages: int, off: int, ahead: int, x: Ints, n: int) -> Ints:
+    """What the stage behind the own one of a ring holds, so many steps being loaded ahead."""
+    loaded = np.minimum(x + ahead, n - 1)
+    found = loaded - (loaded - x - off) % stages
+    return np.where(found < 0, x, found)
+
+
+LOOPS |= {
+    f"of stage (x + {off}) % {stages}, loaded {ahead} ahead,": partial(
+        _in_stage, stages, off, ahead
+    )
+    for stages in (2, 3, 4)
+    for off, ahead in product(range(1, stages), sorted({0, 1, stages - 1}))
 }
 Sets = dict[str, dict[str, str]]  # steps, and the operand of each
 FORWARD_KEYS: Sets = {"K": {"Y": "K"}, "V": {"O": "V"}, "K and V": {"Y": "K", "O": "V"}}
