@@ -196,9 +196,9 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         text = f"{name}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
             yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
-            if by.family == "sequences":
-                there = f"{name} is stored at other rows: {by.words}"
-                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, put=True))
+            for how in ("stored", "added") if by.family == "sequences" else ():
+                there = f"{name} is {how} at other rows: {by.words}"
+                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, how))
 
 
 def _but_for_delta(bug: Bug) -> Bug:

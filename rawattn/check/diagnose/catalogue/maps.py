@@ -105,14 +105,17 @@ class Map:
         )
         return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
 
-    def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
-        """The same array stored by a map of rows: what comes later overwrites."""
+    def put(self, g: Geometry, x: Floats, nothing: float = 0.0, add: bool = False) -> Floats:
+        """The same array stored by a map of rows: what comes later overwrites, or is added."""
         if x.ndim == 2:
-            return self.put(g, np.asarray(x).T[..., None], nothing)[..., 0].T
+            return self.put(g, np.asarray(x).T[..., None], nothing, add)[..., 0].T
         rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
         there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
         found = np.full_like(x, nothing, dtype=np.float64)
-        found[rows[there]] = x[there]
+        if add:
+            np.add.at(found, rows[there], x[there])
+        else:
+            found[rows[there]] = x[there]
         return found
 
 

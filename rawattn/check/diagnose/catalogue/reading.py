@@ -89,12 +89,13 @@ def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
 
 
-def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, put: bool = False) -> Store:
-    """Results, or some of them, as they are found by a map or, ``put``, stored by one; ``nothing``
-    is what is left where none is stored."""
+def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, how: str = "read") -> Store:
+    """Results, or some of them, as they are "read" by a map, "stored" by one, or "added";
+    ``nothing`` is what is left where none is stored."""
 
     def moved(question: Question, name: str, x: Floats) -> Floats:
-        return (by.put if put else by.moved)(geometry(question, name), x, nothing)
+        g = geometry(question, name)
+        return by.moved(g, x, nothing) if how == "read" else by.put(g, x, nothing, how == "added")
 
     return lambda question, answers: {
         name: moved(question, name, x) if not names or name in names else x

@@ -168,9 +168,9 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
         alone = wrong == {"dq"}
         loops = [(DQ_KEYS, "keys", {"dq"}) if alone else (QUERIES, "queries", {"dk", "dv"})]
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sizes = [tile for tile in TILES if tile < longest]
+    sizes = [tile for tile in TILES[::-1] if tile < longest]  # of those that look alike large ones
     masked, seen = question.mask_window != (-1, -1), _seen(question, b)
-    for (sets, over, results), down, tile in product(loops, (False, True), sizes):
+    for (sets, over, results), tile, down in product(loops, sizes, (False, True)):
         outer = (tile, 2 * tile, tile // 2, 4 * tile) if masked else ()
         for (of, which), u in product(LOOPS.items(), (ALL, *outer)):
             loop = partial(_loop, over, tile, u, down, which)
