@@ -70,7 +70,7 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
 }
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
-NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}
+NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta", "D": "D"}
 NUMBERS = {"D": "delta", "w": "w"}
 
 

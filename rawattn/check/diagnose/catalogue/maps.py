@@ -158,10 +158,8 @@ SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
 OTHERS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # for all sequences, others of them
     "the next sequence": lambda b, g: b + 1,
     "the sequence before": lambda b, g: np.maximum(b - 1, 0),
-    "the sequence b less empty ones before it": lambda b, g: _full_before(g.offsets),
-    "the sequence b less those before it that are empty on the other side": lambda b, g: (
-        _full_before(g.others)
-    ),
+    "this sequence, empty ones not counted": lambda b, g: _full_before(g.offsets),
+    "this sequence, empty ones of the other side not counted": lambda b, g: _full_before(g.others),
 }
 ORIGINS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda b, g: 0 * b,

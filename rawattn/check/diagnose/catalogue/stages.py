@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Answers, Question
@@ -16,63 +16,48 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
-ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence comes when
-    "the last sequence first": lambda n: np.arange(len(n))[::-1],
-    "the longest sequence first": lambda n: np.argsort(-n, kind="stable"),
-    "the shortest sequence first": lambda n: np.argsort(n, kind="stable"),
+ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence stores when, if it does
+    "count as its own": lambda n: n[:0],
+    "are stored as its own, the last sequence first": lambda n: np.arange(len(n))[::-1],
+    "are stored as its own, the longest sequence first": lambda n: np.argsort(-n, kind="stable"),
+    "are stored as its own, the shortest sequence first": lambda n: np.argsort(n, kind="stable"),
 }
-LOOPS: dict[str, Callable[[Ints, int], Ints]] = {  # the step whose tile step x of n has
+Which = Callable[[Ints, int], Ints]  # of every step x of n
+LOOPS: dict[str, Which] = {  # the step whose tile is taken
     "of the step before": lambda x, n: np.maximum(x - 1, 0),
     "of the next step": lambda x, n: np.minimum(x + 1, n - 1),
-    "of the first step": lambda x, n: 0 * x,
-    "of step x % 2": lambda x, n: x % 2,
-    "of step x % 3": lambda x, n: x % 3,
-    "of step x % 4": lambda x, n: x % 4,
+    **{f"of step x % {n}": partial(lambda by, x, n: x % by, n) for n in (1, 2, 3, 4)},
     "of step x // 2 * 2": lambda x, n: x - x % 2,
 }
+READS = {  # steps, each with an operand, that take the rows of one stage
+    "forward": ("Y K", "O V", "Y K, O V"),
+    "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
+    "dk and dv": (
+        *("dK Q", "dV dO", "Y Q, dK Q", "dP dO, dV dO", "Y Q", "dP dO", "bP L", "dS D"),
+        *("bP L, dS D", "Y Q, dK Q, dP dO, dV dO", "Y Q, dK Q, dP dO, dV dO, bP L, dS D"),
+    ),
+}
+PRODUCTS = inputs.PRODUCTS | {
+    "bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"}),
+    "dS": ("dP - D", ("D",), {"dq", "dk"}),
+}
+ALL = 1 << 30  # one tile for all of the other side
 
 
 def _in_stage(stages: int, off: int, ahead: int, x: Ints, n: int) -> Ints:
-    """What the stage behind the own one of a ring holds, so many steps being loaded ahead."""
+    """What a stage of a ring holds that is not the own one, so many steps being loaded ahead."""
     loaded = np.minimum(x + ahead, n - 1)
     found = loaded - (loaded - x - off) % stages
     return np.where(found < 0, x, found)
 
 
-LOOPS |= {
-    f"of stage (x + {off}) % {stages}, loaded {ahead} ahead,": partial(
-        _in_stage, stages, off, ahead
-    )
-    for stages in (2, 3, 4)
-    for off, ahead in product(range(1, stages), sorted({0, 1, stages - 1}))
-}
-Sets = dict[str, dict[str, str]]  # steps, and the operand of each
-FORWARD_KEYS: Sets = {"K": {"Y": "K"}, "V": {"O": "V"}, "K and V": {"Y": "K", "O": "V"}}
-DQ_KEYS: Sets = {
-    "K in dS K": {"dQ": "K"},
-    "K": {"Y": "K", "dQ": "K"},
-    "K in Q K^T": {"Y": "K"},
-    "V": {"dP": "V"},
-    "K and V": {"Y": "K", "dQ": "K", "dP": "V"},
-}
-QUERIES: Sets = {
-    "Q in dS^T Q": {"dK": "Q"},
-    "dO in P^T dO": {"dV": "dO"},
-    "Q": {"Y": "Q", "dK": "Q"},
-    "dO": {"dP": "dO", "dV": "dO"},
-    "Q in Q K^T": {"Y": "Q"},
-    "dO in dO V^T": {"dP": "dO"},
-    "lse": {"bP": "L"},
-    "D": {"dS": "D"},
-    "lse and D": {"bP": "L", "dS": "D"},
-    "Q and dO": {"Y": "Q", "dK": "Q", "dP": "dO", "dV": "dO"},
-    "Q, dO, lse and D": {"Y": "Q", "dK": "Q", "dP": "dO", "dV": "dO", "bP": "L", "dS": "D"},
-}
-CHANGED = {  # by a step
-    **{"Y": {"out", "lse", "dq", "dk", "dv"}, "O": {"out"}, "dQ": {"dq"}, "dK": {"dk"}},
-    **{"dV": {"dv"}, "dP": {"dq", "dk"}, "bP": {"dq", "dk", "dv"}, "dS": {"dq", "dk"}},
-}
-ALL = 1 << 30  # one tile for all of the other side
+def _loops() -> dict[str, Which]:
+    found = dict(LOOPS)
+    for stages in (2, 3, 4):
+        for off, ahead in product(range(1, stages), sorted({0, 1, stages - 1})):
+            words = f"of stage (x + {off}) % {stages}, loaded {ahead} ahead,"
+            found[words] = partial(_in_stage, stages, off, ahead)
+    return found
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
@@ -98,10 +83,8 @@ def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
     see = partial(_keys_of, g.others[:-1], np.diff(g.others))
     yield Bug("offsets-shifted", "the keys are those of the other side's offsets", FIRST, see)
     for words, start in maps.origins(question).items() if stage == "backward" else ():
-        text = f"keys are read, their gradients stored, from another row on: {words}"
-        yield Bug(
-            "offsets-shifted", text, BACKWARD, partial(_keys_of, start(g), lengths), store=_all
-        )
+        see, text = partial(_keys_of, start(g), lengths), f"k, v are read, dk, dv stored by {words}"
+        yield Bug("offsets-shifted", text, BACKWARD, see, store=_all)
 
 
 def _keys_of(
@@ -126,32 +109,25 @@ def _all(question: Question, answers: Answers) -> Answers:
 
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
-    for tile in TILES if question.batch > 1 else ():
-        form = f"rows of q behind a sequence, up to the end of its last tile of {tile}"
-        own = partial(_owned, tile, None)
-        yield Bug("neighbour-leak", f"{form}, count as its own", FIRST, own, store=_all)
-        for words, order in ORDERS.items():
-            text = f"{form}, are stored as its own, {words}"
-            yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order), store=_all)
+    for tile, (words, order) in product(TILES, ORDERS.items()) if question.batch > 1 else ():
+        text = f"rows of q behind a sequence, up to the end of its last tile of {tile}, {words}"
+        yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order), store=_all)
 
 
 def _owned(
-    tile: int,
-    order: Callable[[Ints], Ints] | None,
-    question: Question,
-    views: tuple[View, ...],
+    tile: int, order: Callable[[Ints], Ints], question: Question, views: tuple[View, ...]
 ) -> Sequence[View]:
     """Views with the rest of their last tile, of which the last one in an ``order`` overwrites."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
     stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
     owner = np.full(len(question.q), -1)
-    for b in [] if order is None else order(lengths):
+    for b in order(lengths):
         owner[starts[b] : stops[b]] = b
     found = []
     for view in views:
-        b = view.sequence
-        rows = np.arange(starts[b], stops[b]) if order is None else np.flatnonzero(owner == b)
-        longer = replace(view, rows=rows)
+        rows = np.arange(starts[view.sequence], stops[view.sequence])
+        shared = not len(order(lengths))
+        longer = replace(view, rows=rows if shared else np.flatnonzero(owner == view.sequence))
         distance = distances(question, longer)
         weight = Window(*bounds(question)).holds(distance, distance)[None]
         found.append(replace(longer, weight=weight.astype(np.float64)))
@@ -163,44 +139,29 @@ def _owned(
 
 def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:
     """Operands that a loop over tiles takes from the stage of another step."""
-    loops = [(FORWARD_KEYS, "keys", {"out", "lse"})]
-    if stage == "backward":
-        alone = wrong == {"dq"}
-        loops = [(DQ_KEYS, "keys", {"dq"}) if alone else (QUERIES, "queries", {"dk", "dv"})]
-    longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    sizes = [tile for tile in TILES[::-1] if tile < longest]  # of those that look alike large ones
-    masked, seen = question.mask_window != (-1, -1), _seen(question, b)
-    for (sets, over, results), tile, down in product(loops, sizes, (False, True)):
-        outer = (tile, 2 * tile, tile // 2, 4 * tile) if masked else ()
-        for (of, which), u in product(LOOPS.items(), (ALL, *outer)):
+    of = stage if stage == "forward" else "dq" if wrong == {"dq"} else "dk and dv"
+    over, results = ("queries", {"dk", "dv"}) if "dk" in of else ("keys", {"out", "lse", "dq"})
+    masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
+    seen = allowed(*(of_side[b] for of_side in lengths), question.mask_window)
+    sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
+    changed = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
+    sets = [x for x, names in zip(sets, changed, strict=True) if names & wrong == wrong & results]
+    sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
+    for tile, down, (words, which) in product(sizes, (False, True), _loops().items()):
+        for u in (ALL, tile, 2 * tile, tile // 2, 4 * tile) if masked else (ALL,):
             loop = partial(_loop, over, tile, u, down, which)
-            taken = [(rows.tobytes(), at.tobytes()) for rows, at in loop(seen)]
-            text = f"{of} of a loop over tiles of {tile}" + ", downwards" * down
+            taken = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
+            text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
             text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
-            for words, steps in sets.items():
-                changed = set.union(*(CHANGED[step] for step in steps))
-                if changed & results != wrong & results:
-                    continue
-                by_step = {
-                    step: partial(_staged, loop, over, step, operand)
-                    for step, operand in steps.items()
-                }
-                key = words, tuple(taken)
-                yield Bug("stale-tile", f"{words} {text}", (stage,), steps=by_step, alike=key)
-
-
-def _seen(question: Question, b: int) -> Ints:
-    """(n, m): who sees whom in a sequence."""
-    return allowed(question.lengths_q[b], question.lengths_k[b], question.mask_window)
+            for reads in sets:
+                told = (f"{inputs.NAMES[x]} in {PRODUCTS[step][0]}" for step, x in reads)
+                steps = {step: partial(_staged, loop, over, step, x) for step, x in reads}
+                form = f"{', '.join(told)} {text}"
+                yield Bug("stale-tile", form, (stage,), steps=steps, alike=(*reads, taken))
 
 
 def _loop(
-    over: str,
-    tile: int,
-    outer: int,
-    down: bool,
-    which: Callable[[Ints, int], Ints],
-    seen: Ints,
+    over: str, tile: int, outer: int, down: bool, which: Which, seen: Ints
 ) -> list[tuple[Ints, Ints]]:
     """For every tile of ``outer`` on the other side which rows are taken for those that the loop
     ``over`` keys or queries comes to, and which ones of the other side are in it; of those that
@@ -233,7 +194,7 @@ def _staged(
         found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
         found[at] = x[at]
-    return np.asarray(found)
+    return np.asarray(STEPS[step](c) if found is None else found)
 
 
 def _rows(x: Floats, rows: Ints, operand: str) -> Floats:
