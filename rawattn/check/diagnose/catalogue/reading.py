@@ -84,7 +84,7 @@ def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     rows, g = c.view.keys if name in OF_KEYS else c.view.rows, geometry(c.question, name)
     at = by.of(replace(g, shape=(g.shape[0], 1, shape[1])))
     t, j = (np.broadcast_to(of, (g.shape[0], 1, shape[1]))[rows, 0] for of in (at.t, at.j))
-    i = t - rows[:1]
+    i = t - rows[:1, None]
     inside = (i >= 0) & (i < shape[0]) & (j >= 0) & (j < shape[1])
     return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
 
