@@ -32,11 +32,11 @@ def wrong(name: str) -> tuple[Question, dict[str, np.ndarray]]:
     elif name == "stored":  # dv by them
         found["dv"] = np.zeros_like(V)
         found["dv"][NEXT] = reference_answers(asked)["dv"]
-    elif name == "stage":  # two stages, of which neither is loaded again
+    elif name == "stage":  # three stages, none of which is loaded again
         found = {"out": found["out"].copy()}
         for start, stop in ((0, 40), (45, 90)):
             i = np.arange(stop - start)
-            found["out"][start:stop] = attention(start + i, start + i % 32, i > i[:, None])
+            found["out"][start:stop] = attention(start + i, start + i % 24, i > i[:, None])
     else:  # rows of a tile of 16 that go on in the next sequence, from behind
         found = {"out": found["out"].copy()}
         for start, stop in ((43, 45), (40, 43), (0, 40)):
@@ -50,7 +50,7 @@ def wrong(name: str) -> tuple[Question, dict[str, np.ndarray]]:
     [
         ("read", "offsets-shifted", "k, v: the offset of the other side"),
         ("stored", "offsets-shifted", "dv is stored at other rows: the offset of the other side"),
-        ("stage", "stale-tile", "v in P V of step x % 2 of a loop over 16 keys each"),
+        ("stage", "stale-tile", "v in P V of step x % 3 of a loop over 8 keys each"),
         ("tail", "neighbour-leak", "last tile of 16, are stored as its own, the last sequence"),
     ],
 )
