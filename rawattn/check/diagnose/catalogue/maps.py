@@ -242,18 +242,27 @@ def sequences(question: Question) -> Iterator[Map]:
 
 def origins(question: Question) -> dict[str, Callable[[Geometry], Ints]]:
     """Rows where sequences (batch,) may be taken to begin."""
-
-    def of(start: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
-        return start(np.arange(len(g.offsets) - 1), g)
-
-    found = {words: partial(of, start) for words, start in ORIGINS.items()}
+    found: dict[str, Callable[[Geometry], Ints]] = {}
+    for words, start in ORIGINS.items():
+        found[words] = partial(_of_all, start)
     for words, other in OTHERS.items():
-        found[f"the offset of {words}"] = lambda g, other=other: g.offsets[of(other, g)]
+        found[f"the offset of {words}"] = partial(_of_others, other)
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
-    for words, rounded in ROUNDED.items():
-        for t in sizes:
-            found[words.format(t)] = lambda g, rounded=rounded, t=t: rounded(g.offsets, t)
+    for (words, rounded), t in itertools.product(ROUNDED.items(), sizes):
+        found[words.format(t)] = partial(_rounded, rounded, t)
     return found if question.batch > 1 else {}
+
+
+def _of_all(start: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
+    return start(np.arange(len(g.offsets) - 1), g)
+
+
+def _of_others(other: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
+    return np.asarray(g.offsets[_of_all(other, g)])
+
+
+def _rounded(rounded: Callable[[Ints, int], Ints], t: int, g: Geometry) -> Ints:
+    return rounded(g.offsets, t)
 
 
 def _from(start: Callable[[Geometry], Ints], g: Geometry, row: Row) -> Ints:

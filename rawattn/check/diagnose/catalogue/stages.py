@@ -142,7 +142,7 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     of = stage if stage == "forward" else "dq" if wrong == {"dq"} else "dk and dv"
     over, results = ("queries", {"dk", "dv"}) if "dk" in of else ("keys", {"out", "lse", "dq"})
     masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
-    seen = allowed(*(of_side[b] for of_side in lengths), question.mask_window)
+    seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
     sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
     changed = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, changed, strict=True) if names & wrong == wrong & results]
