@@ -140,7 +140,7 @@ _TABLE: Table = (
     ("no-rescale: tout, tile of 16, jvp", "j", {"sum tout": _STILL["sum e"]} | _32),
     ("tile-overwrites or pairs-dropped or rows-not-written: gq, second", "s", _LAST_KEYS),
     ("tile-overwrites or pairs-dropped or rows-not-written: gk, second", "s", _LAST_QUERIES),
-    ("input-layout: tk and tv without offset, second jvp", "sj", before(local, "tk", "tv")),
+    ("input-layout or offsets-shifted: tk and tv without offset", "sj", before(local, "tk", "tv")),
     ("input-layout: tk turned, second jvp", "sj", before(as_if((1, 0, 2)), "tk"), _SEVERAL),
     ("arguments-swapped: tk and tv, second jvp", "sj", _TK_AND_TV, _ALIKE),
     ("arguments-swapped: tq and tk, second jvp", "sj", _TQ_AND_TK, _ALIKE),

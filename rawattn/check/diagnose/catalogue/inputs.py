@@ -74,36 +74,40 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
 OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of more than one entry
 NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
 NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
-NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta"}
+NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta", "D": "D"}
 NUMBERS = {"D": "delta", "w": "w", "e": "e"}
 
 
 def candidates(
-    question: Question, stage: str, wrong: Collection[str], right: Collection[str]
+    question: Question, stage: str, wrong: Collection[str], right: Collection[str], b: int
 ) -> Iterator[Bug]:
     """All of a stage that change something ``wrong``, and nothing that is ``right``; of a double
-    backward those too that its second pass may have alone."""
+    backward those too that its second pass may have alone. To be tried on sequence ``b`` first."""
     right, wrong, said = set(right), set(wrong), set()
-    for bug in _candidates(question, stage, wrong, right):
+    for bug in _candidates(question, stage, wrong, right, b):
         said.add(bug.variant)
         yield bug
     if stage == "second" and right >= OF_FIRST_PASS:
-        more = _candidates(question, stage, wrong, right - OF_FIRST_PASS)
+        more = _candidates(question, stage, wrong, right - OF_FIRST_PASS, b)
         others = (bug for bug in more if bug.store is None and bug.variant not in said)
         yield from map(of_one_pass, others)
 
 
-def _candidates(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+def _candidates(
+    question: Question, stage: str, wrong: set[str], right: set[str], b: int
+) -> Iterator[Bug]:
     if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
         right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
-    yield from _read(question, stage, wrong, right)
+    yield from _read(question, stage, wrong, right, b)
     if stage != "jvp":
-        yield from _operands(question, stage, wrong, right)
+        yield from _operands(question, stage, wrong, right, b)
 
 
-def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+def _read(
+    question: Question, stage: str, wrong: set[str], right: set[str], b: int
+) -> Iterator[Bug]:
     """Arrays that are read by a map, all of a stage: alone, or with others of their layout."""
     by_kind = {kind: maps.families(question, kind) for kind in (False, True)}
     sets = [*TOGETHER, *(GOING_BACK if stage in ("backward", "second") else ())]
@@ -113,13 +117,17 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
         if right - apart - {"delta"} or not wrong - apart:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
-        for by in [*by_kind[numbers], *_of_keys(question, names)]:
-            several = by.family in ("layouts", "heads of keys")
+        of_tiles = maps.rows(question) if names == ("k", "v") else ()
+        for by in [*by_kind[numbers], *of_tiles, *_of_keys(question, names)]:
+            several = by.family in ("layouts", "heads of keys") or (
+                names == ("k", "v") and by.family in ("rows", "sequences")
+            )
             if not (len(names) == 1 or numbers or several):
                 continue
             kind, steps = _kind(names, by), reading({name: name for name in names}, by)
             text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
-            yield Bug(kind, text, (stage,), steps=steps)
+            alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
+            yield Bug(kind, text, (stage,), steps=steps, alike=alike)
             if "dout" in names:
                 yield _but_for_delta(Bug(kind, text, (stage,), steps=steps))
             if names[:3] == ("q", "k", "v") and by.family != "sequences":
@@ -127,7 +135,9 @@ def _read(question: Question, stage: str, wrong: set[str], right: set[str]) -> I
                 yield Bug(kind, form, (stage,), None, steps, stored(by))
 
 
-def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) -> Iterator[Bug]:
+def _operands(
+    question: Question, stage: str, wrong: set[str], right: set[str], b: int
+) -> Iterator[Bug]:
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
     of_rows = list(maps.rows(question, TILES[0] if beyond else 1))
@@ -155,7 +165,8 @@ def _operands(question: Question, stage: str, wrong: set[str], right: set[str]) 
                 kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
                 kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
                 kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
-                bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps)
+                key = text, of_view_alone, by.in_sequence(maps.geometry(question, of or "q"), b)
+                bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
                 yield of_one_pass(bug) if step == "tP" else bug
         for operand, tile in itertools.product(sorted({"P", "dY"} & {*operands}), TILES):
             steps = in_product(step, **{operand: partial(_not_transposed, operand, tile)})
@@ -180,7 +191,7 @@ def _word(operand: str, stage: str) -> str:
 
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
-    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map"}
+    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "sequences": "offsets-shifted"}
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
@@ -218,6 +229,9 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         text = f"{name}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
             yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
+            for how in ("stored", "added") if by.family == "sequences" else ():
+                there = f"{name} is {how} at other rows: {by.words}"
+                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, how))
 
 
 def _but_for_delta(bug: Bug) -> Bug:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, Question, side_of
 from rawattn.check.diagnose.engine.steps import Floats
 
@@ -96,6 +97,27 @@ class Map:
             return _taken(x, self.of(g), nothing)
         return _taken(np.asarray(x).T[..., None], self.of(g), nothing)[..., 0].T
 
+    def in_sequence(self, g: Geometry, b: int) -> bytes:
+        """What it takes for a sequence's places: those that take the same have the same."""
+        inside = slice(g.offsets[b], g.offsets[b + 1])
+        found = (
+            np.where((x < 0) | (x >= n), -1, x) for x, n in zip(self.of(g), g.shape, strict=True)
+        )
+        return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
+
+    def put(self, g: Geometry, x: Floats, nothing: float = 0.0, add: bool = False) -> Floats:
+        """The same array stored by a map of rows: what comes later overwrites, or is added."""
+        if x.ndim == 2:
+            return self.put(g, np.asarray(x).T[..., None], nothing, add)[..., 0].T
+        rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
+        there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
+        found = np.full_like(x, nothing, dtype=np.float64)
+        if add:
+            np.add.at(found, rows[there], x[there])
+        else:
+            found[rows[there]] = x[there]
+        return found
+
 
 def _taken(x: Floats, at: At, nothing: float) -> Floats:
     """``x`` (tokens, heads, columns) at these places, ``nothing`` where there are none."""
@@ -122,6 +144,9 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i + {}, for those of the first tile": lambda i, by, n: (
         i + by * (i < np.minimum(by, n - by))
     ),
+    "the last tile of {} begins that many rows before the end": lambda i, by, n: np.where(
+        i < n // by * by, i, np.maximum(n - by, 0) + i % by
+    ),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
@@ -129,14 +154,42 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     ),
 }
 SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
-    "without the offset of the sequence": lambda g, row: row.i,
-    "the offset of the next sequence": lambda g, row: row.start + row.n + row.i,
-    "the offset of the sequence before": lambda g, row: g.offsets[np.maximum(row.b - 1, 0)] + row.i,
-    "the offset of the other side": lambda g, row: g.others[row.b] + row.i,
     "rows of the sequence reversed": lambda g, row: row.start + row.n - 1 - row.i,
     "the row before in the pack": lambda g, row: (row.start + row.i - 1) % g.shape[0],
     "the next row of the pack": lambda g, row: (row.start + row.i + 1) % g.shape[0],
 }
+OTHERS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # for all sequences, others of them
+    "the next sequence": lambda b, g: b + 1,
+    "the sequence before": lambda b, g: np.maximum(b - 1, 0),
+    "this sequence, empty ones not counted": lambda b, g: _full_before(g.offsets),
+    "this sequence, empty ones of the other side not counted": lambda b, g: _full_before(g.others),
+}
+ORIGINS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # rows where they are taken to begin
+    "without the offset of the sequence": lambda b, g: 0 * b,
+    "the offset of the other side": lambda b, g: g.others[:-1],
+    "b times the longest length": lambda b, g: b * np.diff(g.offsets).max(),
+    "b times the longest length of the other side": lambda b, g: b * np.diff(g.others).max(),
+    "its offset and a row for every sequence before": lambda b, g: g.offsets[:-1] + b,
+    "its offset less a row for every sequence before": lambda b, g: g.offsets[:-1] - b,
+}
+ROUNDED: dict[str, Callable[[Ints, int], Ints]] = {  # the same of offsets, by a tile
+    "its offset rounded down to a multiple of {}": lambda x, t: x[:-1] // t * t,
+    "its offset rounded up to a multiple of {}": lambda x, t: -(-x[:-1] // t) * t,
+    "its offset where every length is a multiple of {}": lambda x, t: np.cumsum(
+        [0, *-(-np.diff(x[:-1]) // t) * t]
+    ),
+    "its offset and {0} b, rounded down to a multiple of {0}": lambda x, t: (
+        (x[:-1] // t + np.arange(len(x) - 1)) * t
+    ),
+}
+
+
+def _full_before(offsets: Ints) -> Ints:
+    """Of all sequences how many are before them, and are not empty."""
+    full = np.diff(offsets) > 0
+    return np.cumsum(full) - full
+
+
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
     "the head before": lambda h, count, group: (h - 1) % count,
@@ -187,6 +240,37 @@ def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place."""
     for words, token in SEQUENCES.items() if question.batch > 1 else ():
         yield Map("sequences", words, partial(_tokens, token))
+    for words, start in origins(question).items():
+        yield Map("sequences", words, partial(_tokens, partial(_from, start)))
+
+
+def origins(question: Question) -> dict[str, Callable[[Geometry], Ints]]:
+    """Rows where sequences (batch,) may be taken to begin."""
+    found: dict[str, Callable[[Geometry], Ints]] = {}
+    for words, start in ORIGINS.items():
+        found[words] = partial(_of_all, start)
+    for words, other in OTHERS.items():
+        found[f"the offset of {words}"] = partial(_of_others, other)
+    sizes = TILES if not question.sparse else (*TILES, question.block_size)
+    for (words, rounded), t in itertools.product(ROUNDED.items(), sizes):
+        found[words.format(t)] = partial(_rounded, rounded, t)
+    return found if question.batch > 1 else {}
+
+
+def _of_all(start: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
+    return start(np.arange(len(g.offsets) - 1), g)
+
+
+def _of_others(other: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
+    return np.asarray(g.offsets[_of_all(other, g)])
+
+
+def _rounded(rounded: Callable[[Ints, int], Ints], t: int, g: Geometry) -> Ints:
+    return rounded(g.offsets, t)
+
+
+def _from(start: Callable[[Geometry], Ints], g: Geometry, row: Row) -> Ints:
+    return np.asarray(start(g)[row.b] + row.i)
 
 
 def overflows(question: Question, name: str) -> Iterator[Map]:

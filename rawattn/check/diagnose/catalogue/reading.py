@@ -85,14 +85,20 @@ def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
     rows, g = c.view.keys if name in OF_KEYS else c.view.rows, geometry(c.question, name)
     at = by.of(replace(g, shape=(g.shape[0], 1, shape[1])))
     t, j = (np.broadcast_to(of, (g.shape[0], 1, shape[1]))[rows, 0] for of in (at.t, at.j))
-    i = t - rows[0]
+    i = t - rows[:1, None]
     inside = (i >= 0) & (i < shape[0]) & (j >= 0) & (j < shape[1])
     return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
 
 
-def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0) -> Store:
-    """Results, or some of them, by a map; ``nothing`` is what is left where none is stored."""
+def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, how: str = "read") -> Store:
+    """Results, or some of them, as they are "read" by a map, "stored" by one, or "added";
+    ``nothing`` is what is left where none is stored."""
+
+    def moved(question: Question, name: str, x: Floats) -> Floats:
+        g = geometry(question, name)
+        return by.moved(g, x, nothing) if how == "read" else by.put(g, x, nothing, how == "added")
+
     return lambda question, answers: {
-        name: by.moved(geometry(question, name), x, nothing) if not names or name in names else x
+        name: moved(question, name, x) if not names or name in names else x
         for name, x in answers.items()
     }

@@ -109,7 +109,8 @@ Only = Callable[[View], bool]
 class Bug:
     """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages.
 
-    look_at: where to look, if the form tells more than its class does.
+    look_at: where to look, if the form tells more than its class does. alike: bugs with equal ones
+    do the same to the sequence that they are tried on first.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Bug:
     steps: Mapping[str, Step] = field(default_factory=dict)
     store: Store | None = None
     look_at: str = ""
+    alike: object = None
 
     def at(self, *stages: str) -> "Bug":
         """The same in other stages."""

@@ -106,7 +106,7 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
         told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
-        if len(told) > 1:  # one rule for all heads, if it is as plain
+        if len({part.rule for part in told}) > 1:  # one for all heads, if it is as plain
             every = tuple(range(len(seen)))
             rule = _rule(kind, both, every, by_head=True)
             most = max((9, 9) if part.rule is None else part.rule.size[:2] for part in told)

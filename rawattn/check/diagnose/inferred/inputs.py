@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, tile_sums
+from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -46,10 +46,13 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
         yield from _rearranged(sample)
-        listed = inputs.candidates(question, stage, wrong, sample.found.keys() - wrong)
+        listed = inputs.candidates(
+            question, stage, wrong, sample.found.keys() - wrong, sample.sequence
+        )
         of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
         of_tiles = tile_sums.candidates(question, stage, wrong)
-        listed = chain(of_lists, of_tiles, dropped.bugs(sample), listed)
+        of_stages = stages.candidates(question, stage, wrong, sample.sequence)
+        listed = chain(of_lists, of_tiles, dropped.bugs(sample), listed, of_stages)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 

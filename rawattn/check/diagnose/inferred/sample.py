@@ -30,6 +30,7 @@ ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but f
 CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is worth a closer look
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
+ALIKE = 80  # the same of those that leave as little
 WHOLE = slice(None)
 
 
@@ -61,7 +62,8 @@ class Sample:
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
         self.found = {n: by_rows(n, answers[n]) for n in self.truth}
-        self.wrong = {}
+        self.wrong: dict[str, float] = {}
+        self.sizes: dict[tuple[str, int], Floats] = {}  # of answers of sequences, by head
         for name in sorted(self.found):
             noise = 4 * eps_of(np.asarray(answers[name]))
             noise = max(noise, 1e-5) if answers[name].dtype.itemsize > 2 else noise
@@ -84,16 +86,19 @@ class Sample:
         offsets = self.question.offsets(name)
         rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
         left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
-        size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
-        size = size + ZERO * np.square(finite(self.found[name])).mean()
+        if (name, sequence) not in self.sizes:
+            size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
+            size = size + ZERO * np.square(finite(self.found[name])).mean()
+            self.sizes[name, sequence] = size
+        size = self.sizes[name, sequence]
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(left == 0, 0.0, np.sqrt(left / size))
         return np.where(np.isnan(left), np.inf, left)
 
     def _distances(self, answers: Answers) -> dict[str, float]:
-        """What predictions leave of the sample's answers."""
+        """What predictions leave of the sample's answers that are wrong."""
         found = {}
-        for name in self.found:
+        for name in self.wrong:
             left = self._left(name, by_rows(name, answers[name]), self.sequence)
             of_kv = left.reshape(self.question.num_heads_kv, -1)[self.head_kv]
             found[name] = float(of_kv.max(initial=0.0))
@@ -107,12 +112,15 @@ class Sample:
             return view.sequence == self.sequence and view.head_kv == self.head_kv
 
         found: list[tuple[dict[str, float], Bug]] = []
+        known: dict[object, dict[str, float]] = {}
         for bug in bugs:
             if over(until):
                 break
-            with np.errstate(all="ignore"):
-                answers = solve(self.question, self.stage, bug, given=self.given, only=here)
-            left = self._distances(answers)
+            if bug.alike is None or bug.alike not in known:
+                with np.errstate(all="ignore"):
+                    answers = solve(self.question, self.stage, bug, given=self.given, only=here)
+                known[bug.alike] = self._distances(answers)
+            left = known[bug.alike]
             near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
             if near:
                 found.append((near, bug))
@@ -120,7 +128,9 @@ class Sample:
         for name in self.wrong:
             first = sorted((one for one in found if name in one[0]), key=lambda one: one[0][name])
             if len(first) > each:
-                first = sorted(first[:LOOKED_AT], key=lambda one: self._planted(one[1], name))
+                same = sum(one[0][name] <= first[0][0][name] for one in first)
+                first = first[: max(LOOKED_AT, min(same, ALIKE))]
+                first.sort(key=lambda one: self._planted(one[1], name))
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
 

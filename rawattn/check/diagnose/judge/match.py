@@ -499,7 +499,10 @@ def _explain(
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
-    found = sorted(whole, key=lambda e: (-len(e.tensors), e.rms))
+    read = {id(bug) for bug in work.read}  # listed ones say the same in fewer words
+    found = sorted(
+        whole, key=lambda e: (-len(e.tensors), e.rms > 1.5, id(e.prediction.bug) in read, e.rms)
+    )
     left = set(wrong)
     chosen: list[Explained] = []
     while tensors := max((left & {*e.tensors} for e in found), key=len, default=set()):

@@ -72,6 +72,6 @@ def rows_of(field: Field, c: Context, read: Weights) -> Term | None:
         if fits:
             either = of == "k" and q.mask_window == (-1, -1)  # nobody can tell
             where = "Q K^T, or P V of v," if either else PRODUCTS[of]
-            name = "offsets-shifted" if by.words in maps.SEQUENCES else "stale-tile"
+            name = "offsets-shifted" if by.family == "sequences" else "stale-tile"
             return Term(f"{where} takes other rows of {of}: {by.words}", name, steps)
     return None

@@ -1,0 +1,205 @@
+"""Rows of other sequences and of other tiles: whole sequences in another's place, the rest of a
+last tile of queries, stages of a ring of buffers that hold the tile of another step of a loop."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue import inputs, maps
+from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.reference.dense import allowed
+
+Ints = np.ndarray
+ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence stores when, if it does
+    "count as its own": lambda n: n[:0],
+    "are stored as its own, the last sequence first": lambda n: np.arange(len(n))[::-1],
+    "are stored as its own, the longest sequence first": lambda n: np.argsort(-n, kind="stable"),
+    "are stored as its own, the shortest sequence first": lambda n: np.argsort(n, kind="stable"),
+}
+Which = Callable[[Ints, int], Ints]  # of every step x of n
+LOOPS: dict[str, Which] = {  # the step whose tile is taken
+    "of the step before": lambda x, n: np.maximum(x - 1, 0),
+    "of the next step": lambda x, n: np.minimum(x + 1, n - 1),
+    **{f"of step x % {n}": partial(lambda by, x, n: x % by, n) for n in (1, 2, 3, 4)},
+    "of step x // 2 * 2": lambda x, n: x - x % 2,
+}
+READS = {  # steps, each with an operand, that take the rows of one stage
+    "forward": ("Y K", "O V", "Y K, O V"),
+    "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
+    "dk and dv": (
+        *("dK Q", "dV dO", "Y Q, dK Q", "dP dO, dV dO", "Y Q", "dP dO", "bP L", "dS D"),
+        *("bP L, dS D", "Y Q, dK Q, dP dO, dV dO", "Y Q, dK Q, dP dO, dV dO, bP L, dS D"),
+    ),
+}
+PRODUCTS = inputs.PRODUCTS | {
+    "bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"}),
+    "dS": ("dP - D", ("D",), {"dq", "dk"}),
+}
+ALL = 1 << 30  # one tile for all of the other side
+
+
+def _in_stage(stages: int, off: int, ahead: int, x: Ints, n: int) -> Ints:
+    """What a stage of a ring holds that is not the own one, so many steps being loaded ahead."""
+    loaded = np.minimum(x + ahead, n - 1)
+    found = loaded - (loaded - x - off) % stages
+    return np.where(found < 0, x, found)
+
+
+def _loops() -> dict[str, Which]:
+    found = dict(LOOPS)
+    for stages in (2, 3, 4):
+        for off, ahead in product(range(1, stages), sorted({0, 1, stages - 1})):
+            words = f"of stage (x + {off}) % {stages}, loaded {ahead} ahead,"
+            found[words] = partial(_in_stage, stages, off, ahead)
+    return found
+
+
+def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
+    """All of a stage of dense attention that change something ``wrong``, to be tried on sequence
+    ``b`` first."""
+    if stage in FIRST and not question.sparse:
+        yield from _of_sequences(question, stage)
+        yield from _of_tails(question)
+        yield from _of_loops(question, stage, {*wrong}, b)
+
+
+# ---- sequences in each other's place, rest of tiles -------------------------------------------
+
+
+def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
+    """Keys of another sequence, all of them, or from another row on, which gradients go to."""
+    g, lengths = maps.geometry(question, "k"), np.array(question.lengths_k)
+    b = np.arange(question.batch)
+    for words, other in maps.OTHERS.items() if question.batch > 1 else ():
+        of = np.minimum(other(b, g), len(b) - 1)
+        see = partial(_keys_of, g.offsets[of], lengths[of])
+        yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, see)
+    see = partial(_keys_of, g.others[:-1], np.diff(g.others))
+    yield Bug("offsets-shifted", "the keys are those of the other side's offsets", FIRST, see)
+    for words, start in maps.origins(question).items() if stage == "backward" else ():
+        see, text = partial(_keys_of, start(g), lengths), f"k, v are read, dk, dv stored by {words}"
+        yield Bug("offsets-shifted", text, BACKWARD, see, store=_all)
+
+
+def _keys_of(
+    starts: Ints, lengths: Ints, question: Question, views: tuple[View, ...]
+) -> Sequence[View]:
+    """So many keys from these rows on for every sequence; what lies outside is nothing."""
+    found = []
+    for view in views:
+        b = view.sequence
+        keys = np.arange(starts[b], starts[b] + lengths[b])
+        there = (keys >= 0) & (keys < len(question.k))
+        weight = allowed(len(view.rows), len(keys), question.mask_window) & there
+        keys = np.where(there, keys, -1)
+        found.append(replace(view, keys=keys, weight=weight[None].astype(np.float64)))
+    return found
+
+
+def _all(question: Question, answers: Answers) -> Answers:
+    """A store that moves nothing, and is asked for all sequences, whose rows others have stored."""
+    return answers
+
+
+def _of_tails(question: Question) -> Iterator[Bug]:
+    """Rows of q behind a sequence, up to the end of its last tile."""
+    for tile, (words, order) in product(TILES, ORDERS.items()) if question.batch > 1 else ():
+        text = f"rows of q behind a sequence, up to the end of its last tile of {tile}, {words}"
+        yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order), store=_all)
+
+
+def _owned(
+    tile: int, order: Callable[[Ints], Ints], question: Question, views: tuple[View, ...]
+) -> Sequence[View]:
+    """Views with the rest of their last tile, of which the last one in an ``order`` overwrites."""
+    starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
+    stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
+    owner = np.full(len(question.q), -1)
+    for b in order(lengths):
+        owner[starts[b] : stops[b]] = b
+    found = []
+    for view in views:
+        rows = np.arange(starts[view.sequence], stops[view.sequence])
+        shared = not len(order(lengths))
+        longer = replace(view, rows=rows if shared else np.flatnonzero(owner == view.sequence))
+        distance = distances(question, longer)
+        weight = Window(*bounds(question)).holds(distance, distance)[None]
+        found.append(replace(longer, weight=weight.astype(np.float64)))
+    return found
+
+
+# ---- stages of loops --------------------------------------------------------------------------
+
+
+def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:
+    """Operands that a loop over tiles takes from the stage of another step."""
+    of = stage if stage == "forward" else "dq" if wrong == {"dq"} else "dk and dv"
+    over, results = ("queries", {"dk", "dv"}) if "dk" in of else ("keys", {"out", "lse", "dq"})
+    masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
+    seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
+    sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
+    changed = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
+    sets = [x for x, names in zip(sets, changed, strict=True) if names & wrong == wrong & results]
+    sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
+    for tile, down, (words, which) in product(sizes, (False, True), _loops().items()):
+        for u in (ALL, tile, 2 * tile, tile // 2, 4 * tile) if masked else (ALL,):
+            loop = partial(_loop, over, tile, u, down, which)
+            taken = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
+            text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
+            text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
+            for reads in sets:
+                told = (f"{inputs.NAMES[x]} in {PRODUCTS[step][0]}" for step, x in reads)
+                steps = {step: partial(_staged, loop, over, step, x) for step, x in reads}
+                form = f"{', '.join(told)} {text}"
+                yield Bug("stale-tile", form, (stage,), steps=steps, alike=(*reads, taken))
+
+
+def _loop(
+    over: str, tile: int, outer: int, down: bool, which: Which, seen: Ints
+) -> list[tuple[Ints, Ints]]:
+    """For every tile of ``outer`` on the other side which rows are taken for those that the loop
+    ``over`` keys or queries comes to, and which ones of the other side are in it; of those that
+    take the same once."""
+    seen = seen if over == "keys" else seen.T
+    row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
+    for start in range(0, len(seen), outer):
+        here = np.arange(start, min(start + outer, len(seen)))
+        there = np.unique(row[seen[here].any(axis=0)] // tile)[:: -1 if down else 1]
+        taken = np.full(len(row) // tile + 1, -1)
+        taken[there] = there[which(np.arange(len(there)), len(there))]
+        for n, (other, of) in enumerate(found):
+            if ((taken == other) | (taken < 0) | (other < 0)).all():
+                found[n] = np.maximum(taken, other), np.concatenate([of, here])
+                break
+        else:
+            found.append((taken, here))
+    at = row // tile
+    return [(np.where(x[at] < 0, row, x[at] * tile + row % tile), of) for x, of in found]
+
+
+def _staged(
+    loop: Callable[[Ints], list[tuple[Ints, Ints]]], over: str, step: str, operand: str, c: Context
+) -> Floats:
+    """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
+    of_pairs = over == "queries" and step in ("Y", "dP", "bP", "dS")
+    found = None
+    for rows, here in loop((c.W > 0).any(axis=0)):
+        x = STEPS[step](changed(c, **{operand: _rows(getattr(c, operand), rows, operand)}))
+        found = x.copy() if found is None else found
+        at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
+        found[at] = x[at]
+    return np.asarray(STEPS[step](c) if found is None else found)
+
+
+def _rows(x: Floats, rows: Ints, operand: str) -> Floats:
+    """Rows of (..., rows, columns), or of (heads, rows) of row statistics; nothing behind them."""
+    axis, inside = (-1 if operand in ("L", "D") else -2), rows < len(rows)
+    found = np.take(x, np.where(inside, rows, 0), axis=axis)
+    there = inside if axis == -1 else inside[:, None]
+    return np.where(there, found, np.inf if operand == "L" else 0.0)
