@@ -245,7 +245,7 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
         ("back", "unknown", "dS is multiplied by exp of -0.0202 |j - i|"),
         ("j <= i + 1", "causal-off-by-one", "each query sees one key too many"),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
-        ("rows of dq", "rows-not-written", "some rows are never written"),
+        ("rows of dq", "rows-not-written", "dS of dq misses pairs: i % 16 <= 3"),
     ],
 )
 def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
