@@ -66,7 +66,8 @@ class Saved:
 
 def dump(path: str | Path, question: Question, answers: Answers, **said: int) -> None:
     """Write both to a .npz file: an array under each name, bfloat16 as uint16, and "about", JSON
-    text with the options and what else is ``said``."""
+    text with the options, the names of the bfloat16 arrays, for who reads them elsewhere, and what
+    else is ``said``."""
     arrays: Arrays = {}
     for part in fields(Question):
         value = getattr(question, part.name)
@@ -75,6 +76,7 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
     arrays |= {name: np.asarray(array) for name, array in answers.items()}
     about = {
         "written by": "rawattn-check dump",
+        "bfloat16": [name for name, array in arrays.items() if array.dtype == BFLOAT16],
         "options": {name: getattr(question, name) for name in OPTIONS},
         **said,
     }
