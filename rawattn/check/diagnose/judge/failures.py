@@ -321,7 +321,10 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         others = [
             of
             for (side, *_), of in said.items()
-            if of is not said[what] and side == what[0] and _tensors(of) & _tensors(said[what])
+            if of is not said[what]
+            and side == what[0]
+            and _tensors(of) & _tensors(said[what])
+            and (of[0][0].form is not None or of[0][0].bug in NAMELESS)
         ]
         if best and any(_fineness(of) > _fineness(said[what]) for of in others):
             return CONFIDENCE.index("low")

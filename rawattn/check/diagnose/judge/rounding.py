@@ -164,6 +164,9 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
         return np.asarray(STEPS["O"](changed(c, P=c.P * (of(sums) * sums)[..., None])))
 
+    def added_up(c: Context) -> Floats:
+        return np.asarray(reduce(lambda a, b: r(a + r(b)), np.moveaxis(c.dO * c.O, -1, 0)) - c.dL)
+
     def after(step: str) -> dict[str, Step]:
         return {step: lambda c: r(STEPS[step](c))}
 
@@ -182,6 +185,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     for words, step in KEPT.get(stage, {}).items():
         yield words, after(step)
     if stage == "backward":
+        yield "D, column by column,", {"D": added_up}
         words = "the sum over the heads of a group"
         yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0 * x[0])}
 
@@ -190,8 +194,9 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     """Errors that follow those of a running sum in 16 bits."""
     best = (FOLLOWS, "", "")
     sums = [
-        Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk))
+        Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk, alone))
         for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS)
+        for alone in (False, True)
     ]
     for form, of in _followed(verdict, tensors, NONE, sums):
         best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])
@@ -206,10 +211,11 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     return [finding(side, "accumulates-in-16-bit", where, confidence, (evidence,))]
 
 
-def _running(dtype: type, chunk: int) -> dict[str, Step]:
-    """Products whose long sums run in ``dtype``, ``chunk`` terms at a time."""
-
+def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
+    """Products whose long sums run in ``dtype``, ``chunk`` terms at a time; ``alone``: weights and
+    row sums are not rounded."""
     rounded = to_dtype(dtype)
+    weighed = (lambda x: x) if alone else rounded
 
     def product(a: Floats, b: Floats) -> Floats:
         total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
@@ -228,8 +234,8 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
             safe = np.where(np.isneginf(new), 0.0, new)
             factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
             weights = np.exp(c.S[..., here] - safe[..., None])
-            total = rounded(total * factor + weights.sum(axis=-1))
-            out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
+            total = weighed(total * factor + weights.sum(axis=-1))
+            out = rounded(out * factor[..., None] + times(weighed(weights), c.V[here]))
             top = new
         if c.sink is not None:
             total = total + np.exp(c.sink - np.where(np.isneginf(top), 0.0, top))

@@ -1,6 +1,7 @@
-"""What only a case itself shows, not a small problem of its kind: strides that are ignored, rows
-past the end that must stay 0."""
+"""What only a case itself shows, not a small problem of its kind: strides that are ignored, NaN
+that nobody must see, rows past the end that must stay 0."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +17,44 @@ from rawattn.check.expected import Expected, expect
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
 Results = dict[str, np.ndarray]
+# what must not matter: the class and how sure it is, as keys that are seen do the same where all of
+# them are NaN; the title, the inputs without and with it, and where to look
+STRIDES = (
+    "input-layout",
+    "high",
+    "the strides of {inputs} are ignored, as if they were contiguous",
+    "contiguous",
+    "strided",
+    "where addresses are made: strides of tokens and heads, given or asked for",
+)
+NANS = (
+    "neighbour-leak",
+    "medium",
+    "NaN in rows of {inputs} that nobody sees gets into {results}, if only as 0 * NaN",
+    "0 in rows that nobody sees",
+    "NaN there",
+    "loads past the end of a sequence, of a list or of what is in use: such rows must be zeros in "
+    "every product, not masked in P alone",
+)
 
 
 def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
     """What is wrong with ``candidate``, called ``side``, where nothing else is."""
     expected = expect(candidate.fit(case))
+    given = {name: getattr(expected.tensors, name, None) for name in (*ARRAYS, "block_scale")}
+    there = {name: x for name, x in given.items() if x is not None}
+    strided = {n: np.ascontiguousarray(x) for n, x in there.items() if not x.flags.c_contiguous}
+    filled = {n: np.where(np.isnan(x), x.dtype.type(0), x) for n, x in there.items()}
+    filled = {n: x for n, x in filled.items() if np.isnan(there[n]).any()}
     try:
         wrong = _failing(candidate, expected)
-        found = _of_strides(candidate, expected, wrong, side)
+        for plain, trap in (strided, STRIDES), (filled, NANS):
+            if plain and not _failing(candidate, expected, **plain):
+                one = {n: _failing(candidate, expected, **plain | {n: there[n]}) for n in plain}
+                return _trapped([n for n, tensors in one.items() if tensors], wrong, trap, side)
     except Exception:  # of which others tell
         return []
-    return _of_past(expected, wrong, side) if found is None else found
+    return _of_past(expected, wrong, side)
 
 
 def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Results:
@@ -36,22 +64,15 @@ def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Result
     return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
 
 
-def _of_strides(
-    candidate: Candidate, expected: Expected, wrong: Results, side: str
-) -> list[Finding] | None:
-    """Inputs whose strides are ignored; None where strides are not what is wrong."""
-    given = {name: getattr(expected.tensors, name) for name in ARRAYS}
-    strided = {n: x for n, x in given.items() if x is not None and not x.flags.c_contiguous}
-    packed = {name: np.ascontiguousarray(x) for name, x in strided.items()}
-    if not strided or _failing(candidate, expected, **packed):
-        return None
-    alone = {n: _failing(candidate, expected, **packed | {n: x}) for n, x in strided.items()}
-    ignored = [name for name, tensors in alone.items() if tensors]
-    said = [f"right with all inputs contiguous, wrong with {' or '.join(ignored)} strided"]
-    title = f"the strides of {', '.join(ignored)} are ignored, as if they were contiguous"
-    look_at = "where addresses are made: strides of tokens and heads, given or asked for"
-    of = (side, "input-layout", ", ".join(wrong), "high", said)
-    return [finding(*of, title=title, look_at=look_at)] if ignored else []
+def _trapped(
+    inputs: Sequence[str], wrong: Results, trap: tuple[str, ...], side: str
+) -> list[Finding]:
+    """What is told of inputs that do harm by what must not matter."""
+    bug, sure, title, without, with_it, look_at = trap
+    said = [f"right with all inputs {without}, wrong with {' or '.join(inputs)} {with_it}"]
+    title = title.format(inputs=", ".join(inputs), results=", ".join(wrong))
+    of = (side, bug, ", ".join(wrong), sure, said)
+    return [finding(*of, title=title, look_at=look_at)] if inputs else []
 
 
 def _of_past(expected: Expected, wrong: Results, side: str) -> list[Finding]:

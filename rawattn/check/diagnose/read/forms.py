@@ -130,8 +130,8 @@ def _columns(part: Part) -> Iterator[Change]:
     width = c.dO.shape[2]
     h, i, j = (x[:: max(1, len(h) // (SAMPLED * width))] for x in (h, i, j))
     of = [c.dO[h, i] * c.V[h, j], -c.dO[h, i] * c.O[h, i]]
-    due = slopes.dS[h, i, j] / (part.P * slopes.slope)[h, i, j]
-    found = np.linalg.lstsq(np.concatenate(of, axis=1), due, rcond=1e-9)[0]
+    basis = (part.P * slopes.slope)[h, i, j][:, None] * np.concatenate(of, axis=1)
+    found = np.linalg.lstsq(basis, slopes.dS[h, i, j], rcond=1e-9)[0]
     factors = np.rint(found).reshape(2, width)
     if np.abs(found - factors.ravel()).max(initial=0.0) > 0.2 or (factors == 1).all():
         return
@@ -164,6 +164,10 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
     for (text, over), tile in product(OVER.items(), TILES):
         yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
+    for count in (t for t in TILES if t < question.v.shape[2]):
+        yield f"of the first {count} columns alone", ANOTHER, partial(_of_first, count)
+    if question.softcap is not None:
+        yield "as the sum of P dP with the softcap's slope", ANOTHER, _with_slope
 
 
 def size_of(part: Part) -> float:
@@ -183,6 +187,17 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
     same = b[:, None] == b
     last = np.where(same, number, -1).max(axis=1, keepdims=True)
     return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
+
+
+def _of_first(columns: int, c: Context) -> Array:
+    own = np.s_[..., :columns]
+    return np.asarray((c.dO[own] * c.O[own]).sum(axis=-1) - c.dL)[..., None]
+
+
+def _with_slope(c: Context) -> Array:
+    return np.asarray(
+        (c.P * c.dP * c.cap[1]).sum(axis=-1, keepdims=True) - np.asarray(c.dL)[..., None]
+    )
 
 
 def _with_delta(D: Of, c: Context) -> Array:

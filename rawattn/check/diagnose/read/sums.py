@@ -52,7 +52,7 @@ class _Rows:
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
         self.noise, self.known = 3 * noise_of(read.places), right.any(axis=-1) & alive
-        self.top = np.where(read.places.right, self.S, -np.inf).max(axis=-1)
+        self.top = np.where(read.places.right, self.S, -np.inf).max(axis=-1, initial=-np.inf)
 
     def fit(self, due: Array, times: int = 1) -> bool:
         """Whether these are the logarithms of the sums."""
