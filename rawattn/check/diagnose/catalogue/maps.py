@@ -197,6 +197,7 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h // group": lambda h, count, group: h // group,
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
     "the first head of the group": lambda h, count, group: h - h % group,
+    "head h % group": lambda h, count, group: h % group,
     "head h % group * num_heads_kv + h // group": lambda h, count, group: (
         h % group * (count // group) + h // group
     ),
@@ -289,9 +290,20 @@ def _cut_off(rows: int, g: Geometry, row: Row) -> Ints:
 
 def heads(question: Question) -> Iterator[Map]:
     """The same row of other heads; those of groups mean nothing to keys."""
-    count = len(HEADS) if question.group > 1 else 3
-    for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
+    for words, head in heads_in_words(question).items():
         yield Map("heads", words, partial(_heads, head))
+
+
+def heads_in_words(question: Question) -> dict[str, Callable[[Ints, int, int], Ints]]:
+    """HEADS that are not alike here for queries, the words of those that are as one."""
+    count = len(HEADS) if question.group > 1 else 3
+    alike: dict[bytes, list[str]] = {}
+    for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
+        h = np.arange(question.num_heads_q)
+        taken = np.broadcast_to(head(h, len(h), question.group), h.shape)
+        if not np.array_equal(taken, h):
+            alike.setdefault(taken.tobytes(), []).append(words)
+    return {" or ".join(words[:3]): HEADS[words[0]] for words in alike.values()}
 
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:

@@ -31,7 +31,7 @@ def _scales(question: Question) -> dict[str, float]:
     s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
     found = {"1": 1.0, "1 / d": 1 / d, "1 / sqrt(d)": d**-0.5, "1 / sqrt(head_dim_v)": d_v**-0.5}
     found |= {"sqrt(d)": d**0.5, "s * s": s * s, "s * log2(e)": s * LOG2_E, "s * ln 2": s / LOG2_E}
-    found |= {"log2(e)": LOG2_E, "2 s": 2 * s, "s / 2": s / 2}
+    found |= {"log2(e)": LOG2_E, "2 s": 2 * s, "s / 2": s / 2, "s / sqrt(d)": s * d**-0.5}
     return found | {"1 / sqrt(num_heads_q * d)": (d * question.num_heads_q) ** -0.5}
 
 
@@ -53,7 +53,8 @@ def of_scores(question: Question) -> Iterator[Bug]:
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
     for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
         width = (question.q if step == "Y" else question.v).shape[2]
-        for columns in {width // deep * deep for deep in (16, 32, 64)} - {0, width}:
+        other = min(width, question.q.shape[2])
+        for columns in {other, *(width // deep * deep for deep in (16, 32, 64))} - {0, width}:
             fewer = {step: partial(_fewer, step, a, b, columns)}
             yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
             yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=_columns(columns))

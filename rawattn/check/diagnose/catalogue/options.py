@@ -103,10 +103,9 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     for words, x in factors.items():
         found[f"exp({words}sink)"] = partial(_times, x)
-    for words, head in maps.HEADS.items() if count > 1 else ():
+    for words, head in maps.heads_in_words(question).items():
         heads = np.broadcast_to(head(own, count, group), own.shape)
-        if not np.array_equal(heads, own):
-            found[f"that of {words}"] = partial(_of_heads, every[heads])
+        found[f"that of {words}"] = partial(_of_heads, every[heads])
     for words, sink in found.items():
         yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
 

@@ -196,6 +196,10 @@ class Places:
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
+            whole = -(-self.m // t) // parts * parts
+            found[f"j // {t} - ceil(seqlen_k / {t}) // {parts} * {parts}"] = partial(
+                np.subtract, self.j // t, whole
+            )
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
@@ -222,6 +226,7 @@ class Places:
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
         at, shift = f"(packed row {g} i + h % {g})", m - n
         rows = {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
+        rows[f"({at[1:-1]}) % seqlen_q"] = rows[at] % n
         found: dict[str, Callable[[], Array]] = {
             "h": lambda: h + 0 * i,
             f"h % {g}": lambda: h % g + 0 * i,

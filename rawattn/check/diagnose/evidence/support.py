@@ -13,6 +13,7 @@ from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
+NO_RULE = "by no plain rule"
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
@@ -27,7 +28,7 @@ class Part:
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
-        rule = "by no plain rule" if self.rule is None else str(self.rule)
+        rule = NO_RULE if self.rule is None else str(self.rule)
         return f"{verb or f'a query {self.kind}'}{who}: {rule}"
 
 
@@ -106,7 +107,8 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
         told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
-        if len({part.rule for part in told}) > 1:  # one for all heads, if it is as plain
+        rules = {part.rule for part in told}
+        if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if it is as plain
             every = tuple(range(len(seen)))
             rule = _rule(kind, both, every, by_head=True)
             most = max((9, 9) if part.rule is None else part.rule.size[:2] for part in told)

@@ -30,6 +30,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
     tensors_in,
 )
+from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.proofs import finding
@@ -332,9 +333,9 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         doubted = best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless
         return best + doubted
 
-    def rank(what: tuple[str, str, str]) -> tuple[bool, int, int]:
-        """Bugs before what has no name, by confidence, by how often they are shown."""
-        return what[1] in NAMELESS, confidence(what), -len(said[what])
+    def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, int]:
+        """Bugs before what has no name, by confidence, rules first, by how often they are shown."""
+        return what[1] in NAMELESS, confidence(what), NO_RULE in what[2], -len(said[what])
 
     findings: list[Finding] = []
     shown = found[0][1]

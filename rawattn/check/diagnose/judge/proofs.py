@@ -199,8 +199,9 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
     named = _rearranged(verdict) or _dead(verdict)
     if named is not None:
-        bug, confidence, evidence = named
-        return finding(side, bug, where, confidence, evidence)
+        bug, confidence, evidence, form = named
+        title = f"{CLASSES[bug].title}: {form}" if form else ""
+        return finding(side, bug, where, confidence, evidence, title=title)
     said = ["no known bug gives these numbers"]
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
@@ -230,7 +231,7 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
 }
 
 
-Named = tuple[str, str, tuple[str, ...]] | None
+Named = tuple[str, str, tuple[str, ...], str] | None  # the form last
 
 
 def _rearranged(verdict: StageVerdict) -> Named:
@@ -245,22 +246,27 @@ def _rearranged(verdict: StageVerdict) -> Named:
         if moved < 0.3 * size or sorted_ > max(2 * eps_of(verdict.work.found[name]), 1e-5) * size:
             return None
     text = "sorted, its values are the right ones: only their places are wrong"
-    return "transposed", "medium", (text,)
+    return "transposed", "medium", (text,), ""
 
 
 def _dead(verdict: StageVerdict) -> Named:
-    """Wrong in the rows that see no key, and in no others."""
-    lse = solve(verdict.work.question, "forward")["lse"].T
+    """Wrong in the rows that see no key, or of keys that no query sees, and in no others."""
+    work = verdict.work
+    lse = solve(work.question, "forward")["lse"].T
     for name in verdict.unexplained:
-        bad = verdict.work.bad(name)
-        if name in OF_KEYS or bad.shape != lse.shape:
+        bad, (x, right) = work.bad(name), work.pair(name)
+        of_keys = name in OF_KEYS
+        if not of_keys and bad.shape != lse.shape:
             continue
-        if not bad.any() or not np.isneginf(lse[bad]).all():
+        nothing = (right == 0).all(axis=2) if of_keys else np.isneginf(lse)
+        if not bad.any() or not nothing[bad].all():
             return None
-        text = f"{name}: {int(bad.sum())} rows are wrong, all of them rows without an allowed key"
-        work = verdict.work
-        means = [x for x in work.usual if x.bug.name == "dead-rows" and "mean" in x.bug.variant]
-        if any(work.relative(x, "out") < FAR for x in means if "out" in work.tensors):
-            text += "; out is the mean of v there: masked scores are a finite number, such as -1e9"
-        return "dead-rows", "high", (text,)
+        kinds = {"NaN": np.isnan(x), "+inf": np.isposinf(x), "finite numbers": np.isfinite(x)}
+        form = " or ".join(words for words, there in kinds.items() if there[bad].any())
+        means = [one for one in work.usual if one.bug.variant == "mean of v"]
+        if any(work.relative(one, "out") < FAR for one in means if "out" in work.tensors):
+            form = "out is the mean of v there: masked scores are a finite number, such as -1e9"
+        whose = "keys that no query sees" if of_keys else "rows without an allowed key"
+        text = f"{name}: {int(bad.sum())} rows are wrong, all of them {whose}"
+        return "rows-not-written" if of_keys else "dead-rows", "high", (text,), form
     return None

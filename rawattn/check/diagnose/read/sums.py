@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import options
+from rawattn.check.diagnose.catalogue import maps, options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
-from rawattn.check.diagnose.evidence.places import Places, log_sum
+from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view, places_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
@@ -113,6 +113,8 @@ def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
         x = float((added if adds else level).mean())
         x = float(np.round(x, 0 if abs(x - np.rint(x)) < noise else 4)) + 0.0
         text = f"{x:.4g} is added to masked scores" if adds else f"masked scores are {x:.4g}"
+        capped = said.weights.places.question.softcap == -x and not adds
+        text += " (the softcap is applied to masked scores)" * capped
         said.names[:] = ["mask-fill"]
         said.steps["S"] = partial(_filled, x, adds)
     other = "weights of keys that must not be seen are not those of their scores"
@@ -252,6 +254,17 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
+    elif (by := _of_other_rows(x, due)) is not None:
+        said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
+        said.steps["softmax"] = partial(_over_others, by)
+    elif (often := _often(x, mass)) is not None:
+        what, fewest, top = often
+        times = f"{top} times too often"
+        if fewest < top:
+            times = f"{fewest} to {times} (once for every part of the keys, or every empty one?)"
+        same = fewest == top and "sink" in what
+        said.say(f"the row sums have {what} {times}", "sinks-misplaced" if same else "denominator")
+        said.steps |= options.with_sink(lambda c: c.sink + np.log1p(top)) if same else {}
     elif (more := _more(x, mass, said.weights.right.lse)) is not None:
         text, name, step = more
         said.say(f"the row sums have {text}", name)
@@ -261,10 +274,35 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     else:
         least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
         text = f"are times {least} to {most} what they must be"
-        whole = np.rint(mass[x.known]) + 0.0
-        if np.abs(mass[x.known] - whole).max() < 0.1 and whole.min() >= 0:
-            text = f"have exp(0) of what is no key, {whole.min():.0f} to {whole.max():.0f} times"
         said.say(f"the row sums {text}, another number in every row", "denominator")
+
+
+def _of_other_rows(x: _Rows, due: Array) -> maps.Map | None:
+    """Where the row sums are those of other rows, or heads, whose logarithms are ``due``."""
+    g = maps.geometry(x.places.question, "lse")
+    moved = maps.families(x.places.question, True)
+    return next((by for by in moved if x.fit(by.moved(g, due))), None)
+
+
+def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
+    """Weights over the sums of other rows."""
+    L = by.moved(maps.geometry(c.question, "lse"), Right(places_of(c.question)).lse)
+    by_rows = dead_to_inf(np, L[np.ix_(c.view.heads, c.view.rows)])[..., None]
+    return STEPS["softmax"](c)[0], np.exp(c.S - by_rows)
+
+
+def _often(x: _Rows, mass: Array) -> tuple[str, int, int] | None:
+    """What counts once, or not at all, and is in the ``mass`` in whole numbers; how often."""
+    sinks = x.places.question.sinks
+    units = {"exp(0) of what is no key": np.ones((1, 1))}
+    if sinks is not None:
+        units = {"exp(sink)": np.exp(np.asarray(sinks, dtype=np.float64))[:, None]} | units
+    for what, unit in units.items():
+        often = (mass / unit)[x.known]
+        whole = np.rint(often) + 0.0
+        if np.abs(often - whole).max(initial=0.0) < 0.02 and whole.min(initial=0.0) >= 0:
+            return what, int(whole.min()), int(whole.max())
+    return None
 
 
 def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
