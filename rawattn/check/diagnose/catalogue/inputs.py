@@ -117,7 +117,8 @@ def _read(
         if right - apart - {"delta"} or not wrong - apart:
             continue
         numbers = set(names) <= set(maps.STATISTICS)
-        of_tiles = maps.rows(question) if names == ("k", "v") else ()
+        least = {("k", "v"): 1} | dict.fromkeys(DIRECTIONS[:3], TILES[0])
+        of_tiles = maps.rows(question, least[names]) if names in least else ()
         for by in [*by_kind[numbers], *of_tiles, *_of_keys(question, names)]:
             several = by.family in ("layouts", "heads of keys") or (
                 names == ("k", "v") and by.family in ("rows", "sequences")

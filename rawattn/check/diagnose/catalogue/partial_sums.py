@@ -180,9 +180,16 @@ WAYS: dict[str, Way] = {
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda t: (0 * t.factors, np.ones_like(t.factors)),
+    "without the first rescale after a tile's own": lambda t: (t.factors, 1 / _next(t.factors)),
     "not rescaled by the last tile": lambda t: (_but_the_last(t.factors), np.ones_like(t.factors)),
     "divided by the row sum at every tile": lambda t: (t.factors / t.row_sums, 1 / t.row_sums),
 }
+
+
+def _next(x: Floats) -> Floats:
+    """The factors of the tiles behind, where there is something to rescale."""
+    behind = np.concatenate([x[1:], np.ones_like(x[:1])])
+    return np.where(behind > 0, behind, 1.0)
 
 
 def _but_the_last(x: Floats) -> Floats:

@@ -97,6 +97,7 @@ def _rows(question: Question) -> dict[str, Floats]:
             f"queries but those of a partial tile of {t}": i < n // t * t,
             f"the last tile of {t} queries of each sequence": i // t == (n - 1) // t,
             f"the first tile of {t} queries of each sequence": i < t,
+            f"the last tile of {t} queries of the last sequence": last & (i // t == (n - 1) // t),
             f"{ALL} once for every tile of {t} keys": -(-m // t),
         }
     return {of: often * (b >= 0.0) for of, often in found.items()}
