@@ -53,12 +53,15 @@ class Lists:
     def own_block(self) -> Ints:
         return np.asarray(np.where(self.place >= 0, self.place // self.size, -1))
 
+    @property
+    def whole(self) -> Ints:
+        """How many blocks of the sequence are full."""
+        return by_token(self.question, self.question.lengths_k) // self.size
+
     @cached_property
     def blocks(self) -> Ints:
         """How many the sequence has."""
-        return np.asarray(
-            -(-by_token(self.question, np.array(self.question.lengths_k)) // self.size)
-        )
+        return -(-by_token(self.question, self.question.lengths_k) // self.size)
 
     @property
     def limit(self) -> Ints:
