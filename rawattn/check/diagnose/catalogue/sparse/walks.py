@@ -39,7 +39,12 @@ def walked(c: Context, order: Order) -> tuple[Ints, Ints]:
     size, view = c.question.block_size, c.view
     key = view.keys - c.question.cu_seqlens_k[view.sequence]
     by = order(view.slot, np.broadcast_to(key // size, view.slot.shape), c.question.slots)
-    return _ranked(by, c.W > 0)
+    seen = c.W > 0
+    there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
+    heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
+    np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
+    place = np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2)
+    return np.where(seen, place, -1), there.sum(axis=2, keepdims=True)
 
 
 def in_lists(c: Context) -> tuple[Ints, Ints]:
@@ -53,20 +58,10 @@ def in_lists(c: Context) -> tuple[Ints, Ints]:
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
 
-def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
-    there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
-    heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
-    np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
-    place = np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2)
-    return np.where(seen, place, -1), there.sum(axis=2, keepdims=True)
-
-
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Which pairs every step of a walk has: blocks."""
-    orders = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
-    return orders | {
-        "slot by slot, the own block last": partial(_parts, tuple(range(question.slots + 1)))
-    }
+    found = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
+    return found | {"slot by slot": partial(_parts, tuple(range(question.slots + 1)))}
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
@@ -80,9 +75,7 @@ def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     found: dict[tuple[int, ...], str] = {}
     for parts, up in product((2, 3, 4, count), (0, 1)):
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
-        found.setdefault(
-            part, f"{parts} parts of the slots, the {'last' if up else 'first'} longer"
-        )
+        found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
     return {words: partial(_parts, part) for part, words in found.items() if any(part)}
 
 
