@@ -139,15 +139,12 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
-    return tuple(dense_views(question, window))
-
-
-def dense_views(question: Question, window: tuple[int, int]) -> Iterator[View]:
-    """Every sequence that has queries and keys, by key/value head."""
+    found = []
     for b, rows, keys in sequences(question):
         weight = allowed(len(rows), len(keys), window)[None].astype(np.float64)
         for head_kv in range(question.num_heads_kv):
-            yield View(b, rows, keys, heads_of(question, head_kv), head_kv, weight)
+            found.append(View(b, rows, keys, heads_of(question, head_kv), head_kv, weight))
+    return tuple(found)
 
 
 def sparse_views(
@@ -342,24 +339,21 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
     return c
 
 
+def _shape(question: Question, name: str) -> tuple[int, ...] | None:
+    """That of a result; None where there is none, for lack of a gate or sinks."""
+    if name in BY_ROW:
+        return question.q.shape[1::-1]
+    if "out" in name:
+        return (*question.q.shape[:2], question.v.shape[2])
+    of = getattr(question, name[1:])  # dq of q, gsinks of sinks
+    return None if of is None else of.shape
+
+
 def empty(question: Question, stage: str) -> Answers:
     """What a stage gives before any view has stored something."""
-    q, rows = question, question.q.shape[1::-1]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in RESULTS[stage]:
-        if name in BY_ROW:
-            shapes[name] = rows
-        elif name in OF_SLOTS:
-            shapes |= {} if q.block_scale is None else {name: q.block_scale.shape}
-        elif name in OF_SINKS:
-            shapes |= {} if q.sinks is None else {name: rows[:1]}
-        elif "out" in name:
-            shapes[name] = (*q.q.shape[:2], q.v.shape[2])
-        else:
-            shapes[name] = getattr(q, name[-1]).shape
-    of_no_key = ("lse", "jvp lse")
-    found = {name: np.zeros(x) for name, x in shapes.items() if name != "delta"}
-    return {name: x - np.inf if name in of_no_key else x for name, x in found.items()}
+    shapes = {name: _shape(question, name) for name in RESULTS[stage] if name != "delta"}
+    of_no_key = {"lse": -np.inf, "jvp lse": -np.inf}
+    return {n: np.full(x, of_no_key.get(n, 0.0)) for n, x in shapes.items() if x is not None}
 
 
 def _store(array: Floats, name: str, x: Floats, c: Context) -> None:

@@ -16,7 +16,6 @@ Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blo
 ORDERS: dict[str, Order] = {
     "in the order of the slots": lambda slot, block, last: np.where(slot < 0, last, slot),
     "the own block first": lambda slot, block, last: slot + 1,
-    "from the last slot on": lambda slot, block, last: last - slot,
     "blocks ascending": lambda slot, block, last: block,
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
