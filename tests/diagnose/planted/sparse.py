@@ -171,7 +171,6 @@ _OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
 
 _ALL = seen_past(lambda t: t.slot >= 0)
 _OWN_SELECTED = seen_past(lambda t: t.slot >= 0 and t.block == t.own)
-_LAST_TURN = {"dS of dq": lambda c, x: x * (turns(c) == turns(c).max(axis=1, keepdims=True))}
 _HIDDEN: Any = lambda c: (c.j > c.p) & (c.question.causal | (c.slot < 0))  # noqa: E731
 _FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where(_HIDDEN(c), 0, x)}
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
@@ -299,7 +298,6 @@ _LISTS: Table = (
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
-    ("tile-overwrites: dq of the last block", "b", _LAST_TURN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout or offsets-shifted: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),

@@ -305,14 +305,11 @@ def per_key(view: View, scale: Floats | None, elsewhere: float) -> Floats | floa
 def _context(question: Question, view: View, rounding: Rounding, given: Same | None) -> Context:
     rows, heads = view.rows[None, :], view.heads[:, None]
 
-    def of_q(x: Floats | None) -> Floats | float:
-        return 0.0 if x is None else rounding.entry(np.asarray(x[rows, heads], dtype=np.float64))
+    def of(x: Floats | None, at: tuple[Any, ...], none: float | None = 0.0) -> Any:
+        return none if x is None else np.asarray(x[at], dtype=np.float64)
 
-    def of_row(x: Floats | None) -> Floats | float:
-        return 0.0 if x is None else np.asarray(x[heads, rows], dtype=np.float64)
-
-    def of_head(x: Floats | None, none: float | None) -> Floats | float | None:
-        return none if x is None else np.asarray(x, dtype=np.float64)[view.heads, None]
+    def of_q(x: Floats | None) -> Floats:
+        return rounding.entry(of(x, (rows, heads)))
 
     seen = (view.weight > 0).any(axis=(0, 1))
 
@@ -328,14 +325,14 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
     c.r, c.o = rounding.operation, rounding.operand
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
-    c.dO, c.dL = of_q(q.dout), of_row(q.dlse)
+    c.dO, c.dL = of_q(q.dout), of(q.dlse, (heads, rows))
     c.tQ = np.zeros_like(c.Q) if q.tq is None else of_q(q.tq)
     c.tK, c.tV = of_k(q.tk, q.k), of_k(q.tv, q.v)
     c.G, c.tG = per_key(view, q.block_scale, 1.0), per_key(view, q.tblock_scale, 0.0)
-    c.sink, c.tsink = of_head(q.sinks, None), of_head(q.tsinks, 0.0)
+    c.sink, c.tsink = of(q.sinks, (heads,), None), of(q.tsinks, (heads,))
     c.given = given
     if given is not None:
-        c.O, c.L = of_q(given[0]), of_row(given[1])
+        c.O, c.L = of_q(given[0]), of(given[1], (heads, rows))
     return c
 
 

@@ -82,8 +82,8 @@ class Runs:
     def scaled(self) -> dict[str, Floats]:
         """A factor of 2 rounds nothing."""
         q = self.question
-        double = {n: getattr(q, n) * 2 for n in ("q", "tq") if getattr(q, n) is not None}
-        double = {name: array.astype(q.dtype) for name, array in double.items()}
+        given = {n: x for n in ("q", "tq") if (x := getattr(q, n)) is not None}
+        double = {n: (2 * x).astype(q.dtype) for n, x in given.items()}
         answers = self.run(softmax_scale=q.scale / 2, **double)
         return {t: a * 2 if t in ("dq", "gq") else a for t, a in answers.items()}
 

@@ -1,8 +1,7 @@
 """Bugs of block_scale in block-sparse attention: which slot it is for, what it multiplies, and what
 its gradient holds."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,10 +26,14 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     heads = [*maps.heads(question)][:3]  # others are of groups
-    rows = [*GRADIENTS, *(DIRECTIONS if question.tblock_scale is not None else ())]
-    rows += [*_shares(question), *(LEFT_OUT if np.any(question.block_scale != 1) else ())]
-    rows += _read(question, "block_scale", [*heads, *maps.sequences(question)])
-    rows += _read(question, "tblock_scale", heads)
+    rows = [
+        *GRADIENTS,
+        *_shares(question),
+        *(LEFT_OUT if np.any(question.block_scale != 1) else ()),
+    ]
+    rows += [_read(question, "block_scale", by) for by in (*heads, *maps.sequences(question))]
+    if question.tblock_scale is not None:
+        rows += [*DIRECTIONS, *(_read(question, "tblock_scale", by) for by in heads)]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     for words, change in CHANGES.items():
         if different(see := listed(change)):
@@ -65,6 +68,7 @@ def _again(c: Context) -> Floats:
 NO_GRADIENT = {"dG": _zeros, "gG": _zeros}
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
 S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in GATED)
+READ = {"block_scale": ("G", 1.0, GATED, ALL), "tblock_scale": ("tG", 0.0, MOVED, SECOND + JVP)}
 STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
 AS_IF_1 = S | DY | {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in MOVED}
 ON_OUT: dict[str, Step] = S | {
@@ -100,46 +104,29 @@ LEFT_OUT: tuple[Row, ...] = (
 
 
 def _shares(question: Question) -> Iterator[Row]:
-    """Of the heads of a selection some shares of the gradient, or more of it."""
+    """Of the heads of a selection some shares of the gradient."""
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
     number = np.arange(heads)
     shares = {"the last head": number == heads - 1, "the first head": number == 0}
     shares |= {"the mean": np.full(heads, 1 / heads)}
     for text, share in shares.items() if heads > 1 else ():
-        yield "sparse-gate-not-summed", text, BEYOND, _shared(share)
-    if not math.isclose(question.scale, 1.0):
-        for text, factor in (("without", 1 / question.scale), ("twice", question.scale)):
-            yield "output-scale", f"dblock_scale, {text}", BEYOND, _shared(np.array([factor]))
+        steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
+        yield "sparse-gate-not-summed", text, BEYOND, steps
 
 
-def _shared(share: np.ndarray) -> dict[str, Step]:
-    def step(name: str, c: Context) -> Floats:
-        of_head = share[c.view.heads % len(share)]
-        return np.asarray(of_head[:, None, None] * STEPS[name](c))
-
-    return {name: partial(step, name) for name in ("dG", "gG")}
+def _shared(share: Floats, name: str, c: Context) -> Floats:
+    return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
 
 
 # ---- which slot -------------------------------------------------------------------------------
 
 
-def _read(question: Question, name: str, by_maps: Iterable[maps.Map]) -> Iterator[Row]:
+def _read(question: Question, name: str, by: maps.Map) -> Row:
     """block_scale or its direction, read by a map."""
-    of_tangents, array = name == "tblock_scale", getattr(question, name)
-    operand, sites, stages = ("tG", MOVED, SECOND + JVP) if of_tangents else ("G", GATED, ALL)
-    for by in by_maps if array is not None else ():
-        scale = by.moved(maps.geometry(question, "dblock_scale"), array)
-        read = partial(_of_slots, scale, 0.0 if of_tangents else 1.0)
-        yield (
-            MISREAD,
-            f"{name}, {by.words}",
-            stages,
-            {x: with_values(x, **{operand: read}) for x in sites},
-        )
-
-
-def _of_slots(scale: Floats, none: float, c: Context) -> Floats | float:
-    return per_key(c.view, scale, none)
+    operand, none, sites, stages = READ[name]
+    scale = by.moved(maps.geometry(question, "dblock_scale"), getattr(question, name))
+    read = {operand: lambda c: per_key(c.view, scale, none)}
+    return MISREAD, f"{name}, {by.words}", stages, {x: with_values(x, **read) for x in sites}
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of

@@ -106,7 +106,6 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (TWICE, "the own block", _again(own=True)),
     (TWICE, "all", _again(slots=True, own=True)),
     (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
-    (READ, "as the last block", where(named=lambda x: np.where(x.is_block, x.named, x.blocks - 1))),
     (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
@@ -124,7 +123,6 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
-    (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
 

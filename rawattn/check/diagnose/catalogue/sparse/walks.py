@@ -9,7 +9,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import BACKWARD, Bug
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -29,7 +29,7 @@ SHARES: dict[str, Share] = {
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
 OVERWRITES = "the last {} alone"
-Place = Callable[[Context], tuple[Ints, Ints]]
+GRADIENTS = {"dk": "dK", "dv": "dV"}
 
 
 def walked(c: Context, order: Order) -> tuple[Ints, Ints]:
@@ -85,27 +85,19 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a walk, or of a list of queries, that counts alone, in what is ``wrong``."""
-    for of, order in ORDERS.items() if "dq" in wrong else ():
-        steps = _weighed(["dQ"], partial(walked, order=order), SHARES[OVERWRITES], 1)
-        text = f"dq, of a query's blocks the last one alone, {of}"
-        yield Bug("tile-overwrites", text, BACKWARD, steps=steps)
-    names, longest = [name for name in ("dk", "dv") if name in wrong], max(question.lengths_q)
+    """A part of a list of queries that counts alone, in what is ``wrong``."""
+    names, longest = [name for name in GRADIENTS if name in wrong], max(question.lengths_q)
     for words, share in SHARES.items() if names else ():
         name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                steps = _weighed([f"d{name[1].upper()}" for name in names], in_lists, share, lot)
+                steps = {GRADIENTS[n]: partial(_weighed, GRADIENTS[n], share, lot) for n in names}
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
-def _weighed(names: Collection[str], place: Place, share: Share, lot: int) -> dict[str, Step]:
-    """These products of the pairs that count."""
-
-    def step(name: str, c: Context) -> Floats:
-        at, count = place(c)
-        kept = (at >= 0) & share(at, count, lot)
-        return np.asarray(STEPS[name](changed(c, P=c.P * kept, dY=c.dY * kept)))
-
-    return {name: partial(step, name) for name in names}
+def _weighed(step: str, share: Share, lot: int, c: Context) -> Floats:
+    """A product of the pairs that count."""
+    at, count = in_lists(c)
+    kept = (at >= 0) & share(at, count, lot)
+    return np.asarray(STEPS[step](changed(c, P=c.P * kept, dY=c.dY * kept)))
