@@ -29,7 +29,6 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.engine.steps import (
     LOG2_E,
-    OWN_P,
     PROGRAMS,
     RESULTS,
     STEPS,
@@ -41,7 +40,7 @@ from rawattn.check.diagnose.engine.steps import (
 )
 from rawattn.reference.dense import allowed
 
-__all__ = ["LOG2_E", "OWN_P", "STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
+__all__ = ["LOG2_E", "STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
 
 
 def exact(x: Floats) -> Floats:

@@ -56,15 +56,6 @@ def _zeros(c: Context) -> Floats:
     return np.zeros_like(c.P)
 
 
-def _gated(c: Context) -> Floats:
-    """The scores with the gate."""
-    return np.asarray(c.G * c.Y)
-
-
-def _again(c: Context) -> Floats:
-    return np.asarray(c.G * STEPS["gG"](c))
-
-
 NO_GRADIENT = {"dG": _zeros, "gG": _zeros}
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
 S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in GATED)
@@ -80,13 +71,13 @@ ON_OUT: dict[str, Step] = S | {
 }
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
-    (ON_P, "twice in its own gradient", BACKWARD, {"dG": with_values("dG", Y=_gated)}),
-    (ON_P, "twice in gblock_scale", SECOND, {"gG": _again}),
+    (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
+    (ON_P, "twice in gblock_scale", SECOND, {"gG": lambda c: c.G * STEPS["gG"](c)}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
 )
 DIRECTIONS: tuple[Row, ...] = (
-    (ON_P, "with its own direction in E", SECOND + JVP, {"E": with_values("E", Y=_gated)}),
+    (ON_P, "with its direction in E", SECOND + JVP, {"E": with_values("E", Y=lambda c: c.G * c.Y)}),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
     (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
     (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
@@ -108,7 +99,6 @@ def _shares(question: Question) -> Iterator[Row]:
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
     number = np.arange(heads)
     shares = {"the last head": number == heads - 1, "the first head": number == 0}
-    shares |= {"the mean": np.full(heads, 1 / heads)}
     for text, share in shares.items() if heads > 1 else ():
         steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
         yield "sparse-gate-not-summed", text, BEYOND, steps
@@ -137,7 +127,6 @@ SLOTS: dict[str, Slots] = {
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
     "the next slot's": lambda slot, own, n: np.where(slot < 0, slot, (slot + 1) % n),
     "that of the slot before": lambda slot, own, n: np.where(slot < 0, slot, (slot - 1) % n),
-    "that of the first slot": lambda slot, own, n: np.minimum(slot, 0),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 

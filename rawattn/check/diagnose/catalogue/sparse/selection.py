@@ -29,11 +29,11 @@ def _bugs(question: Question) -> Iterator[Bug]:
     for name, words, change in rows(question):
         if different(see := listed(change)):
             yield Bug(name, words, ALL, see=see)
-    for text, zeros in (("zeros", True), ("up to the end of the last block", False)):
-        name = "padded-keys" if zeros else "neighbour-leak"
-        for own, where in ((False, "where it is selected"), (True, "where it is seen")):
-            if different(see := partial(_completed, zeros, own)):
-                yield Bug(name, f"{text}, {where}", ALL, see=see)
+    for own, where in ((False, "where it is selected"), (True, "where it is seen")):
+        if different(see := partial(_completed, True, own)):
+            yield Bug("padded-keys", f"zeros, {where}", ALL, see=see)
+        if different(see := partial(_completed, False, own)):
+            yield Bug("neighbour-leak", f"up to the end of the last block, {where}", ALL, see=see)
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
