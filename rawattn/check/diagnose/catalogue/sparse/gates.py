@@ -26,11 +26,8 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     heads = [*maps.heads(question)][:3]  # others are of groups
-    rows = [
-        *GRADIENTS,
-        *_shares(question),
-        *(LEFT_OUT if np.any(question.block_scale != 1) else ()),
-    ]
+    left_out = LEFT_OUT if np.any(question.block_scale != 1) else ()
+    rows = [*GRADIENTS, *_shares(question), *left_out]
     rows += [_read(question, "block_scale", by) for by in (*heads, *maps.sequences(question))]
     if question.tblock_scale is not None:
         rows += [*DIRECTIONS, *(_read(question, "tblock_scale", by) for by in heads)]
