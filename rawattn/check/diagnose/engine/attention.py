@@ -342,7 +342,7 @@ def _shape(question: Question, name: str) -> tuple[int, ...] | None:
     if "out" in name:
         return (*question.q.shape[:2], question.v.shape[2])
     of = getattr(question, name[1:])  # dq of q, gsinks of sinks
-    return None if of is None else of.shape
+    return None if of is None else tuple(of.shape)
 
 
 def empty(question: Question, stage: str) -> Answers:

@@ -169,10 +169,8 @@ def misread(question: Question) -> Iterator[Bug]:
     for some, by in product([names[:1], names][: len(names)], maps.sequences(question)):
         see = listed(partial(_moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
-    places = dict(PLACES)
-    for t in TILES:
-        places[f"where query i // {t} * {t} stands"] = lambda x, t=t: x.place - x.row % t
-    for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
+    tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
+    for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
 
@@ -185,3 +183,7 @@ def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
         moved = by.moved(replace(g, shape=array.shape), array, -1.0)
         found[name] = moved if name == "block_indices" else moved[..., 0]
     return replace(lists_of(replace(x.question, **found)), question=x.question)
+
+
+def _of_tile(tile: int, x: Lists) -> Ints:
+    return np.asarray(x.place - x.row % tile)

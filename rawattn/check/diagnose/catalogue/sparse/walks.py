@@ -19,7 +19,7 @@ ORDERS: dict[str, Order] = {
     "blocks ascending": lambda slot, block, last: block,
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
-LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # blocks, or queries, of one step of a loop
+LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
 # which of so many places count, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
@@ -32,23 +32,9 @@ OVERWRITES = "the last {} alone"
 GRADIENTS = {"dk": "dK", "dv": "dV"}
 
 
-def walked(c: Context, order: Order) -> tuple[Ints, Ints]:
-    """The place of every key's block in its query's walk, (heads, n, m), -1 where it is not seen,
-    and how many blocks, (heads, n, 1), that has."""
-    size, view = c.question.block_size, c.view
-    key = view.keys - c.question.cu_seqlens_k[view.sequence]
-    by = order(view.slot, np.broadcast_to(key // size, view.slot.shape), c.question.slots)
-    seen = c.W > 0
-    there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
-    heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
-    np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
-    place = np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2)
-    return np.where(seen, place, -1), there.sum(axis=2, keepdims=True)
-
-
 def in_lists(c: Context) -> tuple[Ints, Ints]:
-    """The same of every query in the list of the key's block, with the length of that (heads, 1,
-    m)."""
+    """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
+    see the key, and the length of that list, (heads, 1, m)."""
     seen = c.W > 0
     block = (c.view.keys - c.question.cu_seqlens_k[c.view.sequence]) // c.question.block_size
     of_block = np.zeros((int(block.max(initial=0)) + 1, *seen.shape[1::-1]), dtype=bool)
@@ -64,8 +50,15 @@ def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
-    place, count = walked(c, order)
-    return [place == step for step in range(int(count.max(initial=1)))]
+    """Pairs by the place of the key's block in the query's walk."""
+    seen, view = c.W > 0, c.view
+    block = (view.keys - c.question.cu_seqlens_k[view.sequence]) // c.question.block_size
+    by = order(view.slot, np.broadcast_to(block, view.slot.shape), c.question.slots)
+    there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
+    heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
+    np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
+    place = np.where(seen, np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2), -1)
+    return [place == step for step in range(int(place.max(initial=0)) + 1)]
 
 
 def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
