@@ -338,7 +338,7 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
 def _shape(question: Question, name: str) -> tuple[int, ...] | None:
     """That of a result; None where there is none, for lack of a gate or sinks."""
     if name in BY_ROW:
-        return question.q.shape[1::-1]
+        return tuple(question.q.shape[1::-1])
     if "out" in name:
         return (*question.q.shape[:2], question.v.shape[2])
     of = getattr(question, name[1:])  # dq of q, gsinks of sinks
