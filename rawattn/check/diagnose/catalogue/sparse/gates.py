@@ -135,7 +135,7 @@ def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[
         if view.lists is None or not question.slots:
             return views
         block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-        own = view.lists.own_block[view.rows, 0] == block
+        own = question.own & (view.lists.own_block[view.rows, 0] == block)
         slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
         found.append(replace(view, slot=slot))
     return found
