@@ -327,7 +327,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
     found += of_past(question, saved.answers, name)
     parting, facts = steps.parting(question, saved.answers, saved.matrices), diagnosis.facts
     if parting is not None:
-        facts = (*facts, f"{name}, step by step: {parting}")
+        facts = (*facts, f"{name}, step by step: {parting.text}")
         if not found and parting.step:
             title = f"{parting.step} is wrong, and no result shows it"
             given = (name, "unknown", parting.step, "medium", (parting.text,))

@@ -243,16 +243,15 @@ def _visits(run: Run) -> Visits:
     return run.of("inverted", found)
 
 
-def entries(t: Any, *, within: int = 99, again: bool = False, any_block: bool = False) -> Any:
+def entries(t: Any, *, within: int = 99, again: bool = False) -> Any:
     """Block and slot of all that a token names and that counts; the own block has slot -1.
 
     A block counts once ``within`` so many entries; again: the own one though it is there already.
-    any_block: past the end.
     """
     found: list[tuple[int, int]] = []
     for slot, block in enumerate(t.named[: t.count]):
         before = [other for other, _ in found[max(len(found) - within, 0) :]]
-        if 0 <= block and (any_block or block < t.blocks) and block not in before:
+        if 0 <= block < t.blocks and block not in before:
             found.append((block, slot))
     if t.question.own and 0 <= t.own < t.blocks:
         if again or t.own not in [block for block, _ in found]:

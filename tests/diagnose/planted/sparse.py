@@ -52,11 +52,6 @@ def full(t: Any, block: int) -> int:
     return block if (block + 1) * t.question.block_size <= t.m else -1
 
 
-def own_for_every_slot(t: Any, right: Entries) -> Entries:
-    own = [(t.own, -1)] if 0 <= t.own < t.blocks else []
-    return [entry for entry in right if entry[1] >= 0] + t.count * own
-
-
 def united(tile: int) -> Hooks:
     """With the blocks of all queries of a tile."""
 
@@ -176,7 +171,6 @@ _OTHER_KEYS = _OWN | {"lengths_k": ("any",)}
 
 _ALL = seen_past(lambda t: t.slot >= 0)
 _OWN_SELECTED = seen_past(lambda t: t.slot >= 0 and t.block == t.own)
-_LAST_TURN = {"dS of dq": lambda c, x: x * (turns(c) == turns(c).max(axis=1, keepdims=True))}
 _HIDDEN: Any = lambda c: (c.j > c.p) & (c.question.causal | (c.slot < 0))  # noqa: E731
 _FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where(_HIDDEN(c), 0, x)}
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
@@ -206,7 +200,6 @@ _OWN_OF_NEXT = {"own block": lambda t, x: (t.place + 1) // t.question.block_size
 _PACKED = sorted_by(lambda t, block: not 0 <= block < t.blocks)
 _LAST_SLOT = {"count": lambda t, x: min(x, len(t.named) - 1)}
 _LAST_COUNTED = {"count": lambda t, x: max(x - 1, 0)}
-_ANY_BLOCK = listed(any_block=True, again=True)
 _LONG = _CAUSAL | _OWN | {"lengths": (60, 130), "batch": (1, 2), "lengths_k": ("equal",)}
 
 
@@ -225,7 +218,6 @@ _ON_P = {
     "G in dY": one,
     "dG": lambda c, x: c.P * (c.dO @ c.V.T),
 }
-_ON_EXP = {"scores": lambda c, x: c.Y + np.log(c.G), "dG": lambda c, x: c.dS / c.G, "G in dY": one}
 
 
 def gate_but_of_own(c: Head, G: Any) -> Any:
@@ -256,7 +248,6 @@ _TABLE: Table = (
     ("padded-keys: in the last block, zero keys", "fb j fbsj", _ZEROS),
     ("sparse-padding-read: as block 0", "fb s j", _AS_BLOCK_0),
     ("sparse-gate-gradient-missing: zeros", "b s", of_each(by(0), "dblock_scale", "gblock_scale")),
-    ("sparse-gate-gradient-missing: does not move", "s j", _STILL),
     ("sparse-gate-not-summed: last head", "b s", _LAST_HEAD),
     ("sparse-gate-ignored: everywhere", "fb", _NO_GATE),
     ("sparse-gate-ignored: scores and dq, dk", "b", _NO_GATE),
@@ -277,18 +268,15 @@ _TABLE: Table = (
     ("sparse-list-cut: last slot", "fb b s j", _LAST_SLOT),
     ("sparse-list-cut: last that counts", "fb", _LAST_COUNTED, _COUNTS),
     ("sparse-counts-ignored: all slots", "fb b s j", {"count": lambda t, x: len(t.named)}),
-    ("direction-ignored or sparse-gate-gradient-missing: of the gate", "sj", _STILL, _GATE),
+    ("direction-ignored: of the gate", "s j sj", _STILL, _GATE),
 )
 # of lists, whose sliding branch is off
 _LISTS: Table = (
     ("sparse-list-cut: after so many as named", "fb", _AS_MANY, _PADDED),
     ("sparse-list-cut: at a negative", "fb b", until(lambda t, s: t.named[s] < 0), _PADDED),
     ("sparse-list-cut: at a repeat", "fb", _UNTIL_REPEAT, _TWICE),
-    ("sparse-duplicate-twice: compared with the last", "fb", listed(within=1), _TWICE),
-    ("sparse-duplicate-twice: own for every slot", "fb", {"entries": own_for_every_slot}, _OWN),
     ("neighbour-leak: end of k", "fb b", {"span": past_end}, _OPEN),
     ("sparse-gate-on-p: of P", "fb f", _ON_P),
-    ("sparse-gate-on-p: of exp", "fb", _ON_EXP),
     ("sparse-padding-read: past the end as the last", "fb", _TO_LAST, _PADDED),
     ("sparse-list-cut: a block that is not full", "fb", _FULL),
     ("sparse-gate-order: of the last slot for the own block", "f", {"G": gate_of_last}, _OWN),
@@ -300,7 +288,7 @@ _LISTS: Table = (
     ("sparse-tile-union: of 8", "b", united(8)),
     ("sparse-queries-lost: capacity", "b", inverted(lambda some: some[:9])),
     ("sparse-inverted-lists or sparse-own-block-missing: no own", "b", _NO_OWN, _OWN),
-    ("offsets-shifted: keys of the first", "fb", _ANY_BLOCK | {"visits": of_first_rows}),
+    ("offsets-shifted: keys of the first", "f", {"visits": of_first_rows}),
     ("wrong-keys: blocks of twice the size", "fb", {"span": wide}),
     ("wrong-keys: as many as of seqlen q", "fb", _BLOCKS_OF_Q),
     ("sparse-own-block-missing or wrong-keys: at its first", "fb", _BEFORE_PLACE, _CAUSAL),
@@ -310,7 +298,6 @@ _LISTS: Table = (
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
-    ("tile-overwrites: dq of the last block", "b", _LAST_TURN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout or offsets-shifted: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),

@@ -29,7 +29,6 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.engine.steps import (
     LOG2_E,
-    OWN_P,
     PROGRAMS,
     RESULTS,
     STEPS,
@@ -41,7 +40,7 @@ from rawattn.check.diagnose.engine.steps import (
 )
 from rawattn.reference.dense import allowed
 
-__all__ = ["LOG2_E", "OWN_P", "STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
+__all__ = ["LOG2_E", "STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
 
 
 def exact(x: Floats) -> Floats:
@@ -139,15 +138,12 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
     window = question.sliding if sliding and question.sliding else question.mask_window
-    return tuple(dense_views(question, window))
-
-
-def dense_views(question: Question, window: tuple[int, int]) -> Iterator[View]:
-    """Every sequence that has queries and keys, by key/value head."""
+    found = []
     for b, rows, keys in sequences(question):
         weight = allowed(len(rows), len(keys), window)[None].astype(np.float64)
         for head_kv in range(question.num_heads_kv):
-            yield View(b, rows, keys, heads_of(question, head_kv), head_kv, weight)
+            found.append(View(b, rows, keys, heads_of(question, head_kv), head_kv, weight))
+    return tuple(found)
 
 
 def sparse_views(
@@ -308,14 +304,11 @@ def per_key(view: View, scale: Floats | None, elsewhere: float) -> Floats | floa
 def _context(question: Question, view: View, rounding: Rounding, given: Same | None) -> Context:
     rows, heads = view.rows[None, :], view.heads[:, None]
 
-    def of_q(x: Floats | None) -> Floats | float:
-        return 0.0 if x is None else rounding.entry(np.asarray(x[rows, heads], dtype=np.float64))
+    def of(x: Floats | None, at: tuple[Any, ...], none: float | None = 0.0) -> Any:
+        return none if x is None else np.asarray(x[at], dtype=np.float64)
 
-    def of_row(x: Floats | None) -> Floats | float:
-        return 0.0 if x is None else np.asarray(x[heads, rows], dtype=np.float64)
-
-    def of_head(x: Floats | None, none: float | None) -> Floats | float | None:
-        return none if x is None else np.asarray(x, dtype=np.float64)[view.heads, None]
+    def of_q(x: Floats | None) -> Floats:
+        return rounding.entry(of(x, (rows, heads)))
 
     seen = (view.weight > 0).any(axis=(0, 1))
 
@@ -331,35 +324,32 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
     c.r, c.o = rounding.operation, rounding.operand
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
-    c.dO, c.dL = of_q(q.dout), of_row(q.dlse)
+    c.dO, c.dL = of_q(q.dout), of(q.dlse, (heads, rows))
     c.tQ = np.zeros_like(c.Q) if q.tq is None else of_q(q.tq)
     c.tK, c.tV = of_k(q.tk, q.k), of_k(q.tv, q.v)
     c.G, c.tG = per_key(view, q.block_scale, 1.0), per_key(view, q.tblock_scale, 0.0)
-    c.sink, c.tsink = of_head(q.sinks, None), of_head(q.tsinks, 0.0)
+    c.sink, c.tsink = of(q.sinks, (heads,), None), of(q.tsinks, (heads,))
     c.given = given
     if given is not None:
-        c.O, c.L = of_q(given[0]), of_row(given[1])
+        c.O, c.L = of_q(given[0]), of(given[1], (heads, rows))
     return c
+
+
+def _shape(question: Question, name: str) -> tuple[int, ...] | None:
+    """That of a result; None where there is none, for lack of a gate or sinks."""
+    if name in BY_ROW:
+        return tuple(question.q.shape[1::-1])
+    if "out" in name:
+        return (*question.q.shape[:2], question.v.shape[2])
+    of = getattr(question, name[1:])  # dq of q, gsinks of sinks
+    return None if of is None else tuple(of.shape)
 
 
 def empty(question: Question, stage: str) -> Answers:
     """What a stage gives before any view has stored something."""
-    q, rows = question, question.q.shape[1::-1]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in RESULTS[stage]:
-        if name in BY_ROW:
-            shapes[name] = rows
-        elif name in OF_SLOTS:
-            shapes |= {} if q.block_scale is None else {name: q.block_scale.shape}
-        elif name in OF_SINKS:
-            shapes |= {} if q.sinks is None else {name: rows[:1]}
-        elif "out" in name:
-            shapes[name] = (*q.q.shape[:2], q.v.shape[2])
-        else:
-            shapes[name] = getattr(q, name[-1]).shape
-    of_no_key = ("lse", "jvp lse")
-    found = {name: np.zeros(x) for name, x in shapes.items() if name != "delta"}
-    return {name: x - np.inf if name in of_no_key else x for name, x in found.items()}
+    shapes = {name: _shape(question, name) for name in RESULTS[stage] if name != "delta"}
+    of_no_key = {"lse": -np.inf, "jvp lse": -np.inf}
+    return {n: np.full(x, of_no_key.get(n, 0.0)) for n, x in shapes.items() if x is not None}
 
 
 def _store(array: Floats, name: str, x: Floats, c: Context) -> None:

@@ -53,12 +53,15 @@ class Lists:
     def own_block(self) -> Ints:
         return np.asarray(np.where(self.place >= 0, self.place // self.size, -1))
 
+    @property
+    def whole(self) -> Ints:
+        """How many blocks of the sequence are full."""
+        return by_token(self.question, self.question.lengths_k) // self.size
+
     @cached_property
     def blocks(self) -> Ints:
         """How many the sequence has."""
-        return np.asarray(
-            -(-by_token(self.question, np.array(self.question.lengths_k)) // self.size)
-        )
+        return -(-by_token(self.question, self.question.lengths_k) // self.size)
 
     @property
     def limit(self) -> Ints:
@@ -89,17 +92,13 @@ class Lists:
         """Whether there is an own block to walk."""
         return np.asarray(self.own & (self.own_block >= 0) & (self.own_block < self.blocks))
 
-    @property
-    def names_own(self) -> Ints:
-        return np.asarray(self.exists & (self.named == self.own_block))
-
     @cached_property
     def walked(self) -> Ints:
         """How often every entry counts."""
         if self.times is not None:
             return self.times
-        first = self.exists & (self.number == 0)
-        own = self.has_own & ~self.names_own.any(axis=2, keepdims=True)
+        first, names_own = self.exists & (self.number == 0), self.named == self.own_block
+        own = self.has_own & ~(self.exists & names_own).any(axis=2, keepdims=True)
         return np.concatenate([first, own], axis=2).astype(np.int64)
 
     @cached_property

@@ -5,19 +5,11 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_SINKS,
-    Answers,
-    Question,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS, Answers, Question, side_of
 
+LISTS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
 BY_TOKENS = {  # what a question has by rows of q and of k
-    "q": (
-        *("q", "dout", "tq", "out", "dlse", "lse"),
-        *("block_indices", "block_counts", "block_scale", "tblock_scale"),
-    ),
+    "q": ("q", "dout", "tq", "out", "dlse", "lse", *LISTS),
     "k": ("k", "v", "tk", "tv"),
 }
 BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)

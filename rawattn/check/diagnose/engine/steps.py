@@ -51,10 +51,6 @@ def _sunk(value: Step) -> Step:
     return lambda c: 0.0 if c.sink is None else value(c)
 
 
-def _tP(c: Context) -> Floats:
-    return np.asarray(c.r(c.P * (c.E - c.e[..., None])))
-
-
 def times(a: Floats, b: Floats) -> Floats:
     """a (heads, n, x) times b (x, y) as one product, which is many times faster than one a head; or
     times b (heads, x, y), where heads read other keys."""
@@ -89,7 +85,7 @@ STEPS: dict[str, Step] = {
     "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.mT)) + c.r(times(c.Q, c.tK.mT)))),
     "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
     "e": _e,
-    "tP": _tP,
+    "tP": lambda c: c.r(c.P * (c.E - c.e[..., None])),
     "tO": lambda c: c.r(c.r(times(c.o(c.tP), c.V)) + c.r(times(c.o(c.P), c.tV))),
     "tL": lambda c: c.e,
     # second derivatives

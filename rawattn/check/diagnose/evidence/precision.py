@@ -11,18 +11,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    FIRST,
-    Bug,
-    Context,
-    Floats,
-    Rounding,
-    Step,
-    exact,
-    solve,
-    times,
-)
+from rawattn.check.diagnose.engine.attention import FIRST, Bug, Rounding, exact, solve
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.steps import Floats, Step, times
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 Given = tuple[Floats, Floats] | None
@@ -143,14 +134,10 @@ def _row_rms(x: Floats) -> Floats:
         return np.asarray(np.sqrt(np.mean(finite(x) ** 2, axis=-1)))
 
 
-def _scores_squared(c: Context) -> Floats:
-    return np.asarray(c.s**2 * times(c.Q**2, c.K.T**2))
-
-
 # Every sum with the squares of its terms: what is left of them where they cancel does not tell
 # what rounding may do.
 SQUARES: dict[str, Step] = {
-    "L": lambda c: (c.P * _scores_squared(c)).sum(axis=-1),
+    "L": lambda c: c.s**2 * (c.P * times(c.Q**2, c.K.T**2)).sum(axis=-1),
     "O": lambda c: times(c.P**2, c.V**2),
     "D": lambda c: (c.dO**2 * c.O**2).sum(axis=-1) + c.dL**2,
     "dS": lambda c: c.P**2 * (times(c.dO**2, c.V.T**2) + c.D[..., None]),

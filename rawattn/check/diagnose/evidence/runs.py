@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats
-from rawattn.check.diagnose.engine.parts import by_tokens, sequences
+from rawattn.check.diagnose.engine.parts import LISTS, by_tokens, sequences
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import eps_of, finite
 from rawattn.check.diagnose.evidence.structure import named
@@ -21,7 +21,6 @@ from rawattn.check.transfer import Array
 
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 SMALLEST = 2.0**-20  # what a term may be off by in float16 that is too small for a relative error
-INTEGERS = ("block_indices", "block_counts")
 
 
 class Change(NamedTuple):
@@ -74,7 +73,7 @@ class Runs:
                 sequence = self.question.sequence_of(of)
                 other[of] = (sequence >= 0) & (sequence % 2 == parity)
                 change = partial(_altered, rows=other[of])
-                changes |= by_tokens(self.question, of, change, INTEGERS)
+                changes |= by_tokens(self.question, of, change, but=LISTS[:2])
             for t, x in self.run(**changes).items():
                 found[t] = np.where(other[side_of(t)][:, None, None], found[t], x)
         return found
@@ -82,8 +81,8 @@ class Runs:
     def scaled(self) -> dict[str, Floats]:
         """A factor of 2 rounds nothing."""
         q = self.question
-        double = {n: getattr(q, n) * 2 for n in ("q", "tq") if getattr(q, n) is not None}
-        double = {name: array.astype(q.dtype) for name, array in double.items()}
+        given = {n: x for n in ("q", "tq") if (x := getattr(q, n)) is not None}
+        double = {n: (2 * x).astype(q.dtype) for n, x in given.items()}
         answers = self.run(softmax_scale=q.scale / 2, **double)
         return {t: a * 2 if t in ("dq", "gq") else a for t, a in answers.items()}
 

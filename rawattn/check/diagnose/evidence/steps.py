@@ -4,20 +4,15 @@ Of a forward pass S and P, of a backward pass dP and dS, of the second order the
 tP of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k).
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Floats, contexts
+from rawattn.check.diagnose.engine.attention import contexts
 from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
-from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.evidence.precision import finite, residual
 
-MATRICES = {
-    "forward": ("S", "P"),
-    "backward": ("dP", "dS"),
-    "second": ("E", "tP", "tdS"),
-}
+MATRICES = {"forward": ("S", "P"), "backward": ("dP", "dS"), "second": ("E", "tP", "tdS")}
 MADE = {  # by what, and where to look
     "S": "q k^T, softmax_scale, a softcap",
     "P": "the mask, the exponential, and the row sums or lse",
@@ -55,17 +50,13 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
 
 
 class Parting(NamedTuple):
-    """Where the first ``step`` that is wrong is, "" for none, in words; ``agree``: the steps before
-    it that are not; pairs: how many of it are wrong."""
+    """The first ``step`` that is wrong, "" for none, and which are right and where it is, in words;
+    ``agree``: the steps before it; pairs: how many of it are wrong."""
 
     step: str
     text: str
     agree: tuple[str, ...]
     pairs: int = 0
-
-    def __str__(self) -> str:
-        agree = f"{', '.join(self.agree)} right" if self.agree else ""
-        return "; ".join(filter(None, (agree, self.text)))
 
 
 def parting(question: Question, answers: Answers, matrices: Answers) -> Parting | None:
@@ -80,32 +71,27 @@ def parting(question: Question, answers: Answers, matrices: Answers) -> Parting 
 
 
 def _judged(question: Question, answers: Answers, matrices: Answers, sequence: int) -> Parting:
-    right, agree = intermediates(question, answers, sequence), list[str]()
+    right, agree, said = intermediates(question, answers, sequence), list[str](), ""
     for name, wanted in right.items():
         if name not in matrices or matrices[name].shape != wanted.shape:
             continue
         x = np.asarray(matrices[name], np.float64)
         looked = right["P"] > (0 if name in BEFORE_THE_MASK else -1)
-        with np.errstate(invalid="ignore"):
-            off = np.where(looked & (x != wanted), np.abs(x - wanted), 0.0)
-        off = np.nan_to_num(off, nan=np.inf)
-        size = np.abs(np.where(looked, finite(wanted), 0.0)).max(initial=0.0)
-        wrong = off > NEAR[min(question.dtype.itemsize, 8)] * size
-        if wrong.any():
-            at = head, query, key = np.unravel_index(off.argmax(), off.shape)
-            text = (
-                f"sequence {sequence}: {name} parts first, in {wrong.sum()} of {looked.sum()} "
-                f"pairs: {', '.join(_ranges(wrong))}; most at head {head}, query {query}, key "
-                f"{key}: expected {wanted[at]:.4g}, got {x[at]:.4g}"
+        off = np.where(looked, np.abs(residual(x, wanted, slice(None))), 0.0)
+        size = np.abs(finite(wanted[looked])).max(initial=0.0)
+        wrong = np.nonzero(off > NEAR[min(question.dtype.itemsize, 8)] * size)
+        if len(wrong[0]):
+            at = np.unravel_index(off.argmax(), off.shape)
+            spans = (
+                f"{what} {of.min()} to {of.max()}, most at {most}"
+                for what, of, most in zip(("heads", "queries", "keys"), wrong, at, strict=True)
             )
-            return Parting(name, text, tuple(agree), int(wrong.sum()))
+            text = (
+                f"{said}sequence {sequence}: {name} parts first, in {len(wrong[0])} of "
+                f"{looked.sum()} pairs: {'; '.join(spans)}: expected {wanted[at]:.4g}, got "
+                f"{x[at]:.4g}"
+            )
+            return Parting(name, text, tuple(agree), len(wrong[0]))
         agree.append(name)
-    return Parting("", "", tuple(agree))
-
-
-def _ranges(wrong: Floats) -> Iterator[str]:
-    for axis, name in enumerate(("heads", "queries", "keys")):
-        others = tuple(n for n in range(3) if n != axis)
-        where = np.flatnonzero(wrong.any(axis=others))
-        few = f"{where[0]}" if len(where) == 1 else f"{where[0]} to {where[-1]}"
-        yield f"all {name}" if len(where) == wrong.shape[axis] else f"{name} {few}"
+        said = f"{', '.join(agree)} right; "
+    return Parting("", said.removesuffix("; "), tuple(agree))

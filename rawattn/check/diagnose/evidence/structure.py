@@ -36,19 +36,15 @@ def where(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
     within = question.sequence_of(tensor)
     there, row = within >= 0, ROWS[side_of(tensor)]
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
-    bad = bad & there[:, None]
-    tokens, heads, sequences = int(there.sum()), bad.shape[1], len(np.unique(within[there]))
-    of_heads = np.flatnonzero(bad.any(axis=0))
-    of_sequences = np.unique(within[bad.any(axis=1)])
+    bad, heads = bad & there[:, None], bad.shape[1]
     if not bad.any():
         return
     if bad[there].all():
-        counts = {"sequence": sequences, "head": heads}
-        several = " and ".join(word for word, count in counts.items() if count > 1)
-        yield f"every {row} is wrong" + (f", in every {several}" if several else "")
+        yield f"every {row} is wrong"
         return
-    product = f" ({tokens} tokens in {heads} {head}s)" if heads > 1 else ""
-    yield f"{bad.sum()} of {tokens * heads} {row}s are wrong{product}"
+    of_heads, of_sequences = np.flatnonzero(bad.any(axis=0)), np.unique(within[bad.any(axis=1)])
+    sequences = len(np.unique(within[there]))
+    yield f"{bad.sum()} of {there.sum() * heads} {row}s are wrong"
     if len(of_heads) < heads:
         yield f"only {named(head, of_heads)} of {heads}"
     if len(of_sequences) < sequences:

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, View
+from rawattn.check.diagnose.engine.parts import LISTS
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import changed
 from rawattn.check.diagnose.read.probe import Ask
-
-LISTS = ("block_indices", "block_counts", "block_scale", "tblock_scale", "sliding")
 
 
 @lru_cache(maxsize=8)
 def alone(question: Question) -> Question:
     """The dense problem that the branch is; ``question`` without one is no such problem."""
-    without: dict[str, Any] = dict.fromkeys(LISTS)
+    without: dict[str, Any] = dict.fromkeys((*LISTS, "sliding"))
     return replace(question, **without, causal=False, window=question.sliding or (-1, -1))
 
 

@@ -112,22 +112,21 @@ def _place(finding: Finding, about: About, width: int) -> list[Text]:
     called = [names[stage] for stage in words.stages_of(finding.where) if stage in names]
     functions = " and ".join(f"{name}()" for name in dict.fromkeys(called))
     file = about.files.get(finding.side, "")
-    whose = " in ".join(part for part in (functions, file) if part)
+    whose = " in ".join(filter(None, (functions, file)))
     whose = "" if finding.where.endswith(f"/{whose}") else whose
-    where = ", ".join(dict.fromkeys(part for part in (whose, finding.where) if part))
-    line = f"  --> {where}"
-    fits = len(line) + len(about.tally) + 3 <= width
-    tally = ("   " if fits else "; ") + about.tally if about.tally else ""
-    return _led(line + tally, 6, width) if where else []
+    where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
+    tally = f"   {about.tally}" if about.tally else ""
+    return _led(f"  --> {where}{tally}", 6, width) if where else []
 
 
 def _entry(label: str, text: str, width: int, most: int = EACH) -> list[Text]:
     """ "= fix:   what it says", below it what does not fit."""
     before = f"   = {label + ':':6} "
-    lines = _led(before + " ".join(text.split()), len(before), width, most) if text else []
-    for line in lines[:1]:
-        line.stylize("bold", 5, len(before))
-    return lines
+    if not text:
+        return []
+    first, *more = _led(before + " ".join(text.split()), len(before), width, most)
+    first.stylize("bold", 5, len(before))
+    return [first, *more]
 
 
 def _led(text: str, indent: int, width: int, most: int = LINES) -> list[Text]:

@@ -39,11 +39,9 @@ def nothing_wrong(diagnosis: Diagnosis) -> bool:
 
 def sure(finding: Finding) -> str:
     """How sure it is, and why not surer."""
-    if finding.alternatives:
-        return (
-            f"{finding.confidence}; {', or '.join(finding.alternatives)} would look the same here"
-        )
+    others = ", or ".join(finding.alternatives)
     meant = "" if finding.bug == "vacuous" else SURE.get(finding.confidence, "")
+    meant = f"{others} would look the same here" if others else meant
     return f"{finding.confidence}; {meant}".removesuffix("; ")
 
 

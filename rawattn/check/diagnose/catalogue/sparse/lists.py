@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, before, by_token, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -39,31 +39,22 @@ def where(**changes: Of) -> Change:
     return lambda x: replace(x, **{name: of(x) for name, of in changes.items()})
 
 
-def _counting(counted: Of) -> Change:
+def _only(counted: Of) -> Change:
     return where(counted=counted)
 
 
 def _ending(stop: Of) -> Change:
     """They end at the first slot that counts where ``stop``."""
-    return _counting(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
+    return _only(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _first(of: Of) -> Change:
-    """So many as block_counts says of slots that are ``of`` something."""
-    return _counting(lambda x: np.cumsum(of(x), axis=2) <= x.limit)
-
-
-def _again(repeated: Of | None = None, own: Of | None = None) -> Change:
-    """Blocks count once more for every slot that is ``repeated``, and the own block, if it is
-    walked, so often as ``own`` says (total_q, num_heads_sel, 1), though slots name it too."""
+def _again(slots: bool = False, own: bool = False) -> Change:
+    """Blocks count once more for every slot that names them again, and the own block, if it is
+    walked, though slots name it too."""
 
     def change(x: Lists) -> Lists:
-        times = x.walked.copy()
-        if repeated is not None:
-            times[..., :-1] |= repeated(x) & (x.number > 0)
-        if own is not None:
-            times[..., -1:] = np.maximum(own(x) * x.has_own, times[..., -1:])
-        return replace(x, times=times)
+        repeated, last = slots & x.exists, own & x.has_own
+        return replace(x, times=x.walked | np.concatenate([repeated, last], axis=2))
 
     return change
 
@@ -79,36 +70,9 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
-def _differs_from_last(x: Lists) -> Ints:
-    """Slots that hold another block than the last one before them that exists."""
-    at = np.maximum.accumulate(np.where(x.exists, x.slots, -1), axis=2)
-    before = np.concatenate([np.full_like(at[..., :1], -1), at[..., :-1]], axis=2)
-    return np.asarray(np.take_along_axis(x.named, np.maximum(before, 0), 2) != x.named)
-
-
 def _in_32_bits(x: Lists) -> Ints:
     """Blocks by their first key, as an integer of so many bits."""
     return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
-
-
-def _padding(value: Of, there: Of = lambda x: ~x.is_block) -> Change:
-    def named(x: Lists) -> Ints:
-        return np.where(there(x) & (x.blocks > 0), value(x), x.named)
-
-    return where(named=named)
-
-
-def _is_past(x: Lists) -> Ints:
-    return np.asarray(x.named >= x.blocks)
-
-
-def _whole(x: Lists) -> Ints:
-    """Blocks of the sequence that are full."""
-    return by_token(x.question, np.array(x.question.lengths_k)) // x.size
-
-
-def _count(slots: Ints) -> Ints:
-    return np.asarray(slots.sum(axis=2, keepdims=True))
 
 
 def _union(size: int, x: Lists) -> Lists:
@@ -131,41 +95,34 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 BY_COUNTS = "block_counts cut it off too"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
+MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
 TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > len(x.slots)))),
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
-    (TWICE, "of the selection", _again(lambda x: x.exists)),
-    (TWICE, "compared with the one before alone", _again(_differs_from_last)),
-    (TWICE, "the own block", _again(own=lambda x: 1)),
-    (TWICE, "the own block once for every slot", _again(own=lambda x: _count(x.counted))),
-    (TWICE, "all", _again(lambda x: x.exists, lambda x: 1)),
-    (READ, "as the first block", _padding(lambda x: 0)),
-    (READ, "as the last block", _padding(lambda x: x.blocks - 1)),
-    (READ, "as the nearest block", _padding(lambda x: np.clip(x.named, 0, x.blocks - 1))),
-    (READ, "if negative from the end", _padding(lambda x: x.named + x.blocks * (x.named < 0))),
-    (READ, "past the end as the last block", _padding(lambda x: x.blocks - 1, _is_past)),
+    (TWICE, "of the selection", _again(slots=True)),
+    (TWICE, "the own block", _again(own=True)),
+    (TWICE, "all", _again(slots=True, own=True)),
+    (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
+    (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
+    (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
+    (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
-    (CUT, "a last block that is not full", _counting(lambda x: x.counted & (x.named < _whole(x)))),
-    (CUT, "without the last one", _counting(lambda x: x.counted & (x.slots < x.slots[-1:]))),
-    (
-        CUT,
-        "without the last one that counts",
-        _counting(lambda x: x.slots < np.minimum(x.limit, len(x.slots)) - 1),
-    ),
-    (COUNTS, "", _counting(lambda x: x.named >= 0)),
-    (COUNTS, "one slot too many", _counting(lambda x: x.slots < x.limit + 1)),
-    (COUNTS, "of slots that name a block", _first(lambda x: x.is_block)),
-    (COUNTS, "of other blocks", _first(lambda x: x.is_block & (before(x.named, x.is_block) == 0))),
-    (COUNTS, "the slots from the end", _counting(lambda x: x.slots >= len(x.slots) - x.limit)),
+    (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
+    (MISREAD, "block_indices: block n + 1", where(named=lambda x: x.named + 1)),
+    (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
+    (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
+    (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
+    (COUNTS, "", _only(lambda x: x.named >= 0)),
+    (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
+    (COUNTS, "of named blocks", _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
-    (OPEN, "in later blocks", _uncut(lambda slot, own: slot & ~own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
 
@@ -195,10 +152,6 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
 # ---- other numbers ----------------------------------------------------------------------------
 
 Number = Callable[[Lists], Ints]
-NUMBERS: dict[str, Number] = {  # of blocks that are named
-    "block n - 1": lambda x: x.named - 1,
-    "block n + 1": lambda x: x.named + 1,
-}
 PLACES: dict[str, Number] = {  # of a query among the keys
     "at i, without seqlen_k - seqlen_q": lambda x: x.row,
     "at its token in the pack": lambda x: x.row + x.start,
@@ -210,19 +163,16 @@ OF_PLACES |= {"the mask": ("bound",)}
 
 
 def misread(question: Question) -> Iterator[Bug]:
-    """Blocks that are read as other numbers, and queries that stand at another key."""
-    stages = tuple(STAGES)
-    for words, number in NUMBERS.items():
-        see = listed(where(named=number))
-        yield Bug("sparse-lists-misread", f"block_indices: {words}", stages, see)
-    names = ["block_indices", "block_counts"][: 1 + (question.block_counts is not None)]
-    for some, by in product({(names[0],), (names[-1],), (*names,)}, maps.sequences(question)):
+    """Lists that are read by a map, and queries that stand at another key."""
+    stages, names = tuple(STAGES), ["block_indices", "block_counts"]
+    names = names[: 1 + (question.block_counts is not None)]
+    for some, by in product([names[:1], names][: len(names)], maps.sequences(question)):
         see = listed(partial(_moved, by, some))
-        yield Bug("sparse-lists-misread", f"{' and '.join(some)}, {by.words}", stages, see)
+        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
     tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
-        yield Bug("sparse-other-place", f"{what}: {words}", stages, see)
+        yield Bug(PLACE, f"{what}: {words}", stages, see)
 
 
 def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
@@ -236,5 +186,4 @@ def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
 
 
 def _of_tile(tile: int, x: Lists) -> Ints:
-    """The place of the first query of a tile."""
     return np.asarray(x.place - x.row % tile)

@@ -9,18 +9,17 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import BACKWARD, Bug
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
 ORDERS: dict[str, Order] = {
     "in the order of the slots": lambda slot, block, last: np.where(slot < 0, last, slot),
     "the own block first": lambda slot, block, last: slot + 1,
-    "from the last slot on": lambda slot, block, last: last - slot,
     "blocks ascending": lambda slot, block, last: block,
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
-LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # blocks, or queries, of one step of a loop
+LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
 # which of so many places count, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
@@ -30,21 +29,12 @@ SHARES: dict[str, Share] = {
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
 OVERWRITES = "the last {} alone"
-Place = Callable[[Context], tuple[Ints, Ints]]
-
-
-def walked(c: Context, order: Order) -> tuple[Ints, Ints]:
-    """The place of every key's block in its query's walk, (heads, n, m), -1 where it is not seen,
-    and how many blocks, (heads, n, 1), that has."""
-    size, view = c.question.block_size, c.view
-    key = view.keys - c.question.cu_seqlens_k[view.sequence]
-    by = order(view.slot, np.broadcast_to(key // size, view.slot.shape), c.question.slots)
-    return _ranked(by, c.W > 0)
+GRADIENTS = {"dk": "dK", "dv": "dV"}
 
 
 def in_lists(c: Context) -> tuple[Ints, Ints]:
-    """The same of every query in the list of the key's block, with the length of that (heads, 1,
-    m)."""
+    """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
+    see the key, and the length of that list, (heads, 1, m)."""
     seen = c.W > 0
     block = (c.view.keys - c.question.cu_seqlens_k[c.view.sequence]) // c.question.block_size
     of_block = np.zeros((int(block.max(initial=0)) + 1, *seen.shape[1::-1]), dtype=bool)
@@ -53,25 +43,22 @@ def in_lists(c: Context) -> tuple[Ints, Ints]:
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
 
-def _ranked(by: Ints, seen: Ints) -> tuple[Ints, Ints]:
-    there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
-    heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
-    np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
-    place = np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2)
-    return np.where(seen, place, -1), there.sum(axis=2, keepdims=True)
-
-
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Which pairs every step of a walk has: blocks."""
-    orders = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
-    return orders | {
-        "slot by slot, the own block last": partial(_parts, tuple(range(question.slots + 1)))
-    }
+    found = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
+    return found | {"slot by slot": partial(_parts, tuple(range(question.slots + 1)))}
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
-    place, count = walked(c, order)
-    return [place == step for step in range(int(count.max(initial=1)))]
+    """Pairs by the place of the key's block in the query's walk."""
+    seen, view = c.W > 0, c.view
+    block = (view.keys - c.question.cu_seqlens_k[view.sequence]) // c.question.block_size
+    by = order(view.slot, np.broadcast_to(block, view.slot.shape), c.question.slots)
+    there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
+    heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
+    np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
+    place = np.where(seen, np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2), -1)
+    return [place == step for step in range(int(place.max(initial=0)) + 1)]
 
 
 def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
@@ -80,9 +67,7 @@ def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     found: dict[tuple[int, ...], str] = {}
     for parts, up in product((2, 3, 4, count), (0, 1)):
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
-        found.setdefault(
-            part, f"{parts} parts of the slots, the {'last' if up else 'first'} longer"
-        )
+        found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
     return {words: partial(_parts, part) for part, words in found.items() if any(part)}
 
 
@@ -93,27 +78,19 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a walk, or of a list of queries, that counts alone, in what is ``wrong``."""
-    for of, order in ORDERS.items() if "dq" in wrong else ():
-        steps = _weighed(["dQ"], partial(walked, order=order), SHARES[OVERWRITES], 1)
-        text = f"dq, of a query's blocks the last one alone, {of}"
-        yield Bug("tile-overwrites", text, BACKWARD, steps=steps)
-    names, longest = [name for name in ("dk", "dv") if name in wrong], max(question.lengths_q)
+    """A part of a list of queries that counts alone, in what is ``wrong``."""
+    names, longest = [name for name in GRADIENTS if name in wrong], max(question.lengths_q)
     for words, share in SHARES.items() if names else ():
         name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                steps = _weighed([f"d{name[1].upper()}" for name in names], in_lists, share, lot)
+                steps = {GRADIENTS[n]: partial(_weighed, GRADIENTS[n], share, lot) for n in names}
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
-def _weighed(names: Collection[str], place: Place, share: Share, lot: int) -> dict[str, Step]:
-    """These products of the pairs that count."""
-
-    def step(name: str, c: Context) -> Floats:
-        at, count = place(c)
-        kept = (at >= 0) & share(at, count, lot)
-        return np.asarray(STEPS[name](changed(c, P=c.P * kept, dY=c.dY * kept)))
-
-    return {name: partial(step, name) for name in names}
+def _weighed(step: str, share: Share, lot: int, c: Context) -> Floats:
+    """A product of the pairs that count."""
+    at, count = in_lists(c)
+    kept = (at >= 0) & share(at, count, lot)
+    return np.asarray(STEPS[step](changed(c, P=c.P * kept, dY=c.dY * kept)))
