@@ -162,25 +162,16 @@ def _operands(
                 if of_view_alone and of not in maps.STATISTICS:
                     take = partial(_moved, operand, by)
                 steps = in_product(step, **{operand: take})
-                kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
-                kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
-                kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
+                kind = "delta-of-another-out" if step == "D" else _kind([of], by)
                 key = text, of_view_alone, by.in_sequence(maps.geometry(question, of or "q"), b)
                 bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
                 yield of_one_pass(bug) if step == "tP" else bug
-        for operand, tile in itertools.product(sorted({"P", "dY"} & {*operands}), TILES):
-            steps = in_product(step, **{operand: partial(_not_transposed, operand, tile)})
-            text = f"{NAMES[operand]} in {product}: each tile of {tile} by {tile} transposed"
-            yield Bug("stale-tile", text, (stage,), steps=steps)
         every = *operands, *OF_PAIRS.get(step, ())
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in every:
                 text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                taken = {operand: attrgetter(other)}
-                yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
-                if other in every:
-                    text, taken[other] = f"{text}, and the other way round", attrgetter(operand)
-                    yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
+                steps = in_product(step, **{operand: attrgetter(other)})
+                yield Bug("arguments-swapped", text, (stage,), steps=steps)
 
 
 def _word(operand: str, stage: str) -> str:
@@ -191,7 +182,8 @@ def _word(operand: str, stage: str) -> str:
 
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
-    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "sequences": "offsets-shifted"}
+    kinds = {"rows": "stale-tile", "sequences": "offsets-shifted"}
+    kinds |= dict.fromkeys(("heads", "heads of keys"), "gqa-head-map")
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
@@ -209,15 +201,6 @@ def _elsewhere(name: str, by: Map, c: Context) -> Floats:
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:
     return in_sequence(c, getattr(c, operand), by, operand)
-
-
-def _not_transposed(operand: str, tile: int, c: Context) -> Floats:
-    """P or dS (heads, n, m) with the rows and columns of each tile exchanged."""
-    x = getattr(c, operand)
-    heads, n, m = x.shape
-    padded = np.pad(x, ((0, 0), (0, -n % tile), (0, -m % tile)))
-    of_tiles = padded.reshape(heads, -(-n // tile), tile, -(-m // tile), tile)
-    return np.asarray(of_tiles.swapaxes(2, 4).reshape(padded.shape)[:, :n, :m])
 
 
 def rearranged(question: Question, name: str) -> Iterator[Bug]:

@@ -135,6 +135,7 @@ def _taken(x: Floats, at: At, nothing: float) -> Floats:
 
 # ---- rows and heads ---------------------------------------------------------------------------
 
+WHOLE = "zeros for rows of a partial last tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
@@ -142,9 +143,7 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
-    "zeros for rows of a partial last tile of {}": lambda i, by, n: np.where(
-        i < n // by * by, i, -NOWHERE
-    ),
+    WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "the last tile of {} begins that many rows before the end": lambda i, by, n: np.where(
         i < n // by * by, i, np.maximum(n - by, 0) + i % by
     ),
@@ -231,8 +230,12 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
     alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     for by in (by for by in BITS[::-1] if least <= by < longest):
-        for words, index in ROWS.items() if by > 1 else itertools.islice(ROWS.items(), 4):
-            yield Map("rows", words.format(by), partial(_rows, index, by))
+        yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 4])
+
+
+def of_rows(words: str, by: int) -> Map:
+    """That one of ``ROWS``, by so many."""
+    return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
 
 
 def sequences(question: Question) -> Iterator[Map]:

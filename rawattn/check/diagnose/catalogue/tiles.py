@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
+from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import (
@@ -47,8 +46,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     for text, part in TAILS.items():
         yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
-        whole = Map("rows", "", partial(_whole_tiles, tile))
-        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(whole))
+        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
     for text, part in OF_KEYS_ALONE.items():
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
@@ -69,12 +67,6 @@ def _often(part: Part, tile: int, factor: float) -> See:
         return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]
-
-
-def _whole_tiles(tile: int, g: Geometry) -> At:
-    """The last rows of each sequence, as many as do not fill a tile, are never stored."""
-    row = g.row
-    return g.everywhere._replace(t=np.where(row.i < row.n // tile * tile, row.start + row.i, -1))
 
 
 # ---- rows without keys ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import (
@@ -75,40 +75,21 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 
 def _constants(sample: Sample) -> Iterator[Bug]:
-    """A tensor that is the right one times a number, or another one in every sequence or head."""
+    """A tensor that is the right one times a number."""
     for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
-        of, heads = sample.sequences(name)[:, None], np.arange(a.shape[1])
-        a, b = (np.where(np.isfinite(a * b) & (of >= 0)[..., None], x, 0.0) for x in (a, b))
-        units = {"": 0 * of, "sequence": of, "head": heads + 0 * of}
-        i, lengths = sample.question.place_of(name), np.diff(sample.question.offsets(name))
-        n = np.append(lengths, 0)[sample.sequences(name)]
-        for t in TILES[::-1]:
-            units[f"rows of a partial tile of {t}:"] = 1 * (i >= n // t * t)[:, None]
-        for unit, index in units.items():
-            index = np.broadcast_to(np.maximum(index, 0), a.shape[:2])
-            sums = (np.bincount(index.ravel(), (x * b).sum(axis=2).ravel()) for x in (a, b))
-            above, below = sums
-            factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
-            by = factors[index][..., None]
-            left = relative_residual(a, by * b, WHOLE)
-            if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
-                store, words = stored(name, partial(np.multiply, by)), _in_words
-                form = [
-                    f"{words(x, sample.question)} ({unit} {n})"
-                    for n, x in enumerate(factors.tolist())
-                ]
-                text = ", ".join(form[:8]) if unit else words(float(factors[0]), sample.question)
-                yield Bug("constant-factor", f"{name} times {text}", (sample.stage,), store=store)
-                break
+        inside = (sample.sequences(name) >= 0)[:, None, None]
+        a, b = (np.where(np.isfinite(a * b) & inside, x, 0.0) for x in (a, b))
+        factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
+        left = relative_residual(a, factor * b, WHOLE)
+        if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
+            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor)
+            yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
 
 
-def _in_words(x: float, question: Question) -> str:
+def _in_words(x: float) -> str:
     """A number, and what it is near to."""
     known = {f"{round(x, 1):g}": round(x, 1), "ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
-    powers = {"softmax_scale": 1, "1 / softmax_scale": -1, "softmax_scale^2": 2}
-    known |= {words: question.scale**n for words, n in powers.items()}
-    known["1 / the size of the group"] = 1 / question.group
     if x and math.isfinite(x):
         power = round(math.log2(abs(x)))
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
