@@ -18,13 +18,6 @@ __all__ = ["PLANTED", "answers", "problems"]
 # ---- what is read ----
 
 
-@in_sequences
-def halves_swapped(x: Array) -> Array:
-    """Halves of the columns exchanged in rows that have bit 4: a swizzle undone wrongly."""
-    other = np.arange(len(x)) & 4 > 0
-    return np.where(other[:, None, None], np.roll(x, x.shape[2] // 2, axis=2), x)
-
-
 def over_heads(run: Run, found: Answers) -> Answers:
     """Attention between the heads of a token."""
     a, q = run.arrays, run.question
@@ -106,7 +99,6 @@ _FROM_BEHIND = {"stored kv head": lambda c, g: c.question.num_heads_kv - 1 - g}
 _MEAN = {"dv": by(lambda run: 1 / run.question.group)}
 
 _FROM_12, _FROM_20 = {"lengths": (12, 70)}, {"lengths": (20, 70)}
-_POWERS = {"head_dims": (16, 32, 64)}
 _TURNED = as_if((1, 0, 2))
 _HEADS_FIRST = in_sequences(lambda x: x.swapaxes(0, 1).reshape(x.shape))
 _BEFORE = in_sequences(lambda x: x[np.arange(len(x)) & ~8])
@@ -136,7 +128,6 @@ _TABLE: Table = (
     ("input-layout: q, k, v heads first", "f", change(_TURNED, "q", "k", "v"), _HEADS),
     ("input-layout: dout, heads first", "b", change(_TURNED, "dout"), _HEADS),
     ("input-layout: k, columns before heads", "f", change(as_if((0, 2, 1)), "k"), _SEVERAL),
-    ("input-layout: a swizzle of k", "fb", change(halves_swapped, "k"), _POWERS),
     ("input-layout: heads for tokens", "f", {"results": over_heads}, _THREE),
     ("statistics-misplaced: lse, tokens first", "b", change(_TURNED, "lse"), _HEADS),
     ("statistics-misplaced: lse of the first sequence", "b", change(local, "lse")),

@@ -72,9 +72,8 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
 OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of more than one entry
-NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
-NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
-NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta", "D": "D"}
+NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
+NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w", "e": "e"}
 
 
@@ -157,13 +156,11 @@ def _operands(
             if not _given(question, [of]):
                 continue
             for by in of_numbers if of in maps.STATISTICS else found:
-                take = partial(_elsewhere, of, by)
-                of_view_alone = by.family == "columns" or (by.family == "rows" and step != "D")
-                if of_view_alone and of not in maps.STATISTICS:
-                    take = partial(_moved, operand, by)
+                inside = of not in maps.STATISTICS and by.family in ("rows", "columns")
+                take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, by)
                 steps = in_product(step, **{operand: take})
                 kind = "delta-of-another-out" if step == "D" else _kind([of], by)
-                key = text, of_view_alone, by.in_sequence(maps.geometry(question, of or "q"), b)
+                key = text, inside, by.in_sequence(maps.geometry(question, of or "q"), b)
                 bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
                 yield of_one_pass(bug) if step == "tP" else bug
         every = *operands, *OF_PAIRS.get(step, ())
@@ -212,9 +209,9 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
         text = f"{name}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
             yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
-            for how in ("stored", "added") if by.family == "sequences" else ():
-                there = f"{name} is {how} at other rows: {by.words}"
-                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, how))
+            if by.family == "sequences":
+                there = f"{name} is stored at other rows: {by.words}"
+                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, put=True))
 
 
 def _but_for_delta(bug: Bug) -> Bug:
@@ -244,14 +241,11 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     """Two or three of the arrays that a function takes, or saves, for each other."""
     backward = stage in ("backward", "second")
     shapes, name = shapes_of(question), "arguments-swapped"
-    first, beyond = ("q", "k", "v", *(("dout", "out") if backward else ())), DIRECTIONS[-1]
-    orders = [dict(zip(first, order, strict=True)) for order in itertools.permutations(first)]
-    if stage in ("second", "jvp"):
-        orders += [
-            dict(zip(beyond, order, strict=True)) for order in itertools.permutations(beyond)
-        ]
-    for order in orders:
-        moved = {to: of for to, of in order.items() if to != of}
+    sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
+    sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
+    orders = ((names, order) for names in sets for order in itertools.permutations(names))
+    for names, order in orders:
+        moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
         if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):
             continue
         if not _given(question, moved.values()):

@@ -110,17 +110,14 @@ class Map:
         )
         return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
 
-    def put(self, g: Geometry, x: Floats, nothing: float = 0.0, add: bool = False) -> Floats:
-        """The same array stored by a map of rows: what comes later overwrites, or is added."""
+    def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
+        """The same array stored by a map of rows: what comes later overwrites."""
         if x.ndim == 2:
-            return self.put(g, np.asarray(x).T[..., None], nothing, add)[..., 0].T
+            return self.put(g, np.asarray(x).T[..., None], nothing)[..., 0].T
         rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
         there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
         found = np.full_like(x, nothing, dtype=np.float64)
-        if add:
-            np.add.at(found, rows[there], x[there])
-        else:
-            found[rows[there]] = x[there]
+        found[rows[there]] = x[there]
         return found
 
 
@@ -199,11 +196,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
         h % group * (count // group) + h // group
     ),
 }
-HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, of so many
-    "head h % num_heads_kv": lambda h, count: h % count,
-    "head h // num_heads_kv": lambda h, count: h // count,
-    "head h, as if there were as many": lambda h, count: h,
-}
 
 
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
@@ -218,11 +210,9 @@ def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
 
-def _heads_of_keys(head: Callable[[Ints, int], Ints], g: Geometry) -> At:
-    """(tokens, num_heads_q, columns); heads that there are not are those of the tokens behind."""
-    (t, _, j), count = g.everywhere, g.shape[1]
-    h = head(np.arange(g.num_heads_q)[None, :, None], count)
-    return At(t + h // count, h % count, j)
+def _by_remainder(g: Geometry) -> At:
+    """(tokens, num_heads_q, columns) of an array of keys."""
+    return g.everywhere._replace(h=np.arange(g.num_heads_q)[None, :, None] % g.shape[1])
 
 
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
@@ -295,9 +285,8 @@ def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of an array of keys, of other heads for the query heads of a group."""
-    several = question.group > 1 and question.num_heads_kv > 1
-    for words, head in HEADS_OF_KEYS.items() if several else ():
-        yield Map("heads of keys", words, partial(_heads_of_keys, head))
+    if question.group > 1 and question.num_heads_kv > 1:
+        yield Map("heads of keys", "head h % num_heads_kv", _by_remainder)
 
 
 # ---- memory -----------------------------------------------------------------------------------

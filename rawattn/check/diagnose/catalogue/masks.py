@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from rawattn.check.diagnose.engine.attention import (
     Bug,
     See,
     View,
-    views_of,
 )
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import OWN_P
@@ -147,17 +145,3 @@ def neighbours(question: Question) -> Iterator[Bug]:
         for filled, tile in product((False, True), TILES):
             text = f"tile of {tile}" + ", zeros past the end of all" * filled
             yield Bug("neighbour-leak", text, FIRST, _more_keys(tile=tile, filled=filled))
-    if question.batch > 1:
-        for by, words in (1, "late"), (-1, "early"):
-            form = f"every sequence but the first begins a row {words}"
-            yield Bug("offsets-shifted", form, FIRST, partial(_moved_by, by))
-
-
-def _moved_by(by: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """Those of offsets that are too large by a number, but for the first one and the last."""
-    moved: dict[str, Any] = {}
-    for side in "qk":
-        offsets = question.offsets(side)
-        inner = np.clip(offsets[1:-1] + by, 0, offsets[-1])
-        moved[f"cu_seqlens_{side}"] = np.concatenate([offsets[:1], inner, offsets[-1:]])
-    return views_of(replace(question, **moved))

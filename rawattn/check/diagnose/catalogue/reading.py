@@ -78,25 +78,30 @@ def in_product(step: str, **operands: Callable[[Context], Floats]) -> dict[str, 
     return {step: with_values(step, **operands)}
 
 
-def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
-    """Rows of a view's sequence, (..., rows, columns), by a map of rows or columns; 0 where these
-    rows have nothing."""
-    name, shape = ARRAYS.get(operand, "q"), x.shape[-2:]
+def in_sequence(c: Context, x: Floats, by: Map, operand: str) -> Floats:
+    """Rows, or columns, of a view's operand (..., rows, columns) by a map; 0 where it has none."""
+    name = ARRAYS.get(operand, "q")
     rows, g = c.view.keys if name in OF_KEYS else c.view.rows, geometry(c.question, name)
-    at = by.of(replace(g, shape=(g.shape[0], 1, shape[1])))
-    t, j = (np.broadcast_to(of, (g.shape[0], 1, shape[1]))[rows, 0] for of in (at.t, at.j))
-    i = t - rows[:1, None]
-    inside = (i >= 0) & (i < shape[0]) & (j >= 0) & (j < shape[1])
-    return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
+    at = by.of(replace(g, shape=(g.shape[0], 1, x.shape[-1])))
+    if by.family == "columns":
+        return taken(x, at.j[0, 0], -1)
+    return taken(x, at.t[rows, 0, 0] - rows[:1], -2)
 
 
-def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, how: str = "read") -> Store:
-    """Results, or some of them, as they are "read" by a map, "stored" by one, or "added";
-    ``nothing`` is what is left where none is stored."""
+def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Floats:
+    """What is at these places of an axis; ``nothing`` where there are none."""
+    inside = (places >= 0) & (places < x.shape[axis])
+    found = np.moveaxis(x, axis, 0)[np.where(inside, places, 0)]
+    found[~inside] = nothing
+    return np.moveaxis(found, 0, axis)
+
+
+def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, put: bool = False) -> Store:
+    """Results, or some of them, as they are read by a map, or ``put`` by one; ``nothing`` is what
+    is left where none is."""
 
     def moved(question: Question, name: str, x: Floats) -> Floats:
-        g = geometry(question, name)
-        return by.moved(g, x, nothing) if how == "read" else by.put(g, x, nothing, how == "added")
+        return (by.put if put else by.moved)(geometry(question, name), x, nothing)
 
     return lambda question, answers: {
         name: moved(question, name, x) if not names or name in names else x

@@ -10,6 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import masked
+from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
@@ -169,18 +170,11 @@ def _staged(
 ) -> Floats:
     """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
     of_pairs = over == "queries" and step in ("Y", "dP", "bP", "dS")
-    found = None
+    found, axis = None, -1 if operand in ("L", "D") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
-        x = STEPS[step](changed(c, **{operand: _rows(getattr(c, operand), rows, operand)}))
+        tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
+        x = STEPS[step](changed(c, **{operand: tile}))
         found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
         found[at] = x[at]
     return np.asarray(STEPS[step](c) if found is None else found)
-
-
-def _rows(x: Floats, rows: Ints, operand: str) -> Floats:
-    """Rows of (..., rows, columns), or of (heads, rows) of row statistics; nothing behind them."""
-    axis, inside = (-1 if operand in ("L", "D") else -2), rows < len(rows)
-    found = np.take(x, np.where(inside, rows, 0), axis=axis)
-    there = inside if axis == -1 else inside[:, None]
-    return np.where(there, found, np.inf if operand == "L" else 0.0)

@@ -10,7 +10,6 @@ from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
     FIRST,
     TILES,
     Bug,
@@ -21,7 +20,7 @@ from rawattn.check.diagnose.engine.attention import (
     views_of,
 )
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
 # ---- tiles ------------------------------------------------------------------------------------
 
@@ -54,7 +53,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
         for rows in TILES if side < math.inf else ():
             form = f"from the {words} visible on, {rows} by {tile}"
-            yield Bug("masked-tile-nan", form, FIRST, store=nan_rows(tile, rows, last))
+            yield Bug("masked-tile-nan", form, FIRST, store=_nan_rows(tile, rows, last))
 
 
 def _often(part: Part, tile: int, factor: float) -> See:
@@ -74,7 +73,7 @@ def _often(part: Part, tile: int, factor: float) -> See:
 
 def _dead(question: Question) -> np.ndarray:
     """(total_q, num_heads_q): rows of sequences that see no key."""
-    alive = _row_mask(question, lambda seen: np.asarray(seen.any(axis=2)))
+    alive = _row_mask(question, lambda seen: seen.any(axis=2))
     return ~alive & (question.sequence_of("q") >= 0)[:, None]
 
 
@@ -87,24 +86,19 @@ def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.
     return found
 
 
-def _meets_first_tile(seen: np.ndarray, tile: int, rows: int, last: bool) -> np.ndarray:
-    """Rows that see something of the first, or the ``last``, tile of keys that any of a tile of
-    queries sees."""
-    found = np.zeros(seen.shape[:2], dtype=bool)
-    for start in range(0, seen.shape[1], rows):
-        here = slice(start, start + rows)
-        for head, of_head in enumerate(seen[:, here]):
-            there = np.flatnonzero(of_head.any(axis=0))
-            first = int(there[-last]) // tile * tile if len(there) else 0
-            found[head, here] = of_head[:, first : first + tile].any(axis=1)
-    return found
-
-
-def nan_rows(tile: int, rows: int, last: bool) -> Store:
-    """NaN in rows that see keys, but none in the tile where the running maximum starts."""
+def _nan_rows(tile: int, rows: int, last: bool) -> Store:
+    """NaN in rows that see keys, but none in the tile where the running maximum starts: the first
+    one, or the ``last``, of which a tile of queries sees any."""
 
     def late(seen: np.ndarray) -> np.ndarray:
-        return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows, last))
+        found, tiles = seen.any(axis=2), np.arange(seen.shape[2]) // tile
+        end, none = (np.max, -1) if last else (np.min, len(tiles))
+        for start in range(0, seen.shape[1], rows):
+            here = seen[:, start : start + rows]
+            first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
+            met = here & (tiles == first[:, None, None])
+            found[:, start : start + rows] &= ~met.any(axis=2)
+        return found
 
     return lambda question, answers: _spoilt(question, answers, _row_mask(question, late))
 
@@ -132,17 +126,11 @@ def dead_rows(question: Question) -> Iterator[Bug]:
     nan: Store = lambda question, answers: _spoilt(question, answers, _dead(question))  # noqa: E731
     yield Bug("dead-rows", "NaN", FIRST, store=nan)
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
-    yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
 
 
 def _zero_dead(c: Context) -> Floats:
     """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
     return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
-
-
-def _dv_of_dead(c: Context) -> Floats:
-    P = _uniform_dead(changed(c, S=_zero_dead(c)))
-    return np.asarray(P.swapaxes(1, 2) @ c.dO)
 
 
 def _uniform_dead(c: Context) -> Floats:

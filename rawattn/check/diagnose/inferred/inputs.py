@@ -12,7 +12,6 @@ from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     Answers,
@@ -42,7 +41,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             of_forward = _rearranged(Sample(question, answers, "forward"))
             yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
-        yield from _same_row_added(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
         yield from _rearranged(sample)
@@ -95,20 +93,6 @@ def _in_words(x: float) -> str:
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
     near = [text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)]
     return f"{x:.4g} = {near[0]}" if near and near[0] != f"{x:.4g}" else f"{x:.4g}"
-
-
-def _same_row_added(sample: Sample) -> Iterator[Bug]:
-    """dv of a sequence and head is the right one and one row more, the same for all keys: what
-    queries of 0, whose P is uniform, add with their cotangent."""
-    if "dv" in sample.wrong:
-        more = np.asarray(sample.found["dv"] - sample.truth["dv"])
-        for _, keys in sequences(sample.question):
-            more[keys] = more[keys].mean(axis=0) if more[keys].size else 0.0
-        if np.isfinite(more).all() and sample.of_all("dv", sample.truth["dv"] + more) < FAR:
-            size = np.abs(more).max(initial=0.0)
-            form = f"one row more in every sequence and head of dv, up to {size:.3g}"
-            store = stored("dv", partial(np.add, more))
-            yield Bug("padded-grad-out", form, (sample.stage,), store=store)
 
 
 # ---- places of results ------------------------------------------------------------------------
