@@ -235,14 +235,19 @@ def sequences(question: Question) -> Iterator[Map]:
 
 
 def origins(question: Question) -> dict[str, Origin]:
-    """Rows where sequences may be taken to begin."""
+    """Rows where sequences may be taken to begin, others than those where they do."""
     found = dict(ORIGINS)
     for words, other in OTHERS.items():
         found[f"the offset of {words}"] = partial(_of_others, other)
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = of_tile(t)
-    return found if question.batch > 1 else {}
+    sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
+    return {
+        words: origin
+        for words, origin in found.items()
+        if any((origin(g) != g.offsets[:-1]).any() for g in sides)
+    }
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:
