@@ -117,7 +117,8 @@ def _read(
             continue
         numbers = set(names) <= set(maps.STATISTICS)
         of_tiles = maps.rows(question) if names == ("k", "v") else ()
-        for by in [*by_kind[numbers], *of_tiles, *_of_keys(question, names)]:
+        of_keys = maps.heads_of_keys(question) if {*names} <= {*OF_KEYS} else ()
+        for by in [*by_kind[numbers], *of_tiles, *of_keys]:
             several = by.family in ("layouts", "heads of keys") or (
                 names == ("k", "v") and by.family in ("rows", "sequences")
             )
@@ -129,9 +130,6 @@ def _read(
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
             if "dout" in names:
                 yield _but_for_delta(Bug(kind, text, (stage,), steps=steps))
-            if names[:3] == ("q", "k", "v") and by.family != "sequences":
-                form = f"{text}, results too"
-                yield Bug(kind, form, (stage,), None, steps, stored(by))
 
 
 def _operands(
@@ -140,7 +138,6 @@ def _operands(
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
     of_rows = list(maps.rows(question, TILES[0] if beyond else 1))
-    of_columns = [] if beyond else list(maps.columns(question))
     of_numbers = maps.families(question, True)
     of_arrays = [*maps.heads(question), *maps.sequences(question)]
     alike = [some.split() for some in ALIKE[stage].split(", ")]
@@ -151,12 +148,12 @@ def _operands(
             continue
         for operand in operands:
             text, of = f"{_word(operand, stage)} in {product}", (ARRAYS | NUMBERS).get(operand, "")
-            columns = () if operand in ("P", "dY") else of_columns
-            found = [*of_rows, *columns, *_of_keys(question, [of]), *(of_arrays if of else ())]
+            of_keys = maps.heads_of_keys(question) if of in OF_KEYS else ()
+            found = [*of_rows, *of_keys, *(of_arrays if of else ())]
             if not _given(question, [of]):
                 continue
             for by in of_numbers if of in maps.STATISTICS else found:
-                inside = of not in maps.STATISTICS and by.family in ("rows", "columns")
+                inside = of not in maps.STATISTICS and by.family == "rows"
                 take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, by)
                 steps = in_product(step, **{operand: take})
                 kind = "delta-of-another-out" if step == "D" else _kind([of], by)
@@ -179,17 +176,11 @@ def _word(operand: str, stage: str) -> str:
 
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
-    kinds = {"rows": "stale-tile", "sequences": "offsets-shifted"}
-    kinds |= dict.fromkeys(("heads", "heads of keys"), "gqa-head-map")
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
+    kinds = {"rows": "stale-tile", "sequences": "offsets-shifted", "heads of keys": "gqa-head-map"}
+    kinds |= {"heads": "gqa-head-map"} if {*names} <= {*OF_KEYS} else {}
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
-
-
-def _of_keys(question: Question, names: Collection[str]) -> Iterator[Map]:
-    """Maps that arrays of keys alone have."""
-    if {*names} <= {*OF_KEYS}:
-        yield from maps.heads_of_keys(question)
 
 
 def _elsewhere(name: str, by: Map, c: Context) -> Floats:

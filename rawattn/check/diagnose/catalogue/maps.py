@@ -141,9 +141,6 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
     WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
-    "the last tile of {} begins that many rows before the end": lambda i, by, n: np.where(
-        i < n // by * by, i, np.maximum(n - by, 0) + i % by
-    ),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
@@ -333,38 +330,13 @@ def layouts(statistics: bool) -> Iterator[Map]:
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     for each, other in [*((False, other) for other in others), (True, others[0])]:
         for read, written in ((other, memory), (memory, other)):
-            words = _words(written, read) + ", every sequence" * each
+            orders = (", ".join(LETTERS[letter] for letter in of) for of in (written, read))
+            words = "({}) read as ({})".format(*orders) + ", every sequence" * each
             yield Map("layouts", words, partial(_at, Order(read, each), Order(written, each)))
-
-
-def _words(written: str, read: str) -> str:
-    of = (", ".join(LETTERS[letter] for letter in order) for order in (written, read))
-    return "({}) read as ({})".format(*of)
-
-
-# ---- columns ----------------------------------------------------------------------------------
-
-
-COLUMNS: dict[str, Callable[[Ints, int], Ints]] = {  # for column j, by chunks
-    "columns j ^ {}": lambda j, chunk: j ^ chunk,
-    "columns j % {}": lambda j, chunk: j % chunk,
-}
-
-
-def _columns(column: Callable[[Ints, int], Ints], chunk: int, g: Geometry) -> At:
-    return g.everywhere._replace(j=column(g.everywhere.j, chunk))
-
-
-def columns(question: Question) -> Iterator[Map]:
-    """Other columns of a row: one chunk for all, or chunks in each other's place."""
-    dims = max(question.q.shape[2], question.v.shape[2])
-    for chunk, (words, column) in itertools.product(BITS, COLUMNS.items()):
-        if chunk < dims:
-            yield Map("columns", words.format(chunk), partial(_columns, column, chunk))
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
-    inside = (rows if statistics else columns)(question)
+    inside = rows(question) if statistics else ()
     return [*layouts(statistics), *heads(question), *inside, *sequences(question)]

@@ -1,7 +1,6 @@
 """How a bug reads or stores arrays at other places than it should, or reads others."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -79,13 +78,10 @@ def in_product(step: str, **operands: Callable[[Context], Floats]) -> dict[str, 
 
 
 def in_sequence(c: Context, x: Floats, by: Map, operand: str) -> Floats:
-    """Rows, or columns, of a view's operand (..., rows, columns) by a map; 0 where it has none."""
+    """Rows of a view's operand (..., rows, columns) by a map; 0 where it has none."""
     name = ARRAYS.get(operand, "q")
-    rows, g = c.view.keys if name in OF_KEYS else c.view.rows, geometry(c.question, name)
-    at = by.of(replace(g, shape=(g.shape[0], 1, x.shape[-1])))
-    if by.family == "columns":
-        return taken(x, at.j[0, 0], -1)
-    return taken(x, at.t[rows, 0, 0] - rows[:1], -2)
+    rows = c.view.keys if name in OF_KEYS else c.view.rows
+    return taken(x, by.of(geometry(c.question, name)).t[rows, 0, 0] - rows[:1], -2)
 
 
 def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Floats:
