@@ -19,11 +19,11 @@ from rawattn.check.diagnose.catalogue.reading import (
     OF_KEYS,
     OPERANDS,
     in_product,
-    in_sequence,
     of_view,
     reading,
     right_delta,
     stored,
+    taken,
     whole,
 )
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
@@ -188,21 +188,22 @@ def _elsewhere(name: str, by: Map, c: Context) -> Floats:
 
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:
-    return in_sequence(c, getattr(c, operand), by, operand)
+    """Rows of a view's operand (..., rows, columns) by a map; 0 where it has none."""
+    name = ARRAYS.get(operand, "q")
+    rows = c.view.keys if name in OF_KEYS else c.view.rows
+    at = by.of(maps.geometry(c.question, name)).t[rows, 0, 0] - rows[:1]
+    return taken(getattr(c, operand), at, -2)
 
 
 def rearranged(question: Question, name: str) -> Iterator[Bug]:
-    """One result in another layout."""
+    """One result in another layout, or stored at other rows."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
     for by in maps.families(question, name in BY_ROW):
-        shifted = by.family in ("rows", "sequences")
-        kind = "offsets-shifted" if shifted else "transposed"
-        text = f"{name}: {by.words.replace('read', 'stored')}"
+        kind = "offsets-shifted" if by.family in ("rows", "sequences") else "transposed"
+        put = by.family == "sequences"
+        text = f"{name}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
-            yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
-            if by.family == "sequences":
-                there = f"{name} is stored at other rows: {by.words}"
-                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, put=True))
+            yield Bug(kind, text, stages, store=stored(by, (name,), nothing, put))
 
 
 def _but_for_delta(bug: Bug) -> Bug:

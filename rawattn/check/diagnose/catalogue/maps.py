@@ -274,14 +274,9 @@ def heads(question: Question) -> Iterator[Map]:
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
     """What query heads may take for their ``own`` one of so many; none where there is one alone."""
-    h = np.arange(len(own))
-    found = {words: head(own, count, 1) for words, head in itertools.islice(HEADS.items(), 3)}
-    found |= {
-        f"head h % {count}": h % count,
-        f"head h // {count}": h // count % count,
-        "the group's number": h // group % count,
-        "the group's first head": (h - h % group) % count,
-    }
+    h, tables = np.arange(len(own)), [*HEADS.items()]
+    found = {words: head(own, count, 1) for words, head in tables[:3]}
+    found |= {words: head(h, len(own), group) % count for words, head in tables[3:]}
     return found if count > 1 else {}
 
 

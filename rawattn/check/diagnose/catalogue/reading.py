@@ -77,13 +77,6 @@ def in_product(step: str, **operands: Callable[[Context], Floats]) -> dict[str, 
     return {step: with_values(step, **operands)}
 
 
-def in_sequence(c: Context, x: Floats, by: Map, operand: str) -> Floats:
-    """Rows of a view's operand (..., rows, columns) by a map; 0 where it has none."""
-    name = ARRAYS.get(operand, "q")
-    rows = c.view.keys if name in OF_KEYS else c.view.rows
-    return taken(x, by.of(geometry(c.question, name)).t[rows, 0, 0] - rows[:1], -2)
-
-
 def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Floats:
     """What is at these places of an axis; ``nothing`` where there are none."""
     inside = (places >= 0) & (places < x.shape[axis])

@@ -37,20 +37,18 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         wrong = sample.wrong.keys()
         if not wrong:
             return
-        if stage == "backward" and "out" in answers:
-            of_forward = _rearranged(Sample(question, answers, "forward"))
-            yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
         yield from _rearranged(sample)
-        listed = inputs.candidates(
-            question, stage, wrong, sample.found.keys() - wrong, sample.sequence
+        right, first = sample.found.keys() - wrong, sample.sequence
+        listed = chain(
+            selection.candidates(question, stage, wrong) if question.sparse else (),
+            tile_sums.candidates(question, stage, wrong),
+            dropped.bugs(sample),
+            inputs.candidates(question, stage, wrong, right, first),
+            stages.candidates(question, stage, wrong, first),
         )
-        of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
-        of_tiles = tile_sums.candidates(question, stage, wrong)
-        of_stages = stages.candidates(question, stage, wrong, sample.sequence)
-        listed = chain(of_lists, of_tiles, dropped.bugs(sample), listed, of_stages)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 
@@ -122,9 +120,8 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
     heads, rows = a.shape[1], np.arange(a.shape[0] * a.shape[1]).reshape(a.shape[:2])
     for unit, of in {"heads": rows.T, "tokens": rows, "rows": rows.reshape(-1, 1)}.items():
         x, y = (x.reshape(rows.size, -1)[of].reshape(len(of), -1) for x in (a, b))
-        if len(x) < 2 or len(x) > MOST or x.shape[1] < (8 if unit == "rows" else 4):
-            continue
-        order = _order(x, y, allowed)
+        told = 2 <= len(x) <= MOST and x.shape[1] >= (8 if unit == "rows" else 4)
+        order = _order(x, y, allowed) if told else None
         if order is None:
             continue
         taken = np.full(rows.size, -1)
