@@ -52,9 +52,10 @@ class Window(NamedTuple):
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
         """In the place of the question's window; of views that walk lists in no window's."""
-        return [v if v.slot is not None else self._of(question, v) for v in views]
+        return [v if v.slot is not None else self.of(question, v) for v in views]
 
-    def _of(self, question: Question, view: View) -> View:
+    def of(self, question: Question, view: View) -> View:
+        """A view, of other rows or keys too, of what it holds."""
         seen = self.holds(*(distances(question, view, first) for first in (False, True)))
         return replace(view, weight=seen[None].astype(np.float64))
 
@@ -105,13 +106,6 @@ def masks(question: Question) -> Iterator[Bug]:
 # ---- padding and neighbours -------------------------------------------------------------------
 
 
-def masked(question: Question, view: View) -> View:
-    """A view of other rows or keys, under the question's mask."""
-    distance = distances(question, view)
-    weight = Window(*bounds(question)).holds(distance, distance)[None]
-    return replace(view, weight=weight.astype(np.float64))
-
-
 def _more_keys(
     after: int = 0, before: int = 0, tile: int = 1, zeros: bool = False, filled: bool = False
 ) -> See:
@@ -125,7 +119,7 @@ def _more_keys(
         keys = np.arange(start - before, start + length + more)
         there = (keys >= 0) & (keys < (start + length if zeros else len(question.k)))
         keys = np.where(there, keys, -1) if zeros or filled else keys[there]
-        return masked(question, replace(view, keys=keys))
+        return Window(*bounds(question)).of(question, replace(view, keys=keys))
 
     return lambda question, views: [longer(question, view) for view in views]
 

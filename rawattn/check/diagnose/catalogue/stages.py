@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
-from rawattn.check.diagnose.catalogue.masks import masked
+from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Answers, Question
@@ -112,7 +112,7 @@ def _owned(
         rows = np.arange(starts[view.sequence], stops[view.sequence])
         shared = not len(order(lengths))
         rows = rows if shared else np.flatnonzero(owner == view.sequence)
-        found.append(masked(question, replace(view, rows=rows)))
+        found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
     return found
 
 
