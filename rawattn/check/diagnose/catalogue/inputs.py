@@ -6,7 +6,6 @@ read instead: ``inferred.inputs`` tries them on one sequence, and plants those t
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -21,7 +20,6 @@ from rawattn.check.diagnose.catalogue.reading import (
     in_product,
     of_view,
     reading,
-    right_delta,
     stored,
     taken,
     whole,
@@ -119,17 +117,12 @@ def _read(
         of_tiles = maps.rows(question) if names == ("k", "v") else ()
         of_keys = maps.heads_of_keys(question) if {*names} <= {*OF_KEYS} else ()
         for by in [*by_kind[numbers], *of_tiles, *of_keys]:
-            several = by.family in ("layouts", "heads of keys") or (
-                names == ("k", "v") and by.family in ("rows", "sequences")
-            )
-            if not (len(names) == 1 or numbers or several):
+            if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
             kind, steps = _kind(names, by), reading({name: name for name in names}, by)
             text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
             alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
-            if "dout" in names:
-                yield _but_for_delta(Bug(kind, text, (stage,), steps=steps))
 
 
 def _operands(
@@ -206,12 +199,6 @@ def rearranged(question: Question, name: str) -> Iterator[Bug]:
             yield Bug(kind, text, stages, store=stored(by, (name,), nothing, put))
 
 
-def _but_for_delta(bug: Bug) -> Bug:
-    """The same where D was made before, and is right."""
-    steps = {**bug.steps, "D": right_delta}
-    return replace(bug, variant=f"{bug.variant}, but for delta", steps=steps)
-
-
 # ---- arrays in each other's place -------------------------------------------------------------
 
 
@@ -232,7 +219,7 @@ def shapes_of(question: Question) -> dict[str, tuple[object, ...]]:
 def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     """Two or three of the arrays that a function takes, or saves, for each other."""
     backward = stage in ("backward", "second")
-    shapes, name = shapes_of(question), "arguments-swapped"
+    shapes = shapes_of(question)
     sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
     sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
     orders = ((names, order) for names in sets for order in itertools.permutations(names))
@@ -243,7 +230,4 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
         if not _given(question, moved.values()):
             continue
         text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-        bug = Bug(name, text, (stage,), steps=reading(moved))
-        yield bug
-        if set(moved) & {"dout", "out"}:
-            yield _but_for_delta(bug)
+        yield Bug("arguments-swapped", text, (stage,), steps=reading(moved))

@@ -20,7 +20,8 @@ OF_KEYS = ("k", "v", "tk", "tv")
 
 
 def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
-    """``moved``: which array is read for which, each by a map."""
+    """``moved``: which array is read for which, each by a map. D was made before, and is right,
+    unless it or out is read so."""
 
     def Y(c: Context) -> Floats:
         found = {to: whole(c.question, c.given, to, of, by) for to, of in moved.items()}
@@ -29,7 +30,10 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
         return np.asarray(STEPS["Y"](c))
 
     def D(c: Context) -> Floats:
-        return np.asarray(c.other_D if "delta" in moved else STEPS["D"](c))
+        if "out" in moved:
+            return np.asarray(STEPS["D"](c))
+        right = deltas(c.question, c.given)
+        return np.asarray(c.other_D if "delta" in moved else of_view(c, "delta", right))
 
     return {"Y": Y, "D": D}
 
@@ -52,10 +56,6 @@ def array_of(question: Question, given: Same | None, name: str) -> Floats:
         return first["ddlse"] if name == "e" else w
     found = {} if given is None else dict(zip(("out", "lse"), given, strict=True))
     return np.asarray(found[name] if name in found else getattr(question, name))
-
-
-def right_delta(c: Context) -> Floats:
-    return of_view(c, "delta", deltas(c.question, c.given))
 
 
 def of_view(c: Context, name: str, x: Floats) -> Floats:

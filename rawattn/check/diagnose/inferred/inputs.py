@@ -85,12 +85,12 @@ def _constants(sample: Sample) -> Iterator[Bug]:
 
 def _in_words(x: float) -> str:
     """A number, and what it is near to."""
-    known = {f"{round(x, 1):g}": round(x, 1), "ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
+    known = {"ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
     if x and math.isfinite(x):
         power = round(math.log2(abs(x)))
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
     near = [text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)]
-    return f"{x:.4g} = {near[0]}" if near and near[0] != f"{x:.4g}" else f"{x:.4g}"
+    return " = ".join([f"{x:.4g}", *near])
 
 
 # ---- places of results ------------------------------------------------------------------------
