@@ -17,14 +17,13 @@ from rawattn.check.diagnose.catalogue.reading import (
     ARRAYS,
     OF_KEYS,
     OPERANDS,
-    in_product,
     of_view,
     reading,
     stored,
     taken,
     whole,
 )
-from rawattn.check.diagnose.catalogue.second_order import of_one_pass
+from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 from rawattn.check.diagnose.engine.steps import Context, Floats
@@ -58,7 +57,6 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
-    "tP": ("P'", ("e",), {"gq", "gk", "gv"}),
     "tdS": ("dS'", ("D", "w"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
@@ -72,7 +70,7 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
 OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of more than one entry
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
-NUMBERS = {"D": "delta", "w": "w", "e": "e"}
+NUMBERS = {"D": "delta", "w": "w"}
 
 
 def candidates(
@@ -148,16 +146,15 @@ def _operands(
             for by in of_numbers if of in maps.STATISTICS else found:
                 inside = of not in maps.STATISTICS and by.family == "rows"
                 take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, by)
-                steps = in_product(step, **{operand: take})
+                steps = {step: with_values(step, **{operand: take})}
                 kind = "delta-of-another-out" if step == "D" else _kind([of], by)
                 key = text, inside, by.in_sequence(maps.geometry(question, of or "q"), b)
-                bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
-                yield of_one_pass(bug) if step == "tP" else bug
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
         every = *operands, *OF_PAIRS.get(step, ())
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in every:
                 text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                steps = in_product(step, **{operand: attrgetter(other)})
+                steps = {step: with_values(step, **{operand: attrgetter(other)})}
                 yield Bug("arguments-swapped", text, (stage,), steps=steps)
 
 

@@ -159,8 +159,6 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
-    "its offset and a row for every sequence before": lambda g: g.offsets[:-1] + g.b,
-    "its offset less a row for every sequence before": lambda g: g.offsets[:-1] - g.b,
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
     "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }

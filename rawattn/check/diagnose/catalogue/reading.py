@@ -1,12 +1,11 @@
 """How a bug reads or stores arrays at other places than it should, or reads others."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
-from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
@@ -20,8 +19,8 @@ OF_KEYS = ("k", "v", "tk", "tv")
 
 
 def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
-    """``moved``: which array is read for which, each by a map. D was made before, and is right,
-    unless it or out is read so."""
+    """``moved``: which array is read for which, each by a map. With out, dout is read so for D
+    too; without it D was made before, and is right."""
 
     def Y(c: Context) -> Floats:
         found = {to: whole(c.question, c.given, to, of, by) for to, of in moved.items()}
@@ -30,10 +29,10 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
         return np.asarray(STEPS["Y"](c))
 
     def D(c: Context) -> Floats:
-        if "out" in moved:
-            return np.asarray(STEPS["D"](c))
-        right = deltas(c.question, c.given)
-        return np.asarray(c.other_D if "delta" in moved else of_view(c, "delta", right))
+        if "delta" in moved:
+            return np.asarray(c.other_D)
+        before = "dout" in moved and "out" not in moved
+        return of_view(c, "delta", deltas(c.question, c.given)) if before else STEPS["D"](c)
 
     return {"Y": Y, "D": D}
 
@@ -70,11 +69,6 @@ def of_view(c: Context, name: str, x: Floats) -> Floats:
         found = x[view.keys, heads].astype(np.float64)
     unseen = ~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)  # may hold anything
     return np.asarray(c.r(np.where(unseen[:, None], 0.0, found)))
-
-
-def in_product(step: str, **operands: Callable[[Context], Floats]) -> dict[str, Step]:
-    """One product with other operands."""
-    return {step: with_values(step, **operands)}
 
 
 def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Floats:
