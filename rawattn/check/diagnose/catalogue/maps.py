@@ -265,8 +265,8 @@ def _cut_off(rows: int, g: Geometry) -> At:
 
 def heads(question: Question) -> Iterator[Map]:
     """The same row of other heads; those of groups mean nothing to keys."""
-    count = len(HEADS) if question.group > 1 else 3
-    for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
+    known = [*HEADS.items()][: len(HEADS) if question.group > 1 else 3]
+    for words, head in known if question.num_heads_q > 1 else ():
         yield Map("heads", words, partial(_heads, head))
 
 
