@@ -73,7 +73,7 @@ def _often(part: Part, tile: int, factor: float) -> See:
 
 def _dead(question: Question) -> np.ndarray:
     """(total_q, num_heads_q): rows of sequences that see no key."""
-    alive = _row_mask(question, lambda seen: seen.any(axis=2))
+    alive = _row_mask(question, lambda seen: np.asarray(seen.any(axis=2)))
     return ~alive & (question.sequence_of("q") >= 0)[:, None]
 
 
@@ -91,7 +91,7 @@ def _nan_rows(tile: int, rows: int, last: bool) -> Store:
     one, or the ``last``, of which a tile of queries sees any."""
 
     def late(seen: np.ndarray) -> np.ndarray:
-        found, tiles = seen.any(axis=2), np.arange(seen.shape[2]) // tile
+        found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
         end, none = (np.max, -1) if last else (np.min, len(tiles))
         for start in range(0, seen.shape[1], rows):
             here = seen[:, start : start + rows]
