@@ -22,7 +22,6 @@ def test_maps_take_what_numpy_would() -> None:
         f"{tokens_first} read as {heads_first}, every sequence": np.concatenate(parts),
         "without the offset of the sequence": np.concatenate((x[:50], x[:41])),
         "head h % num_heads_kv": x[:, [0, 1, 0, 1]],
-        "columns j ^ 16": np.roll(x, 16, axis=2),
     }
     of_rows = {
         "(heads, tokens) read as (tokens, heads)": rows.reshape(91, 4).T,

@@ -16,14 +16,12 @@ from tests.diagnose.problems import packed
 from tests.diagnose.table import kernel
 
 NARROW = {"E": lambda c, x: x.astype(ml_dtypes.bfloat16).astype(x.dtype)}
-BOTH = {"K of gq": lambda c, x: c.tK, "tK of gq": lambda c, x: c.K}
 NOT_ALIGNED = {"often": lambda c, x: x * (c.j // 16 <= c.i // 16)}
 WITHOUT = "without (tlse of the part - tlse) out"
 PLANTS = {
     "dS ddk of gq, times 0.37": {"dS tK": by(0.37)},
     "dS^T ddq of gk half of it": {"dS tQ": by(0.5)},
     "in the first pass alone": {"P in ddout": unmasked},
-    "the other way round": BOTH,
     "E in bfloat16": NARROW,
     "without seqlen_k - seqlen_q": NOT_ALIGNED,
 }

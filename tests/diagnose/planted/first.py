@@ -35,15 +35,6 @@ HIDDEN = -1e30  # a score that stands for -inf in many kernels
 # ---- what is read and written ----
 
 
-def begun_late(run: Any, x: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Every sequence but the first, the last one ends where it must."""
-    moved = [(int(b > 0), int(b < len(x) - 1)) for b in range(len(x))]
-    return [
-        (q + first, n + stop - first, k + first, m + stop - first)
-        for (q, n, k, m), (first, stop) in zip(x, moved, strict=True)
-    ]
-
-
 def late(x: Array, name: str, question: Question) -> Array:
     """From the second half of the sequences on, a row is written where the next one belongs."""
     start, found = bounds(name, question)[question.batch // 2][0], x.copy()
@@ -85,18 +76,6 @@ def leaking(after: int = 0, before: int = 0, tile: int = 1) -> Hooks:
     return {"keys": keys}
 
 
-def past_dout(number: float) -> Hooks:
-    """Queries of zeros up to the longest sequence, with a cotangent."""
-
-    def past(of: Any) -> Any:
-        return lambda c, x: np.where((c.rows == ZEROS)[:, None], c.run.wide.type(of(c)), x)
-
-    def rows(c: Head, x: Array) -> Array:
-        return np.concatenate([x, np.full(max(c.question.lengths_q) - c.n, ZEROS)])
-
-    return {"rows": rows, "dO": past(lambda c: number), "L": past(lambda c: np.log(max(c.m, 1)))}
-
-
 def no_tail_of_queries(tile: int) -> Hooks:
     """The last, partial tile of queries is not there."""
     return tiled(tile) | {"rows": lambda c, x: x[: c.n // tile * tile]}
@@ -135,7 +114,6 @@ _EASY_ONES = ("score-scale", "delta-omitted", "delta-of-another-out", "softmax-b
 # what problems of a class must be like
 _NEEDS: dict[str, dict[str, Any]] = {
     "padded-keys": _OPEN,
-    "padded-grad-out": _EQUAL,
     "mask-missing-in-backward": {"masks": _MASKED, "lengths_k": _ALIVE} | _ALL,
     "causal-dropped": {"masks": _CAUSAL} | _ALL,
     "causal-off-by-one": {"masks": _CAUSAL},
@@ -215,8 +193,6 @@ _TABLE: Table = (
     ("padded-keys: up to the longest, as autograd has it", "b fb", with_zeros(padding) | _OWN),
     ("padded-keys: up to 16", "f fb", with_zeros(lambda c: -c.m % 16) | _OWN_LSE),
     ("padded-keys: up to 64", "f b fb", with_zeros(lambda c: -c.m % 64) | _OWN_LSE),
-    ("padded-grad-out: ones", "b", past_dout(1.0)),
-    ("padded-grad-out: negative", "b", past_dout(-2.0)),
     ("mask-missing-in-backward: softmax over all keys", "b", no_window() | _OWN_LSE),
     ("mask-missing-in-backward: exp(S - L)", "b", no_window()),
     ("causal-dropped: no right side", "f fb", no_window(left=False)),
@@ -241,8 +217,6 @@ _TABLE: Table = (
     ("offsets-shifted: stored a row late", "f", stored(late, "out", "lse")),
     ("offsets-shifted: stored a row late", "b", stored(late, *GRADIENTS)),
     ("offsets-shifted: stored a row late", "fb", stored(late, "out", "lse", *GRADIENTS) | _RIGHT),
-    ("offsets-shifted: no first entry", "f b fb", {"spans": lambda run, x: x[1:]}),
-    ("offsets-shifted: begun a row late", "f b", {"spans": begun_late}, {"lengths": (5, 40)}),
     # ---- scores and softmax ----
     ("output-scale: dq without", "b", {"dq": power(0)}),
     ("output-scale: dk without", "b", {"dk": power(0)}),

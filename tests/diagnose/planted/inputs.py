@@ -18,13 +18,6 @@ __all__ = ["PLANTED", "answers", "problems"]
 # ---- what is read ----
 
 
-@in_sequences
-def halves_swapped(x: Array) -> Array:
-    """Halves of the columns exchanged in rows that have bit 4: a swizzle undone wrongly."""
-    other = np.arange(len(x)) & 4 > 0
-    return np.where(other[:, None, None], np.roll(x, x.shape[2] // 2, axis=2), x)
-
-
 def over_heads(run: Run, found: Answers) -> Answers:
     """Attention between the heads of a token."""
     a, q = run.arrays, run.question
@@ -94,7 +87,6 @@ _USUAL |= {"head_dims_v": (16, 32), "given": False, "least": 0.02, "past_end": 0
 _SAME: dict[str, Any] = {"same_dims": 1.0}
 _SINGLE = _SAME | {"groups": (1,)}
 _LONG: dict[str, Any] = {"lengths": (40, 90), "over": 64}
-_EVEN: dict[str, Any] = {"head_dims": (32, 48, 64), "head_dims_v": (32, 64)}
 _HEADS: dict[str, Any] = {"heads_kv": (2, 3), "groups": (2,)}
 _SEVERAL: dict[str, Any] = {"heads_kv": (2, 3)}
 _CAUSAL = {"masks": ("causal",)}
@@ -106,7 +98,6 @@ _FROM_BEHIND = {"stored kv head": lambda c, g: c.question.num_heads_kv - 1 - g}
 _MEAN = {"dv": by(lambda run: 1 / run.question.group)}
 
 _FROM_12, _FROM_20 = {"lengths": (12, 70)}, {"lengths": (20, 70)}
-_POWERS = {"head_dims": (16, 32, 64)}
 _TURNED = as_if((1, 0, 2))
 _HEADS_FIRST = in_sequences(lambda x: x.swapaxes(0, 1).reshape(x.shape))
 _BEFORE = in_sequences(lambda x: x[np.arange(len(x)) & ~8])
@@ -118,15 +109,12 @@ _K_BY_REMAINDER = {"K": lambda c, K: c.read("k", c.h % c.question.num_heads_kv)}
 # the last tile of queries goes on; what is stored is not more than the own ones
 _ROWS_PAST = {"rows": lambda c, x: np.arange(x[0], min(x[0] - c.n // -32 * 32, len(c.question.q)))}
 _NEXT_LSE = change(lambda x, *_: np.roll(x, -1, 0), "lse")
-_HALVES = stored(lambda x, *_: np.roll(x, x.shape[2] // 2, 2), "dv")
 _GROUPS = {"groups": (2, 3), "heads_kv": (2, 3), "lengths": (10, 90)}
 _HEADS_ON: Any = lambda x, *_: np.cumsum(x, axis=1)  # noqa: E731
 _NEEDS = {
     "mask-missing-in-backward": _CAUSAL,
     "pairs-dropped": _LONG,
 }
-_FIRST_CHUNK = stored(lambda x, name, q: x[..., np.arange(x.shape[-1]) % 16], "dv")
-_OVER_16 = {"head_dims": (24, 32, 48)}
 _TABLE: Table = (
     ("arguments-swapped: k and v", "fb", read_as(k="v", v="k"), _SAME),
     ("arguments-swapped: q and k", "f", read_as(q="k", k="q"), _SINGLE),
@@ -136,7 +124,6 @@ _TABLE: Table = (
     ("input-layout: q, k, v heads first", "f", change(_TURNED, "q", "k", "v"), _HEADS),
     ("input-layout: dout, heads first", "b", change(_TURNED, "dout"), _HEADS),
     ("input-layout: k, columns before heads", "f", change(as_if((0, 2, 1)), "k"), _SEVERAL),
-    ("input-layout: a swizzle of k", "fb", change(halves_swapped, "k"), _POWERS),
     ("input-layout: heads for tokens", "f", {"results": over_heads}, _THREE),
     ("statistics-misplaced: lse, tokens first", "b", change(_TURNED, "lse"), _HEADS),
     ("statistics-misplaced: lse of the first sequence", "b", change(local, "lse")),
@@ -159,8 +146,6 @@ _TABLE: Table = (
     ("constant-factor: out negative", "f", {"out": by(-1.0)}),
     ("transposed: dq in sequences", "b", stored(_HEADS_FIRST, "dq"), _HEADS),
     ("transposed: lse, heads of groups", "f", stored(heads_of_groups_apart, "lse"), _HEADS),
-    ("transposed or input-layout: dv, halves of columns", "b", _HALVES, _EVEN),
-    ("transposed or input-layout: dv, the first chunk of columns", "b", _FIRST_CHUNK, _OVER_16),
     ("mask-missing-in-backward: but for the first tile", "b", masked_by_tiles(True, 16), _OVER_40),
     ("mask-missing-in-backward: in tiles of 32", "b", masked_by_tiles(False), {"over": 40}),
     ("neighbour-leak: queries up to 32", "b", _ROWS_PAST, {"lengths": (20, 60)}),

@@ -18,8 +18,6 @@ class BugClass(NamedTuple):
 TEXTS = """
 padded-keys: padded keys are in the softmax denominator
     the key padding mask, or that of a partial block: a score of 0 has weight e^0 = 1
-padded-grad-out: the cotangent of padding rows flows into dv
-    the loss: it must not count output rows of padding; mask them before the reduction
 mask-missing-in-backward: the backward pass recomputes P without the mask that the forward pass used
     the arguments of the backward function: the causal flag, the window, the order of lse and out
 causal-dropped: the causal mask is not applied

@@ -6,7 +6,6 @@ read instead: ``inferred.inputs`` tries them on one sequence, and plants those t
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -18,15 +17,13 @@ from rawattn.check.diagnose.catalogue.reading import (
     ARRAYS,
     OF_KEYS,
     OPERANDS,
-    in_product,
-    in_sequence,
     of_view,
     reading,
-    right_delta,
     stored,
+    taken,
     whole,
 )
-from rawattn.check.diagnose.catalogue.second_order import of_one_pass
+from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 from rawattn.check.diagnose.engine.steps import Context, Floats
@@ -60,7 +57,6 @@ PRODUCTS = {  # a product: its name, its operands, and the results that it has a
     "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
-    "tP": ("P'", ("e",), {"gq", "gk", "gv"}),
     "tdS": ("dS'", ("D", "w"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
@@ -72,10 +68,9 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
 OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of more than one entry
-NAMES = {"Q": "q", "K": "k", "V": "v", "dO": "dout", "O": "out", "P": "P", "dY": "dS"}
-NAMES |= {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout", "tP": "P'", "tdY": "dS'", "w": "W"}
-NAMES |= {"L": "lse", "dL": "dlse", "other_D": "delta", "D": "D"}
-NUMBERS = {"D": "delta", "w": "w", "e": "e"}
+NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
+NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
+NUMBERS = {"D": "delta", "w": "w"}
 
 
 def candidates(
@@ -119,21 +114,14 @@ def _read(
         numbers = set(names) <= set(maps.STATISTICS)
         least = {("k", "v"): 1} | dict.fromkeys(DIRECTIONS[:3], TILES[0])
         of_tiles = maps.rows(question, least[names]) if names in least else ()
-        for by in [*by_kind[numbers], *of_tiles, *_of_keys(question, names)]:
-            several = by.family in ("layouts", "heads of keys") or (
-                names == ("k", "v") and by.family in ("rows", "sequences")
-            )
-            if not (len(names) == 1 or numbers or several):
+        of_keys = maps.heads_of_keys(question) if {*names} <= {*OF_KEYS} else ()
+        for by in [*by_kind[numbers], *of_tiles, *of_keys]:
+            if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
             kind, steps = _kind(names, by), reading({name: name for name in names}, by)
             text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
             alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
-            if "dout" in names:
-                yield _but_for_delta(Bug(kind, text, (stage,), steps=steps))
-            if names[:3] == ("q", "k", "v") and by.family != "sequences":
-                form = f"{text}, results too"
-                yield Bug(kind, form, (stage,), None, steps, stored(by))
 
 
 def _operands(
@@ -142,7 +130,6 @@ def _operands(
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
     of_rows = list(maps.rows(question, TILES[0] if beyond else 1))
-    of_columns = [] if beyond else list(maps.columns(question))
     of_numbers = maps.families(question, True)
     of_arrays = [*maps.heads(question), *maps.sequences(question)]
     alike = [some.split() for some in ALIKE[stage].split(", ")]
@@ -153,35 +140,23 @@ def _operands(
             continue
         for operand in operands:
             text, of = f"{_word(operand, stage)} in {product}", (ARRAYS | NUMBERS).get(operand, "")
-            columns = () if operand in ("P", "dY") else of_columns
-            found = [*of_rows, *columns, *_of_keys(question, [of]), *(of_arrays if of else ())]
+            of_keys = maps.heads_of_keys(question) if of in OF_KEYS else ()
+            found = [*of_rows, *of_keys, *(of_arrays if of else ())]
             if not _given(question, [of]):
                 continue
             for by in of_numbers if of in maps.STATISTICS else found:
-                take = partial(_elsewhere, of, by)
-                of_view_alone = by.family == "columns" or (by.family == "rows" and step != "D")
-                if of_view_alone and of not in maps.STATISTICS:
-                    take = partial(_moved, operand, by)
-                steps = in_product(step, **{operand: take})
-                kinds = {"heads": "gqa-head-map", "sequences": "offsets-shifted"}
-                kind = "" if of in maps.STATISTICS else kinds.get(by.family, "")
-                kind = "delta-of-another-out" if step == "D" else kind or _kind([of], by)
-                key = text, of_view_alone, by.in_sequence(maps.geometry(question, of or "q"), b)
-                bug = Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
-                yield of_one_pass(bug) if step == "tP" else bug
-        for operand, tile in itertools.product(sorted({"P", "dY"} & {*operands}), TILES):
-            steps = in_product(step, **{operand: partial(_not_transposed, operand, tile)})
-            text = f"{NAMES[operand]} in {product}: each tile of {tile} by {tile} transposed"
-            yield Bug("stale-tile", text, (stage,), steps=steps)
+                inside = of not in maps.STATISTICS and by.family == "rows"
+                take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, by)
+                steps = {step: with_values(step, **{operand: take})}
+                kind = "delta-of-another-out" if step == "D" else _kind([of], by)
+                key = text, inside, by.in_sequence(maps.geometry(question, of or "q"), b)
+                yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
         every = *operands, *OF_PAIRS.get(step, ())
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in every:
                 text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                taken = {operand: attrgetter(other)}
-                yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
-                if other in every:
-                    text, taken[other] = f"{text}, and the other way round", attrgetter(operand)
-                    yield Bug("arguments-swapped", text, (stage,), steps=in_product(step, **taken))
+                steps = {step: with_values(step, **{operand: attrgetter(other)})}
+                yield Bug("arguments-swapped", text, (stage,), steps=steps)
 
 
 def _word(operand: str, stage: str) -> str:
@@ -192,16 +167,11 @@ def _word(operand: str, stage: str) -> str:
 
 def _kind(names: Collection[str], by: Map) -> str:
     """The class of what is read by a map."""
-    kinds = {"rows": "stale-tile", "heads of keys": "gqa-head-map", "sequences": "offsets-shifted"}
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
+    kinds = {"rows": "stale-tile", "sequences": "offsets-shifted", "heads of keys": "gqa-head-map"}
+    kinds |= {"heads": "gqa-head-map"} if {*names} <= {*OF_KEYS} else {}
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
-
-
-def _of_keys(question: Question, names: Collection[str]) -> Iterator[Map]:
-    """Maps that arrays of keys alone have."""
-    if {*names} <= {*OF_KEYS}:
-        yield from maps.heads_of_keys(question)
 
 
 def _elsewhere(name: str, by: Map, c: Context) -> Floats:
@@ -209,36 +179,22 @@ def _elsewhere(name: str, by: Map, c: Context) -> Floats:
 
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:
-    return in_sequence(c, getattr(c, operand), by, operand)
-
-
-def _not_transposed(operand: str, tile: int, c: Context) -> Floats:
-    """P or dS (heads, n, m) with the rows and columns of each tile exchanged."""
-    x = getattr(c, operand)
-    heads, n, m = x.shape
-    padded = np.pad(x, ((0, 0), (0, -n % tile), (0, -m % tile)))
-    of_tiles = padded.reshape(heads, -(-n // tile), tile, -(-m // tile), tile)
-    return np.asarray(of_tiles.swapaxes(2, 4).reshape(padded.shape)[:, :n, :m])
+    """Rows of a view's operand (..., rows, columns) by a map; 0 where it has none."""
+    name = ARRAYS.get(operand, "q")
+    rows = c.view.keys if name in OF_KEYS else c.view.rows
+    at = by.of(maps.geometry(c.question, name)).t[rows, 0, 0] - rows[:1]
+    return taken(getattr(c, operand), at, -2)
 
 
 def rearranged(question: Question, name: str) -> Iterator[Bug]:
-    """One result in another layout."""
+    """One result in another layout, or stored at other rows."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
     for by in maps.families(question, name in BY_ROW):
-        shifted = by.family in ("rows", "sequences")
-        kind = "offsets-shifted" if shifted else "transposed"
-        text = f"{name}: {by.words.replace('read', 'stored')}"
+        kind = "offsets-shifted" if by.family in ("rows", "sequences") else "transposed"
+        put = by.family == "sequences"
+        text = f"{name}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
-            yield Bug(kind, text, stages, store=stored(by, (name,), nothing))
-            for how in ("stored", "added") if by.family == "sequences" else ():
-                there = f"{name} is {how} at other rows: {by.words}"
-                yield Bug(kind, there, stages, store=stored(by, (name,), nothing, how))
-
-
-def _but_for_delta(bug: Bug) -> Bug:
-    """The same where D was made before, and is right."""
-    steps = {**bug.steps, "D": right_delta}
-    return replace(bug, variant=f"{bug.variant}, but for delta", steps=steps)
+            yield Bug(kind, text, stages, store=stored(by, (name,), nothing, put))
 
 
 # ---- arrays in each other's place -------------------------------------------------------------
@@ -261,21 +217,15 @@ def shapes_of(question: Question) -> dict[str, tuple[object, ...]]:
 def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     """Two or three of the arrays that a function takes, or saves, for each other."""
     backward = stage in ("backward", "second")
-    shapes, name = shapes_of(question), "arguments-swapped"
-    first, beyond = ("q", "k", "v", *(("dout", "out") if backward else ())), DIRECTIONS[-1]
-    orders = [dict(zip(first, order, strict=True)) for order in itertools.permutations(first)]
-    if stage in ("second", "jvp"):
-        orders += [
-            dict(zip(beyond, order, strict=True)) for order in itertools.permutations(beyond)
-        ]
-    for order in orders:
-        moved = {to: of for to, of in order.items() if to != of}
+    shapes = shapes_of(question)
+    sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
+    sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
+    orders = ((names, order) for names in sets for order in itertools.permutations(names))
+    for names, order in orders:
+        moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
         if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):
             continue
         if not _given(question, moved.values()):
             continue
         text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-        bug = Bug(name, text, (stage,), steps=reading(moved))
-        yield bug
-        if set(moved) & {"dout", "out"}:
-            yield _but_for_delta(bug)
+        yield Bug("arguments-swapped", text, (stage,), steps=reading(moved))

@@ -58,6 +58,11 @@ class Geometry:
         t, h, j = np.ogrid[tuple(slice(size) for size in self.shape)]
         return At(t, h, j)
 
+    @property
+    def b(self) -> Ints:
+        """All sequences."""
+        return np.arange(len(self.offsets) - 1)
+
     @cached_property
     def row(self) -> Row:
         """Of all tokens; those outside of sequences count as of the one before."""
@@ -105,17 +110,14 @@ class Map:
         )
         return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
 
-    def put(self, g: Geometry, x: Floats, nothing: float = 0.0, add: bool = False) -> Floats:
-        """The same array stored by a map of rows: what comes later overwrites, or is added."""
+    def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
+        """The same array stored by a map of rows: what comes later overwrites."""
         if x.ndim == 2:
-            return self.put(g, np.asarray(x).T[..., None], nothing, add)[..., 0].T
+            return self.put(g, np.asarray(x).T[..., None], nothing)[..., 0].T
         rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
         there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
         found = np.full_like(x, nothing, dtype=np.float64)
-        if add:
-            np.add.at(found, rows[there], x[there])
-        else:
-            found[rows[there]] = x[there]
+        found[rows[there]] = x[there]
         return found
 
 
@@ -130,6 +132,7 @@ def _taken(x: Floats, at: At, nothing: float) -> Floats:
 
 # ---- rows and heads ---------------------------------------------------------------------------
 
+WHOLE = "zeros for rows of a partial last tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
@@ -137,49 +140,36 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
-    "zeros for rows of a partial last tile of {}": lambda i, by, n: np.where(
-        i < n // by * by, i, -NOWHERE
-    ),
-    "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
-    "row i + {}, for those of the first tile": lambda i, by, n: (
-        i + by * (i < np.minimum(by, n - by))
-    ),
-    "the last tile of {} begins that many rows before the end": lambda i, by, n: np.where(
-        i < n // by * by, i, np.maximum(n - by, 0) + i % by
-    ),
+    WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "row i % {}": lambda i, by, n: i % by,
     "row i // {0} * {0}": lambda i, by, n: i - i % by,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
         i < by, (n - 1 - i) // by * by + i, -NOWHERE
     ),
 }
-SEQUENCES: dict[str, Callable[[Geometry, Row], Ints]] = {
-    "rows of the sequence reversed": lambda g, row: row.start + row.n - 1 - row.i,
-    "the row before in the pack": lambda g, row: (row.start + row.i - 1) % g.shape[0],
-    "the next row of the pack": lambda g, row: (row.start + row.i + 1) % g.shape[0],
+Origin = Callable[[Geometry], Ints]  # of all sequences a row, or another one
+OTHERS: dict[str, Origin] = {
+    "the next sequence": lambda g: g.b + 1,
+    "the sequence before": lambda g: np.maximum(g.b - 1, 0),
+    "this sequence, empty ones not counted": lambda g: _full_before(g.offsets),
+    "this sequence, empty ones of the other side not counted": lambda g: _full_before(g.others),
 }
-OTHERS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # for all sequences, others of them
-    "the next sequence": lambda b, g: b + 1,
-    "the sequence before": lambda b, g: np.maximum(b - 1, 0),
-    "this sequence, empty ones not counted": lambda b, g: _full_before(g.offsets),
-    "this sequence, empty ones of the other side not counted": lambda b, g: _full_before(g.others),
+ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
+    "without the offset of the sequence": lambda g: 0 * g.b,
+    "the offset of the other side": lambda g: g.others[:-1],
+    "its offset and a row": lambda g: g.offsets[:-1] + 1,
+    "its offset less a row": lambda g: g.offsets[:-1] - 1,
+    "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
+    "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }
-ORIGINS: dict[str, Callable[[Ints, Geometry], Ints]] = {  # rows where they are taken to begin
-    "without the offset of the sequence": lambda b, g: 0 * b,
-    "the offset of the other side": lambda b, g: g.others[:-1],
-    "b times the longest length": lambda b, g: b * np.diff(g.offsets).max(),
-    "b times the longest length of the other side": lambda b, g: b * np.diff(g.others).max(),
-    "its offset and a row for every sequence before": lambda b, g: g.offsets[:-1] + b,
-    "its offset less a row for every sequence before": lambda b, g: g.offsets[:-1] - b,
-}
-ROUNDED: dict[str, Callable[[Ints, int], Ints]] = {  # the same of offsets, by a tile
-    "its offset rounded down to a multiple of {}": lambda x, t: x[:-1] // t * t,
-    "its offset rounded up to a multiple of {}": lambda x, t: -(-x[:-1] // t) * t,
-    "its offset where every length is a multiple of {}": lambda x, t: np.cumsum(
-        [0, *-(-np.diff(x[:-1]) // t) * t]
+OF_TILES: dict[str, Callable[[int], Origin]] = {  # the same, of tiles
+    "its offset rounded down to a multiple of {}": lambda t: lambda g: g.offsets[:-1] // t * t,
+    "its offset rounded up to a multiple of {}": lambda t: lambda g: -(-g.offsets[:-1] // t) * t,
+    "its offset where every length is a multiple of {}": lambda t: (
+        lambda g: np.cumsum([0, *-(-np.diff(g.offsets[:-1]) // t) * t])
     ),
-    "its offset and {0} b, rounded down to a multiple of {0}": lambda x, t: (
-        (x[:-1] // t + np.arange(len(x) - 1)) * t
+    "its offset and {0} b, rounded down to a multiple of {0}": lambda t: (
+        lambda g: (g.offsets[:-1] // t + g.b) * t
     ),
 }
 
@@ -202,30 +192,23 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
         h % group * (count // group) + h // group
     ),
 }
-HEADS_OF_KEYS: dict[str, Callable[[Ints, int], Ints]] = {  # for query head h, of so many
-    "head h % num_heads_kv": lambda h, count: h % count,
-    "head h // num_heads_kv": lambda h, count: h // count,
-    "head h, as if there were as many": lambda h, count: h,
-}
 
 
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
     return g.everywhere._replace(t=g.row.start + index(g.row.i, by, g.row.n))
 
 
-def _tokens(token: Callable[[Geometry, Row], Ints], g: Geometry) -> At:
-    return g.everywhere._replace(t=token(g, g.row))
+def _from(origin: Origin, g: Geometry) -> At:
+    return g.everywhere._replace(t=origin(g)[g.row.b] + g.row.i)
 
 
 def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
 
-def _heads_of_keys(head: Callable[[Ints, int], Ints], g: Geometry) -> At:
-    """(tokens, num_heads_q, columns); heads that there are not are those of the tokens behind."""
-    (t, _, j), count = g.everywhere, g.shape[1]
-    h = head(np.arange(g.num_heads_q)[None, :, None], count)
-    return At(t + h // count, h % count, j)
+def _by_remainder(g: Geometry) -> At:
+    """(tokens, num_heads_q, columns) of an array of keys."""
+    return g.everywhere._replace(h=np.arange(g.num_heads_q)[None, :, None] % g.shape[1])
 
 
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
@@ -233,45 +216,38 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
     alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     for by in (by for by in BITS[::-1] if least <= by < longest):
-        for words, index in ROWS.items() if by > 1 else itertools.islice(ROWS.items(), 4):
-            yield Map("rows", words.format(by), partial(_rows, index, by))
+        yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 4])
+
+
+def of_rows(words: str, by: int) -> Map:
+    """That one of ``ROWS``, by so many."""
+    return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
 
 
 def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place."""
-    for words, token in SEQUENCES.items() if question.batch > 1 else ():
-        yield Map("sequences", words, partial(_tokens, token))
-    for words, start in origins(question).items():
-        yield Map("sequences", words, partial(_tokens, partial(_from, start)))
+    for words, origin in origins(question).items():
+        yield Map("sequences", words, partial(_from, origin))
 
 
-def origins(question: Question) -> dict[str, Callable[[Geometry], Ints]]:
-    """Rows where sequences (batch,) may be taken to begin."""
-    found: dict[str, Callable[[Geometry], Ints]] = {}
-    for words, start in ORIGINS.items():
-        found[words] = partial(_of_all, start)
+def origins(question: Question) -> dict[str, Origin]:
+    """Rows where sequences may be taken to begin, others than those where they do."""
+    found = dict(ORIGINS)
     for words, other in OTHERS.items():
         found[f"the offset of {words}"] = partial(_of_others, other)
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
-    for (words, rounded), t in itertools.product(ROUNDED.items(), sizes):
-        found[words.format(t)] = partial(_rounded, rounded, t)
-    return found if question.batch > 1 else {}
+    for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
+        found[words.format(t)] = of_tile(t)
+    sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
+    return {
+        words: origin
+        for words, origin in found.items()
+        if any((origin(g) != g.offsets[:-1]).any() for g in sides)
+    }
 
 
-def _of_all(start: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
-    return start(np.arange(len(g.offsets) - 1), g)
-
-
-def _of_others(other: Callable[[Ints, Geometry], Ints], g: Geometry) -> Ints:
-    return np.asarray(g.offsets[_of_all(other, g)])
-
-
-def _rounded(rounded: Callable[[Ints, int], Ints], t: int, g: Geometry) -> Ints:
-    return rounded(g.offsets, t)
-
-
-def _from(start: Callable[[Geometry], Ints], g: Geometry, row: Row) -> Ints:
-    return np.asarray(start(g)[row.b] + row.i)
+def _of_others(other: Origin, g: Geometry) -> Ints:
+    return np.asarray(g.offsets[other(g)])
 
 
 def overflows(question: Question, name: str) -> Iterator[Map]:
@@ -281,11 +257,11 @@ def overflows(question: Question, name: str) -> Iterator[Map]:
         rows = 2**bits // math.prod(sizes)
         if 0 < rows < total:
             words = f"row t % {rows}, as if offsets had {bits} bits"
-            yield Map("overflows", words, partial(_tokens, partial(_cut_off, rows)))
+            yield Map("overflows", words, partial(_cut_off, rows))
 
 
-def _cut_off(rows: int, g: Geometry, row: Row) -> Ints:
-    return np.asarray(g.everywhere.t % rows)
+def _cut_off(rows: int, g: Geometry) -> At:
+    return g.everywhere._replace(t=g.everywhere.t % rows)
 
 
 def heads(question: Question) -> Iterator[Map]:
@@ -308,21 +284,16 @@ def heads_in_words(question: Question) -> dict[str, Callable[[Ints, int, int], I
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
     """What query heads may take for their ``own`` one of so many; none where there is one alone."""
-    h = np.arange(len(own))
-    found = {words: head(own, count, 1) for words, head in itertools.islice(HEADS.items(), 3)}
-    found |= {f"head h % {count}": h % count, f"head h // {count}": h // count % count}
-    found |= {
-        "the group's number": h // group % count,
-        "the group's first head": (h - h % group) % count,
-    }
+    h, tables = np.arange(len(own)), [*HEADS.items()]
+    found = {words: head(own, count, 1) for words, head in tables[:3]}
+    found |= {words: head(h, len(own), group) % count for words, head in tables[3:]}
     return found if count > 1 else {}
 
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of an array of keys, of other heads for the query heads of a group."""
-    several = question.group > 1 and question.num_heads_kv > 1
-    for words, head in HEADS_OF_KEYS.items() if several else ():
-        yield Map("heads of keys", words, partial(_heads_of_keys, head))
+    if question.group > 1 and question.num_heads_kv > 1:
+        yield Map("heads of keys", "head h % num_heads_kv", _by_remainder)
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -364,56 +335,13 @@ def layouts(statistics: bool) -> Iterator[Map]:
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     for each, other in [*((False, other) for other in others), (True, others[0])]:
         for read, written in ((other, memory), (memory, other)):
-            words = _words(written, read) + ", every sequence" * each
+            orders = (", ".join(LETTERS[letter] for letter in of) for of in (written, read))
+            words = "({}) read as ({})".format(*orders) + ", every sequence" * each
             yield Map("layouts", words, partial(_at, Order(read, each), Order(written, each)))
-
-
-def _words(written: str, read: str) -> str:
-    of = (", ".join(LETTERS[letter] for letter in order) for order in (written, read))
-    return "({}) read as ({})".format(*of)
-
-
-# ---- columns ----------------------------------------------------------------------------------
-
-
-def _swizzled(modulus: int, shift: int, i: Ints, j: Ints, chunk: int) -> Ints:
-    return np.asarray(j ^ ((i >> shift) % modulus * chunk))
-
-
-SWIZZLES = (*((2, shift) for shift in range(4)), (4, 0), (4, 1), (8, 0))  # of rows
-COLUMNS: dict[str, Callable[[Ints, Ints, int], Ints]] = {  # of row i for column j, by chunks
-    "columns j ^ {}": lambda i, j, chunk: j ^ chunk,
-    "columns j % {}": lambda i, j, chunk: j % chunk,
-    **{
-        f"chunks of {{}} columns ^ row / {1 << shift} % {modulus}": partial(
-            _swizzled, modulus, shift
-        )
-        for modulus, shift in SWIZZLES
-    },
-}
-
-
-def _columns(column: Callable[[Ints, Ints, int], Ints], chunk: int, g: Geometry) -> At:
-    return g.everywhere._replace(j=column(g.row.i, g.everywhere.j, chunk))
-
-
-def columns(question: Question) -> Iterator[Map]:
-    """Other columns of a row, by its number in its sequence: swizzles of shared memory."""
-    dims = max(question.q.shape[2], question.v.shape[2])
-    for chunk in (bit for bit in BITS if bit < dims):
-        for words, column in COLUMNS.items():
-            yield Map("columns", words.format(chunk), partial(_columns, column, chunk))
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
-    inside = (rows if statistics else columns)(question)
-    by_group = Map("heads", "the last head of group h, as if by key/value head", _last_of_groups)
-    others = [by_group] * (statistics and question.group > 1)
-    return [*layouts(statistics), *heads(question), *inside, *sequences(question), *others]
-
-
-def _last_of_groups(g: Geometry) -> At:
-    """Behind the groups there is nothing."""
-    return g.everywhere._replace(h=(g.everywhere.h + 1) * g.group - 1)
+    inside = rows(question) if statistics else ()
+    return [*layouts(statistics), *heads(question), *inside, *sequences(question)]

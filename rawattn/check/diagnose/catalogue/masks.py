@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from rawattn.check.diagnose.engine.attention import (
     Bug,
     See,
     View,
-    views_of,
 )
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import OWN_P
@@ -53,11 +52,15 @@ class Window(NamedTuple):
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
         """In the place of the question's window; of views that walk lists in no window's."""
-        return [v if v.slot is not None else self._of(question, v) for v in views]
+        return [v if v.slot is not None else self.of(question, v) for v in views]
 
-    def _of(self, question: Question, view: View) -> View:
+    def of(self, question: Question, view: View) -> View:
+        """A view, of other rows or keys too, of what it holds."""
         seen = self.holds(*(distances(question, view, first) for first in (False, True)))
         return replace(view, weight=seen[None].astype(np.float64))
+
+
+SIDES = {"left": (1, 0), "right": (0, 1), "both sides": (1, 1)}  # of windows
 
 
 def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
@@ -70,20 +73,15 @@ def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
     if min(left, right) < math.inf and question.lengths_q != question.lengths_k:
         form = "top-left" if question.causal else "window"
         yield "causal-alignment", form, Window(left, right, top_left=True)
-    for change in (1, -1):
-        if left < math.inf:
-            yield "window-off-by-one", f"left {change:+}", Window(left + change, right)
-        if right < math.inf and not question.causal:
-            yield "window-off-by-one", f"right {change:+}", Window(left, right + change)
-        if max(left, right) < math.inf and not question.causal:
-            both = Window(left + change, right + change)
-            yield "window-off-by-one", f"both sides {change:+}", both
-    if left < math.inf:
-        yield "window-dropped", "left", Window(math.inf, right)
-    if right < math.inf and not question.causal:
-        yield "window-dropped", "right", Window(left, math.inf)
-        if left < math.inf:
-            yield "window-dropped", "both sides", Window(math.inf, math.inf)
+    for words, (of_left, of_right) in SIDES.items():
+        of_causal = of_right and question.causal
+        if of_causal or (of_left and left == math.inf) or (of_right and right == math.inf):
+            continue
+        for by in (1, -1):
+            window = Window(left + by * of_left, right + by * of_right)
+            yield "window-off-by-one", f"{words} {by:+}", window
+        dropped = Window(math.inf if of_left else left, math.inf if of_right else right)
+        yield "window-dropped", words, dropped
 
 
 def unmasked(question: Question) -> Iterator[tuple[str, Window]]:
@@ -108,41 +106,22 @@ def masks(question: Question) -> Iterator[Bug]:
 # ---- padding and neighbours -------------------------------------------------------------------
 
 
-def _longer(
-    question: Question, view: View, before: int, after: int, zeros: bool, filled: bool
-) -> View:
-    """A view with more keys on both sides: rows of zeros, or what lies there in memory; past the
-    end of that nothing, or rows of zeros where it is ``filled`` with them, as by TMA."""
-    b = view.sequence
-    start = int(question.cu_seqlens_k[b])
-    stop = start + question.lengths_k[b]
-    if not zeros:
-        before = min(before, start)
-        after = after if filled else min(after, len(question.k) - stop)
-    keys = np.arange(start - before, stop + after)
-    inside = (keys >= start) & (keys < (len(question.k) if filled else stop))
-    distance = (keys - start)[None, :] - (view.rows - question.cu_seqlens_q[b])[:, None]
-    distance = distance - (question.lengths_k[b] - question.lengths_q[b])
-    kept = inside | (not (zeros or filled))
-    weight = Window(*bounds(question)).holds(distance, distance)[None].astype(np.float64)
-    return replace(view, keys=np.where(kept, keys, -1), weight=weight)
-
-
 def _more_keys(
     after: int = 0, before: int = 0, tile: int = 1, zeros: bool = False, filled: bool = False
 ) -> See:
-    """So many more; ``tile``: after the last one up to a whole tile; ``after`` of -1: up to the
-    longest sequence."""
+    """So many more, rows of zeros or what lies there in memory; past the end of that nothing, or
+    rows of zeros where it is ``filled`` with them, as by TMA. ``tile``: after the last one up to a
+    whole tile; ``after`` of -1: up to the longest sequence."""
 
-    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        found = []
-        for view in views:
-            length = question.lengths_k[view.sequence]
-            more = max(question.lengths_k) - length if after < 0 else after + -length % tile
-            found.append(_longer(question, view, before, more, zeros, filled))
-        return found
+    def longer(question: Question, view: View) -> View:
+        start, length = question.cu_seqlens_k[view.sequence], question.lengths_k[view.sequence]
+        more = max(question.lengths_k) - length if after < 0 else after + -length % tile
+        keys = np.arange(start - before, start + length + more)
+        there = (keys >= 0) & (keys < (start + length if zeros else len(question.k)))
+        keys = np.where(there, keys, -1) if zeros or filled else keys[there]
+        return Window(*bounds(question)).of(question, replace(view, keys=keys))
 
-    return see
+    return lambda question, views: [longer(question, view) for view in views]
 
 
 def neighbours(question: Question) -> Iterator[Bug]:
@@ -155,27 +134,6 @@ def neighbours(question: Question) -> Iterator[Bug]:
         ends = (("after the end", 1, 0), ("before", 0, 1), ("on each side", 1, 1))
         for text, after, before in ends:
             yield Bug("neighbour-leak", f"one key {text}", FIRST, _more_keys(after, before))
-        for tile in TILES:
-            yield Bug("neighbour-leak", f"tile of {tile}", FIRST, _more_keys(tile=tile))
-        for tile in TILES:
-            text = f"tile of {tile}, zeros past the end of all"
-            yield Bug("neighbour-leak", text, FIRST, _more_keys(tile=tile, filled=True))
-    if question.batch > 1:
-        yield Bug("offsets-shifted", "the first entry left out", FIRST, _without_first)
-        for by, words in (1, "late"), (-1, "early"):
-            form = f"every sequence but the first begins a row {words}"
-            yield Bug("offsets-shifted", form, FIRST, partial(_moved_by, by))
-
-
-def _moved_by(by: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    """Those of offsets that are too large by a number, but for the first one and the last."""
-    moved: dict[str, Any] = {}
-    for side in "qk":
-        offsets = question.offsets(side)
-        inner = np.clip(offsets[1:-1] + by, 0, offsets[-1])
-        moved[f"cu_seqlens_{side}"] = np.concatenate([offsets[:1], inner, offsets[-1:]])
-    return views_of(replace(question, **moved))
-
-
-def _without_first(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    return [v for v in views if v.sequence > 0]
+        for filled, tile in product((False, True), TILES):
+            text = f"tile of {tile}" + ", zeros past the end of all" * filled
+            yield Bug("neighbour-leak", text, FIRST, _more_keys(tile=tile, filled=filled))

@@ -1,13 +1,11 @@
 """How a bug reads or stores arrays at other places than it should, or reads others."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
-from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
@@ -21,7 +19,8 @@ OF_KEYS = ("k", "v", "tk", "tv")
 
 
 def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
-    """``moved``: which array is read for which, each by a map."""
+    """``moved``: which array is read for which, each by a map. With out, dout is read so for D
+    too; without it D was made before, and is right."""
 
     def Y(c: Context) -> Floats:
         found = {to: whole(c.question, c.given, to, of, by) for to, of in moved.items()}
@@ -30,7 +29,10 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
         return np.asarray(STEPS["Y"](c))
 
     def D(c: Context) -> Floats:
-        return np.asarray(c.other_D if "delta" in moved else STEPS["D"](c))
+        if "delta" in moved:
+            return np.asarray(c.other_D)
+        before = "dout" in moved and "out" not in moved
+        return of_view(c, "delta", deltas(c.question, c.given)) if before else STEPS["D"](c)
 
     return {"Y": Y, "D": D}
 
@@ -55,10 +57,6 @@ def array_of(question: Question, given: Same | None, name: str) -> Floats:
     return np.asarray(found[name] if name in found else getattr(question, name))
 
 
-def right_delta(c: Context) -> Floats:
-    return of_view(c, "delta", deltas(c.question, c.given))
-
-
 def of_view(c: Context, name: str, x: Floats) -> Floats:
     """A view's part of an array that is read as ``name``."""
     view, heads = c.view, c.view.heads[:, None]
@@ -73,30 +71,20 @@ def of_view(c: Context, name: str, x: Floats) -> Floats:
     return np.asarray(c.r(np.where(unseen[:, None], 0.0, found)))
 
 
-def in_product(step: str, **operands: Callable[[Context], Floats]) -> dict[str, Step]:
-    """One product with other operands."""
-    return {step: with_values(step, **operands)}
+def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Floats:
+    """What is at these places of an axis; ``nothing`` where there are none."""
+    inside = (places >= 0) & (places < x.shape[axis])
+    found = np.moveaxis(x, axis, 0)[np.where(inside, places, 0)]
+    found[~inside] = nothing
+    return np.moveaxis(found, 0, axis)
 
 
-def in_sequence(c: Context, x: Floats, by: Map, operand: str = "") -> Floats:
-    """Rows of a view's sequence, (..., rows, columns), by a map of rows or columns; 0 where these
-    rows have nothing."""
-    name, shape = ARRAYS.get(operand, "q"), x.shape[-2:]
-    rows, g = c.view.keys if name in OF_KEYS else c.view.rows, geometry(c.question, name)
-    at = by.of(replace(g, shape=(g.shape[0], 1, shape[1])))
-    t, j = (np.broadcast_to(of, (g.shape[0], 1, shape[1]))[rows, 0] for of in (at.t, at.j))
-    i = t - rows[:1, None]
-    inside = (i >= 0) & (i < shape[0]) & (j >= 0) & (j < shape[1])
-    return np.where(inside, x[..., np.where(inside, i, 0), np.where(inside, j, 0)], 0.0)
-
-
-def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, how: str = "read") -> Store:
-    """Results, or some of them, as they are "read" by a map, "stored" by one, or "added";
-    ``nothing`` is what is left where none is stored."""
+def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, put: bool = False) -> Store:
+    """Results, or some of them, as they are read by a map, or ``put`` by one; ``nothing`` is what
+    is left where none is."""
 
     def moved(question: Question, name: str, x: Floats) -> Floats:
-        g = geometry(question, name)
-        return by.moved(g, x, nothing) if how == "read" else by.put(g, x, nothing, how == "added")
+        return (by.put if put else by.moved)(geometry(question, name), x, nothing)
 
     return lambda question, answers: {
         name: moved(question, name, x) if not names or name in names else x

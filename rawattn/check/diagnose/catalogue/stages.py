@@ -9,7 +9,8 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
-from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
+from rawattn.check.diagnose.catalogue.masks import Window, bounds
+from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
@@ -44,22 +45,6 @@ PRODUCTS = inputs.PRODUCTS | {
 ALL = 1 << 30  # one tile for all of the other side
 
 
-def _in_stage(stages: int, off: int, ahead: int, x: Ints, n: int) -> Ints:
-    """What a stage of a ring holds that is not the own one, so many steps being loaded ahead."""
-    loaded = np.minimum(x + ahead, n - 1)
-    found = loaded - (loaded - x - off) % stages
-    return np.where(found < 0, x, found)
-
-
-def _loops() -> dict[str, Which]:
-    found = dict(LOOPS)
-    for stages in (2, 3, 4):
-        for off, ahead in product(range(1, stages), sorted({0, 1, stages - 1})):
-            words = f"of stage (x + {off}) % {stages}, loaded {ahead} ahead,"
-            found[words] = partial(_in_stage, stages, off, ahead)
-    return found
-
-
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
     """All of a stage of dense attention that change something ``wrong``, to be tried on sequence
     ``b`` first."""
@@ -75,9 +60,8 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
 def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
     """Keys of another sequence, all of them, or from another row on, which gradients go to."""
     g, lengths = maps.geometry(question, "k"), np.array(question.lengths_k)
-    b = np.arange(question.batch)
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
-        of = np.minimum(other(b, g), len(b) - 1)
+        of = np.minimum(other(g), question.batch - 1)
         see = partial(_keys_of, g.offsets[of], lengths[of])
         yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, see)
     see = partial(_keys_of, g.others[:-1], np.diff(g.others))
@@ -127,10 +111,8 @@ def _owned(
     for view in views:
         rows = np.arange(starts[view.sequence], stops[view.sequence])
         shared = not len(order(lengths))
-        longer = replace(view, rows=rows if shared else np.flatnonzero(owner == view.sequence))
-        distance = distances(question, longer)
-        weight = Window(*bounds(question)).holds(distance, distance)[None]
-        found.append(replace(longer, weight=weight.astype(np.float64)))
+        rows = rows if shared else np.flatnonzero(owner == view.sequence)
+        found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
     return found
 
 
@@ -147,7 +129,7 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     changed = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, changed, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
-    for tile, down, (words, which) in product(sizes, (False, True), _loops().items()):
+    for tile, down, (words, which) in product(sizes, (False, True), LOOPS.items()):
         for u in (ALL, tile, 2 * tile, tile // 2, 4 * tile) if masked else (ALL,):
             loop = partial(_loop, over, tile, u, down, which)
             taken = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
@@ -188,18 +170,11 @@ def _staged(
 ) -> Floats:
     """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
     of_pairs = over == "queries" and step in ("Y", "dP", "bP", "dS")
-    found = None
+    found, axis = None, -1 if operand in ("L", "D") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
-        x = STEPS[step](changed(c, **{operand: _rows(getattr(c, operand), rows, operand)}))
+        tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
+        x = STEPS[step](changed(c, **{operand: tile}))
         found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
         found[at] = x[at]
     return np.asarray(STEPS[step](c) if found is None else found)
-
-
-def _rows(x: Floats, rows: Ints, operand: str) -> Floats:
-    """Rows of (..., rows, columns), or of (heads, rows) of row statistics; nothing behind them."""
-    axis, inside = (-1 if operand in ("L", "D") else -2), rows < len(rows)
-    found = np.take(x, np.where(inside, rows, 0), axis=axis)
-    there = inside if axis == -1 else inside[:, None]
-    return np.where(there, found, np.inf if operand == "L" else 0.0)

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
+from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import (
@@ -47,8 +46,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     for text, part in TAILS.items():
         yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
-        whole = Map("rows", "", partial(_whole_tiles, tile))
-        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(whole))
+        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
     for text, part in OF_KEYS_ALONE.items():
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
@@ -56,7 +54,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
         for rows in TILES if side < math.inf else ():
             form = f"from the {words} visible on, {rows} by {tile}"
-            yield Bug("masked-tile-nan", form, FIRST, store=nan_rows(tile, rows, last))
+            yield Bug("masked-tile-nan", form, FIRST, store=_nan_rows(tile, rows, last))
 
 
 def _often(part: Part, tile: int, factor: float) -> See:
@@ -69,12 +67,6 @@ def _often(part: Part, tile: int, factor: float) -> See:
         return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]
-
-
-def _whole_tiles(tile: int, g: Geometry) -> At:
-    """The last rows of each sequence, as many as do not fill a tile, are never stored."""
-    row = g.row
-    return g.everywhere._replace(t=np.where(row.i < row.n // tile * tile, row.start + row.i, -1))
 
 
 # ---- rows without keys ------------------------------------------------------------------------
@@ -95,24 +87,19 @@ def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.
     return found
 
 
-def _meets_first_tile(seen: np.ndarray, tile: int, rows: int, last: bool) -> np.ndarray:
-    """Rows that see something of the first, or the ``last``, tile of keys that any of a tile of
-    queries sees."""
-    found = np.zeros(seen.shape[:2], dtype=bool)
-    for start in range(0, seen.shape[1], rows):
-        here = slice(start, start + rows)
-        for head, of_head in enumerate(seen[:, here]):
-            there = np.flatnonzero(of_head.any(axis=0))
-            first = int(there[-last]) // tile * tile if len(there) else 0
-            found[head, here] = of_head[:, first : first + tile].any(axis=1)
-    return found
-
-
-def nan_rows(tile: int, rows: int, last: bool) -> Store:
-    """NaN in rows that see keys, but none in the tile where the running maximum starts."""
+def _nan_rows(tile: int, rows: int, last: bool) -> Store:
+    """NaN in rows that see keys, but none in the tile where the running maximum starts: the first
+    one, or the ``last``, of which a tile of queries sees any."""
 
     def late(seen: np.ndarray) -> np.ndarray:
-        return np.asarray(seen.any(axis=2) & ~_meets_first_tile(seen, tile, rows, last))
+        found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
+        end, none = (np.max, -1) if last else (np.min, len(tiles))
+        for start in range(0, seen.shape[1], rows):
+            here = seen[:, start : start + rows]
+            first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
+            met = here & (tiles == first[:, None, None])
+            found[:, start : start + rows] &= ~met.any(axis=2)
+        return found
 
     return lambda question, answers: _spoilt(question, answers, _row_mask(question, late))
 

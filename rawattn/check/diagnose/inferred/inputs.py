@@ -10,9 +10,8 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.parts import sequences
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     Answers,
@@ -38,21 +37,18 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         wrong = sample.wrong.keys()
         if not wrong:
             return
-        if stage == "backward" and "out" in answers:
-            of_forward = _rearranged(Sample(question, answers, "forward"))
-            yield from (bug for bug in of_forward if stage in bug.stages)
         yield from _constants(sample)
-        yield from _same_row_added(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
         yield from _rearranged(sample)
-        listed = inputs.candidates(
-            question, stage, wrong, sample.found.keys() - wrong, sample.sequence
+        right, first = sample.found.keys() - wrong, sample.sequence
+        listed = chain(
+            selection.candidates(question, stage, wrong) if question.sparse else (),
+            tile_sums.candidates(question, stage, wrong),
+            dropped.bugs(sample),
+            inputs.candidates(question, stage, wrong, right, first),
+            stages.candidates(question, stage, wrong, first),
         )
-        of_lists = selection.candidates(question, stage, wrong) if question.sparse else ()
-        of_tiles = tile_sums.candidates(question, stage, wrong)
-        of_stages = stages.candidates(question, stage, wrong, sample.sequence)
-        listed = chain(of_lists, of_tiles, dropped.bugs(sample), listed, of_stages)
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 
@@ -75,59 +71,26 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 
 def _constants(sample: Sample) -> Iterator[Bug]:
-    """A tensor that is the right one times a number, or another one in every sequence or head."""
+    """A tensor that is the right one times a number."""
     for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
-        of, heads = sample.sequences(name)[:, None], np.arange(a.shape[1])
-        a, b = (np.where(np.isfinite(a * b) & (of >= 0)[..., None], x, 0.0) for x in (a, b))
-        units = {"": 0 * of, "sequence": of, "head": heads + 0 * of}
-        i, lengths = sample.question.place_of(name), np.diff(sample.question.offsets(name))
-        n = np.append(lengths, 0)[sample.sequences(name)]
-        for t in TILES[::-1]:
-            units[f"rows of a partial tile of {t}:"] = 1 * (i >= n // t * t)[:, None]
-        for unit, index in units.items():
-            index = np.broadcast_to(np.maximum(index, 0), a.shape[:2])
-            sums = (np.bincount(index.ravel(), (x * b).sum(axis=2).ravel()) for x in (a, b))
-            above, below = sums
-            factors = np.where(below > 0, above / np.where(below > 0, below, 1.0), 1.0)
-            by = factors[index][..., None]
-            left = relative_residual(a, by * b, WHOLE)
-            if left < 0.02 and np.abs(factors - 1).max() > max(1e-3, 2 * left):
-                store, words = stored(name, partial(np.multiply, by)), _in_words
-                form = [
-                    f"{words(x, sample.question)} ({unit} {n})"
-                    for n, x in enumerate(factors.tolist())
-                ]
-                text = ", ".join(form[:8]) if unit else words(float(factors[0]), sample.question)
-                yield Bug("constant-factor", f"{name} times {text}", (sample.stage,), store=store)
-                break
+        inside = (sample.sequences(name) >= 0)[:, None, None]
+        a, b = (np.where(np.isfinite(a * b) & inside, x, 0.0) for x in (a, b))
+        factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
+        left = relative_residual(a, factor * b, WHOLE)
+        if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
+            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor)
+            yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
 
 
-def _in_words(x: float, question: Question) -> str:
+def _in_words(x: float) -> str:
     """A number, and what it is near to."""
-    known = {f"{round(x, 1):g}": round(x, 1), "ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
-    powers = {"softmax_scale": 1, "1 / softmax_scale": -1, "softmax_scale^2": 2}
-    known |= {words: question.scale**n for words, n in powers.items()}
-    known["1 / the size of the group"] = 1 / question.group
+    known = {"ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
     if x and math.isfinite(x):
         power = round(math.log2(abs(x)))
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
     near = [text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)]
-    return f"{x:.4g} = {near[0]}" if near and near[0] != f"{x:.4g}" else f"{x:.4g}"
-
-
-def _same_row_added(sample: Sample) -> Iterator[Bug]:
-    """dv of a sequence and head is the right one and one row more, the same for all keys: what
-    queries of 0, whose P is uniform, add with their cotangent."""
-    if "dv" in sample.wrong:
-        more = np.asarray(sample.found["dv"] - sample.truth["dv"])
-        for _, keys in sequences(sample.question):
-            more[keys] = more[keys].mean(axis=0) if more[keys].size else 0.0
-        if np.isfinite(more).all() and sample.of_all("dv", sample.truth["dv"] + more) < FAR:
-            size = np.abs(more).max(initial=0.0)
-            form = f"one row more in every sequence and head of dv, up to {size:.3g}"
-            store = stored("dv", partial(np.add, more))
-            yield Bug("padded-grad-out", form, (sample.stage,), store=store)
+    return " = ".join([f"{x:.4g}", *near])
 
 
 # ---- places of results ------------------------------------------------------------------------
@@ -157,9 +120,8 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
     heads, rows = a.shape[1], np.arange(a.shape[0] * a.shape[1]).reshape(a.shape[:2])
     for unit, of in {"heads": rows.T, "tokens": rows, "rows": rows.reshape(-1, 1)}.items():
         x, y = (x.reshape(rows.size, -1)[of].reshape(len(of), -1) for x in (a, b))
-        if len(x) < 2 or len(x) > MOST or x.shape[1] < (8 if unit == "rows" else 4):
-            continue
-        order = _order(x, y, allowed)
+        told = 2 <= len(x) <= MOST and x.shape[1] >= (8 if unit == "rows" else 4)
+        order = _order(x, y, allowed) if told else None
         if order is None:
             continue
         taken = np.full(rows.size, -1)

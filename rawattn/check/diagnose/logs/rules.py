@@ -135,7 +135,7 @@ def _factor(pair: Pair, causal: bool | None) -> Finding | None:
     shrunk = not causal and ratio >= 1 and pair.kind in ("", "O", "dV")
     return finding(
         *(pair.either, "unknown", pair.title, "medium", said),
-        ("padded-keys", "padded-grad-out") if shrunk else (),
+        ("padded-keys",) if shrunk else (),
         title=f"the two sides differ by a constant factor of {ratio:.4g}",
         look_at="where the result is scaled: softmax_scale, a mean for a sum, a head count; "
         "print a sequence of another length: padding gives another ratio for each",

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import in_product
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import Context, Step
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.read.contexts import scores_of
@@ -37,7 +37,7 @@ def _rows(by: maps.Map, of: str, question: Question) -> Array:
 
 def _taking(of: str, heads: Array | None = None, by: maps.Map | None = None) -> dict[str, Step]:
     step = "O" if of == "v" else "Y"
-    return in_product(step, **{of.upper(): partial(_taken, of, heads, by)})
+    return {step: with_values(step, **{of.upper(): partial(_taken, of, heads, by)})}
 
 
 def of_other_heads(of: str, heads: Array) -> Term:
