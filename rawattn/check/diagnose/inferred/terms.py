@@ -1,4 +1,4 @@
-"""Which terms of second derivatives and tangents count otherwise than once: read by least squares.
+"""Which terms of derivatives count otherwise than once: read by least squares.
 
 The results of these stages are linear in how often each of their terms counts, so that one solution
 of each tells how often it is there, whatever number that is.
@@ -11,9 +11,14 @@ from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import first_order
+from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass, terms
+from rawattn.check.diagnose.catalogue.second_order import (
+    DROPPED,
+    Term,
+    by_given_out,
+    of_one_pass,
+)
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, See, Step, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -36,7 +41,7 @@ MASKED = {"E": "E", "dS'": "tdS", "dS": "dS", "P'": "tP"}
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
     sample = Sample(question, answers, stage)
-    return _alone(_Read(sample, [*terms(question, stage)])) if sample.wrong else []
+    return _alone(_Read(sample, [*second_order.terms(question, stage)])) if sample.wrong else []
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -51,7 +56,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
                 of=partial(_of_pass, one, first),
                 none=f"{one.none}, {words}",
             )
-            for one in terms(question, stage)
+            for one in second_order.terms(question, stage)
         ]
         yield from _alone(_Read(sample, others))
     yield from sample.near(_of_parts(sample), MOST, spent() + EFFORT)
@@ -128,15 +133,16 @@ def _alone(read: _Read) -> list[Bug]:
         for n in np.flatnonzero(sizes > 0).tolist():
             by = float(shares[n] / sizes[n])
             if x @ x - by * shares[n] <= read.allowed[tensor]:
-                name, form, factor = _told(read.sample.question.scale, read.terms[n], 1 + by)
+                name, form, factor = _told(read.sample, read.terms[n], 1 + by)
                 bug = Bug(name, form, (read.sample.stage,), steps=read.terms[n].of(factor))
                 found.setdefault(name + form, bug)
     return [*found.values()]
 
 
-def _told(scale: float, term: Term, factor: float) -> tuple[str, str, float]:
+def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
     """The class of what counts so often, in words, and the number that is meant."""
-    scales = {"without s": 1 / scale, "with s twice": scale}
+    s = sample.question.scale
+    scales = {"without s": 1 / s, "with s twice": s}
     scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
     known = {"with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5, **scales}
     if abs(factor) < NEAR:
@@ -144,5 +150,7 @@ def _told(scale: float, term: Term, factor: float) -> tuple[str, str, float]:
     near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
     if not near:
         return term.other, f"{term.text}, times {number(factor)}", factor
-    name = "tangent-scale" if near.keys() & scales.keys() else term.other
+    of_scale = near.keys() & scales.keys() and term.other in ("constant-factor", DROPPED)
+    scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
+    name = scale if of_scale else term.other
     return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
