@@ -77,7 +77,7 @@ def test_gsinks_are_judged_by_themselves() -> None:
     assert found.bug == "sinks-gradient"
     of_base_2 = {"P0": lambda c: np.exp2(c.sink - c.L)}
     (found,) = diagnose(question, _gradients(question, **of_base_2)).findings
-    assert "exp2(sink - lse) D over all queries" in found.title
+    assert "exp(ln 2 sink - ln 2 lse) D over all queries" in found.title
 
 
 def _gradients(question: Any, **steps: Any) -> dict[str, Any]:

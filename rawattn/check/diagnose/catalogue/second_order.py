@@ -162,6 +162,7 @@ TABLE: tuple[Row, ...] = (
     (W, "W from out", SECOND, {"w": without_dlse}),
     (W, "W not times P", SECOND, {"tdS": lambda c: STEPS["tdS"](c) + (c.P - 1) * _row(c.w)}),
     (E, "e not times P", SECOND + JVP, {"tP": lambda c: c.P * c.E - _row(c.e)}),
+    ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}),
 )
 
 
