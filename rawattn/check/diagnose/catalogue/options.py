@@ -20,16 +20,14 @@ CURVES: dict[str, Curve] = {
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
     "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
-# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y and X = q . k
-Slope = Callable[[Floats, Floats, Floats, float], Floats]
+# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y
+Slope = Callable[[Floats, Floats, float], Floats]
 SLOPES: dict[str, Slope] = {
-    "the slope is there twice": lambda T, Y, X, c: (1 - T * T) ** 2,
-    "the slope is 1 - tanh, not squared": lambda T, Y, X, c: 1 - T,
-    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, X, c: 1 - (Y / c) ** 2,
-    "the slope is 1 - S^2 / c, the cap not squared": lambda T, Y, X, c: 1 - c * T * T,
-    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, X, c: 1 - np.tanh(T) ** 2,
-    "the slope is that of q . k without softmax_scale": lambda T, Y, X, c: 1 - np.tanh(X / c) ** 2,
-    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, X, c: 1 - np.tanh(Y) ** 2,
+    "the slope is 1 - tanh, not squared": lambda T, Y, c: 1 - T,
+    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, c: 1 - (Y / c) ** 2,
+    "the slope is 1 - S^2, not divided by the cap": lambda T, Y, c: 1 - (c * T) ** 2,
+    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, c: 1 - np.tanh(T) ** 2,
+    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, c: 1 - np.tanh(Y) ** 2,
 }
 
 
@@ -47,11 +45,8 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("softcap", form, steps={"cap": partial(bent, curve, question.softcap)})
         name = "softcap-slope-omitted"
         yield Bug(name, "1 in its place", DERIVED, steps={"cap": _straight})
-        yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
         for words, slope in SLOPES.items():
             yield Bug(name, words, ("backward",), steps={"dY": partial(_bent_by, slope)})
-        of_P: Step = lambda c: STEPS["dV"](changed(c, P=c.P * c.cap[1]))  # noqa: E731
-        yield Bug(name, "the slope is a factor of P in dv too", ("backward",), steps={"dV": of_P})
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
         L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))
@@ -79,13 +74,7 @@ def _straight(c: Context) -> tuple[Floats, float, float]:
 def _bent_by(slope: Slope, c: Context) -> Floats:
     """dY with another slope."""
     cap = float(c.question.softcap)
-    return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, c.Y / c.s, cap) * c.dS)
-
-
-def _square(c: Context) -> tuple[Floats, Floats, Floats]:
-    """The softcap with a derivative as if it were tanh itself."""
-    S, slope, _ = STEPS["cap"](c)
-    return S, 1 - S**2, -2 * S * slope
+    return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, cap) * c.dS)
 
 
 def _unsunk(c: Context) -> Floats:
@@ -97,16 +86,13 @@ def _part(softmax: Step, i: int, c: Context) -> Floats:
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:
-    count, group = question.num_heads_q, question.group
-    every, own = np.asarray(question.sinks, dtype=np.float64), np.arange(count)
+    count, every = question.num_heads_q, np.asarray(question.sinks, dtype=np.float64)
     found: dict[str, Step] = {"exp(sink), not relative to the maximum": _raised}
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     for words, x in factors.items():
         found[f"exp({words}sink)"] = partial(_times, x)
-    for words, head in maps.HEADS.items() if count > 1 else ():
-        heads = np.broadcast_to(head(own, count, group), own.shape)
-        if not np.array_equal(heads, own):
-            found[f"that of {words}"] = partial(_of_heads, every[heads])
+    for words, heads in maps.other_heads(np.arange(count), count, question.group).items():
+        found[f"that of {words}"] = partial(_of_heads, every[heads])
     for words, sink in found.items():
         yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
 
