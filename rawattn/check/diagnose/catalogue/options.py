@@ -91,8 +91,10 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     for words, x in factors.items():
         found[f"exp({words}sink)"] = partial(_times, x)
-    for words, heads in maps.other_heads(np.arange(count), count, question.group).items():
-        found[f"that of {words}"] = partial(_of_heads, every[heads])
+    for words, head in maps.HEADS.items():
+        heads = np.broadcast_to(head(np.arange(count), count, question.group), count)
+        if (heads != np.arange(count)).any():
+            found[f"that of {words}"] = partial(_of_heads, every[heads])
     for words, sink in found.items():
         yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
 
