@@ -44,19 +44,19 @@ def bugs(question: Question) -> Iterator[Bug]:
             form = words.format(c=f"{question.softcap:g}")
             yield Bug("softcap", form, steps={"cap": partial(bent, curve, question.softcap)})
         name = "softcap-slope-omitted"
-        yield Bug(name, "1 in its place", DERIVED, steps={"cap": _straight})
+        straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
+        yield Bug(name, "1 in its place", DERIVED, steps={"cap": straight})
         for words, slope in SLOPES.items():
             yield Bug(name, words, ("backward",), steps={"dY": partial(_bent_by, slope)})
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
-        L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))
-        P0, own = {"P0": lambda c: 0.0}, {"bP": P["P"]}
+        L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
-        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps=L)
-        yield Bug("sinks-dropped", "in out alone", FORWARD, steps=P)
+        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
+        yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
         text = "in lse of sequences without keys"
         yield Bug("sinks-dropped", text, FORWARD, steps={"L": _unsunk})
-        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own | P0)
+        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=_every_key)
@@ -64,11 +64,6 @@ def bugs(question: Question) -> Iterator[Bug]:
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
             yield Bug("seqused-ignored", text, see=_at_all_keys)
-
-
-def _straight(c: Context) -> tuple[Floats, float, float]:
-    """The softcap with a derivative of 1."""
-    return STEPS["cap"](c)[0], 1.0, 0.0
 
 
 def _bent_by(slope: Slope, c: Context) -> Floats:
@@ -81,30 +76,19 @@ def _unsunk(c: Context) -> Floats:
     return np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))
 
 
-def _part(softmax: Step, i: int, c: Context) -> Floats:
-    return np.asarray(softmax(c)[i])
-
-
 def _other_sinks(question: Question) -> Iterator[Bug]:
-    count, every = question.num_heads_q, np.asarray(question.sinks, dtype=np.float64)
-    found: dict[str, Step] = {"exp(sink), not relative to the maximum": _raised}
+    sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
+    raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
+    text = "exp(sink), not relative to the maximum"
+    yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    for words, x in factors.items():
-        found[f"exp({words}sink)"] = partial(_times, x)
+    found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
     for words, head in maps.HEADS.items():
-        heads = np.broadcast_to(head(np.arange(count), count, question.group), count)
-        if (heads != np.arange(count)).any():
-            found[f"that of {words}"] = partial(_of_heads, every[heads])
-    for words, sink in found.items():
-        yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
-
-
-def _raised(c: Context) -> Floats:
-    return np.asarray(c.sink + c.S.max(axis=-1, initial=-np.inf))
-
-
-def _times(x: float, c: Context) -> Floats:
-    return np.asarray(x * c.sink)
+        found[f"that of {words}"] = sinks[head(h, len(h), question.group)]
+    for words, others in found.items():
+        if (others != sinks).any():
+            steps = with_sink(partial(_of_heads, others))
+            yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:
