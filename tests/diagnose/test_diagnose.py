@@ -104,7 +104,7 @@ def test_gradients_of_other_parts_are_read(said: str, steps: dict[str, Any]) -> 
     ("said", "change"),
     [
         ("0.25 = softmax_scale (sequence 1)", lambda x: x * np.repeat([1, 0.25, 1], (20, 30, 46))),
-        ("head 0 holds 0 + 1, head 1 holds nothing", lambda x: np.stack([x[0] + x[1], 0 * x[1]])),
+        ("0 has +1 of 1, 1 has -1 of 1", lambda x: np.stack([x[0] + x[1], 0 * x[1]])),
     ],
 )
 def test_stores_of_dq_are_read(said: str, change: Any) -> None:

@@ -37,15 +37,11 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "dS ddk of gq": ("dY", ("gq",), "k"),
     "dS^T ddq of gk": ("dY", ("gk",), "q"),
     "direct terms": ("dY", ("gq", "gk"), "q k"),
+    "P ddv of ddout and W": ("tV", ("ddout", "W"), "v"),
+    "P ddv of ddout": ("tV", ("ddout",), "v"),
+    "P ddv of W": ("tV", ("W",), "v"),
+    "dO ddv^T": ("tV", ("dout ddv^T",), "v"),
 }
-OF_V = {  # readers of ddv, which is in no other term of theirs
-    "P ddv of ddout and W": ("ddout", "W"),
-    "P ddv of ddout": ("ddout",),
-    "P ddv of W": ("W",),
-    "dO ddv^T": ("dout ddv^T",),
-    "all of ddv": ("ddout", "W", "dout ddv^T"),
-}
-TERMS |= {text: ("tV", sites, "v") for text, sites in OF_V.items()}
 RESULTS = {  # of a stage whole ones, and the steps that give them
     "backward": {"dq and dk": ("dQ", "dK"), "dq": ("dQ",), "dk": ("dK",)},
     "jvp": {"E": ("tY",)},
@@ -54,15 +50,8 @@ RESULTS = {  # of a stage whole ones, and the steps that give them
         **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
     },
 }
-READERS = {  # of P', together or some of them alone
-    "everywhere": ("ddout", "W", "dS'", "gv"),
-    "in ddout and W": ("ddout", "W"),
-    "in ddout": ("ddout",),
-    "in W": ("W",),
-    "in dS' and gv": ("dS'", "gv"),
-    "in dS'": ("dS'",),
-    "in gv": ("gv",),
-}
+# of P', together or some of them alone
+READERS = ("ddout, W, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
 Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 
@@ -204,9 +193,10 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         if (second or {*sites} <= {"E", "ddout"}) and {*needs.split()} <= {*given}:
             kind = IGNORED if "E" in sites else DROPPED
             yield Term(words, partial(_read, sites, name), kind, DROPPED, words)
-    for text, sites in READERS.items() if second else (("in tout", ("ddout",)),):
-        yield Term(f"P' {text}", partial(_read, sites, "tP"), P, DROPPED, f"P' = 0 {text}")
-        yield Term(f"e {text}", partial(_centred, sites), E, E, f"no e {text}")
+    for text in READERS if second else ("ddout",):
+        sites, words = text.split(", "), text if second else "tout"
+        yield Term(f"P' in {words}", partial(_read, sites, "tP"), P, DROPPED, f"P' = 0 in {words}")
+        yield Term(f"e in {words}", partial(_centred, sites), E, E, f"no e in {words}")
     if second:
         yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
         if question.softcap is not None:
