@@ -6,7 +6,7 @@ results are sums of, each as often as one likes. Many are what autograd makes of
 pass in which something is a constant to it that depends on the inputs. Long by the tables.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import combinations
 from typing import NamedTuple
@@ -50,16 +50,8 @@ RESULTS = {  # of a stage whole ones, and the steps that give them
         **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
     },
 }
-# of P', together or some of them alone
+# of P', all of them or some alone
 READERS = ("ddout, W, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
-Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
-
-
-def bugs() -> Iterator[Bug]:
-    """Those that are not one term."""
-    for name, variant, stages, steps in TABLE:
-        yield Bug(name, variant, stages, steps=steps)
-
 
 # ---- other values -----------------------------------------------------------------------------
 
@@ -104,31 +96,19 @@ def _uncentred(c: Context) -> Floats:
     return np.asarray(c.r(c.P * c.E))
 
 
-def _without_e(c: Context) -> Context:
-    return changed(c, tP=_uncentred(c))
-
-
 def by_given_out(c: Context) -> Floats:
     """The tangent of out as (P o E) V + P tV - e O."""
-    return np.asarray(STEPS["tO"](_without_e(c)) - _row(c.e) * c.O)
-
-
-def without_dlse(c: Context) -> Floats:
-    """D of out alone."""
-    return np.asarray((c.dO * c.O).sum(axis=-1))
-
-
-# ---- constants that are none ------------------------------------------------------------------
-
-
-def _of_probabilities(c: Context) -> Floats:
-    """X: what flows to P through dS and dV."""
-    return np.asarray(c.r(c.E * (c.dP - _row(c.D))) + c.tdP)
+    return np.asarray(STEPS["tO"](changed(c, tP=_uncentred(c))) - _row(c.e) * c.O)
 
 
 def _through_softmax(c: Context) -> Floats:
-    X = _of_probabilities(c)
+    """What flows to P through dS and dV, and on to S."""
+    X = c.r(c.E * (c.dP - _row(c.D))) + c.tdP
     return np.asarray(c.r(c.P * (X - (c.P * X).sum(axis=-1, keepdims=True))))
+
+
+def _not_normalised(c: Context) -> Floats:
+    return np.asarray(c.e * np.exp(c.L - c.S.max(axis=-1)))
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -139,19 +119,17 @@ GV = at(["gv"], tP=_uncentred)
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DROPPED, IGNORED = "second-w-omitted", "second-term-dropped", "direction-ignored"
-TABLE: tuple[Row, ...] = (
-    (P, "P of the first backward", SECOND, {"tdS": NO_P}),
-    (P, "P and out of the first backward", SECOND, {"tdS": NO_P} | GV),
-    (P, "P and delta of the first backward", SECOND, SAVED_P),
-    (D, "delta", SECOND, DELTA),
-    (D, "out", SECOND, {"tdS": _through_softmax} | GV),
-    (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
-    (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}),
-    (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}),
-    (W, "W from out", SECOND, {"w": without_dlse}),
-    (W, "W not times P", SECOND, {"tdS": lambda c: STEPS["tdS"](c) + (c.P - 1) * _row(c.w)}),
-    (E, "e not times P", SECOND + JVP, {"tP": lambda c: c.P * c.E - _row(c.e)}),
-    ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}),
+BUGS = (  # those that are not one term
+    Bug(P, "P of the first backward", SECOND, steps={"tdS": NO_P}),
+    Bug(P, "P and out of the first backward", SECOND, steps={"tdS": NO_P} | GV),
+    Bug(P, "P and delta of the first backward", SECOND, steps=SAVED_P),
+    Bug(D, "delta", SECOND, steps=DELTA),
+    Bug(D, "out", SECOND, steps={"tdS": _through_softmax} | GV),
+    Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
+    Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
+    Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
+    Bug(E, "e not times P", SECOND + JVP, steps={"tP": lambda c: c.P * c.E - _row(c.e)}),
+    Bug("not-normalised", "tlse", JVP, steps={"tL": _not_normalised}),
 )
 
 
@@ -202,9 +180,6 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         if question.softcap is not None:
             bend, name = "the bend, the second derivative of the softcap", "softcap-slope-omitted"
             yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
-        for sites in (("dS'",), ("gq",), ("gk",), ("gq", "gk")):
-            text = f"D in {' and '.join(sites)} alone"
-            yield Term(text, partial(_with_D, sites), "delta-omitted", DROPPED, f"no {text}")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
 
@@ -232,13 +207,6 @@ def _read(sites: Sequence[str], name: str, factor: float) -> dict[str, Step]:
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
     return at(sites, tP=lambda c: c.P * (c.E - factor * _row(c.e)))
-
-
-def _with_D(sites: Sequence[str], factor: float) -> dict[str, Step]:
-    def dY(c: Context) -> Floats:
-        return np.asarray(c.dY + (1 - factor) * c.G * c.cap[1] * c.P * _row(c.D))
-
-    return at(sites, D=lambda c: factor * c.D, dY=dY)
 
 
 def _with_bend(factor: float) -> dict[str, Step]:

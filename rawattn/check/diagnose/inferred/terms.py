@@ -4,26 +4,19 @@ The results of these stages are linear in how often each of their terms counts, 
 of each tells how often it is there, whatever number that is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
-from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.second_order import (
-    DROPPED,
-    Term,
-    by_given_out,
-    of_one_pass,
-)
+from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, See, Step, solve
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS
+from rawattn.check.diagnose.engine.steps import LOG2_E, Step
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
@@ -33,9 +26,8 @@ NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off t
 CLEAR = 0.05  # of the square of what is off, where rounding leaves more than that nothing is read
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
+OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
 SECOND_PASS = ("gq", "gk", "gv", "gblock_scale")
-OF_HEADS = {"gk": "gK", "gv": "gV"}
-MASKED = {"E": "E", "dS'": "tdS", "dS": "dS", "P'": "tP"}
 
 
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
@@ -45,57 +37,36 @@ def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Of one pass or product alone."""
+    """Of one pass of a double backward alone."""
     sample = Sample(question, answers, stage)
-    if stage == "second" and sample.wrong:
-        first = not sample.wrong.keys() <= {*SECOND_PASS}
-        words = f"in the {'first' if first else 'second'} pass alone"
-        others = [
-            one._replace(
-                text=f"{one.text}, {words},",
-                of=partial(_of_pass, one, first),
-                none=f"{one.none}, {words}",
-            )
-            for one in second_order.terms(question, stage)
-        ]
-        yield from _alone(_Read(sample, others))
-    yield from sample.near(_of_parts(sample), MOST, spent() + EFFORT)
+    if stage != "second" or not sample.wrong:
+        return
+    first = not sample.wrong.keys() <= {*SECOND_PASS}
+    words = f"in the {'first' if first else 'second'} pass alone"
+    others = [
+        one._replace(
+            text=f"{one.text}, {words},",
+            of=partial(_of_pass, one, first),
+            none=f"{one.none}, {words}",
+        )
+        for one in second_order.terms(question, stage)
+    ]
+    yield from _alone(_Read(sample, others))
+    yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
 
 
 def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
     return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
-def _of_parts(sample: Sample) -> Iterator[Bug]:
-    """Who sees whom in one pass of a double backward, or in one product, alone."""
-    question, stage = sample.question, sample.stage
-    for name, form, window in windows(question) if not question.sparse else ():
-        for words, step in MASKED.items():
-            if stage == "second" or step in ("E", "tP"):
-                masked = partial(_masked, window.see, step)
-                yield Bug(name, f"{form}, in {words} alone", (stage,), steps={step: masked})
-    if stage == "second":
-        for (words, total), (gradient, step) in product(first_order.SUMS.items(), OF_HEADS.items()):
-            of_one = {step: partial(_of_group, total, step)}
-            yield Bug("gqa-group-not-summed", f"{gradient}: {words}", (stage,), steps=of_one)
-        first = bool({"ddout", "ddlse"} & sample.wrong.keys())
-        listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
-        for bug in listed:
-            if bug.see is not None and bug.stages != ("forward",):
-                by_out = replace(bug.at(stage), steps={**bug.steps, "tO": by_given_out})
-                yield of_one_pass(bug.at(stage), first)
-                yield from (of_one_pass(by_out, first), by_out) if first else ()
-
-
-def _of_group(total: Callable[[Floats], Floats], step: str, c: Context) -> Floats:
-    """One of several heads to be summed."""
-    x = np.asarray(STEPS[step](c))
-    return np.concatenate([total(x)[None], np.zeros_like(x[1:])])
-
-
-def _masked(see: See, step: str, c: Context) -> Floats:
-    (view,) = see(c.question, (c.view,))
-    return np.where(view.weight > 0, STEPS[step](c), 0.0)
+def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
+    """Who sees whom in one pass alone."""
+    listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
+    for bug in (b.at("second") for b in listed if b.see is not None and b.stages != FORWARD):
+        yield of_one_pass(bug, first)
+        if first:
+            by_out = replace(bug, steps={**bug.steps, "tO": by_given_out})
+            yield from (of_one_pass(by_out, first), by_out)
 
 
 # ---- least squares ----------------------------------------------------------------------------
@@ -150,7 +121,7 @@ def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
     near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
     if not near:
         return term.other, f"{term.text}, times {number(factor)}", factor
-    of_scale = near.keys() & scales.keys() and term.other in ("constant-factor", DROPPED)
+    of_scale = near.keys() & scales.keys() and term.other in OF_SCALE
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
     name = scale if of_scale else term.other
     return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))

@@ -90,7 +90,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             return stage in bug.stages or bug.name == "score-scale" or of_masks
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
-        found = [*second_order.bugs(), *wide]
+        found = [*second_order.BUGS, *wide]
     return tuple(bug for bug in found if stage in bug.stages)
 
 
