@@ -33,7 +33,7 @@ SECOND_PASS = ("gq", "gk", "gv", "gblock_scale")
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
     sample = Sample(question, answers, stage)
-    return _alone(_Read(sample, [*second_order.terms(question, stage)])) if sample.wrong else []
+    return _alone(sample, [*second_order.terms(question, stage)]) if sample.wrong else []
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -51,7 +51,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         )
         for one in second_order.terms(question, stage)
     ]
-    yield from _alone(_Read(sample, others))
+    yield from _alone(sample, others)
     yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
 
 
@@ -69,45 +69,28 @@ def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
             yield from (of_one_pass(by_out, first), by_out)
 
 
-# ---- least squares ----------------------------------------------------------------------------
-
-
-class _Read:
-    """due: of every wrong tensor what it is off by; of: what each term adds to it, once; both
-    numbers of some places. allowed: the square of what rounding leaves."""
-
-    def __init__(self, sample: Sample, terms: Sequence[Term]) -> None:
-        self.sample, self.terms = sample, terms
-        self.due, self.of, self.allowed = {}, {}, {}
-        planted = [Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms]
-        with np.errstate(all="ignore"):
-            solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
-            added = [solve_one(bug) for bug in planted]
-        for name, noise in sample.wrong.items():
-            found, right = sample.found[name], by_rows(name, sample.truth[name])
-            there = np.isfinite(found) & np.isfinite(right)
-            at = np.flatnonzero(there & (sample.sequences(name) >= 0)[:, None, None])
-            at = at[:: max(1, len(at) // NUMBERS)]
-            x = (found - right).ravel()[at]
-            allowed = max(float(noise**2 * (right.ravel()[at] ** 2).sum()), CLOSE**2 * float(x @ x))
-            if allowed < CLEAR * float(x @ x):
-                self.due[name], self.allowed[name] = x, allowed
-                moved = [finite(by_rows(name, one[name]) - right).ravel()[at] for one in added]
-                self.of[name] = np.stack(moved)
-
-
-def _alone(read: _Read) -> list[Bug]:
-    found: dict[str, Bug] = {}
-    for tensor, x in read.due.items():
-        of = read.of[tensor]
-        sizes, shares = (of * of).sum(axis=1), of @ x
-        for n in np.flatnonzero(sizes > 0).tolist():
-            by = float(shares[n] / sizes[n])
-            if x @ x - by * shares[n] <= read.allowed[tensor]:
-                name, form, factor = _told(read.sample, read.terms[n], 1 + by)
-                bug = Bug(name, form, (read.sample.stage,), steps=read.terms[n].of(factor))
-                found.setdefault(name + form, bug)
-    return [*found.values()]
+def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
+    """What a wrong tensor is off by, at some places, as so many times what a term adds to it."""
+    planted = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
+    with np.errstate(all="ignore"):
+        solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
+        added = [solve_one(bug) for bug in planted]
+    bugs: dict[str, Bug] = {}
+    for tensor, noise in sample.wrong.items():
+        found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
+        there = np.isfinite(found) & np.isfinite(right)
+        at = np.flatnonzero(there & (sample.sequences(tensor) >= 0)[:, None, None])
+        at = at[:: max(1, len(at) // NUMBERS)]
+        due, size = (found - right).ravel()[at], right.ravel()[at]
+        allowed = max(float(noise**2 * (size @ size)), CLOSE**2 * float(due @ due))
+        for term, one in zip(terms, added, strict=True) if allowed < CLEAR * due @ due else ():
+            of = finite(by_rows(tensor, one[tensor]) - right).ravel()[at]
+            by = float(of @ due) / float(of @ of) if of.any() else 0.0
+            if due @ due - by * (of @ due) <= allowed:
+                name, form, factor = _told(sample, term, 1 + by)
+                bug = Bug(name, form, (sample.stage,), steps=term.of(factor))
+                bugs.setdefault(name + form, bug)
+    return [*bugs.values()]
 
 
 def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
