@@ -156,9 +156,10 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     if stage != "jvp":
         dlse, of_out = (partial(_read, ("D",), name) for name in ("dL", "O"))
         other = DROPPED if second else "delta-of-another-out"
-        yield Term("dlse of D", dlse, "lse-gradient-dropped", sign, "dlse of D")
         yield Term("dout . out of D", of_out, "delta-omitted", other, "no dout . out in D")
-        yield Term("D", partial(_made, ("D",)), "delta-omitted", other, "D = 0")
+        if question.dlse is not None:
+            yield Term("dlse of D", dlse, "lse-gradient-dropped", sign, "dlse of D")
+            yield Term("D", partial(_made, ("D",)), "delta-omitted", other, "D = 0")
     if stage == "backward":
         return
     given = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]

@@ -27,7 +27,6 @@ CLEAR = 0.05  # of the square of what is off, where rounding leaves more than th
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
 OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
-SECOND_PASS = ("gq", "gk", "gv", "gblock_scale")
 
 
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
@@ -41,7 +40,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     sample = Sample(question, answers, stage)
     if stage != "second" or not sample.wrong:
         return
-    first = not sample.wrong.keys() <= {*SECOND_PASS}
+    first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     words = f"in the {'first' if first else 'second'} pass alone"
     others = [
         one._replace(
