@@ -226,10 +226,6 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "exp(lse - largest), not divided by their sum": lambda p: _exp(
         p.lses - _finite(p.lses.max(axis=0))
     ),
-    "those of the parts in reverse order": lambda p: _shares(TAKEN[RIGHT], p)[::-1],
-    "right, of results that are not divided by their row sums": lambda p: (
-        _shares(TAKEN[RIGHT], p) * p.row_sums
-    ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
 }

@@ -101,14 +101,18 @@ def by_given_out(c: Context) -> Floats:
     return np.asarray(STEPS["tO"](changed(c, tP=_uncentred(c))) - _row(c.e) * c.O)
 
 
+def _of_P(c: Context) -> Floats:
+    """What flows to P through dS and dV."""
+    return np.asarray(c.r(c.E * (c.dP - _row(c.D))) + c.tdP)
+
+
+def _through_exp(c: Context) -> Floats:
+    """The same through P = exp(S - L) for a constant L."""
+    return np.asarray(c.r(c.P * _of_P(c)))
+
+
 def _through_softmax(c: Context) -> Floats:
-    """What flows to P through dS and dV, and on to S."""
-    X = c.r(c.E * (c.dP - _row(c.D))) + c.tdP
-    return np.asarray(c.r(c.P * (X - (c.P * X).sum(axis=-1, keepdims=True))))
-
-
-def _not_normalised(c: Context) -> Floats:
-    return np.asarray(c.e * np.exp(c.L - c.S.max(axis=-1)))
+    return np.asarray(c.r(c.P * (_of_P(c) - (c.P * _of_P(c)).sum(axis=-1, keepdims=True))))
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -123,13 +127,15 @@ BUGS = (  # those that are not one term
     Bug(P, "P of the first backward", SECOND, steps={"tdS": NO_P}),
     Bug(P, "P and out of the first backward", SECOND, steps={"tdS": NO_P} | GV),
     Bug(P, "P and delta of the first backward", SECOND, steps=SAVED_P),
+    Bug(P, "lse and out of the first backward", SECOND, steps={"tdS": _through_exp} | GV),
     Bug(D, "delta", SECOND, steps=DELTA),
     Bug(D, "out", SECOND, steps={"tdS": _through_softmax} | GV),
     Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
     Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
     Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
-    Bug(E, "e not times P", SECOND + JVP, steps={"tP": lambda c: c.P * c.E - _row(c.e)}),
-    Bug("not-normalised", "tlse", JVP, steps={"tL": _not_normalised}),
+    Bug(
+        "not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}
+    ),
 )
 
 

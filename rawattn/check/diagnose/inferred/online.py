@@ -44,7 +44,6 @@ SUMS = {
 }
 MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES}
 MERGED_WORDS = {"out": "weights", "lse": "lse"}
-WORDS = {"out": "weights", "lse": "lse", "e": "weights of tlse", "tout": "tout"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 
