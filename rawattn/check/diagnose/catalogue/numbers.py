@@ -22,7 +22,6 @@ LSES: tuple[tuple[str, str, Lse], ...] = (
     ("lse-base-2", "ln 2 times", lambda L, top, s: L / LOG2_E),
     ("lse-without-max", "", lambda L, top, s: L - top),
     ("lse-without-max", "the maximum alone", lambda L, top, s: top),
-    ("lse-without-max", "unscaled maximum", lambda L, top, s: L - top + top / s),
 )
 
 

@@ -133,12 +133,6 @@ def _exp(x: Floats) -> Floats:
     return np.where(np.isneginf(x), 0.0, np.exp(_finite(x)))
 
 
-def _in_turn(old: Floats, new: Floats) -> Floats:
-    """The weights of parts that are added one after the other."""
-    later = np.cumprod(old[::-1], axis=0)[::-1]
-    return np.asarray(new * np.concatenate([later[1:], np.ones_like(later[:1])]))
-
-
 # ---- one after the other ----------------------------------------------------------------------
 
 
@@ -179,8 +173,8 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
     factors = np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running)))
     row_sums = (_exp(parts.tops) * parts.row_sums).cumsum(axis=0) * np.exp(-_finite(running))
     old, new = way(factors, np.where(row_sums > 0, row_sums, 1.0))
-    old = np.where(there, old, 1.0)
-    weights = _in_turn(old, new * share)[..., None]
+    later = np.cumprod(np.where(there, old, 1.0)[::-1], axis=0)[::-1]
+    weights = (new * share * np.concatenate([later[1:], np.ones_like(later[:1])]))[..., None]
     return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
 
 

@@ -46,8 +46,7 @@ RESULTS = {  # of a stage whole ones, and the steps that give them
     "backward": {"dq and dk": ("dQ", "dK"), "dq": ("dQ",), "dk": ("dK",)},
     "jvp": {"E": ("tY",)},
     "second": {
-        **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",)},
-        **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
+        **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",), "gq and gk": ("gQ", "gK")},
     },
 }
 # of P', all of them or some alone
