@@ -42,7 +42,9 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "P ddv of W": ("tV", ("W",), "v"),
     "dO ddv^T": ("tV", ("dout ddv^T",), "v"),
 }
-RESULTS = {  # of a stage whole ones, and the steps that give them
+RESULTS: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # of a stage whole ones, and the steps that give them
     "backward": {"dq and dk": ("dQ", "dK"), "dq": ("dQ",), "dk": ("dK",)},
     "jvp": {"E": ("tY",)},
     "second": {
@@ -178,9 +180,10 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
             kind = IGNORED if "E" in sites else DROPPED
             yield Term(words, partial(_read, sites, name), kind, DROPPED, words)
     for text in READERS if second else ("ddout",):
-        sites, words = text.split(", "), text if second else "tout"
-        yield Term(f"P' in {words}", partial(_read, sites, "tP"), P, DROPPED, f"P' = 0 in {words}")
-        yield Term(f"e in {words}", partial(_centred, sites), E, E, f"no e in {words}")
+        readers, words = text.split(", "), text if second else "tout"
+        of_P = partial(_read, readers, "tP")
+        yield Term(f"P' in {words}", of_P, P, DROPPED, f"P' = 0 in {words}")
+        yield Term(f"e in {words}", partial(_centred, readers), E, E, f"no e in {words}")
     if second:
         yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
         if question.softcap is not None:

@@ -16,7 +16,7 @@ from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E
+from rawattn.check.diagnose.engine.steps import LOG2_E, Step
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
@@ -45,13 +45,17 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     others = [
         one._replace(
             text=f"{one.text}, {words},",
-            of=lambda factor, of=one.of: {**of_one_pass(Bug("", steps=of(factor)), first).steps},
+            of=partial(_of_pass, one, first),
             none=f"{one.none}, {words}",
         )
         for one in second_order.terms(question, stage)
     ]
     yield from _alone(sample, others)
     yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
+
+
+def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
+    return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
 def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
