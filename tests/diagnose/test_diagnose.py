@@ -77,7 +77,7 @@ def test_gsinks_are_judged_by_themselves() -> None:
     assert found.bug == "sinks-gradient"
     of_base_2 = {"P0": lambda c: np.exp2(c.sink - c.L)}
     (found,) = diagnose(question, _gradients(question, **of_base_2)).findings
-    assert "exp2(sink - lse) D over all queries" in found.title
+    assert "exp(ln 2 sink - ln 2 lse) D over all queries" in found.title
 
 
 def _gradients(question: Any, **steps: Any) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _gradients(question: Any, **steps: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "steps"),
     [
-        ("+ 0.25 P dlse", {"D": lambda c: STEPS["D"](c) + 0.75 * c.dL}),
-        ("dv is made of dS", {"dV": lambda c: STEPS["dV"](changed(c, P=c.dS))}),
+        ("dlse of D with s twice", {"D": lambda c: STEPS["D"](c) + 0.75 * c.dL}),
+        ("dS for P in P^T dO", {"dV": lambda c: STEPS["dV"](changed(c, P=c.dY))}),
         ("count 1 (head 0), 0.25 (head 1)", {"sum_heads": lambda c: lambda x: x[0] + x[1] / 4}),
         ("the slope is 1 - tanh", {"dY": lambda c: c.dS * (1 - np.tanh(c.Y / 2))}),
     ],
@@ -105,7 +105,7 @@ def test_stores_of_dq_are_read() -> None:
     wrong = _gradients(question)
     wrong["dq"] = np.stack([wrong["dq"].sum(axis=1), 0 * wrong["dq"][:, 0]], axis=1)
     (found,) = diagnose(question, wrong).findings
-    assert "head 0 holds 0 + 1, head 1 holds nothing" in found.title
+    assert "0 has +1 of 1, 1 has -1 of 1" in found.title
 
 
 def test_both_sides_are_judged() -> None:

@@ -1,13 +1,8 @@
 """Of second derivatives and tangents: how often a term counts, and what one pass has alone."""
 
-from functools import partial
-from typing import Any
-
 import ml_dtypes
 import pytest
 
-from rawattn.check.diagnose.catalogue import partial_sums
-from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from tests.diagnose.hooks import by
 from tests.diagnose.plain import FLOAT64, Planted, answers
@@ -17,7 +12,6 @@ from tests.diagnose.table import kernel
 
 NARROW = {"E": lambda c, x: x.astype(ml_dtypes.bfloat16).astype(x.dtype)}
 NOT_ALIGNED = {"often": lambda c, x: x * (c.j // 16 <= c.i // 16)}
-WITHOUT = "without (tlse of the part - tlse) out"
 PLANTS = {
     "dS ddk of gq, times 0.37": {"dS tK": by(0.37)},
     "dS^T ddq of gk half of it": {"dS tQ": by(0.5)},
@@ -33,13 +27,3 @@ def test_of_a_double_backward(words: str) -> None:
     question = packed((21, 40), FLOAT64, lengths_k=(37, 70), moved=True)
     (found,) = diagnose(question, answers(plant, question)).findings
     assert words in found.title + found.evidence[0] and found.confidence != "low", found
-
-
-def test_merged_tangents() -> None:
-    question = packed((50, 41), FLOAT64, dim=32, moved=True)
-    cuts: Any = partial_sums.splits(question)
-    for form, name in {partial_sums.RIGHT: "", WITHOUT: "partial-merge"}.items():
-        of = partial(partial_sums.merged, tout=form)
-        bug = Bug("", steps=partial_sums.steps("jvp", cuts["parts of 16 keys"], of))
-        found = diagnose(question, solve(question, "jvp", bug)).findings
-        assert [one.bug for one in found] == [name] * bool(name)

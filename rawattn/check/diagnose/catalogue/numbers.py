@@ -1,4 +1,4 @@
-"""Bugs of what is computed: scales, bases, lse, sums, and the row term of the backward pass."""
+"""Bugs of what is computed: scales, bases, lse, sums; terms are in ``second_order``."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +22,6 @@ LSES: tuple[tuple[str, str, Lse], ...] = (
     ("lse-base-2", "ln 2 times", lambda L, top, s: L / LOG2_E),
     ("lse-without-max", "", lambda L, top, s: L - top),
     ("lse-without-max", "the maximum alone", lambda L, top, s: top),
-    ("lse-without-max", "unscaled maximum", lambda L, top, s: L - top + top / s),
 )
 
 
@@ -119,36 +118,11 @@ def _columns(columns: int) -> Store:
 
 # ---- gradients --------------------------------------------------------------------------------
 
-BASE = (
-    "the factor between exp2 and exp: q (or k) times softmax_scale log2(e) goes into the scores, "
-    "and the gradient has to be made of q times softmax_scale alone"
-)
-
 
 def of_backward(question: Question) -> Iterator[Bug]:
-    factors = {"without": 1 / question.scale, "twice": question.scale}
-    factors |= {"by log2(e)": LOG2_E, "by ln 2": 1 / LOG2_E}
-    for text, factor in factors.items():
-        look_at = BASE if text.startswith("by ") else ""
-        for names in (("dQ", "dK"), ("dQ",), ("dK",)):
-            steps = {name: partial(_times, name, factor) for name in names}
-            form = f"{' and '.join(names)}, {text}"
-            yield Bug("output-scale", form, BACKWARD, steps=steps, look_at=look_at)
-    others: dict[tuple[str, str], Step] = {
-        ("delta-omitted", ""): lambda c: np.zeros(c.dO.shape[:2]) - c.dL
-    }
-    if question.dlse is not None:
-        others |= {
-            ("delta-omitted", "dlse too"): lambda c: 0.0 * c.L,
-            ("lse-gradient-dropped", ""): lambda c: (c.dO * c.O).sum(axis=-1),
-        }
-        factors_of = {"": -1.0, "twice": 2.0, "times log2(e)": LOG2_E, "times ln 2": 1 / LOG2_E}
-        for text, x in factors_of.items():
-            others["lse-gradient-sign", text] = partial(_with_dlse, x)
     if question.mask_window != (-1, -1):
-        others["delta-of-another-out", "of unmasked attention"] = _of_unmasked
-    for (bug, text), D in others.items():
-        yield Bug(bug, text, BACKWARD, steps={"D": D})
+        text = "of unmasked attention"
+        yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": _of_unmasked})
     masked: Step = lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))  # noqa: E731
     yield Bug("softmax-backward-without-p", "", BACKWARD, steps={"dS": masked})
     shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
@@ -158,19 +132,11 @@ def of_backward(question: Question) -> Iterator[Bug]:
             yield Bug("gradients-swapped", text, BACKWARD, store=_swapped(one, other))
 
 
-def _with_dlse(factor: float, c: Context) -> Floats:
-    return np.asarray((c.dO * c.O).sum(axis=-1) - factor * c.dL)
-
-
 def _of_unmasked(c: Context) -> Floats:
     keys, head = c.view.keys, c.view.head_kv  # those too that nobody sees
     K, V = (np.asarray(x[keys, head], dtype=np.float64) for x in (c.question.k, c.question.v))
     P = STEPS["softmax"](changed(c, S=c.s * times(c.Q, K.T)))[1]
     return np.asarray((c.dO * times(P, V)).sum(axis=-1) - c.dL)
-
-
-def _times(step: str, factor: float, c: Context) -> Floats:
-    return np.asarray(factor * STEPS[step](c))
 
 
 def _swapped(one: str, other: str) -> Store:

@@ -20,16 +20,14 @@ CURVES: dict[str, Curve] = {
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
     "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
-# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y and X = q . k
-Slope = Callable[[Floats, Floats, Floats, float], Floats]
+# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y
+Slope = Callable[[Floats, Floats, float], Floats]
 SLOPES: dict[str, Slope] = {
-    "the slope is there twice": lambda T, Y, X, c: (1 - T * T) ** 2,
-    "the slope is 1 - tanh, not squared": lambda T, Y, X, c: 1 - T,
-    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, X, c: 1 - (Y / c) ** 2,
-    "the slope is 1 - S^2 / c, the cap not squared": lambda T, Y, X, c: 1 - c * T * T,
-    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, X, c: 1 - np.tanh(T) ** 2,
-    "the slope is that of q . k without softmax_scale": lambda T, Y, X, c: 1 - np.tanh(X / c) ** 2,
-    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, X, c: 1 - np.tanh(Y) ** 2,
+    "the slope is 1 - tanh, not squared": lambda T, Y, c: 1 - T,
+    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, c: 1 - (Y / c) ** 2,
+    "the slope is 1 - S^2, not divided by the cap": lambda T, Y, c: 1 - (c * T) ** 2,
+    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, c: 1 - np.tanh(T) ** 2,
+    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, c: 1 - np.tanh(Y) ** 2,
 }
 
 
@@ -46,22 +44,19 @@ def bugs(question: Question) -> Iterator[Bug]:
             form = words.format(c=f"{question.softcap:g}")
             yield Bug("softcap", form, steps={"cap": partial(bent, curve, question.softcap)})
         name = "softcap-slope-omitted"
-        yield Bug(name, "1 in its place", DERIVED, steps={"cap": _straight})
-        yield Bug(name, "1 - S^2, not divided by the cap", DERIVED, steps={"cap": _square})
+        straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
+        yield Bug(name, "1 in its place", DERIVED, steps={"cap": straight})
         for words, slope in SLOPES.items():
             yield Bug(name, words, ("backward",), steps={"dY": partial(_bent_by, slope)})
-        of_P: Step = lambda c: STEPS["dV"](changed(c, P=c.P * c.cap[1]))  # noqa: E731
-        yield Bug(name, "the slope is a factor of P in dv too", ("backward",), steps={"dV": of_P})
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
-        L, P = ({name: partial(_part, none, i)} for i, name in enumerate(("L", "P")))
-        P0, own = {"P0": lambda c: 0.0}, {"bP": P["P"]}
+        L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
-        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps=L)
-        yield Bug("sinks-dropped", "in out alone", FORWARD, steps=P)
+        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
+        yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
         text = "in lse of sequences without keys"
         yield Bug("sinks-dropped", text, FORWARD, steps={"L": _unsunk})
-        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps=own | P0)
+        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=_every_key)
@@ -71,51 +66,29 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=_at_all_keys)
 
 
-def _straight(c: Context) -> tuple[Floats, float, float]:
-    """The softcap with a derivative of 1."""
-    return STEPS["cap"](c)[0], 1.0, 0.0
-
-
 def _bent_by(slope: Slope, c: Context) -> Floats:
     """dY with another slope."""
     cap = float(c.question.softcap)
-    return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, c.Y / c.s, cap) * c.dS)
-
-
-def _square(c: Context) -> tuple[Floats, Floats, Floats]:
-    """The softcap with a derivative as if it were tanh itself."""
-    S, slope, _ = STEPS["cap"](c)
-    return S, 1 - S**2, -2 * S * slope
+    return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, cap) * c.dS)
 
 
 def _unsunk(c: Context) -> Floats:
     return np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))
 
 
-def _part(softmax: Step, i: int, c: Context) -> Floats:
-    return np.asarray(softmax(c)[i])
-
-
 def _other_sinks(question: Question) -> Iterator[Bug]:
-    count, group = question.num_heads_q, question.group
-    every, own = np.asarray(question.sinks, dtype=np.float64), np.arange(count)
-    found: dict[str, Step] = {"exp(sink), not relative to the maximum": _raised}
+    sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
+    raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
+    text = "exp(sink), not relative to the maximum"
+    yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    for words, x in factors.items():
-        found[f"exp({words}sink)"] = partial(_times, x)
+    found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
     for words, head in maps.heads_in_words(question).items():
-        heads = np.broadcast_to(head(own, count, group), own.shape)
-        found[f"that of {words}"] = partial(_of_heads, every[heads])
-    for words, sink in found.items():
-        yield Bug("sinks-misplaced", words, ("forward",), steps=with_sink(sink))
-
-
-def _raised(c: Context) -> Floats:
-    return np.asarray(c.sink + c.S.max(axis=-1, initial=-np.inf))
-
-
-def _times(x: float, c: Context) -> Floats:
-    return np.asarray(x * c.sink)
+        found[f"that of {words}"] = sinks[head(h, len(h), question.group)]
+    for words, others in found.items():
+        if (others != sinks).any():
+            steps = with_sink(partial(_of_heads, others))
+            yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:

@@ -22,7 +22,9 @@ COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
 # the keys of a view in parts, in the order of the loop: which, or which pairs (heads, n, m)
 Cut = Callable[[Context], list[np.ndarray]]
 Keys = Callable[[int], list[np.ndarray]]  # the same of so many keys
-Way = Callable[["Turns"], tuple[Floats, Floats]]  # what sums so far, and a part's, are times
+# what sums so far, and a part's, are times in every step of the loop: of exp(old max - new max), 1
+# at the first one that has a key for the row, and of the row sum so far, both (parts, heads, n)
+Way = Callable[[Floats, Floats], tuple[Floats | float, Floats | float]]
 Taken = Callable[["Parts"], tuple[Floats, float]]
 Weights = Callable[["Parts"], Floats]  # (parts, heads, n)
 
@@ -47,15 +49,6 @@ class Parts(NamedTuple):
         """Each divided by its own row sum, (parts, heads, n, columns)."""
         total = np.where(self.row_sums == 0, 1.0, self.row_sums)
         return np.asarray(self.sums["out"] / total[..., None])
-
-
-class Turns(NamedTuple):
-    """Of every step of the loop, (parts, heads, n): exp(old max - new max), 1 at the first one that
-    has a key for the row, the row sum so far, and the same factors with 0 at the first one."""
-
-    factors: Floats
-    row_sums: Floats
-    from_zero: Floats
 
 
 class Results(NamedTuple):
@@ -109,22 +102,7 @@ def splits(question: Question) -> dict[str, Cut]:
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
         if any(part[0] for part in keys):
             found.setdefault(keys, text)
-    parts: dict[str, Cut] = {text: partial(_cut, cuts[text], 1) for text in found.values()}
-    for rows in TILES if question.mask_window != (-1, -1) else ():
-        parts[f"halves of what a tile of {rows} queries sees"] = partial(_halves, rows)
-    return parts
-
-
-def _halves(rows: int, c: Context) -> list[np.ndarray]:
-    """Pairs (1, n, m) of the first half, and of the second, of the keys from the first to the last
-    that a tile of queries sees."""
-    seen = (c.W > 0).any(axis=0)
-    first = np.zeros_like(seen)
-    for start in range(0, len(seen), rows):
-        there = np.flatnonzero(seen[start : start + rows].any(axis=0))
-        if len(there):
-            first[start : start + rows, : (there[0] + there[-1] + 1) // 2] = True
-    return [first[None], ~first[None]]
+    return {text: partial(_cut, cuts[text], 1) for text in found.values()}
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
@@ -155,45 +133,40 @@ def _exp(x: Floats) -> Floats:
     return np.where(np.isneginf(x), 0.0, np.exp(_finite(x)))
 
 
-def _in_turn(old: Floats, new: Floats) -> Floats:
-    """The weights of parts that are added one after the other."""
-    later = np.cumprod(old[::-1], axis=0)[::-1]
-    return np.asarray(new * np.concatenate([later[1:], np.ones_like(later[:1])]))
-
-
 # ---- one after the other ----------------------------------------------------------------------
 
 
 def _power(x: float) -> Way:
-    return lambda t: (t.factors**x, np.ones_like(t.factors))
+    return lambda factors, row_sums: (factors**x, 1.0)
 
 
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
 WAYS: dict[str, Way] = {
     "not rescaled": _power(0),
-    "rescaled after the new tile is added": lambda t: (t.factors, t.factors),
-    "rescaled after the new tile is added, which is lost at the first one": lambda t: (
-        (t.from_zero, t.from_zero)
+    "rescaled after the new tile is added": lambda factors, row_sums: (factors, factors),
+    "of weights beside the maximum before the tile": lambda factors, row_sums: (
+        (factors, 1 / factors)
     ),
-    "of weights beside the maximum before the tile": lambda t: (t.factors, 1 / t.factors),
     "rescaled twice": _power(2),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
-    "of the last tile alone": lambda t: (0 * t.factors, np.ones_like(t.factors)),
-    "without the first rescale after a tile's own": lambda t: (t.factors, 1 / _next(t.factors)),
-    "not rescaled by the last tile": lambda t: (_but_the_last(t.factors), np.ones_like(t.factors)),
-    "divided by the row sum at every tile": lambda t: (t.factors / t.row_sums, 1 / t.row_sums),
+    "of the last tile alone": lambda factors, row_sums: (0.0, 1.0),
+    "without the first rescale after a tile's own": lambda factors, row_sums: (
+        (factors, 1 / _next(factors))
+    ),
+    "not rescaled by the last tile": lambda factors, row_sums: (
+        (np.concatenate([factors[:-1], np.ones_like(factors[-1:])]), 1.0)
+    ),
+    "divided by the row sum at every tile": lambda factors, row_sums: (
+        (factors / row_sums, 1 / row_sums)
+    ),
 }
 
 
-def _next(x: Floats) -> Floats:
+def _next(factors: Floats) -> Floats:
     """The factors of the tiles behind, where there is something to rescale."""
-    behind = np.concatenate([x[1:], np.ones_like(x[:1])])
+    behind = np.concatenate([factors[1:], np.ones_like(factors[:1])])
     return np.where(behind > 0, behind, 1.0)
-
-
-def _but_the_last(x: Floats) -> Floats:
-    return np.concatenate([x[:-1], np.ones_like(x[-1:])])
 
 
 RIGHTLY = _power(1)
@@ -213,10 +186,9 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
     share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
     factors = np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running)))
     row_sums = (_exp(parts.tops) * parts.row_sums).cumsum(axis=0) * np.exp(-_finite(running))
-    from_zero = np.where(np.isneginf(before), 0.0, factors)
-    old, new = way(Turns(factors, np.where(row_sums > 0, row_sums, 1.0), from_zero))
-    old = np.where(there, old, 1.0)
-    weights = _in_turn(old, new * share)[..., None]
+    old, new = way(factors, np.where(row_sums > 0, row_sums, 1.0))
+    later = np.cumprod(np.where(there, old, 1.0)[::-1], axis=0)[::-1]
+    weights = (new * share * np.concatenate([later[1:], np.ones_like(later[:1])]))[..., None]
     return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
 
 
@@ -262,64 +234,30 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "exp(lse - largest), not divided by their sum": lambda p: _exp(
         p.lses - _finite(p.lses.max(axis=0))
     ),
-    "those of the parts in reverse order": lambda p: _shares(TAKEN[RIGHT], p)[::-1],
-    "right, of results that are not divided by their row sums": lambda p: (
-        _shares(TAKEN[RIGHT], p) * p.row_sums
-    ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
-    "the mean of those that have keys": lambda p: (
-        np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
-    ),
 }
 
 
-def _and_log(weight: Callable[[Floats], Floats], p: Parts) -> Floats:
-    """The largest lse, and the logarithm of the sum of the weights of those that have keys."""
+def _by_exp2(p: Parts) -> Floats:
+    """The largest lse, and the logarithm of a sum by exp2."""
     top = p.lses.max(axis=0)
-    weights = np.where(np.isneginf(p.lses), 0.0, weight(_finite(p.lses) - _finite(top)))
-    return np.asarray(top + np.log(weights.sum(axis=0)))
+    return np.asarray(top + np.log(np.exp2(p.lses - _finite(top)).sum(axis=0)))
 
 
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
-    "ln of a sum by exp2, from the largest": lambda p: (
-        np.log(np.exp2(p.lses - _finite(p.lses.max(axis=0))).sum(axis=0))
-        + _finite(p.lses.max(axis=0))
-    ),
+    "ln of a sum by exp2, from the largest": _by_exp2,
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "that of the last part": lambda p: p.lses[-1],
-    "the largest and log of the sum of exp2(lse - largest)": partial(_and_log, np.exp2),
-    "the largest and log of how many parts have keys": partial(_and_log, np.ones_like),
 }
 
 
-# beside the tangents of the parts' outs: how often tlse of the part, and of all, times its out
-TANGENTS: dict[str, tuple[float, float]] = {
-    RIGHT: (1, -1),
-    "without (tlse of the part - tlse) out": (0, 0),
-    "with the wrong sign of (tlse of the part - tlse) out": (-1, 1),
-    "without tlse of the part": (0, -1),
-}
-
-
-def merged(
-    parts: Parts, out: str = RIGHT, lse: str = RIGHT, e: str = RIGHT, tout: str = RIGHT
-) -> Results:
-    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``;
-    in forward mode ``tout`` says what there is beside the parts' own tangents."""
-    weights = WEIGHTS[out](parts)
-    O = (weights[..., None] * parts.outs).sum(axis=0)  # noqa: E741
+def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
+    """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
+    O = (WEIGHTS[out](parts)[..., None] * parts.outs).sum(axis=0)  # noqa: E741
     L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
-    if "e" not in parts.sums:
-        return Results(O, L, np.zeros_like(L), np.zeros_like(O))
-    total = np.where(parts.row_sums == 0, 1.0, parts.row_sums)
-    es = parts.sums["e"][..., 0] / total
-    every = (WEIGHTS[e](parts) * es).sum(axis=0)
-    touts = parts.sums["tout"] / total[..., None] - es[..., None] * parts.outs
-    own, of_all = TANGENTS[tout]
-    touts = touts + (own * es + of_all * every)[..., None] * parts.outs
-    return Results(O, L, every, (weights[..., None] * touts).sum(axis=0))
+    return Results(O, L, np.zeros_like(L), np.zeros_like(O))
 
 
 # ---- planted ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The catalogue of bugs in the second derivatives and in forward mode: their terms.
+"""The catalogue of bugs in second derivatives and tangents, and of the terms of all derivatives.
 
 A bug is mostly a product that reads another value for one of its operands: P o E for a P' without
 e. ``SITES`` names the places that read, ``at`` plants other values there. ``terms`` are what
@@ -6,7 +6,7 @@ results are sums of, each as often as one likes. Many are what autograd makes of
 pass in which something is a constant to it that depends on the inputs. Long by the tables.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import combinations
 from typing import NamedTuple
@@ -37,41 +37,22 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "dS ddk of gq": ("dY", ("gq",), "k"),
     "dS^T ddq of gk": ("dY", ("gk",), "q"),
     "direct terms": ("dY", ("gq", "gk"), "q k"),
+    "P ddv of ddout and W": ("tV", ("ddout", "W"), "v"),
+    "P ddv of ddout": ("tV", ("ddout",), "v"),
+    "P ddv of W": ("tV", ("W",), "v"),
+    "dO ddv^T": ("tV", ("dout ddv^T",), "v"),
 }
-OF_V = {  # readers of ddv, which is in no other term of theirs
-    "P ddv of ddout and W": ("ddout", "W"),
-    "P ddv of ddout": ("ddout",),
-    "P ddv of W": ("W",),
-    "dO ddv^T": ("dout ddv^T",),
-    "all of ddv": ("ddout", "W", "dout ddv^T"),
+RESULTS: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # of a stage whole ones, and the steps that give them
+    "backward": {"dq and dk": ("dQ", "dK"), "dq": ("dQ",), "dk": ("dK",)},
+    "jvp": {"E": ("tY",)},
+    "second": {
+        **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",), "gq and gk": ("gQ", "gK")},
+    },
 }
-TERMS |= {text: ("tV", sites, "v") for text, sites in OF_V.items()}
-RESULTS = {  # whole ones, and the steps that give them
-    **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",)},
-    **{"gq and gk": ("gQ", "gK"), "gq, gk and gv": ("gQ", "gK", "gV")},
-}
-READERS = {  # of P', together or some of them alone
-    "everywhere": ("ddout", "W", "dS'", "gv"),
-    "in ddout and W": ("ddout", "W"),
-    "in ddout": ("ddout",),
-    "in W": ("W",),
-    "in dS' and gv": ("dS'", "gv"),
-    "in dS'": ("dS'",),
-    "in gv": ("gv",),
-}
-Row = tuple[str, str, tuple[str, ...], Mapping[str, Step], str]  # the last: what must be given
-
-
-def bugs(question: Question) -> Iterator[Bug]:
-    """Every bug of the catalogue that can matter for the question."""
-    directions = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
-    options = (name for name in ("dlse", "softcap") if getattr(question, name) is not None)
-    given = {*directions, *options}
-    rows = [*TABLE, *_ignored_directions(directions)]
-    for name, variant, stages, steps, needs in rows:
-        if set(needs.split()) <= given:
-            yield Bug(name, variant, stages, steps=steps)
-
+# of P', all of them or some alone
+READERS = ("ddout, W, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
 
 # ---- other values -----------------------------------------------------------------------------
 
@@ -102,8 +83,8 @@ def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
     return steps
 
 
-def _zero(like: str) -> Step:
-    return lambda c: np.zeros_like(getattr(c, like))
+def _times(name: str, factor: float) -> Step:
+    return lambda c: factor * getattr(c, name)
 
 
 def _row(x: Floats) -> Floats:
@@ -116,71 +97,46 @@ def _uncentred(c: Context) -> Floats:
     return np.asarray(c.r(c.P * c.E))
 
 
-def _without_e(c: Context) -> Context:
-    return changed(c, tP=_uncentred(c))
-
-
 def by_given_out(c: Context) -> Floats:
     """The tangent of out as (P o E) V + P tV - e O."""
-    return np.asarray(STEPS["tO"](_without_e(c)) - _row(c.e) * c.O)
+    return np.asarray(STEPS["tO"](changed(c, tP=_uncentred(c))) - _row(c.e) * c.O)
 
 
-def without_dlse(c: Context) -> Floats:
-    """D of out alone."""
-    return np.asarray((c.dO * c.O).sum(axis=-1))
-
-
-def _twice(c: Context) -> tuple[Floats, Floats, Floats]:
-    """A softcap whose bend has its slope as a factor too many."""
-    S, slope, bend = c.cap
-    return S, slope, bend * slope
-
-
-# ---- constants that are none ------------------------------------------------------------------
-
-
-def _of_probabilities(c: Context) -> Floats:
-    """X: what flows to P through dS and dV."""
+def _of_P(c: Context) -> Floats:
+    """What flows to P through dS and dV."""
     return np.asarray(c.r(c.E * (c.dP - _row(c.D))) + c.tdP)
 
 
 def _through_exp(c: Context) -> Floats:
-    """X through P = exp(S - L) for a constant L."""
-    return np.asarray(c.r(c.P * _of_probabilities(c)))
+    """The same through P = exp(S - L) for a constant L."""
+    return np.asarray(c.r(c.P * _of_P(c)))
 
 
 def _through_softmax(c: Context) -> Floats:
-    X = _of_probabilities(c)
-    return np.asarray(c.r(c.P * (X - (c.P * X).sum(axis=-1, keepdims=True))))
-
-
-_of_ddout = with_values("gV", tP=lambda c: c.P, dO=lambda c: c.tO)
+    return np.asarray(c.r(c.P * (_of_P(c) - (c.P * _of_P(c)).sum(axis=-1, keepdims=True))))
 
 
 # ---- the table --------------------------------------------------------------------------------
 
-NO_P, NO_ROWS = _zero("P"), _zero("L")
+NO_P: Step = _times("P", 0.0)
+NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 GV = at(["gv"], tP=_uncentred)
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
-SLOPE, CAP = "softcap-slope-omitted", "softcap"
-W, DROPPED, IN_E = "second-w-omitted", "second-term-dropped", "direction-ignored"
-TABLE: tuple[Row, ...] = (
-    (P, "P of the first backward", SECOND, {"tdS": NO_P}, ""),
-    (P, "P and out of the first backward", SECOND, {"tdS": NO_P} | GV, ""),
-    (P, "P and delta of the first backward", SECOND, SAVED_P, ""),
-    (P, "lse and out of the first backward", SECOND, {"tdS": _through_exp} | GV, ""),
-    (D, "delta", SECOND, DELTA, ""),
-    (D, "out", SECOND, {"tdS": _through_softmax} | GV, ""),
-    (D, "W = 0, no e in ddout", SECOND, at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}, ""),
-    (E, "e = 0", SECOND + JVP, {"e": NO_ROWS}, ""),
-    (P, "P' = 0, e = 0", SECOND + JVP, {"tP": NO_P, "e": NO_ROWS}, ""),
-    (W, "W from out", SECOND, {"w": without_dlse}, ""),
-    (SLOPE, "twice beside its own, the bend", SECOND, {"tdY": with_values("tdY", cap=_twice)}, CAP),
-    (W, "W not times P", SECOND, {"tdS": lambda c: STEPS["tdS"](c) + (c.P - 1) * _row(c.w)}, ""),
-    (E, "e not times P", SECOND + JVP, {"tP": lambda c: c.P * c.E - _row(c.e)}, ""),
-    ("arguments-swapped", "P^T ddout for P'^T dout of gv", SECOND, {"gV": _of_ddout}, ""),
-    ("not-normalised", "tlse", JVP, {"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}, ""),
+W, DROPPED, IGNORED = "second-w-omitted", "second-term-dropped", "direction-ignored"
+BUGS = (  # those that are not one term
+    Bug(P, "P of the first backward", SECOND, steps={"tdS": NO_P}),
+    Bug(P, "P and out of the first backward", SECOND, steps={"tdS": NO_P} | GV),
+    Bug(P, "P and delta of the first backward", SECOND, steps=SAVED_P),
+    Bug(P, "lse and out of the first backward", SECOND, steps={"tdS": _through_exp} | GV),
+    Bug(D, "delta", SECOND, steps=DELTA),
+    Bug(D, "out", SECOND, steps={"tdS": _through_softmax} | GV),
+    Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
+    Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
+    Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
+    Bug(
+        "not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}
+    ),
 )
 
 
@@ -200,33 +156,48 @@ class Term(NamedTuple):
 
 def terms(question: Question, stage: str) -> Iterator[Term]:
     """What the results of a stage are sums of, one time each."""
-    second, sign = stage == "second", "lse-gradient-sign"
+    second, factor, sign = stage == "second", "constant-factor", "lse-gradient-sign"
+    none = factor if stage == "backward" else DROPPED
+    for text, made in RESULTS[stage].items():
+        yield Term(text, partial(_made, made), none, factor, f"{text} = 0")
+    if stage != "jvp":
+        dlse, of_out = (partial(_read, ("D",), name) for name in ("dL", "O"))
+        other = DROPPED if second else "delta-of-another-out"
+        yield Term("dout . out of D", of_out, "delta-omitted", other, "no dout . out in D")
+        if question.dlse is not None:
+            yield Term("dlse of D", dlse, "lse-gradient-dropped", sign, "dlse of D")
+            yield Term("D", partial(_made, ("D",)), "delta-omitted", other, "D = 0")
+    if stage == "backward":
+        return
+    given = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
+    for count in {1, len(given) - 1, len(given)} - {0, -1}:
+        for some in combinations(given, count):
+            text = " and ".join(f"{'dd' if second else 't'}{name}" for name in some)
+            yield Term(text, partial(_of_directions, some), IGNORED, DROPPED, text)
     for text, (name, sites, needs) in TERMS.items():
         words = text if second else text.replace("dd", "t")
-        there = second or {*sites} <= {"E", "ddout"}
-        if there and all(getattr(question, f"t{of}") is not None for of in needs.split()):
-            kind = IN_E if "E" in sites else DROPPED
+        if (second or {*sites} <= {"E", "ddout"}) and {*needs.split()} <= {*given}:
+            kind = IGNORED if "E" in sites else DROPPED
             yield Term(words, partial(_read, sites, name), kind, DROPPED, words)
-    for text, sites in READERS.items() if second else (("in tout", ("ddout",)),):
-        yield Term(f"P' {text}", partial(_read, sites, "tP"), P, DROPPED, f"P' = 0 {text}")
-        yield Term(f"e {text}", partial(_centred, sites), E, E, f"no e {text}")
+    for text in READERS if second else ("ddout",):
+        readers, words = text.split(", "), text if second else "tout"
+        of_P = partial(_read, readers, "tP")
+        yield Term(f"P' in {words}", of_P, P, DROPPED, f"P' = 0 in {words}")
+        yield Term(f"e in {words}", partial(_centred, readers), E, E, f"no e in {words}")
     if second:
         yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
         if question.softcap is not None:
-            bend = "the bend, the second derivative of the softcap"
-            yield Term(bend, _with_bend, SLOPE, SLOPE, f"{bend}, is 0")
-        yield Term(
-            "dlse of D", partial(_read, ("D",), "dL"), "lse-gradient-dropped", sign, "dlse of D"
-        )
-        for sites in (("dS'",), ("gq",), ("gk",), ("gq", "gk")):
-            text = f"D in {' and '.join(sites)} alone"
-            yield Term(text, partial(_with_D, sites), "delta-omitted", DROPPED, f"no {text}")
-        of_out = partial(_read, ("D",), "O")
-        yield Term("dout . out of D", of_out, "delta-omitted", DROPPED, "no dout . out in D")
+            bend, name = "the bend, the second derivative of the softcap", "softcap-slope-omitted"
+            yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
-    for text, made in RESULTS.items() if second else (("E", ("tY",)),):
-        yield Term(text, partial(_made, made), DROPPED, "constant-factor", f"{text} = 0")
+
+
+def _of_directions(some: Sequence[str], factor: float) -> dict[str, Step]:
+    return at(
+        [site for name in some for site in DIRECTIONS[name][1]],
+        **{DIRECTIONS[name][0]: _times(DIRECTIONS[name][0], factor) for name in some},
+    )
 
 
 def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
@@ -240,18 +211,11 @@ def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
 
 def _read(sites: Sequence[str], name: str, factor: float) -> dict[str, Step]:
     """A value of the context, where these read it, so many times."""
-    return at(sites, **{name: lambda c: factor * getattr(c, name)})
+    return at(sites, **{name: _times(name, factor)})
 
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
     return at(sites, tP=lambda c: c.P * (c.E - factor * _row(c.e)))
-
-
-def _with_D(sites: Sequence[str], factor: float) -> dict[str, Step]:
-    def dY(c: Context) -> Floats:
-        return np.asarray(c.dY + (1 - factor) * c.G * c.cap[1] * c.P * _row(c.D))
-
-    return at(sites, D=lambda c: factor * c.D, dY=dY)
 
 
 def _with_bend(factor: float) -> dict[str, Step]:
@@ -274,14 +238,3 @@ def of_one_pass(bug: Bug, first: bool = False) -> Bug:
     form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
     see = None if first else bug.see
     return Bug(bug.name, form, SECOND, see, steps if first else {**bug.steps, **steps})
-
-
-def _ignored_directions(given: Sequence[str]) -> Iterator[Row]:
-    """One direction is taken for zeros, or all but one, or all of them."""
-    for count in {1, len(given) - 1, len(given)} - {0, -1}:
-        for ignored in combinations(given, count):
-            names, sites = zip(*(DIRECTIONS[name] for name in ignored), strict=True)
-            steps = at(sum(sites, ()), **{name: _zero(name) for name in names})
-            for stages, prefix in ((SECOND, "dd"), (JVP, "t")):
-                text = " and ".join(f"{prefix}{name}" for name in ignored)
-                yield "direction-ignored", text, stages, steps, ""

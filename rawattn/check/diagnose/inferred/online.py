@@ -16,7 +16,6 @@ from rawattn.check.diagnose.catalogue.partial_sums import (
     RESCALED,
     RIGHT,
     RIGHTLY,
-    TANGENTS,
     WAYS,
     WEIGHTS,
     Results,
@@ -29,7 +28,7 @@ from rawattn.check.diagnose.catalogue.partial_sums import (
     tiles,
     totals,
 )
-from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, contexts
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, Context, Floats, contexts
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.inferred.sample import Sample
 
@@ -43,8 +42,8 @@ SUMS = {
     "forward": RESCALED,
     "jvp": (("e",), ("tout",), ("e", "tout"), ("out",), ("row_sum",), ("out", "tout")),
 }
-MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES, "e": WEIGHTS, "tout": TANGENTS}
-MERGED_WORDS = {"out": "weights", "lse": "lse", "e": "weights of tlse", "tout": "tout"}
+MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES}
+MERGED_WORDS = {"out": "weights", "lse": "lse"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
 
@@ -52,15 +51,13 @@ WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
     """Bugs of partial sums that fit the view of a sample."""
     sample = Sample(question, answers, stage)
-    views = contexts(question, stage) if sample.wrong and stage in TENSORS else []
-    for c in (c for c in views if c.view.sequence == sample.sequence and c.S.shape[2]):
-        if c.view.head_kv == sample.head_kv:
-            names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
-            found = {
-                of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()
-            }
-            merges = _merges(question, stage, c, found)
-            return [*_rescaled(question, stage, c, found), *merges]
+    views = contexts(question, stage) if sample.wrong and stage in TENSORS else ()
+    here = sample.sequence, sample.head_kv
+    for c in (c for c in views if (c.view.sequence, c.view.head_kv) == here and c.S.shape[2]):
+        names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
+        found = {of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()}
+        merges = _merges(question, c, found) if stage == "forward" else []
+        return [*_rescaled(question, stage, c, found), *merges]
     return []
 
 
@@ -81,7 +78,7 @@ def _rescaled(
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(question: Question, stage: str, c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near: list[tuple[float, Bug]] = []
     for at, cut in splits(question).items():
@@ -96,10 +93,10 @@ def _merges(question: Question, stage: str, c: Context, found: dict[str, Floats]
         for chosen in product(*forms.values()):
             wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
             if wrong:
-                planted = steps(stage, cut, partial(merged, **wrong))
+                planted = steps("forward", cut, partial(merged, **wrong))
                 said = [f"{MERGED_WORDS[of]} {form}" for of, form in wrong.items()]
                 form = "; ".join([*said, at])
-                near.append((total, Bug("partial-merge", form, (stage,), steps=planted)))
+                near.append((total, Bug("partial-merge", form, FORWARD, steps=planted)))
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 

@@ -24,9 +24,8 @@ def said(
     like: dict[str, int] = {}
     for (sign, factor), (term, (x, changes)) in product(factors.items(), terms.items()):
         sums = {of: factor * (x * often).sum(axis=1) for of, often in rows.items()}
-        of_group = sums[ALL].reshape(-1, question.group)
-        for of, y in {"sum": of_group.sum(axis=1), "mean": of_group.mean(axis=1)}.items():
-            sums[f"{ALL}, of the heads of its group the {of},"] = y.repeat(question.group)
+        of_group = sums[ALL].reshape(-1, question.group).sum(axis=1)
+        sums[f"{ALL}, of all heads of its group,"] = of_group.repeat(question.group)
         for of, y in sums.items():
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"
@@ -42,62 +41,52 @@ def _terms(
     sinks, D = np.asarray(question.sinks, dtype=np.float64)[:, None], deltas(question, Same(given))
     inside = question.sequence_of("q") >= 0
     lse = dead_to_inf(np, np.asarray(given[1], dtype=np.float64))
-    weight = np.exp(sinks - lse) * inside
     dlse = np.zeros(D.shape) if question.dlse is None else np.asarray(question.dlse, np.float64)
     dlse = np.where(inside, dlse, 0.0)  # which may be NaN past the end
+    weights = _weights(question, sinks, lse)
     if stage == "backward":
-        of_rows = {"D": D, "1, without D,": 1 + 0 * D, "dout . out, without dlse,": D + dlse}
-        weights = _weights(question, sinks, lse)
-        return {
-            f"{by} {row}".replace(" 1,", ","): (w * inside * x, (by != ITS) + (row != "D"))
-            for (by, w), (row, x) in product(weights.items(), of_rows.items())
-        }
-    e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
-    moved = 0 * sinks if question.tsinks is None else np.asarray(question.tsinks)[:, None]
-    parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
-    whole, text = weight * sum(parts.values()), "exp(sink - lse) ((ddsinks - e) D + W)"
-    found = {text: whole}
-    for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
-        found |= {f"{text} {how} {n},": whole + often * weight * x for n, x in parts.items()}
-    found |= {f"{text} without dlse in D,": whole + weight * (moved - e) * dlse}
-    return {name: (x, int(name != text)) for name, x in found.items()}
+        rows = {"D": D, "": 1 + 0 * D, "dout . out": D + dlse}
+    else:
+        e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
+        moved = 0 * sinks if question.tsinks is None else np.asarray(question.tsinks)[:, None]
+        parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
+        whole, text = sum(parts.values()), "((ddsinks - e) D + W)"
+        weights, rows = {ITS: weights[ITS]}, {text: whole}
+        for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
+            rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
+        rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
+    first = next(iter(rows))
+    return {
+        f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != first))
+        for (by, w), (row, x) in product(weights.items(), rows.items())
+    }
 
 
 def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats]:
     """What the weight of the sink may be in every row."""
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        of_keys = np.exp(lse) - np.exp(sinks)
-        alone = np.where(of_keys > 1e-9 * np.exp(lse), np.exp(sinks) / of_keys, 0.0)
+    factors = {"": 1.0, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
+    factors |= {"softmax_scale ": question.scale}
     exponents = {
-        ITS: sinks - lse,
-        "exp2(sink - lse)": (sinks - lse) / LOG2_E,
-        "exp(sink - log2(e) lse)": sinks - LOG2_E * lse,
-        "exp(log2(e) sink - lse)": LOG2_E * sinks - lse,
-        "exp(sink - ln 2 lse)": sinks - lse / LOG2_E,
-        "exp(softmax_scale sink - lse)": question.scale * sinks - lse,
-        "exp(sink), without lse,": sinks + 0 * lse,
-        "exp(-lse), without the sink,": -lse,
+        f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
+        for (a, x), (b, y) in product(factors.items(), factors.items())
     }
     heads = maps.other_heads(np.arange(len(sinks)), len(sinks), question.group)
     exponents |= {f"{ITS}, with the sink of {of},": sinks[h] - lse for of, h in heads.items()}
-    alive = np.isfinite(lse)
     with np.errstate(over="ignore"):
-        found = {words: np.exp(x) * alive for words, x in exponents.items()}
-    return {**found, "exp(sink - lse), with the lse of keys alone,": alone * alive}
+        return {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
 
 
 def _rows(question: Question) -> dict[str, Floats]:
-    """Rows (total_q,) of which there may be a sum, and how often each counts."""
+    """Rows (total_q,) of which there may be a sum."""
     b, i = question.sequence_of("q"), question.place_of("q")
-    n, m = (np.array([*x, 0])[b] for x in (question.lengths_q, question.lengths_k))
-    first, last = b == b[b >= 0].min(initial=len(b)), b == b.max(initial=-1)
-    found = {ALL: b >= 0, "the last sequence alone": last, "the first sequence alone": first}
+    n = np.array([*question.lengths_q, 0])[b]
+    found = {ALL: b >= 0, "the last sequence alone": b == b.max(initial=-1)}
     for t in TILES:
         found |= {
             f"queries but those of a partial tile of {t}": i < n // t * t,
             f"the last tile of {t} queries of each sequence": i // t == (n - 1) // t,
             f"the first tile of {t} queries of each sequence": i < t,
-            f"the last tile of {t} queries of the last sequence": last & (i // t == (n - 1) // t),
-            f"{ALL} once for every tile of {t} keys": -(-m // t),
+            f"the last tile of {t} queries of the last sequence": (b == b.max(initial=-1))
+            & (i // t == (n - 1) // t),
         }
-    return {of: often * (b >= 0.0) for of, often in found.items()}
+    return {of: there * (b >= 0.0) for of, there in found.items()}

@@ -1,24 +1,22 @@
-"""Which terms of second derivatives and tangents count otherwise than once: read by least squares.
+"""Which terms of derivatives count otherwise than once: read by least squares.
 
 The results of these stages are linear in how often each of their terms counts, so that one solution
 of each tells how often it is there, whatever number that is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import first_order
-from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass, terms
+from rawattn.check.diagnose.catalogue import first_order, second_order
+from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, See, Step, solve
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS
+from rawattn.check.diagnose.engine.steps import LOG2_E, Step
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
@@ -28,115 +26,76 @@ NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off t
 CLEAR = 0.05  # of the square of what is off, where rounding leaves more than that nothing is read
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
-SECOND_PASS = ("gq", "gk", "gv", "gblock_scale")
-OF_HEADS = {"gk": "gK", "gv": "gV"}
-MASKED = {"E": "E", "dS'": "tdS", "dS": "dS", "P'": "tP"}
+OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
 
 
 def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
     sample = Sample(question, answers, stage)
-    return _alone(_Read(sample, [*terms(question, stage)])) if sample.wrong else []
+    return _alone(sample, [*second_order.terms(question, stage)]) if sample.wrong else []
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Of one pass or product alone."""
+    """Of one pass of a double backward alone."""
     sample = Sample(question, answers, stage)
-    if stage == "second" and sample.wrong:
-        first = not sample.wrong.keys() <= {*SECOND_PASS}
-        words = f"in the {'first' if first else 'second'} pass alone"
-        others = [
-            one._replace(
-                text=f"{one.text}, {words},",
-                of=partial(_of_pass, one, first),
-                none=f"{one.none}, {words}",
-            )
-            for one in terms(question, stage)
-        ]
-        yield from _alone(_Read(sample, others))
-    yield from sample.near(_of_parts(sample), MOST, spent() + EFFORT)
+    if stage != "second" or not sample.wrong:
+        return
+    first = bool({"ddout", "ddlse"} & sample.wrong.keys())
+    words = f"in the {'first' if first else 'second'} pass alone"
+    others = [
+        one._replace(
+            text=f"{one.text}, {words},",
+            of=partial(_of_pass, one, first),
+            none=f"{one.none}, {words}",
+        )
+        for one in second_order.terms(question, stage)
+    ]
+    yield from _alone(sample, others)
+    yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
 
 
 def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
     return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
-def _of_parts(sample: Sample) -> Iterator[Bug]:
-    """Who sees whom in one pass of a double backward, or in one product, alone."""
-    question, stage = sample.question, sample.stage
-    for name, form, window in windows(question) if not question.sparse else ():
-        for words, step in MASKED.items():
-            if stage == "second" or step in ("E", "tP"):
-                masked = partial(_masked, window.see, step)
-                yield Bug(name, f"{form}, in {words} alone", (stage,), steps={step: masked})
-    if stage == "second":
-        for (words, total), (gradient, step) in product(first_order.SUMS.items(), OF_HEADS.items()):
-            of_one = {step: partial(_of_group, total, step)}
-            yield Bug("gqa-group-not-summed", f"{gradient}: {words}", (stage,), steps=of_one)
-        first = bool({"ddout", "ddlse"} & sample.wrong.keys())
-        listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
-        for bug in listed:
-            if bug.see is not None and bug.stages != ("forward",):
-                by_out = replace(bug.at(stage), steps={**bug.steps, "tO": by_given_out})
-                yield of_one_pass(bug.at(stage), first)
-                yield from (of_one_pass(by_out, first), by_out) if first else ()
+def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
+    """Who sees whom in one pass alone."""
+    listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
+    for bug in (b.at("second") for b in listed if b.see is not None and b.stages != FORWARD):
+        yield of_one_pass(bug, first)
+        if first:
+            by_out = replace(bug, steps={**bug.steps, "tO": by_given_out})
+            yield from (of_one_pass(by_out, first), by_out)
 
 
-def _of_group(total: Callable[[Floats], Floats], step: str, c: Context) -> Floats:
-    """One of several heads to be summed."""
-    x = np.asarray(STEPS[step](c))
-    return np.concatenate([total(x)[None], np.zeros_like(x[1:])])
+def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
+    """What a wrong tensor is off by, at some places, as so many times what a term adds to it."""
+    planted = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
+    with np.errstate(all="ignore"):
+        solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
+        added = [solve_one(bug) for bug in planted]
+    bugs: dict[str, Bug] = {}
+    for tensor, noise in sample.wrong.items():
+        found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
+        there = np.isfinite(found) & np.isfinite(right)
+        at = np.flatnonzero(there & (sample.sequences(tensor) >= 0)[:, None, None])
+        at = at[:: max(1, len(at) // NUMBERS)]
+        due, size = (found - right).ravel()[at], right.ravel()[at]
+        allowed = max(float(noise**2 * (size @ size)), CLOSE**2 * float(due @ due))
+        for term, one in zip(terms, added, strict=True) if allowed < CLEAR * due @ due else ():
+            of = finite(by_rows(tensor, one[tensor]) - right).ravel()[at]
+            by = float(of @ due) / float(of @ of) if of.any() else 0.0
+            if due @ due - by * (of @ due) <= allowed:
+                name, form, factor = _told(sample, term, 1 + by)
+                bug = Bug(name, form, (sample.stage,), steps=term.of(factor))
+                bugs.setdefault(name + form, bug)
+    return [*bugs.values()]
 
 
-def _masked(see: See, step: str, c: Context) -> Floats:
-    (view,) = see(c.question, (c.view,))
-    return np.where(view.weight > 0, STEPS[step](c), 0.0)
-
-
-# ---- least squares ----------------------------------------------------------------------------
-
-
-class _Read:
-    """due: of every wrong tensor what it is off by; of: what each term adds to it, once; both
-    numbers of some places. allowed: the square of what rounding leaves."""
-
-    def __init__(self, sample: Sample, terms: Sequence[Term]) -> None:
-        self.sample, self.terms = sample, terms
-        self.due, self.of, self.allowed = {}, {}, {}
-        planted = [Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms]
-        with np.errstate(all="ignore"):
-            solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
-            added = [solve_one(bug) for bug in planted]
-        for name, noise in sample.wrong.items():
-            found, right = sample.found[name], by_rows(name, sample.truth[name])
-            there = np.isfinite(found) & np.isfinite(right)
-            at = np.flatnonzero(there & (sample.sequences(name) >= 0)[:, None, None])
-            at = at[:: max(1, len(at) // NUMBERS)]
-            x = (found - right).ravel()[at]
-            allowed = max(float(noise**2 * (right.ravel()[at] ** 2).sum()), CLOSE**2 * float(x @ x))
-            if allowed < CLEAR * float(x @ x):
-                self.due[name], self.allowed[name] = x, allowed
-                moved = [finite(by_rows(name, one[name]) - right).ravel()[at] for one in added]
-                self.of[name] = np.stack(moved)
-
-
-def _alone(read: _Read) -> list[Bug]:
-    found: dict[str, Bug] = {}
-    for tensor, x in read.due.items():
-        of = read.of[tensor]
-        sizes, shares = (of * of).sum(axis=1), of @ x
-        for n in np.flatnonzero(sizes > 0).tolist():
-            by = float(shares[n] / sizes[n])
-            if x @ x - by * shares[n] <= read.allowed[tensor]:
-                name, form, factor = _told(read.sample.question.scale, read.terms[n], 1 + by)
-                bug = Bug(name, form, (read.sample.stage,), steps=read.terms[n].of(factor))
-                found.setdefault(name + form, bug)
-    return [*found.values()]
-
-
-def _told(scale: float, term: Term, factor: float) -> tuple[str, str, float]:
+def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
     """The class of what counts so often, in words, and the number that is meant."""
-    scales = {"without s": 1 / scale, "with s twice": scale}
+    s = sample.question.scale
+    scales = {"without s": 1 / s, "with s twice": s}
     scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
     known = {"with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5, **scales}
     if abs(factor) < NEAR:
@@ -144,5 +103,7 @@ def _told(scale: float, term: Term, factor: float) -> tuple[str, str, float]:
     near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
     if not near:
         return term.other, f"{term.text}, times {number(factor)}", factor
-    name = "tangent-scale" if near.keys() & scales.keys() else term.other
+    of_scale = near.keys() & scales.keys() and term.other in OF_SCALE
+    scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
+    name = scale if of_scale else term.other
     return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))

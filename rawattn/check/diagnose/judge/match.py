@@ -90,7 +90,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             return stage in bug.stages or bug.name == "score-scale" or of_masks
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
-        found = [*second_order.bugs(question), *wide]
+        found = [*second_order.BUGS, *wide]
     return tuple(bug for bug in found if stage in bug.stages)
 
 
@@ -242,7 +242,7 @@ class Stage:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         given = self.question, self.answers, self.stage
         bugs = [*self.listed, *self.hints]
-        bugs += terms.single(*given) if self.stage in BEYOND else []
+        bugs += terms.single(*given) if self.stage != "forward" else []
         return predictions(*given, bugs)
 
     @cached_property
