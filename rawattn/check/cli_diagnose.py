@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.text import Text
 
 from rawattn.check import report
@@ -306,15 +305,17 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         of_heads = of_sinks(question, saved.answers, name, diagnosis.findings)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
-    for changes in _left_out(saved, question, diagnosis) if diagnosis.findings else ():
+    forward = any("forward" in words.stages_of(one.where) for one in diagnosis.findings)
+    given = question, saved.answers, saved.left_out if diagnosis.findings else ()
+    for option, changes in meant.options(*given, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
-            title = f"right if {_meant(changes)} was meant, which is not said"
-            given = (name, "vacuous", saved.path, "high", saved.notes)
-            one = finding(*given, title=title, look_at="what was meant: save it too")
+            title = f"right if {option} was meant, which is not said"
+            said = (name, "vacuous", saved.path, "high", saved.notes)
+            one = finding(*said, title=title, look_at="what was meant: save it too")
             return replace(other, findings=(one,))
         if _worse(other) < _worse(diagnosis):
-            fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
+            fact = f"{name}: {option} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
     for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
@@ -333,27 +334,6 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             given = (name, "unknown", parting.step, "medium", (parting.text,))
             found.append(finding(*given, title=title, look_at=steps.MADE[parting.step]))
     return replace(diagnosis, findings=tuple(found), facts=facts)
-
-
-def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[dict[str, Any]]:
-    """What a file may have meant and does not say."""
-    if "causal" in saved.left_out:
-        yield {"causal": not question.causal}
-    forward = any("forward" in words.stages_of(one.where) for one in found.findings)
-    given = question, saved.answers
-    for changes in meant.options(*given, forward=forward) if saved.left_out else ():
-        said = {n: x for n, x in changes.items() if not np.array_equal(x, getattr(question, n))}
-        if said and said.keys() <= {*saved.left_out}:
-            yield said
-
-
-def _meant(changes: dict[str, Any]) -> str:
-    if "dlse" in changes:
-        return "a cotangent of lse (dlse)"
-    if "cu_seqlens_q" in changes:
-        return f"cu_seqlens = {changes['cu_seqlens_q'].tolist()}"
-    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in changes.items()}
-    return ", ".join(f"{option} = {value}" for option, value in said.items())
 
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:

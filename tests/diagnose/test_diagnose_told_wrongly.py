@@ -510,7 +510,7 @@ def test_rows_behind_those_that_are_judged() -> None:
     assert whole.of_all(question, computed(question), "A", []) == []
     cut = replace(question, k=question.k[np.arange(640) % 256])
     found = whole.of_all(question, only(computed(cut), "out", "lse"), "A", [])
-    assert found[0].title == "rows of out, lse are wrong, from row 256 of out on"
+    assert found[0].title == "rows of out, lse are wrong, from row 0 of out on"
     assert "offsets in memory" in found[0].look_at
     answers = computed(question)
     answers["out"][500:] *= 1.1

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +33,7 @@ from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 WHOLE = 2**40  # more keys than there are
+LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
@@ -158,12 +159,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         size = np.where(size > 0, size, 1.0)
         return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
 
-    def over(of: Rounded, c: Context) -> Floats:
-        """out with another number in the place of 1 / row sum."""
-        top = c.S.max(axis=-1, initial=-np.inf)
-        sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
-        return np.asarray(STEPS["O"](changed(c, P=c.P * (of(sums) * sums)[..., None])))
-
     def after(step: str) -> dict[str, Step]:
         return {step: lambda c: r(STEPS[step](c))}
 
@@ -171,8 +166,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     if stage == "forward":
         yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
-        yield "the row sum", {"O": partial(over, lambda x: 1 / r(x))}
-        yield "1 / row sum", {"O": partial(over, lambda x: r(1 / x))}
         yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
         for tile in CHUNKS[2:]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
@@ -181,9 +174,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
     for words, step in KEPT.get(stage, {}).items():
         yield words, after(step)
-    if stage == "backward":
-        words = "the sum over the heads of a group"
-        yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0 * x[0])}
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
@@ -208,7 +198,6 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
 
 def _running(dtype: type, chunk: int) -> dict[str, Step]:
     """Products whose long sums run in ``dtype``, ``chunk`` terms at a time."""
-
     rounded = to_dtype(dtype)
 
     def product(a: Floats, b: Floats) -> Floats:
@@ -220,22 +209,19 @@ def _running(dtype: type, chunk: int) -> dict[str, Step]:
 
     def online(c: Context) -> tuple[Floats, Floats, Floats]:
         """The softmax as kernels have it, out and row_sum in ``dtype``: lse, S, out."""
-        top, total = np.full(c.S.shape[:2], -np.inf), np.zeros(c.S.shape[:2])
+        top, total = np.full(c.S.shape[:2], LOWEST), np.zeros(c.S.shape[:2])
         out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
         for start in range(0, c.S.shape[2], chunk):
             here = slice(start, start + chunk)
             new = np.maximum(top, c.S[..., here].max(axis=-1))
-            safe = np.where(np.isneginf(new), 0.0, new)
-            factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
-            weights = np.exp(c.S[..., here] - safe[..., None])
+            factor, weights = np.exp(top - new), np.exp(c.S[..., here] - new[..., None])
             total = rounded(total * factor + weights.sum(axis=-1))
             out = rounded(out * factor[..., None] + times(rounded(weights), c.V[here]))
             top = new
         if c.sink is not None:
-            total = total + np.exp(c.sink - np.where(np.isneginf(top), 0.0, top))
-        out = out / np.where(total == 0, 1.0, total)[..., None]
+            total = total + np.exp(c.sink - top)
         with np.errstate(divide="ignore"):
-            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S, out
+            return np.log(total) + top, c.S, out / np.where(total == 0, 1.0, total)[..., None]
 
     return {
         "softmax": lambda c: online(c)[:2],
