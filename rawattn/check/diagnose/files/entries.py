@@ -1,6 +1,5 @@
 """The arrays of a .npz file by rawattn's names, whatever they are called there."""
 
-import difflib
 import json
 import zipfile
 from collections.abc import Callable
@@ -106,9 +105,7 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
                 "without it, and leave the entry out"
             )
         if meant is None:
-            near = difflib.get_close_matches(name, _MEANT, n=1, cutoff=0.8)
-            hint = f"; is it {_MEANT[near[0]]}?" if near else ""
-            notes.append(f"{entry} is not read: the name means nothing here{hint}")
+            notes.append(f"{entry} is not read: the name means nothing here")
         elif meant in found and not np.array_equal(found[meant], array):
             raise ValueError(f"{entry} is a second entry for {meant}; leave one of them out")
         else:

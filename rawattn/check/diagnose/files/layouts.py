@@ -68,26 +68,20 @@ def layout_of(given: np.ndarray | None) -> str:
 def frame_of(inputs: Arrays, layout: str) -> Frame:
     """The sizes of a file with q, k and v; ValueError where they do not fit together."""
     dims = {inputs[name].ndim for name in "qkv"}
-    if dims not in ({3}, {4}):
+    if dims != {3} and (dims != {4} or layout not in LAYOUTS[1:]):
         shapes = ", ".join(str(inputs[name].shape) for name in "qkv")
         raise ValueError(
             f"q, k and v have shapes {shapes}; they must have three axes (tokens, heads, "
-            "head_dim), or four with a batch"
-        )
-    if dims == {4} and layout not in LAYOUTS[1:]:
-        raise ValueError(
-            f"q of shape {inputs['q'].shape} has a batch; say how, in an entry layout='bthd' "
-            "(batch, tokens, heads, head_dim) or layout='bhtd'"
+            "head_dim), or four with a batch; then say how, in an entry layout='bthd' (batch, "
+            "tokens, heads, head_dim) or layout='bhtd'"
         )
     q, k, v = (_with_batch(inputs[name], layout) for name in "qkv")
-    if not (len(q) == len(k) == len(v) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
+    heads, widths = {"q": q.shape[2], "k": k.shape[2]}, {"k": k.shape[3], "v": v.shape[3]}
+    alike = len(q) == len(k) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    if not alike or not heads["k"] or heads["q"] % heads["k"]:
         raise ValueError(
             f"q, k and v as (batch, tokens, heads, head_dim) are {q.shape}, {k.shape} and {v.shape}"
-        )
-    heads, widths = {"q": q.shape[2], "k": k.shape[2]}, {"k": k.shape[3], "v": v.shape[3]}
-    if not heads["k"] or heads["q"] % heads["k"]:
-        raise ValueError(
-            f"{heads['q']} query heads are no multiple of {heads['k']} key/value heads"
+            "; k has the head_dim of q, v the tokens and heads of k, and these divide those of q"
         )
     ends = np.any(k[:, -1:] != 0, axis=(1, 2, 3))  # of each sequence
     if dims == {4} and not ends.all() and not {*LENGTHS} & inputs.keys():
