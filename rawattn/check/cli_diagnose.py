@@ -63,8 +63,6 @@ framework_option = click.option(
     type=click.Choice(FRAMEWORKS),
     help="arrays the function gets; torch if it has a GPU here, else numpy.",
 )
-
-
 Told = tuple[Diagnosis, terminal.About]
 
 
@@ -180,9 +178,6 @@ def dump_command(
     candidate: str | None,
     framework: str | None,
     lengths: tuple[int, ...] | None,
-    softcap: float | None,
-    sinks: bool,
-    seqused: bool,
     identify: bool | None,
     sequence: int | None,
     seed: int,
@@ -201,13 +196,13 @@ def dump_command(
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
+    rare = [sizes.pop(name) for name in ("softcap", "sinks", "seqused")]
     identify = not (case or lengths or sequence is not None) if identify is None else identify
     chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
-    if softcap is not None or sinks or seqused:
-        if isinstance(chosen, SparseCase):
-            raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
-        chosen = with_options(chosen, softcap, sinks, seqused)
+    if any(rare) and isinstance(chosen, SparseCase):
+        raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
+    chosen = with_options(chosen, *rare)
     whose = candidate or "the reference"
     try:
         if candidate:
@@ -366,10 +361,10 @@ def _standard() -> tuple[Case, ...]:
 
 
 def _standard_case(name: str) -> Case:
-    for case in _standard():
-        if name in (case.name, str(case)):
-            return case
-    raise click.UsageError(f"no standard case is called {name!r}; --list shows them")
+    found = [case for case in _standard() if name in (case.name, str(case))]
+    if not found:
+        raise click.UsageError(f"no standard case is called {name!r}; --list shows them")
+    return found[0]
 
 
 def _random_case(
