@@ -54,20 +54,18 @@ def finding(
     look_at: str = "",
 ) -> Finding:
     """Of a class, in its words where there are no others; with the ``form`` that it has here."""
-    known = CLASSES[bug]
-    title = title or known.title + (f": {form}" if form else "")
-    look_at = look_at or known.look_at
+    title = title or CLASSES[bug].title + (f": {form}" if form else "")
+    look_at = look_at or CLASSES[bug].look_at
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
 def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
     """Arrays of a shape or a dtype that they cannot have, because of ``bug`` if that is known."""
     where, evidence = ", ".join(said), [*said.values()]
-    if not said or bug:
-        return [finding(side, bug, where, "high", evidence)] if said else []
-    title = f"{where} has another form than it must have"
-    look_at = "what the function returns, and in which order"
-    return [finding(side, "unknown", where, "proved", evidence, title=title, look_at=look_at)]
+    title = "" if bug else f"{where} has another form than it must have"
+    look_at = "" if bug else "what the function returns, and in which order"
+    given = (side, bug or "unknown", where, "high" if bug else "proved", evidence)
+    return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
 # ---- numbers that say nothing of how they were made ---------------------------------------------
@@ -181,12 +179,9 @@ def of_runs(side: str, runs: Sequence[Failed]) -> list[Finding]:
     matter."""
     found = []
     for bug, where, worst in runs:
-        said = (
-            f"{RUNS[bug]} changes them by up to {worst.value:.2g}; the order of additions explains "
-            f"{worst.allowed:.1g}"
-        )
-        seen = "" if bug == "race" else "seen where it is asked another question"
-        found.append(finding(side, bug, where, "proved", (said,), form=seen))
+        changes = f"{RUNS[bug]} changes them by up to {worst.value:.2g}"
+        said = f"{changes}; the order of additions explains {worst.allowed:.1g}"
+        found.append(finding(side, bug, where, "proved", (said,)))
     return found
 
 
@@ -258,9 +253,5 @@ def _dead(verdict: StageVerdict) -> Named:
         if not bad.any() or not np.isneginf(lse[bad]).all():
             return None
         text = f"{name}: {int(bad.sum())} rows are wrong, all of them rows without an allowed key"
-        work = verdict.work
-        means = [x for x in work.usual if x.bug.name == "dead-rows" and "mean" in x.bug.variant]
-        if any(work.relative(x, "out") < FAR for x in means if "out" in work.tensors):
-            text += "; out is the mean of v there: masked scores are a finite number, such as -1e9"
         return "dead-rows", "high", (text,)
     return None
