@@ -367,31 +367,23 @@ def _standard_case(name: str) -> Case:
     return found[0]
 
 
-def _random_case(
-    lengths: tuple[int, ...],
-    *,
-    lengths_k: tuple[int, ...] | None,
-    heads: int,
-    heads_kv: int | None,
-    head_dim_v: int | None,
-    block_size: str | None,
-    num_selected: int,
-    window: tuple[int, ...] | None,
-    **same: Any,
-) -> Case:
-    heads_kv, lengths_k = heads_kv or heads, lengths_k or lengths
+def _random_case(lengths: tuple[int, ...], *, heads: int, num_selected: int, **sizes: Any) -> Case:
+    """sizes: what else a Case has, and some of it by other names; None where it is not said."""
+    said = {name: x for name, x in sizes.items() if x is not None}
+    lengths_k, heads_kv = said.get("lengths_k", lengths), said.pop("heads_kv", heads)
+    window, block_size = said.get("window", (-1, -1)), said.pop("block_size", None)
     if heads_kv < 1 or heads % heads_kv:
         raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
     if len(lengths_k) != len(lengths) or min(lengths + lengths_k) < 0:
         of_q, of_k = (",".join(map(str, some)) for some in (lengths, lengths_k))
-        said = f"--lengths is {of_q!r}, --lengths-k {of_k!r}"
-        raise click.UsageError(f"{said}; they must be as many, and none negative")
-    if window is not None and len(window) != 2:
+        texts = f"--lengths is {of_q!r}, --lengths-k {of_k!r}"
+        raise click.UsageError(f"{texts}; they must be as many, and none negative")
+    if len(window) != 2:
         raise click.UsageError("--window must be two integers, LEFT,RIGHT")
-    same |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}
-    same |= {"num_heads_kv": heads_kv, "group": heads // heads_kv, "window": window or (-1, -1)}
-    same["head_dim_v"] = head_dim_v or same["head_dim"]
+    said = {"head_dim_v": said["head_dim"]} | said
+    said |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}
+    said |= {"num_heads_kv": heads_kv, "group": heads // heads_kv, "window": window}
     if block_size is None:
-        return Case("random", **same)
-    same |= {"block_size": int(block_size), "sliding": window is not None}
-    return SparseCase("random", num_selected=num_selected, **same)
+        return Case("random", **said)
+    said |= {"block_size": int(block_size), "sliding": sizes["window"] is not None}
+    return SparseCase("random", num_selected=num_selected, **said)

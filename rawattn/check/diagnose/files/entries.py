@@ -31,9 +31,7 @@ ALIASES = {
     "dout": "do d_out grad_out grad_output grad_o out_grad o_grad d_o",
     "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp d_logsumexp d_lse"
     " dsoftmax_lse d_softmax_lse",
-    "tq": "ddq q_tangent tangent_q grad_grad_q q_dot",
-    "tk": "ddk k_tangent tangent_k grad_grad_k k_dot",
-    "tv": "ddv v_tangent tangent_v grad_grad_v v_dot",
+    **{f"t{x}": f"dd{x} {x}_tangent tangent_{x} grad_grad_{x} {x}_dot" for x in "qkv"},
     **{"given out": "out_given passed_out", "given lse": "lse_given passed_lse"},
     "block_indices": "selected_block_indices selected_blocks",
     "block_counts": "selected_block_counts",
