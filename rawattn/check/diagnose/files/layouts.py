@@ -154,10 +154,7 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         found = found if like else found[..., 0]
         return np.ascontiguousarray(found.T if heads_first else found)
     expected = (frame.total[side], heads[-1], *([width] if like else []))
-    hint, group = "", frame.heads["q"] // frame.heads["k"]
-    if side == "k" and group > 1 and frame.heads["q"] in array.shape:
-        hint = f". It has a head for each query head: sum over the {group} heads of a group"
     raise ValueError(
         f"{name} has shape {array.shape}; it must be {expected[::-1] if heads_first else expected},"
-        f" or with a batch, where layout='bthd' or 'bhtd' is said{hint}"
+        " or with a batch, where layout='bthd' or 'bhtd' is said"
     )

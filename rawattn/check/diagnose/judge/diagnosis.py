@@ -283,17 +283,10 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     bug, without = (form, f"with {must}") if of_mask else ("this bug", "without it")
     near = f"to {agrees:.1g} of their size" if agrees else "exactly"
     near += f", which is the rounding of {parts[0].verdict.precision}" * (agrees >= 1e-6)
-    apart = f"they are {_share(differs)} apart"
+    apart = f"they are {float(f'{100 * differs:.2g}'):g} % apart"  # 51 %, 110 %
     if not math.isfinite(differs):
         apart = "other elements are finite, or not 0"
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
-
-
-def _share(value: float) -> str:
-    """0.51 as "51 %", 1.09 as "109 %"; as it is where that would hide it."""
-    if not 1e-4 < value < 10:
-        return f"{value:.2g}"
-    return f"{100 * value:.0f} %" if value >= 0.995 else f"{100 * value:.2g} %"
 
 
 def _in_numbers(wrong: Mapping[str, Stage]) -> bool:
