@@ -28,12 +28,7 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import comparison
 from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
-from rawattn.check.diagnose.judge.failures import (
-    answers_of,
-    question_of,
-    reference_answers,
-    small,
-)
+from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
 from rawattn.check.diagnose.judge.proofs import finding, of_past, of_sinks
 from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.logs.explain import explain_log

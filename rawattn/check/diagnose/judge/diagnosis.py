@@ -17,13 +17,7 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
-from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
-    OF_SINKS,
-    Answers,
-    Question,
-    by_rows,
-)
+from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
