@@ -22,8 +22,7 @@ from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
-from rawattn.check.diagnose.files.npz import Saved, dump
-from rawattn.check.diagnose.files.pairs import Pair, load_two
+from rawattn.check.diagnose.files.npz import Pair, Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import comparison
 from rawattn.check.diagnose.judge import meant
@@ -102,14 +101,10 @@ def refused(where: str = "") -> Iterator[None]:
 
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
-@click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option(
-    "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
-)
+@click.option("--log", type=Existing, help="a text with printed tensors, no arrays.")
+@click.option("--class", "class_", metavar="NAME", help="say what a class is, such as dead-rows.")
 @showing
-def explain_command(
-    files: tuple[Path, ...], log_file: Path | None, class_: str | None
-) -> Told | None:
+def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told | None:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
@@ -120,16 +115,16 @@ def explain_command(
     (dout, causal) is taken from the other where these are equal, except dlse.
     `rawattn-check dump` writes such a file.
     """
-    if bool(files) + bool(log_file) + bool(class_) != 1 or len(files) > 2:
+    if bool(files) + bool(log) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
     if class_:
         with refused():
             terminal.show_class(report.console(), class_)
         return None
-    if log_file:
-        with refused(f"{log_file}: "):
-            diagnosis = explain_log(log_file.read_text(encoding="utf-8", errors="replace"))
-        return diagnosis, terminal.About(again=_repeated("explain", log=log_file))
+    if log:
+        with refused(f"{log}: "):
+            diagnosis = explain_log(log.read_text(encoding="utf-8", errors="replace"))
+        return diagnosis, terminal.About(again=_repeated("explain", log=log))
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -273,9 +268,7 @@ def _of_files(*files: Path) -> Diagnosis:
             "result can be computed again" + "".join(f"; {note}" for note in notes)
         )
     if not any(saved.answers for saved in pair.sides):
-        raise click.UsageError(
-            f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
-        )
+        raise click.UsageError(f"{paths}: there are inputs, but no results (out, lse, dq, ...)")
     identify = max(saved.identify for saved in pair.sides)
     sides = zip("AB", pair.sides, questions, strict=False)
     return _joined(pair, {side[0]: _of_side(*side, identify) for side in sides if side[1].answers})

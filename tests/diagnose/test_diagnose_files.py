@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.files.npz import dump, read
-from rawattn.check.diagnose.files.pairs import load_two
+from rawattn.check.diagnose.files.npz import dump, load_two, read
 from rawattn.check.diagnose.judge.failures import reference_answers
 from tests.diagnose.problems import KINDS, draw, normal, packed
 

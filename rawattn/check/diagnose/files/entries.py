@@ -52,11 +52,7 @@ ALIASES = {
     **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
     **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
 }
-OWN_NAMES = (
-    *(field.name for field in fields(Question) if field.name not in GIVEN),
-    *RESULTS,
-    "layout",
-)
+OWN_NAMES = (*(f.name for f in fields(Question) if f.name not in GIVEN), *RESULTS, "layout")
 # They change what is computed into something that there is no reference for.
 FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence

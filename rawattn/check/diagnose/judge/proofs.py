@@ -232,8 +232,7 @@ def _rearranged(verdict: StageVerdict) -> Named:
         sorted_ = np.sqrt(np.mean((np.sort(a) - np.sort(b)) ** 2))
         if moved < 0.3 * size or sorted_ > max(2 * eps_of(verdict.work.found[name]), 1e-5) * size:
             return None
-    text = "sorted, its values are the right ones: only their places are wrong"
-    return "transposed", "medium", (text,)
+    return "transposed", "medium", ("sorted, its values are right: only their places are wrong",)
 
 
 def _dead(verdict: StageVerdict) -> Named:
