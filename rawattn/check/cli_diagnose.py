@@ -60,7 +60,7 @@ framework_option = click.option(
 Told = tuple[Diagnosis, terminal.About]
 
 
-def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
+def showing(command: Callable[..., Told]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
@@ -71,10 +71,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     def shown(
         *args: Any, full: bool, html_file: Path | None, json_file: Path | None, **options: Any
     ) -> None:
-        told = command(*args, **options)
-        if told is None:
-            return
-        diagnosis, about = told
+        diagnosis, about = command(*args, **options)
         console = report.console()
         terminal.show(console, diagnosis, about, full=full)
         terminal.facts(console, diagnosis, full=full)
@@ -104,7 +101,7 @@ def refused(where: str = "") -> Iterator[None]:
 @click.option("--log", type=Existing, help="a text with printed tensors, no arrays.")
 @click.option("--class", "class_", metavar="NAME", help="say what a class is, such as dead-rows.")
 @showing
-def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told | None:
+def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
@@ -120,7 +117,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     if class_:
         with refused():
             terminal.show_class(report.console(), class_)
-        return None
+        sys.exit(0)
     if log:
         with refused(f"{log}: "):
             diagnosis = explain_log(log.read_text(encoding="utf-8", errors="replace"))

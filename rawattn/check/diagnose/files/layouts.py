@@ -58,10 +58,7 @@ def layout_of(given: np.ndarray | None) -> str:
     """A layout in the letters b, t, h and d; "" where none is said."""
     found = "" if given is None else str(given.item()).lower().replace("s", "t")
     if given is not None and found not in LAYOUTS:
-        raise ValueError(
-            f"layout is {given.item()!r}; it must be one of {', '.join(LAYOUTS)} (b batch, t or s "
-            "tokens, h heads, d head_dim)"
-        )
+        raise ValueError(f"layout is {given.item()!r}; it must be one of {', '.join(LAYOUTS)}")
     return found
 
 
@@ -96,10 +93,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
         padded = len(lengths) == batch > 1 and lengths.max(initial=0) <= rows
         packed = given[-1] == batch * rows or (batch == 1 and given[-1] <= rows)
         if not packed and not padded:
-            raise ValueError(
-                f"cu_seqlens_{side} ends at {given[-1]}, and {batch * rows} rows of {side} are "
-                f"there ({batch} x {rows})"
-            )
+            there = f"{batch * rows} rows of {side} are there ({batch} x {rows})"
+            raise ValueError(f"cu_seqlens_{side} ends at {given[-1]}, and {there}")
         offsets[side] = given.astype(np.int32)
         total[side] = batch * rows if packed else int(given[-1])
     if len(offsets["q"]) != len(offsets["k"]):

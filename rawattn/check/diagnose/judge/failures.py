@@ -194,8 +194,7 @@ def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, A
     rng = np.random.default_rng(seed)
     filled = {}
     for name in ("block_scale", "tblock_scale"):
-        gate = getattr(t, name)
-        if gate is not None:
+        if (gate := getattr(t, name)) is not None:
             noise = 1 + 0.5 * rng.standard_normal(gate.shape)
             filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
     indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)

@@ -50,12 +50,9 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
-KERNELS = tuple(
-    set(names)
-    for names in (
-        *(("out", "lse"), ("sliding out", "sliding lse"), ("dq",), ("dk", "dv")),
-        *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
-    )
+KERNELS = (
+    *({"out", "lse"}, {"sliding out", "sliding lse"}, {"dq"}, {"dk", "dv"}),
+    *({"jvp out", "jvp lse"}, {"tout", "tlse"}, {"ddout", "ddlse"}, {"gq"}, {"gk", "gv"}),
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
