@@ -1,4 +1,4 @@
-"""Questions and answers in .npz files, of one run or two, so that kernels of any language can be judged.
+"""Questions and answers in .npz files, of one run or two; kernels of any language can be judged.
 
 ``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere: other names,
 a batch, padding behind the sequences, bfloat16 as 16-bit integers or widened. What cannot be read

@@ -81,9 +81,8 @@ def explain_failures(
         dtypes.add(kind[0].dtype)
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
         diagnosis = asked(until=0.0 if lost else until, shown=shown)
-        formed = (f for f in diagnosis.findings if f.form is not None and not f.alternatives)
-        sure = [f for f in formed if f.confidence in SURE]
-        shown |= {one.bug for one in sure} - {*NAMELESS}
+        sure = (f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives)
+        shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
