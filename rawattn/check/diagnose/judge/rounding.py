@@ -61,9 +61,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
     said = (
-        f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
-        f"{verdict.precision}, not to that of {finest}: {most} is off by {off[most]:.1g} of its "
-        "size"
+        f"{', '.join(verdict.tensors)} are right to the rounding of {verdict.precision}, not to "
+        f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
@@ -188,12 +187,9 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     follows, name, form = best
     if not name:
         return []
-    evidence = (
-        f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}. "
-        "The slope to the right values is 1, and the error grows with the length."
-    )
+    said = f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}"
     confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.stage}: {name}"
-    return [finding(side, "accumulates-in-16-bit", where, confidence, (evidence,))]
+    return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))]
 
 
 def _running(dtype: type, chunk: int) -> dict[str, Step]:

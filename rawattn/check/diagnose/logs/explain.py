@@ -36,10 +36,11 @@ def explain_log(text: str) -> Diagnosis:
         sides.setdefault(p, next((side for side in known if side in p.name), p.name))
     rows = {p: Rows(p, side) for p, side in sides.items() if p.of_softmax}
     said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
-    causal = said == {"true"} if len(said) == 1 else None
+    causal = said == {"true"} if len(said) == 1 else None  # where it says neither, or both
     found = [one.finding for one in rows.values() if one.masked_delta]
-    for pair in (pair for pair in pairs if not pair.agrees):
-        found.append(differs(pair, [rows[p] for p in pair.both if p in rows], causal))
+    for pair in (pair for pair in pairs if not pair.agrees):  # from proofs to descriptions
+        of_either = [rows[p] for p in pair.both if p in rows]
+        found.append(_rows(pair, of_either, causal) or _factor(pair, causal) or _structure(pair))
     findings = _merged([*found, *_vacuous(pairs)])
     blamed = {side for one in findings for side in one.side.split(" or ")}
     wrong = [one for one in rows.values() if one.wrong.any() and one.side not in blamed]
@@ -129,12 +130,6 @@ class Rows:
         given = (self.side, "unknown", where, "medium", (self.said,), others)
         title = f"rows of {'P' if self.must else 'dS'} must sum to {self.must}, and do not"
         return finding(*given, title=title, look_at=look_at)
-
-
-def differs(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding:
-    """The first rule that applies, from proofs to descriptions. rows: of either side, where they
-    are known. causal: None where the log does not say, or says both."""
-    return _rows(pair, rows, causal) or _factor(pair, causal) or _structure(pair)
 
 
 def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | None:
