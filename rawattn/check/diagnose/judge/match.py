@@ -183,8 +183,8 @@ class Explained(NamedTuple):
 class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for.
 
-    found: its arrays. rights: predictions without a bug, of other sources. rows: those that can be
-    judged.
+    asked: question, answers and stage. found: its arrays. rights: predictions without a bug, of
+    other sources. rows: those that can be judged.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def explain_log(text: str) -> Diagnosis:
         sides.setdefault(p, next((side for side in known if side in p.name), p.name))
     rows = {p: Rows(p, side) for p, side in sides.items() if p.of_softmax}
     said = {word.lower() for word in re.findall(r"causal\s*[=:]\s*(True|False)", text, re.I)}
-    causal = said == {"true"} if len(said) == 1 else None  # where it says neither, or both
+    causal = said == {"true"} if len(said) == 1 else None  # None: neither is said, or both
     found = [one.finding for one in rows.values() if one.masked_delta]
     for pair in (pair for pair in pairs if not pair.agrees):  # from proofs to descriptions
         of_either = [rows[p] for p in pair.both if p in rows]
