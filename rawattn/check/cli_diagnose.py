@@ -286,13 +286,13 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
     forward = any("forward" in words.stages_of(one.where) for one in diagnosis.findings)
-    given = question, saved.answers, saved.left_out if diagnosis.findings else ()
-    for option, changes in meant.options(*given, forward=forward):
+    left_out = saved.left_out if diagnosis.findings else ()
+    for option, changes in meant.options(question, saved.answers, left_out, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
             title = f"right if {option} was meant, which is not said"
-            said = (name, "vacuous", saved.path, "high", saved.notes)
-            one = finding(*said, title=title, look_at="what was meant: save it too")
+            given = (name, "vacuous", saved.path, "high", saved.notes)
+            one = finding(*given, title=title, look_at="what was meant: save it too")
             return replace(other, findings=(one,))
         if _worse(other) < _worse(diagnosis):
             fact = f"{name}: {option} is not said, and taken: then less is wrong"

@@ -38,9 +38,8 @@ def options(
     if not forward:
         yield from _of_delta(question, answers) if "dlse" in left_out else ()
         return
-    wanted = _read(question, answers)
-    for of in (_window, _offsets) if wanted is not None else ():
-        for words, changes in of(question, wanted):
+    if (wanted := _read(question, answers)) is not None:
+        for words, changes in (*_window(question, wanted), *_offsets(wanted)):
             as_read = np.array_equal(_seen(replace(question, **changes)), wanted)
             if as_read and changes.keys() <= {*left_out}:
                 yield words, changes
@@ -105,7 +104,7 @@ def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
     yield f"window = {window}", {"window": window}
 
 
-def _offsets(question: Question, wanted: np.ndarray) -> Iterator[Option]:
+def _offsets(wanted: np.ndarray) -> Iterator[Option]:
     """Sequences that begin where no token sees one on the other side."""
     n = len(wanted)
     if wanted.shape == (n, n):

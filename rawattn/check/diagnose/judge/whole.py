@@ -5,6 +5,7 @@ Of a bug that shows in the rest alone only the rows are known.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
     """The first ``count`` key/value heads."""
 
-    def kept(name: str, x: np.ndarray) -> np.ndarray:
+    def kept(name: str, x: np.ndarray) -> Any:
         heads = slice(count if side_of(name) == "k" else count * question.group)
         return x[heads] if x.ndim < 3 else x[:, heads]
 
