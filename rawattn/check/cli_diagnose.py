@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.text import Text
 
 from rawattn.check import report
@@ -23,18 +22,12 @@ from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
-from rawattn.check.diagnose.files.npz import Saved, dump
-from rawattn.check.diagnose.files.pairs import Pair, load_two
+from rawattn.check.diagnose.files.npz import Pair, Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import comparison
 from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
-from rawattn.check.diagnose.judge.failures import (
-    answers_of,
-    question_of,
-    reference_answers,
-    small,
-)
+from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
 from rawattn.check.diagnose.judge.proofs import finding, of_past, of_sinks
 from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.logs.explain import explain_log
@@ -64,12 +57,10 @@ framework_option = click.option(
     type=click.Choice(FRAMEWORKS),
     help="arrays the function gets; torch if it has a GPU here, else numpy.",
 )
-
-
 Told = tuple[Diagnosis, terminal.About]
 
 
-def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
+def showing(command: Callable[..., Told]) -> Callable[..., None]:
     """What a command tells is shown and written, as three more options of it say; it leaves with
     the exit code."""
 
@@ -80,10 +71,7 @@ def showing(command: Callable[..., Told | None]) -> Callable[..., None]:
     def shown(
         *args: Any, full: bool, html_file: Path | None, json_file: Path | None, **options: Any
     ) -> None:
-        told = command(*args, **options)
-        if told is None:
-            return
-        diagnosis, about = told
+        diagnosis, about = command(*args, **options)
         console = report.console()
         terminal.show(console, diagnosis, about, full=full)
         terminal.facts(console, diagnosis, full=full)
@@ -110,14 +98,10 @@ def refused(where: str = "") -> Iterator[None]:
 
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
-@click.option("--log", "log_file", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option(
-    "--class", "class_", metavar="NAME", help="say what a class of bugs is, such as dead-rows."
-)
+@click.option("--log", type=Existing, help="a text with printed tensors, no arrays.")
+@click.option("--class", "class_", metavar="NAME", help="say what a class is, such as dead-rows.")
 @showing
-def explain_command(
-    files: tuple[Path, ...], log_file: Path | None, class_: str | None
-) -> Told | None:
+def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
@@ -128,16 +112,16 @@ def explain_command(
     (dout, causal) is taken from the other where these are equal, except dlse.
     `rawattn-check dump` writes such a file.
     """
-    if bool(files) + bool(log_file) + bool(class_) != 1 or len(files) > 2:
+    if bool(files) + bool(log) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
     if class_:
         with refused():
             terminal.show_class(report.console(), class_)
-        return None
-    if log_file:
-        with refused(f"{log_file}: "):
-            diagnosis = explain_log(log_file.read_text(encoding="utf-8", errors="replace"))
-        return diagnosis, terminal.About(again=_repeated("explain", log=log_file))
+        sys.exit(0)
+    if log:
+        with refused(f"{log}: "):
+            diagnosis = explain_log(log.read_text(encoding="utf-8", errors="replace"))
+        return diagnosis, terminal.About(again=_repeated("explain", log=log))
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -181,9 +165,6 @@ def dump_command(
     candidate: str | None,
     framework: str | None,
     lengths: tuple[int, ...] | None,
-    softcap: float | None,
-    sinks: bool,
-    seqused: bool,
     identify: bool | None,
     sequence: int | None,
     seed: int,
@@ -202,13 +183,13 @@ def dump_command(
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
+    rare = [sizes.pop(name) for name in ("softcap", "sinks", "seqused")]
     identify = not (case or lengths or sequence is not None) if identify is None else identify
     chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
-    if softcap is not None or sinks or seqused:
-        if isinstance(chosen, SparseCase):
-            raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
-        chosen = with_options(chosen, softcap, sinks, seqused)
+    if any(rare) and isinstance(chosen, SparseCase):
+        raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
+    chosen = with_options(chosen, *rare)
     whose = candidate or "the reference"
     try:
         if candidate:
@@ -284,9 +265,7 @@ def _of_files(*files: Path) -> Diagnosis:
             "result can be computed again" + "".join(f"; {note}" for note in notes)
         )
     if not any(saved.answers for saved in pair.sides):
-        raise click.UsageError(
-            f"{paths}: there are inputs, but no results (out, lse, dq, dk, dv, ...)"
-        )
+        raise click.UsageError(f"{paths}: there are inputs, but no results (out, lse, dq, ...)")
     identify = max(saved.identify for saved in pair.sides)
     sides = zip("AB", pair.sides, questions, strict=False)
     return _joined(pair, {side[0]: _of_side(*side, identify) for side in sides if side[1].answers})
@@ -306,15 +285,17 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         of_heads = of_sinks(question, saved.answers, name, diagnosis.findings)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
-    for changes in _left_out(saved, question, diagnosis) if diagnosis.findings else ():
+    forward = any("forward" in words.stages_of(one.where) for one in diagnosis.findings)
+    left_out = saved.left_out if diagnosis.findings else ()
+    for option, changes in meant.options(question, saved.answers, left_out, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if other.sound:
-            title = f"right if {_meant(changes)} was meant, which is not said"
+            title = f"right if {option} was meant, which is not said"
             given = (name, "vacuous", saved.path, "high", saved.notes)
             one = finding(*given, title=title, look_at="what was meant: save it too")
             return replace(other, findings=(one,))
         if _worse(other) < _worse(diagnosis):
-            fact = f"{name}: {_meant(changes)} is not said, and taken: then less is wrong"
+            fact = f"{name}: {option} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
     for stage, needed in (("backward", "dout"), ("jvp", "tq, tk or tv"), ("second", "dout or tq")):
@@ -333,27 +314,6 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             given = (name, "unknown", parting.step, "medium", (parting.text,))
             found.append(finding(*given, title=title, look_at=steps.MADE[parting.step]))
     return replace(diagnosis, findings=tuple(found), facts=facts)
-
-
-def _left_out(saved: Saved, question: Question, found: Diagnosis) -> Iterator[dict[str, Any]]:
-    """What a file may have meant and does not say."""
-    if "causal" in saved.left_out:
-        yield {"causal": not question.causal}
-    forward = any("forward" in words.stages_of(one.where) for one in found.findings)
-    given = question, saved.answers
-    for changes in meant.options(*given, forward=forward) if saved.left_out else ():
-        said = {n: x for n, x in changes.items() if not np.array_equal(x, getattr(question, n))}
-        if said and said.keys() <= {*saved.left_out}:
-            yield said
-
-
-def _meant(changes: dict[str, Any]) -> str:
-    if "dlse" in changes:
-        return "a cotangent of lse (dlse)"
-    if "cu_seqlens_q" in changes:
-        return f"cu_seqlens = {changes['cu_seqlens_q'].tolist()}"
-    said = {n: f"{x:.6g}" if isinstance(x, float) else x for n, x in changes.items()}
-    return ", ".join(f"{option} = {value}" for option, value in said.items())
 
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
@@ -386,37 +346,29 @@ def _standard() -> tuple[Case, ...]:
 
 
 def _standard_case(name: str) -> Case:
-    for case in _standard():
-        if name in (case.name, str(case)):
-            return case
-    raise click.UsageError(f"no standard case is called {name!r}; --list shows them")
+    found = [case for case in _standard() if name in (case.name, str(case))]
+    if not found:
+        raise click.UsageError(f"no standard case is called {name!r}; --list shows them")
+    return found[0]
 
 
-def _random_case(
-    lengths: tuple[int, ...],
-    *,
-    lengths_k: tuple[int, ...] | None,
-    heads: int,
-    heads_kv: int | None,
-    head_dim_v: int | None,
-    block_size: str | None,
-    num_selected: int,
-    window: tuple[int, ...] | None,
-    **same: Any,
-) -> Case:
-    heads_kv, lengths_k = heads_kv or heads, lengths_k or lengths
+def _random_case(lengths: tuple[int, ...], *, heads: int, num_selected: int, **sizes: Any) -> Case:
+    """sizes: what else a Case has, and some of it by other names; None where it is not said."""
+    said = {name: x for name, x in sizes.items() if x is not None}
+    lengths_k, heads_kv = said.get("lengths_k", lengths), said.pop("heads_kv", heads)
+    window, block_size = said.get("window", (-1, -1)), said.pop("block_size", None)
     if heads_kv < 1 or heads % heads_kv:
         raise click.UsageError(f"{heads} heads are no multiple of {heads_kv} key/value heads")
     if len(lengths_k) != len(lengths) or min(lengths + lengths_k) < 0:
         of_q, of_k = (",".join(map(str, some)) for some in (lengths, lengths_k))
-        said = f"--lengths is {of_q!r}, --lengths-k {of_k!r}"
-        raise click.UsageError(f"{said}; they must be as many, and none negative")
-    if window is not None and len(window) != 2:
+        texts = f"--lengths is {of_q!r}, --lengths-k {of_k!r}"
+        raise click.UsageError(f"{texts}; they must be as many, and none negative")
+    if len(window) != 2:
         raise click.UsageError("--window must be two integers, LEFT,RIGHT")
-    same |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}
-    same |= {"num_heads_kv": heads_kv, "group": heads // heads_kv, "window": window or (-1, -1)}
-    same["head_dim_v"] = head_dim_v or same["head_dim"]
+    said = {"head_dim_v": said["head_dim"]} | said
+    said |= {"lengths_q": lengths, "lengths_k": lengths_k, "past_q": 0, "past_k": 0}
+    said |= {"num_heads_kv": heads_kv, "group": heads // heads_kv, "window": window}
     if block_size is None:
-        return Case("random", **same)
-    same |= {"block_size": int(block_size), "sliding": window is not None}
-    return SparseCase("random", num_selected=num_selected, **same)
+        return Case("random", **said)
+    said |= {"block_size": int(block_size), "sliding": sizes["window"] is not None}
+    return SparseCase("random", num_selected=num_selected, **said)

@@ -115,7 +115,7 @@ def test_diff_says_the_cause_and_how_to_see_it_again(candidate: Callable[..., st
     arguments = ("diff", "--candidate", place, "--framework", "numpy", "--filter", "edges")
     result = call(*arguments)
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("error[causal-off-by-one]: each query sees one key too many")
+    assert lines[0].startswith("error[causal-off-by-one]: the causal mask is off by one key")
     assert "  --> attend() in mine.py, forward pass: out, lse   2 of 4 checks fail" in lines
     assert sum(line.startswith("worst ") for line in lines) == 1
     assert "case" not in [line.split()[0] for line in lines if line], "no table"
@@ -135,7 +135,7 @@ def test_explain_repeats_itself(candidate: Callable[..., str], tmp_path: Path) -
     dumped = ("edges-causal", "--candidate", candidate(*ONE_MORE))
     assert call("dump", *dumped, "--framework", "numpy", "--out", file).exit_code == 0
     result = call("explain", file)
-    assert result.stdout.startswith("error[causal-off-by-one]: each query sees one key too many")
+    assert result.stdout.startswith("error[causal-off-by-one]: the causal mask is off by one key")
     assert "  --> a file.npz, forward pass: out, lse\n" in result.stdout
     again = re.search(r"= again: rawattn-check (.*)\n", result.stdout)
     assert again is not None and call(*shlex.split(again[1])).stdout == result.stdout

@@ -1,6 +1,5 @@
 """The arrays of a .npz file by rawattn's names, whatever they are called there."""
 
-import difflib
 import json
 import zipfile
 from collections.abc import Callable
@@ -32,9 +31,7 @@ ALIASES = {
     "dout": "do d_out grad_out grad_output grad_o out_grad o_grad d_o",
     "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp d_logsumexp d_lse"
     " dsoftmax_lse d_softmax_lse",
-    "tq": "ddq q_tangent tangent_q grad_grad_q q_dot",
-    "tk": "ddk k_tangent tangent_k grad_grad_k k_dot",
-    "tv": "ddv v_tangent tangent_v grad_grad_v v_dot",
+    **{f"t{x}": f"dd{x} {x}_tangent tangent_{x} grad_grad_{x} {x}_dot" for x in "qkv"},
     **{"given out": "out_given passed_out", "given lse": "lse_given passed_lse"},
     "block_indices": "selected_block_indices selected_blocks",
     "block_counts": "selected_block_counts",
@@ -55,11 +52,7 @@ ALIASES = {
     **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
     **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
 }
-OWN_NAMES = (
-    *(field.name for field in fields(Question) if field.name not in GIVEN),
-    *RESULTS,
-    "layout",
-)
+OWN_NAMES = (*(f.name for f in fields(Question) if f.name not in GIVEN), *RESULTS, "layout")
 # They change what is computed into something that there is no reference for.
 FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
@@ -106,9 +99,7 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
                 "without it, and leave the entry out"
             )
         if meant is None:
-            near = difflib.get_close_matches(name, _MEANT, n=1, cutoff=0.8)
-            hint = f"; is it {_MEANT[near[0]]}?" if near else ""
-            notes.append(f"{entry} is not read: the name means nothing here{hint}")
+            notes.append(f"{entry} is not read: the name means nothing here")
         elif meant in found and not np.array_equal(found[meant], array):
             raise ValueError(f"{entry} is a second entry for {meant}; leave one of them out")
         else:

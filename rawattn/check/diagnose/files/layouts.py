@@ -58,36 +58,27 @@ def layout_of(given: np.ndarray | None) -> str:
     """A layout in the letters b, t, h and d; "" where none is said."""
     found = "" if given is None else str(given.item()).lower().replace("s", "t")
     if given is not None and found not in LAYOUTS:
-        raise ValueError(
-            f"layout is {given.item()!r}; it must be one of {', '.join(LAYOUTS)} (b batch, t or s "
-            "tokens, h heads, d head_dim)"
-        )
+        raise ValueError(f"layout is {given.item()!r}; it must be one of {', '.join(LAYOUTS)}")
     return found
 
 
 def frame_of(inputs: Arrays, layout: str) -> Frame:
     """The sizes of a file with q, k and v; ValueError where they do not fit together."""
     dims = {inputs[name].ndim for name in "qkv"}
-    if dims not in ({3}, {4}):
+    if dims != {3} and (dims != {4} or layout not in LAYOUTS[1:]):
         shapes = ", ".join(str(inputs[name].shape) for name in "qkv")
         raise ValueError(
             f"q, k and v have shapes {shapes}; they must have three axes (tokens, heads, "
-            "head_dim), or four with a batch"
-        )
-    if dims == {4} and layout not in LAYOUTS[1:]:
-        raise ValueError(
-            f"q of shape {inputs['q'].shape} has a batch; say how, in an entry layout='bthd' "
-            "(batch, tokens, heads, head_dim) or layout='bhtd'"
+            "head_dim), or four with a batch; then say how, in an entry layout='bthd' (batch, "
+            "tokens, heads, head_dim) or layout='bhtd'"
         )
     q, k, v = (_with_batch(inputs[name], layout) for name in "qkv")
-    if not (len(q) == len(k) == len(v) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
+    heads, widths = {"q": q.shape[2], "k": k.shape[2]}, {"k": k.shape[3], "v": v.shape[3]}
+    alike = len(q) == len(k) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    if not alike or not heads["k"] or heads["q"] % heads["k"]:
         raise ValueError(
             f"q, k and v as (batch, tokens, heads, head_dim) are {q.shape}, {k.shape} and {v.shape}"
-        )
-    heads, widths = {"q": q.shape[2], "k": k.shape[2]}, {"k": k.shape[3], "v": v.shape[3]}
-    if not heads["k"] or heads["q"] % heads["k"]:
-        raise ValueError(
-            f"{heads['q']} query heads are no multiple of {heads['k']} key/value heads"
+            "; k has the head_dim of q, v the tokens and heads of k, and these divide those of q"
         )
     ends = np.any(k[:, -1:] != 0, axis=(1, 2, 3))  # of each sequence
     if dims == {4} and not ends.all() and not {*LENGTHS} & inputs.keys():
@@ -102,10 +93,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
         padded = len(lengths) == batch > 1 and lengths.max(initial=0) <= rows
         packed = given[-1] == batch * rows or (batch == 1 and given[-1] <= rows)
         if not packed and not padded:
-            raise ValueError(
-                f"cu_seqlens_{side} ends at {given[-1]}, and {batch * rows} rows of {side} are "
-                f"there ({batch} x {rows})"
-            )
+            there = f"{batch * rows} rows of {side} are there ({batch} x {rows})"
+            raise ValueError(f"cu_seqlens_{side} ends at {given[-1]}, and {there}")
         offsets[side] = given.astype(np.int32)
         total[side] = batch * rows if packed else int(given[-1])
     if len(offsets["q"]) != len(offsets["k"]):
@@ -160,10 +149,7 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         found = found if like else found[..., 0]
         return np.ascontiguousarray(found.T if heads_first else found)
     expected = (frame.total[side], heads[-1], *([width] if like else []))
-    hint, group = "", frame.heads["q"] // frame.heads["k"]
-    if side == "k" and group > 1 and frame.heads["q"] in array.shape:
-        hint = f". It has a head for each query head: sum over the {group} heads of a group"
     raise ValueError(
         f"{name} has shape {array.shape}; it must be {expected[::-1] if heads_first else expected},"
-        f" or with a batch, where layout='bthd' or 'bhtd' is said{hint}"
+        " or with a batch, where layout='bthd' or 'bhtd' is said"
     )

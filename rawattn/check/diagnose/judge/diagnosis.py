@@ -17,16 +17,10 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
-from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
-    OF_SINKS,
-    Answers,
-    Question,
-    by_rows,
-)
+from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
-from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding, Sight
+from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.match import (
     GENERIC,
@@ -49,7 +43,6 @@ WORDS = {
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("dS ", "dv is", "the slope ", "the heads ", "pairs ")  # forms that tell all
-NUMBERS = {1: "one key", 2: "two keys", 3: "three keys"}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 
@@ -242,8 +235,8 @@ def _found(
     """A bug, in all parts that it explains."""
     works = {tensor: part.verdict for part in parts for tensor in part.tensors}
     wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
-    bugs, must = [part.best[name].prediction.bug for part in parts], mask_rule(question)
-    form, sight = bugs[0].variant, sight_of(question, bugs[0])
+    bugs = [part.best[name].prediction.bug for part in parts]
+    form, must = bugs[0].variant, mask_rule(question)
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
     look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
@@ -254,19 +247,19 @@ def _found(
     finding = proofs.finding(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
         *(evidence, tuple(others)),
-        title=_title(name, form, must, sight),
+        title=_title(name, form, must),
         look_at="; ".join(filter(None, look_at)),
     )
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    return replace(finding, form=form, forms=alike, sight=sight)
+    return replace(finding, form=form, forms=alike, sight=sight_of(question, bugs[0]))
 
 
-def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
+def _title(name: str, form: str, must: str) -> str:
     """What is wrong, with the form that the bug has here."""
     title = CLASSES[name].title
     if form.startswith("j ") and must:
-        return f"{_how_many(sight) or title}: the mask is {form}, it must be {must}"
+        return f"{title}: the mask is {form}, it must be {must}"
     if not form or form in title:
         return title
     if name == "unknown" or form.startswith(SENTENCES):
@@ -276,37 +269,18 @@ def _title(name: str, form: str, must: str, sight: Sight | None) -> str:
     )
 
 
-def _how_many(sight: Sight | None) -> str:
-    """How many keys a query sees too many, or too few."""
-    if sight is None:
-        return ""
-    most, least = (int(f((sight.found - sight.right).sum(axis=1))) for f in (np.max, np.min))
-    if (most > 0) == (least < 0) or max(most, -least) not in NUMBERS:
-        return ""
-    return f"each query sees {NUMBERS[max(most, -least)]} too {'many' if most > 0 else 'few'}"
-
-
 def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     """How well a bug fits, in the words of somebody who sees none of the tool's."""
     agrees = max(part.best[name].fits[tensor].relative for part in parts for tensor in part.tensors)
     differs = max(part.verdict.null[tensor].relative for part in parts for tensor in part.tensors)
-    bug, without = (form, f"with {must}") if form.startswith("j ") and must else ("", "")
+    of_mask = form.startswith("j ") and must
+    bug, without = (form, f"with {must}") if of_mask else ("this bug", "without it")
     near = f"to {agrees:.1g} of their size" if agrees else "exactly"
     near += f", which is the rounding of {parts[0].verdict.precision}" * (agrees >= 1e-6)
-    apart = f"they are {_share(differs)} apart"
+    apart = f"they are {float(f'{100 * differs:.2g}'):g} % apart"  # 51 %, 110 %
     if not math.isfinite(differs):
         apart = "other elements are finite, or not 0"
-    return (
-        f"the float64 reference with {bug or 'this bug'} gives these numbers {near} "
-        f"({without or 'without it'} {apart})"
-    )
-
-
-def _share(value: float) -> str:
-    """0.51 as "51 %", 1.09 as "109 %"; as it is where that would hide it."""
-    if not 1e-4 < value < 10:
-        return f"{value:.2g}"
-    return f"{100 * value:.0f} %" if value >= 0.995 else f"{100 * value:.2g} %"
+    return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
 
 
 def _in_numbers(wrong: Mapping[str, Stage]) -> bool:

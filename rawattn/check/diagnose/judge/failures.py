@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +33,7 @@ from rawattn.check.diagnose.engine.question import (
 )
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.read.name import Readings, read
@@ -81,9 +82,8 @@ def explain_failures(
         dtypes.add(kind[0].dtype)
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
         diagnosis = asked(until=0.0 if lost else until, shown=shown)
-        formed = (f for f in diagnosis.findings if f.form is not None and not f.alternatives)
-        sure = [f for f in formed if f.confidence in SURE]
-        shown |= {one.bug for one in sure} - {*NAMELESS}
+        sure = (f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives)
+        shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
@@ -139,13 +139,10 @@ def explain_failure(
         best = own if _named(own) or not best.findings else best
     if best.findings:
         return best
-    nothing = finding(
-        *(SIDE, "unknown", str(case), "low", ("not on a small problem of its kind",)),
-        title="it fails, but no bug is to be seen",
-        look_at="what the case has besides: its lengths, NaN in other sequences and past the end, "
-        "strides",
-    )
-    return replace(best, findings=(nothing,))
+    given = (SIDE, "unknown", str(case), "low", ("not on a small problem of its kind",))
+    title = "it fails, but no bug is to be seen"
+    look_at = "what the case has: its lengths, NaN in other sequences and past the end, strides"
+    return replace(best, findings=(finding(*given, title=title, look_at=look_at),))
 
 
 def small(case: Case) -> Case:
@@ -197,8 +194,7 @@ def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, A
     rng = np.random.default_rng(seed)
     filled = {}
     for name in ("block_scale", "tblock_scale"):
-        gate = getattr(t, name)
-        if gate is not None:
+        if (gate := getattr(t, name)) is not None:
             noise = 1 + 0.5 * rng.standard_normal(gate.shape)
             filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
     indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
@@ -271,10 +267,8 @@ def _read(candidate: Candidate, question: Question) -> Readings:
 
 
 def _raised(side: str, error: Exception, question: Question) -> Finding:
-    lengths = f"lengths {question.lengths_q} and {question.lengths_k}"
-    where = f"{lengths}, {question.num_heads_q} heads, {question.dtype}"
     kind = type(error).__name__
-    given = (side, "unknown", where, "proved", (f"{kind}: {error}",))
+    given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
     look_at = "the function itself, called with these lengths"
     return finding(*given, title=f"it raises {kind}", look_at=look_at)
 
@@ -353,8 +347,9 @@ def _best(alike: Sequence[tuple[Finding, Kind]]) -> tuple[Finding, Kind]:
     often = Counter(form for one, _ in alike for form in {*one.forms})
 
     def merit(found: tuple[Finding, Kind]) -> tuple[int, int, int]:
-        one, kind = found
-        return one.rank, -max((often[form] for form in one.forms), default=0), -_heads(kind)
+        one, (cases, _) = found  # where there are more heads, fewer maps of them look alike
+        most = max((often[form] for form in one.forms), default=0)
+        return one.rank, -most, -cases[0].num_heads_q
 
     best, kind = min(alike, key=merit)
     return best.worded(max(best.forms, key=lambda form: often[form], default="")), kind
@@ -367,11 +362,6 @@ def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:
 def _fineness(alike: Sequence[tuple[Finding, Kind]]) -> int:
     """Of the numbers of the cases that were looked at."""
     return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
-
-
-def _heads(kind: Kind) -> int:
-    """Of what was looked at: where there are more, fewer maps of them look alike."""
-    return kind[0][0].num_heads_kv * kind[0][0].group
 
 
 def _named(diagnosis: Diagnosis) -> bool:
@@ -401,14 +391,12 @@ def _pairs(case: Case) -> int:
 
 def _expected(question: Question) -> Expected:
     """``question`` in the form in which candidates are run, with the shapes of results alone."""
-    q, given = question, question.passed
-    if given is None:
-        right = solve(question, "forward")
-        given = right["out"], right["lse"]
-    out, lse = (given[i].astype(_dtype(q, n), copy=False) for i, n in enumerate(("out", "lse")))
+    q, names = question, ("out", "lse")
+    given = zip(names, q.passed or itemgetter(*names)(solve(q, "forward")), strict=True)
+    out, lse = (x.astype(_dtype(q, name), copy=False) for name, x in given)
     direction = replace(q, tq=q.q, dout=np.zeros(0), sliding=None)
     shapes = {n: x.shape for stage in direction.stages for n, x in empty(direction, stage).items()}
-    shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
+    shapes |= {f"sliding {name}": shapes[name] for name in names}
     targets = {}
     for name, shape in shapes.items():
         zeros = np.broadcast_to(0.0, shape)
@@ -437,16 +425,10 @@ def _case(question: Question) -> Case:
         options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
         return Case("asked", **options, seqused_k=used)
     own_window = q.sliding in (None, (q.block_size - 1, 0))
-    return SparseCase(
-        "asked",
-        **options,
-        window=(-1, -1) if own_window or q.sliding is None else q.sliding,
-        block_size=q.block_size,
-        own=q.own,
-        counts=q.block_counts is not None,
-        gate=q.block_scale is not None,
-        sliding=q.sliding is not None,
-    )
+    options |= {"window": (-1, -1) if own_window else q.sliding, "sliding": q.sliding is not None}
+    options |= {"block_size": q.block_size, "own": q.own}
+    options |= {"counts": q.block_counts is not None, "gate": q.block_scale is not None}
+    return SparseCase("asked", **options)
 
 
 def _dtype(question: Question, name: str) -> np.dtype:

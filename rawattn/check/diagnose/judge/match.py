@@ -50,12 +50,9 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
-KERNELS = tuple(
-    set(names)
-    for names in (
-        *(("out", "lse"), ("sliding out", "sliding lse"), ("dq",), ("dk", "dv")),
-        *(("jvp out", "jvp lse"), ("tout", "tlse"), ("ddout", "ddlse"), ("gq",), ("gk", "gv")),
-    )
+KERNELS = (
+    *({"out", "lse"}, {"sliding out", "sliding lse"}, {"dq"}, {"dk", "dv"}),
+    *({"jvp out", "jvp lse"}, {"tout", "tlse"}, {"ddout", "ddlse"}, {"gq"}, {"gk", "gv"}),
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
@@ -186,8 +183,8 @@ class Explained(NamedTuple):
 class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for.
 
-    found: its arrays. rights: predictions without a bug, of other sources. rows: those that can be
-    judged.
+    asked: question, answers and stage. found: its arrays. rights: predictions without a bug, of
+    other sources. rows: those that can be judged.
     """
 
     def __init__(
@@ -201,17 +198,16 @@ class Stage:
         shown: Collection[str] = (),
         allows: Callable[[Bug], bool] = bool,
     ) -> None:
-        self.question, self.stage, self.until, self.shown = question, stage, until, shown
-        self.allows = allows
+        self.question, self.answers, self.stage = self.asked = question, answers, stage
+        self.until, self.shown, self.allows = until, shown, allows
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.read = [bug for bug in told if stage in bug.stages]
         # masks are told by listed ones in fewer words
         self.told = [bug for bug in self.read if bug.see is None and bug.name not in LOOSE]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
-        self.answers = answers
         self.rights = [
-            *predictions(question, answers, stage, RIGHT if stage == "second" else RIGHT[:1]),
-            *with_other_inputs(question, answers, stage, [NO_BUG]),
+            *predictions(*self.asked, RIGHT if stage == "second" else RIGHT[:1]),
+            *with_other_inputs(*self.asked, [NO_BUG]),
         ]
         self.given = self.rights[0].given
         self.tensors = tuple(n for n in self.found if n in self.rights[0].answers)
@@ -227,7 +223,7 @@ class Stage:
         first = [bug for bug in self.listed if bug.name in self.shown]
         for bugs in (first, self.told) if precision.name == self.finest.name else ():
             if bugs:
-                yield predictions(self.question, self.answers, self.stage, bugs)
+                yield predictions(*self.asked, bugs)
         yield self.usual
         if self.stage in BEYOND:
             yield [*self.usual, *self.of_terms]
@@ -240,19 +236,18 @@ class Stage:
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
-        given = self.question, self.answers, self.stage
         bugs = [*self.listed, *self.hints]
-        bugs += terms.single(*given) if self.stage != "forward" else []
-        return predictions(*given, bugs)
+        bugs += terms.single(*self.asked) if self.stage != "forward" else []
+        return predictions(*self.asked, bugs)
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
         """Of a second derivative or a tangent: what is in one pass or product alone."""
-        given, found = (self.question, self.answers, self.stage), list[Bug]()
+        found = list[Bug]()
         if self.stage in BEYOND and (self.shown or not over(self.until)):
             with _searching():
-                found += terms.bugs(*given)
-        return predictions(*given, found)
+                found += terms.bugs(*self.asked)
+        return predictions(*self.asked, found)
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
@@ -265,12 +260,11 @@ class Stage:
         bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
         for of in INFERRED if not over(self.until) else ():
             with _searching():
-                bugs += of.bugs(self.question, self.answers, self.stage)
+                bugs += of.bugs(*self.asked)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
-        given = self.question, self.answers, self.stage
-        found = [*self.usual, *self.of_terms, *predictions(*given, bugs)]
-        found += with_other_inputs(*given, bugs)
-        others = with_other_inputs(*given, self.listed)
+        found = [*self.usual, *self.of_terms, *predictions(*self.asked, bugs)]
+        found += with_other_inputs(*self.asked, bugs)
+        others = with_other_inputs(*self.asked, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     def _held(self, name: str) -> np.ndarray:

@@ -3,7 +3,7 @@
 Another mask, other offsets, another softmax_scale or D may be what was meant, where nobody said.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,23 +23,28 @@ STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 9, 1e-4  # of Newton's method, for a scal
 CELLS = 2_000_000  # intervals of all rows that are tried
 NEAR = {2: 2e-2, 4: 1e-4, 8: 1e-6}  # of the values, by the bytes of the inputs
 
-Changes = dict[str, Any]  # fields of a Question
+Option = tuple[str, dict[str, Any]]  # what may have been meant, in words, and as fields
 
 
-def options(question: Question, answers: Answers, *, forward: bool) -> Iterator[Changes]:
-    """What may have been meant. forward: the forward pass is wrong, so that what is wrong with the
-    backward pass may follow from it."""
+def options(
+    question: Question, answers: Answers, left_out: Collection[str], *, forward: bool
+) -> Iterator[Option]:
+    """What may have been meant of what is ``left_out``. forward: the forward pass is wrong, so that
+    what is wrong with the backward pass may follow from it."""
+    if "causal" in left_out:
+        yield f"causal = {not question.causal}", {"causal": not question.causal}
     if question.sparse:
         return
     if not forward:
-        yield from _of_delta(question, answers)
+        yield from _of_delta(question, answers) if "dlse" in left_out else ()
         return
     if (wanted := _read(question, answers)) is not None:
-        for changes in (_window(question, wanted), *_offsets(wanted)):
-            if np.array_equal(_seen(replace(question, **changes)), wanted):
-                yield changes
-                break
-    yield from _of_scale(question, answers)
+        for words, changes in (*_window(question, wanted), *_offsets(wanted)):
+            as_read = np.array_equal(_seen(replace(question, **changes)), wanted)
+            if as_read and changes.keys() <= {*left_out}:
+                yield words, changes
+                return
+    yield from _of_scale(question, answers) if "softmax_scale" in left_out else ()
 
 
 # ---- who sees whom ----------------------------------------------------------------------------
@@ -47,7 +52,8 @@ def options(question: Question, answers: Answers, *, forward: bool) -> Iterator[
 
 def _read(question: Question, answers: Answers) -> np.ndarray | None:
     """Which token sees which, (total_q, total_k), read off out, where all heads see the same
-    interval: no other one sums up to the numbers of all heads."""
+    interval: no other one sums up to the numbers of all heads. None where that is not so, or they
+    see what the question says."""
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (question.q, question.k, question.v))
     if "out" not in answers or question.rare or len(q) * len(k) ** 2 > CELLS:
         return None
@@ -67,7 +73,7 @@ def _read(question: Question, answers: Answers) -> np.ndarray | None:
         if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
             return None
         found[row, first:stop] = True
-    return found
+    return None if np.array_equal(found, _seen(question)) else found
 
 
 def _intervals(x: Floats) -> Floats:
@@ -85,7 +91,7 @@ def _seen(question: Question) -> np.ndarray:
     return found
 
 
-def _window(question: Question, wanted: np.ndarray) -> Changes:
+def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
     """The window of the farthest keys that are seen."""
     away = [np.zeros(1, np.int64)]
     for _, rows, keys in sequences(question):
@@ -93,27 +99,25 @@ def _window(question: Question, wanted: np.ndarray) -> Changes:
         away.append(place[wanted[rows[:, None], keys]])
     distance = np.concatenate(away)
     longest = max((*question.lengths_q, *question.lengths_k))
-    left, right = -int(distance.min()), int(distance.max())
-    left, right = (-1 if n >= longest - 1 else n for n in (left, right))
-    causal = right == 0 and (question.causal or left == -1)
-    return {"causal": causal, "window": (left, -1 if causal else right)}
+    left, right = (-1 if n >= longest - 1 else int(n) for n in (-distance.min(), distance.max()))
+    window = (left, -1 if question.causal else right)
+    yield f"window = {window}", {"window": window}
 
 
-def _offsets(wanted: np.ndarray) -> list[Changes]:
+def _offsets(wanted: np.ndarray) -> Iterator[Option]:
     """Sequences that begin where no token sees one on the other side."""
     n = len(wanted)
-    if wanted.shape != (n, n):
-        return []
-    linked = wanted | wanted.T | np.eye(n, dtype=bool)
-    farthest = np.maximum.accumulate(n - 1 - linked[:, ::-1].argmax(axis=1))
-    offsets = np.append(0, np.flatnonzero(farthest == np.arange(n)) + 1)
-    return [{"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}]
+    if wanted.shape == (n, n):
+        linked = wanted | wanted.T | np.eye(n, dtype=bool)
+        farthest = np.maximum.accumulate(n - 1 - linked[:, ::-1].argmax(axis=1))
+        of = np.append(0, np.flatnonzero(farthest == np.arange(n)) + 1)
+        yield f"cu_seqlens = {of.tolist()}", {"cu_seqlens_q": of, "cu_seqlens_k": of}
 
 
 # ---- numbers ----------------------------------------------------------------------------------
 
 
-def _of_scale(question: Question, answers: Answers) -> Iterator[Changes]:
+def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:
     """Another softmax_scale that gives these lse: by Newton's method from several ones."""
     found = np.asarray(answers.get("lse", np.zeros(0)), dtype=np.float64)
     for start in STARTS if found.size else ():
@@ -126,11 +130,11 @@ def _of_scale(question: Question, answers: Answers) -> Iterator[Changes]:
             s = max(s + float(left @ by / (by @ by or 1.0)), s / 4)
         size = np.abs(found[there]).max(initial=1e-30)
         if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
-            yield {"softmax_scale": s}
+            yield f"softmax_scale = {s:.6g}", {"softmax_scale": s}
             return
 
 
-def _of_delta(question: Question, answers: Answers) -> Iterator[Changes]:
+def _of_delta(question: Question, answers: Answers) -> Iterator[Option]:
     """D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row."""
     if "dq" not in answers or question.dlse is not None:
         return
@@ -140,4 +144,4 @@ def _of_delta(question: Question, answers: Answers) -> Iterator[Changes]:
         more, once = np.asarray(answers["dq"][at], np.float64) - c.dQ, c.s * times(c.P, c.K)
         found[at[::-1]] = (more * once).sum(axis=-1) / np.maximum((once**2).sum(axis=-1), 1e-30)
     if np.isfinite(found).all():
-        yield {"dlse": found.astype(np.float32)}
+        yield "a cotangent of lse (dlse)", {"dlse": found.astype(np.float32)}

@@ -30,7 +30,6 @@ from rawattn.check.diagnose.evidence.precision import (
     eps_of,
     ladder,
     relative_residual,
-    smallest_of,
 )
 from rawattn.check.diagnose.evidence.runs import Failed
 from rawattn.check.diagnose.findings import Finding
@@ -54,20 +53,18 @@ def finding(
     look_at: str = "",
 ) -> Finding:
     """Of a class, in its words where there are no others; with the ``form`` that it has here."""
-    known = CLASSES[bug]
-    title = title or known.title + (f": {form}" if form else "")
-    look_at = look_at or known.look_at
+    title = title or CLASSES[bug].title + (f": {form}" if form else "")
+    look_at = look_at or CLASSES[bug].look_at
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
 def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
     """Arrays of a shape or a dtype that they cannot have, because of ``bug`` if that is known."""
     where, evidence = ", ".join(said), [*said.values()]
-    if not said or bug:
-        return [finding(side, bug, where, "high", evidence)] if said else []
-    title = f"{where} has another form than it must have"
-    look_at = "what the function returns, and in which order"
-    return [finding(side, "unknown", where, "proved", evidence, title=title, look_at=look_at)]
+    title = "" if bug else f"{where} has another form than it must have"
+    look_at = "" if bug else "what the function returns, and in which order"
+    given = (side, bug or "unknown", where, "high" if bug else "proved", evidence)
+    return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
 # ---- numbers that say nothing of how they were made ---------------------------------------------
@@ -93,11 +90,7 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
         x, rows = answers[name], defined(question, name, right)
         found, wanted = by_rows(name, x), by_rows(name, right)
         if x.size and right.any() and not found.any() and not right.astype(x.dtype).any():
-            size = float(np.abs(np.where(np.isfinite(right), right, 0)).max())
-            zeros.append(
-                f"{name} is 0 everywhere, and in {x.dtype.name} the right values are too: they "
-                f"reach {size:.2g}, its smallest number is {smallest_of(x):.2g}"
-            )
+            zeros.append(f"{name} is 0 everywhere, and in {x.dtype.name} the right values are too")
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
             continue
         others = {n: answers[n] for n, y in rights.items() if not _alike(y, right)}  # not itself
@@ -156,14 +149,12 @@ def of_sinks(
         rounded = solve(question, stage, given=given, rounding=coarsest.rounding)[name]
         noise = coarsest.factor * np.abs(rounded - right).max()
         noise += eps_of(question.q) * np.abs(right).max()
-        off = np.abs(np.asarray(answers[name], dtype=np.float64) - right)
-        if off.max() <= OF_SINKS_NOISE * noise:
-            continue
-        evidence = [f"{name}: off by up to {off.max():.2g}; rounding explains {noise:.1g}"]
-        forward = given or itemgetter("out", "lse")(solve(question, "forward"))
-        wrong, allowed = np.asarray(answers[name], np.float64), OF_SINKS_NOISE * noise
-        told = sinks.said(question, stage, forward, wrong, allowed)
-        found.append(finding(side, "sinks-gradient", name, "high", evidence, form=told))
+        wrong, allowed = np.asarray(answers[name], dtype=np.float64), OF_SINKS_NOISE * noise
+        if (off := np.abs(wrong - right).max()) > allowed:
+            evidence = [f"{name}: off by up to {off:.2g}; rounding explains {noise:.1g}"]
+            forward = given or itemgetter("out", "lse")(solve(question, "forward"))
+            told = sinks.said(question, stage, forward, wrong, allowed)
+            found.append(finding(side, "sinks-gradient", name, "high", evidence, form=told))
     return found
 
 
@@ -181,12 +172,9 @@ def of_runs(side: str, runs: Sequence[Failed]) -> list[Finding]:
     matter."""
     found = []
     for bug, where, worst in runs:
-        said = (
-            f"{RUNS[bug]} changes them by up to {worst.value:.2g}; the order of additions explains "
-            f"{worst.allowed:.1g}"
-        )
-        seen = "" if bug == "race" else "seen where it is asked another question"
-        found.append(finding(side, bug, where, "proved", (said,), form=seen))
+        changes = f"{RUNS[bug]} changes them by up to {worst.value:.2g}"
+        said = f"{changes}; the order of additions explains {worst.allowed:.1g}"
+        found.append(finding(side, bug, where, "proved", (said,)))
     return found
 
 
@@ -245,7 +233,7 @@ def _rearranged(verdict: StageVerdict) -> Named:
         sorted_ = np.sqrt(np.mean((np.sort(a) - np.sort(b)) ** 2))
         if moved < 0.3 * size or sorted_ > max(2 * eps_of(verdict.work.found[name]), 1e-5) * size:
             return None
-    text = "sorted, its values are the right ones: only their places are wrong"
+    text = "sorted, its values are right: only their places are wrong"
     return "transposed", "medium", (text,), ""
 
 

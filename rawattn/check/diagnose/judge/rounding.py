@@ -33,6 +33,7 @@ from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
 WHOLE = 2**40  # more keys than there are
+LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
@@ -60,9 +61,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
     said = (
-        f"{', '.join(verdict.tensors)} agree with the right values down to the rounding of "
-        f"{verdict.precision}, not to that of {finest}: {most} is off by {off[most]:.1g} of its "
-        "size"
+        f"{', '.join(verdict.tensors)} are right to the rounding of {verdict.precision}, not to "
+        f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
@@ -158,11 +158,11 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         size = np.where(size > 0, size, 1.0)
         return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
 
-    def over(of: Rounded, c: Context) -> Floats:
-        """out with another number in the place of 1 / row sum."""
+    def over_narrow(c: Context) -> Floats:
+        """out with another row sum."""
         top = c.S.max(axis=-1, initial=-np.inf)
         sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
-        return np.asarray(STEPS["O"](changed(c, P=c.P * (of(sums) * sums)[..., None])))
+        return np.asarray(STEPS["O"](changed(c, P=c.P * (sums / r(sums))[..., None])))
 
     def added_up(c: Context) -> Floats:
         return np.asarray(reduce(lambda a, b: r(a + r(b)), np.moveaxis(c.dO * c.O, -1, 0)) - c.dL)
@@ -174,8 +174,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     if stage == "forward":
         yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
-        yield "the row sum", {"O": partial(over, lambda x: 1 / r(x))}
-        yield "1 / row sum", {"O": partial(over, lambda x: r(1 / x))}
+        yield "the row sum", {"O": over_narrow}
         yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
         for tile in CHUNKS[2:]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
@@ -186,8 +185,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield words, after(step)
     if stage == "backward":
         yield "D, column by column,", {"D": added_up}
-        words = "the sum over the heads of a group"
-        yield words, {"sum_heads": lambda c: lambda x: reduce(lambda a, b: r(a + b), x, 0 * x[0])}
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
@@ -203,12 +200,9 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     follows, name, form = best
     if not name:
         return []
-    evidence = (
-        f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}. "
-        "The slope to the right values is 1, and the error grows with the length."
-    )
+    said = f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}"
     confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.stage}: {name}"
-    return [finding(side, "accumulates-in-16-bit", where, confidence, (evidence,))]
+    return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))]
 
 
 def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
@@ -226,22 +220,19 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
 
     def online(c: Context) -> tuple[Floats, Floats, Floats]:
         """The softmax as kernels have it, out and row_sum in ``dtype``: lse, S, out."""
-        top, total = np.full(c.S.shape[:2], -np.inf), np.zeros(c.S.shape[:2])
+        top, total = np.full(c.S.shape[:2], LOWEST), np.zeros(c.S.shape[:2])
         out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
         for start in range(0, c.S.shape[2], chunk):
             here = slice(start, start + chunk)
             new = np.maximum(top, c.S[..., here].max(axis=-1))
-            safe = np.where(np.isneginf(new), 0.0, new)
-            factor = np.exp(np.where(np.isneginf(top), safe, top) - safe)
-            weights = np.exp(c.S[..., here] - safe[..., None])
+            factor, weights = np.exp(top - new), np.exp(c.S[..., here] - new[..., None])
             total = weighed(total * factor + weights.sum(axis=-1))
             out = rounded(out * factor[..., None] + times(weighed(weights), c.V[here]))
             top = new
         if c.sink is not None:
-            total = total + np.exp(c.sink - np.where(np.isneginf(top), 0.0, top))
-        out = out / np.where(total == 0, 1.0, total)[..., None]
+            total = total + np.exp(c.sink - top)
         with np.errstate(divide="ignore"):
-            return np.log(total) + np.where(np.isneginf(top), 0.0, top), c.S, out
+            return np.log(total) + top, c.S, out / np.where(total == 0, 1.0, total)[..., None]
 
     return {
         "softmax": lambda c: online(c)[:2],

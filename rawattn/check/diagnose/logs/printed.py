@@ -88,9 +88,8 @@ def read_log(text: str) -> list[Printed]:
     found: list[Printed] = []
     after = 0
     for start in START.finditer(text):
-        read = (
-            _read(text, start.end(), surely=bool(start["form"])) if start.end() >= after else None
-        )
+        surely, begins = bool(start["form"]), start.end() >= after
+        read = _read(text, start.end(), surely=surely) if begins else None
         if read is None:
             continue
         strings, elided, end = read
