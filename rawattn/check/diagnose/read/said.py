@@ -11,7 +11,7 @@ from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read import sliding
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.terms import TABLE, Term
+from rawattn.check.diagnose.read.terms import Term
 
 Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
@@ -25,8 +25,8 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: what
-    the scores are is not known in full.
+    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: who
+    sees whom is told by no rule, on other lengths than those that are judged.
     """
 
     weights: Weights
@@ -57,8 +57,7 @@ class Said:
 
     @property
     def title(self) -> str:
-        """What is wrong first, without the values of a table."""
-        return self.wrong[0].partition(TABLE)[0]
+        return self.wrong[0]
 
     @property
     def name(self) -> str:

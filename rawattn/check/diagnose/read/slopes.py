@@ -14,7 +14,7 @@ from rawattn.check.diagnose.read.forms import Change, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
-from rawattn.check.diagnose.read.terms import TABLE, function_of
+from rawattn.check.diagnose.read.terms import functions
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -37,8 +37,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     other_D = [change.name.startswith("delta") for change in (dq, dk)]
     if other_D[0] != other_D[1] and dq.text and dk.text:  # dq has the cotangents of all heads
         dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
-    plain = ([text.partition(TABLE)[0] for text in x.text] for x in (dq, dk))
-    if next(plain) == next(plain):  # tables differ by rounding
+    if dq.text == dk.text:
         _say(said, dq, "dS", "")
     else:
         _say(said, dq, "dQ", " of dq")
@@ -175,9 +174,10 @@ def _form_of(part: Part) -> Change:
     if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    told = function_of(logs, places) if (f > 0)[logs.there].all() else None
+    fitting = (x for x in functions(logs, places) if logs.fits(x.of(places)))
+    told = next(fitting, None) if (f > 0)[logs.there].all() else None
     if told is not None:
-        text = f"is multiplied by exp of {told}"
+        text = f"is multiplied by exp of {told.text}"
         return Change([text], "unknown", lambda c: np.exp(told.at(c)) * c.dY)
     coarse = Field(f - 1, logs.there, False, COARSE).zero
     return Change([] if coarse else [IN_ANOTHER_WAY])

@@ -4,7 +4,6 @@ Long by what may be in a row's sum.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, su
 from rawattn.check.diagnose.read.maps import of_other_heads
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
-from rawattn.check.diagnose.read.terms import adding
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
@@ -131,11 +129,6 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
     lse = np.asarray(said.weights.lse)
     known = x.known & ~(np.isneginf(lse) & (x.total - x.top < x.noise))  # of sums of nothing
     lse, total = lse[known], x.total[known]
-    added = None if said.term is None else said.term.added
-    if added is not None and added.table and np.ptp(lse - total) < 8 * x.noise:
-        by, total = float(np.mean(lse - total)), lse  # a table is known up to a number
-        raised = replace(added, of=lambda places: added.of(places) + by)
-        said.steps |= adding(raised).steps
     close = partial(np.allclose, lse, rtol=0, atol=8 * x.noise)
     if close(total) or close(with_sinks[known]):
         said.right.append("lse")

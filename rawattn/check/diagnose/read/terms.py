@@ -7,12 +7,14 @@ Long by the terms.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
+from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.read.contexts import capped, of_view, places_of, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, runs_of
@@ -29,87 +31,58 @@ CURVES: dict[str, options.Curve] = {
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
 KNOTS = 24  # of a function of the scores
+COARSE, DEGREE = 0.1, 8  # of an exp that is inexact: how far it is off, in polynomials of degree
+WHOLE = 1 << 20
+LOOPED = (WHOLE, 16, -16, 32, -32, 64, -64, 128, -128)  # tiles of keys; from the last one if < 0
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
     """``of``: numbers (num_heads_q or 1, total_q, total_k) of places. values: those that the text
-    holds, such as slopes by head; table: some of many."""
+    holds, such as slopes by head."""
 
     text: str
     of: Callable[[Places], Array]
-    values: tuple[float, ...]
-    table: bool = False
-
-    def __str__(self) -> str:
-        told = ", ".join(f"{value - self.values[0]:.4g}" for value in self.values)
-        return f"{self.text}{TABLE}{told}, ...)" if self.table else self.text
+    values: tuple[float, ...] = ()
 
     def at(self, c: Context) -> Array:
         return of_view(c, self.of(places_of(c.question)))
 
 
-TABLE = " (head 0, nearest first: "  # before its values
-
-
 @dataclass(frozen=True, eq=False)
 class Term:
     """What is wrong with the scores, its class, and the steps that do it. values: numbers that the
-    text holds, such as factors by head; added: what is added to them."""
+    text holds, such as factors by head."""
 
     text: str
     name: str
     steps: Mapping[str, Step] = field(default_factory=dict)
     values: tuple[float, ...] = ()
-    added: Function | None = None
 
 
-def term_of(field: Field, c: Context, *, table: bool = False) -> Term | None:
-    """The plainest term that leaves nothing but rounding; ``table``: of many numbers."""
-    added = (adding(f) for f in functions(field, places_of(c.question), table=table))
+def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
+    """The plainest term that leaves nothing but rounding; ``many``: of many numbers."""
+    added = map(adding, functions(field, places_of(c.question)))
     plain = (added, _factors(field, c), _curves(field, c))
-    parts = (_columns(field, c), added) if table else plain
-    terms = (term for part in parts for term in part)
-    return next((t for t in terms if field.fits(scores_of(c, t.steps) - c.S)), None)
+    parts = (_columns(field, c), _exponents(field, c)) if many else plain
+    return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
-def functions(field: Field, places: Places, *, table: bool = False) -> Iterator[Function]:
-    """What the field may be of the distance; ``table``: of one feature and the head alone."""
-    for name, f in DISTANCES.items() if not table else ():
+def functions(field: Field, places: Places) -> Iterator[Function]:
+    """What the field may be of the distance."""
+    for name, f in DISTANCES.items():
         slopes = field.slopes(_by_distance(f, np.ones((1, 1, 1)), places))
         values = tuple(float(slope) for slope in slopes.ravel())
         yield Function(f"{by_head(slopes)} {name}", partial(_by_distance, f, slopes), values)
-    own = "j - i" if places.aligned else "j - p"
-    names = [own, "j", "seqlen_k - 1 - j", *(() if field.by_row else ("i", "seqlen_q - 1 - i"))]
-    for name in names if table else ():
-        x = np.broadcast_to(places.feature(name), places.j.shape)
-        known = np.unique(x[field.there.any(axis=0)])
-        index = np.searchsorted(known, x).clip(0, len(known) - 1)
-        values_of = np.stack([field.means(head, index) for head in range(len(field.x))])
-        nearest = values_of[0][np.argsort(np.abs(known), kind="stable")[:6]]
-        text = f"what depends on {name.replace(own, 'j - i')} and the head alone"
-        look = partial(_looked_up, name, known, values_of)
-        yield Function(text, look, tuple(map(float, nearest)), table=True)
-
-
-def function_of(field: Field, places: Places) -> Function | None:
-    """The plainest function that leaves nothing but rounding."""
-    tried = (f for table in (False, True) for f in functions(field, places, table=table))
-    return next((f for f in tried if field.fits(f.of(places))), None)
 
 
 def adding(f: Function, text: str = "added to the scores: {}", name: str = "score-bias") -> Term:
     steps = capped(lambda c, S: S + f.at(c) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text.format(f), name, steps, f.values, f)
+    return Term(text.format(f.text), name, steps, f.values)
 
 
 def _by_distance(f: Callable[[Array], Array], slopes: Array, places: Places) -> Array:
     return np.asarray(slopes * f(np.abs(places.j - places.p).astype(np.float64)))
-
-
-def _looked_up(name: str, known: Array, values: Array, places: Places) -> Array:
-    x = np.broadcast_to(places.feature(name), places.j.shape)
-    return np.asarray(values[:, np.searchsorted(known, x).clip(0, len(known) - 1)])
 
 
 def _factors(field: Field, c: Context) -> Iterator[Term]:
@@ -142,9 +115,9 @@ def of_columns(factors: Array) -> tuple[str, bool]:
 
 
 def _curves(field: Field, c: Context) -> Iterator[Term]:
-    """Functions of the scores alone: those of CURVES; any other one in numbers."""
-    cap, smooth = c.question.softcap, _of_scores(field, c.S) is not None
-    for words, curve in CURVES.items() if smooth else ():
+    """Functions of the scores alone, those of CURVES."""
+    cap = c.question.softcap
+    for words, curve in CURVES.items() if _of_scores(field, c.S) else ():
         if cap is None and words == "not capped":
             continue
 
@@ -161,25 +134,43 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
 
 
-def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
-    """Scores and a function of them at these, in straight lines, if that is nearly all there is."""
+def _of_scores(field: Field, S: Array) -> bool:
+    """Whether a function of the scores, in straight lines, is nearly all there is."""
     knots = np.unique(np.quantile(S[field.there], np.linspace(0, 1, KNOTS)))
     if len(knots) < 4:
-        return None
+        return False
     values = field.shares([np.interp(S, knots, row) for row in np.eye(len(knots))])
-    found = np.interp(S, knots, values)
-    left = np.square(field.own - field.centred(found)).sum()
-    noise = field.noise**2 * field.there.sum()
-    nearly = left < max(0.02 * np.square(field.own).sum(), noise)
-    return (knots, values) if nearly else None
+    left = np.square(field.own - field.centred(np.interp(S, knots, values))).sum()
+    return bool(left < max(0.02 * np.square(field.own).sum(), field.noise**2 * field.there.sum()))
 
 
-def loosely(field: Field, S: Array) -> tuple[str, str] | None:
-    """In numbers, where no term says what they are: another function of the scores, and the class
-    of bugs."""
-    if (curve := _of_scores(field, S)) is None:
-        return None
-    at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
-    found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
-    told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
-    return f"the scores are another function of the right ones alone: {told}", "softcap"
+def _exponents(field: Field, c: Context) -> Iterator[Term]:
+    """An exp that is off by what hangs on the fraction of its exponent of 2, as polynomials are;
+    below the maximum of the tiles so far, from the first key on or from the last one."""
+    q = c.question
+    small = np.abs(field.own).max(initial=0.0) < COARSE and q.dtype.itemsize > 2
+    for tile in LOOPED if small and not q.sparse else ():
+        factors = field.shares([*_by_fraction(tile, c, c.S)])
+        error = np.tensordot(factors, _by_fraction(tile, c, c.S), 1)
+        text = f"exp is off by up to {np.ptp(error):.1g} of itself, by what hangs on the fraction"
+        change = partial(_inexact, tile, factors)
+        yield Term(f"{text} of its exponent of 2", "unknown", capped(change))
+
+
+def _inexact(tile: int, factors: Array, c: Context, S: Array) -> Array:
+    return np.asarray(S + np.tensordot(factors, _by_fraction(tile, c, S), 1))
+
+
+def _by_fraction(tile: int, c: Context, S: Array) -> Array:
+    """(numbers, heads, n, m): powers of the fraction of the exponent of 2 of exp(S - maximum so
+    far), where that is below 1/2 and where it is not; 0 of pairs that must not be seen."""
+    places = places_of(c.question)
+    seen, j = (of_view(c, x) for x in (places.rights, np.maximum(places.j, 0)[None]))
+    order = np.s_[..., :: 1 if tile > 0 else -1]
+    so_far = np.maximum.accumulate(np.where(seen, S, -np.inf)[order], axis=-1)[order]
+    last = np.arange(S.shape[2]) - j % abs(tile) + (tile - 1 if tile > 0 else 0)
+    last = np.broadcast_to(last.clip(0, S.shape[2] - 1), S.shape)
+    x = np.where(seen, LOG2_E * (S - np.take_along_axis(so_far, last, axis=-1)), 0.0)
+    upper = x % 1 >= 0.5
+    powers = np.moveaxis(np.polynomial.chebyshev.chebvander(4 * (x % 0.5) - 1, DEGREE), -1, 0)
+    return np.concatenate([powers * (seen & ~upper), powers * (seen & upper)])
