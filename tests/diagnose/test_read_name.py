@@ -104,7 +104,6 @@ def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
 _CLIPPED = {"cap": lambda c, x: (np.clip(c.Y, -1.5, 1.5), 1.0, 0.0)}
 _ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
 _NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
-_BEFORE = delta(lambda a, q: np.roll(a["delta"], 1, 1) * (np.arange(len(q.q)) > 0))
 _HALF_OF_D = delta(lambda a, q: (a["dout"] * a["out"])[..., :8].sum(2).T)
 _OPEN_TILE = or_seen(lambda c: c.j // 16 == c.p // 16)
 _NAN_TAIL = {"softmax": lambda c, x: (x[0], np.where(c.i >= c.n // 16 * 16, np.nan, x[1]))}
@@ -187,7 +186,6 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
     "D of its tile": ({"dS": with_tile_sums}, "dS takes D over the tile of 16 keys at hand alone"),
     "half of D": (_HALF_OF_D, "dout . out without columns 8 to 15"),
-    "D of the row before": (_BEFORE, "takes D of row i - 1"),
     "fewer columns": (
         {"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T},
         "dP = dout . v without columns 12 to 15",

@@ -5,7 +5,6 @@ Long by the table of features, which are all the words that there are for sets o
 
 import re
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import islice, product
@@ -48,11 +47,12 @@ class Places:
     Of a query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in
     use m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has
     as many keys as queries, so that p is i. selection: of block-sparse attention the head of the
-    lists that say what is seen.
+    lists that say what is seen. head: a query head that has features too, by which all heads may
+    be told at once.
     """
 
-    def __init__(self, question: Question, selection: int = 0) -> None:
-        q, self.question, self.selection = question, question, selection
+    def __init__(self, question: Question, selection: int = 0, head: int | None = None) -> None:
+        q, self.question, self.selection, self.head = question, question, selection, head
         self.query = np.arange(len(q.q))[:, None]
         self.b = np.asarray(q.sequence_of("q")[self.query])
         self.i = q.place_of("q")[:, None]
@@ -61,7 +61,6 @@ class Places:
         self.p = np.asarray(self.i + self.m - self.n)
         self.own = np.asarray((self.j >= 0) & (self.j < self.m) & (self.b >= 0))
         self.aligned = q.lengths_q == q.lengths_k
-        self.head: int | None = None  # of which features are asked, if any
         self._made: dict[str, Array] = {}
 
     def of(self, head: int) -> "Places":
@@ -69,15 +68,11 @@ class Places:
         q = self.question
         heads = 1 if q.block_indices is None else q.block_indices.shape[1]
         selection = head * heads // q.num_heads_q
-        return self if selection == self.selection else _places(q, selection)
+        return self if selection == self.selection else places_of(q, selection)
 
     def of_head(self, head: int) -> "Places":
-        """The same with features of a query head, by which all heads may be told at once."""
-        found = copy(self.of(head))
-        found._made, found.head = {}, head
-        for name in ("features", "loops"):
-            vars(found).pop(name, None)
-        return found
+        """The same with features of the head."""
+        return places_of(self.question, self.of(head).selection, head)
 
     @cached_property
     def right(self) -> Array:
@@ -218,9 +213,9 @@ class Places:
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
         """What hangs on the query head h: rows that are packed with those of the other heads of a
-        group, in their two orders, and loops over tiles of them."""
+        group, in their two orders, and tiles of them."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        at, shift = f"(packed row {g} i + h % {g})", m - n
+        at = f"(packed row {g} i + h % {g})"
         rows = {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
         found: dict[str, Callable[[], Array]] = {
             "h": lambda: h + 0 * i,
@@ -228,20 +223,15 @@ class Places:
         }
         for name, row in (rows | {"(i + h)": i + h, "(i - h)": i - h}).items():
             found[f"j - {name}"] = partial(np.subtract, j, row)
-            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + shift)
+            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + m - n)
         for t in TILES:
             found |= of_tiles(at, rows[at], f"{g} seqlen_q", g * n, t)
-        for u, t, edge in product(LOOPS, LOOPS, EDGES):
-            row = partial(EDGES[edge], rows[at], u, g * n)
-            name = f"j // {t} - (i of the {edge} {at[1:-1]} of {u}) // {t}"
-            found[name] = partial(_tiles_behind, j, row, shift, t, g)
         return found
 
     @property
     def by_head(self) -> list[str]:
         """Features by which all heads may be told at once: those of heads, and plain ones."""
-        plain = (name for name in self.features if "//" not in name and "%" not in name)
-        return [*self._of_heads(0), *islice(plain, BASIC)]
+        return [*self._of_heads(0), *islice(self.features, BASIC)]
 
     def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
         """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
@@ -278,21 +268,19 @@ class Places:
         }
 
 
-def _tiles_behind(
-    x: Array, row: Callable[[], Array], shift: Array, t: int, group: int = 1
-) -> Array:
-    return np.asarray(x // t - (row() // group + shift) // t)
+def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
+    return np.asarray(x // t - (row() + shift) // t)
 
 
-@lru_cache(maxsize=16)
-def _places(q: Question, selection: int) -> Places:
-    return Places(q, selection)
+@lru_cache(maxsize=8)
+def places_of(question: Question, selection: int = 0, head: int | None = None) -> Places:
+    return Places(question, selection, head)
 
 
 @dataclass(frozen=True, eq=False)
 class Right:
-    """What a right computation has of ``places``: scores S of all pairs and weights P, both
-    (num_heads_q, total_q, total_k), lse (num_heads_q, total_q), out like ``Question.out``.
+    """What a right computation has of ``places``: scores S of all pairs, (num_heads_q, total_q,
+    total_k), lse (num_heads_q, total_q), out like ``Question.out``.
     """
 
     places: Places
@@ -328,15 +316,10 @@ class Right:
         return found
 
     @cached_property
-    def P(self) -> Array:
-        seen = np.where(self.seen, self.S, -np.inf)
-        return np.asarray(np.exp(seen - dead_to_inf(np, self.lse)[..., None]))
-
-    @cached_property
     def out(self) -> Array:
-        q = self.places.question
+        q, seen = self.places.question, np.where(self.seen, self.S, -np.inf)
         v = q.v.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0)
-        return np.asarray((self.P @ v).swapaxes(0, 1))
+        return np.asarray((np.exp(seen - dead_to_inf(np, self.lse)[..., None]) @ v).swapaxes(0, 1))
 
 
 @lru_cache(maxsize=8)

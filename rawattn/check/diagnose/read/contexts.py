@@ -1,7 +1,6 @@
 """All pairs of a problem as one view, of which steps of the engine make what was read."""
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,10 @@ from rawattn.check.diagnose.engine.attention import (
     exact,
     run_steps,
 )
-from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import SCORES
 from rawattn.check.diagnose.evidence.places import Places, Right
 
 Array = np.ndarray
-
-
-@lru_cache(maxsize=4)
-def places_of(question: Question) -> Places:
-    return Places(question)
 
 
 def of_view(c: Context, whole: Array) -> Array:

@@ -6,9 +6,10 @@ from functools import cache, partial
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
+from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
-from rawattn.check.diagnose.read.contexts import of_view, places_of
+from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, form_of
 from rawattn.check.diagnose.read.part import Part

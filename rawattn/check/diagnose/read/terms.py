@@ -15,8 +15,8 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
 from rawattn.check.diagnose.engine.steps import LOG2_E
-from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.read.contexts import capped, of_view, places_of, scores_of
+from rawattn.check.diagnose.evidence.places import Places, places_of
+from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, runs_of
 
 Array = np.ndarray
@@ -30,7 +30,6 @@ CURVES: dict[str, options.Curve] = {
     **options.CURVES,
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
-KNOTS = 24  # of a function of the scores
 COARSE, DEGREE = 0.1, 8  # of an exp that is inexact: how far it is off, in polynomials of degree
 WHOLE = 1 << 20
 LOOPED = (WHOLE, 16, -16, 32, -32, 64, -64, 128, -128)  # tiles of keys; from the last one if < 0
@@ -116,8 +115,8 @@ def of_columns(factors: Array) -> tuple[str, bool]:
 
 def _curves(field: Field, c: Context) -> Iterator[Term]:
     """Functions of the scores alone, those of CURVES."""
-    cap = c.question.softcap
-    for words, curve in CURVES.items() if _of_scores(field, c.S) else ():
+    cap, far = c.question.softcap, field.left(np.zeros_like(c.S)) / 2
+    for words, curve in CURVES.items():
         if cap is None and words == "not capped":
             continue
 
@@ -126,22 +125,12 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
         x = min((*NUMBERS, *([cap] if cap else ())), key=left_by) if "{c}" in words else 1.0
-        for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) > 1 else ():
+        for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * step ** np.linspace(-1, 1, 9), key=left_by))
         x = round(x, 2) if x > 0.1 and left_by(round(x, 2)) <= 1 else x
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
-
-
-def _of_scores(field: Field, S: Array) -> bool:
-    """Whether a function of the scores, in straight lines, is nearly all there is."""
-    knots = np.unique(np.quantile(S[field.there], np.linspace(0, 1, KNOTS)))
-    if len(knots) < 4:
-        return False
-    values = field.shares([np.interp(S, knots, row) for row in np.eye(len(knots))])
-    left = np.square(field.own - field.centred(np.interp(S, knots, values))).sum()
-    return bool(left < max(0.02 * np.square(field.own).sum(), field.noise**2 * field.there.sum()))
 
 
 def _exponents(field: Field, c: Context) -> Iterator[Term]:
