@@ -97,13 +97,17 @@ class Places:
         the query's own block where none does, ABSENT of others."""
         return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
-    @cached_property
-    def gate(self) -> Array:
-        """(total_q, total_k) factors of the scores."""
-        scale = self.question.block_scale
+    @property
+    def gates(self) -> Array | float:
+        """Factors of the scores, like ``rights``; 1 where there are none."""
+        heads, scale = range(self.question.num_heads_q), self.question.block_scale
         if scale is None:
-            return np.ones(self.slots.shape)
-        of_query = np.asarray(scale[self.query[:, 0], self.selection], dtype=np.float64)
+            return 1.0
+        return np.stack([self.of(head).gate(np.asarray(scale, np.float64)) for head in heads])
+
+    def gate(self, scale: Array) -> Array:
+        """(total_q, total_k) of ``scale``, 1 where no slot names the key's block."""
+        of_query = scale[self.query[:, 0], self.selection]
         taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
         return np.where(self.slots >= 0, taken, 1.0)
 
@@ -290,36 +294,21 @@ class Right:
         q = self.places.question
         keys = q.k.astype(np.float64).transpose(1, 2, 0).repeat(q.group, axis=0)
         Y = q.scale * (q.q.astype(np.float64).swapaxes(0, 1) @ keys)
-        return np.asarray(self.gate * capped(np, Y, q.softcap, lambda x: x)[0])
-
-    @cached_property
-    def seen(self) -> Array:
-        """Who sees whom, like S; of dense attention alike for all heads."""
-        return np.asarray(self._by_head("right"))
-
-    @cached_property
-    def gate(self) -> Array | float:
-        """The factors of block_scale, like S."""
-        q = self.places.question
-        return 1.0 if q.block_scale is None else self._by_head("gate")
-
-    def _by_head(self, name: str) -> Array:
-        heads = range(self.places.question.num_heads_q if self.places.question.sparse else 1)
-        return np.stack([getattr(self.places.of(head), name) for head in heads])
+        return np.asarray(self.places.gates * capped(np, Y, q.softcap, lambda x: x)[0])
 
     @cached_property
     def lse(self) -> Array:
         q = self.places.question
-        found = log_sum(np.where(self.seen, self.S, -np.inf))
+        found = log_sum(np.where(self.places.rights, self.S, -np.inf))
         if q.sinks is not None:
             found = np.logaddexp(found, np.asarray(q.sinks, dtype=np.float64)[:, None])
         return found
 
     @cached_property
     def out(self) -> Array:
-        q, seen = self.places.question, np.where(self.seen, self.S, -np.inf)
+        q, S = self.places.question, np.where(self.places.rights, self.S, -np.inf)
         v = q.v.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0)
-        return np.asarray((np.exp(seen - dead_to_inf(np, self.lse)[..., None]) @ v).swapaxes(0, 1))
+        return np.asarray((np.exp(S - dead_to_inf(np, self.lse)[..., None]) @ v).swapaxes(0, 1))
 
 
 @lru_cache(maxsize=8)

@@ -38,8 +38,7 @@ def context_of(places: Places, S: Array) -> Context:
     c = SimpleNamespace(question=q, view=view, W=view.weight, s=q.scale, r=exact, o=exact, dL=0.0)
     c.Q = q.q.astype(np.float64).swapaxes(0, 1)
     c.K, c.V = (x.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0) for x in (q.k, q.v))
-    gated = q.block_scale is not None
-    c.G = np.stack([places.of(head).gate for head in heads]) if gated else 1.0
+    c.G = places.gates
     c.S, c.Y, c.cap = S, S / c.G, (S / c.G, 1.0)
     if q.softcap is not None:
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -15,7 +15,7 @@ from rawattn.check.diagnose.read.forms import Change, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
-from rawattn.check.diagnose.read.terms import functions
+from rawattn.check.diagnose.read.terms import Of, at, of_distance
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -175,10 +175,14 @@ def _form_of(part: Part) -> Change:
     if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    fitting = (x for x in functions(logs, places) if logs.fits(x.of(places)))
-    told = next(fitting, None) if (f > 0)[logs.there].all() else None
-    if told is not None:
-        text = f"is multiplied by exp of {told.text}"
-        return Change([text], "unknown", lambda c: np.exp(told.at(c)) * c.dY)
+    if (f > 0)[logs.there].all():
+        for text, _, of in of_distance(logs, places):
+            if logs.fits(of(places)):
+                dY = partial(_times_exp, of)
+                return Change([f"is multiplied by exp of {text}"], "unknown", dY)
     coarse = Field(f - 1, logs.there, False, COARSE).zero
     return Change([] if coarse else [IN_ANOTHER_WAY])
+
+
+def _times_exp(of: Of, c: Context) -> Array:
+    return np.asarray(np.exp(at(c, of)) * c.dY)

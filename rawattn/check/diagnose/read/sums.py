@@ -14,9 +14,9 @@ from rawattn.check.diagnose.evidence.places import Places, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
-from rawattn.check.diagnose.read.maps import of_other_heads
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
+from rawattn.check.diagnose.read.terms import of_other_heads
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray

@@ -1,10 +1,11 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
-of some columns. A term is planted by steps, and fits if these give the log-weights that were read.
+of other heads, of some columns. A term is planted by steps, and fits if these give the log-weights
+that were read.
 
 Long by the terms.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
+from rawattn.check.diagnose.catalogue.reading import in_product
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
 from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
-from rawattn.check.diagnose.read.fields import Field, by_head, number, runs_of
+from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
 
 Array = np.ndarray
 DISTANCES: dict[str, Callable[[Array], Array]] = {
@@ -35,17 +37,7 @@ WHOLE = 1 << 20
 LOOPED = (WHOLE, 16, -16, 32, -32, 64, -64, 128, -128)  # tiles of keys; from the last one if < 0
 
 
-@dataclass(frozen=True, eq=False)
-class Function:
-    """``of``: numbers (num_heads_q or 1, total_q, total_k) of places. values: those that the text
-    holds, such as slopes by head."""
-
-    text: str
-    of: Callable[[Places], Array]
-    values: tuple[float, ...] = ()
-
-    def at(self, c: Context) -> Array:
-        return of_view(c, self.of(places_of(c.question)))
+Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) of places
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,23 +53,30 @@ class Term:
 
 def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``many``: of many numbers."""
-    added = map(adding, functions(field, places_of(c.question)))
-    plain = (added, _factors(field, c), _curves(field, c))
-    parts = (_columns(field, c), _exponents(field, c)) if many else plain
+    plain = (_biases(field, c), _factors(field, c), _curves(field, c))
+    parts = (_heads(field, c), _columns(field, c), _exponents(field, c)) if many else plain
     return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
-def functions(field: Field, places: Places) -> Iterator[Function]:
-    """What the field may be of the distance."""
+def of_distance(field: Field, places: Places) -> Iterator[tuple[str, Array, Of]]:
+    """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
     for name, f in DISTANCES.items():
         slopes = field.slopes(_by_distance(f, np.ones((1, 1, 1)), places))
-        values = tuple(float(slope) for slope in slopes.ravel())
-        yield Function(f"{by_head(slopes)} {name}", partial(_by_distance, f, slopes), values)
+        yield f"{by_head(slopes)} {name}", slopes, partial(_by_distance, f, slopes)
 
 
-def adding(f: Function, text: str = "added to the scores: {}", name: str = "score-bias") -> Term:
-    steps = capped(lambda c, S: S + f.at(c) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text.format(f.text), name, steps, f.values)
+def at(c: Context, of: Of) -> Array:
+    return of_view(c, of(places_of(c.question)))
+
+
+def adding(of: Of, text: str, name: str, values: Sequence[float] = ()) -> Term:
+    steps = capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
+    return Term(text, name, steps, tuple(values))
+
+
+def _biases(field: Field, c: Context) -> Iterator[Term]:
+    for text, slopes, of in of_distance(field, places_of(c.question)):
+        yield adding(of, f"added to the scores: {text}", "score-bias", slopes.ravel().tolist())
 
 
 def _by_distance(f: Callable[[Array], Array], slopes: Array, places: Places) -> Array:
@@ -88,7 +87,33 @@ def _factors(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
     steps = capped(lambda c, S: factors[c.view.heads] * S)
     text = f"the scores are multiplied by {by_head(factors)}"
-    yield Term(text, "score-scale", steps, tuple(float(x) for x in factors.ravel()))
+    yield Term(text, "score-scale", steps, tuple(factors.ravel().tolist()))
+
+
+def of_other_heads(of: str, heads: Array) -> Term:
+    what = {"k": "keys", "q": "queries", "v": "values"}[of]
+    text = f"query head h takes the {what} of head {of_heads(heads)}"
+    return Term(text, "gqa-head-map", _taking(of, heads))
+
+
+def _taking(of: str, heads: Array) -> dict[str, Step]:
+    """q, k or v of other heads in its product, by query head."""
+
+    def taken(c: Context) -> Array:
+        rows = c.view.rows if of == "q" else c.view.keys
+        x = getattr(c.question, of)[rows][:, heads[c.view.heads]]
+        return np.asarray(x.astype(np.float64).swapaxes(0, 1))
+
+    return in_product("O" if of == "v" else "Y", **{of.upper(): taken})
+
+
+def _heads(field: Field, c: Context) -> Iterator[Term]:
+    """Scores of other heads of k, or of q."""
+    for of in "kq":
+        heads = range(getattr(c.question, of).shape[1])
+        tried = (_taking(of, np.full(c.question.num_heads_q, head)) for head in heads)
+        left = np.array([field.left_by_head(scores_of(c, steps) - c.S) for steps in tried])
+        yield of_other_heads(of, left.argmin(axis=0))
 
 
 def _columns(field: Field, c: Context) -> Iterator[Term]:

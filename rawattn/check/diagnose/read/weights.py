@@ -12,11 +12,10 @@ from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
-from rawattn.check.diagnose.read.maps import heads_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import Function, Term, adding, term_of
+from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
 Array = np.ndarray
 
@@ -52,7 +51,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         return
     term = term_of(x, c) or _counted(read, x.noise, second)
     if not read.passed:
-        term = term or heads_of(x, c) or term_of(x, c, many=True)
+        term = term or term_of(x, c, many=True)
     said.term = term
     if term is not None:
         said.say_term(term)
@@ -131,7 +130,7 @@ def _counting(often: int | str, rule: Rule, places: Places) -> Term:
     name = "sparse-duplicate-twice" if places.question.sparse else name
     text = f"keys count {often} times: {rule}"
     text = f"keys count more than once: {often}" if isinstance(often, str) else text
-    return adding(Function("", of, ()), text, name)
+    return adding(of, text, name)
 
 
 def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
@@ -144,7 +143,7 @@ def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
     """How often each key counts (num_heads_q, total_q, total_k), by lse or relative to those of its
     row that count least; of which that is known; and the numbers, if whole and not all 1."""
     seen, alive = seen_of(read)
-    common = seen & read.right.seen & alive[..., None]
+    common = seen & read.places.rights & alive[..., None]
     logs = logs_of(read, common) - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
     of_lse = np.full_like(lowest, np.nan) if read.lse is None else -read.lse[..., None]
