@@ -61,10 +61,6 @@ def unwritten(c: Head, x: Any) -> Any:
     return np.where(there, x[0], -np.inf), x[1] * there
 
 
-def odd(c: Head) -> Any:
-    return -0.03 * (c.h + 1) * np.log1p(away(c))
-
-
 def coarse(c: Head, x: Any) -> Any:
     """Powers of 2 by straight lines between whole ones."""
     top = c.S.max(axis=1, keepdims=True)
@@ -131,7 +127,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "third": (times(lambda c: c.j < c.m // 3 * 3), "j - seqlen_k // 3 * 3 >= 0"),
     "no rule": (times(lambda c: (7919 * c.i + c.j**2) % 11 > 0), "no plain rule"),
     # ---- scores ----
-    "odd": (added(odd), "-0.03 (h + 1) log(1 + |j - i|)", "group3"),
+    "bias": (added(lambda c: -0.03 * away(c)), "added to the scores: -0.03 |j - i|", "group3"),
     "ALiBi": (added(lambda c: -away(c) / 2**c.h / 2), "-0.5 (head 0), -0.25 (head 1)", "group3"),
     "no scale": ({"Y": by(4)}, "by 4 (softmax_scale is missing)"),
     "factor": ({"Y": by(1.37)}, "multiplied by 1.37"),
@@ -230,7 +226,7 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "bug", "said"),
     [
-        ("odd", "score-bias", "added to the scores: -0.03 (h + 1) log(1 + |j - i|)"),
+        ("bias", "score-bias", "added to the scores: -0.03 |j - i|"),
         ("back", "unknown", "dS is multiplied by exp of -0.0202 |j - i|"),
         ("j <= i + 1", "causal-off-by-one", "each query sees one key too many"),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
@@ -247,7 +243,7 @@ def test_diff_says_what_was_read(name: str, bug: str, said: str) -> None:
     assert finding.title.startswith(said)
     told = "\n".join(finding.evidence)
     assert all(text in told for text in ("read off entry by entry, ", " calls", "the float64 ref"))
-    assert (finding.sight is None) == (name in ("odd", "back", "rows of dq"))
+    assert (finding.sight is None) == (name in ("bias", "back", "rows of dq"))
 
 
 def test_a_function_may_want_multiples() -> None:

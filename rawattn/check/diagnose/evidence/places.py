@@ -217,19 +217,21 @@ class Places:
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
         """What hangs on the query head h: rows that are packed with those of the other heads of a
-        group, in their two orders, and tiles of them."""
+        group, in their two orders."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        at = f"(packed row {g} i + h % {g})"
-        rows = {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
+        rows = {
+            f"(packed row {g} i + h % {g})": g * i + h % g,
+            f"(packed row h % {g} seqlen_q + i)": h % g * n + i,
+            "(i + h)": i + h,
+            "(i - h)": i - h,
+        }
         found: dict[str, Callable[[], Array]] = {
             "h": lambda: h + 0 * i,
             f"h % {g}": lambda: h % g + 0 * i,
         }
-        for name, row in (rows | {"(i + h)": i + h, "(i - h)": i - h}).items():
+        for name, row in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, row)
             found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + m - n)
-        for t in TILES:
-            found |= of_tiles(at, rows[at], f"{g} seqlen_q", g * n, t)
         return found
 
     @property
@@ -327,7 +329,4 @@ def _slots(q: Question) -> Array:
 
 def log_sum(x: Array) -> Array:
     """The logarithm of the sum of exp over the last axis; -inf of nothing."""
-    top = x.max(axis=-1, initial=-np.inf)
-    top = np.where(np.isfinite(top), top, 0.0)
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log(np.exp(x - top[..., None]).sum(axis=-1)) + top)
+    return np.asarray(np.logaddexp.reduce(x, axis=-1))

@@ -93,14 +93,11 @@ def sum_in_words(factors: Mapping[str, float]) -> str:
 
 
 def by_head(values: Array) -> str:
-    """Numbers of heads: one if they are alike, a multiple of h + 1, or all of them."""
+    """Numbers of heads: one if they are alike, or all of them."""
     values = np.asarray(values, dtype=np.float64).ravel()
     size = float(np.abs(values).max(initial=0.0)) or 1.0
     if np.ptp(values) < 1e-2 * size:
         return number(float(values.mean()))
-    steps = values / (np.arange(len(values)) + 1)
-    if np.ptp(steps) < 1e-2 * np.abs(steps).max():
-        return f"{steps.mean():.3g} (h + 1)"
     return ", ".join(f"{number(value)} (head {h})" for h, value in enumerate(values[:8]))
 
 

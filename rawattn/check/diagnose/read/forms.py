@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Context
+from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.reading import of_view
+from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
@@ -147,20 +149,31 @@ def _of_columns(factors: Array, c: Context) -> Array:
 
 
 def _row_terms(part: Part) -> Iterator[Change]:
-    """D of some keys alone."""
+    """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
-    for (words, over), tile in product(OVER.items(), TILES) if known.any() else ():
-        D = partial(_over, over, tile)
+    for text, name, D in _others(part.places.question) if known.any() else ():
         with np.errstate(invalid="ignore"):
-            held = np.abs(part.row_term[at] - D(c)[at]) < size_of(part)
+            due = np.broadcast_to(D(c), part.P.shape)
+            held = np.abs(part.row_term[at] - due[at]) < size_of(part)
         if held.mean(where=known) > MOST_PAIRS:
-            text = f"takes D over {words.format(tile)} alone"
-            yield Change([text], ANOTHER, partial(_with_delta, D), whole=True)
+            yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
+
+
+def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
+    for by in maps.families(question, True):
+        yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
+    for (text, over), tile in product(OVER.items(), TILES):
+        yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
 
 
 def size_of(part: Part) -> float:
     """What a row term may be off by."""
     return part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
+
+
+def _moved(by: maps.Map, c: Context) -> Array:
+    D = deltas(c.question, c.given)
+    return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))[..., None]
 
 
 def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array:

@@ -25,8 +25,8 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: who
-    sees whom is told by no rule, on other lengths than those that are judged.
+    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: how
+    often or which keys count is told by no rule.
     """
 
     weights: Weights
@@ -54,10 +54,6 @@ class Said:
     @property
     def sound(self) -> bool:
         return not (self.wrong or self.unread)
-
-    @property
-    def title(self) -> str:
-        return self.wrong[0]
 
     @property
     def name(self) -> str:

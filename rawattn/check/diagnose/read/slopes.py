@@ -15,7 +15,7 @@ from rawattn.check.diagnose.read.forms import Change, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
-from rawattn.check.diagnose.read.terms import Of, at, of_distance
+from rawattn.check.diagnose.read.terms import at, of_distance
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -175,14 +175,9 @@ def _form_of(part: Part) -> Change:
     if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    if (f > 0)[logs.there].all():
-        for text, _, of in of_distance(logs, places):
-            if logs.fits(of(places)):
-                dY = partial(_times_exp, of)
-                return Change([f"is multiplied by exp of {text}"], "unknown", dY)
+    told, _, of = of_distance(logs, places)
+    if (f > 0)[logs.there].all() and logs.fits(of(places)):
+        text = f"is multiplied by exp of {told}"
+        return Change([text], "unknown", lambda c: np.exp(at(c, of)) * c.dY)
     coarse = Field(f - 1, logs.there, False, COARSE).zero
     return Change([] if coarse else [IN_ANOTHER_WAY])
-
-
-def _times_exp(of: Of, c: Context) -> Array:
-    return np.asarray(np.exp(at(c, of)) * c.dY)

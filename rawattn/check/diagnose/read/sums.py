@@ -84,7 +84,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         said.right.append("row sums")
     elif sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif not ((sinks is None and _say_keys(said, x, second)) or _say_sink(said, x, due)):
+    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
@@ -160,18 +160,13 @@ def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
     known = x.known & (more > 0)
     wanted = np.log(more[known])
     size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    sinks = x.places.question.sinks
-    of = top if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
-    names = (*(["sink"] if sinks is not None else []), "row_max", "")
-    basis = {name: PARTS[name](of, top)[known] / size for name in names}
+    sinks = np.asarray(x.places.question.sinks, dtype=np.float64)[:, None]
+    basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
     factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
-    if factors is None or (sinks is None and "row_max" not in factors):
+    if factors is None:
         return False
     text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
-    if sinks is None:
-        added = number(float(np.exp(factors.get("", 0.0))))
-        text = f"the row sums have {added} exp(row_max) more than the keys that are seen"
-    said.say(text, "denominator" if sinks is None else "sinks-misplaced")
+    said.say(text, "sinks-misplaced")
     said.steps |= options.with_sink(partial(_sink, factors))
     return True
 

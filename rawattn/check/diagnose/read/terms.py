@@ -22,10 +22,6 @@ from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
 
 Array = np.ndarray
-DISTANCES: dict[str, Callable[[Array], Array]] = {
-    "|j - i|": lambda d: d,
-    "log(1 + |j - i|)": np.log1p,
-}
 CURVES: dict[str, options.Curve] = {
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
@@ -58,11 +54,10 @@ def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
-def of_distance(field: Field, places: Places) -> Iterator[tuple[str, Array, Of]]:
+def of_distance(field: Field, places: Places) -> tuple[str, Array, Of]:
     """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
-    for name, f in DISTANCES.items():
-        slopes = field.slopes(_by_distance(f, np.ones((1, 1, 1)), places))
-        yield f"{by_head(slopes)} {name}", slopes, partial(_by_distance, f, slopes)
+    slopes = field.slopes(_by_distance(np.ones((1, 1, 1)), places))
+    return f"{by_head(slopes)} |j - i|", slopes, partial(_by_distance, slopes)
 
 
 def at(c: Context, of: Of) -> Array:
@@ -75,12 +70,12 @@ def adding(of: Of, text: str, name: str, values: Sequence[float] = ()) -> Term:
 
 
 def _biases(field: Field, c: Context) -> Iterator[Term]:
-    for text, slopes, of in of_distance(field, places_of(c.question)):
-        yield adding(of, f"added to the scores: {text}", "score-bias", slopes.ravel().tolist())
+    text, slopes, of = of_distance(field, places_of(c.question))
+    yield adding(of, f"added to the scores: {text}", "score-bias", slopes.ravel().tolist())
 
 
-def _by_distance(f: Callable[[Array], Array], slopes: Array, places: Places) -> Array:
-    return np.asarray(slopes * f(np.abs(places.j - places.p).astype(np.float64)))
+def _by_distance(slopes: Array, places: Places) -> Array:
+    return np.asarray(slopes * np.abs(places.j - places.p))
 
 
 def _factors(field: Field, c: Context) -> Iterator[Term]:
@@ -142,8 +137,6 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
     """Functions of the scores alone, those of CURVES."""
     cap, far = c.question.softcap, field.left(np.zeros_like(c.S)) / 2
     for words, curve in CURVES.items():
-        if cap is None and words == "not capped":
-            continue
 
         def left_by(x: float, curve: Any = curve) -> float:
             with np.errstate(invalid="ignore", over="ignore"):

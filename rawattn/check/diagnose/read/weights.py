@@ -37,7 +37,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
     else:
         _say_support(said, alive)
-    if not said.unread:
+    if not said.unread and not said.loose:
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
@@ -57,6 +57,10 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.say_term(term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
+    elif not read.passed and (values := _times(read, x.noise)[2]).size:
+        said.loose = True
+        name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
+        said.say(f"keys count up to {values.max():.0f} times, by no plain rule", name)
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
 
