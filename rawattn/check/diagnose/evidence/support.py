@@ -114,10 +114,8 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         for part in told:
             same.setdefault(part.rule, []).extend(part.heads)
         parts += [Part(kind, tuple(sorted(of)), rule) for rule, of in same.items()]
-    several = {part.kind for part in parts} > {LESS}
-    own = all(part.kind != OTHER for part in parts)
-    several = several and all(len(part.heads) == len(seen) for part in parts)
-    whole = _whole(*read, own=own) if several else None
+    kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
+    whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     return Support(places, seen, tuple(parts), whole, second)
 
 

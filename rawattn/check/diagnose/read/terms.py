@@ -157,11 +157,14 @@ def _exponents(field: Field, c: Context) -> Iterator[Term]:
     q = c.question
     small = np.abs(field.own).max(initial=0.0) < COARSE and q.dtype.itemsize > 2
     for tile in LOOPED if small and not q.sparse else ():
-        factors = field.shares([*_by_fraction(tile, c, c.S)])
-        error = np.tensordot(factors, _by_fraction(tile, c, c.S), 1)
-        text = f"exp is off by up to {np.ptp(error):.1g} of itself, by what hangs on the fraction"
+        powers = _by_fraction(tile, c, c.S)
+        factors = field.shares([*powers])
+        of_zero = np.sum(factors[: DEGREE + 1] * (-1.0) ** np.arange(DEGREE + 1))
+        factors[[0, DEGREE + 1]] -= of_zero  # of exp(0), which is 1
+        off = np.abs(np.tensordot(factors, powers, 1)).max()
+        text = f"exp is off by up to {off:.1g} of itself, by what hangs on the fraction of its"
         change = partial(_inexact, tile, factors)
-        yield Term(f"{text} of its exponent of 2", "unknown", capped(change))
+        yield Term(f"{text} exponent of 2", "unknown", capped(change))
 
 
 def _inexact(tile: int, factors: Array, c: Context, S: Array) -> Array:
@@ -169,8 +172,8 @@ def _inexact(tile: int, factors: Array, c: Context, S: Array) -> Array:
 
 
 def _by_fraction(tile: int, c: Context, S: Array) -> Array:
-    """(numbers, heads, n, m): powers of the fraction of the exponent of 2 of exp(S - maximum so
-    far), where that is below 1/2 and where it is not; 0 of pairs that must not be seen."""
+    """(numbers, heads, n, m): polynomials of the fraction of the exponent of 2 of exp(S - maximum
+    so far), where that is below 1/2 and where it is not; 0 of pairs that must not be seen."""
     places = places_of(c.question)
     seen, j = (of_view(c, x) for x in (places.rights, np.maximum(places.j, 0)[None]))
     order = np.s_[..., :: 1 if tile > 0 else -1]
