@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.catalogue.maps import geometry, layouts
-from rawattn.check.diagnose.evidence.places import Places, Right
+from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import support_of
-from rawattn.check.diagnose.read.exponent import coarse_of
-from rawattn.check.diagnose.read.probe import Weights
 from tests.diagnose.problems import packed
 
 Array = np.ndarray
@@ -32,18 +30,6 @@ def test_a_rule_is_read(rule: str) -> None:
     found = support_of(*read)
     assert [part.text(4).partition(": ")[2] for part in found.parts] == [rule]
     assert (found.at(read[1][0]) == read[1][1]).all() and found.plain == (" and " not in rule)
-
-
-def test_a_coarse_exponential_is_read() -> None:
-    right = Right(Places(packed(dtype=np.float64)))
-    S = np.where(right.seen, right.S, -np.inf)
-    x = (right.S - S.max(axis=-1, keepdims=True)) / np.log(2)
-    f = x - np.floor(x)
-    P = np.where(right.seen, (1 + f * (0.6565 + f * 0.3435)) * 2 ** np.floor(x), 0.0)
-    L = np.log(P.sum(axis=-1)) + S.max(axis=-1)
-    read = Weights(right, P / P.sum(axis=-1, keepdims=True), L, np.zeros_like(L))
-    found = coarse_of(read, right.seen)
-    assert found is not None and "a polynomial of degree 2" in found[0]
 
 
 def test_layouts_of_many_rows() -> None:

@@ -250,20 +250,6 @@ def _of_others(other: Origin, g: Geometry) -> Ints:
     return np.asarray(g.offsets[other(g)])
 
 
-def overflows(question: Question, name: str) -> Iterator[Map]:
-    """Rows of an array whose offset in memory is cut to so many bits."""
-    total, *sizes = geometry(question, name).shape
-    for bits in (15, 16, 31, 32):
-        rows = 2**bits // math.prod(sizes)
-        if 0 < rows < total:
-            words = f"row t % {rows}, as if offsets had {bits} bits"
-            yield Map("overflows", words, partial(_cut_off, rows))
-
-
-def _cut_off(rows: int, g: Geometry) -> At:
-    return g.everywhere._replace(t=g.everywhere.t % rows)
-
-
 def heads(question: Question) -> Iterator[Map]:
     """The same row of other heads; those of groups mean nothing to keys."""
     for words, head in heads_in_words(question).items():

@@ -5,7 +5,6 @@ Long by the table of features, which are all the words that there are for sets o
 
 import re
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import islice, product
@@ -48,11 +47,12 @@ class Places:
     Of a query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in
     use m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has
     as many keys as queries, so that p is i. selection: of block-sparse attention the head of the
-    lists that say what is seen.
+    lists that say what is seen. head: a query head that has features too, by which all heads may
+    be told at once.
     """
 
-    def __init__(self, question: Question, selection: int = 0) -> None:
-        q, self.question, self.selection = question, question, selection
+    def __init__(self, question: Question, selection: int = 0, head: int | None = None) -> None:
+        q, self.question, self.selection, self.head = question, question, selection, head
         self.query = np.arange(len(q.q))[:, None]
         self.b = np.asarray(q.sequence_of("q")[self.query])
         self.i = q.place_of("q")[:, None]
@@ -61,7 +61,6 @@ class Places:
         self.p = np.asarray(self.i + self.m - self.n)
         self.own = np.asarray((self.j >= 0) & (self.j < self.m) & (self.b >= 0))
         self.aligned = q.lengths_q == q.lengths_k
-        self.head: int | None = None  # of which features are asked, if any
         self._made: dict[str, Array] = {}
 
     def of(self, head: int) -> "Places":
@@ -69,15 +68,11 @@ class Places:
         q = self.question
         heads = 1 if q.block_indices is None else q.block_indices.shape[1]
         selection = head * heads // q.num_heads_q
-        return self if selection == self.selection else _places(q, selection)
+        return self if selection == self.selection else places_of(q, selection)
 
     def of_head(self, head: int) -> "Places":
-        """The same with features of a query head, by which all heads may be told at once."""
-        found = copy(self.of(head))
-        found._made, found.head = {}, head
-        for name in ("features", "loops"):
-            vars(found).pop(name, None)
-        return found
+        """The same with features of the head."""
+        return places_of(self.question, self.of(head).selection, head)
 
     @cached_property
     def right(self) -> Array:
@@ -102,13 +97,17 @@ class Places:
         the query's own block where none does, ABSENT of others."""
         return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
-    @cached_property
-    def gate(self) -> Array:
-        """(total_q, total_k) factors of the scores."""
-        scale = self.question.block_scale
+    @property
+    def gates(self) -> Array | float:
+        """Factors of the scores, like ``rights``; 1 where there are none."""
+        heads, scale = range(self.question.num_heads_q), self.question.block_scale
         if scale is None:
-            return np.ones(self.slots.shape)
-        of_query = np.asarray(scale[self.query[:, 0], self.selection], dtype=np.float64)
+            return 1.0
+        return np.stack([self.of(head).gate(np.asarray(scale, np.float64)) for head in heads])
+
+    def gate(self, scale: Array) -> Array:
+        """(total_q, total_k) of ``scale``, 1 where no slot names the key's block."""
+        of_query = scale[self.query[:, 0], self.selection]
         taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
         return np.where(self.slots >= 0, taken, 1.0)
 
@@ -222,31 +221,29 @@ class Places:
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
         """What hangs on the query head h: rows that are packed with those of the other heads of a
-        group, in their two orders, and loops over tiles of them."""
+        group, in their two orders."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        at, shift = f"(packed row {g} i + h % {g})", m - n
-        rows = {at: g * i + h % g, f"(packed row h % {g} seqlen_q + i)": h % g * n + i}
-        rows[f"({at[1:-1]}) % seqlen_q"] = rows[at] % n
+        packed = f"packed row {g} i + h % {g}"
+        rows = {
+            f"({packed})": g * i + h % g,
+            f"({packed}) % seqlen_q": (g * i + h % g) % n,
+            f"(packed row h % {g} seqlen_q + i)": h % g * n + i,
+            "(i + h)": i + h,
+            "(i - h)": i - h,
+        }
         found: dict[str, Callable[[], Array]] = {
             "h": lambda: h + 0 * i,
             f"h % {g}": lambda: h % g + 0 * i,
         }
-        for name, row in (rows | {"(i + h)": i + h, "(i - h)": i - h}).items():
+        for name, row in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, row)
-            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + shift)
-        for t in TILES:
-            found |= of_tiles(at, rows[at], f"{g} seqlen_q", g * n, t)
-        for u, t, edge in product(LOOPS, LOOPS, EDGES):
-            row = partial(EDGES[edge], rows[at], u, g * n)
-            name = f"j // {t} - (i of the {edge} {at[1:-1]} of {u}) // {t}"
-            found[name] = partial(_tiles_behind, j, row, shift, t, g)
+            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + m - n)
         return found
 
     @property
     def by_head(self) -> list[str]:
         """Features by which all heads may be told at once: those of heads, and plain ones."""
-        plain = (name for name in self.features if "//" not in name and "%" not in name)
-        return [*self._of_heads(0), *islice(plain, BASIC)]
+        return [*self._of_heads(0), *islice(self.features, BASIC)]
 
     def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
         """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
@@ -283,21 +280,19 @@ class Places:
         }
 
 
-def _tiles_behind(
-    x: Array, row: Callable[[], Array], shift: Array, t: int, group: int = 1
-) -> Array:
-    return np.asarray(x // t - (row() // group + shift) // t)
+def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
+    return np.asarray(x // t - (row() + shift) // t)
 
 
-@lru_cache(maxsize=16)
-def _places(q: Question, selection: int) -> Places:
-    return Places(q, selection)
+@lru_cache(maxsize=8)
+def places_of(question: Question, selection: int = 0, head: int | None = None) -> Places:
+    return Places(question, selection, head)
 
 
 @dataclass(frozen=True, eq=False)
 class Right:
-    """What a right computation has of ``places``: scores S of all pairs and weights P, both
-    (num_heads_q, total_q, total_k), lse (num_heads_q, total_q), out like ``Question.out``.
+    """What a right computation has of ``places``: scores S of all pairs, (num_heads_q, total_q,
+    total_k), lse (num_heads_q, total_q), out like ``Question.out``.
     """
 
     places: Places
@@ -307,41 +302,21 @@ class Right:
         q = self.places.question
         keys = q.k.astype(np.float64).transpose(1, 2, 0).repeat(q.group, axis=0)
         Y = q.scale * (q.q.astype(np.float64).swapaxes(0, 1) @ keys)
-        return np.asarray(self.gate * capped(np, Y, q.softcap, lambda x: x)[0])
-
-    @cached_property
-    def seen(self) -> Array:
-        """Who sees whom, like S; of dense attention alike for all heads."""
-        return np.asarray(self._by_head("right"))
-
-    @cached_property
-    def gate(self) -> Array | float:
-        """The factors of block_scale, like S."""
-        q = self.places.question
-        return 1.0 if q.block_scale is None else self._by_head("gate")
-
-    def _by_head(self, name: str) -> Array:
-        heads = range(self.places.question.num_heads_q if self.places.question.sparse else 1)
-        return np.stack([getattr(self.places.of(head), name) for head in heads])
+        return np.asarray(self.places.gates * capped(np, Y, q.softcap, lambda x: x)[0])
 
     @cached_property
     def lse(self) -> Array:
         q = self.places.question
-        found = log_sum(np.where(self.seen, self.S, -np.inf))
+        found = log_sum(np.where(self.places.rights, self.S, -np.inf))
         if q.sinks is not None:
             found = np.logaddexp(found, np.asarray(q.sinks, dtype=np.float64)[:, None])
         return found
 
     @cached_property
-    def P(self) -> Array:
-        seen = np.where(self.seen, self.S, -np.inf)
-        return np.asarray(np.exp(seen - dead_to_inf(np, self.lse)[..., None]))
-
-    @cached_property
     def out(self) -> Array:
-        q = self.places.question
+        q, S = self.places.question, np.where(self.places.rights, self.S, -np.inf)
         v = q.v.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0)
-        return np.asarray((self.P @ v).swapaxes(0, 1))
+        return np.asarray((np.exp(S - dead_to_inf(np, self.lse)[..., None]) @ v).swapaxes(0, 1))
 
 
 @lru_cache(maxsize=8)
@@ -360,7 +335,4 @@ def _slots(q: Question) -> Array:
 
 def log_sum(x: Array) -> Array:
     """The logarithm of the sum of exp over the last axis; -inf of nothing."""
-    top = x.max(axis=-1, initial=-np.inf)
-    top = np.where(np.isfinite(top), top, 0.0)
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log(np.exp(x - top[..., None]).sum(axis=-1)) + top)
+    return np.asarray(np.logaddexp.reduce(x, axis=-1))

@@ -15,7 +15,7 @@ Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
-HARDEST, TRIED = 256, 64  # places by which rules of three are found; those that all are asked of
+TRIED = 64  # rules of three
 NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
 
 
@@ -164,19 +164,16 @@ def _pairs(left: Array) -> list[tuple[int, ...]]:
 
 
 def _three(left: Array, often: Array) -> tuple[int, ...]:
-    """The plainest three that leave nothing, of which each is needed; found by what the fewest do
-    not leave. often: how many places each column stands for."""
+    """The plainest three that leave nothing, of which each is needed; one of them does not leave
+    what most do. often: how many places each column stands for."""
     less = left @ (1 - left).T == 0  # who leaves no more than who
     kept = np.flatnonzero(~np.triu(less, 1).any(axis=0))  # but for who comes behind such
-    order = np.argsort(-left[kept].sum(axis=0), kind="stable")
-    own, found = left[kept][:, order], []
-    hard = own[:, :HARDEST]
-    for first in np.flatnonzero(hard[:, 0] == 0):
-        found += [(int(first), *pair) for pair in _pairs(hard[:, hard[first] > 0])]
+    own, found = left[kept], []
+    for first in np.flatnonzero(own[:, own.sum(axis=0).argmax()] == 0):
+        found += [(int(first), *pair) for pair in _pairs(own[:, own[first] > 0])]
     for some in sorted(found, key=sum)[:TRIED]:
         by = own[list(some)].sum(axis=0)
-        needed = [often[order][(by == 2) & (own[one] == 0)].sum() for one in some]
-        if by.max() < 3 and min(needed) >= NEEDED:
+        if min(often[(by == 2) & (own[one] == 0)].sum() for one in some) >= NEEDED:
             return tuple(int(kept[place]) for place in some)
     return ()
 

@@ -88,12 +88,9 @@ def _seen(
 
 
 def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
-    """A header and a line for each of so many queries; behind them what the marks mean.
-
-    width: of a line at most, as far as that takes no more keys than half of them.
-    """
-    whole = len(sight.keys)
-    while max(map(len, lines := _drawn(sight, queries))) > width and 2 * len(sight.keys) > whole:
+    """A header and a line for each of so many queries; behind them what the marks mean. width: of a
+    line at most, which takes keys."""
+    while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
         last = bool((sight.right != sight.found)[:queries, -1].any())
         kept = slice(1, None) if last else slice(-1)
         right, found = sight.right[:, kept], sight.found[:, kept]

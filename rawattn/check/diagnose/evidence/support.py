@@ -7,7 +7,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import View
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 
 Array = np.ndarray
@@ -88,7 +88,7 @@ class Support:
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
         """The same as a change of views."""
-        places = Places(question)
+        places = places_of(question)
         return list(_views(places, views, self.at(places).astype(np.float64)))
 
 
@@ -108,19 +108,16 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
         told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
         rules = {part.rule for part in told}
-        if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if it is as plain
+        if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
             every = tuple(range(len(seen)))
             rule = _rule(kind, both, every, by_head=True)
-            most = max((9, 9) if part.rule is None else part.rule.size[:2] for part in told)
-            told = [Part(kind, every, rule)] if rule and rule.size[:2] <= most else told
+            told = told if rule is None else [Part(kind, every, rule)]
         same: dict[Rule | None, list[int]] = {}
         for part in told:
             same.setdefault(part.rule, []).extend(part.heads)
         parts += [Part(kind, tuple(sorted(of)), rule) for rule, of in same.items()]
-    several = {part.kind for part in parts} > {LESS}
-    own = all(part.kind != OTHER for part in parts)
-    several = several and all(len(part.heads) == len(seen) for part in parts)
-    whole = _whole(*read, own=own) if several else None
+    kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
+    whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     return Support(places, seen, tuple(parts), whole, second)
 
 

@@ -15,10 +15,10 @@ from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.tile_sums import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import Bug, Context, Floats
 from rawattn.check.diagnose.engine.question import by_rows, side_of
-from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Span
 from rawattn.check.diagnose.inferred.sample import Sample
-from rawattn.check.diagnose.read.contexts import of_view, places_of
+from rawattn.check.diagnose.read.contexts import of_view
 
 GRADIENTS = ("dQ", "dK", "dV", "gQ", "gK", "gV")
 PAIRS = 250_000  # of a problem, beyond which it is not looked at

@@ -1,7 +1,6 @@
 """All pairs of a problem as one view, of which steps of the engine make what was read."""
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,10 @@ from rawattn.check.diagnose.engine.attention import (
     exact,
     run_steps,
 )
-from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import SCORES
 from rawattn.check.diagnose.evidence.places import Places, Right
 
 Array = np.ndarray
-
-
-@lru_cache(maxsize=4)
-def places_of(question: Question) -> Places:
-    return Places(question)
 
 
 def of_view(c: Context, whole: Array) -> Array:
@@ -45,8 +38,7 @@ def context_of(places: Places, S: Array) -> Context:
     c = SimpleNamespace(question=q, view=view, W=view.weight, s=q.scale, r=exact, o=exact, dL=0.0)
     c.Q = q.q.astype(np.float64).swapaxes(0, 1)
     c.K, c.V = (x.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0) for x in (q.k, q.v))
-    gated = q.block_scale is not None
-    c.G = np.stack([places.of(head).gate for head in heads]) if gated else 1.0
+    c.G = places.gates
     c.S, c.Y, c.cap = S, S / c.G, (S / c.G, 1.0)
     if q.softcap is not None:
         with np.errstate(divide="ignore", invalid="ignore"):

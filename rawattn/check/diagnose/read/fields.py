@@ -68,22 +68,6 @@ class Field:
         a = np.stack([self.centred(np.broadcast_to(x, self.x.shape))[self.there] for x in basis])
         return np.asarray(np.linalg.lstsq(a @ a.T, a @ self.own[self.there], rcond=1e-12)[0])
 
-    def means(self, head: int, x: Array) -> Array:
-        """Of every value of ``x`` (total_q, total_k), from 0 on, the mean of a head's field; rows
-        being free."""
-        there = self.there[head]
-        rows, keys = np.nonzero(there)
-        values, groups, size = self.x[head][rows, keys], x[rows, keys], int(x.max()) + 1
-        sums, counts = np.bincount(groups, values, size), np.bincount(groups, minlength=size)
-        if not self.by_row:
-            return np.asarray(sums / np.maximum(counts, 1))
-        share = np.zeros((len(there), size))  # the free numbers of rows eliminated
-        np.add.at(share, (rows, groups), 1)
-        per_row = np.maximum(np.bincount(rows, minlength=len(there)), 1.0)
-        of_row = np.bincount(rows, values, len(there)) / per_row
-        left = np.diag(counts) - share.T @ (share / per_row[:, None])
-        return np.asarray(np.linalg.lstsq(left, sums - share.T @ of_row, rcond=1e-10)[0])
-
 
 def sums_of(basis: Mapping[str, Array], due: Array, most: int) -> Iterator[dict[str, float]]:
     """Sums of ``most`` of ``basis`` that are ``due``, both in units of what is allowed: how often
@@ -109,14 +93,11 @@ def sum_in_words(factors: Mapping[str, float]) -> str:
 
 
 def by_head(values: Array) -> str:
-    """Numbers of heads: one if they are alike, a multiple of h + 1, or all of them."""
+    """Numbers of heads: one if they are alike, or all of them."""
     values = np.asarray(values, dtype=np.float64).ravel()
     size = float(np.abs(values).max(initial=0.0)) or 1.0
     if np.ptp(values) < 1e-2 * size:
         return number(float(values.mean()))
-    steps = values / (np.arange(len(values)) + 1)
-    if np.ptp(steps) < 1e-2 * np.abs(steps).max():
-        return f"{steps.mean():.3g} (h + 1)"
     return ", ".join(f"{number(value)} (head {h})" for h, value in enumerate(values[:8]))
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import Answers, Question
@@ -15,7 +15,6 @@ from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
 from rawattn.check.diagnose.read.weights import said_of
 
-T = TypeVar("T")
 HOW = {
     "forward": "weights of out, with unit vectors for v",
     "backward": "dS and P, with unit vectors for k, then for q and dout",
@@ -71,7 +70,7 @@ class Readings:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 findings[first] = _with(findings[first], said)
             elif not findings and said.wrong:
-                given = side, "unknown", said.title, PASSES[said.stage], "medium"
+                given = side, "unknown", said.wrong[0], PASSES[said.stage], "medium"
                 findings.append(Finding(*given, evidence_of(said), LOOK_AT[said.stage]))
         return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
 
@@ -108,12 +107,12 @@ def _with(finding: Finding, said: Said) -> Finding:
         finding = replace(finding, confidence="medium")
     if told:
         confidence = "low" if said.name in PLAIN else "medium"
-        return replace(finding, bug=said.name, title=said.title, confidence=confidence)
+        return replace(finding, bug=said.name, title=said.wrong[0], confidence=confidence)
     if finding.bug not in PLAIN or not said.wrong or (said.loose and finding.form):
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
         finding = replace(finding, look_at=LOOK_AT[said.stage])
-    return replace(finding, title=said.title)
+    return replace(finding, title=said.wrong[0])
 
 
 def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
@@ -158,7 +157,7 @@ def _read(question: Question, stage: str, ask: Ask) -> Said:
     return said
 
 
-def _elsewhere(of: Callable[[Ask, Question], T], ask: Ask, question: Question) -> T:
+def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:
     """What is read on other lengths; of a function that refuses them, multiples of such as it
     takes."""
     try:

@@ -50,16 +50,15 @@ def read_packed(
 def _asked(question: Question, answers: Answers, like: Question) -> Callable[[str], Ask | None]:
     """What ``read`` takes: a function of a stage, None where there are no results of it."""
     due, batch = _questions(_shorter(like)), like.batch
-    if question.batch != batch * (1 + len(due)):
-        raise ValueError(
-            f"{question.batch} sequences, and `dump --identify` writes {batch * (1 + len(due))} of "
-            "them: write its file anew, as this version does"
-        )
-    firsts = range(batch, question.batch, batch)
+    firsts = range(batch, question.batch - batch + 1, batch)
     parts = [part(question, answers, first, first + batch) for first in firsts]
     there = [replace(one, dout=None) if question.dout is None else one for one in due]
-    if not all(_same(one, other) for one, (other, _) in zip(there, parts, strict=True)):
-        raise ValueError("its inputs are not those that `dump --identify` has written")
+    same = (_same(one, other) for one, (other, _) in zip(there, parts, strict=False))
+    if question.batch != batch * (1 + len(due)) or not all(same):
+        raise ValueError(
+            "its sequences are not those that `dump --identify` writes: write its file anew, as "
+            "this version does"
+        )
 
     def ask(stage: str, wanted: Question) -> Answers:
         for one, (_, found) in zip(due, parts, strict=True):

@@ -8,8 +8,8 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.places import Places, Right
-from rawattn.check.diagnose.read.contexts import backward_of, places_of
+from rawattn.check.diagnose.evidence.places import Places, Right, places_of
+from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.probe import Slopes
 from rawattn.check.diagnose.read.said import TINY, Said, noise_of

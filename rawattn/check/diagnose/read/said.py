@@ -11,7 +11,7 @@ from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.read import sliding
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.terms import TABLE, Term
+from rawattn.check.diagnose.read.terms import Term
 
 Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
@@ -25,8 +25,8 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: what
-    the scores are is not known in full.
+    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: how
+    often or which keys count is told by no rule.
     """
 
     weights: Weights
@@ -54,11 +54,6 @@ class Said:
     @property
     def sound(self) -> bool:
         return not (self.wrong or self.unread)
-
-    @property
-    def title(self) -> str:
-        """What is wrong first, without the values of a table."""
-        return self.wrong[0].partition(TABLE)[0]
 
     @property
     def name(self) -> str:
@@ -131,9 +126,6 @@ def of_scale(factors: Array, places: Places) -> str:
     known |= {"that of head_dim_v is used": q.v.shape[2] ** -0.5 / q.scale}
     padded = [n for n in (16, 32, 64, 128, 256) if n > size][:1]
     known |= {f"that of head_dim {n} is used": n**-0.5 / q.scale for n in padded}
-    known |= {"1 / the size of the group": 1 / q.group}
-    if q.softcap is not None:
-        known["the outer factor of the softcap is missing"] = 1 / q.softcap
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
     factors = factors[np.abs(factors - 1) > 1e-2]
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))

@@ -6,15 +6,16 @@ from functools import cache, partial
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
+from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
-from rawattn.check.diagnose.read.contexts import of_view, places_of
+from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
-from rawattn.check.diagnose.read.terms import TABLE, function_of
+from rawattn.check.diagnose.read.terms import at, of_distance
 from rawattn.check.diagnose.read.weights import said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -37,8 +38,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     other_D = [change.name.startswith("delta") for change in (dq, dk)]
     if other_D[0] != other_D[1] and dq.text and dk.text:  # dq has the cotangents of all heads
         dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
-    plain = ([text.partition(TABLE)[0] for text in x.text] for x in (dq, dk))
-    if next(plain) == next(plain):  # tables differ by rounding
+    if dq.text == dk.text:
         _say(said, dq, "dS", "")
     else:
         _say(said, dq, "dQ", " of dq")
@@ -175,9 +175,9 @@ def _form_of(part: Part) -> Change:
     if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    told = function_of(logs, places) if (f > 0)[logs.there].all() else None
-    if told is not None:
+    told, _, of = of_distance(logs, places)
+    if (f > 0)[logs.there].all() and logs.fits(of(places)):
         text = f"is multiplied by exp of {told}"
-        return Change([text], "unknown", lambda c: np.exp(told.at(c)) * c.dY)
+        return Change([text], "unknown", lambda c: np.exp(at(c, of)) * c.dY)
     coarse = Field(f - 1, logs.there, False, COARSE).zero
     return Change([] if coarse else [IN_ANOTHER_WAY])

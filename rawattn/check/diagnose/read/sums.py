@@ -4,25 +4,22 @@ Long by what may be in a row's sum.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
-from rawattn.check.diagnose.evidence.places import Places, Right, log_sum
+from rawattn.check.diagnose.evidence.places import Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
-from rawattn.check.diagnose.read.contexts import of_view, places_of
+from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
-from rawattn.check.diagnose.read.maps import of_other_heads
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
-from rawattn.check.diagnose.read.terms import adding
+from rawattn.check.diagnose.read.terms import of_other_heads
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
-PADDED = "padded-keys"
 FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
@@ -87,23 +84,10 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         said.right.append("row sums")
     elif sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif sinks is not None and x.fit(with_sinks - _above(sinks[:, None], x.top)):
-        text = "out is not rescaled by exp(row_max - sink) where the sink is larger"
-        said.say(text, "sinks-misplaced")
-        said.steps["softmax"] = _not_rescaled
-    elif not ((sinks is None and _say_keys(said, x, second)) or _say_sink(said, x, due)):
+    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
-
-
-def _above(sink: Array, top: Array) -> Array:
-    return np.asarray(np.maximum(np.asarray(sink, dtype=np.float64) - top, 0.0))
-
-
-def _not_rescaled(c: Context) -> tuple[Array, Array]:
-    L, P = STEPS["softmax"](c)
-    return L, P * np.exp(_above(c.sink, c.S.max(axis=-1, initial=-np.inf)))[..., None]
 
 
 def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
@@ -133,11 +117,6 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
     lse = np.asarray(said.weights.lse)
     known = x.known & ~(np.isneginf(lse) & (x.total - x.top < x.noise))  # of sums of nothing
     lse, total = lse[known], x.total[known]
-    added = None if said.term is None else said.term.added
-    if added is not None and added.table and np.ptp(lse - total) < 8 * x.noise:
-        by, total = float(np.mean(lse - total)), lse  # a table is known up to a number
-        raised = replace(added, of=lambda places: added.of(places) + by)
-        said.steps |= adding(raised).steps
     close = partial(np.allclose, lse, rtol=0, atol=8 * x.noise)
     if close(total) or close(with_sinks[known]):
         said.right.append("lse")
@@ -183,18 +162,13 @@ def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
     known = x.known & (more > 0)
     wanted = np.log(more[known])
     size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    sinks = x.places.question.sinks
-    of = top if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
-    names = (*(["sink"] if sinks is not None else []), "row_max", "")
-    basis = {name: PARTS[name](of, top)[known] / size for name in names}
+    sinks = np.asarray(x.places.question.sinks, dtype=np.float64)[:, None]
+    basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
     factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
-    if factors is None or (sinks is None and "row_max" not in factors):
+    if factors is None:
         return False
     text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
-    if sinks is None:
-        added = number(float(np.exp(factors.get("", 0.0))))
-        text = f"the row sums have {added} exp(row_max) more than the keys that are seen"
-    said.say(text, "denominator" if sinks is None else "sinks-misplaced")
+    said.say(text, "sinks-misplaced")
     said.steps |= options.with_sink(partial(_sink, factors))
     return True
 
@@ -273,8 +247,8 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
     else:
         least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
-        text = f"are times {least} to {most} what they must be"
-        said.say(f"the row sums {text}, another number in every row", "denominator")
+        text = f"the row sums are times {least} to {most} what they must be"
+        said.say(f"{text}, another number in every row", "denominator")
 
 
 def _of_other_rows(x: _Rows, due: Array) -> maps.Map | None:
@@ -308,35 +282,30 @@ def _often(x: _Rows, mass: Array) -> tuple[str, int, int] | None:
 def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
     """What the ``mass`` (num_heads_q, total_q) in the row sums is, its class, and the logarithm of
     the sink that does it."""
-    found: list[tuple[float, str, str, Step]] = []
     allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
-    for text, of in _others(x, mass).items():
+    for end, of in _others(x, mass).items():
         unit = np.where(x.known, of(x.places), 0.0) / allowed
         size = (unit**2).sum(axis=1)
         times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
         times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
-        left, name = float(np.abs(mass / allowed - times[:, None] * unit)[x.known].max()), PADDED
-        if left >= 1 or not size.any():
-            continue
-        if not text:
-            name, text = "denominator", f"{by_head(times)} more than the keys that are seen"
-        elif not (times == 1).all():
-            with np.errstate(divide="ignore"):
-                name, text = "mask-fill", f"exp({by_head(np.log(np.abs(times)))}) for {text}"
-        found.append((left, text, name, partial(_and_more, times, of)))
-    return min(found, key=lambda one: one[0])[1:] if found else None
+        left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
+        if left < 1 and size.any() and (not end or (times == 1).all()):
+            text, name = f"every key of padding up to {end}", "padded-keys"
+            if not end:
+                text, name = f"{by_head(times)} more than the keys that are seen", "denominator"
+            return text, name, partial(_and_more, times, of)
+    return None
 
 
 def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
-    """What may be in the row sums, in words, and how much it is if it is there once: keys of
-    padding, or "" a number."""
+    """What may be in the row sums, and how much it is if it is there once: keys of padding, by
+    where they end, or "" a number."""
     found = {"the longest sequence": partial(_padding, 0, 0)}
     padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
     found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
-    every = {f"every key of padding up to {end}": of for end, of in found.items()}
-    return {**every, "": lambda places: np.ones((1, len(places.j)))}
+    return {**found, "": lambda places: np.ones((1, len(places.j)))}
 
 
 def _padding(tile: int, length: int, places: Places) -> Array:

@@ -1,122 +1,115 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
-of some columns. A term is planted by steps, and fits if these give the log-weights that were read.
+of other heads, of some columns. A term is planted by steps, and fits if these give the log-weights
+that were read.
 
 Long by the terms.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
-from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.read.contexts import capped, of_view, places_of, scores_of
-from rawattn.check.diagnose.read.fields import Field, by_head, number, runs_of
+from rawattn.check.diagnose.engine.steps import LOG2_E
+from rawattn.check.diagnose.evidence.places import Places, places_of
+from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
+from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
 
 Array = np.ndarray
-DISTANCES: dict[str, Callable[[Array], Array]] = {
-    "|j - i|": lambda d: d,
-    "log(1 + |j - i|)": np.log1p,
-}
 CURVES: dict[str, options.Curve] = {
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
     **options.CURVES,
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
-KNOTS = 24  # of a function of the scores
+COARSE, DEGREE = 0.1, 8  # of an exp that is inexact: how far it is off, in polynomials of degree
+WHOLE = 1 << 20
+LOOPED = (WHOLE, 16, -16, 32, -32, 64, -64, 128, -128)  # tiles of keys; from the last one if < 0
 
 
-@dataclass(frozen=True, eq=False)
-class Function:
-    """``of``: numbers (num_heads_q or 1, total_q, total_k) of places. values: those that the text
-    holds, such as slopes by head; table: some of many."""
-
-    text: str
-    of: Callable[[Places], Array]
-    values: tuple[float, ...]
-    table: bool = False
-
-    def __str__(self) -> str:
-        told = ", ".join(f"{value - self.values[0]:.4g}" for value in self.values)
-        return f"{self.text}{TABLE}{told}, ...)" if self.table else self.text
-
-    def at(self, c: Context) -> Array:
-        return of_view(c, self.of(places_of(c.question)))
-
-
-TABLE = " (head 0, nearest first: "  # before its values
+Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) of places
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
     """What is wrong with the scores, its class, and the steps that do it. values: numbers that the
-    text holds, such as factors by head; added: what is added to them."""
+    text holds, such as factors by head."""
 
     text: str
     name: str
     steps: Mapping[str, Step] = field(default_factory=dict)
     values: tuple[float, ...] = ()
-    added: Function | None = None
 
 
-def term_of(field: Field, c: Context, *, table: bool = False) -> Term | None:
-    """The plainest term that leaves nothing but rounding; ``table``: of many numbers."""
-    added = (adding(f) for f in functions(field, places_of(c.question), table=table))
-    plain = (added, _factors(field, c), _curves(field, c))
-    parts = (_columns(field, c), added) if table else plain
-    terms = (term for part in parts for term in part)
-    return next((t for t in terms if field.fits(scores_of(c, t.steps) - c.S)), None)
+def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
+    """The plainest term that leaves nothing but rounding; ``many``: of many numbers."""
+    plain = (_biases(field, c), _factors(field, c), _curves(field, c))
+    parts = (_heads(field, c), _columns(field, c), _exponents(field, c)) if many else plain
+    return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
-def functions(field: Field, places: Places, *, table: bool = False) -> Iterator[Function]:
-    """What the field may be of the distance; ``table``: of one feature and the head alone."""
-    for name, f in DISTANCES.items() if not table else ():
-        slopes = field.slopes(_by_distance(f, np.ones((1, 1, 1)), places))
-        values = tuple(float(slope) for slope in slopes.ravel())
-        yield Function(f"{by_head(slopes)} {name}", partial(_by_distance, f, slopes), values)
-    own = "j - i" if places.aligned else "j - p"
-    names = [own, "j", "seqlen_k - 1 - j", *(() if field.by_row else ("i", "seqlen_q - 1 - i"))]
-    for name in names if table else ():
-        x = np.broadcast_to(places.feature(name), places.j.shape)
-        known = np.unique(x[field.there.any(axis=0)])
-        index = np.searchsorted(known, x).clip(0, len(known) - 1)
-        values_of = np.stack([field.means(head, index) for head in range(len(field.x))])
-        nearest = values_of[0][np.argsort(np.abs(known), kind="stable")[:6]]
-        text = f"what depends on {name.replace(own, 'j - i')} and the head alone"
-        look = partial(_looked_up, name, known, values_of)
-        yield Function(text, look, tuple(map(float, nearest)), table=True)
+def of_distance(field: Field, places: Places) -> tuple[str, Array, Of]:
+    """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
+    slopes = field.slopes(_by_distance(np.ones((1, 1, 1)), places))
+    return f"{by_head(slopes)} |j - i|", slopes, partial(_by_distance, slopes)
 
 
-def function_of(field: Field, places: Places) -> Function | None:
-    """The plainest function that leaves nothing but rounding."""
-    tried = (f for table in (False, True) for f in functions(field, places, table=table))
-    return next((f for f in tried if field.fits(f.of(places))), None)
+def at(c: Context, of: Of) -> Array:
+    return of_view(c, of(places_of(c.question)))
 
 
-def adding(f: Function, text: str = "added to the scores: {}", name: str = "score-bias") -> Term:
-    steps = capped(lambda c, S: S + f.at(c) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text.format(f), name, steps, f.values, f)
+def adding(of: Of, text: str, name: str, values: Sequence[float] = ()) -> Term:
+    steps = capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
+    return Term(text, name, steps, tuple(values))
 
 
-def _by_distance(f: Callable[[Array], Array], slopes: Array, places: Places) -> Array:
-    return np.asarray(slopes * f(np.abs(places.j - places.p).astype(np.float64)))
+def _biases(field: Field, c: Context) -> Iterator[Term]:
+    text, slopes, of = of_distance(field, places_of(c.question))
+    yield adding(of, f"added to the scores: {text}", "score-bias", slopes.ravel().tolist())
 
 
-def _looked_up(name: str, known: Array, values: Array, places: Places) -> Array:
-    x = np.broadcast_to(places.feature(name), places.j.shape)
-    return np.asarray(values[:, np.searchsorted(known, x).clip(0, len(known) - 1)])
+def _by_distance(slopes: Array, places: Places) -> Array:
+    return np.asarray(slopes * np.abs(places.j - places.p))
 
 
 def _factors(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
     steps = capped(lambda c, S: factors[c.view.heads] * S)
     text = f"the scores are multiplied by {by_head(factors)}"
-    yield Term(text, "score-scale", steps, tuple(float(x) for x in factors.ravel()))
+    yield Term(text, "score-scale", steps, tuple(factors.ravel().tolist()))
+
+
+def of_other_heads(of: str, heads: Array) -> Term:
+    what = {"k": "keys", "q": "queries", "v": "values"}[of]
+    text = f"query head h takes the {what} of head {of_heads(heads)}"
+    return Term(text, "gqa-head-map", _taking(of, heads))
+
+
+def _taking(of: str, heads: Array) -> dict[str, Step]:
+    """q, k or v of other heads in its product, by query head."""
+
+    def taken(c: Context) -> Array:
+        rows = c.view.rows if of == "q" else c.view.keys
+        x = getattr(c.question, of)[rows][:, heads[c.view.heads]]
+        return np.asarray(x.astype(np.float64).swapaxes(0, 1))
+
+    step = "O" if of == "v" else "Y"
+    return {step: with_values(step, **{of.upper(): taken})}
+
+
+def _heads(field: Field, c: Context) -> Iterator[Term]:
+    """Scores of other heads of k, or of q."""
+    for of in "kq":
+        heads = range(getattr(c.question, of).shape[1])
+        tried = (_taking(of, np.full(c.question.num_heads_q, head)) for head in heads)
+        left = np.array([field.left_by_head(scores_of(c, steps) - c.S) for steps in tried])
+        yield of_other_heads(of, left.argmin(axis=0))
 
 
 def _columns(field: Field, c: Context) -> Iterator[Term]:
@@ -142,11 +135,9 @@ def of_columns(factors: Array) -> tuple[str, bool]:
 
 
 def _curves(field: Field, c: Context) -> Iterator[Term]:
-    """Functions of the scores alone: those of CURVES; any other one in numbers."""
-    cap, smooth = c.question.softcap, _of_scores(field, c.S) is not None
-    for words, curve in CURVES.items() if smooth else ():
-        if cap is None and words == "not capped":
-            continue
+    """Functions of the scores alone, those of CURVES."""
+    cap, far = c.question.softcap, field.left(np.zeros_like(c.S)) / 2
+    for words, curve in CURVES.items():
 
         def left_by(x: float, curve: Any = curve) -> float:
             with np.errstate(invalid="ignore", over="ignore"):
@@ -154,7 +145,7 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
 
         caps = (cap, cap * c.s) if cap else ()
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
-        for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) > 1 else ():
+        for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * step ** np.linspace(-1, 1, 9), key=left_by))
         x = round(x, 2) if x > 0.1 and left_by(round(x, 2)) <= 1 else x
         name = "softcap-dropped" if words == "not capped" else "softcap"
@@ -163,25 +154,36 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
 
 
-def _of_scores(field: Field, S: Array) -> tuple[Array, Array] | None:
-    """Scores and a function of them at these, in straight lines, if that is nearly all there is."""
-    knots = np.unique(np.quantile(S[field.there], np.linspace(0, 1, KNOTS)))
-    if len(knots) < 4:
-        return None
-    values = field.shares([np.interp(S, knots, row) for row in np.eye(len(knots))])
-    found = np.interp(S, knots, values)
-    left = np.square(field.own - field.centred(found)).sum()
-    noise = field.noise**2 * field.there.sum()
-    nearly = left < max(0.02 * np.square(field.own).sum(), noise)
-    return (knots, values) if nearly else None
+def _exponents(field: Field, c: Context) -> Iterator[Term]:
+    """An exp that is off by what hangs on the fraction of its exponent of 2, as polynomials are;
+    below the maximum of the tiles so far, from the first key on or from the last one."""
+    q = c.question
+    small = np.abs(field.own).max(initial=0.0) < COARSE and q.dtype.itemsize > 2
+    for tile in LOOPED if small and not q.sparse else ():
+        powers = _by_fraction(tile, c, c.S)
+        factors = field.shares([*powers])
+        of_zero = np.sum(factors[: DEGREE + 1] * (-1.0) ** np.arange(DEGREE + 1))
+        factors[[0, DEGREE + 1]] -= of_zero  # of exp(0), which is 1
+        off = np.abs(np.tensordot(factors, powers, 1)).max()
+        text = f"exp is off by up to {off:.1g} of itself, by what hangs on the fraction of its"
+        change = partial(_inexact, tile, factors)
+        yield Term(f"{text} exponent of 2", "unknown", capped(change))
 
 
-def loosely(field: Field, S: Array) -> tuple[str, str] | None:
-    """In numbers, where no term says what they are: another function of the scores, and the class
-    of bugs."""
-    if (curve := _of_scores(field, S)) is None:
-        return None
-    at = np.unique(np.rint(curve[0][1:-1] * 2)) / 2 + 0.0
-    found = at + np.interp(at, *curve) - np.interp(0.0, *curve)
-    told = ", ".join(f"{x:g} is {y:.3g}" for x, y in zip(at, found, strict=True))
-    return f"the scores are another function of the right ones alone: {told}", "softcap"
+def _inexact(tile: int, factors: Array, c: Context, S: Array) -> Array:
+    return np.asarray(S + np.tensordot(factors, _by_fraction(tile, c, S), 1))
+
+
+def _by_fraction(tile: int, c: Context, S: Array) -> Array:
+    """(numbers, heads, n, m): polynomials of the fraction of the exponent of 2 of exp(S - maximum
+    so far), where that is below 1/2 and where it is not; 0 of pairs that must not be seen."""
+    places = places_of(c.question)
+    seen, j = (of_view(c, x) for x in (places.rights, np.maximum(places.j, 0)[None]))
+    order = np.s_[..., :: 1 if tile > 0 else -1]
+    so_far = np.maximum.accumulate(np.where(seen, S, -np.inf)[order], axis=-1)[order]
+    last = np.arange(S.shape[2]) - j % abs(tile) + (tile - 1 if tile > 0 else 0)
+    last = np.broadcast_to(last.clip(0, S.shape[2] - 1), S.shape)
+    x = np.where(seen, LOG2_E * (S - np.take_along_axis(so_far, last, axis=-1)), 0.0)
+    upper = x % 1 >= 0.5
+    powers = np.moveaxis(np.polynomial.chebyshev.chebvander(4 * (x % 0.5) - 1, DEGREE), -1, 0)
+    return np.concatenate([powers * (seen & ~upper), powers * (seen & upper)])

@@ -11,13 +11,11 @@ from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
-from rawattn.check.diagnose.read.exponent import coarse_of
 from rawattn.check.diagnose.read.fields import Field
-from rawattn.check.diagnose.read.maps import heads_of, rows_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import Function, Term, adding, loosely, term_of
+from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
 Array = np.ndarray
 
@@ -32,16 +30,14 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     due = seen & places.right & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
-    values = "O" in said.steps  # other rows of v: who sees whom does not tell
-    if not values:
-        here = _pairs(said, read)
-        if (here[1] != places.right)[alive].any():
-            said.support = support_of(here, _pairs(said, second()))
-        if said.unread and not said.support.named:
-            said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
-        else:
-            _say_support(said, alive)
-    if not said.unread and not said.loose and not {"O", "softmax"} & said.steps.keys():
+    here = _pairs(said, read)
+    if (here[1] != places.right)[alive].any():
+        said.support = support_of(here, _pairs(said, second()))
+    if said.unread and not said.support.named:
+        said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
+    else:
+        _say_support(said, alive)
+    if not said.unread and not said.loose:
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
@@ -50,23 +46,21 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    if (coarse := coarse_of(read, seen_of(read)[0])) is not None:
-        said.say(coarse[0], "unknown")
-        said.steps |= coarse[1]
-    if x.zero or coarse is not None:
+    if x.zero:
         said.right.append("scores and softmax_scale")
         return
     term = term_of(x, c) or _counted(read, x.noise, second)
     if not read.passed:
-        term = term or heads_of(x, c) or rows_of(x, c, read)
-    said.term = term or term_of(x, c, table=True)
-    if said.term is not None:
-        said.say_term(said.term)
+        term = term or term_of(x, c, many=True)
+    said.term = term
+    if term is not None:
+        said.say_term(term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not read.passed and (loose := _by_no_rule(read, x) or loosely(x, c.S)):
+    elif not read.passed and (values := _times(read, x.noise)[2]).size:
         said.loose = True
-        said.say(*loose)
+        name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
+        said.say(f"keys count up to {values.max():.0f} times, by no plain rule", name)
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
 
@@ -121,14 +115,6 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     return None if name is None else _counting(name, Rule(()), read.places)
 
 
-def _by_no_rule(read: Weights, x: Field) -> tuple[str, str] | None:
-    """The same of keys that no rule tells, in words, and a class."""
-    values = _times(read, x.noise)[2]
-    name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
-    text = f"keys count up to {values.max(initial=1):.0f} times, by no plain rule"
-    return (text, name) if values.size else None
-
-
 def _counting(often: int | str, rule: Rule, places: Places) -> Term:
     """Keys that count ``often``, which may be a feature, where ``rule`` says: to weights the
     logarithm is added."""
@@ -148,7 +134,7 @@ def _counting(often: int | str, rule: Rule, places: Places) -> Term:
     name = "sparse-duplicate-twice" if places.question.sparse else name
     text = f"keys count {often} times: {rule}"
     text = f"keys count more than once: {often}" if isinstance(often, str) else text
-    return adding(Function("", of, ()), text, name)
+    return adding(of, text, name)
 
 
 def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
@@ -161,7 +147,7 @@ def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
     """How often each key counts (num_heads_q, total_q, total_k), by lse or relative to those of its
     row that count least; of which that is known; and the numbers, if whole and not all 1."""
     seen, alive = seen_of(read)
-    common = seen & read.right.seen & alive[..., None]
+    common = seen & read.places.rights & alive[..., None]
     logs = logs_of(read, common) - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
     of_lse = np.full_like(lowest, np.nan) if read.lse is None else -read.lse[..., None]
