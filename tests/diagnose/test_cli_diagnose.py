@@ -263,7 +263,7 @@ def test_what_it_raises(candidate: Callable[..., str]) -> None:
     assert finding.title == "it raises ArithmeticError" and "too hard" in finding.evidence[0]
     judged = load(candidate(*WRONG_SCALE), "numpy")
     found = failures.explain_failures(judged, [CASES["scale"]], throws, against="other").findings
-    titles = {"other": "it raises ArithmeticError", "candidate": "a result is a constant times"}
+    titles = {"other": "it raises ArithmeticError", "candidate": "dS of dq is multiplied by 4"}
     assert {one.side for one in found} == {*titles}
     assert all(one.title.startswith(titles[one.side]) for one in found)
 
@@ -279,8 +279,9 @@ def test_what_only_traps_show(candidate: Callable[..., str], calls: list[Any]) -
     place = candidate("    return (out, lse) if return_lse else out\n", LEAK)
     judged = replace(load(place, "numpy"), backward=None)
     found = failures.explain_failure(judged, CASES["edges"])
-    assert len(calls) == 2
-    assert [finding.title for finding in found.findings] == ["out: every element is NaN"]
+    assert len(calls) == 1
+    (said,) = [finding.title for finding in found.findings]
+    assert said.startswith("NaN in rows of") and "that nobody sees gets into out" in said
 
 
 def test_a_failure_that_cannot_be_seen_again() -> None:

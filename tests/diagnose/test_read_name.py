@@ -228,7 +228,11 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     [
         ("bias", "score-bias", "added to the scores: -0.03 |j - i|"),
         ("back", "unknown", "dS is multiplied by exp of -0.0202 |j - i|"),
-        ("j <= i + 1", "causal-off-by-one", "each query sees one key too many"),
+        (
+            "j <= i + 1",
+            "causal-off-by-one",
+            "the causal mask is off by one key: the mask is j <= i + 1",
+        ),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
         ("rows of dq", "rows-not-written", "dS of dq misses pairs: i % 16 <= 3"),
     ],

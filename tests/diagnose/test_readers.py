@@ -21,7 +21,7 @@ def test_maps_take_what_numpy_would() -> None:
         f"{heads_first} read as {tokens_first}": x.swapaxes(0, 1).reshape(x.shape),
         f"{tokens_first} read as {heads_first}, every sequence": np.concatenate(parts),
         "without the offset of the sequence": np.concatenate((x[:50], x[:41])),
-        "head h % num_heads_kv": x[:, [0, 1, 0, 1]],
+        "head h % num_heads_kv or head h % group": x[:, [0, 1, 0, 1]],
     }
     of_rows = {
         "(heads, tokens) read as (tokens, heads)": rows.reshape(91, 4).T,

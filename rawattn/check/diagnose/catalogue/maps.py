@@ -6,7 +6,6 @@ in every stage, whoever reads or stores by it.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial

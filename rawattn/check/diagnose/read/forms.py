@@ -57,7 +57,7 @@ class Change:
 
 def form_of(part: Part) -> Change | None:
     """The plainest form that gives all that was read."""
-    forms = (change for make in (_sums, _row_terms, _columns) for change in make(part))
+    forms = (change for make in (_sums, _columns, _row_terms) for change in make(part))
     found = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
     return next(found, None) or _another_term(part)
 

@@ -225,26 +225,27 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     """What is in the row sums beside the keys that are seen; due: the logarithms of the sums of
     these."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
+    sinks = x.places.question.sinks
+    sinks = None if sinks is None else np.exp(np.asarray(sinks, dtype=np.float64))[:, None]
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
     elif (by := _of_other_rows(x, due)) is not None:
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, by)
-    elif (often := _often(x, mass)) is not None:
-        what, fewest, top = often
-        times = f"{top} times too often"
-        if fewest < top:
-            times = f"{fewest} to {times} (once for every part of the keys, or every empty one?)"
-        same = fewest == top and "sink" in what
-        said.say(f"the row sums have {what} {times}", "sinks-misplaced" if same else "denominator")
-        said.steps |= options.with_sink(lambda c: c.sink + np.log1p(top)) if same else {}
+    elif sinks is not None and (often := _often(x, mass / sinks)) is not None:
+        times, top = often
+        name = "denominator" if " to " in times else "sinks-misplaced"
+        said.say(f"the row sums have exp(sink) {times} too often", name)
+        said.steps |= {} if " to " in times else options.with_sink(lambda c: c.sink + np.log1p(top))
     elif (more := _more(x, mass, said.weights.right.lse)) is not None:
         text, name, step = more
         said.say(f"the row sums have {text}", name)
         said.steps |= options.with_sink(step)
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
+    elif (often := _often(x, mass)) is not None:
+        said.say(f"the row sums have exp(0) of what is no key, {often[0]}", "denominator")
     else:
         least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
         text = f"the row sums are times {least} to {most} what they must be"
@@ -265,18 +266,15 @@ def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
     return STEPS["softmax"](c)[0], np.exp(c.S - by_rows)
 
 
-def _often(x: _Rows, mass: Array) -> tuple[str, int, int] | None:
-    """What counts once, or not at all, and is in the ``mass`` in whole numbers; how often."""
-    sinks = x.places.question.sinks
-    units = {"exp(0) of what is no key": np.ones((1, 1))}
-    if sinks is not None:
-        units = {"exp(sink)": np.exp(np.asarray(sinks, dtype=np.float64))[:, None]} | units
-    for what, unit in units.items():
-        often = (mass / unit)[x.known]
-        whole = np.rint(often) + 0.0
-        if np.abs(often - whole).max(initial=0.0) < 0.02 and whole.min(initial=0.0) >= 0:
-            return what, int(whole.min()), int(whole.max())
-    return None
+def _often(x: _Rows, times: Array) -> tuple[str, int] | None:
+    """In words, and at most, where these are whole numbers."""
+    often = times[x.known]
+    whole = np.rint(often) + 0.0
+    if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
+        return None
+    least, most = int(whole.min()), int(whole.max())
+    of_parts = " (once for every part of the keys, or every empty one?)"
+    return (f"{least} to {most} times{of_parts}" if least < most else f"{most} times"), most
 
 
 def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:

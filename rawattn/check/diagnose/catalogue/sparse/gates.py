@@ -25,14 +25,17 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    heads = [*maps.heads(question)][:3]  # others are of groups
     g, scale = maps.geometry(question, "dblock_scale"), np.asarray(question.block_scale)
     left_out = LEFT_OUT if np.any(scale != 1) else ()
     rows = [*GRADIENTS, *_shares(question), *left_out]
-    others = (by for by in maps.sequences(question) if (by.moved(g, scale) != scale).any())
-    rows += [_read(question, "block_scale", by) for by in (*heads, *others)]
+    heads = [*maps.heads(question)][:3]  # others are of groups
+    moving = [
+        by for by in (*heads, *maps.sequences(question)) if (by.moved(g, scale) != scale).any()
+    ]
+    rows += [_read(question, "block_scale", by) for by in moving]
     if question.tblock_scale is not None:
-        rows += [*DIRECTIONS, *(_read(question, "tblock_scale", by) for by in heads)]
+        of_heads = (by for by in moving if by.family == "heads")
+        rows += [*DIRECTIONS, *(_read(question, "tblock_scale", by) for by in of_heads)]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     for words, change in CHANGES.items():
         if different(see := listed(change)):
