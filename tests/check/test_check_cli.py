@@ -216,7 +216,7 @@ def test_diff_begins_with_the_diagnosis(check, candidate, tmp_path) -> None:
     bugs = {(finding["side"], finding["bug"]) for finding in found["findings"]}
     assert bugs == {("candidate", "lse-gradient-dropped")}, found["findings"]
     assert found["findings"][0]["title"] in " ".join(result.output.split())
-    assert found["findings"][0]["title"] in page.read_text(encoding="utf-8").lower()
+    assert found["findings"][0]["title"].lower() in page.read_text(encoding="utf-8").lower()
     lines = result.stdout.rstrip().splitlines()
     assert lines[0].startswith("error[lse-gradient-dropped]: ") and lines[-1].startswith("FAILED: ")
 
