@@ -105,13 +105,14 @@ def _owned(
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
     stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
     owner = np.full(len(question.q), -1)
-    for b in order(lengths):
+    turns = order(lengths)
+    for b in turns:
         owner[starts[b] : stops[b]] = b
     found = []
     for view in views:
         rows = np.arange(starts[view.sequence], stops[view.sequence])
-        shared = not len(order(lengths))
-        rows = rows if shared else np.flatnonzero(owner == view.sequence)
+        if len(turns):
+            rows = np.flatnonzero(owner == view.sequence)
         found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
     return found
 
@@ -126,20 +127,20 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
     seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
     sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
-    changed = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
-    sets = [x for x, names in zip(sets, changed, strict=True) if names & wrong == wrong & results]
+    moved = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
+    sets = [x for x, names in zip(sets, moved, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
     for tile, down, (words, which) in product(sizes, (False, True), LOOPS.items()):
         for u in (ALL, tile, 2 * tile, tile // 2, 4 * tile) if masked else (ALL,):
             loop = partial(_loop, over, tile, u, down, which)
-            taken = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
+            rows_of = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
             text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
             text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
             for reads in sets:
                 told = (f"{inputs.NAMES[x]} in {PRODUCTS[step][0]}" for step, x in reads)
                 steps = {step: partial(_staged, loop, over, step, x) for step, x in reads}
                 form = f"{', '.join(told)} {text}"
-                yield Bug("stale-tile", form, (stage,), steps=steps, alike=(*reads, taken))
+                yield Bug("stale-tile", form, (stage,), steps=steps, alike=(*reads, rows_of))
 
 
 def _loop(
@@ -153,14 +154,14 @@ def _loop(
     for start in range(0, len(seen), outer):
         here = np.arange(start, min(start + outer, len(seen)))
         there = np.unique(row[seen[here].any(axis=0)] // tile)[:: -1 if down else 1]
-        taken = np.full(len(row) // tile + 1, -1)
-        taken[there] = there[which(np.arange(len(there)), len(there))]
+        tiles = np.full(len(row) // tile + 1, -1)
+        tiles[there] = there[which(np.arange(len(there)), len(there))]
         for n, (other, of) in enumerate(found):
-            if ((taken == other) | (taken < 0) | (other < 0)).all():
-                found[n] = np.maximum(taken, other), np.concatenate([of, here])
+            if ((tiles == other) | (tiles < 0) | (other < 0)).all():
+                found[n] = np.maximum(tiles, other), np.concatenate([of, here])
                 break
         else:
-            found.append((taken, here))
+            found.append((tiles, here))
     at = row // tile
     return [(np.where(x[at] < 0, row, x[at] * tile + row % tile), of) for x, of in found]
 

@@ -38,7 +38,7 @@ def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Of one pass of a double backward alone."""
     sample = Sample(question, answers, stage)
-    if stage != "second" or not sample.wrong:
+    if not sample.wrong:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     words = f"in the {'first' if first else 'second'} pass alone"

@@ -119,16 +119,15 @@ def explain_failure(
     ``until`` by effort.spent(). shown: as of Readings.
     """
     look = partial(_asked, candidate, other=other, against=against)
-    for of in (small(case), case) if shown else ():  # what it is for others to agree, first
-        clean = of is not case
-        asked = question_of(candidate.fit(of), clean=clean)
-        best = look(asked, until=0.0, told=Readings(shown=shown))
+    asked = question_of(candidate.fit(small(case)), clean=True)
+    for clean in (True, False) if shown else ():  # what it is for others to agree, first
+        here = asked if clean else question_of(candidate.fit(case))
+        best = look(here, until=0.0, told=Readings(shown=shown))
         named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
         if named and named <= shown:
             return best
         if best.findings or _pairs(case) > PAIRS:
             break
-    asked = question_of(candidate.fit(small(case)), clean=True)
     told = _read(candidate, asked) if spent() < until else Readings()
     best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):

@@ -225,7 +225,7 @@ class Stage:
             if bugs:
                 yield predictions(*self.asked, bugs)
         yield self.usual
-        if self.stage in BEYOND:
+        if self.of_terms:
             yield [*self.usual, *self.of_terms]
         yield self.every
 
@@ -242,9 +242,9 @@ class Stage:
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
-        """Of a second derivative or a tangent: what is in one pass or product alone."""
+        """Of a second derivative: what is in one of its two passes alone."""
         found = list[Bug]()
-        if self.stage in BEYOND and (self.shown or not over(self.until)):
+        if self.stage == "second" and (self.shown or not over(self.until)):
             with _searching():
                 found += terms.bugs(*self.asked)
         return predictions(*self.asked, found)

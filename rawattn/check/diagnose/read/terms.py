@@ -143,7 +143,7 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        caps = (cap, cap * c.s) if cap else ()
+        caps = (cap, cap * c.s) if cap and "{c}" in words else ()
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
         for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * step ** np.linspace(-1, 1, 9), key=left_by))
