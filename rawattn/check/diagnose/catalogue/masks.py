@@ -8,14 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    TILES,
-    Bug,
-    See,
-    View,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import OWN_P
 

@@ -18,29 +18,11 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.effort import spend
 from rawattn.check.diagnose.engine.lists import Lists, lists_of
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_KEYS,
-    OF_SINKS,
-    OF_SLOTS,
-    STAGES,
-    Answers,
-    Question,
-)
-from rawattn.check.diagnose.engine.steps import (
-    LOG2_E,
-    PROGRAMS,
-    RESULTS,
-    STEPS,
-    Context,
-    Floats,
-    Step,
-    changed,
-    times,
-)
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SINKS, Answers, Question
+from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
-__all__ = ["LOG2_E", "STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
+__all__ = ["STEPS", "Context", "Floats", "Step", "changed"]  # too
 
 
 def exact(x: Floats) -> Floats:
@@ -52,6 +34,30 @@ TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
 FORWARD = ("forward",)
+PROGRAMS = {
+    "forward": (*SCORES, "softmax", "L", "P", "O"),
+    "backward": (
+        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
+    ),
+    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
+    "second": (
+        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
+        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
+    ),
+}
+
+RESULTS = {  # of a stage, and the steps that give them
+    "forward": {"out": "O", "lse": "L"},
+    "backward": {
+        **{"delta": "D", "dq": "dQ", "dk": "dK", "dv": "dV"},
+        **{"dblock_scale": "dG", "dsinks": "dsink"},
+    },
+    "jvp": {"jvp out": "O", "tout": "tO", "jvp lse": "L", "tlse": "tL"},
+    "second": {
+        **{"ddout": "tO", "ddlse": "tL", "gq": "gQ", "gk": "gK", "gv": "gV"},
+        **{"gblock_scale": "gG", "gsinks": "gsink"},
+    },
+}
 OF_A_CALL, OF_A_VIEW, OF_A_SCORE = 0.4, 0.06, 1 / 60_000  # units of effort, of a stage
 OF_LISTS = 5  # times as many, where other blocks are listed
 
@@ -99,6 +105,7 @@ class View:
     lists: Lists | None = None
 
 
+Given = tuple[Floats, Floats] | None  # out and lse, to a backward pass
 See = Callable[[Question, tuple[View, ...]], Sequence[View]]
 Store = Callable[[Question, Answers], Answers]
 Only = Callable[[View], bool]
@@ -114,7 +121,7 @@ class Bug:
 
     name: str
     variant: str = ""
-    stages: tuple[str, ...] = tuple(STAGES)
+    stages: tuple[str, ...] = tuple(PROGRAMS)
     see: See | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
     store: Store | None = None
@@ -199,7 +206,7 @@ def solve(
     bug: Bug = NO_BUG,
     *,
     rounding: Rounding = NONE,
-    given: tuple[Floats, Floats] | None = None,
+    given: Given = None,
     only: Only | None = None,
 ) -> Answers:
     """What a stage gives when ``bug`` is in it.
@@ -224,15 +231,13 @@ def solve(
     return answers | of_sinks
 
 
-def contexts(
-    question: Question, stage: str, given: tuple[Floats, Floats] | None = None
-) -> list[Context]:
+def contexts(question: Question, stage: str, given: Given = None) -> list[Context]:
     """The views of a stage with the results of all its steps, and no bug in them."""
     found, _ = _right(question, stage, False, NONE, _given(question, stage, given))
     return [changed(c) for c in found]
 
 
-def _given(question: Question, stage: str, given: tuple[Floats, Floats] | None) -> Same | None:
+def _given(question: Question, stage: str, given: Given) -> Same | None:
     if given is None and stage in ("backward", "second"):
         right = solve(question, "forward")
         given = right["out"], right["lse"]
@@ -360,7 +365,7 @@ def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
         array[view.heads[:, None], view.rows] = x
     elif name in OF_SINKS:
         array[view.heads] += x
-    elif name in OF_SLOTS:
+    elif name.endswith("block_scale"):
         x = np.where(c.W > 0, x, 0.0)
         head, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
         where = (view.rows[i], view.selections[head], view.slot[head, i, j])

@@ -21,6 +21,8 @@ BY_ROW = ("lse", "sliding lse", "delta", "ddlse", "jvp lse", "tlse")  # (num_hea
 OF_KEYS = ("dk", "dv", "gk", "gv")  # (total_k, num_heads_kv, ...)
 OF_SLOTS = ("dblock_scale", "gblock_scale")  # like block_indices
 OF_SINKS = ("dsinks", "gsinks")  # (num_heads_q,), judged apart: they have no rows
+TENSORS = (*(name for names in STAGES.values() for name in names), *OF_SINKS)
+WIDE = (*BY_ROW, *OF_SLOTS, *OF_SINKS)  # not of the dtype of q, but as exact as lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,12 @@ class Question:
         """The out and lse that backward passes were given; None for their own forward's."""
         return None if self.out is None or self.lse is None else (self.out, self.lse)
 
+    def given_to_backward(self, answers: Answers) -> tuple[Array, Array] | None:
+        """The same, most likely, of whoever gave ``answers``; None where only the right ones are
+        left to assume."""
+        of_forward = (answers["out"], answers["lse"]) if {"out", "lse"} <= answers.keys() else None
+        return of_forward if self.passed is None else self.passed
+
     @property
     def scale(self) -> float:
         given = self.softmax_scale
@@ -158,7 +166,7 @@ class Question:
 
 def tensors_in(text: str) -> set[str]:
     """The tensors that a text names."""
-    return {name for names in STAGES.values() for name in names} & set(re.findall(r"\w+", text))
+    return {*TENSORS} & {*re.findall(r"\w+", text)}
 
 
 def side_of(tensor: str) -> str:
@@ -170,11 +178,3 @@ def by_rows(tensor: str, array: Any) -> np.ndarray:
     """``array`` in float64 as (tokens, heads, width); not to be written to."""
     wide = np.asarray(array, dtype=np.float64)
     return wide.T[..., None] if tensor in BY_ROW else wide
-
-
-def given_to_backward(question: Question, answers: Answers) -> tuple[Array, Array] | None:
-    """The out and lse that a backward pass had, most likely; None where only the right ones are
-    left to assume."""
-    if question.passed is not None:
-        return question.passed
-    return (answers["out"], answers["lse"]) if {"out", "lse"} <= answers.keys() else None

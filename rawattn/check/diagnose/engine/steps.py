@@ -103,30 +103,6 @@ STEPS: dict[str, Step] = {
 }
 OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}  # not from lse
 SCORES = ("Y", "cap", "S")
-PROGRAMS = {
-    "forward": (*SCORES, "softmax", "L", "P", "O"),
-    "backward": (
-        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
-    ),
-    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
-    "second": (
-        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
-        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
-    ),
-}
-
-RESULTS = {  # of a stage, and the steps that give them
-    "forward": {"out": "O", "lse": "L"},
-    "backward": {
-        **{"delta": "D", "dq": "dQ", "dk": "dK", "dv": "dV"},
-        **{"dblock_scale": "dG", "dsinks": "dsink"},
-    },
-    "jvp": {"jvp out": "O", "tout": "tO", "jvp lse": "L", "tlse": "tL"},
-    "second": {
-        **{"ddout": "tO", "ddlse": "tL", "gq": "gQ", "gk": "gK", "gv": "gV"},
-        **{"gblock_scale": "gG", "gsinks": "gsink"},
-    },
-}
 
 
 def changed(c: Context, **changes: Any) -> Context:

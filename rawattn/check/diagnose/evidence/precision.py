@@ -11,12 +11,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import FIRST, Bug, Rounding, exact, solve
+from rawattn.check.diagnose.engine.attention import FIRST, Bug, Given, Rounding, exact, solve
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import Floats, Step, times
 
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
-Given = tuple[Floats, Floats] | None
 Rows = np.ndarray | slice
 
 

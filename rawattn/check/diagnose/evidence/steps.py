@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import contexts
-from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
+from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.precision import finite, residual
 
 MATRICES = {"forward": ("S", "P"), "backward": ("dP", "dS"), "second": ("E", "tP", "tdS")}
@@ -39,7 +39,7 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
         if stage not in question.stages:
             continue
         found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
-        given = None if stage == "forward" else given_to_backward(question, answers)
+        given = None if stage == "forward" else question.given_to_backward(answers)
         first_q, first_k = (question.offsets(of)[sequence] for of in "qk")
         for c in contexts(question, stage, given):
             if c.view.sequence == sequence:

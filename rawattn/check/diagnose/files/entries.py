@@ -10,13 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import OF_SINKS, STAGES, Question
+from rawattn.check.diagnose.engine.question import TENSORS, Question
 from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
 OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
-RESULTS = (*(name for names in STAGES.values() for name in names), *OF_SINKS)
 INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
@@ -52,13 +51,13 @@ ALIASES = {
     **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
     **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
 }
-OWN_NAMES = (*(f.name for f in fields(Question) if f.name not in GIVEN), *RESULTS, "layout")
+OWN_NAMES = (*(f.name for f in fields(Question) if f.name not in GIVEN), *TENSORS, "layout")
 # They change what is computed into something that there is no reference for.
 FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
 
 
-def entries(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
+def of_file(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
     """The arrays of a file, its "about", and notes on what it has besides."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no .npz file; write one with numpy.savez(file, q=q, k=k, ...)")
@@ -146,7 +145,7 @@ def restore(arrays: Arrays, notes: list[str]) -> None:
     arrays.update(floats)
     for narrow in (BFLOAT16, np.dtype(np.float16)):
         told = narrowed(floats, narrow)
-        if {"q", "k", "v"} <= told.keys() and told.keys() & {*RESULTS}:
+        if {"q", "k", "v"} <= told.keys() and told.keys() & {*TENSORS}:
             arrays.update(told)
             notes.append(f"{', '.join(sorted(told))}: all numbers are of {narrow}, read as such")
             return

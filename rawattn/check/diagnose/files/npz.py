@@ -13,33 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS, OF_SLOTS, Answers, Question
+from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question
 from rawattn.check.diagnose.evidence.precision import eps_of, smallest_of
 from rawattn.check.diagnose.evidence.steps import MADE
-from rawattn.check.diagnose.files.entries import (
-    BFLOAT16,
-    GIVEN,
-    OPTIONS,
-    RESULTS,
-    entries,
-    named,
-    narrowed,
-    options_of,
-    restore,
-)
-from rawattn.check.diagnose.files.layouts import (
-    LENGTHS,
-    Arrays,
-    Frame,
-    frame_of,
-    layout_of,
-    offsets_of,
-    place,
-)
+from rawattn.check.diagnose.files import entries, layouts
+from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, OPTIONS, narrowed
+from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays, Frame
 
 MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-NARROW = {*RESULTS} - {*BY_ROW, *OF_SLOTS, *OF_SINKS}  # of the inputs' dtype
+NARROW = {*TENSORS} - {*WIDE}  # of the inputs' dtype
 NO_MASK = "causal is not said: False is assumed"
 PROBLEM = (*"qkv", *OFFSETS)  # who has other ones computed another
 OF_ITS_OWN = ("dlse", *GIVEN)  # what a run had none of where none was saved
@@ -95,38 +78,38 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
 def read(path: str | Path, frame: Frame | None = None) -> Saved:
     """What ``path`` holds, with notes; ValueError for what cannot be read. ``frame``: that of
     another file, for one without inputs."""
-    raw, about, notes = entries(Path(path))
+    raw, about, notes = entries.of_file(Path(path))
     matrices = {name: raw.pop(name) for name in MADE if name in raw}
     try:
-        arrays = named(raw, notes)
-        options = options_of(about.get("options", {}) | arrays)
-        layout = layout_of(arrays.pop("layout", None))
-        restore(arrays, notes)
+        arrays = entries.named(raw, notes)
+        options = entries.options_of(about.get("options", {}) | arrays)
+        layout = layouts.layout_of(arrays.pop("layout", None))
+        entries.restore(arrays, notes)
         arrays = {name: array for name, array in arrays.items() if name not in OPTIONS}
         found: dict[str, Any] = {}
         if {"q", "k", "v"} <= arrays.keys():
-            frame = frame_of(arrays, layout)
+            frame = layouts.frame_of(arrays, layout)
             found |= {f"cu_seqlens_{side}": offsets for side, offsets in frame.offsets.items()}
             notes += [NO_MASK] if "causal" not in options else []
         elif frame is None:
             return Saved(str(path), options, {}, tuple(notes), None)
         else:
             frame = replace(frame, layout=layout or frame.layout)
-            given = {f"cu_seqlens_{side}": offsets_of(arrays, side) for side in "qk"}
+            given = {f"cu_seqlens_{side}": layouts.offsets_of(arrays, side) for side in "qk"}
             found |= {name: offsets for name, offsets in given.items() if offsets is not None}
         results = {n: x for n, x in arrays.items() if n in NARROW}
         if narrow := narrowed(results, frame.dtype) if frame.dtype.itemsize == 2 else {}:
             notes.append(f"{', '.join(narrow)}: all numbers are of {frame.dtype}, judged as such")
             arrays |= narrow
         for name in (name for name in arrays if name not in LENGTHS):
-            found[name] = place(name, arrays[name], frame)
+            found[name] = layouts.place(name, arrays[name], frame)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
     left_out = tuple(name for name in (*MAY_BE_LEFT_OUT, *OFFSETS) if name not in said)
     called = {entry: name for name, entry in GIVEN.items()}
-    inputs = {called.get(n, n): array for n, array in found.items() if n not in RESULTS}
-    answers = {n: array for n, array in found.items() if n in RESULTS}
+    inputs = {called.get(n, n): array for n, array in found.items() if n not in TENSORS}
+    answers = {n: array for n, array in found.items() if n in TENSORS}
     more = tuple(notes), frame, left_out, int(about.get("identify", 0)), matrices
     return Saved(str(path), inputs | options, answers, *more)
 

@@ -10,16 +10,10 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    Answers,
-    Question,
-    by_rows,
-    given_to_backward,
-)
-from rawattn.check.diagnose.evidence.precision import Given, relative_residual
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
+from rawattn.check.diagnose.evidence.precision import relative_residual
 from rawattn.check.diagnose.inferred import accumulators, dropped, shares
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
@@ -57,7 +51,7 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
     if stage in ("forward", "jvp"):
         yield None
         return
-    given, right = given_to_backward(question, answers), solve(question, "forward")
+    given, right = question.given_to_backward(answers), solve(question, "forward")
     if given is not None:
         yield given
     others = (right["out"], right["lse"])

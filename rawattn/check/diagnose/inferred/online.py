@@ -11,23 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.partial_sums import (
-    LSES,
-    RESCALED,
-    RIGHT,
-    RIGHTLY,
-    WAYS,
-    WEIGHTS,
-    Results,
-    divided,
-    merged,
-    parts_of,
-    rescaled,
-    splits,
-    steps,
-    tiles,
-    totals,
-)
+from rawattn.check.diagnose.catalogue import partial_sums
+from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, Results, merged
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, Context, Floats, contexts
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.inferred.sample import Sample
@@ -39,10 +24,10 @@ TENSORS = {
     "jvp": {"out": "jvp out", "lse": "jvp lse", "tout": "tout", "e": "tlse"},
 }
 SUMS = {
-    "forward": RESCALED,
+    "forward": partial_sums.RESCALED,
     "jvp": (("e",), ("tout",), ("e", "tout"), ("out",), ("row_sum",), ("out", "tout")),
 }
-MERGED: dict[str, Iterable[str]] = {"out": WEIGHTS, "lse": LSES}
+MERGED: dict[str, Iterable[str]] = {"out": partial_sums.WEIGHTS, "lse": partial_sums.LSES}
 MERGED_WORDS = {"out": "weights", "lse": "lse"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V + P tV"}
 
@@ -66,23 +51,24 @@ def _rescaled(
 ) -> Iterator[Bug]:
     right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
     wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
-    for at, cut in tiles(question).items():
-        parts = parts_of(c, cut)
-        sums = totals(parts, RIGHTLY)
-        ways = ((words, way, totals(parts, way)) for words, way in WAYS.items())
+    for at, cut in partial_sums.tiles(question).items():
+        parts = partial_sums.parts_of(c, cut)
+        sums = partial_sums.totals(parts, partial_sums.RIGHTLY)
+        ways = ((x, way, partial_sums.totals(parts, way)) for x, way in partial_sums.WAYS.items())
         for (words, way, others), moved in product(ways, SUMS[stage]):
-            of = divided(parts, sums | {name: others[name] for name in moved})
+            of = partial_sums.divided(parts, sums | {name: others[name] for name in moved})
             if sum(_left(x, getattr(of, name)) for name, x in found.items()) < FITS * wrong:
                 said = " and ".join(WORDS.get(name, name) for name in moved)
-                planted = steps(stage, cut, partial(rescaled, wrong=moved, way=way))
+                of_parts = partial(partial_sums.rescaled, wrong=moved, way=way)
+                planted = partial_sums.steps(stage, cut, of_parts)
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
 def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near: list[tuple[float, Bug]] = []
-    for at, cut in splits(question).items():
-        parts, total = parts_of(c, cut), 0.0
+    for at, cut in partial_sums.splits(question).items():
+        parts, total = partial_sums.parts_of(c, cut), 0.0
         forms = {of: [RIGHT] for of in MERGED}
         for of, x in found.items():
             left = {form: _left(x, getattr(merged(parts, **{of: form}), of)) for form in MERGED[of]}
@@ -93,7 +79,7 @@ def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bu
         for chosen in product(*forms.values()):
             wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
             if wrong:
-                planted = steps("forward", cut, partial(merged, **wrong))
+                planted = partial_sums.steps("forward", cut, partial(merged, **wrong))
                 said = [f"{MERGED_WORDS[of]} {form}" for of, form in wrong.items()]
                 form = "; ".join([*said, at])
                 near.append((total, Bug("partial-merge", form, FORWARD, steps=planted)))

@@ -7,23 +7,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Floats, Store, View, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    given_to_backward,
-)
-from rawattn.check.diagnose.evidence.precision import (
-    Given,
-    eps_of,
-    finite,
-    relative_residual,
-    residual,
-)
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.evidence.precision import eps_of, finite, relative_residual, residual
 
 LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
 ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but for rounding
@@ -57,7 +44,7 @@ class Sample:
     ) -> None:
         self.question, self.stage = question, stage
         of_forward = stage in ("forward", "jvp")
-        self.given = None if of_forward else given or given_to_backward(question, answers)
+        self.given = None if of_forward else given or question.given_to_backward(answers)
         right = solve(question, stage, given=self.given)
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}

@@ -6,8 +6,9 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import array_of
-from rawattn.check.diagnose.engine.attention import LOG2_E, TILES, Floats, Same, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.reference.dense import dead_to_inf
 
 ALL, ITS = "all queries", "exp(sink - lse)"

@@ -6,19 +6,13 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug, solve
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_SLOTS,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-)
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
+UNTOLD = ("delta", "dblock_scale", "gblock_scale")  # may be constant
 Rows = np.ndarray  # (tokens, heads)
 Found = dict[str, tuple[Rows, float]]  # of tensors the rows, and what they hold
 
@@ -26,7 +20,7 @@ Found = dict[str, tuple[Rows, float]]  # of tensors the rows, and what they hold
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """One with all rows of the tensors of ``stage`` that hold a constant and should not."""
     sample, found = Sample(question, answers, stage), Found()
-    for name in (n for n in STAGES[stage] if n in sample.wrong and n not in (*OF_SLOTS, "delta")):
+    for name in (n for n in STAGES[stage] if n in sample.wrong and n not in UNTOLD):
         of_out = found.get(name.replace("lse", "out"))
         constant = _constant(sample, name, False if of_out is None else of_out[0])
         if constant is not None:

@@ -22,14 +22,7 @@ from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
-from rawattn.check.diagnose.judge.match import (
-    GENERIC,
-    LOOSE,
-    Explained,
-    Stage,
-    StageVerdict,
-    judge_stage,
-)
+from rawattn.check.diagnose.judge.match import GENERIC, LOOSE, Explained, StageVerdict, judge_stage
 from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
@@ -234,7 +227,7 @@ def _found(
 ) -> Finding:
     """A bug, in all parts that it explains."""
     works = {tensor: part.verdict for part in parts for tensor in part.tensors}
-    wrong = {name: of.work for name, of in works.items() if not of.null[name].good}
+    wrong = {name: of for name, of in works.items() if not of.null[name].good}
     bugs = [part.best[name].prediction.bug for part in parts]
     form, must = bugs[0].variant, mask_rule(question)
     where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
@@ -283,10 +276,11 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
 
 
-def _in_numbers(wrong: Mapping[str, Stage]) -> bool:
+def _in_numbers(wrong: Mapping[str, StageVerdict]) -> bool:
     """Whether numbers are wrong, and not just which NaN of the inputs came through."""
-    inputs = [getattr(of.question, n) for of in wrong.values() for n in ("q", "k", "v", "dout")]
+    questions = [of.work.question for of in wrong.values()]
+    inputs = [x for q in questions for x in (q.q, q.k, q.v, q.dout)]
     if not any(x is not None and np.isnan(x).any() for x in inputs):
         return True
-    pairs = (of.pair(name) for name, of in wrong.items())
+    pairs = (of.work.pair(name) for name, of in wrong.items())
     return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)

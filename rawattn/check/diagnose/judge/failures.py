@@ -22,15 +22,7 @@ from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_SINKS,
-    OF_SLOTS,
-    STAGES,
-    Answers,
-    Question,
-    tensors_in,
-)
+from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question, tensors_in
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
@@ -206,8 +198,7 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
     if question.dout is None:
         candidate = replace(candidate, backward=None, preprocess=None, double_backward=None)
     results = candidate.run(_expected(question))
-    known = {*OF_SINKS, *(name for names in STAGES.values() for name in names)}
-    return {name: array for name, array in results.items() if name in known}
+    return {name: array for name, array in results.items() if name in TENSORS}
 
 
 def reference_answers(question: Question) -> Answers:
@@ -432,5 +423,4 @@ def _case(question: Question) -> Case:
 
 def _dtype(question: Question, name: str) -> np.dtype:
     """The dtype of a right result called ``name``."""
-    wide = name in (*BY_ROW, *OF_SLOTS, *OF_SINKS)
-    return lse_dtype(question.dtype.name) if wide else question.dtype
+    return lse_dtype(question.dtype.name) if name in WIDE else question.dtype

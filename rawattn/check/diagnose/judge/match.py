@@ -21,18 +21,11 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
-from rawattn.check.diagnose.engine.question import (
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    given_to_backward,
-)
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import (
     Fit,
-    Given,
     Precision,
     defined,
     eps_of,
@@ -114,7 +107,7 @@ def predictions(
     question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
 ) -> list[Prediction]:
     """What the stage gives with each bug that can be planted, given what it was given."""
-    given = None if stage in ("forward", "jvp") else given_to_backward(question, answers)
+    given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
     return [one for bug in bugs for one in _planted(question, stage, bug, given)]
 
 
@@ -130,7 +123,7 @@ def with_other_inputs(
     """Predictions of backward passes that made an out or an lse of their own."""
     if stage in ("forward", "jvp"):
         return
-    given = given_to_backward(question, answers)
+    given = question.given_to_backward(answers)
     wrong = given is not None and _is_wrong(question, given)
     for bug in bugs:
         if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):

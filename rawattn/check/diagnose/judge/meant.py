@@ -9,15 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    Floats,
-    contexts,
-    sequences,
-    solve,
-    times,
-    views_of,
-)
-from rawattn.check.diagnose.engine.question import Answers, Question, given_to_backward
+from rawattn.check.diagnose.engine.attention import contexts, sequences, solve, views_of
+from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.steps import Floats, times
 
 STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 9, 1e-4  # of Newton's method, for a scale
 CELLS = 2_000_000  # intervals of all rows that are tried
@@ -139,7 +133,7 @@ def _of_delta(question: Question, answers: Answers) -> Iterator[Option]:
     if "dq" not in answers or question.dlse is not None:
         return
     found = np.zeros(question.q.shape[1::-1])
-    for c in contexts(question, "backward", given_to_backward(question, answers)):
+    for c in contexts(question, "backward", question.given_to_backward(answers)):
         at = c.view.rows[None], c.view.heads[:, None]
         more, once = np.asarray(answers["dq"][at], np.float64) - c.dQ, c.s * times(c.P, c.K)
         found[at[::-1]] = (more * once).sum(axis=-1) / np.maximum((once**2).sum(axis=-1), 1e-30)

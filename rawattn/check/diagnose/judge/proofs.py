@@ -11,26 +11,10 @@ import numpy as np
 
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_KEYS,
-    OF_SINKS,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    given_to_backward,
-    side_of,
-)
+from rawattn.check.diagnose.engine.attention import Given, solve
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
-from rawattn.check.diagnose.evidence.precision import (
-    Given,
-    defined,
-    eps_of,
-    ladder,
-    relative_residual,
-)
+from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
 from rawattn.check.diagnose.evidence.runs import Failed
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.inferred import sinks
@@ -85,7 +69,7 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
     told: dict[str, list[str]] = {}  # titles, and whose
     zeros = []
     inputs = {n: getattr(question, n) for n in ("q", "k", "v", "dout", "tq", "tk", "tv")}
-    rights = reference_of(question, answers, given_to_backward(question, answers))
+    rights = reference_of(question, answers, question.given_to_backward(answers))
     for name, right in rights.items():
         x, rows = answers[name], defined(question, name, right)
         found, wanted = by_rows(name, x), by_rows(name, right)
@@ -120,7 +104,7 @@ def of_past(
     said = {}
     for name in (n for names in STAGES.values() for n in names if n in answers):
         x, sequence = answers[name], of.sequence_of(side_of(name))
-        there = x[sequence < 0] if name not in BY_ROW and len(x) == len(sequence) else np.zeros(0)
+        there = x[sequence < 0] if x.ndim > 2 and len(x) == len(sequence) else np.zeros(0)
         if there.any():
             number = f"{there[there != 0].flat[0]:.4g}"
             said[name] = f"rows of {name} past the last sequence hold {number}"
@@ -141,10 +125,10 @@ def of_sinks(
     if any(one.bug != "rounding" for one in others):
         return []
     found = []
-    for name, stage in zip(OF_SINKS, ("backward", "second"), strict=True):
+    for name, stage in (("dsinks", "backward"), ("gsinks", "second")):
         if name not in answers or stage not in question.stages or question.sinks is None:
             continue
-        given, coarsest = given_to_backward(question, answers), ladder(question.dtype)[-1]
+        given, coarsest = question.given_to_backward(answers), ladder(question.dtype)[-1]
         right = solve(question, stage, given=given)[name]
         rounded = solve(question, stage, given=given, rounding=coarsest.rounding)[name]
         noise = coarsest.factor * np.abs(rounded - right).max()
@@ -243,7 +227,7 @@ def _dead(verdict: StageVerdict) -> Named:
     lse = solve(work.question, "forward")["lse"].T
     for name in verdict.unexplained:
         bad, (x, right) = work.bad(name), work.pair(name)
-        of_keys = name in OF_KEYS
+        of_keys = side_of(name) == "k"
         if not of_keys and bad.shape != lse.shape:
             continue
         nothing = (right == 0).all(axis=2) if of_keys else np.isneginf(lse)

@@ -12,20 +12,9 @@ from functools import partial, reduce
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
-    NONE,
-    STEPS,
-    Bug,
-    Context,
-    Floats,
-    Rounding,
-    Step,
-    changed,
-    solve,
-    times,
-)
+from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, Bug, Rounding, solve
 from rawattn.check.diagnose.engine.question import Answers, by_rows
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict

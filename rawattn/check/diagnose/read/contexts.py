@@ -6,18 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    STEPS,
-    Bug,
-    Context,
-    Same,
-    Step,
-    View,
-    changed,
-    exact,
-    run_steps,
-)
-from rawattn.check.diagnose.engine.steps import SCORES
+from rawattn.check.diagnose.engine.attention import Bug, Same, View, exact, run_steps
+from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Places, Right
 
 Array = np.ndarray
